@@ -1,9 +1,7 @@
-"""Measures the bytes that a host receives from other hosts in an epoch, without and with the default cache.
+"""Measures the bytes that a host receives from other hosts in an epoch, without and with a row cache.
 
-Also compares the received with the predicted bytes. One process simulates all hosts: each is a ``Graph`` with one part
-and replicated topology, and calls the others directly. Bytes are counted where a host would receive them from the
-network. Features have only 16 columns, as only the number of rows matters.
-GNNFLEET_DEBIAN names the folder of the Debian dependency graph (``data.dataset: file``), if available.
+One process simulates all hosts, each with one part and replicated topology. GNNFLEET_DEBIAN names the folder of the
+Debian dependency graph (``data.dataset: file``), if available.
 """
 
 from __future__ import annotations
@@ -42,8 +40,6 @@ CACHE = Path(__file__).resolve().parent.parent / ".gnnfleet" / "bench"
 
 @dataclass(frozen=True)
 class Case:
-    """A graph with its sampling settings and partitions."""
-
     name: str
     dataset: str
     options: Mapping[str, str]
@@ -90,11 +86,7 @@ def _debian() -> list[Case]:
 
 
 def _rows(case: Case, folder: Path, num_parts: int, method: str, held: int | None) -> list[Row]:
-    """Compare the MB that host 0 receives in an epoch without and with a row cache. It loads the same batches as on a
-    real cluster.
-
-    held: number of earlier batches whose remote rows are kept; None for the default.
-    """
+    # held: number of earlier batches whose remote rows are kept; None for the default
     name = f"{case.name}, {num_parts} parts by {method}" + (", no held rows" if held == 0 else "")
     without, _, _ = _epoch(case, folder, num_parts, held, "0")
     with_cache, predicted, seconds = _epoch(case, folder, num_parts, held, "10%")
@@ -107,10 +99,7 @@ def _rows(case: Case, folder: Path, num_parts: int, method: str, held: int | Non
 
 
 def _epoch(case: Case, folder: Path, num_parts: int, held: int | None, size: str) -> tuple[Cost, float, float]:
-    """Load an epoch on host 0 with a row cache of ``size``.
-
-    Returns the ``Cost`` of the epoch, the predicted remote bytes, and the CPU seconds of filling the cache.
-    """
+    """Load an epoch. Returns its ``Cost``, the predicted remote bytes, and the CPU seconds of filling the cache."""
     graph = _host(folder, num_parts, held)
     loader = BatchLoader(graph, LoaderSettings("train", case.fanouts, case.batch), 0, graph.layout)
     group, began = RankGroup(Ranks(), torch.device("cpu")), time.process_time()
@@ -124,7 +113,6 @@ def _epoch(case: Case, folder: Path, num_parts: int, held: int | None, size: str
 
 
 def _host(folder: Path, num_parts: int, held: int | None) -> Graph:
-    """Open the graph as host 0 of ``num_parts`` hosts."""
     store = open_parts(folder, [0], "replicated")
     others = {part: _Owner(part, LocalGraph(open_parts(folder, [part]))) for part in range(1, num_parts)}
     options = {} if held is None else {"held": held}
@@ -134,7 +122,7 @@ def _host(folder: Path, num_parts: int, held: int | None) -> Graph:
 
 @dataclass(frozen=True)
 class _ReadyAnswer:
-    """Replaces the future of a reply from another host. Its result is available at once."""
+    """A future whose result is available at once."""
 
     value: Any
 
@@ -144,7 +132,7 @@ class _ReadyAnswer:
 
 @dataclass(frozen=True)
 class _Owner:
-    """Replaces the connection to another host: answers requests from this host's part, in this process."""
+    """A connection to another host that is simulated in this process."""
 
     part: int
     local: LocalGraph

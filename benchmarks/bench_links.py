@@ -1,7 +1,6 @@
-"""Compares loaders that read the ends of edges batch by batch with the same loaders holding all edges in memory.
+"""Compares loaders that read the ends of edges batch by batch with loaders that hold all edges in memory.
 
-Both make equal batches. Times are CPU seconds of one sampler thread, measured alternately on both; memory is the peak
-of numpy's arrays.
+Times are CPU seconds of one sampler thread; memory is the peak of numpy's arrays.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def run(small: bool) -> list[Row]:
 
 
 def without_endpoints(graph: Graph) -> Graph:
-    """Return ``graph`` as if partitioned without endpoint files, so that loaders read all edges into memory."""
+    """Return a graph whose loaders read all edges into memory."""
     spec = replace(graph.manifest.edges[HOMO_EDGE], endpoints=False)
     store = replace(graph.store, manifest=replace(graph.manifest, edges={HOMO_EDGE: spec}))
     return Graph(store, DistGraph(LocalGraph(store), {}))
@@ -65,9 +64,7 @@ def compared(name: str, make: Callable[[Graph], PyGLoader], *graphs: Graph) -> l
 
 
 def measured(make: Callable[[Graph], PyGLoader], graph: Graph) -> tuple[PyGLoader, int, float]:
-    """Return the loader, the peak bytes of numpy's arrays until it has the seeds of its first batch, and the seconds to
-    make it.
-    """
+    """Return the loader, the peak bytes of numpy's arrays up to its first batch, and the seconds to make it."""
     tracemalloc.start()
     began = time.perf_counter()
     loader = make(graph)
@@ -79,7 +76,7 @@ def measured(make: Callable[[Graph], PyGLoader], graph: Graph) -> tuple[PyGLoade
 
 
 def step_seconds(*loaders: PyGLoader) -> list[float]:
-    """Return the median CPU seconds that each loader takes for a step, not counting its first step."""
+    """Return the median CPU seconds of a step of each loader, without its first step."""
     taken: list[list[float]] = [[] for _ in loaders]
     every = [list(islice(loader.work_items(0, 0), STEPS)) for loader in loaders]
     for items in zip(*every, strict=True):
@@ -91,7 +88,7 @@ def step_seconds(*loaders: PyGLoader) -> list[float]:
 
 
 def few_sums(stored: Graph, held: Graph) -> list[Row]:
-    """Measure GraphSAINT's edge sampler with a running sum of weights only at every 64th edge, as with 2^31 edges."""
+    # a running sum of the weights at every 64th edge only, as for 2^31 edges
     few, every = (DistGraphSAINTEdgeSampler(graph, 6000, STEPS) for graph in (stored, held))
     num_nodes = stored.manifest.num_nodes
     few._edges = SaintEdgeDraw.of(few._edges.ends, num_nodes, -(-stored.manifest.num_edges // 64))
@@ -102,7 +99,6 @@ def few_sums(stored: Graph, held: Graph) -> list[Row]:
 
 
 def first_order(num_edges: int) -> Row:
-    """Compare the time to the first 1024 positions of a shuffled epoch, by keyed permutation and by sort."""
     began = time.perf_counter()
     shuffled(num_edges, 5)[:1024]
     by_sort, began = time.perf_counter() - began, time.perf_counter()

@@ -21,7 +21,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def run(small: bool) -> list[Row]:
-    """Measure each method in a process of its own, to get its peak memory. The process also creates the graph."""
+    # each method in a process of its own, because the peak memory of a process is measured
     ways = ("random", "streaming", "metis", "pymetis alone")
     random, streaming, metis, alone = (in_process(way, small) for way in ways)
     return [
@@ -37,9 +37,7 @@ def run(small: bool) -> list[Row]:
 
 
 def in_process(way: str, small: bool) -> tuple[float, float, float]:
-    """Partition in a new process. Returns seconds, GB of peak memory in addition to the loaded graph, and the share of
-    cut edges.
-    """
+    """Partition in a new process. Returns seconds, GB of additional peak memory, and the share of cut edges."""
     ours, theirs = SPAWN.Pipe()
     worker = SPAWN.Process(target=measure, args=(way, small, theirs))
     worker.start()
@@ -78,7 +76,7 @@ def measure(way: str, small: bool, out: Connection) -> None:
 
 
 def pymetis_alone(edge_index: np.ndarray, num_nodes: int) -> float:
-    """Partition with scipy and pymetis only, without writing files, and return the share of cut edges."""
+    """Partition with scipy and pymetis in memory, and return the share of cut edges."""
     import pymetis
     from scipy.sparse import coo_matrix
 
@@ -93,13 +91,11 @@ def pymetis_alone(edge_index: np.ndarray, num_nodes: int) -> float:
 
 
 def forget_peak() -> None:
-    """Reset the peak memory of this process, which ``VmHWM`` reports. (The peak that getrusage reports would include
-    that of the parent process.)
-    """
+    """Reset the peak memory that the kernel reports as ``VmHWM``."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def memory(which: str) -> float:
-    """Return the memory of this process in GB. ``which``: ``VmRSS`` for the current memory, ``VmHWM`` for the peak."""
+    """Return memory of this process in GB: ``VmRSS`` is the current memory, ``VmHWM`` the peak."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{which}:\s+(\d+) kB", status)[1]) * 1024 / 1e9  # type: ignore[index]

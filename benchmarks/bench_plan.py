@@ -1,6 +1,4 @@
-"""Measures the seconds of planning, from reading a config with host ranges to the plan of every node, and compares them
-with a limit.
-"""
+"""Measures the seconds from reading a config to the plan of every node, and compares them with a limit."""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ def run(small: bool) -> list[Row]:
 
 
 def stages(folder: Path, count: int) -> list[Row]:
-    """Measure each stage of planning for ``count`` nodes with four devices each."""
     path = folder / "cluster.yml"
     path.write_text(
         "defaults: {venv: ~/venv, env: {A: b}, devices: [0, 1, 2, 3]}\n"
@@ -52,9 +49,6 @@ def stages(folder: Path, count: int) -> list[Row]:
 
 
 def parts_of(count: int) -> PartitionFiles:
-    """Return the file list of a partition into ``count`` parts with twelve files each, as of a graph with a few node
-    types.
-    """
     names = [f"part{part}/nodes/node/attrs/a{i}.npy" for part in range(count) for i in range(12)]
     files = [PartFile(name, 10**6, "0" * 64) for name in [*names, "shared/seeds.npy", "manifest.json"]]
     return PartitionFiles("parts", "synthetic", "f1", count, tuple(files))

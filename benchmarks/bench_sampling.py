@@ -1,4 +1,4 @@
-"""Measures sampling and gathering on one machine: gnnfleet's kernels compared with plain numpy and torch."""
+"""Measures sampling and gathering of rows on one machine: gnnfleet's kernels, plain numpy and torch."""
 
 from __future__ import annotations
 
@@ -47,10 +47,9 @@ def shares_of(graph: Graph, target: NodeType) -> list[SeedShare]:
 
 
 def sampler(store: PartStore, target: NodeType, fanouts: dict[EdgeType, tuple[int, ...]], **kind: Any) -> Work:
-    """Return a function that samples the neighbourhoods of the seeds of a ``SeedShare``, in the calling thread.
+    """Return a function that samples the neighbourhoods of seeds in the calling thread.
 
-    kind: further fields of ``SampleSettings``. If ``time`` is set, all seeds have time 500, the middle of the edge
-    times.
+    kind: further fields of ``SampleSettings``. With ``time``, all seeds have time 500.
     """
     graph, tables, split = LocalGraph(store), RelabelTables(store.manifest), store.seeds(target, "train")
     settings = SampleSettings(fanouts, **kind)
@@ -64,13 +63,12 @@ def sampler(store: PartStore, target: NodeType, fanouts: dict[EdgeType, tuple[in
 
 
 def speed(work: Work, shares: list[SeedShare]) -> float:
-    """Measure million sampled edges per second."""
+    """Return million sampled edges per second."""
     edges = sum(len(found.src) for share in shares for found in work(share).edges.values())
     return edges / 1e6 / median_seconds(lambda: [work(share) for share in shares])
 
 
 def sampling(graph: Graph, shares: list[SeedShare]) -> list[Row]:
-    """Measure edges per second of multi-hop sampling, compared with ``numpy_sample``."""
     fanouts = {HOMO_EDGE: FANOUTS}
     works = [sampler(graph.store, HOMO_NODE, fanouts) for _ in range(2)]
     million = sum(len(works[0](share).edges[HOMO_EDGE].src) for share in shares) / 1e6
@@ -91,10 +89,8 @@ def sampling(graph: Graph, shares: list[SeedShare]) -> list[Row]:
 
 
 def positions(graph: Graph, shares: list[SeedShare], small: bool) -> list[Row]:
-    """Compare the CPU times of numbering a batch's nodes with a hash table and with an array of all nodes.
-
-    The ids of the nodes are spread to simulate graphs of up to 333 times the size.
-    """
+    """Compare the CPU times of numbering a batch's nodes with a hash table and with an array of all nodes."""
+    # node ids are spread, to simulate graphs of up to 333 times the size
     work = sampler(graph.store, HOMO_NODE, {HOMO_EDGE: FANOUTS})
     edges = [work(share) for share in shares[:4]]
     met = [found.nodes[HOMO_NODE].ids[found.edges[HOMO_EDGE].src] for found in edges]  # in the order of sampling
@@ -120,7 +116,7 @@ def place_all(table: PositionTable, batches: list[np.ndarray]) -> None:
 
 
 def alternately(works: list[Callable[[], None]], repeats: int = 9) -> list[float]:
-    """Call the functions in turn, and return the median CPU seconds of each. The first call of each does not count."""
+    """Call the functions in turn. Return the median CPU seconds of each, without its first call."""
     taken: list[list[float]] = [[] for _ in works]
     for _ in range(repeats + 1):
         for work, seconds in zip(works, taken, strict=True):
@@ -131,7 +127,6 @@ def alternately(works: list[Callable[[], None]], repeats: int = 9) -> list[float
 
 
 def steered(graph: Graph, shares: list[SeedShare]) -> list[Row]:
-    """Compare weighted, disjoint, temporal and induced sampling with plain sampling."""
     store = with_columns(graph.store)
     kinds: dict[str, dict[str, Any]] = {
         "weighted": {"weight": "weight"},
@@ -150,7 +145,6 @@ def steered(graph: Graph, shares: list[SeedShare]) -> list[Row]:
 
 
 def with_columns(store: PartStore) -> PartStore:
-    """Return the store with random edge weights and times in memory, in place of its other edge attributes."""
     (part,) = store.parts.values()
     edges, spec, rng = part.edges[HOMO_EDGE], store.manifest.edges[HOMO_EDGE], np.random.default_rng(0)
     columns = {
@@ -163,7 +157,6 @@ def with_columns(store: PartStore) -> PartStore:
 
 
 def hetero(small: bool) -> list[Row]:
-    """Measure sampling on the synthetic heterogeneous graph, which has eight edge types."""
     folder = CACHE / f"{'small' if small else 'large'}-hetero"
     options = {"num_nodes": "10000" if small else "200000", "avg_degree": "20", "all_features": "true"}
     make_partition(PartitionSpec("synthetic-hetero", str(folder), None, options, 1, "random", force=True))
@@ -173,7 +166,7 @@ def hetero(small: bool) -> list[Row]:
 
 
 def numpy_sample(graph: Graph, seeds: np.ndarray) -> np.ndarray:
-    """Sample ``FANOUTS`` hops with replacement, using numpy operations on whole arrays."""
+    """Sample ``FANOUTS`` hops with replacement, with numpy operations on whole arrays."""
     (part,) = graph.store.parts.values()
     indptr, indices = part.edges[HOMO_EDGE].indptr, part.edges[HOMO_EDGE].indices
     rng = np.random.default_rng(0)
@@ -188,7 +181,7 @@ def numpy_sample(graph: Graph, seeds: np.ndarray) -> np.ndarray:
 
 
 def gathering(graph: Graph, shares: list[SeedShare]) -> list[Row]:
-    """Measure GB/s of gathering feature rows, compared with torch's ``index_select`` on the same rows."""
+    """Measure GB/s of gathering feature rows, compared with torch's ``index_select``."""
     work = sampler(graph.store, HOMO_NODE, {HOMO_EDGE: FANOUTS})
     nodes = [work(share).nodes[HOMO_NODE].ids for share in shares]
     (part,) = graph.store.parts.values()
@@ -201,8 +194,6 @@ def gathering(graph: Graph, shares: list[SeedShare]) -> list[Row]:
 
 
 def epoch(graph: Graph) -> list[Row]:
-    """Measure the seconds of loading an epoch with one and with two sampler threads."""
-
     def load(threads: int) -> float:
         loader = BatchLoader(graph, LoaderSettings("train", FANOUTS, BATCH, threads=threads), 0, RankLayout.single(1))
         return median_seconds(lambda: [batch.num_seeds for batch in loader.epoch(0)], repeats=3)

@@ -45,10 +45,11 @@ def cases(small: bool) -> list[Case]:
 
 
 def run(small: bool, per_host: bool = False) -> list[Row]:
-    """Measure on a single core: with two cores, contention between processes would count as CPU time.
+    """Measure all cases on a single core, and predict times.
 
     per_host: keep the batch size per host instead of the global batch size.
     """
+    # on one core: contention between processes on two cores would count as CPU time
     cores = sorted(os.sched_getaffinity(0))[:1]
     measured = {
         case.name: [measure(sized(case, count) if per_host else case, count, cores) for count in COUNTS]
@@ -60,12 +61,11 @@ def run(small: bool, per_host: bool = False) -> list[Row]:
 
 
 def sized(case: Case, count: int) -> Case:
-    """Return the case with its global batch scaled to ``count`` hosts, so that the batch per host stays the same."""
+    """Return the case with its global batch size multiplied by ``count``."""
     return replace(case, batch=case.batch // COUNTS[-1] * count)
 
 
 def measure(case: Case, count: int, cores: Sequence[int]) -> Measured:
-    """Train on ``count`` hosts, then on the same batches in one process."""
     folder = CACHE / f"scaling-{case.name}-{count}"
     spec = PartitionSpec(case.dataset, str(folder), case.source, case.options, count, "metis", force=True)
     make_partition(spec, lambda _: None)
@@ -101,7 +101,6 @@ def rows(name: str, runs: Sequence[Measured]) -> Iterator[Row]:
 
 
 def forecast(measured: dict[str, list[Measured]], hardware: Sequence[Hardware]) -> None:
-    """Print the predicted times of each case on each kind of hosts."""
     for name, runs in measured.items():
         for on in hardware:
             print(f"\n{name}\n\n" + "\n".join(table(runs, on)))

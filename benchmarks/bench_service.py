@@ -35,7 +35,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 class Rows:
-    """Replaces a graph: answers requests from one feature matrix, [n, 100] float32."""
+    """A graph with one feature matrix, float32 [n, 100]."""
 
     def __init__(self, num_nodes: int):
         self.x = np.random.default_rng(0).random((num_nodes, DIM), np.float32)
@@ -69,8 +69,8 @@ def run(small: bool) -> list[Row]:
 def measure(gather: Callable[[np.ndarray], object], few: np.ndarray, many: np.ndarray) -> dict[str, float]:
     """Measure requests for the rows of ``few`` and of ``many`` nodes.
 
-    Returns ``latency`` (µs) and ``rate`` (requests/s of four threads) for ``few``, and ``large`` and ``large4`` (MB/s
-    of one and of four threads) for ``many``.
+    Returns ``latency`` in µs and ``rate`` in requests/s (four threads) for ``few``; ``large`` and ``large4`` in MB/s
+    (one and four threads) for ``many``.
     """
 
     def times(count: int, nodes: np.ndarray) -> None:

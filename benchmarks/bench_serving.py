@@ -1,8 +1,7 @@
-"""Measures loading an epoch from a graph server: gnnfleet compared with graphlearn-torch on the same graph.
+"""Measures loading an epoch from a graph server: gnnfleet and graphlearn-torch on the same graph.
 
-Server and client run on one machine and use TCP over the loopback. The client loads batches of all train seeds, without
-training. graphlearn-torch samples with replacement, so by default its batches have a seventh fewer nodes than those of
-gnnfleet. Of all compared batches, only gnnfleet's ``Data`` batches contain edge ids.
+Server and client run on one machine and use TCP over the loopback. By default, graphlearn-torch samples with
+replacement, so its batches have fewer nodes.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ TUNED = {"seed": 1, "workers": 2, "concurrency": 2, "prefetch": 4, "buffer": "1G
 
 @dataclass(frozen=True)
 class Way:
-    """A loader with its settings, and the results of its runs."""
-
     name: str
     make: Callable[[int, Path], Job]  #: makes the commands from a free port and an empty folder
     turns: int = TURNS
@@ -61,7 +58,7 @@ class Way:
         return max(getattr(done, name) for done in self.found)
 
     def rate(self, what: str) -> float:
-        """Million ``what`` (nodes or edges) of batches per second."""
+        """Return million ``what`` (nodes or edges) loaded per second."""
         return float(self.found[-1].result[what]) / self.seconds / 1e6
 
     def megabytes(self) -> float:
@@ -88,10 +85,7 @@ def one_run(way: Way, network: Sequence[str]) -> Done:
 
 
 def rows(way: Way, best: Way | None) -> list[Row]:
-    """Return the time, memory and bytes sent of one way to serve the graph, each compared with those of ``best``.
-
-    ``best``: graphlearn-torch with its fastest settings; None: no comparison.
-    """
+    """Return time, memory and bytes sent of one way, compared with those of ``best`` unless it is None."""
     name = "graphlearn-torch, best" if best else ""
 
     def row(what: str, unit: str, figure: Callable[[Way], float]) -> Row:
@@ -185,7 +179,7 @@ def common() -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """Return a free port. graphlearn-torch also uses the next port, which is not checked."""
+    # graphlearn-torch also uses the next port, which is not checked
     with socket.create_server(("127.0.0.1", 0)) as holder:
         return int(holder.getsockname()[1])
 

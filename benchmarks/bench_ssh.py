@@ -1,8 +1,6 @@
-"""Fan-out over real sshd hosts: connect, check every host, start a session on each; gnnfleet compared with other tools.
+"""Measures connecting to real sshd hosts, checking them and starting a session on each: gnnfleet and other tools.
 
-The other tools do less: one Python per host prints versions and tests one port. gnnfleet runs its whole preflight,
-which tests every port between every pair of hosts. The other tools start a bare tmux session in the same command;
-gnnfleet waits until its session is ready.
+The other tools only print versions, test one port and start a bare tmux session.
 """
 
 from __future__ import annotations
@@ -59,8 +57,6 @@ print(time.perf_counter() - begun)
 
 @dataclass(frozen=True)
 class Scene:
-    """The simulated hosts, and a gnnfleet config that names them."""
-
     cluster: NetCluster
     config: ClusterConfig
 
@@ -84,10 +80,8 @@ def run(small: bool) -> list[Row]:
 
 
 def know_neighbours(cluster: NetCluster) -> None:
-    """Add permanent ARP entries for all pairs of hosts.
-
-    100 hosts need 9,900 entries, but the kernel keeps at most 1,024 that are not permanent, over all namespaces.
-    """
+    """Add permanent ARP entries for all pairs of hosts."""
+    # 100 hosts need 9,900 entries; the kernel keeps at most 1,024 that are not permanent, over all namespaces
     for host in cluster.hosts:
         others = [other.address for other in cluster.hosts if other is not host]
         lines = [f"neigh replace {address} lladdr {mac(address)} dev eth0 nud permanent" for address in others]
@@ -95,12 +89,10 @@ def know_neighbours(cluster: NetCluster) -> None:
 
 
 def mac(address: str) -> str:
-    """Return the MAC address that ``netns`` gives to the host with this IP address."""
     return "02:00:" + ":".join(f"{byte:02x}" for byte in socket.inet_aton(address))
 
 
 def fan_out(scene: Scene, other_python: Path | None) -> Iterator[Row]:
-    """Measure all tools on one set of hosts. The tools run in turn, so that other load affects all of them alike."""
     count = len(scene.hosts)
     prepare_sessions(scene)
     for name, work, command in (
@@ -119,9 +111,7 @@ def fan_out(scene: Scene, other_python: Path | None) -> Iterator[Row]:
 
 
 def others(scene: Scene, command: str, other_python: Path | None) -> dict[str, Callable[[], float]]:
-    """Return a dict from the name of a tool to a function that runs ``command`` on all hosts and returns the seconds it
-    took.
-    """
+    """Return a function for each tool, by name. The function runs ``command`` on all hosts and returns the seconds."""
     ways: dict[str, Callable[[], float]] = {
         "ssh processes, xargs -P 32": lambda: timed(lambda: with_openssh(scene.cluster, command)),
         "fabric ThreadingGroup": lambda: timed(lambda: with_fabric(scene.cluster, command)),
@@ -199,7 +189,7 @@ def with_fabric(cluster: NetCluster, command: str) -> None:
 
 
 def with_parallel_ssh(cluster: NetCluster, command: str, python: Path) -> float:
-    """Run ``command`` on all hosts with parallel-ssh, and return the seconds, excluding the import of parallel-ssh."""
+    """Run ``command`` on all hosts. Return the seconds, without the import of parallel-ssh."""
     asked = json.dumps([[host.address for host in cluster.hosts], str(cluster.identity), command])
     done = subprocess.run(
         [python, "-c", PARALLEL_SSH], input=asked, text=True, check=True, timeout=300, capture_output=True
@@ -208,7 +198,7 @@ def with_parallel_ssh(cluster: NetCluster, command: str, python: Path) -> float:
 
 
 def parallel_ssh() -> Path | None:
-    """Return the Python of a virtual environment with parallel-ssh, or None if parallel-ssh cannot be installed."""
+    """Return the Python of an environment with parallel-ssh, or None if it cannot be installed."""
     python = TOOLS / "bin/python"
     if not (TOOLS / "ready").exists():
         pip = [python, "-m", "pip", "install", "--quiet", "parallel-ssh"]
@@ -226,7 +216,7 @@ def parallel_ssh() -> Path | None:
 
 
 def prepare_sessions(scene: Scene) -> None:
-    """Write a start.sh on each host that reports ready at once, instead of a node's real start.sh."""
+    """Write a start.sh on each host that reports ready at once."""
     for k, host in enumerate(scene.hosts):
         folder = run_dir(f"{host.home}/gnnfleet/node{k}", RUN, k)
         host.write(f"{folder}/start.sh", f"touch {folder}/state.json; sleep 60")

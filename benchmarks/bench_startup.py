@@ -1,7 +1,6 @@
-"""Measures the seconds from `launch` to the first training step, by phase, on nodes that already have code and parts.
+"""Measures the seconds from `launch` to the first training step, by phase, on nodes that have code and parts.
 
-Measures two local nodes, and two sshd hosts in network namespaces if the machine allows them. Each measured launch
-follows one that sent code, parts and compiled kernels. For comparison, also measures `python -c "import torch"`.
+Uses two local nodes, and two sshd hosts in network namespaces if the machine allows them.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def run(small: bool) -> list[Row]:
 
 
 def importing_torch() -> float:
-    """Measure the seconds of `python -c "import torch"` twice, and return the smaller value."""
+    # the smaller of two measurements
     found = []
     for _ in range(2):
         begun = time.perf_counter()
@@ -60,8 +59,7 @@ def importing_torch() -> float:
 def phases(
     name: str, folder: Path, nodes: list[dict[str, Any]], more: Mapping[str, Any], env: Mapping[str, str], torch: float
 ) -> list[Row]:
-    """Launch twice. Return the seconds of each phase of the second launch, and of the whole launch up to the first
-    step.
+    """Launch twice. Return the seconds of each phase of the second launch, and of all phases together.
 
     torch: seconds of `import torch`, for comparison.
     """
@@ -83,16 +81,11 @@ def phases(
 
 
 def phase_ends(run_dir: Path) -> list[tuple[str, float]]:
-    """Return each phase of ``ENDS`` with the time at which it ended, in seconds since 1970."""
+    """Return the phases of ``ENDS`` with the Unix time at which each ended."""
     lines = [json.loads(line) for name in ("events.jsonl", "metrics.jsonl") for line in (run_dir / name).open()]
     return [(phase, max(line["t"] for line in lines if marks_end(line, kind, name))) for phase, kind, name in ENDS]
 
 
 def marks_end(line: Mapping[str, Any], kind: str, name: str) -> bool:
-    """Return whether an event or metrics line marks the end of a phase.
-
-    The line must have the kind ``kind``, and a stage or process whose name starts with ``name``. Lines of steps after
-    the first do not count.
-    """
     called = str(line.get("stage") or line.get("name") or "")
     return line["kind"] == kind and called.startswith(name) and not line.get("step")

@@ -60,7 +60,7 @@ def block_loader(graph: Graph) -> BatchLoader:
 
 
 def product_seconds(graph: Graph, dtype: torch.dtype) -> float:
-    """Measure only the dense matrix products of a training step, as a lower bound of a step on this machine."""
+    """Return the seconds of the dense matrix products of a training step, a lower bound of the step."""
     (batch,) = islice(block_loader(graph).epoch(0), 1)
     return sum(seconds_of(*shape, dtype) for shape in products(graph, batch))
 
@@ -71,10 +71,7 @@ def seconds_of(m: int, k: int, n: int, dtype: torch.dtype) -> float:
 
 
 def products(graph: Graph, batch: Batch) -> list[tuple[int, int, int]]:
-    """Return the shapes of all matrix products of a training step: (m, k, n) for [m, k] @ [k, n].
-
-    A layer has products for its output, for the gradient of its weights and, except in the first layer, of its input.
-    """
+    """Return (m, k, n) of each matrix product [m, k] @ [k, n] of a training step."""
     facts = facts_of(graph.manifest)
     dims = [facts.in_dims[facts.target], *[HIDDEN] * (len(FANOUTS) - 1), facts.num_classes]
     found = []
@@ -86,9 +83,9 @@ def products(graph: Graph, batch: Batch) -> list[tuple[int, int, int]]:
 
 
 def on_edges(graph: Graph, steps: int, trim: bool) -> tuple[float, list[float]]:
-    """Train as torch_geometric's tutorials do, and return mean seconds per step and the losses.
+    """Train as torch_geometric's tutorials do. Return mean seconds per step and the losses.
 
-    Each layer uses all edges of the batch, or with ``trim`` only the edges that later layers need.
+    trim: each layer uses only the edges that later layers need.
     """
     loader = DistNeighborLoader(graph, list(FANOUTS), "train", batch_size=BATCH, shuffle=True)
     facts = facts_of(graph.manifest)
@@ -105,9 +102,8 @@ def on_edges(graph: Graph, steps: int, trim: bool) -> tuple[float, list[float]]:
 
 
 def timed(model: nn.Module, steps) -> tuple[float, list[float]]:  # type: ignore[no-untyped-def]
-    """Train on ``steps``, tuples (forward, batch, y). Returns the mean seconds per step, in which the first step does
-    not count, and the losses.
-    """
+    """Train on ``steps``, tuples (forward, batch, y). Return mean seconds per step and the losses."""
+    # the first step does not count
     optimizer = torch.optim.Adam(model.parameters(), lr=0.004)
     losses, begun, count = [], 0.0, 0
     for count, (forward, batch, y) in enumerate(steps):

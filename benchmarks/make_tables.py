@@ -40,7 +40,7 @@ def write_nodes(folder: Path, num_nodes: int, num_features: int) -> None:
 
 
 def write_edges(folder: Path, num_nodes: int, num_edges: int) -> None:
-    """Write ``cites/*.parquet``: source, target. Six of ten edges are within a class; few nodes get most citations."""
+    """Write ``cites/*.parquet``: source, target. Six of ten edges join papers of one class."""
     per_class = -(-num_nodes // CLASSES)
     for number, start in enumerate(range(0, num_edges, EDGES_AT_ONCE)):
         rng = np.random.default_rng([2, number])

@@ -24,7 +24,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """The factor by which ``value`` is better than ``other``, or None if there is nothing to compare."""
+        """Factor by which ``value`` is better than ``other``; None without ``other``."""
         if self.other is None or self.better == "equal":
             return None
         return self.other / self.value if self.better == "less" else self.value / self.other

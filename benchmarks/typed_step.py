@@ -32,7 +32,6 @@ RELATIONS = (
 
 
 def typed_step(model: str, small: bool) -> Row:
-    """Compare the seconds of a step of gnnfleet's and torch_geometric's ``model`` on one batch, with equal widths."""
     facts, batch = typed_batch(4_000 if small else 200_000, 32 if small else 512)
     settings = TrainSettings(model=model, hidden=HIDDEN, heads=HEADS, fanouts=FANOUTS, dropout=0.0)  # type: ignore[arg-type]
     ours, theirs = least(build_model(settings, facts), batch), least(Reference(model, facts), batch)
@@ -56,7 +55,7 @@ def typed_batch(num_papers: int, seeds: int) -> tuple[GraphFacts, HeteroBatch]:
 
 
 class Reference(nn.Module):
-    """A model of torch_geometric's layers. Each layer uses all edges of the batch, as in torch_geometric's examples."""
+    """A model of torch_geometric's layers, each applied to all edges of the batch."""
 
     def __init__(self, name: str, facts: GraphFacts):
         super().__init__()
@@ -83,7 +82,7 @@ class Reference(nn.Module):
         return self.head(rows[batch.target][: batch.num_seeds])  # type: ignore[no-any-return]
 
     def _joined(self, conv: nn.Module, rows: NodeTensors, edges: dict[EdgeType, Tensor]) -> NodeTensors:
-        """Apply ``RGCNConv`` to the concatenated rows of all node types, as it accepts only one array."""
+        # ``RGCNConv`` accepts only one array, so the rows of all node types are joined
         sizes = [len(h) for h in rows.values()]
         first = dict(zip(rows, [0, *torch.tensor(sizes).cumsum(0).tolist()], strict=False))
         index = [edge + torch.tensor([[first[of[0]]], [first[of[2]]]]) for of, edge in edges.items()]

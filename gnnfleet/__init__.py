@@ -1,6 +1,6 @@
 """Public API of gnnfleet for scripts and notebooks: open a graph, load batches, train.
 
-Layers, losses and metrics are in ``gnnfleet.nn``, fabric groups of a cluster's hosts in ``gnnfleet.tasks``. The names
+Layers, losses and metrics are in ``gnnfleet.nn``; ``gnnfleet.tasks`` runs tasks of fabric (an SSH library). The names
 are defined in ``trainer`` and ``launcher`` and imported at their first use, so ``import gnnfleet`` alone imports
 neither torch nor fabric.
 

@@ -5,8 +5,8 @@
 - ``inference``: torch_geometric's ``BasicGNN.inference`` with gnnfleet's loaders.
 - ``SAGEConv``, ``GCNConv``, ``GATConv``, ``HeteroSAGEConv``, ``RGCNConv``, ``HGTConv``: layers on the blocks of a
   ``BatchLoader`` batch (``batch.blocks``); ``build_model``: the bundled trainer's models made of these layers.
-- ``facts_of``: types and widths of a graph, as ``build_model`` needs them; ``layer_needs``: the node and edge types
-  that each layer of a model needs.
+- ``facts_of``: types of a graph and widths of their features, for ``build_model``; ``layer_needs``: the node and edge
+  types that each layer of a model needs.
 - ``ShardedEmbedding``, ``embedding_state``, ``load_embedding_state``: trainable embeddings of nodes, sharded over the
   ranks.
 - ``DotProduct``, ``DistMult``, ``MLPDecoder``: decoders that score links, with ``score_edges``, ``score_triplets``.

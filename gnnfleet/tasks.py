@@ -1,4 +1,4 @@
-"""Exports ``cluster_group``, which runs a user's own fabric tasks on the hosts of a cluster.yml."""
+"""Exports ``cluster_group``, which runs a user's tasks for fabric (an SSH library) on the hosts of a cluster.yml."""
 
 from __future__ import annotations
 

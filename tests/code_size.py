@@ -16,10 +16,6 @@ SHORT = 60  #: lines; a shorter file needs a reason
 
 
 def size_report(repository: Path) -> str:
-    """Return a text that lists the size of each package, the import cycles, and the files with few lines.
-
-    An ``__init__.py`` that has only a docstring does not count as a short file.
-    """
     lines = [f"{'package':28}{'files':>6}{'lines':>8}{'median':>8}{f'under {SHORT}':>10}"]
     lengths: dict[str, list[int]] = {}
     modules = read_modules(repository)

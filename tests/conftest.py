@@ -45,16 +45,13 @@ settings.load_profile("here")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the number of workers for ``-n auto``: two more than cores, because tests wait for half of their time."""
+    # two more than cores, because tests wait for half of their time
     return min(len(os.sched_getaffinity(0)), 6) + 2
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Disable garbage collection while pytest collects tests, where it would take half of the CPU time (6 of 13 s in
-    each parallel worker). Afterwards, freeze the millions of objects of imported packages and collected tests, so that
-    later garbage collections skip them.
-    """
+    # garbage collection would take half of the CPU time of collecting tests; later, frozen objects are skipped
     gc.disable()
     try:
         return (yield)
@@ -68,19 +65,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def rank_of(nodeid: str) -> int:
-    """Return the position of a test's file or folder in ``LONGEST``, by which tests are sorted."""
     return next((k for k, beginning in enumerate(LONGEST) if nodeid.startswith(beginning)), len(LONGEST))
 
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
-    """Return the root folder of the checkout."""
     return REPOSITORY
 
 
 @pytest.fixture(scope="session", autouse=True)
 def registry_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Register runs launched by tests in a temporary folder instead of the user's registry."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -88,7 +82,7 @@ def registry_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Return the folder of real data next to the checkout. If it does not exist, the test is skipped."""
+    """Return the folder of real data next to the checkout. Without it, the test is skipped."""
     folder = REPOSITORY.parent / "shared" / "data"
     if not folder.is_dir():
         pytest.skip(f"no real data: {folder} is not there")
@@ -97,10 +91,9 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def local_runs(tmp_path_factory: pytest.TempPathFactory, registry_of_runs: None) -> dict[str, Launched]:
-    """Return two finished launches of the bundled trainer on this machine, which all parallel workers share.
+    """Return two finished launches of the bundled trainer on this machine, shared by all pytest workers.
 
-    Launch "one" has one node with one part, "two" has two nodes with one METIS part each. Both train on the same
-    batches.
+    Launch "one" has one node with one part, "two" has two nodes with one METIS part each. Both train on equal batches.
     """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "local-runs"
@@ -131,10 +124,7 @@ def _kernels_stamp() -> Path:
 
 @pytest.fixture(scope="session")
 def compiled_kernels(request: pytest.FixtureRequest) -> None:
-    """Compile the kernels that most tests need, by running the launches of ``local_runs``.
-
-    Without this fixture, many processes would compile the same kernels at the same time.
-    """
+    # before all tests, because many processes would else compile the same kernels at the same time
     stamp = _kernels_stamp()
     if not stamp.exists() and shutil.which("tmux"):
         for done in request.getfixturevalue("local_runs").values():
@@ -145,7 +135,4 @@ def compiled_kernels(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def local_workdirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the work folder of local nodes. All tests share it, so that code is copied and kernels are compiled only
-    once.
-    """
     return tmp_path_factory.mktemp("workdirs")

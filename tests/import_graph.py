@@ -13,8 +13,6 @@ PACKAGES = ("launcher", "trainer", "gnnfleet")
 
 @dataclass(frozen=True)
 class Module:
-    """One Python file."""
-
     name: str  #: dotted name; for an ``__init__.py`` that of the package
     path: Path
 
@@ -24,12 +22,10 @@ class Module:
 
     @cached_property
     def import_statements(self) -> list[ast.Import | ast.ImportFrom]:
-        """All import statements of the file, also those inside functions."""
         return list(_imports_in(self.body))
 
     @property
     def package(self) -> str:
-        """Dotted name of the package that contains the file."""
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
 
 
@@ -44,9 +40,9 @@ def read_modules(repository: Path, packages: Iterable[str] = PACKAGES) -> dict[s
 
 
 def imported(module: Module, known: Collection[str]) -> Iterator[str]:
-    """Yield the dotted names that ``module`` imports: names of ``known`` modules, or other names as in the source.
+    """Yield the dotted names that ``module`` imports, also inside functions.
 
-    Includes imports inside functions and under ``TYPE_CHECKING``. Raises ``ValueError`` for a relative import.
+    Raises ``ValueError`` for a relative import.
     """
     for node in module.import_statements:
         if isinstance(node, ast.Import):
@@ -59,9 +55,6 @@ def imported(module: Module, known: Collection[str]) -> Iterator[str]:
 
 
 def _imports_in(statements: Iterable[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield the imports among ``statements`` and in their nested blocks. Expressions cannot contain imports and are
-    skipped.
-    """
     for each in statements:
         if isinstance(each, ast.Import | ast.ImportFrom):
             yield each
@@ -72,7 +65,6 @@ def _imports_in(statements: Iterable[ast.AST]) -> Iterator[ast.Import | ast.Impo
 
 
 def module_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """Return the modules that each module imports, including imports inside functions and under ``TYPE_CHECKING``."""
     return {
         name: {other for other in imported(module, modules) if other in modules and other != name}
         for name, module in modules.items()
@@ -80,10 +72,7 @@ def module_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
 
 
 def package_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """Return the packages that each package imports, including imports inside functions.
-
-    A file directly in launcher/ or trainer/ counts as a package.
-    """
+    """Return the packages that each package imports. A file directly in launcher/ or trainer/ counts as a package."""
     unit = {name: module.package if "." in module.package else name for name, module in modules.items()}
     graph: dict[str, set[str]] = {name: set() for name in unit.values()}
     for name, module in modules.items():
@@ -99,7 +88,6 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
-    """Return the names that ``start`` imports directly or through other imports."""
     found: set[str] = set()
     waiting = [start]
     while waiting:

@@ -21,8 +21,6 @@ TRAIN = {"hidden": 32, "fanouts": [5, 5], "batch_size": 256, "epochs": 2, "seed"
 
 @dataclass(frozen=True)
 class Launched:
-    """A finished launch.py process."""
-
     status: int
     output: str  #: stdout and stderr
     folder: Path  #: its working directory, which contains runs/
@@ -41,13 +39,11 @@ class Launched:
         return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
     def step_losses(self, epoch: int = 1) -> list[float]:
-        """Return the global loss of each step of an epoch."""
         (line,) = (line for line in self.metrics("epoch") if line["epoch"] == epoch and "step_loss" in line)
         return line["step_loss"]
 
 
 def write_config(folder: Path, nodes: list[dict], **sections: dict) -> Path:
-    """Write a cluster.yml for the small synthetic graph in ``folder``."""
     data = {"dataset": "synthetic", "options": SYNTHETIC, "folder": "parts"} | sections.pop("data", {})
     train = TRAIN | sections.pop("train", {})
     path = folder / "cluster.yml"
@@ -58,10 +54,9 @@ def write_config(folder: Path, nodes: list[dict], **sections: dict) -> Path:
 def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, **sections: dict) -> Path:
     """Write a cluster.yml of local nodes with reserved ports.
 
-    procs: number of processes of each node.
-    workdirs: parent of the work folders, by default ``folder``. Tests that pass the same folder share the copied code.
-    Ports are reserved, because two runs that choose ports with `auto` at the same moment may choose the same ones.
+    procs: number of processes of each node. workdirs: parent of the work folders, by default ``folder``.
     """
+    # ports are reserved: two runs that choose ports with `auto` at the same moment may choose the same ones
     state = workdirs or folder
     own = {"python": sys.executable, "env": {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"]}}
     nodes = [
@@ -73,13 +68,13 @@ def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, *
 
 
 def own_ports() -> dict[str, int]:
-    """Reserve ports for a run on local nodes, and return them as settings of the section `run` of its cluster.yml."""
+    """Reserve ports for a run on local nodes, and return them as settings of the section `run`."""
     first = free_port(10)  # a run on one machine also uses ports after these three
     return {"master_port": first, "control_port": first + 1, "service_port": first + 2}
 
 
 def start(config: Path, *words: str, env: dict[str, str] | None = None, own_group: bool = False) -> subprocess.Popen:
-    """Start ``launch.py --config`` in the folder of the config file. Its stdout and stderr go to one pipe."""
+    """Start ``launch.py --config`` in the folder of the config. Its stdout and stderr go to one pipe."""
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(config), *words]
     environment = {"COLUMNS": "200"} | dict(os.environ if env is None else env)  # tables without wrapped cells
     environment.pop("TMUX", None)
@@ -90,7 +85,6 @@ def start(config: Path, *words: str, env: dict[str, str] | None = None, own_grou
 
 
 def launch(config: Path, *words: str, env: dict[str, str] | None = None, timeout: float = 200) -> Launched:
-    """Run launch.py and wait for its end."""
     process = start(config, *words, env=env)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -101,8 +95,6 @@ def launch(config: Path, *words: str, env: dict[str, str] | None = None, timeout
 
 
 class Running:
-    """A running launch.py. Tests can wait for its output."""
-
     def __init__(self, config: Path, *words: str, env: dict[str, str] | None = None, own_group: bool = False):
         self.folder, self.process = config.parent, start(config, *words, env=env, own_group=own_group)
         self.lines: list[str] = []
@@ -125,7 +117,6 @@ class Running:
         return "".join(self.lines)
 
     def await_line(self, text: str, timeout: float = 90) -> Running:
-        """Wait until a line that contains ``text`` has been printed."""
         with self._news:
             self._news.wait_for(lambda: self._over or any(text in line for line in self.lines), timeout)
         if not any(text in line for line in self.lines):

@@ -43,7 +43,7 @@ LEAST_INSIDE = 4  # words of a helper's text inside a message; fewer are a name 
 
 @dataclass(frozen=True)
 class Message:
-    """A message in the source. … stands for each value that is inserted at run time."""
+    """A message in the source, with … for each value that is inserted at run time."""
 
     file: str
     line: int
@@ -55,7 +55,6 @@ class Message:
 
 @cache
 def messages() -> list[Message]:
-    """Return all messages of our packages, sorted by file and line of the text."""
     modules = _modules()
     names = _errors(modules) | OTHERS | SHOWN
     found = {message for module in modules for message in module.messages(names)}
@@ -64,9 +63,7 @@ def messages() -> list[Message]:
 
 @cache
 def spoken_texts() -> tuple[str, ...]:
-    """Return all string constants in the source of our packages that contain a space, docstrings included, normalised
-    by ``fixed``.
-    """
+    """Return all string constants of our packages that contain a space, normalised by ``fixed``."""
     nodes = (node for module in _modules() for node in module.nodes())
     kinds = (ast.Constant, ast.JoinedStr)
     found = {text for each in nodes if isinstance(each, kinds) for text in _texts(each)}
@@ -75,7 +72,6 @@ def spoken_texts() -> tuple[str, ...]:
 
 @cache
 def fixed(text: str) -> str:
-    """Return the text without backquotes and with single spaces, to compare it with a page or a terminal's output."""
     return re.sub(r"\s+", " ", text.replace("`", "")).strip()
 
 
@@ -85,7 +81,7 @@ def _modules() -> list[_Module]:
 
 
 def _errors(modules: list[_Module]) -> set[str]:
-    """Return the names of the error classes: ``BASES`` and all classes derived from them."""
+    """Return the names of ``BASES`` and of all classes derived from them."""
     derived = set(BASES)
     parents = {name: bases for module in modules for name, bases in module.parents()}
     while more := {name for name, bases in parents.items() if bases & derived} - derived:
@@ -129,7 +125,7 @@ class _Module:
                 yield from each.value.elts[:-1]
 
     def _forwarding(self, names: set[str]) -> set[str]:
-        """Return the names of functions in this module that use one of their arguments as the text of an error."""
+        """Return the names of functions that use one of their arguments as the text of an error."""
         errors = names - SHOWN
         return {
             function.name
@@ -142,7 +138,6 @@ class _Module:
         }
 
     def _enclosing(self, expression: ast.expr) -> ast.AST:
-        """Return the innermost function that contains an expression."""
         around: ast.AST = self.tree()
         for each in self.functions():
             if _contains(each, expression):
@@ -152,7 +147,7 @@ class _Module:
     def _words(self, value: ast.expr, inside: ast.AST, depth: int) -> Iterator[tuple[int, str]]:
         """Yield the possible texts of an expression, with line numbers.
 
-        Follows names to their assignments, and calls to functions of this module, up to ``depth`` times.
+        depth: how many names and calls of functions are followed.
         """
         if isinstance(value, ast.Constant | ast.JoinedStr | ast.BinOp):
             for text in _texts(value):
@@ -219,7 +214,6 @@ def _name(function: ast.expr) -> str:
 
 
 def _spoken(call: ast.Call, names: set[str]) -> list[ast.expr]:
-    """Return the arguments of a call that are shown to a user."""
     name = _name(call.func)
     if name in FINDINGS:
         place = FINDINGS[name]
@@ -246,7 +240,7 @@ def _assigned(inside: ast.AST, name: str) -> Iterator[ast.expr]:
 
 
 def _texts(value: ast.expr) -> list[str]:
-    """Return the possible texts of an expression without following names. … stands for unknown values."""
+    """Return the possible texts of an expression, with … for unknown values."""
     if isinstance(value, ast.Constant):
         return [value.value] if isinstance(value.value, str) else []
     if isinstance(value, ast.BinOp):

@@ -14,7 +14,7 @@ OLD = {"step_s": 0.12, "own_s": 0.1, "batch_s": 0.01, "seconds": 1.2, "seeds": 1
 
 
 def lines_of(rank: int, epochs: int = 3, **spent: float) -> list[dict[str, Any]]:
-    """Return the metrics lines of a rank: a prediction, then a step line and an epoch line for each epoch.
+    """Return a prediction, then a step line and an epoch line for each epoch.
 
     spent: seconds of a step by kind of work, in place of those in ``SPENT``.
     """

@@ -16,8 +16,7 @@ _SHARE = (_LAST - _FIRST) // _WORKERS
 def free_port(count: int = 1) -> int:
     """Return the first of ``count`` consecutive free ports of 127.0.0.1.
 
-    Each pytest-xdist worker has its own range of ports and goes through all of it before it returns a port again. So no
-    other test can take a port between this call and the moment when a program listens there.
+    Each pytest worker has its own range of ports, so that no other test can take the port.
     """
     while True:
         first = _next(count)

@@ -1,4 +1,4 @@
-"""Tests of the choice of systems in benchmarks/bench_peers.py: nothing is installed for systems that are left out."""
+"""Tests of benchmarks/bench_peers.py: nothing is installed for systems that are left out."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 @pytest.fixture
 def contest(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Yield the module benchmarks/peers/contest.py with fakes that make no environments and no partitions.
-
-    The fakes add the names of what they would make to the set ``made`` of the module.
-    """
+    """Yield benchmarks/peers/contest.py with fakes that only record in ``made`` what they would make."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.delitem(sys.modules, "graphs", raising=False)  # tests/trainer has a module of this name too
     module = importlib.import_module("peers.contest")

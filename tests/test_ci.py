@@ -15,7 +15,7 @@ FAILED = "FAILED tests/trainer/test_metis.py::test_large - assert 1 == 2"
 
 
 def ci(folder: Path, make: str) -> tuple[int, list[str], str]:
-    """Run .ci/run with a fake ``make``, and return exit status, arguments of all `make` calls, and the last line.
+    """Run .ci/run with a fake ``make``. Return exit status, arguments of all `make` calls, and the last line.
 
     make: what the fake ``make`` does for each target, as the branches of a shell ``case``.
     """

@@ -30,8 +30,6 @@ with_all_commands()
 
 
 class Block(NamedTuple):
-    """A fenced code block of a page."""
-
     page: Path
     line: int
     language: str
@@ -51,7 +49,6 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def commands() -> list[tuple[Block, list[str]]]:
-    """Return every command in the shell blocks of the pages, split into words, without comments and prompts."""
     return [
         (block, words)
         for block in blocks("bash", "sh", "shell", "console")
@@ -61,14 +58,12 @@ def commands() -> list[tuple[Block, list[str]]]:
 
 
 def launches() -> list[tuple[Block, list[str]]]:
-    """Return the arguments of each command that runs ``launch.py``."""
     found = ((block, words, [each for each in PROGRAMS if words[: len(each)] == each]) for block, words in commands())
     return [(block, words[len(program[0]) :]) for block, words, program in found if program]
 
 
 @pytest.mark.parametrize("block", blocks("yaml", "yml"), ids=str)
 def test_yaml_loads(block: Block, tmp_path: Path) -> None:
-    """Each block loads as a cluster file, after missing required sections are added."""
     written = yaml.safe_load(block.text)
     missing = {key: value for key, value in MINIMAL.items() if key not in written}
     for name in (written.get("run") or {}).get("files", ()):
@@ -110,7 +105,6 @@ def test_trainer_commands_parse(block: Block, words: list[str]) -> None:
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 def test_python_blocks_import_modules_that_exist(block: Block) -> None:
-    """Python blocks import existing names of ``gnnfleet``, and nothing of ``launcher`` or ``trainer``."""
     for statement in ast.walk(ast.parse(block.text)):
         if isinstance(statement, ast.ImportFrom) and statement.module == "gnnfleet":
             assert {each.name for each in statement.names} <= set(gf.__all__)
@@ -122,7 +116,6 @@ def test_python_blocks_import_modules_that_exist(block: Block) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_of_gnnfleet_in_pages_exist(page: Path) -> None:
-    """All names in code and prose of the pages, such as ``gf.open`` and ``gnnfleet.nn.Trimmed``, exist."""
     for name in re.findall(r"(?<![\w/.])(?:gf|gnnfleet)\.([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)", page.read_text()):
         found: object = gf
         for word in name.split("."):
@@ -145,7 +138,6 @@ def put_named_files(words: list[str], folder: Path) -> None:
 
 
 def before_own(words: list[str]) -> list[str]:
-    """Return the arguments before ``--``, after which a user's own command begins."""
     return words[: words.index("--")] if "--" in words else words
 
 
@@ -199,7 +191,7 @@ def test_files_and_modules_named_in_pages_exist() -> None:
 
 
 def _is_defined(name: str) -> bool:
-    """Return whether a dotted name is a module, or a module followed by one or two names that occur in its source."""
+    """Return whether a dotted name is a module, or a module and one or two names in its source."""
     words = name.split(".")
     for cut in range(len(words), max(len(words) - 3, 0), -1):
         path = REPOSITORY.joinpath(*words[:cut])
@@ -231,7 +223,6 @@ def test_prose_names_only_options_that_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", [*PROSE, "docs/troubleshooting.md", "docs/first_cluster.md", "docs/migrating.md"])
 def test_commands_in_prose_and_tables_parse(page: str) -> None:
-    """Commands in backquotes, such as `gnnfleet status RUN`, parse."""
     command_lines = re.findall(r"`gnnfleet ([^`]+)`", (REPOSITORY / page).read_text())
     for words in map(shlex.split, command_lines):
         if words[0] != "COMMAND":
@@ -261,7 +252,7 @@ def test_commands_in_templates_parse_and_name_the_template(template: Path) -> No
 
 
 def parse(words: list[str]) -> None:
-    """Parse arguments of ``gnnfleet``. If the first is no command, parse them as arguments of ``launch``."""
+    """Parse arguments of ``gnnfleet``, or of ``launch`` if the first is no command."""
     name = words[0] if words[0] in gnnfleet.commands else "launch"
     command, words = gnnfleet.commands[name], words[1:] if words[0] == name else list(words)
     if isinstance(command, click.Group) and words and words[0] in command.commands:

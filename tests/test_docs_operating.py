@@ -1,4 +1,4 @@
-"""Tests of docs/operating.md: its commands are run on a run of two local nodes."""
+"""Tests of docs/operating.md: its commands, on a run of two local nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ time.sleep(300)
 
 
 def typed(*names: str) -> list[list[str]]:
-    """Return the arguments of ``gnnfleet`` in the page's shell blocks, only for the commands ``names``."""
+    """Return the commands of the page whose first word is one of ``names``."""
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     words = [shlex.split(line)[1:] for block in blocks for line in block.splitlines()]
     return [each for each in words if each[0] in names]
@@ -40,7 +40,6 @@ def typed(*names: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield a folder with a cluster.yml. Its run toy-1 was launched with --detach and is still running."""
     folder = tmp_path_factory.mktemp("operating")
     config = {"name": "toy", "transport": "local", "nodes": 2, "defaults": {"workdir": "node{node_rank}"}}
     config |= {

@@ -1,4 +1,4 @@
-"""Tests of the guides on a first cluster, data, own models, types and links: their Python code is run unchanged."""
+"""Tests of guides in docs/: their Python code is run unchanged."""
 
 from __future__ import annotations
 

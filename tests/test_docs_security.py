@@ -13,7 +13,6 @@ TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def functions_of(file: Path) -> set[str]:
-    """Return the names of the test functions of a file."""
     nodes = ast.walk(ast.parse(file.read_text()))
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test")}
 

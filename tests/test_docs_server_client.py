@@ -1,4 +1,4 @@
-"""Tests of docs/server_client.md: its commands are run with servers and clients on this machine."""
+"""Tests of docs/server_client.md: its commands, with servers and clients on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def blocks(language: str) -> list[str]:
 
 
 def typed() -> list[list[str]]:
-    """Return every command of the page, split into words, in the page's order, except that `serve stop` comes last."""
+    """Return the commands of the page, split into words. `serve stop` comes last."""
     found = [shlex.split(line) for block in blocks("bash") for line in block.splitlines()]
     return sorted(found, key=lambda words: words[1:3] == ["serve", "stop"])
 
@@ -40,7 +40,6 @@ def nodes(workdir: str, *roles: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return a folder with the cluster files that occur in the page's commands. All their nodes are local."""
     folder = tmp_path_factory.mktemp("page")
     files: Mapping[str, Mapping[str, Any]] = {
         "products.yml": {"name": "both", "nodes": nodes("b", "server", "server", "client"), "data": GRAPH},
@@ -81,7 +80,6 @@ def test_commands_of_the_page_in_order(folder: Path, capsys: pytest.CaptureFixtu
 
 
 def expect(words: list[str], output: str) -> None:
-    """Assert that the output of a command is the one that the page shows."""
     if words[1:3] == ["serve", "status"] and "--json" not in words:
         assert output.startswith("serving cluster products is up: 2 servers, 4 parts"), output
     elif words[1:3] == ["serve", "stop"]:
@@ -91,9 +89,7 @@ def expect(words: list[str], output: str) -> None:
 
 
 def python(folder: Path, words: list[str]) -> str:
-    """Run a Python command of the page and return its output. In its arguments, runs/RUN/… is replaced by the newest
-    checkpoint.
-    """
+    # runs/RUN/… in its arguments stands for the newest checkpoint
     saved = max(folder.glob("runs/*/checkpoints/last.pt"), key=lambda path: path.stat().st_mtime)
     words = [str(saved) if word.startswith("runs/RUN/") else word for word in words]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

@@ -31,7 +31,6 @@ def report(epoch: int, loss: float, seconds: float, seeds: int) -> EpochReport:
 
 
 def shown(line: str, node_rank: int = 0) -> list[str]:
-    """Return what the launcher prints when the first rank of a node prints ``line``."""
     console = Console(file=io.StringIO(), width=WIDTH)
     plan = make_launch([make_node(Path("/w"), node_rank, [])])
     LiveLog(console, plan, plain=True).process_lines(node_rank, f"rank{node_rank}", [line])

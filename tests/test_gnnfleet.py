@@ -1,4 +1,4 @@
-"""Tests of package gnnfleet: its names, the cost of importing it, and user files that shadow our packages."""
+"""Tests of package gnnfleet: names, the cost of importing it, and user files with the names of our packages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def python(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program in ``folder`` that can import our packages."""
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run([sys.executable, *argv], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
 
 
 def type_checked_names(source: Path) -> set[str]:
-    """Return the names that type checkers see: those imported under ``if TYPE_CHECKING``."""
+    """Return the names imported under ``if TYPE_CHECKING``."""
     blocks = [each.body for each in ast.parse(source.read_text()).body if isinstance(each, ast.If)]
     statements = [each for block in blocks for each in block if isinstance(each, ast.ImportFrom)]
     return {alias.name for statement in statements for alias in statement.names}

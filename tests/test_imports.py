@@ -1,4 +1,4 @@
-"""Tests of imports, read from the source: packages import only lower ones in the order of docs/ARCHITECTURE.md."""
+"""Tests that packages import only lower ones, in the order of docs/ARCHITECTURE.md."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def within(module: str, package: str) -> bool:
 
 
 def layer(module: str) -> int:
-    """Return the position of a module's package in ``ORDER``. Modules outside of all these packages come last."""
+    """Return the position of a module's package in ``ORDER``. Other modules come last."""
     top, _, rest = module.partition(".")
     head = rest.split(".")[0]
     assert not rest or head in ORDER[top] or module in ENTRIES, f"{module} has no place in ORDER"
@@ -109,7 +109,7 @@ def test_imports_of_benchmarks_and_examples_exist() -> None:
 
 
 def defined(module: str) -> set[str]:
-    """Return the names that a module defines or imports, and all its string constants, among which is ``__all__``."""
+    """Return the names that a module defines or imports, and all its string constants."""
     if module not in MODULES:
         return set()
     names = set()

@@ -33,7 +33,7 @@ def setup() -> configparser.ConfigParser:
 
 
 def words(text: str) -> list[str]:
-    """Return the names of the packages in a list of requirements in setup.cfg."""
+    """Return the names of the packages in a list of requirements."""
     return [re.split(r"[<>=;\[ ]", line)[0].lower().replace("_", "-") for line in text.split("\n") if line.strip()]
 
 

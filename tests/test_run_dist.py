@@ -1,4 +1,4 @@
-"""Tests of run_dist.sh, which passes shell variables as options to launch.py and returns its output and exit status."""
+"""Tests of run_dist.sh, which passes shell variables as options to launch.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of templates/: ``gnnfleet init`` lists each file, and each loads and can be planned in any folder. Those of
-local nodes also run.
-"""
+"""Tests of templates/: each file loads and can be planned, and those of local nodes run."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def wait_until(true: Callable[[], Any], timeout: float = 60.0) -> Any:
 
 
 def runs(pid: int) -> bool:
-    """Return whether the process exists and is not a zombie. In a container, zombies may stay forever."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):

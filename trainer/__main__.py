@@ -10,13 +10,11 @@ _status: list[int] = []  #: the exit status, once it is known
 
 
 def _exit_at_once() -> None:
-    """End a process that has used torch.distributed, without calling the destructors of C++ objects.
-
-    They aborted a rank that had finished its work ("terminate called without an active exception"), in one of 340 runs.
-    """
+    """End a process that has used torch.distributed, without calling the destructors of C++ objects."""
     if _status and "torch.distributed" in sys.modules:
         sys.stdout.flush()
         sys.stderr.flush()
+        # They aborted a finished rank ("terminate called without an active exception") in one of 340 runs.
         os._exit(_status[0])
 
 

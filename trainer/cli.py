@@ -44,8 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line.
 
     A ``TrainerError`` prints one ``error:`` message and exits with the error's status; any other exception prints a
-    traceback. After an error, a rank in a process group exits at once: ranks that wait for it then lose their
-    connection and stop. If a timeout led to the error, the rank first reports the timeout to its supervisor.
+    traceback. If a timeout led to the error, the rank first reports the timeout to its supervisor.
     """
     try:
         cli.main(args=argv, prog_name="python -m trainer")
@@ -67,11 +66,8 @@ def _in_process_group() -> bool:
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit the process. With an open process group, skip the interpreter's shutdown.
-
-    Shutdown would wait for all threads while other ranks wait for this one, and torch may abort while it destroys a
-    group that has lost a rank.
-    """
+    """Exit the process. With an open process group, skip the interpreter's shutdown."""
+    # Shutdown would wait for all threads, and torch may abort while it destroys a group that has lost a rank.
     if _in_process_group():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -90,10 +86,7 @@ def _without_gc() -> Iterator[None]:
 
 
 def _no_parts_if_set_empty() -> tuple[int, ...] | None:
-    """Return the default of ``--part-ids``: None (all parts), or () if GNNFLEET_PART_IDS is set to an empty string.
-
-    click treats an empty variable as not set.
-    """
+    # click treats an empty variable as not set.
     return () if "GNNFLEET_PART_IDS" in os.environ else None
 
 
@@ -162,7 +155,7 @@ _REMOTE_ACCESS = tuple(field.name for field in fields(RemoteAccess))
 def _graph_options(function: F) -> F:
     """Add the options that open a graph to a command.
 
-    The options that are fields of ``RemoteAccess`` are passed to ``function`` as one argument, ``remote_access``.
+    ``function`` gets those that are fields of ``RemoteAccess`` as one argument, ``remote_access``.
     """
 
     @functools.wraps(function)

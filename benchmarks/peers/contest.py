@@ -1,4 +1,4 @@
-"""The systems that `make bench-peers` compares in each section, and the measurements of one run of a system."""
+"""The systems that `make bench-peers` compares in each section, and how one of them is run."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ class Contender:
 
     @property
     def parts(self) -> Path | None:
-        """Folder of the partition that the system reads, or None if it reads none. The first access makes the
-        partition.
-        """
+        """Folder of the partition that the system reads, made at the first access; None if it reads none."""
         return self.make_parts() if self.make_parts else None
 
     @property
@@ -65,14 +63,12 @@ class Contender:
 
     @property
     def cut(self) -> str:
-        """Partition method. Systems are compared on parts made by the same method."""
+        """Name of the partition method."""
         return "METIS" if "METIS" in self.system else "random"
 
 
 @dataclass(frozen=True)
 class Run:
-    """Measurements of one run of a contender, combined over its hosts."""
-
     seconds: tuple[float, ...]  #: seconds of each epoch, or of partitioning once, on the slowest host
     cpu: float | None  #: processor seconds of all hosts in the median epoch
     memory: int  #: peak memory in bytes, on the host that used most
@@ -89,11 +85,11 @@ class Run:
 
 
 def contenders(sections: Sequence[str], size: str, peers: bool = True, without: Sequence[str] = ()) -> list[Contender]:
-    """Return the contenders of ``sections`` that can run on this machine, and make their environments and partitions.
+    """Return the contenders of ``sections`` that can run here, with their environments and partitions.
 
     Prints why a contender cannot run.
-    peers: if false, return only contenders of gnnfleet.
-    without: systems whose name contains one of these texts are left out.
+
+    peers: if false, return only gnnfleet. without: leave out systems whose name contains one of these texts.
     """
     everybody = [*_ours(size), *(_dgl(size) + _glt(size) if peers else [])]
     wanted = [one for name in sections for one in everybody if one.section == name]
@@ -229,6 +225,7 @@ def _ours(size: str) -> list[Contender]:
         one("parts", "random, replicated, cache 10%", HOSTS, random, **close),
         one("parts", "METIS, replicated, cache 10%", HOSTS, metis, **close),
         one("train", "random, replicated, cache 10%", HOSTS, random, **close),
+        one("train", "random, replicated, cache 10%, bfloat16", HOSTS, random, precision="bfloat16", **close),
         one("partition", "METIS", method="metis"),
         one("partition", "random", method="random"),
     ]
@@ -236,9 +233,7 @@ def _ours(size: str) -> list[Contender]:
 
 def _dgl(size: str) -> list[Contender]:
     def one(section: str, name: str, task: str = "", cut: str = "", **told: Any) -> Contender:
-        """Return a contender. With ``cut``, it runs on two hosts with parts made by this method, otherwise on one
-        host.
-        """
+        """Return a contender. With ``cut``, it runs on two hosts with parts made by this method."""
         make_parts = partial(_dgl_parts, size, cut) if cut else None
         return Contender(
             section, f"DGL 2.1.0, {name}", "dgl_job.py", DGL, task or section, HOSTS if cut else 1, told,
@@ -269,7 +264,7 @@ def _glt_parts(size: str) -> Path:
 
 
 def _made_by(env: PeerEnv, folder: Path, *words: str | Path) -> Path:
-    """Return ``folder``. If it is not complete, run the command ``words`` with the Python of ``env`` to fill it."""
+    """Return ``folder``. If it is incomplete, first fill it with the command ``words`` and the Python of ``env``."""
     python = _python(env)
     if python and not (folder / "ready").exists():
         subprocess.run([python, *words], check=True, capture_output=True)

@@ -100,7 +100,7 @@ def partition(plain: Path, settings: Settings) -> Settings:
 
 
 def parts(plain: Path, settings: Settings) -> Settings:
-    """Load this host's half of the seeds, and fetch features and labels as the loop in DGL's documentation does."""
+    """Load this host's half of the seeds, with features and labels, as in DGL's documentation."""
     graph = _joined(settings)
     loading = _loader(graph, "train_mask", settings, shuffle=True)
 
@@ -168,7 +168,7 @@ def _loader(graph: Any, mask: str, settings: Settings, shuffle: bool) -> Any:
 
 
 def _joined(settings: Settings) -> Any:
-    """Set the environment variables of DGL's launcher, start this host's server and open the distributed graph."""
+    """Start this host's server as DGL's launcher does, and open the distributed graph."""
     rank, folder = settings["rank"], Path(settings["folder"])
     places = folder.with_suffix(f".ip{rank}")
     places.write_text("".join(f"{HERE} {port}\n" for port in settings["ports"][1 : 1 + HOSTS]))

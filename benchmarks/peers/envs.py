@@ -18,8 +18,6 @@ ROOT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gnnfl
 
 @dataclass(frozen=True)
 class PeerEnv:
-    """How to install another system into a Python environment of its own."""
-
     name: str  #: name of the environment's folder
     title: str
     steps: tuple[tuple[str, ...], ...]  #: arguments of each call of ``pip install``
@@ -60,8 +58,7 @@ PEERS = {env.name: env for env in (DGL, GLT)}
 def peer_python(env: PeerEnv) -> Path | None:
     """Return the Python of an environment, which the first call makes. If that fails, print why and return None.
 
-    An environment takes 5 GB and up to 20 minutes on 2 cores. Waits if another process is making it. A failure is
-    written with pip's output to ``<folder>.failed``; as long as this file exists, later calls fail at once.
+    Takes up to 20 minutes and 5 GB. After a failure, later calls fail at once until ``<folder>.failed`` is deleted.
     """
     ROOT.mkdir(parents=True, exist_ok=True)
     with env.folder.with_suffix(".lock").open("w") as lock:

@@ -19,15 +19,15 @@ def timed_epochs(
     epochs: int,
     meet: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Iterate over ``loader`` for ``warm`` untimed epochs, then for ``epochs`` timed ones, and return measurements.
+    """Load ``warm`` untimed and ``epochs`` timed epochs, and return measurements.
 
     look: returns a batch's seeds, number of edges and number of nodes.
     expected: all seeds of an epoch; None if other processes load a share of the seeds.
     meet: called before each epoch, to wait for other processes.
 
-    Returns lists with one value per timed epoch: ``seconds`` until the last batch arrived, ``ended`` (seconds until the
-    iterator stopped), ``cpu`` (seconds of client and servers), ``bytes`` received on the loopback, ``seeds`` (number of
-    distinct ones). ``complete``: each expected seed came exactly once in every epoch.
+    Returns lists with one value per timed epoch: ``seconds`` until the last batch, ``ended`` (seconds until the
+    iterator stopped), ``cpu`` (seconds), ``bytes`` received on the loopback, ``seeds`` (distinct ones). ``complete``:
+    each expected seed came exactly once in every epoch.
     """
     for _ in range(warm):
         meet()
@@ -81,9 +81,7 @@ def learned_epochs(
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process, of the processes listed in ``BENCH_SERVERS``, and of the children of
-    both.
-    """
+    """Return the CPU seconds of this process, of the processes in ``BENCH_SERVERS``, and of all their children."""
     return sum(map(_tree_seconds, [os.getpid(), *map(int, os.environ.get("BENCH_SERVERS", "").split())]))
 
 

@@ -1,6 +1,4 @@
-"""Lower bounds of times on this machine: bytes divided by the copy rate, plus operations divided by the rate of a
-matrix product.
-"""
+"""Lower bounds of times on this machine, from its rates of copying and of matrix products."""
 
 from __future__ import annotations
 
@@ -19,26 +17,24 @@ WIDTH = 100  #: features per node; the small graph has fewer, so its lower bound
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured rates of this machine with all cores."""
+    """Rates of this machine, measured with all cores."""
 
     bytes_per_s: float  #: bytes read and written per second while copying 256 MB
     flops: float  #: operations per second of a float32 matrix product [65536, 256] × [256, 256]
     cores: int
 
     def describe(self) -> str:
-        """Return the rates as one line of text."""
         memory, product = self.bytes_per_s / 1e9, self.flops / 1e9
         return f"{self.cores} cores; memory {memory:.1f} GB/s (copy), {product:.0f} GFLOP/s (GEMM)"
 
     def loading(self, edges: int, nodes: int) -> float:
-        """Return the least seconds to load an epoch: read and write 4 bytes per edge and one feature row per node."""
+        """Return a lower bound of the seconds to load an epoch, from the bytes that must be read and written."""
         return (8 * edges + 2 * 4 * WIDTH * nodes) / self.bytes_per_s
 
     def training(self, layers: list[list[int]], hidden: int, classes: int) -> float:
-        """Return the least seconds to train an epoch: the dense products of the forward and backward pass, and in each
-        pass reading one row per edge.
+        """Return a lower bound of the seconds to train an epoch.
 
-        ``layers``: number of [targets, sources, edges] of each layer in an epoch, input layer first.
+        layers: [targets, sources, edges] of each layer in an epoch, input layer first.
         """
         flops = moved = 0.0
         widths = [WIDTH, *[hidden] * (len(layers) - 1), classes]
@@ -49,13 +45,12 @@ class Machine:
         return flops / self.flops + moved / self.bytes_per_s
 
     def writing(self, size: str) -> float:
-        """Return the least seconds to partition: read and write all edges (int32 ids) and feature rows."""
+        """Return a lower bound of the seconds to partition, from the bytes that must be read and written."""
         nodes, edges = PEER_SIZES[size]["num_nodes"], PEER_SIZES[size]["num_nodes"] * PEER_SIZES[size]["avg_degree"]
         return (2 * 8 * edges + 2 * 4 * WIDTH * nodes) / self.bytes_per_s
 
 
 def measured() -> Machine:
-    """Measure the rates of this machine, each as the best of five attempts."""
     source, target = np.ones(64 << 20, np.float32), np.empty(64 << 20, np.float32)
     a, b = torch.ones(1 << 16, 256), torch.ones(256, 256)
     copy = min(_seconds(lambda: np.copyto(target, source)) for _ in range(5))

@@ -31,7 +31,6 @@ Settings = dict[str, Any]
 
 
 def loader(plain: Path, settings: Settings) -> Settings:
-    """Load epochs on one machine."""
     train = torch.from_numpy(np.load(plain / "train.npy"))
     loading = NeighborLoader(
         whole(str(plain)), settings["fanouts"], train, batch_size=settings["batch"], shuffle=True, device=LOCAL,
@@ -41,7 +40,6 @@ def loader(plain: Path, settings: Settings) -> Settings:
 
 
 def parts(plain: Path, settings: Settings) -> Settings:
-    """Load this host's half of the seeds."""
     _join(settings)
     loading = _loader(plain, "train", settings, 1, shuffle=True)
     found = timed_epochs(loading, look, None, settings["warm"], settings["epochs"], torch.distributed.barrier)
@@ -51,7 +49,7 @@ def parts(plain: Path, settings: Settings) -> Settings:
 
 
 def train(plain: Path, settings: Settings) -> Settings:
-    """Train with the loop in graphlearn-torch's documentation, in which every layer uses every edge.
+    """Train with the loop in graphlearn-torch's documentation.
 
     With ``trim`` in the settings, each layer uses only the edges that later layers need.
     """
@@ -93,7 +91,6 @@ def _forward(model: Any, batch: Any, settings: Settings) -> torch.Tensor:
 
 
 def partition(plain: Path, settings: Settings) -> Settings:
-    """Partition tensors in memory into files, with ``RandomPartitioner``."""
     edges, x = (torch.from_numpy(np.load(plain / f"{name}.npy")) for name in ("edge_index", "x"))
     edges = edges.long()
     spent, begun = cpu_seconds(), time.perf_counter()
@@ -109,7 +106,6 @@ def _join(settings: Settings) -> None:
 
 
 def _loader(plain: Path, split: str, settings: Settings, port: int, shuffle: bool) -> Any:
-    """Return the loader of graphlearn-torch's documented example, on the CPU."""
     seeds = torch.from_numpy(np.load(plain / f"{split}.npy")).chunk(HOSTS)[settings["rank"]]
     options = glt.MpDistSamplingWorkerOptions(
         num_workers=1, worker_devices=[LOCAL], worker_concurrency=4, master_addr=HERE,

@@ -26,10 +26,8 @@ LOCAL = torch.device("cpu")
 
 
 def cut(plain: str, folder: str, servers: str) -> None:
-    """Write the graph as one part per server, and one file of train seeds per server.
-
-    For a single server no part is written, because graphlearn-torch cannot make it; the server reads PLAIN instead.
-    """
+    """Write the graph as one part per server, and one file of train seeds per server."""
+    # graphlearn-torch cannot make a single part; a single server reads PLAIN instead
     source, target, parts = Path(plain), Path(folder), int(servers)
     target.mkdir(parents=True, exist_ok=True)
     edges, x, y, train = (torch.from_numpy(np.load(source / f"{name}.npy")) for name in NAMES)

@@ -1,4 +1,4 @@
-"""Runs servers and a client, or simulated hosts, as processes. Returns their JSON output and peak memory."""
+"""Runs servers and a client, or simulated hosts, as processes, and measures their peak memory."""
 
 from __future__ import annotations
 
@@ -106,8 +106,7 @@ def _host_done(process: subprocess.Popen[str], out: Path, err: Path, watch: _Wat
 def private_loopback() -> Iterator[list[str]]:
     """Make a network namespace, and yield the command prefix that runs a command in it.
 
-    The loopback of the namespace counts only the bytes of these commands. If no namespace can be made, the prefix is
-    empty.
+    The prefix is empty if no namespace can be made.
     """
     name = f"gnnfleet-bench-{os.getpid()}"
     if os.geteuid() or subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:

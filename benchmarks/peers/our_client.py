@@ -49,7 +49,7 @@ def look_at_data(data: Data) -> tuple[Tensor, int, int]:
 
 
 def loader_of(graph: gf.Graph, settings: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the loader, and a function from a batch to its seeds, number of edges and number of nodes."""
+    """Return the loader, and a function from a batch to (seeds, number of edges, number of nodes)."""
     if settings["loader"] == "blocks":
         return Blocks(graph, settings), look_at_blocks
     loader = gf.DistNeighborLoader(  # imports torch_geometric, which ``BatchLoader`` does not

@@ -37,7 +37,7 @@ Settings = dict[str, Any]
 
 
 class Epochs:
-    """A ``BatchLoader`` as an iterable of one epoch per iteration. Sums the batches' layer sizes and costs."""
+    """Iterates over the epochs of a ``BatchLoader``. Sums the batches' layer sizes and costs."""
 
     def __init__(self, loader: BatchLoader):
         self._loader, self._epoch = loader, -1
@@ -58,7 +58,6 @@ class Epochs:
 
 
 def loader(plain: Path, settings: Settings) -> Settings:
-    """Load all seeds of the train split on one machine that has the whole graph."""
     expected = np.load(plain / "train.npy")
     with open_graph(settings["folder"]) as graph:
         loading, look = _loading(graph, settings)
@@ -86,9 +85,6 @@ def _loading(graph: Graph, settings: Settings, rank: int = 0, layout: RankLayout
 
 
 def _more(loading: Any) -> Settings:
-    """Return the layer sizes of the last epoch and the sums of row and byte counts of ``Epochs``, or {} for other
-    loaders.
-    """
     if not isinstance(loading, Epochs):
         return {}
     names = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
@@ -97,7 +93,6 @@ def _more(loading: Any) -> Settings:
 
 
 def parts(plain: Path, settings: Settings) -> Settings:
-    """Load this host's half of each global batch."""
     rank = settings["rank"]
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://{HERE}:{settings['ports'][0]}", rank=rank, world_size=HOSTS
@@ -120,10 +115,7 @@ def _remote_access(settings: Settings) -> RemoteAccess:
 
 
 def partition(plain: Path, settings: Settings) -> Settings:
-    """Partition arrays in memory into files.
-
-    Before the measurement, a small graph is partitioned, so that all kernels are compiled.
-    """
+    # first a small graph, so that all kernels are compiled before the measurement
     from trainer.data.dataset import Dataset, EdgeData, NodeData
 
     names = ("edge_index", "x", "y", "train", "val", "test")

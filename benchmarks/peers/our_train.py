@@ -1,8 +1,9 @@
-"""One simulated host that trains with gnnfleet, for `make bench-peers`: runs a graph server and the bundled trainer.
+"""One simulated host that trains with gnnfleet, for `make bench-peers`: a graph server and the bundled trainer.
 
 python our_train.py train PLAIN SETTINGS
-SETTINGS is JSON as for our_job.py, with hidden, lr and optionally prefetch. This process plays the launcher's role; it
-does not import torch, because its memory counts as the host's.
+
+SETTINGS is JSON as for our_job.py, with hidden, lr and optionally prefetch and precision. This process does not import
+torch, because its memory counts as the host's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Settings = dict[str, Any]
 
 @contextlib.contextmanager
 def graph_server(settings: Settings) -> Iterator[Path]:
-    """Run this host's graph server with the launcher's command line. Yields the path of ``cluster.json``."""
+    """Run this host's graph server as the launcher does. Yields the path of ``cluster.json``."""
     rank, folder = settings["rank"], Path(settings["folder"])
     cluster, ready = folder.with_suffix(".cluster.json"), folder.with_suffix(".ready")
     places = [f"tcp://{HERE}:{port}" for port in settings["ports"][1 : 1 + HOSTS]]
@@ -50,7 +51,6 @@ def graph_server(settings: Settings) -> Iterator[Path]:
 
 
 def train(settings: Settings) -> Settings:
-    """Run the bundled trainer with the launcher's command line, and return times, losses and accuracy of its run."""
     rank, folder = settings["rank"], Path(settings["folder"])
     run = folder.with_suffix(".run")
     shutil.rmtree(run, ignore_errors=True)
@@ -61,7 +61,8 @@ def train(settings: Settings) -> Settings:
     command += ["--fanouts", ",".join(map(str, settings["fanouts"])), "--batch-size", HOSTS * settings["batch"]]
     command += ["--eval-batch-size", HOSTS * settings["batch"], "--epochs", settings["epochs"], "--lr", settings["lr"]]
     command += ["--dropout", "0", "--eval-every", "0", "--checkpoint-every", "0", "--backend", "gloo"]
-    command += ["--prefetch", settings["prefetch"]] if "prefetch" in settings else []
+    for name in {"prefetch", "precision"} & set(settings):
+        command += [f"--{name}", settings[name]]
     with graph_server(settings) as cluster:
         environment = os.environ | {name: str(value) for name, value in ranks.items()}
         subprocess.run(list(map(str, [*command, "--cluster", cluster])), env=environment, stdout=sys.stderr, check=True)

@@ -21,7 +21,6 @@ Settings = dict[str, Any]
 
 
 def loader(plain: Path, settings: Settings) -> Settings:
-    """Load epochs on one machine."""
     edges, x, y, train = (
         torch.from_numpy(np.load(plain / f"{name}.npy")) for name in ("edge_index", "x", "y", "train")
     )

@@ -44,10 +44,9 @@ def table(section: str, found: Found, took: float, floor: float | None) -> str:
 
 
 def floor_of(section: str, found: Found, layers: list[list[int]] | None, machine: Machine, size: str) -> float | None:
-    """Return a lower bound of a section's seconds on this machine, or None if the sizes that it depends on were not
-    measured.
+    """Return a lower bound of a section's seconds, or None if sizes that it depends on were not measured.
 
-    layers: number of [targets, sources, edges] of each layer in an epoch of gnnfleet's ``BatchLoader``.
+    layers: [targets, sources, edges] of each layer in an epoch of gnnfleet's ``BatchLoader``.
     """
     if section == "partition":
         return machine.writing(size)
@@ -58,9 +57,9 @@ def floor_of(section: str, found: Found, layers: list[list[int]] | None, machine
 
 
 def _against(one: Contender, ran: Found) -> Sequence[Run] | None:
-    """Return the runs of the fastest gnnfleet contender, to compare ``one`` with, or None if gnnfleet has no runs.
+    """Return the runs of the fastest gnnfleet contender, or None without one.
 
-    If possible, choose among contenders with parts made by the same method as those of ``one``.
+    Contenders with parts made by the same method as those of ``one`` are preferred.
     """
     ours = [other for other in ran if other.ours]
     same = [other for other in ours if other.cut == one.cut] or ours
@@ -87,7 +86,6 @@ def _line(one: Contender, runs: Sequence[Run], best: Sequence[Run] | None) -> st
 
 
 def as_json(found: Found, took: Mapping[str, float], machine: Machine) -> dict[str, Any]:
-    """Return all measurements as values that can be written as JSON."""
     systems = [
         {"section": one.section, "system": one.system, "note": one.note, "runs": [asdict(run) for run in runs]}
         for one, runs in found.items()

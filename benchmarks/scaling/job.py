@@ -27,8 +27,6 @@ _GLANCE = 0.02  #: seconds between reads of the metrics lines
 
 @dataclass(frozen=True)
 class Case:
-    """A graph, and settings of training on it."""
-
     name: str
     dataset: str
     options: Mapping[str, str]
@@ -61,7 +59,6 @@ def train_on(case: Case, folder: Path, count: int, run_dir: Path, cores: Sequenc
 
 @contextlib.contextmanager
 def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Within the context, new processes run on these cores only."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -71,10 +68,8 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without variables GNNFLEET_… and with ``more``, to start processes with.
-
-    torch gets one thread: threads that share a core would spin while they wait for each other.
-    """
+    """Return this process's environment without GNNFLEET_… variables, and with ``more``."""
+    # one thread: threads of torch that share a core would spin while they wait for each other
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GNNFLEET_")}
     return kept | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | more
 
@@ -101,7 +96,6 @@ def _servers(
     where: Sequence[Place],
     ports: Sequence[int],
 ) -> list[subprocess.Popen[bytes]]:  # fmt: skip
-    """Start a graph server on each host, and wait until all answer."""
     found = []
     for k, place in enumerate(where):
         words = ["serve", "--parts", str(folder), "--own", str(k), "--bind", f"tcp://{place.address}:{ports[k]}"]
@@ -131,7 +125,7 @@ def _rank_env(rank: int, count: int, lead: Place, port: int, place: Place) -> di
 def _process(
     words: Sequence[str], place: Place, run_dir: Path, name: str, env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run ``python -m trainer`` with arguments ``words`` on a host until the context ends. Output goes to a file."""
+    """Run ``python -m trainer *words`` on a host until the context ends. Output goes to a file."""
     argv = [*place.enter, sys.executable, "-m", "trainer", *words]
     with (run_dir / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(argv, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=run_dir)
@@ -148,10 +142,6 @@ def _process(
 
 @dataclass(frozen=True)
 class _Mark:
-    """CPU seconds of each graph server and bytes received by each host, from the start of the run to the end of one
-    epoch.
-    """
-
     server_cpu: tuple[float, ...]
     received: tuple[int, ...]
 
@@ -160,11 +150,8 @@ def _mark(
     case: Case, epoch: int, run_dir: Path, servers: Sequence[subprocess.Popen[bytes]],
     ranks: Sequence[subprocess.Popen[bytes]], where: Sequence[Place],
 ) -> _Mark:  # fmt: skip
-    """Wait until all ranks have ended an epoch. Return the CPU seconds of the servers and the bytes received by the
-    hosts so far.
-
-    For the last epoch, these include some milliseconds of the evaluation, which has a few seeds.
-    """
+    """Wait until all ranks have ended an epoch. Return the figures so far."""
+    # the last epoch's include some milliseconds of the evaluation, which has a few seeds
     deadline = time.monotonic() + _TIMEOUT
     while any(len(epoch_lines(run_dir, k)) < epoch for k in range(len(where))):
         _check(servers, run_dir, deadline, ranks if epoch < case.epochs else ())
@@ -186,14 +173,13 @@ def _check(
 
 
 def epoch_lines(run_dir: Path, rank: int) -> list[dict[str, Any]]:
-    """Return the epoch lines that a rank has written so far."""
     path = run_dir / f"metrics-rank{rank}.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if '"kind": "epoch"' in line]
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Return the seconds of user and system time of a process so far."""
+    """Return user plus system seconds of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 

@@ -28,8 +28,6 @@ class HostFigures:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Assumed properties of the real hosts."""
-
     cores: int = 16
     efficiency: float = 0.5  #: speed of all cores / (number of cores * speed of one core)
     gbit: float = 10.0  #: Gbit/s of a host's network connection, in each direction
@@ -48,7 +46,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a run on simulated hosts of one machine, and of the same batches in one process."""
+    """Measurements of a run on simulated hosts, and of the same batches in one process."""
 
     hosts: tuple[HostFigures, ...]
     alone_cpu: float  #: CPU seconds of an epoch in one process
@@ -61,7 +59,6 @@ class Measured:
         return sum(host.cpu for host in self.hosts)
 
     def sum(self, name: str) -> float:
-        """Return the sum of the field ``name`` over all hosts."""
         return float(sum(getattr(host, name) for host in self.hosts))
 
     @property
@@ -71,7 +68,6 @@ class Measured:
 
     @classmethod
     def load(cls, fields: dict[str, Any]) -> Measured:
-        """Make an instance from the result of ``dataclasses.asdict``."""
         return cls(**{**fields, "hosts": tuple(HostFigures(**host) for host in fields["hosts"])})
 
 
@@ -90,7 +86,7 @@ class Prediction:
 
 
 def predict(measured: Measured, on: Hardware) -> Prediction:
-    """Predict the times on the hosts ``on``, where all hosts wait for the slowest host in each step."""
+    """Predict the times on the hosts ``on``. In each step, all hosts wait for the slowest one."""
     hosts, count = measured.hosts, len(measured.hosts)
     return Prediction(
         compute=max(_compute(host, on) for host in hosts),
@@ -105,16 +101,14 @@ def _compute(host: HostFigures, on: Hardware) -> float:
 
 
 def _remote(host: HostFigures, on: Hardware) -> float:
-    """Return the seconds to fetch a batch's remote rows, with one request to each owner and all requests at the same
-    time.
-
-    One round of requests is enough because the topology is replicated.
-    """
+    """Return the seconds to fetch a batch's remote rows, with one simultaneous request to each owner."""
+    # one round of requests is enough, because the topology is replicated
     return host.remote_bytes / host.steps / on.bytes_per_s + (on.latency if host.remote_bytes else 0.0)
 
 
 def _reduce(weight_bytes: float, count: int, on: Hardware) -> float:
-    """Return the seconds of a ring all-reduce of p hosts: each sends 2 (p - 1) pieces, each a p-th of the gradients."""
+    """Return the seconds of a ring all-reduce over ``count`` hosts."""
+    # each host sends 2 (count - 1) pieces, each one of ``count`` pieces of the gradients
     pieces = 2 * (count - 1)
     return pieces * (weight_bytes / count / on.bytes_per_s + on.latency / 2)
 

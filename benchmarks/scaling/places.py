@@ -1,4 +1,4 @@
-"""Simulated hosts of a benchmark: a network namespace each if this user may make them, else all on the loopback."""
+"""Simulated hosts of a benchmark: network namespaces if this user may make them, else all on the loopback."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class Place:
 
 @contextlib.contextmanager
 def places(count: int) -> Iterator[list[Place]]:
-    """Make ``count`` hosts, which exist until the context ends."""
     if unavailable():
         yield [Place("127.0.0.1")] * count
         return
@@ -43,7 +42,6 @@ def places(count: int) -> Iterator[list[Place]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different ports on which no process listens."""
     found: list[int] = []
     for port in _PORTS:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -110,7 +110,7 @@ def _request_of(values: dict[str, Any]) -> InitRequest:
 
 
 def _check_complete(request: InitRequest, yes: bool) -> None:
-    """Raise UsageError if the hosts are missing, or if the graph is missing without ``--yes``."""
+    """Raise UsageError if no hosts are given, or neither a graph nor ``--yes``."""
     missing = [] if request.hosts else ["the hosts (gnnfleet init gnn1 gnn2)"]
     missing += [] if request.dataset or yes else ["the graph (--dataset NAME or PATH, or --yes for a synthetic one)"]
     if missing:

@@ -1,4 +1,4 @@
-"""Options of a launch, including those for files of other launchers, and ``gnnfleet import``."""
+"""Converts the options of a launch, also those for files of other launchers; defines ``gnnfleet import``."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ _REMOTE = re.compile(r"(?!-).*\bpython[0-9.]*\s.*", re.DOTALL)
 def foreign_options(command: F) -> F:
     """Decorator that adds the options for files of other launchers.
 
-    These are ``--nodes``, ``--dataset``, ``--group``, ``--venv``, ``--conda``, and the flags of torch_geometric's
-    launch.py, which ``--help`` does not list.
+    These are ``--nodes``, ``--dataset``, ``--group``, ``--venv`` and ``--conda``; hidden from ``--help`` are the flags
+    of torch_geometric's launch.py.
     """
     given = (
         click.option(
@@ -106,9 +106,9 @@ def _hidden(name: str, **more: Any) -> Callable[[F], F]:
 
 
 def without_remote(ctx: click.Context, words: Sequence[str]) -> list[str]:
-    """Remove the quoted command of torch_geometric's launch.py from the command-line arguments ``words``.
+    """Return the arguments ``words`` without the training command, which torch_geometric's launch.py takes in quotes.
 
-    The quoted command is stored in ``ctx.meta["remote"]``. ``--extra_envs A=1 B=2`` becomes
+    The command is stored in ``ctx.meta["remote"]``. ``--extra_envs A=1 B=2`` becomes
     ``--extra-env A=1 --extra-env B=2``.
     """
     left: list[str] = []
@@ -126,7 +126,7 @@ def without_remote(ctx: click.Context, words: Sequence[str]) -> list[str]:
 
 
 def remote_of(ctx: click.Context) -> Remote | None:
-    """Parse the quoted command that ``without_remote`` stored; None if there is none. Raises UsageError."""
+    """Parse the training command that was given in quotes; None if there is none. Raises UsageError."""
     command = ctx.meta.get("remote")
     return parse_remote(command) if command else None
 
@@ -135,8 +135,8 @@ def config_of(values: Mapping[str, Any]) -> Path | None:
     """Return the path of the config file given by ``--config`` or by torch_geometric's ``--ip_config``.
 
     The path in ``--ip_config`` is relative to ``--workspace`` or, if there is no such file, to the current directory.
-    Without both options, returns ``NODES_ONLY`` if ``--nodes`` is given, else None. Raises UsageError if both are
-    given.
+    If neither is given, returns the placeholder ``NODES_ONLY`` with ``--nodes``, and None without it. Raises UsageError
+    if both are given.
     """
     config, ip_config = values.get("config"), values.get("ip_config")
     if ip_config is None:

@@ -1,4 +1,4 @@
-"""Options that several commands share, and their help: options grouped under headings, one line each."""
+"""Options that several commands share, and the layout of their help: one line per option, under headings."""
 
 from __future__ import annotations
 

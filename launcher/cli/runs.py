@@ -326,7 +326,7 @@ def _console(ctx: click.Context, values: Mapping[str, Any]) -> tuple[Console, bo
 
 
 def _is_over_here(found: FoundRun) -> bool:
-    """Return whether the state of the run is known from its folder on this machine."""
+    """Return whether the run's folder here tells its state, so that no node needs to be asked."""
     from launcher.report.verdict import known_without_nodes
 
     return known_without_nodes(found)

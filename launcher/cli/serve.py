@@ -129,7 +129,7 @@ def _read(options: LaunchOptions, name: str | None) -> ClusterConfig:
 
 
 def _without_num_parts(options: LaunchOptions) -> ClusterConfig | None:
-    """Read the config without ``data.num_parts``; None if it is invalid for another reason."""
+    """Read the config without ``data.num_parts``; None if it is still invalid."""
     try:
         return read_config(replace(options, overrides=(*options.overrides, "data.num_parts=null")))
     except ConfigError:

@@ -72,7 +72,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def check_nodes(config: ClusterConfig, reader: Reader) -> None:
-    """Report contradictory settings of one or two nodes; values that are already reported are skipped."""
+    """Report settings that contradict each other in one node or between two nodes; invalid values are skipped."""
     for k, node in enumerate(config.nodes):
         _node(config, node, k, reader)
     _folders(config, reader)

@@ -48,8 +48,8 @@ def _rest(
 ) -> NodeConfig | None:
     """Return the node with its remaining devices; None if none remains.
 
-    ``kept``: ids of the included devices; None: all. ``dropped``: whether ``--exclude`` names the node or a device of
-    it. ``removed``: if ``dropped``, the ids of the excluded devices, or None for the whole node.
+    ``kept``: ids of the included devices; None: all. ``dropped``: whether ``--exclude`` names the node or some of its
+    devices. If so, ``removed`` has the ids of the excluded devices, or is None for the whole node.
     """
     if dropped and removed is None:
         return None
@@ -110,7 +110,7 @@ def _with_devices(
 ) -> Iterator[tuple[int, frozenset[int]]]:
     """Yield each node in ``ranks`` that has some of the ``wanted`` device ids, with these ids.
 
-    Raises LookupError if a wanted device of a host belongs to none of its nodes.
+    Raises LookupError if a host lacks a wanted device.
     """
     hosts: dict[str, dict[int, tuple[int, ...]]] = {}
     for k in ranks:
@@ -127,7 +127,7 @@ def _with_devices(
 
 
 class _Names:
-    """The node_ranks by each name of a node: its host with or without domain, user and port, and ``node3``."""
+    """The node_ranks for each name of a node: its host, with or without domain, user and port, or ``node3``."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.full: dict[str, list[int]] = {}

@@ -107,8 +107,8 @@ def _long_form(tree: Tree, path: str, word: str) -> Tree:
 def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:
     """Return ``config`` with relative paths made absolute, starting from the file that contains them.
 
-    ``runs_dir`` stays relative to the current directory. Reports relative paths in the config of a node, and files in
-    ``run.files`` that do not exist.
+    ``runs_dir`` stays relative to the current directory. Reports as problems: a relative path on an SSH host, and a
+    missing file of ``run.files``.
     """
     local = config.transport == "local"
     nodes = tuple(_node(node, k, local, reader) for k, node in enumerate(config.nodes))
@@ -182,8 +182,8 @@ def load_config(
 ) -> ClusterConfig:
     """Read the file, apply overrides, select nodes, and check the result.
 
-    Checks every node of the file, but the cluster as a whole with the selected nodes only. Converts a file of another
-    launcher first.
+    Each node of the file is checked by itself, and then the cluster of the selected nodes as a whole. A file of another
+    launcher is converted first.
 
     ``choose``: returns the config with only the selected nodes. ``foreign``: the converted file, if the caller has
     converted it already. Raises ConfigError with all problems found.

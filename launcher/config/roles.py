@@ -89,5 +89,5 @@ def holdings(config: ClusterConfig) -> tuple[HeldParts, ...]:
 
 
 def part_block(index: int, count: int, num_parts: int) -> tuple[int, ...]:
-    """Split ``num_parts`` ids into ``count`` contiguous blocks, equal up to one id; return block ``index``."""
+    """Split ``num_parts`` ids into ``count`` contiguous blocks of nearly equal size; return block ``index``."""
     return tuple(range(index * num_parts // count, (index + 1) * num_parts // count))

@@ -226,7 +226,9 @@ class TrainConfig:
         None,
     )
     time_attr: str | None = setting(
-        "Integer vertex attribute used as time; neighbours later than their seed are never sampled.", None
+        "Integer attribute used as time, of vertices or, for task link, of edges (`tables` calls it `edge_time`); "
+        "neighbours later than their seed are never sampled.",
+        None,
     )
     temporal_strategy: Literal["uniform", "last"] = setting(
         "With time_attr: `uniform` samples among the earlier neighbours, `last` takes the most recent ones.", "uniform"

@@ -112,7 +112,7 @@ class Reader:
         return replace(config, nodes=tuple(nodes))
 
     def _defaults(self, tree: Tree | None) -> Section | None:
-        """Return the valid keys of `defaults`. Their problems are reported once for all nodes."""
+        """Return the valid keys of `defaults`; report the invalid ones once, not for each node."""
         if tree is None or isinstance(tree, Scalar) and tree.empty:
             return None
         self.origins[("defaults",)] = tree.origin
@@ -351,7 +351,7 @@ _ENVIRONMENT = ("venv", "conda", "python")
 
 
 def _replaced_environment(node: Section, defaults: Section) -> str:
-    """Return a note if the node's ``python``, ``venv`` or ``conda`` replaces another one of ``defaults``; else ''."""
+    """Return a note if the node has another environment (python, venv or conda) than ``defaults``; else ''."""
     own, common = (
         [(name, one) for name in _ENVIRONMENT if isinstance(one := section.items.get(name), Scalar) and not one.empty]
         for section in (node, defaults)

@@ -22,12 +22,12 @@ _MAX_LOGINS = 3  #: login commands in one message
 
 
 def is_unknown(error: NodeError) -> bool:
-    """Whether an SSH host key, of the host or of a jump host, is unknown; False if the key has changed."""
+    """Whether ``error`` means that an SSH host key, of the host or a jump host, is unknown; False if it has changed."""
     return isinstance(error, HostKeyError) and "is not known" in error.message
 
 
 def reasons(request: InitRequest, errors: Mapping[int, NodeError]) -> Iterator[str]:
-    """Yield one line per host: its name, the error, and the remedy, unless ``common_remedy`` has one."""
+    """Yield one line per host: its name, the error, and the remedy unless several hosts have it in common."""
     common = common_remedy(request, errors)
     for k, error in errors.items():
         words = error.message if common and is_unknown(error) else reason(request, k, error)

@@ -25,7 +25,7 @@ class Template:
 
 
 def templates() -> tuple[Template, ...]:
-    """Return the templates of the checkout or of the installation by name. Raises UsageError if there are none."""
+    """Return the templates of the checkout or installation, sorted by name. Raises UsageError if there are none."""
     folder = next((top / "templates" for top in (_CHECKOUT, _INSTALLED) if (top / "templates").is_dir()), None)
     if folder is None:
         raise UsageError(f"no templates in {_CHECKOUT} or {_INSTALLED}; copy them from a checkout of gnnfleet")

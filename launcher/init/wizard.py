@@ -44,8 +44,8 @@ class InitOptions:
 def write_config(request: InitRequest, dest: Path, options: InitOptions) -> int:
     """Query the hosts, write ``dest`` and check it; return the exit status.
 
-    0, or 3 if a host was left out or the check found a problem that blocks a launch. Raises PreflightRefused if no host
-    could be queried, and ConfigError for invalid flags; ``dest`` is then not written.
+    This is 3 if a host was left out or the check found a problem that blocks a launch, else 0. Raises PreflightRefused
+    if no host could be queried, and ConfigError for invalid flags; ``dest`` is then not written.
     """
     with _connected_hosts(request, options) as (request, discovery, opened):
         if not discovery.facts:
@@ -215,7 +215,7 @@ def _check(draft: Draft, dest: Path, opened: Opened, options: InitOptions) -> di
 
 
 def _with_remedy(draft: Draft, finding: Finding) -> Finding:
-    """Replace the remedy of a finding about Python or packages on a host without a usable Python."""
+    """Return ``finding``; if a missing environment caused it, with the remedy to create one."""
     chosen = draft.chosen[list(draft.discovery.facts)[finding.node_rank]]
     if chosen is not None or finding.check not in ("python", "packages"):
         return finding

@@ -1,4 +1,4 @@
-"""``gnnfleet follow``: shows a running run as the launcher does; at its end, collects its files and reports it."""
+"""``gnnfleet follow``: shows a running run as the launcher does; at its end, collects its files and prints a report."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> Nod
 def if_run_exists(node: NodePlan, program: Command) -> Command:
     """Return a command that runs ``program`` if the run folder exists on the node.
 
-    Without the folder it prints a marker for ``run_was_absent`` and creates nothing.
+    Without the folder, the command only prints a marker, which ``run_was_absent`` detects.
     """
     return Command(("bash", "-c", _IF_THERE, "bash", node.run_dir, render(replace(program, cwd=""))))
 

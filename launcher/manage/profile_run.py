@@ -50,9 +50,9 @@ def to_json(run: OpenRun, profile: Profile) -> dict[str, Any]:
 
 
 def _metrics_files(run: OpenRun, folder: Path, missing: dict[int, str]) -> Iterator[Path]:
-    """Yield a metrics file for each rank: the collected one, else the last lines, read into ``folder`` from the node.
+    """Yield a metrics file for each rank: the collected file or, if there is none, the last lines of the node's file.
 
-    For an unreachable node, the reason is added to ``missing``.
+    The last lines are written to files in ``folder``. For an unreachable node, the reason is added to ``missing``.
     """
     not_collected = []
     for node in run.found.needed_plan.nodes:

@@ -152,7 +152,7 @@ def _wanted_epochs(options: LaunchOptions) -> int | None:
 
 
 def _files_changed(found: FoundRun, own: Sequence[str]) -> bool:
-    """Return whether a file that the own command sends has changed since the launch, or cannot be found."""
+    """Return whether a file that is sent for the user's own command has changed since the launch or is missing."""
     assert found.folder is not None and found.launch is not None
     cwd, began_at = Path(found.launch.cwd), began(found.folder)
     try:

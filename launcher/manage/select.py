@@ -48,7 +48,7 @@ def discovered(config: ClusterConfig, config_path: Path, run: str | None) -> Ite
     """Find a run on the hosts of ``config`` (read from ``config_path``) and open it.
 
     ``run``: the run's id or a part of it; None: the newest run. The config may list the hosts in another order, and
-    more hosts. Raises UsageError if no host has such a run, FleetError if no host can be reached.
+    more hosts. Raises UsageError if no run or several runs match, FleetError if no host can be reached.
     """
     attempts = connect_all(config)
     try:
@@ -173,9 +173,9 @@ class Choice:
 
 @contextmanager
 def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found: False) -> Iterator[OpenRun]:
-    """Find the run that ``choice`` names and connect to its nodes; without connections if ``offline(run)`` is true.
+    """Find the run that ``choice`` names and connect to its nodes, unless ``offline(run)`` is true.
 
-    Raises UsageError if the run is not found, FleetError if it has no plan or no node can be reached.
+    Raises UsageError if the run is not found, FleetError if its plan is unknown or no node can be reached.
     """
     elsewhere = choice.config is not None and (choice.run is None or (_is_id(choice.run) and not _planned_here(choice)))
     if not elsewhere:

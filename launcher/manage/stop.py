@@ -136,7 +136,7 @@ class StopResult:
 
 
 def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> StopResult:
-    """Stop the run, print the result of each node, and collect the run's files, unless its launcher still does that."""
+    """Stop the run and print the result of each node; collect the run's files unless its launcher is alive to do so."""
     if known_without_nodes(run.found):
         ended = _end_here(run.found)
         console.print(Text(ended.message), soft_wrap=True)

@@ -33,7 +33,7 @@ EVERY = 3.0  # seconds between updates from the nodes
 
 @dataclass(frozen=True)
 class RenderedReport:
-    """One rendering of a report: its page, a digest of the content, and the update for open pages."""
+    """One rendering of a report: the page, a digest of its content, and JSON that updates pages already open."""
 
     page: ReportPage
     version: str  #: digest of the content

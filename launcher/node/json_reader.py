@@ -1,4 +1,4 @@
-"""Validates JSON from untrusted or damaged sources: nodes, peers, user scripts, other versions, full disks.
+"""Validates JSON that may be damaged or untrusted: from other nodes, user scripts, other versions, full disks.
 
 Lines that are not JSON objects are ignored, fields of the wrong type count as missing, and undeclared fields are kept
 unchecked. Python 3.8, standard library only.
@@ -142,8 +142,8 @@ class Record:
     """A validator for JSON objects with declared fields.
 
     need: validator of each required field. may: validator of each optional field; invalid ones are removed. default:
-    validator and default of each field that has one; the default, or its result if callable, replaces a missing or
-    invalid value.
+    (validator, default) of each further field; a missing or invalid field gets the default, or its result if it is
+    callable.
     """
 
     def __init__(
@@ -485,7 +485,7 @@ _MESSAGE_FIELDS: dict[str, Validator] = {
 def _message(value: dict[str, Any]) -> dict[str, Any]:
     found = {**value, **{name: kind(value[name]) for name, kind in _MESSAGE_FIELDS.items() if name in value}}
     if "file" in found and not {"offset", "lines"} <= found.keys():
-        raise ValueError("no offset or lines")
+        raise ValueError("`file` without `offset` and `lines`")
     if "stopped" in found and not {"killed", "leftovers"} <= found.keys():
-        raise ValueError("no killed or leftovers")
+        raise ValueError("`stopped` without `killed` and `leftovers`")
     return found

@@ -115,7 +115,7 @@ class Watcher:
         return {"lost": {"reason": reason, "state": self._state}} if reason else None
 
     def lost(self) -> str:
-        """Return why the supervisor will write no result: it has ended, or did not start in time; '' if it may."""
+        """Return why the supervisor will write no result: it has ended, or did not start in time; '' otherwise."""
         if self._state is None:
             waited = time.monotonic() > self._give_up
             return f"no supervisor has started within {_START_WAIT:g} s" if waited else ""
@@ -204,7 +204,7 @@ def disk_full(path: str) -> bool:
 def complete_lines(path: str, offset: int) -> bytes:
     """Return the complete lines of ``path`` from byte ``offset`` on, about 256 KiB at most.
 
-    Several calls return a line longer than 8 MiB in pieces.
+    A line longer than 8 MiB is returned in pieces, by several calls.
     """
     with open(path, "rb") as file:
         file.seek(offset)

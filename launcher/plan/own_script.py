@@ -26,7 +26,7 @@ def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> O
     """Collect the files that the user's command ``argv`` names, and the files and folders in ``extra``.
 
     What is below ``cwd`` keeps its relative path on the nodes; other files and folders are stored under their names.
-    Raises UsageError for a missing file, and for different files of the same path on the nodes.
+    Raises UsageError for a missing file, and for two files that would have the same path on the nodes.
     """
     words: list[str] = []
     notes: list[str] = []

@@ -71,7 +71,7 @@ class PartFile:
 
 @dataclass(frozen=True)
 class PartitionFiles:
-    """All files of a partition folder, by its manifest. In mode ``verify`` the folder is on a node."""
+    """All files of a partition folder, as listed in its manifest. In mode ``verify`` the folder is on a node."""
 
     folder: str
     dataset: str
@@ -206,7 +206,7 @@ def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
     """Return the parts in ``config.data.folder``; runs the partitioner first, unless the parts are up to date.
 
     A stamp file has the last partitioner command, and size and mtime of the manifest and the source files. If any of
-    them has changed, the partitioner runs; it makes new parts only for another fingerprint. Raises PartitionFailed.
+    them has changed, the partitioner runs; it keeps parts whose fingerprint is the same. Raises PartitionFailed.
     """
     folder = Path(config.data.folder).expanduser()
     manifest = read_partition_files(folder)
@@ -263,7 +263,7 @@ def run_trainer(command: Command) -> int:
 
 
 def run_partitioner(command: Command, console: Console) -> None:
-    """Run the partitioner and print its output, but raise PartitionFailed with its last message, ``error: …``."""
+    """Run the partitioner and print its output. If it fails, raise PartitionFailed with its error message."""
     reason: list[str] = []
     process = subprocess.Popen(
         command.argv,
@@ -331,7 +331,7 @@ def _read(stamp: Path) -> object:
 
 
 def check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
-    """Raise UsageError if the parts have no train seeds that the task needs; predicting links needs none.
+    """Raise UsageError if the parts have no train seeds, unless the task is to predict links, which needs none.
 
     If ``train.target`` is set, only train seeds of this node type count.
     """

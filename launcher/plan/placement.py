@@ -156,10 +156,10 @@ def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) 
 
 
 def _bind(address: str, fact: NodeFacts | None) -> str:
-    """Return the address at which a node listens.
+    """Return the address at which a node listens, given the ``address`` at which others reach it.
 
-    Preflight replaces a host name by its IP address, and an IP address of no interface of the node (NAT) by the
-    wildcard address.
+    After preflight, this is an IP address in place of a host name, and the wildcard address in place of an IP address
+    that none of the node's interfaces has (NAT).
     """
     if fact is None or (is_ip(address) and (address in fact.addresses or not fact.addresses)):
         return address

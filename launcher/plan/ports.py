@@ -79,7 +79,7 @@ def restart_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int
     """Return the candidates for the control port and for the master port of a node after a restart.
 
     Empty if the run does not restart, or the node cannot become the hub or get rank 0. The lead node keeps its ports. A
-    port given in the config is the only candidate of the first node on each other host.
+    port given in the config is also that of the first node on each other host.
     """
     node = config.nodes[node_rank]
     if not config.run.restarts or not config.world_size:

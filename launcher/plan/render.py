@@ -61,7 +61,7 @@ def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
 def own_values(node: NodePlan) -> Mapping[str, str]:
     """Return the values that may differ between nodes of one ``Fold``, by placeholder such as ``{node_rank}``.
 
-    A number that equals several of these values is shown as the first of their placeholders.
+    If some of the values are equal, the first placeholder is shown.
     """
     return {
         "{node_rank}": str(node.node_rank),

@@ -31,7 +31,7 @@ class UnsentModules:
 
 
 def unsent_modules(argv: Sequence[str], sent: Collection[Path], cwd: Path) -> list[UnsentModules]:
-    """Return the unsent modules in its own folder that the script in ``argv`` imports, also through other modules.
+    """Return the modules beside the script in ``argv`` that it imports, also indirectly, but that are not sent.
 
     Examines ``python SCRIPT`` and ``python -m MODULE``, without running them. ``sent``: the files that are sent.
     """

@@ -58,7 +58,7 @@ def decide(
 def _bytes_known(
     config: ClusterConfig, holders: Sequence[Site], manifest: PartitionFiles | None, facts: Mapping[int, NodeFacts]
 ) -> int:
-    """Return the bytes of the edges of all parts; 0 if unknown, or if a node does not have them all."""
+    """Return the bytes of the edges of all parts; 0 if unknown, or if the files of a node are incomplete."""
     if config.makes_parts:
         return manifest.topology_bytes if manifest else 0
     sizes = [facts[site.node_rank].topology_bytes for site in holders if site.node_rank in facts]

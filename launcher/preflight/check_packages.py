@@ -279,7 +279,7 @@ def _nodes_like(survey: Survey, k: int) -> list[int]:
 def _torch_tag(survey: Survey, k: int) -> str:
     """Return the build tag of the torch for node ``k``: ``cu126``, ``cpu``, or '' for the build on PyPI.
 
-    It is the usual tag of nodes with devices if node ``k`` has devices, else of nodes without.
+    It is the most frequent tag, of nodes with devices if node ``k`` has devices, else of nodes without devices.
     """
     like = [j for j in _nodes_like(survey, k) if survey.version(j, "torch")]
     if survey.config.nodes[k].devices:

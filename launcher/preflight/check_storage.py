@@ -47,7 +47,7 @@ def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None,
 
 
 def cache_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None) -> int:
-    """Return the bytes of the rows of other nodes that a node caches (``data.cache``) in files of its run folder."""
+    """Return the size in bytes of a node's row cache (``data.cache``), which is in files of its run folder."""
     parts = len(holdings(config)[node_rank].parts)
     if graph is None or not parts or not config.nodes[node_rank].trains:
         return 0
@@ -56,7 +56,7 @@ def cache_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None)
 
 
 def _batch(config: ClusterConfig, graph: GraphSize | None) -> int:
-    """Return the maximum bytes of one rank's batch, whose vertices all differ; 0 if the graph is unknown."""
+    """Return the bytes of one rank's largest batch, in which all vertices differ; 0 if the graph is unknown."""
     if graph is None or not config.world_size:
         return 0
     seeds = -(-config.train.batch_size // config.world_size)

@@ -94,8 +94,8 @@ class RequiredRoutes:
     def must_reach(self, source: int, target: int, use: str) -> bool:
         """Return whether node ``source`` must connect to the port of node ``target`` for ``use``, such as ``MASTER``.
 
-        For ``MASTER`` and ``CONTROL``, ``target`` must have this port: as the lead node or, with ``run.restarts``, any
-        node. A node must reach these two ports of itself, too (``source == target``).
+        For ``MASTER`` and ``CONTROL``, ``target`` must be the lead node or, with ``run.restarts``, any node that may
+        become it. A node must reach its own ports of these two kinds, too (``source == target``).
         """
         if use in (MASTER, CONTROL):
             return use == CONTROL or source in self.trainers
@@ -117,9 +117,9 @@ class RequiredRoutes:
 def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopback: bool) -> tuple[str, ...]:
     """Return the IP addresses of node ``k`` for gloo and NCCL, in order of preference.
 
-    Only the configured ``address`` if the node has it, else those of the configured ``interface`` if it has any. First
-    the one at which SSH arrived; then real interfaces before virtual ones, IPv4 before IPv6, private before public
-    addresses. ``loopback``: include loopback addresses.
+    If the node has the configured ``address``, it is the only one; else if the configured ``interface`` has addresses,
+    only those are returned. The order is: the address at which SSH arrived; then real interfaces before virtual ones,
+    IPv4 before IPv6, private before public addresses. ``loopback``: include loopback addresses.
     """
     node = config.nodes[k]
     usable = [(name, address) for name, address in probe["addresses"] if loopback or not _is_loopback(address)]
@@ -136,9 +136,9 @@ def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopb
 
 
 def public_address(config: ClusterConfig, k: int, own: Collection[str]) -> str:
-    """Return the configured address of node ``k`` if it is not in ``own``, else ''.
+    """Return the configured address of node ``k`` if none of its interfaces has it (a host name, or NAT), else ''.
 
-    It is then a host name, or the outer address of a NAT gateway. ``own``: addresses of the node's interfaces.
+    ``own``: addresses of the interfaces.
     """
     given = config.nodes[k].address or ""
     return "" if given in own else given

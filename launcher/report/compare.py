@@ -240,9 +240,9 @@ def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
 
 
 def _reads(config: Mapping[str, Any], key: str) -> bool:
-    """Return whether a run with this config uses the config key ``key``; False for an empty, unknown config.
+    """Return whether a run with this config uses the config key ``key``; False if the config is empty (unknown).
 
-    A user's own command, whose config has no ``train`` key, uses none of these keys; other runs use all.
+    The keys of ``train`` are unused if the config has none of them, as for a user's own command.
     """
     return bool(config) and (not key.startswith("train.") or any(name.startswith("train.") for name in config))
 
@@ -292,7 +292,7 @@ def _parts_of(plan: LaunchPlan | None) -> str:
 def _versions(events: Path, plan: LaunchPlan | None) -> dict[str, str]:
     """Return package versions from the events of preflight, and the digest of gnnfleet's code.
 
-    Lists all versions of a package that differ between nodes.
+    If the nodes have different versions of a package, all of them are listed.
     """
     found: dict[str, list[str]] = {}
     for event in records(EVENT, events.read_bytes().split(b"\n") if events.is_file() else ()):
@@ -405,7 +405,8 @@ def _alike(comparison: Comparison) -> Iterator[str]:
 def _shown(section: Section, rows: Sequence[Row]) -> list[Row | None]:
     """Return the rows of a section that are printed.
 
-    Of many epochs, these are the first and the last ones, with None for the others. Of versions, those that differ.
+    Of many epochs, only the first and the last are printed, with None in place of the others; of package versions, only
+    those that differ.
     """
     if section == "versions":
         return [row for row in rows if row.differs]

@@ -70,8 +70,8 @@ class Followed:
 class ExpendableNodes:
     """The expendable nodes of a run, lost or not: the run continues if one of them is lost.
 
-    The lead node reports them; until its first report, the latest of any node counts. In a serving cluster, and with
-    ``run.restarts`` until the run has ended, all nodes are expendable.
+    The lead node reports them; until its first report, the latest report of any node is used. In a serving cluster, and
+    with ``run.restarts`` until the run has ended, all nodes are expendable.
     """
 
     def __init__(self, plan: LaunchPlan, restarts: int = 0):
@@ -137,12 +137,12 @@ def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: i
 
 
 def nodes_reported_lost(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the nodes that a ``result.json`` reports lost, by node_rank, with those that the run continued without."""
+    """Return the nodes that a ``result.json`` reports lost, by node_rank, also those that the run continued without."""
     return {**(result.get("gone") or {}), **(result.get("lost") or {})}
 
 
 def last_attempt(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> tuple[int, Mapping[str, Any]]:
-    """Return the hub of the last attempt of a run, and its report or, without it, the newest of another node.
+    """Return the hub of the last attempt of a run, and the hub's report or, if missing, another node's newest report.
 
     ``reports``: ``state.json`` or ``result.json`` by node_rank. ``lead``: hub of the first attempt.
     """
@@ -159,8 +159,8 @@ def last_attempt(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> 
 def checkpoint_node(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> int | None:
     """Return the node from which the checkpoint of a run with ``run.restarts`` is fetched; None for other runs.
 
-    It has rank 0 after the last restart or, if it sent no report, took part in that restart. Arguments as in
-    ``last_attempt``.
+    This is the node of rank 0 in the last attempt or, without a report from it, another node of that attempt. Arguments
+    as in ``last_attempt``.
     """
     heard = [k for k, report in sorted(reports.items()) if report and "restarts" in report]
     if not heard:
@@ -239,7 +239,8 @@ class Ending:
     def lost(self) -> dict[int, Lost]:
         """Return the nodes that the launcher or another node reports as lost.
 
-        The lead node's reports count. If it has no result, or its network failed, other nodes' reports about it count.
+        Of the nodes' reports, those of the lead node count. If it has no result, or its network failed, only reports of
+        other nodes about it count.
         """
         found, hub = dict(self.followed.lost), self.hub
         trust_hub = hub in self.results and not hub_was_cut_off(self.results, len(self.plan.nodes), hub)

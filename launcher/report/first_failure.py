@@ -14,8 +14,9 @@ from launcher.text import count, spans
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
     """Return the outcome of the process that failed first; None if none failed.
 
-    Last come processes that were stopped and failures that look like consequences. Nodes that the run continued without
-    count only if all other failures look like consequences.
+    Processes that were stopped, and failures that look like consequences, are only returned if there is no other
+    failure. A node that the run continued without counts only if there are other failures and all of them look like
+    consequences.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     serious = [outcome for outcome in failed if not outcome.done_without]

@@ -114,7 +114,7 @@ class Outcome:
 
     @property
     def sentence(self) -> str:
-        """Which process ended, and how: ``rank 3 on node1 (hostb) raised …``. Or the note, if that names the node."""
+        """Which process ended, and how: ``rank 3 on node1 (hostb) raised …``; or a note that already names the node."""
         if self.reason == self.note and node_label(self.node_rank, self.host) in self.note:
             return self.note
         return f"{self.place}{':' if self.reason == self.note else ''} {self.reason}"

@@ -86,8 +86,8 @@ def _step(text: bytes) -> Mapping[str, Any]:
 def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
     """Return the values of ``--exclude`` that exclude the nodes ``away``; () if no node would remain.
 
-    They are hosts, or ``user@host:port`` if a remaining node is on the same host. Nodes that also share
-    ``user@host:port`` with a remaining node are omitted.
+    A name is a host, or ``user@host:port`` if the host also has a remaining node. A node is omitted if a remaining
+    node has the same ``user@host:port``.
     """
     others = [node for node in nodes if node.node_rank not in away]
     if not others:

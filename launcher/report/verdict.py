@@ -340,9 +340,9 @@ def first_cause(views: Sequence[NodeView], hub: int) -> str:
 
 
 def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False) -> set[int]:
-    """Return the nodes that the run continued without and, unless ``only_gone``, those that it could lose.
+    """Return the nodes that the run continued without and, unless ``only_gone``, those whose loss would not end it.
 
-    With ``run.restarts`` it could lose every node, else those that the lead node ``hub`` reports.
+    With ``run.restarts`` this is true of every node, else of those that the lead node ``hub`` reports.
     """
     reports = {view.node.node_rank: view.report for view in views}
     lead = last_attempt(reports, hub)[1]

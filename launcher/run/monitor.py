@@ -429,10 +429,9 @@ class RunFollower:
             self.followed.detached = "trained"
 
     def _check_unreachable(self, now: float) -> None:
-        """If no running node can be reached for too long, detach from the run or give these nodes up.
+        """Detach, or record nodes as lost, if no running node can be reached for too long.
 
-        Detaches after ``lost_after`` seconds if the run can do without all ended nodes, else records the unreachable
-        nodes as lost.
+        Detaches if the run can continue without the nodes that have ended.
         """
         waiting = [k for k in self._nodes if k not in self.followed.ended]
         broken = {k: stream.broken_since for k, stream in self._streams.items() if k in waiting}

@@ -29,28 +29,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels_of_hosts(request: pytest.FixtureRequest) -> None:
-    """Compile the Numba kernels before hosts start processes of the trainer. Hosts and tests share the folder of
-    kernels.
-    """
     if request.path.stem not in WITHOUT_TRAINER:
         request.getfixturevalue("compiled_kernels")
 
 
 @pytest.fixture(scope="session")
 def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster]:
-    """Yield three hosts that also accept a password. All tests of one pytest worker use these hosts.
-
-    All hosts see ``cluster.shared_folder`` at the same path.
-    """
+    """Yield three hosts with a shared folder, which also accept a password. Tests of one pytest worker share them."""
     with NetCluster(3, password=True, shared_folder=tmp_path_factory.mktemp("shared")) as made:
         yield made
 
 
 @pytest.fixture
 def cluster(three_hosts: NetCluster) -> Iterator[NetCluster]:
-    """Yield the cluster of three hosts. After the test, end all processes on the hosts, remove the limits of their
-    network links, and restore the programs that the test hid.
-    """
+    """Yield the cluster of three hosts. After the test, undo what it did to the hosts."""
     yield three_hosts
     for host in three_hosts.hosts:
         host.full_speed()

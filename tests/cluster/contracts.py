@@ -1,6 +1,4 @@
-"""The contracts of a run: named conditions that must hold after every scenario of the soak, the long random test of
-``make soak``.
-"""
+"""The contracts of a run: conditions that hold after every scenario of the soak, the random test of ``make soak``."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ class Verdict:
     ended_after: float = 0.0  #: seconds from the fault until no process of the run was left
 
     def break_(self, contract: str, message: str) -> None:
-        """Record that a contract is broken. Only the first message for each contract is kept."""
+        """Record a broken contract. Only the first message for each contract is kept."""
         assert contract in CONTRACTS
         self.wrong.setdefault(contract, message)
 
@@ -62,18 +60,15 @@ class Verdict:
 
 
 def left(hosts: Iterable[Host]) -> list[str]:
-    """Return all processes on ``hosts``, those of tmux included."""
     return [f"{host.name}: {process}" for host in hosts for process in host.processes()]
 
 
 def leases_of(hosts: Iterable[Host]) -> list[str]:
-    """Return the leases on ``hosts`` that would block the next run."""
     found = [(host.name, host.run([sys.executable, "-c", HELD]).stdout.strip()) for host in hosts]
     return [f"{name} holds {leases}" for name, leases in found if leases]
 
 
 def sockets_of(host: Host) -> list[str]:
-    """Return the listening TCP ports on ``host``, except SSH's, and the abstract Unix sockets of gnnfleet."""
     tables = Path(f"/proc/{host.init_pid}/net")
     ports = set()
     for name in ("tcp", "tcp6"):
@@ -85,7 +80,7 @@ def sockets_of(host: Host) -> list[str]:
 
 
 def wait_until_clean(hosts: list[Host], seconds: float) -> list[str]:
-    """Wait at most ``seconds`` until no process is left on ``hosts``, and return the processes that are left."""
+    """Wait up to ``seconds`` until no process is left on ``hosts``; return the processes left."""
     deadline = time.monotonic() + seconds
     while (found := left(hosts)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -95,14 +90,12 @@ def wait_until_clean(hosts: list[Host], seconds: float) -> list[str]:
 def gnnfleet(
     environment: dict[str, str], *words: str, cwd: Path | str = "/", seconds: float = 90
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of gnnfleet, by default in another folder than that of the run."""
     command = [sys.executable, str(REPOSITORY / "launch.py"), *words]
     environment = {"COLUMNS": "200", **environment}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=seconds)
 
 
 def check_hosts(verdict: Verdict, hosts: list[Host]) -> None:
-    """Check that no lease and no socket is left on ``hosts``."""
     if found := leases_of(hosts):
         verdict.break_("leases", "; ".join(found))
     if sockets := [f"{host.name}: {each}" for host in hosts for each in sockets_of(host)]:
@@ -110,7 +103,6 @@ def check_hosts(verdict: Verdict, hosts: list[Host]) -> None:
 
 
 def check_failure(verdict: Verdict, run: FaultyRun, done: Launched) -> None:
-    """Check the report and the exit status of a run that ended because of a fault."""
     scenario, fault = run.scenario, run.scenario.fault
     texts, least = REASONS[fault.kind]
     lines = done.output.splitlines()
@@ -136,7 +128,6 @@ def check_failure(verdict: Verdict, run: FaultyRun, done: Launched) -> None:
 
 
 def check_restarts(verdict: Verdict, run: FaultyRun) -> None:
-    """Check that the result of a run records the right restarts."""
     fault, path = run.scenario.fault, run.run_dir / "result.json"
     restarts = json.loads(path.read_text()).get("restarts", []) if path.is_file() else []
     if len(restarts) != 1:
@@ -151,9 +142,6 @@ def check_restarts(verdict: Verdict, run: FaultyRun) -> None:
 
 
 def check_views(verdict: Verdict, run: FaultyRun, state: str) -> None:
-    """Check that ``gnnfleet status`` and ``gnnfleet runs``, called in another folder, report the state in which the run
-    ended.
-    """
     shown = gnnfleet(run.environment, "status", "--json", run.run_id)
     if not shown.stdout.startswith("{"):
         verdict.break_("agrees", f"status printed {shown.stdout + shown.stderr!r}")

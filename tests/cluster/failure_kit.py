@@ -41,7 +41,7 @@ STATE_OF = f"find ~ /tmp {DISK} /dev/shm -xdev -path ~/.ssh -prune -o -type f -p
 
 @dataclass
 class Scene:
-    """A folder of one test with a cluster.yml of three nodes (with one, two and one process) and three user scripts."""
+    """A test's folder: a cluster.yml of three nodes (with one, two and one process) and three user scripts."""
 
     cluster: NetCluster
     folder: Path
@@ -72,9 +72,7 @@ class Scene:
         return Running(self.config, *words, env=self.cluster.environment(**self.env))
 
     def own_home(self, *, hosts_known: bool = True) -> Path:
-        """Create a home folder without the SSH key of the cluster, use it as HOME of later launches, and return its
-        path.
-        """
+        """Create a home folder without the cluster's SSH key, and use it as HOME of later launches."""
         home = self.folder / "home"
         (home / ".ssh").mkdir(parents=True)
         if hosts_known:
@@ -87,7 +85,6 @@ class Scene:
             self.nodes[k]["key"] = str(self.cluster.identity)
 
     def files(self, k: int) -> str:
-        """Return the paths of all files on host k, one per line."""
         return self.cluster.hosts[k].run(["bash", "-c", STATE_OF], check=False).stdout
 
     def processes(self, k: int, words: str) -> list[Process]:
@@ -95,7 +92,6 @@ class Scene:
         return [each for each in self.cluster.hosts[k].processes() if each.cmdline.partition(" ")[2].startswith(words)]
 
     def left_behind(self) -> list[str]:
-        """Return all processes on the hosts, those of tmux included, and all lock files."""
         hosts = [host for host in self.cluster.hosts if host.init_pid]
         found = [f"{host.name}: {process}" for host in hosts for process in host.processes()]
         return found + [line for k in range(len(hosts)) for line in self.files(k).splitlines() if line.endswith("lock")]
@@ -108,13 +104,10 @@ def scene(cluster: NetCluster, tmp_path: Path, parts: Path) -> Scene:
 
 @pytest.fixture(scope="session")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the path of a folder for parts of the graph. The first launch that needs the parts creates the folder."""
     return tmp_path_factory.mktemp("parts") / "synthetic"
 
 
 def assert_one_message(done: Launched, status: int, *words: str) -> None:
-    """Assert that the launch ended with ``status`` and printed one error message, and that its output contains all
-    ``words``."""
     assert done.status == status, done.output
     assert done.output.count("error:") == 1, done.output
     assert "Traceback" not in done.output

@@ -22,13 +22,11 @@ SPARE_MEMORY = 150 << 20  # bytes that a node may still use after fault "memory"
 
 
 class NotInjected(AssertionError):
-    """The run did not reach the point at which the fault is injected."""
+    pass
 
 
 @dataclass
 class FaultyRun:
-    """The run of a scenario, in a folder of its own."""
-
     cluster: NetCluster
     folder: Path
     scenario: Scenario
@@ -47,13 +45,9 @@ class FaultyRun:
 
     @property
     def host(self) -> Host:
-        """Return the host on which the fault is injected."""
         return self.cluster.hosts[self.scenario.fault.node]
 
     def prepare(self) -> None:
-        """Set the clock and the ~/.bashrc of each host. For fault "disk", make the file system of the work folder
-        small.
-        """
         for k, host in enumerate(self.cluster.hosts):
             set_clock(host, 300 if k == self.scenario.clock else 0)
             host.write("~/.bashrc", SHELLS[self.scenario.shell])
@@ -69,7 +63,6 @@ class FaultyRun:
         return Running(config, *words, *job_words(self.scenario, **epochs), env=self.environment)
 
     def await_moment(self, running: Running) -> None:
-        """Wait until the run has reached the epoch of the fault."""
         if self.scenario.detached:
             done = running.end(150)
             if done.status:
@@ -86,10 +79,7 @@ class FaultyRun:
             time.sleep(0.1)
 
     def epoch(self) -> int:
-        """Return the epoch that the run is training, from the newest line of rank 0 on any host, or 0 before the first.
-
-        A restart may move rank 0 to another host.
-        """
+        # a restart may move rank 0 to another host
         found = 0
         for k, host in enumerate(self.cluster.hosts):
             path = host.root_path(f"{WORKDIR}/runs/{self.run_id}/node{k}/metrics-rank0.jsonl")
@@ -104,7 +94,6 @@ class FaultyRun:
     # --- faults -------------------------------------------------------------------------------
 
     def inject(self, running: Running) -> None:
-        """Inject the fault, and record when."""
         kind, host = self.scenario.fault.kind, self.host
         self.injected = time.monotonic()
         if kind in TRIGGERED:
@@ -130,7 +119,6 @@ class FaultyRun:
             set_clock(host, -300)
 
     def _trigger(self, kind: str) -> None:
-        """Write the file that makes the user script cause the fault, and wait until the script has read it."""
         if kind == "memory":
             assert self.host.memory is not None
             self.host.limit_memory(self.host.memory.used() + SPARE_MEMORY)
@@ -147,8 +135,9 @@ class FaultyRun:
         self._signal("job.py" if self.scenario.own else "trainer train", self.scenario.victim, signum)
 
     def _signal(self, words: str, rank: int | None = None, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to the Python process on the host that runs ``words``, or if ``rank`` is given, to the process
-        of that rank. Wait up to 20 s for the process to start.
+        """Send a signal to the Python process that runs ``words``, or to that of ``rank``.
+
+        Waits up to 20 s for the process to start.
         """
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -165,7 +154,6 @@ class FaultyRun:
         raise NotInjected(f"no {words} on {self.host.name}: {self.host.processes()}")
 
     def _cut_sessions(self) -> None:
-        """Kill the SSH connections of the launcher to the host."""
         sessions = self.host.ssh_sessions()
         for each in sessions:
             self.host.run(["kill", "-9", str(each.pid)], check=False)
@@ -173,7 +161,6 @@ class FaultyRun:
             raise NotInjected(f"no SSH connection to {self.host.name}")
 
     def repair(self) -> None:
-        """Undo the fault on its host. If it is a network cut, first wait until it has lasted ``fault.seconds``."""
         kind = self.scenario.fault.kind
         if kind == "memory":
             self.host.limit_memory(None)
@@ -188,7 +175,6 @@ class FaultyRun:
             self.host.run(["rm", "-f", f"{WORKDIR}/filler"])
 
     def undo(self) -> None:
-        """Undo what ``prepare`` did: unmount the small disk and set the clocks right."""
         if self.scenario.fault.kind == "disk":
             self.host.run(["umount", "-l", WORKDIR], check=False)
         for host in self.cluster.hosts:
@@ -196,19 +182,16 @@ class FaultyRun:
 
     @property
     def unreachable(self) -> int | None:
-        """Return the node that cannot be reached between the fault and the repair, or None if all can."""
+        """Return the node that cannot be reached between the fault and the repair, or None."""
         return self.scenario.fault.node if self.scenario.fault.kind in UNREACHABLE else None
 
 
 def pythons_of(cluster: NetCluster) -> list[str]:
-    """Create a Python with an adjustable clock on each host."""
     return [own_python(host) for host in cluster.hosts]
 
 
 def _is_python(cmdline: str, words: str) -> bool:
-    """Return whether the process is a Python that runs ``words`` itself. A rank runner does not: it only has the
-    command of its rank among its arguments.
-    """
+    # a rank runner only has the command of its rank among its arguments
     program, *arguments = cmdline.split() or [""]
     given = " ".join(arguments).removeprefix("-u ").removeprefix("-m ")
     return "python" in program and (f"{given} ".startswith(f"{words} ") or given.split(" ")[0].endswith(f"/{words}"))

@@ -88,7 +88,6 @@ class Host:
     # --- power ------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Write the files that survive a power-off of the host: its home folder, keys and files of /etc."""
         for name in ("etc", "home/.ssh", "keep", "disk"):
             (self.folder / name).mkdir(parents=True, mode=0o700, exist_ok=True)
         keygen(self.folder / "etc/host_key", self.name)
@@ -154,8 +153,7 @@ class Host:
             )
 
     def _init_script(self) -> str:
-        """Return the Bash script that runs as pid 1 of the host: it mounts the host's own file systems, starts sshd and
-        reaps orphans."""
+        """Return the script that runs as pid 1 of the host: it mounts file systems, starts sshd and reaps orphans."""
         quote, folder = shlex.quote, self.cluster.folder
         kept = [(quote(str(path)), quote(f"{self.folder}/keep/{k}")) for k, path in enumerate(self.cluster.kept())]
         lines = ["set -e", f"hostname {self.name}", "mount -t proc proc /proc"]
@@ -169,8 +167,7 @@ class Host:
         return "\n".join([*lines, f"/usr/sbin/sshd -D -e -f {folder}/etc/sshd_config &", "wait"])
 
     def wait_until_up(self, timeout: float = 20.0) -> None:
-        """Wait until sshd answers. If the host does not boot in time, raise ``NetnsError`` with the end of its console
-        output."""
+        """Wait until sshd answers. On timeout, raise ``NetnsError`` with the end of the console output."""
         deadline = time.monotonic() + timeout
         while not self._answers():
             dead = self._process is None or self._process.poll() is not None
@@ -220,7 +217,6 @@ class Host:
     def run(
         self, argv: Sequence[str], *, check: bool = True, timeout: float = 60.0, stdin: str = ""
     ) -> subprocess.CompletedProcess[str]:
-        """Run ``argv`` on the host as root, in its home folder."""
         enter = ["nsenter", "-t", str(self.init_pid), "-m", "-u", "-p", "-n", "-r"]
         done = subprocess.run(
             [*enter, "--", "env", "-C", self.home, *argv],
@@ -235,14 +231,12 @@ class Host:
         return done
 
     def root_path(self, path: str | Path) -> Path:
-        """Convert a path as this host sees it to the path of the same file on the test machine. ``~/`` is the host's
-        home folder."""
+        """Convert a path on this host to the path of the same file on the test machine."""
         text = str(path)
         absolute = self.home + text[1:] if text == "~" or text.startswith("~/") else text
         return Path(f"/proc/{self.init_pid}/root") / absolute.lstrip("/")
 
     def write(self, path: str, text: str, *, mode: int = 0o644) -> None:
-        """Write a file on the host, and create its folder if missing."""
         place = self.root_path(path)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
@@ -254,7 +248,6 @@ class Host:
         return found if system else [each for each in found if each.pid != 1 and "sshd" not in each.cmdline.split()[0]]
 
     def ssh_sessions(self) -> list[Process]:
-        """Return sshd's processes of the connections to the host."""
         found = self.processes(system=True)
         return [each for each in found if each.cmdline.startswith("sshd: ") and "[listener]" not in each.cmdline]
 
@@ -265,7 +258,6 @@ class Host:
     # --- faults -----------------------------------------------------------------------
 
     def cut_network(self) -> None:
-        """Drop all packets to and from the host. Its interface stays up."""
         self._port_state(0)
 
     def restore_network(self) -> None:
@@ -283,7 +275,6 @@ class Host:
         tool(["tc", "-n", self.name, "qdisc", "replace", "dev", self.machine.interface, *shape.split()])
 
     def full_speed(self) -> None:
-        """Remove the bandwidth limit that ``slow_link`` set."""
         if not self._slow:
             return
         self._slow = False
@@ -291,14 +282,11 @@ class Host:
         tool(["tc", "-n", self.name, "qdisc", "del", "dev", self.machine.interface, "root"], check=False)
 
     def limit_memory(self, size: int | None) -> None:
-        """Limit the memory of all processes on the host together to ``size`` bytes (None: no limit). The kernel kills a
-        process when the limit is exceeded.
-        """
+        """Limit the memory of all processes on the host together to ``size`` bytes (None: no limit)."""
         assert self.memory is not None
         self.memory.limit(size)
 
     def hide(self, path: str) -> None:
-        """Hide a file or folder on this host only, e.g. a program, as if it were not installed."""
         parent, upper = str(Path(path).parent), f"/run/hidden{Path(path).parent}"
         layers = f"lowerdir={parent},upperdir={upper}/upper,workdir={upper}/work"
         script = (
@@ -310,7 +298,6 @@ class Host:
         self._hidden.append(path)
 
     def unhide(self) -> None:
-        """Show again all files and folders that ``hide`` has hidden."""
         for parent in {str(Path(path).parent) for path in self._hidden}:
             self.run(["bash", "-c", f"umount -l {parent} && rm -r /run/hidden{parent}"])
         self._hidden.clear()
@@ -382,10 +369,6 @@ class NetCluster:
         self.ssh_config(self.operator_ssh_config)
 
     def kept(self) -> list[Path]:
-        """Return the shared folders that lie below a folder which is private to each host, such as /tmp.
-
-        Shared are the repository, the Python installation and ``shared_folder``.
-        """
         wanted = [REPOSITORY, Path(sys.prefix), Path(sys.base_prefix).resolve()]
         wanted += [self.shared_folder.resolve()] if self.shared_folder else []
         return [path for path in dict.fromkeys(wanted) if any(path.is_relative_to(own) for own in OWN)]
@@ -408,8 +391,7 @@ class NetCluster:
         return path
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Return an environment for launcher processes: the environment of this process, but with HOME set to a folder
-        that has an SSH key, config and known_hosts for the hosts, and with the variables ``more``."""
+        """Return an environment with the variables ``more``, and a HOME with an SSH key and config for the hosts."""
         dropped = {"SSH_AUTH_SOCK", "TMUX", "TMUX_PANE"}
         kept = {name: value for name, value in os.environ.items() if name not in dropped}
         return kept | {"HOME": str(self.operator_home)} | more

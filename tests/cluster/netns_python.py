@@ -47,7 +47,5 @@ def own_python(host: Host, folder: str = "venv", *, conda: bool = False) -> str:
 
 
 def set_clock(host: Host, seconds: float) -> None:
-    """Set the clock of all interpreters that ``own_python`` created on the host to ``seconds`` ahead of the true time.
-    May be called while these interpreters run.
-    """
+    """Set the clock of all interpreters made by ``own_python`` to ``seconds`` ahead of the true time."""
     (host.folder / "home/.clock").write_text(f"{seconds:+g}")

@@ -1,6 +1,4 @@
-"""Functions that ``netns`` uses: calls of ip and ssh-keygen, memory limits with cgroups, and processes read from
-/proc.
-"""
+"""Tools of ``netns``: calls of ip and ssh-keygen, memory limits with cgroups, and processes from /proc."""
 
 from __future__ import annotations
 
@@ -33,8 +31,6 @@ SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True)
 class Machine:
-    """Settings that distinguish one host from the others."""
-
     interface: str = "eth0"
     sshd: Mapping[str, str] = field(default_factory=dict)  #: lines of sshd_config
     authorized: Path | None = None  #: the public key that may log in; None: that of the operator
@@ -66,7 +62,7 @@ class MemoryCgroup:
 
     @property
     def mounts(self) -> list[str]:
-        """Return shell lines that mount the cgroup file system in a mount namespace after /sys was mounted anew."""
+        """Return shell lines that mount the cgroup file system in a new mount namespace."""
         if not self._old.is_dir():
             return ["mount -t cgroup2 cgroup2 /sys/fs/cgroup"]
         return [
@@ -86,7 +82,6 @@ class MemoryCgroup:
         (self.folder / name).write_text(none if size is None else str(size))
 
     def used(self) -> int:
-        """Return how many bytes of memory are in use."""
         name = "memory.usage_in_bytes" if self._old.is_dir() else "memory.current"
         return int((self.folder / name).read_text())
 
@@ -114,7 +109,7 @@ def unavailable() -> str:
 
 
 class NetnsError(RuntimeError):
-    """A host could not be created, or a command on a host failed. The message contains the command's error output."""
+    pass
 
 
 class Process(NamedTuple):
@@ -157,10 +152,9 @@ def processes_of(init_pid: int) -> Iterator[Process]:
 
 
 def free_prefix(seed: int) -> str:
-    """Return the first three numbers of a /24 network in 10.0.0.0/8 that is in no route of this machine.
+    """Return the first three numbers of an unused /24 network in 10.0.0.0/8.
 
-    The search starts at a network that depends on ``seed``, so that clusters that start at the same moment get
-    different networks.
+    seed: where the search starts, so that clusters that start together get different networks.
     """
     routes = ip("-4 route show table all")
     for offset in range(1000):

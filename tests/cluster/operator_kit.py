@@ -14,8 +14,6 @@ from netns import NetCluster
 
 
 class Operator:
-    """A user with a home folder that has the SSH key of the hosts, and a working folder without any runs."""
-
     def __init__(self, cluster: NetCluster, home: Path):
         self.cwd = home / "somewhere"
         self.cwd.mkdir(parents=True)
@@ -23,7 +21,6 @@ class Operator:
         self.env = cluster.environment(HOME=str(home), XDG_STATE_HOME=str(home / ".local/state"), COLUMNS="200")
 
     def gnnfleet(self, *words: str, timeout: float = 90) -> Launched:
-        """Run ``gnnfleet`` with the arguments ``words`` in the working folder, and wait for its end."""
         argv = [sys.executable, str(REPOSITORY / "launch.py"), *words]
         done = subprocess.run(argv, cwd=self.cwd, env=self.env, capture_output=True, text=True, timeout=timeout)
         return Launched(done.returncode, done.stdout + done.stderr, self.cwd)
@@ -37,13 +34,12 @@ class Operator:
 
 
 def stage_in(project: Path) -> str:
-    """Return the stage (e.g. ``sync``) of the only launch from the folder ``project``, or '' if no launch has begun."""
+    """Return the stage (e.g. ``sync``) of the only launch from ``project``, or '' before the launch."""
     found = list((project / "runs").glob("*/launch.json"))
     return str(json.loads(found[0].read_text())["stage"]) if found else ""
 
 
 def await_stage(project: Path, stage: str, seconds: float = 120) -> None:
-    """Wait until the only launch from the folder ``project`` reaches ``stage``."""
     deadline = time.monotonic() + seconds
     while (at := stage_in(project)) != stage:
         assert at != "end" and time.monotonic() < deadline, f"the launcher is at {at!r} and not at {stage!r}"
@@ -51,12 +47,10 @@ def await_stage(project: Path, stage: str, seconds: float = 120) -> None:
 
 
 def run_processes(cluster: NetCluster) -> list[str]:
-    """Return all processes on the hosts, except pid 1 and sshd."""
     return [f"{host.name}: {process}" for host in cluster.hosts for process in host.processes()]
 
 
 def end_processes(cluster: NetCluster) -> None:
-    """Kill all processes on the hosts, except pid 1 and sshd, so that a failed test does not make the next one fail."""
     for host in cluster.hosts:
         for process in host.processes():
             host.run(["kill", "-9", str(process.pid)], check=False)

@@ -1,6 +1,6 @@
-"""Program that compares the login of plain ``ssh`` with that of gnnfleet. It runs on the operator's host.
+"""Program on the operator's host that compares the login of plain ``ssh`` with that of gnnfleet.
 
-Reads a JSON list of variants (home folder and host to log in to) from stdin; prints the result of each as a JSON line.
+Reads a JSON list of variants (home folder and host) from stdin; prints the result of each as a JSON line.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def main() -> None:
 
 @contextlib.contextmanager
 def prepared(variant: dict[str, Any]) -> Iterator[None]:
-    """Write the SSH files of a variant to the home folder, set its environment and start its ssh-agent."""
     shutil.rmtree(HOME / ".ssh", ignore_errors=True)
     for name, text in variant["files"].items():
         path = HOME / ".ssh" / name
@@ -91,7 +90,6 @@ def agent(keys: list[str]) -> Iterator[str]:
 
 
 def listens(path: str) -> bool:
-    """Return whether the ssh-agent accepts connections at ``path``. Its socket file may exist before it does."""
     with socket.socket(socket.AF_UNIX) as client:
         return client.connect_ex(path) == 0
 

@@ -1,8 +1,6 @@
-"""Random scenarios of the soak (``make soak``): hosts, mode, sampler and script of a run, and one fault with the
-expected result.
+"""Random scenarios of the soak (``make soak``): hosts, mode, sampler and script of a run, and one fault.
 
-A scenario is determined by its seed alone, so that any one can be repeated. Consecutive seeds have all kinds of faults
-before any kind repeats.
+A scenario is determined by its seed. Consecutive seeds have all kinds of faults before any kind repeats.
 """
 
 from __future__ import annotations
@@ -55,8 +53,6 @@ UNREACHABLE = ("power", "network")
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a node, or of one of its ranks."""
-
     kind: str
     node: int
     second: bool = False  #: whether the fault hits the second rank of the node, not the first
@@ -66,7 +62,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run and its fault. Node ranks: servers first, then the nodes that train."""
+    """A run and its fault. Servers have the first node ranks."""
 
     seed: int
     servers: int  #: number of server nodes; 0: worker mode
@@ -90,7 +86,6 @@ class Scenario:
 
     @property
     def lead(self) -> int:
-        """Return the node rank of the first node that trains."""
         return self.servers
 
     @property
@@ -118,12 +113,10 @@ class Scenario:
 
     @property
     def starts_again(self) -> bool:
-        """Return whether gnnfleet must restart the ranks after the fault."""
         return self.restarts > 0 and not self._undisturbed
 
     @property
     def _undisturbed(self) -> bool:
-        """Return whether the fault ends no rank, so that all ranks continue to train."""
         kind, on_server = self.fault.kind, self.fault.node < self.servers
         return kind not in REASONS or (on_server and self.replicas > 1 and kind in NODE_KINDS)
 
@@ -136,7 +129,6 @@ class Scenario:
 
     @property
     def names(self) -> list[str]:
-        """Return the process names, or ["node"], of which the report must give one as the first failure."""
         if self.fault.kind in NODE_KINDS:
             return ["node"]
         # With a full disk, the first rank that writes fails, which may be any rank of the node.
@@ -168,7 +160,6 @@ SHELLS = {
 
 
 def draw(seed: int, kinds: tuple[str, ...] = KINDS) -> Scenario:
-    """Return the scenario of a seed."""
     turn, position = divmod(seed, len(kinds))
     kind = random.Random(turn).sample(kinds, len(kinds))[position]
     chance = random.Random(1_000_003 * seed + 17)
@@ -198,7 +189,6 @@ def draw(seed: int, kinds: tuple[str, ...] = KINDS) -> Scenario:
 
 
 def _can_start_again(fault: Fault, servers: int, trains: int) -> bool:
-    """Return whether a run with run.restarts and two replicas of each part can continue after the fault."""
     if fault.kind not in REASONS or fault.kind == "disk" or not fault.epoch:
         return False  # no process was lost, the disk stays full, or no step was trained yet
     if fault.kind not in NODE_KINDS:
@@ -209,7 +199,6 @@ def _can_start_again(fault: Fault, servers: int, trains: int) -> bool:
 
 
 def _procs(trains: int, chance: random.Random) -> tuple[int, ...]:
-    """Draw the number of processes of each node that trains, at most MAX_RANKS in all."""
     procs = [1] * trains
     for k in range(trains):
         if sum(procs) < MAX_RANKS and chance.random() < 0.35:
@@ -231,11 +220,9 @@ def _fault(kind: str, servers: int, procs: tuple[int, ...], chance: random.Rando
 
 
 def _sampler(own: bool, chance: random.Random) -> dict[str, Any]:
-    """Draw the sampler settings: uniform, with replacement, weighted or temporal; joint or disjoint.
+    """Draw the sampler settings.
 
-    The user script computes every layer on all edges of a torch_geometric batch. If a batch of several hops is not
-    disjoint, these edges also depend on which seeds share a rank. Such a script therefore always gets disjoint
-    sampling, with which its loss does not depend on the number of ranks.
+    own: whether a user script runs. Its sampling is disjoint, so that its loss is the same for any number of ranks.
     """
     sampler: dict[str, Any] = {"fanouts": chance.choice([[5, 5], [3, -1], [8], [-1], [4, 3, 2]])}
     kind = chance.choice(["uniform", "replace", "weighted", "temporal", "latest"])

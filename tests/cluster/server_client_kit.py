@@ -1,7 +1,4 @@
-"""Test kit for runs of graph servers and clients on hosts in network namespaces.
-
-It records which seeds each rank trains, kills or suspends processes, and compares losses with those of one process.
-"""
+"""Test kit for runs of graph servers and clients on hosts in network namespaces."""
 
 from __future__ import annotations
 
@@ -68,8 +65,10 @@ class Stage:
         self, *, pause: float = 0.02, replicas: int = 1, data: Section | None = None, train: Section | None = None,
         **run: Any,
     ) -> Run:  # fmt: skip
-        """Start a run. ``data`` and ``run`` are settings of these sections of the cluster.yml, ``train`` options of the
-        trainer. ``pause`` is the pause after each step, in seconds.
+        """Start a run.
+
+        data, run: settings of these sections of the cluster.yml. train: options of the trainer. pause: seconds after
+        each step.
         """
         self.serial += 1
         folder = self.folder / f"{self.folder.name}-{self.serial}"
@@ -86,15 +85,12 @@ class Stage:
         return Run(self, folder, Running(config, *argv, env=self.cluster.environment()))
 
     def left(self, besides: Iterable[int] = ()) -> list[str]:
-        """Return all processes on the hosts, those of tmux included, except on the hosts ``besides``."""
         hosts = [host for k, host in enumerate(self.cluster.hosts) if k not in besides and host.init_pid]
         return [f"{host.name}: {process}" for host in hosts for process in host.processes()]
 
 
 @dataclass
 class Run:
-    """One run of graph servers and clients on the hosts of a ``Stage``."""
-
     stage: Stage
     folder: Path
     running: Running
@@ -108,9 +104,6 @@ class Run:
         return self.host(k).folder / "disk/runs" / self.folder.name / f"node{k}" / name
 
     def await_step(self, epoch: int, step: int, timeout: float = 200) -> Run:
-        """Wait until a rank of the first client trains ``step`` of ``epoch``. Other ranks are at most one step
-        behind.
-        """
         until = time.monotonic() + timeout
         while not any((each["epoch"], each["step"]) >= (epoch, step) for each in self.notes(CLIENTS[0])):
             assert self.running.process.poll() is None and time.monotonic() < until, self.running.output
@@ -122,11 +115,10 @@ class Run:
         return [each for each in self.host(k).processes() if each.cmdline.partition(" ")[2].startswith(words)]
 
     def kill_server(self, k: int) -> None:
-        """Kill the graph server of node ``k`` with SIGKILL."""
         self._signal_server(k, signal.SIGKILL)
 
     def stop_server(self, k: int) -> None:
-        """Suspend the graph server of node ``k`` with SIGSTOP: the process lives, but does nothing."""
+        """Suspend the graph server of node ``k`` with SIGSTOP."""
         self._signal_server(k, signal.SIGSTOP)
 
     def _signal_server(self, k: int, signum: int) -> None:
@@ -134,23 +126,18 @@ class Run:
         self.host(k).kill(process.pid, signum)
 
     def kill_rank(self, k: int) -> None:
-        """Kill the first rank of node ``k`` with SIGKILL."""
         self.host(k).kill(self.processes(k, "noted.py")[0].pid)
 
     def end(self, timeout: float = 200) -> Launched:
         return self.running.end(timeout)
 
     def notes(self, k: int) -> list[dict[str, Any]]:
-        """Return the records of all ranks of node ``k``: for each step a dict with epoch, step, generation and
-        seeds.
-        """
+        """Return epoch, step, generation and seeds of each step of node ``k``'s ranks."""
         texts = [path.read_text().rpartition("\n")[0] for path in self.path(k).glob("notes-*")]
         return [json.loads(line) for text in texts for line in text.splitlines()]
 
     def trained(self) -> Counter[tuple[int, int]]:
-        """Return for each (epoch, seed) how often the seed was trained in that epoch. If a step was repeated after a
-        restart, only its last execution counts.
-        """
+        """Count how often each (epoch, seed) was trained. Of a repeated step, only the last execution counts."""
         notes = [note for k, _ in zip(CLIENTS, self.stage.procs, strict=False) for note in self.notes(k)]
         begins: dict[int, tuple[int, int]] = {}  # generation → its first step
         for note in notes:
@@ -165,7 +152,6 @@ class Run:
 
 
 def server_client_nodes(cluster: NetCluster, procs: Sequence[int] = (2, 2, 2)) -> list[dict[str, Any]]:
-    """Return the nodes of a cluster.yml: two servers, and clients whose numbers of processes are ``procs``."""
     nodes = ssh_nodes(cluster, (1, 1, *procs))
     for k, node in enumerate(nodes):
         node["role"] = "server" if k in SERVERS else "client"
@@ -175,7 +161,6 @@ def server_client_nodes(cluster: NetCluster, procs: Sequence[int] = (2, 2, 2)) -
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    """Convert settings of the section ``train`` of a cluster.yml to command-line options of the trainer."""
     words = {
         name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in settings.items()
     }
@@ -185,7 +170,7 @@ def flags(settings: dict[str, Any]) -> list[str]:
 def curves_of_one_process(
     folder: Path, workdirs: Path, data: Section | None = None, train: Section | None = None
 ) -> list[list[float]]:
-    """Train in one process with one part on this machine. Return, for each epoch, the loss of each step."""
+    """Train in one process on this machine. Return the loss of each step, by epoch."""
     folder.mkdir()
     settings = TRAIN | (train or {})
     done = launch(local_config(folder, [1], workdirs, data=data or {"options": GRAPH}, train=settings), timeout=900)
@@ -194,7 +179,6 @@ def curves_of_one_process(
 
 
 def same_curves(done: Launched, stage: Stage) -> None:
-    """Assert that the run succeeded and that the loss of every step equals that of the run with one process."""
     assert done.status == 0, done.output
     for epoch, curve in enumerate(stage.curves, 1):
         lines = [line for line in done.metrics("epoch") if line["epoch"] == epoch and "step_loss" in line]
@@ -204,7 +188,6 @@ def same_curves(done: Launched, stage: Stage) -> None:
 
 
 def every_seed_once(run: Run, seeds: int = SEEDS) -> None:
-    """Assert that every seed was trained exactly once per epoch."""
     counted = run.trained()
     assert set(counted.values()) == {1}
     epochs = range(1, len(run.stage.curves) + 1)

@@ -1,5 +1,6 @@
-"""Command line of the soak, a test of random runs with faults: ``make soak MINUTES=10 SEED=1``, or ``make soak
-SCENARIO=17`` for a single scenario.
+"""Command line of the soak, the random test of runs with faults.
+
+``make soak MINUTES=10 SEED=1`` runs many scenarios, ``make soak SCENARIO=17`` a single one.
 """
 
 from __future__ import annotations

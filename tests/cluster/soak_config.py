@@ -27,9 +27,7 @@ def train_section(scenario: Scenario, epochs: int = ENDLESS) -> dict[str, Any]:
 
 
 def run_section(scenario: Scenario, *, resumed: bool = False) -> dict[str, Any]:
-    """Return the section ``run``. A resumed run keeps the default ``stall_after``: with a short one, a rank that exits
-    slowly on a busy machine could count as stalled.
-    """
+    # a resumed run keeps the default stall_after: a rank that exits slowly could else count as stalled
     section: dict[str, Any] = {"connect_timeout": 3, "lost_after": 12, "restarts": 0 if resumed else scenario.restarts}
     return section | ({"stall_after": STALL_AFTER} if scenario.fault.kind == "stop" and not resumed else {})
 
@@ -41,7 +39,7 @@ def job_words(scenario: Scenario, epochs: int = ENDLESS, pause: float = 0.05) ->
 
 
 def node_list(cluster: NetCluster, scenario: Scenario, pythons: Sequence[str], more: int = 0) -> list[dict[str, Any]]:
-    """Return the nodes of the scenario. ``more``: number of further nodes with one process."""
+    """Return the nodes of the scenario, and ``more`` further nodes with one process."""
     procs = (*[1] * scenario.servers, *scenario.procs, *[1] * more)
     nodes = ssh_nodes(cluster, procs, pythons)
     for k, node in enumerate(nodes if scenario.servers else ()):
@@ -55,7 +53,6 @@ def cluster_file(
     folder: Path, cluster: NetCluster, scenario: Scenario, pythons: Sequence[str], parts: Path, epochs: int = ENDLESS,
     more: int = 0,
 ) -> Path:  # fmt: skip
-    """Write the cluster.yml of the scenario in ``folder`` and return its path."""
     return write_config(
         folder,
         node_list(cluster, scenario, pythons, more),

@@ -16,7 +16,6 @@ TOLERANCE = 1e-4  # relative difference of losses, as float32 values are summed 
 
 
 def curve_of(run_dir: Path) -> Curve:
-    """Return the losses of a run from the files that the launcher collected in ``run_dir``."""
     curve: Curve = {}
     for path in sorted(run_dir.glob("output/**/curve.jsonl")):
         for line in _lines(path):
@@ -28,7 +27,7 @@ def curve_of(run_dir: Path) -> Curve:
 
 
 def epochs_begun(run_dir: Path) -> int:
-    """Return the last epoch of which the run has recorded a step, an end or a checkpoint, or 0 if there is none."""
+    """Return the last epoch that the run has recorded, or 0."""
     kinds = ("step", "epoch", "checkpoint")
     return max((line["epoch"] for line in _lines(run_dir / "metrics.jsonl") if line["kind"] in kinds), default=0)
 
@@ -39,9 +38,7 @@ def _lines(path: Path) -> list[dict]:
 
 
 class Undisturbed:
-    """Loss curves of runs without a fault in one process. Each is trained once per graph, script and sampler
-    settings.
-    """
+    """Loss curves of runs without a fault in one process, trained once for each graph, script and sampler."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -49,9 +46,7 @@ class Undisturbed:
         self._serial = 0
 
     def differences(self, scenario: Scenario, curve: Curve) -> list[str]:
-        """Return a message if a loss of ``curve`` differs from the loss of the same step without a fault, or if
-        ``curve`` is empty.
-        """
+        """Return messages about losses of ``curve`` that differ from those without a fault."""
         if not curve:
             return ["the run recorded no losses"]
         right = self._curve(scenario, max(epoch for epoch, _ in curve))

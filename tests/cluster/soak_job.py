@@ -1,9 +1,8 @@
-"""The user script of the soak: data-parallel training with StepLog, which fails when a file tells it to.
+"""User script of the soak: data-parallel training that can be made to fail.
 
-``python job.py EPOCHS SAMPLER PAUSE`` writes the loss of each global batch to output/curve.jsonl, which the launcher
-collects. SAMPLER is a JSON object, PAUSE the seconds after each step. The loss does not depend on the number of ranks,
-as the global batch has the same size for 1 to 6 and 8 ranks. A rank fails as soon as the file /tmp/fault-rankN exists;
-the file contains the kind of the fault.
+``python job.py EPOCHS SAMPLER PAUSE`` writes the loss of each global batch to output/curve.jsonl. SAMPLER is a JSON
+object, PAUSE the seconds after each step. The global batch has the same size for 1 to 6 and 8 ranks. A rank fails as
+soon as the file /tmp/fault-rankN exists; the file contains the kind of the fault.
 """
 
 BATCH = 120  # global

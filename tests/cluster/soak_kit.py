@@ -1,6 +1,4 @@
-"""Runs scenarios of the soak (random runs with a fault) on hosts in network namespaces, and checks the contracts after
-each.
-"""
+"""Runs scenarios of the soak on hosts in network namespaces, and checks the contracts after each."""
 
 from __future__ import annotations
 
@@ -27,13 +25,10 @@ LONGEST_CURVE = 60  # epochs; curves of longer runs are not compared, because th
 
 
 def kinds_here() -> tuple[str, ...]:
-    """Return the kinds of faults that this machine can inject."""
     return KINDS if not no_memory_limits() else tuple(kind for kind in KINDS if kind != "memory")
 
 
 class Soak:
-    """Four hosts on which scenarios run one after the other. ``folder`` has the files of the launcher."""
-
     def __init__(self, cluster: NetCluster, folder: Path, *, keep: bool = False):
         self.cluster, self.folder, self.keep = cluster, folder, keep
         self.pythons = pythons_of(cluster)
@@ -50,7 +45,6 @@ class Soak:
         return self.cluster.environment(XDG_STATE_HOME=str(self.folder / "state"))
 
     def run(self, scenario: Scenario) -> Verdict:
-        """Run a scenario and check all contracts. Afterwards, repair the hosts for the next scenario."""
         self.serial += 1
         folder = self.folder / f"s{scenario.seed}-{self.serial}"
         run = FaultyRun(self.cluster, folder, scenario, self.pythons, self.folder / "parts", self.environment)
@@ -73,7 +67,6 @@ class Soak:
         return verdict
 
     def _restart_dead(self) -> None:
-        """Boot the hosts that have died, but not by a power cut, so that the next scenario finds all hosts."""
         for host in self.cluster.hosts:
             if host.init_pid and state(host.init_pid) in ("", "Z"):
                 host.destroy()
@@ -104,7 +97,6 @@ class Soak:
     # --- how a run ends -----------------------------------------------------------------------
 
     def _undisturbed(self, run: FaultyRun, running: Running, verdict: Verdict) -> str:
-        """Wait until a run without a fault has ended, and check that it succeeded."""
         done = running.end(150)
         began = time.monotonic()
         if run.scenario.detached:
@@ -118,7 +110,6 @@ class Soak:
         return "done"
 
     def _failed(self, run: FaultyRun, running: Running, verdict: Verdict) -> str:
-        """Wait until the fault has ended all processes of the run, and check its report."""
         others = [host for k, host in enumerate(self.cluster.hosts) if k != run.unreachable]
         self._check_clean(run, verdict, run.injected, run.scenario.within, others)
         done = None if run.scenario.detached else running.end(PATIENCE)
@@ -129,7 +120,6 @@ class Soak:
         return "failed"
 
     def _survived(self, run: FaultyRun, running: Running, verdict: Verdict) -> str:
-        """Check that the run continues to train after the fault, then stop the run."""
         epoch, kind = run.epoch(), run.scenario.fault.kind
         if kind == "blip":
             run.repair()
@@ -172,7 +162,6 @@ class Soak:
     # --- resume -------------------------------------------------------------------------------
 
     def _resume(self, run: FaultyRun, verdict: Verdict) -> None:
-        """Resume the run on as many, fewer or more hosts, and compare its losses with those of an undisturbed run."""
         epochs = epochs_begun(run.run_dir) + 1
         run_id = f"{run.run_id}r"
         job = job_words(run.scenario, epochs)
@@ -210,7 +199,5 @@ class Soak:
 
 
 def _with_epochs(path: Path, epochs: int) -> str:
-    """Return the user script with a fixed number of epochs, because a resumed run gets the same arguments as the
-    first.
-    """
+    # a resumed run gets the same arguments as the first
     return path.read_text().replace("main(int(sys.argv[1])", f"main({epochs}")

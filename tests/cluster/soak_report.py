@@ -1,6 +1,4 @@
-"""Runs soak scenarios for a given time. Prints a line for each, and at the end tables of faults and of used
-resources.
-"""
+"""Runs soak scenarios for a given time, and prints a line for each and tables at the end."""
 
 from __future__ import annotations
 
@@ -22,8 +20,9 @@ WARM_UP = 10  # number of runs after which code, parts and libraries are on all 
 
 
 def soak(minutes: float, seeds: Iterable[int], folder: Path, *, keep: bool = False) -> int:
-    """Run the scenarios of ``seeds`` for ``minutes``, or until Ctrl-C or SIGTERM, and return how many went wrong, plus
-    one if a resource has grown. ``keep``: leave the files of all runs in ``folder``, not only of wrong ones.
+    """Run the scenarios of ``seeds`` for ``minutes``, or until Ctrl-C or SIGTERM. Return the number of problems.
+
+    keep: leave the files of all runs in ``folder``, not only of wrong ones.
     """
     if reason := unavailable():
         print(f"no namespaced hosts: {reason}")
@@ -55,9 +54,7 @@ def soak(minutes: float, seeds: Iterable[int], folder: Path, *, keep: bool = Fal
 
 
 def fault_table(verdicts: Sequence[Verdict]) -> str:
-    """Return a Markdown table by fault and mode: number of runs, of runs that broke a contract, and the median seconds
-    until no process was left.
-    """
+    """Return a Markdown table with a row per injected fault: runs, wrong results, median seconds to clean up."""
     cells: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         cells[verdict.scenario.fault.kind, verdict.scenario.mode].append(verdict)

@@ -39,7 +39,6 @@ def files_of(cluster: NetCluster) -> list[str]:
 
 
 def sample(cluster: NetCluster) -> Sample:
-    """Return how much of each resource is in use now."""
     status = Path("/proc/self/status").read_text()
     processes = [each.cmdline for host in cluster.hosts for each in host.processes(system=True)]
     children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
@@ -60,9 +59,7 @@ def sample(cluster: NetCluster) -> Sample:
 
 
 def growth(samples: Mapping[int, Sample], warm_up: int) -> list[str]:
-    """Return the resources that have grown too much since the first sample after ``warm_up`` runs, or none if there is
-    no such sample.
-    """
+    """Return the resources that have grown too much since the first sample after ``warm_up`` runs."""
     warm = [number for number in samples if number >= warm_up]
     if not warm:
         return []
@@ -71,7 +68,6 @@ def growth(samples: Mapping[int, Sample], warm_up: int) -> list[str]:
 
 
 def resource_table(samples: Mapping[int, Sample]) -> str:
-    """Return a Markdown table of the first two samples, the middle one and the last."""
     numbers = sorted(samples)
     shown = sorted({numbers[0], *numbers[1:2], numbers[len(numbers) // 2], numbers[-1]})
     lines = ["| resource | " + " | ".join(f"after {number} runs" for number in shown) + " |"]

@@ -1,4 +1,4 @@
-"""Lists hosts in network namespaces as nodes of a cluster.yml. All nodes use the same folder of compiled kernels."""
+"""Lists hosts in network namespaces as nodes of a cluster.yml."""
 
 from __future__ import annotations
 

@@ -22,8 +22,10 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
 class Terminal:
-    """A process of ``launch.py words…`` whose controlling terminal has ``columns`` x ``lines`` characters. A context
-    manager that kills the process at the end of its block."""
+    """A process of ``launch.py words…`` in a terminal of ``columns`` x ``lines``.
+
+    As a context manager, it kills the process at the end.
+    """
 
     def __init__(self, *words: str, cwd: Path, env: Mapping[str, str], columns: int = 160, lines: int = 40):
         self._ours, theirs = pty.openpty()
@@ -65,7 +67,6 @@ class Terminal:
         return self
 
     def end(self, timeout: float = 120) -> int:
-        """Read output until the program ends, and return the exit status."""
         deadline = time.monotonic() + timeout
         while self.read(0.2):
             if time.monotonic() > deadline:
@@ -73,7 +74,6 @@ class Terminal:
         return self.process.wait(10)
 
     def hang_up(self) -> None:
-        """Close the terminal, as when a user closes the window."""
         os.close(self._ours)
         self._ours = -1
 

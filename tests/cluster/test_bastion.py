@@ -1,5 +1,4 @@
-"""Tests of nodes behind one jump host: all nodes share one SSH connection to the jump host, which refuses many at
-once."""
+"""Tests of nodes behind one jump host, which refuses many simultaneous connections."""
 
 from __future__ import annotations
 
@@ -22,9 +21,7 @@ BEHIND = 8
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[NetCluster]:
-    """Yield nine hosts. Host 0 is the jump host, whose sshd accepts at most three connections that have not yet logged
-    in (MaxStartups).
-    """
+    """Yield nine hosts. Host 0 is the jump host; its sshd has MaxStartups 3."""
     options = {"MaxStartups": "3:100:3", "LogLevel": "VERBOSE"}
     with NetCluster(1 + BEHIND, sshd_options=options) as made:
         yield made
@@ -32,7 +29,6 @@ def cluster() -> Iterator[NetCluster]:
 
 @pytest.fixture
 def config(cluster: NetCluster, monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
-    """Return a config with all hosts as nodes, except host 0, which is the jump host of all of them."""
     for name, value in cluster.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
@@ -50,7 +46,6 @@ def logins(host: Host) -> int:
 
 
 def sessions(host: Host) -> list[Process]:
-    """Return the sshd processes of login sessions on the host."""
     return [process for process in host.processes(system=True) if process.cmdline.startswith("sshd: root")]
 
 

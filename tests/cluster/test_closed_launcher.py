@@ -1,7 +1,4 @@
-"""Tests of a launcher whose terminal is closed, or that is killed, at any stage of a launch.
-
-Afterwards, ``gnnfleet status`` in another folder is correct, and the run can be stopped or resumed.
-"""
+"""Tests of a launcher whose terminal is closed, or that is killed, at any stage of a launch."""
 
 from __future__ import annotations
 
@@ -39,7 +36,6 @@ def operator(cluster: NetCluster, tmp_path: Path) -> Operator:
 
 @pytest.fixture
 def project(cluster: NetCluster, tmp_path: Path) -> Path:
-    """Return a folder with a user script and a cluster.yml of two nodes. The graph is not partitioned yet."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "job.py").write_text(QUICK)
@@ -92,7 +88,6 @@ def test_resume_after_the_launcher_died(cluster: NetCluster, operator: Operator,
 
 
 def resumed(operator: Operator, project: Path, run_id: str) -> None:
-    """Assert that ``gnnfleet resume`` in another folder launches the run again, and that the new run succeeds."""
     (project / "job.py").write_text(QUICK)
     again = operator.gnnfleet("resume", run_id)
     assert again.status == 0 and "Done in" in again.output, again.output

@@ -28,8 +28,7 @@ def cluster() -> Iterator[NetCluster]:
 
 
 def spec(cluster: NetCluster, k: int) -> dict:
-    """Return the content of node k's node.json: node 0 is a server, nodes 1 and 2 are clients, node 1 is the lead
-    node."""
+    """Return the content of node k's node.json. Node 0 is a server; nodes 1 (the lead node) and 2 are clients."""
     folder, trains = f"{cluster.hosts[k].home}/run", ROLES[k] == "client"
     runner = [sys.executable, str(RANK), "--run-dir", folder, "--", sys.executable, "-c", WAIT]
     server = {"argv": [sys.executable, "-c", SERVE], "env": {}, "cwd": folder}

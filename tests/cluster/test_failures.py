@@ -1,4 +1,4 @@
-"""Tests of failures on real hosts: one clear message, the right exit status and first failure, nothing left behind."""
+"""Tests of failures on real hosts: message, exit status, first failure, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -113,7 +113,6 @@ def test_ctrl_c_during_sync_leaves_only_files_that_the_next_sync_reuses(scene: S
 
 
 def events(running: Running, kind: str) -> list[dict]:
-    """Return the events of ``kind`` in the newest run folder of the launcher process."""
     folder = max((running.folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
     lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == kind]
@@ -127,8 +126,6 @@ def total_bytes(folder: Path) -> int:
 
 
 def failed(scene: Scene, done: Launched, name: str, reason: str, *, node_rank: int = 1, status: int = 1) -> None:
-    """Assert that the report names process ``name`` on node ``node_rank`` and ``reason`` as the first failure, and that
-    all processes of the run ended within ten seconds."""
     first = done.result["first_failure"]
     assert (first["name"], first["node_rank"], first["reason"]) == (name, node_rank, reason), done.output
     assert first["host"] == f"root@{scene.host(node_rank)}"
@@ -148,11 +145,6 @@ def outcomes(done: Launched) -> list[dict]:
 
 
 def accounted_for(done: Launched, head: str) -> None:
-    """Assert that the report accounts for the other six processes of the run: three ranks and three graph servers.
-
-    ``head`` is the first line of the report, which counts follow-up errors; a further line counts the processes that
-    were stopped.
-    """
     others = [each for each in outcomes(done) if each != done.result["first_failure"]]
     assert sorted(each["name"] for each in others if each["name"] == "server") == ["server"] * 3
     assert len(others) == 6, "three more ranks and three servers"
@@ -187,8 +179,6 @@ def test_a_rank_killed_with_9_leads_the_report(scene: Scene) -> None:
 
 
 def run_processes(scene: Scene) -> list[str]:
-    """Return the ranks, supervisors, graph servers and tmux processes on the hosts, but not the processes with which
-    the launcher follows the run and collects logs."""
     words = ("steps.py", "supervisor.py", "trainer serve", "tmux")
     return [line for line in scene.left_behind() if any(word in line for word in words)]
 

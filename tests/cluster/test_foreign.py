@@ -1,7 +1,4 @@
-"""Tests that gnnfleet launches config files and scripts of other launchers on hosts in network namespaces.
-
-The files are unchanged except for hosts and paths.
-"""
+"""Tests of launches from config files and scripts of other launchers, on hosts in network namespaces."""
 
 from __future__ import annotations
 
@@ -85,7 +82,6 @@ IP_CONFIG=${{PYG_WORKSPACE}}/ip_config.yaml
 
 @pytest.fixture
 def graph(tmp_path: Path) -> Path:
-    """Return the folder of a small user graph, which consists of .npy files."""
     folder, rng = tmp_path / "my_graph", np.random.default_rng(0)
     folder.mkdir()
     labels = rng.integers(3, size=600)

@@ -1,5 +1,4 @@
-"""Tests of a launch on three SSH hosts with the bundled trainer: results are collected, losses equal those of one
-process, and parts are not sent twice."""
+"""Tests of the bundled trainer on three SSH hosts: collected results, losses equal to one process, parts sent once."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "debian"
 
 
 def left_behind(cluster: NetCluster) -> list[str]:
-    """Return all processes on the hosts, except pid 1 and sshd."""
     return [f"{host.name}: {process}" for host in cluster.hosts for process in host.processes()]
 
 

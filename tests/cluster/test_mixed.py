@@ -1,5 +1,4 @@
-"""Tests of a run on hosts that differ in their numbers of processes, logins, interpreters, network interfaces and jump
-hosts."""
+"""Tests of a run on hosts with different logins, interpreters, network interfaces and jump hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +29,6 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create an SSH key pair outside of the operator's home folder, and return the path of the private key."""
     folder = tmp_path_factory.mktemp("keys")
     keygen(folder / "agent_key", "agent")
     return folder / "agent_key"
@@ -38,10 +36,10 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixed(keys: Path) -> Iterator[NetCluster]:
-    """Yield three hosts with different logins.
+    """Yield three hosts.
 
-    Host 0 accepts the operator's key, and its network interface has another name. Host 1 accepts only a password. Host
-    2 accepts a key that only the ssh-agent has; it is reached through host 0.
+    Host 0 accepts the operator's key, host 1 only a password. Host 2 is reached through host 0 and accepts a key of the
+    ssh-agent.
     """
     machines = {
         0: Machine(interface="ens7"),
@@ -54,7 +52,6 @@ def mixed(keys: Path) -> Iterator[NetCluster]:
 
 @pytest.fixture
 def agent(keys: Path, tmp_path: Path) -> Iterator[str]:
-    """Yield the socket of an ssh-agent that has the key of host 2."""
     socket = str(tmp_path / "agent.sock")
     process = subprocess.Popen(["ssh-agent", "-D", "-a", socket], stdout=subprocess.DEVNULL)
     try:
@@ -68,8 +65,6 @@ def agent(keys: Path, tmp_path: Path) -> Iterator[str]:
 
 
 def operator_home(cluster: NetCluster, folder: Path) -> Path:
-    """Create a home folder for the operator. Its ssh config has the jump host for host 2 and the key file for host
-    0."""
     home = folder / "home"
     (home / ".ssh").mkdir(parents=True)
     shutil.copy(cluster.operator_ssh_config.with_name("known_hosts"), home / ".ssh/known_hosts")

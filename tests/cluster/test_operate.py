@@ -1,6 +1,4 @@
-"""Tests of ``gnnfleet status``, ``stop`` and ``resume``, called in another folder after a launcher was killed at any
-stage.
-"""
+"""Tests of ``gnnfleet status``, ``stop`` and ``resume`` after a launcher was killed at any stage."""
 
 from __future__ import annotations
 
@@ -20,9 +18,6 @@ QUICK = "print('hello from a rank', flush=True)\n"
 
 @pytest.fixture
 def config(cluster: NetCluster, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a cluster.yml of two nodes in a new folder that also has two user scripts. All tests use the same parts of
-    the graph.
-    """
     (tmp_path / "project").mkdir()
     (tmp_path / "project/steps.py").write_text(COUNTS)
     (tmp_path / "project/quick.py").write_text(QUICK)
@@ -33,7 +28,7 @@ def config(cluster: NetCluster, tmp_path: Path, tmp_path_factory: pytest.TempPat
 
 
 def killed_at(stage: str, running: Running) -> str:
-    """Kill the launcher with SIGKILL once it reaches ``stage``, and return the stage at which it died."""
+    """Kill the launcher once it reaches ``stage``; return the stage at which it died."""
     await_stage(running.folder, stage)
     running.send(signal.SIGKILL).process.wait(10)
     return stage_in(running.folder)

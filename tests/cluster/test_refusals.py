@@ -131,7 +131,7 @@ def test_a_wrong_password_is_refused_and_not_shown(scene: Scene) -> None:
 
 
 def answer_prompts(config: Path, answer: str, env: dict[str, str]) -> tuple[int, str]:
-    """Run launch.py in a pseudo-terminal and type ``answer`` at every prompt, and return exit status and output."""
+    """Type ``answer`` at every prompt of launch.py. Return exit status and output."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(config.parent)

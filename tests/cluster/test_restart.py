@@ -1,6 +1,4 @@
-"""Tests of runs on hosts in network namespaces that start again after a host was lost, with and without their
-launcher.
-"""
+"""Tests of runs on several hosts that restart after a host was lost, with and without their launcher."""
 
 from __future__ import annotations
 
@@ -50,9 +48,6 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def begun(scene: Scene) -> Iterator[Running]:
-    """Launch a run on three hosts, each part on two of them, and wait until it trains. After the test, boot the hosts
-    that are off and end all processes on them.
-    """
     (scene.folder / "train.py").write_text(AVERAGES)
     scene.run = {"restarts": 3, "connect_timeout": 3, "lost_after": 20}
     scene.data = {"replicas": 2}
@@ -72,9 +67,7 @@ def begun(scene: Scene) -> Iterator[Running]:
 
 
 def await_again(cluster: NetCluster, hosts: list[int], world: int, seconds: float = 45) -> float:
-    """Wait until the ranks on these hosts have resumed training in a group of ``world`` ranks, and return the seconds
-    it took.
-    """
+    """Wait until the hosts train in a group of ``world`` ranks; return the seconds it took."""
     since = time.monotonic()
     text = f"begins at [1-9][0-9]* of {world}$"
     while time.monotonic() - since < seconds:
@@ -122,7 +115,6 @@ def test_the_lead_host_without_power_and_no_launcher(scene: Scene, begun: Runnin
 
 
 def _read(scene: Scene, k: int, path: str) -> str:
-    """Return the content of a file on host k, or '' if it does not exist."""
     return scene.cluster.hosts[k].run(["cat", path], check=False).stdout
 
 

@@ -158,8 +158,6 @@ def test_a_power_off_of_the_only_clients_host_ends_the_run_with_a_report(stage: 
 
 
 def ended_by(done: Launched, stage: Stage, k: int, name: str, since: float, seconds: float, *words: str) -> None:
-    """Assert that the run failed within ``seconds`` of the time ``since`` because of process ``name`` of node ``k``,
-    and that the first line of the report contains this node and ``words``."""
     first = done.result["first_failure"]
     assert done.status >= 1 and (first["node_rank"], first["name"]) == (k, name), done.output
     (head,) = (line for line in done.output.splitlines() if line.startswith("The run failed:"))

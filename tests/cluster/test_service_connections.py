@@ -23,7 +23,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    """Yield a host on which a graph server runs."""
     with NetCluster(1) as cluster:
         (host,) = cluster.hosts
         path = f"{REPOSITORY}:{REPOSITORY}/tests/trainer"
@@ -46,7 +45,7 @@ def client_of(host: Host, deadline: float, gone_after: float | None = None) -> H
 
 
 def gather_wide(client: HostClient, rows: int) -> float:
-    """Request ``rows`` feature rows of 4 KiB each, and return the seconds until they arrived."""
+    """Request ``rows`` feature rows of 4 KiB each; return the seconds taken."""
     start, nodes = time.monotonic(), np.arange(rows)
     (answer,) = client.gather([RowRequest(HOMO_NODE, nodes, ("wide",))])
     np.testing.assert_array_equal(answer["wide"][:, 1023], nodes)

@@ -1,6 +1,4 @@
-"""Tests of a serving cluster on real hosts: runs attach to it and are killed, servers are lost and added, and a
-notebook reads the graph.
-"""
+"""Tests of a serving cluster on real hosts: attached and killed runs, lost and added servers, a notebook."""
 
 from __future__ import annotations
 
@@ -43,7 +41,6 @@ def cluster() -> Iterator[NetCluster]:
 
 @pytest.fixture(scope="module")
 def toy(cluster: NetCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingHosts]:
-    """Start the serving cluster ``toy``: two graph servers with encrypted connections, each of which has all parts."""
     hosts = ServingHosts(cluster, tmp_path_factory.mktemp("home"))
     done = hosts.serve()
     assert done.status == 0, done.output
@@ -56,7 +53,6 @@ def toy(cluster: NetCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def curve(toy: ServingHosts) -> list[float]:
-    """Return the loss of each step of a run during which no other run used the serving cluster."""
     done = toy.start("alone", CLIENTS, epochs=6).end(150)
     assert done.status == 0, done.output
     assert f"attached to serving cluster {NAME}: 2 servers, 4 parts" in done.output

@@ -1,7 +1,4 @@
-"""Test that kills the SSH sessions of the launcher and of ``gnnfleet follow`` while ranks print long lines.
-
-The run does not stop, and neither program misses a line.
-"""
+"""Tests that runs lose no output line when SSH sessions of the launcher or of ``gnnfleet follow`` are killed."""
 
 from __future__ import annotations
 
@@ -37,20 +34,17 @@ LINE = re.compile(rb"^node(\d)/rank\1 +\| (?:LINE (\d+) |(\d+) lines$)", re.MULT
 
 @dataclass
 class Watcher:
-    """A running process of the launcher or of ``gnnfleet follow`` that prints lines of a run to a file."""
-
     process: subprocess.Popen[bytes]
     output: Path
     cuts: int = 0
 
     def ports(self, host: Host) -> set[str]:
-        """Return the local ports of the connections that the process has to the sshd of a host."""
+        """Return the local ports of this process's SSH connections to a host."""
         listed = subprocess.run(["ss", "-Htnp", "dst", host.address], capture_output=True, text=True, check=True)
         mine = [line.split() for line in listed.stdout.splitlines() if f"pid={self.process.pid}," in line]
         return {words[3].rpartition(":")[2] for words in mine if words[4].endswith(":22")}
 
     def cut(self, host: Host) -> None:
-        """Kill the sshd processes on the host that serve the connection of this process."""
         (port,) = wait_until(lambda: self.ports(host))
         listed = host.run(["ss", "-Htnp", "sport", "=", ":22", "and", "dport", "=", f":{port}"]).stdout
         pids = set(re.findall(r"pid=(\d+)", listed))
@@ -59,7 +53,7 @@ class Watcher:
         self.cuts += 1
 
     def numbers(self) -> dict[int, list[int]]:
-        """Return, by rank, the numbers of its lines that were shown so far.
+        """Return the numbers of the shown lines, by rank.
 
         Each rank numbers the lines that it prints; its last line has their total number.
         """
@@ -71,7 +65,7 @@ class Watcher:
 
 @pytest.fixture
 def watch(cluster: NetCluster, tmp_path: Path) -> Callable[..., Watcher]:
-    """Return a function that starts launch.py with the arguments ``words`` and writes its output to ``<name>.txt``."""
+    """Return a function that starts ``launch.py *words`` with output to ``<name>.txt``."""
 
     def start(name: str, *words: str) -> Watcher:
         output = tmp_path / f"{name}.txt"

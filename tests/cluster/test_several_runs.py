@@ -1,7 +1,4 @@
-"""Tests of several simultaneous runs of the same command on the same hosts.
-
-The end of one run does not affect the other runs, and only one run at a time can use a CUDA device.
-"""
+"""Tests of simultaneous runs on the same hosts: no run affects another, and a CUDA device serves one run at a time."""
 
 from __future__ import annotations
 
@@ -50,8 +47,9 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config_in(folder: Path, cluster: NetCluster, parts: str, devices: int | None = None) -> Path:
-    """Write a cluster.yml with one node on each of the two hosts. ``devices`` is the CUDA device of each node (None: no
-    device).
+    """Write a cluster.yml with one node on each of two hosts.
+
+    devices: CUDA device of each node, or None.
     """
     folder.mkdir()
     (folder / "steps.py").write_text(STEPS)
@@ -68,7 +66,6 @@ def started(config: Path, run_id: str, operator: Operator) -> Running:
 
 
 def steps_on(running: Running) -> None:
-    """Wait until the run has printed six more step lines."""
     made = sum(" | step " in line for line in running.lines)
     deadline = time.monotonic() + 30
     while sum(" | step " in line for line in running.lines) < made + 6:
@@ -77,7 +74,6 @@ def steps_on(running: Running) -> None:
 
 
 def processes(cluster: NetCluster, run_id: str) -> list[str]:
-    """Return the processes of the run ``run_id`` on all hosts."""
     return [str(each) for host in cluster.hosts for each in host.processes() if f"/runs/{run_id}/" in each.cmdline]
 
 

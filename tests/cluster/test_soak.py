@@ -1,6 +1,4 @@
-"""Tests of the soak, a test of random runs with faults: its scenarios, and a short soak. ``make soak`` runs a longer
-one.
-"""
+"""Tests of the soak, the random test of runs with faults: its scenarios, and a short soak."""
 
 from __future__ import annotations
 

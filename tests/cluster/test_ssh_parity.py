@@ -36,9 +36,7 @@ PASSPHRASE = "open sesame"
 
 @dataclass(frozen=True)
 class Variant:
-    """One case: the files in the operator's ~/.ssh (``config``, keys, known hosts, others), and whether ``ssh`` can log
-    in with them.
-    """
+    """One case: files of the operator's ~/.ssh, and whether ``ssh`` can log in with them."""
 
     name: str
     config: str
@@ -56,7 +54,6 @@ class Variant:
 
 
 def at(port: int = 22, more: str = "") -> str:
-    """Return a block of an ssh config that defines the alias ``node``, with the further lines ``more``."""
     return f"Host node\n  HostName {{address}}\n  Port {port}\n{more}"
 
 
@@ -182,7 +179,6 @@ while data := sys.stdin.buffer.raw.read(65536):
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create and return a folder of SSH key pairs, and of certificates that are signed with the key ``ca``."""
     folder = tmp_path_factory.mktemp("keys")
     for name in KEYS:
         kind = ["-t", "rsa", "-b", "2048"] if "rsa" in name else ["-t", "ed25519"]
@@ -194,8 +190,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(keys: Path) -> Iterator[dict[str, dict[str, object]]]:
-    """Yield the results of ``ssh`` and of gnnfleet for each variant, by its name. Host 0 is that of the operator, host
-    1 the jump host, and host 2 the target of the logins."""
+    """Yield the results of ``ssh`` and of gnnfleet, by name of the variant."""
+    # host 0 is the operator's, host 1 the jump host, host 2 the target
     with NetCluster(3) as cluster:
         operator, bastion, target = cluster.hosts
         serve(target, keys, [bastion])
@@ -221,8 +217,7 @@ def test_gnnfleet_logs_in_where_ssh_does(answers: dict[str, dict[str, object]], 
 
 
 def serve(target: Host, keys: Path, others: list[Host]) -> None:
-    """Start an sshd on the target for each entry of SERVERS, and set which keys may log in on the target and on
-    ``others``."""
+    """Start an sshd on the target for each entry of SERVERS, and install the accepted keys."""
     folder = target.root_path("~/sshd")
     folder.mkdir()
     keygen("-q", "-s", str(keys / "ca"), "-I", "it", "-h", "-n", target.address, str(keys / "host.pub"))
@@ -239,7 +234,7 @@ def serve(target: Host, keys: Path, others: list[Host]) -> None:
 
 
 def substitutions(cluster: NetCluster, keys: Path) -> dict[str, str]:
-    """Return the values of ``{address}`` and of all other placeholders in the texts of variants, by name."""
+    """Return the values of placeholders such as ``{address}`` in the texts of variants."""
     operator, bastion, target = cluster.hosts
     public = {path.name: path.read_text().strip() for path in keys.glob("*.pub")}
     public["host22.pub"] = (target.folder / "etc/host_key.pub").read_text().strip()

@@ -1,5 +1,4 @@
-"""Tests of the network checks of preflight on real hosts: closed ports are named, and each node gets an address that
-all other nodes can reach."""
+"""Tests of preflight's network checks on real hosts: closed ports, and addresses that all other nodes can reach."""
 
 from __future__ import annotations
 
@@ -28,7 +27,6 @@ PORTS = RunConfig(master_port=29500, control_port=29400, service_port=29600)
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """Yield four hosts. The network interface of the last host has another name."""
     shared = tmp_path_factory.mktemp("shared")
     with NetCluster(4, shared_folder=shared, machines={3: Machine(interface="ens7")}) as cluster:
         with mock.patch.dict(os.environ, cluster.environment(), clear=True):
@@ -37,9 +35,6 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the timeout of the network checks to one second. The hosts of these tests answer within that time or
-    never.
-    """
     monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
 
 

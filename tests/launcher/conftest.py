@@ -13,9 +13,6 @@ from node_kit import MakeFolder, RunFolder
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[MakeFolder]:
-    """Yield a function that creates run folders of nodes. After the test, kill the processes started in these
-    folders.
-    """
     made: list[RunFolder] = []
 
     def make(**more: Any) -> RunFolder:

@@ -1,4 +1,4 @@
-"""A transport to a node that exists in memory only: tests script its replies and read the calls that it recorded."""
+"""A transport to a node that exists in memory only. Tests script its replies and read the recorded calls."""
 
 from __future__ import annotations
 
@@ -22,14 +22,11 @@ Answer = Completed | Exception | Callable[[Command, bytes], Completed]
 
 
 def printed(text: str = "", *, returncode: int = 0, stderr: str = "") -> Completed:
-    """Return the result of a finished command that printed ``text`` on standard output."""
     return Completed(returncode, text.encode(), stderr.encode())
 
 
 @dataclass
 class Call:
-    """One recorded command and its standard input."""
-
     command: Command
     stdin: bytes
 
@@ -40,10 +37,9 @@ class Call:
 
 @dataclass
 class Rule:
-    """Answers to the commands that ``matches`` accepts.
+    """Answers to the commands for which ``matches(argv joined by blanks, stdin)`` is true.
 
-    ``matches`` is called with the argv, joined by blanks, and the standard input. Each command takes the next answer;
-    the last answer is used for all further commands.
+    Each command takes the next answer; the last answer is repeated.
     """
 
     matches: Callable[[str, bytes], bool]
@@ -78,28 +74,28 @@ class FakeTransport(Transport):
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def on(self, text: str, *answers: Answer) -> FakeTransport:
-        """Answer commands whose argv contains ``text``. Each matching command gets the next answer; the last answer is
-        used for all further commands.
-        """
+        """Answer commands whose argv contains ``text``, with each of ``answers`` in turn. The last is repeated."""
         self._rules.append(Rule(lambda line, stdin: text in line, list(answers)))
         return self
 
     def on_program(self, name: str, *replies: Callable[[dict[str, Any]], dict[str, Any]] | Exception) -> FakeTransport:
-        """Answer calls of ``launcher/node/programs/<name>.py``. Each call takes the next of ``replies``, a function of
-        the request or an exception to raise; the last one is used for all further calls."""
+        """Answer calls of a node program with each of ``replies`` in turn. The last is repeated.
+
+        A reply is a function of the request, or an exception to raise.
+        """
         called = f'["{name}", '.encode()
         self._rules.append(Rule(lambda line, stdin: stdin.startswith(called), [_program(reply) for reply in replies]))
         return self
 
     def on_stream(self, text: str, lines: list[str], returncode: int | None = 0) -> FakeTransport:
-        """Let streamed commands that contain ``text`` print ``lines`` and exit with ``returncode``. If that is None,
-        they run until they are stopped.
+        """Let streamed commands that contain ``text`` print ``lines`` and exit.
+
+        returncode: None if they run until they are stopped.
         """
         self._streams.append((text, lines, -1 if returncode is None else returncode))
         return self
 
     def lines(self) -> list[str]:
-        """Return all recorded commands, each with its arguments joined to one line."""
         return [call.line for call in self.calls]
 
     def connect(self, timeout: float) -> None:
@@ -158,7 +154,6 @@ class FakeTransport(Transport):
         self.closed += 1
 
     def lose_connection(self) -> None:
-        """Let every later method call raise ``ConnectionLost``."""
         self.fail = ConnectionLost("connection lost", host=self.target, node_rank=self.node_rank)
 
     def _record(self, command: Command, stdin: bytes) -> Call:
@@ -179,10 +174,9 @@ class FakeTransport(Transport):
 
 
 class FakeTalk(Talk):
-    """A connection to the agent, the node program that runs other node programs, on a ``FakeTransport``.
+    """A fake agent, the node program that runs other node programs.
 
-    Calls of node programs are answered by the rules of ``on_program``. An answer with a nonzero exit status ends the
-    agent.
+    An answer with a nonzero exit status ends the agent.
     """
 
     def __init__(self, node: FakeTransport, command: Command):
@@ -220,13 +214,13 @@ class FakeTalk(Talk):
         return self._ended
 
     def close(self) -> None:
-        """Do nothing, because there is no process to end."""
+        pass
 
 
 def wire(closed: Callable[[int, int, str, int], str] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a function that replies like node/programs/network.py on a healthy node.
+    """Return a fake of node/programs/network.py on a healthy node.
 
-    ``closed(source, target, address, port)`` returns the reason why node ``source`` cannot connect to ``port`` of node
+    closed: function of (source, target, address, port). It returns why node ``source`` cannot connect to node
     ``target``, or "" if it can.
     """
 

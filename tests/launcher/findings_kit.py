@@ -1,6 +1,4 @@
-"""Test kit for preflight: probe results of healthy nodes, in which tests change some values, and the resulting
-findings.
-"""
+"""Test kit for preflight: builds probe results of nodes, and returns the findings."""
 
 from __future__ import annotations
 
@@ -56,7 +54,6 @@ HEALTHY: dict[str, Any] = {
 
 
 def cluster(count: int, **changes: Any) -> ClusterConfig:
-    """Return a config of ``count`` nodes on the hosts host0, host1, …; ``changes`` are other fields of the config."""
     config = ClusterConfig(
         nodes=tuple(NodeConfig(host=f"host{k}") for k in range(count)), data=DataConfig(dataset="synthetic")
     )
@@ -64,7 +61,6 @@ def cluster(count: int, **changes: Any) -> ClusterConfig:
 
 
 def probe_of(k: int, **facts: Any) -> dict[str, Any]:
-    """Return the probe result of a healthy node with node rank ``k``; ``facts`` replace some of its values."""
     own = {"hostname": f"box{k}", "address": f"10.0.0.{k}", "interface": "eth0", "workdir": f"/w/{k}"}
     return {**HEALTHY, **own, **facts}
 
@@ -79,15 +75,15 @@ def gpu(index: int = 0, name: str = "H200", **changes: Any) -> dict[str, Any]:
 
 
 def with_gpus(*gpus: dict[str, Any], cuda: str = "12.6", driver: str = "560.35.03", **more: Any) -> dict[str, Any]:
-    """Return the fields of a probe result for a node with the GPUs ``gpus`` and a torch build that supports them."""
+    """Return probe facts of a node with the GPUs ``gpus`` and a torch build that supports them."""
     own = versions(torch="2.13.0", cuda=cuda, nccl="2.27.5", **more)
     return {"gpus": list(gpus), "devices": [one["name"] for one in gpus], "driver": driver, **own}
 
 
 def survey_of(config: ClusterConfig, odd: Mapping[int, Mapping[str, Any]], **more: Any) -> Survey:
-    """Return a survey of the nodes of ``config``, which are healthy unless ``odd`` changes them.
+    """Return a survey of the nodes of ``config``.
 
-    ``odd`` maps node ranks to fields that are replaced in the probe result.
+    odd: changed probe facts, by node rank. All other nodes are healthy.
     """
     count = range(len(config.nodes))
     probes = {k: probe_of(k, **odd.get(k, {})) for k in count}
@@ -97,9 +93,9 @@ def survey_of(config: ClusterConfig, odd: Mapping[int, Mapping[str, Any]], **mor
 def found(
     count: int, odd: Mapping[int, Mapping[str, Any]] | None = None, *, config: ClusterConfig | None = None, **more: Any
 ) -> list[Finding]:
-    """Return the findings of preflight on ``count`` nodes, except findings of severity "ok".
+    """Return the findings of preflight on ``count`` nodes, except those of severity "ok".
 
-    The nodes are healthy, but ``odd`` maps node ranks to fields that are replaced in the probe result.
+    odd: changed probe facts, by node rank. All other nodes are healthy.
     """
     survey = survey_of(config or cluster(count), odd or {}, **more)
     return [finding for finding in all_findings(survey) if finding.severity != "ok"]

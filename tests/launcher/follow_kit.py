@@ -29,7 +29,6 @@ Script = list[Any]
 
 
 def line(**message: Any) -> str:
-    """Return a message in the form in which a node streams it: one JSON line."""
     return json.dumps(message)
 
 
@@ -55,9 +54,7 @@ def step(rank: int, number: int = 0, **more: Any) -> str:
 
 
 class FakeNode(FakeTransport):
-    """A fake node. On each connection it streams the next of ``scripts``. When the launcher requests a stop, it replies
-    and sets the event ``stopped``.
-    """
+    """A fake node that streams the next of ``scripts`` on each connection. A stop request sets ``stopped``."""
 
     def __init__(self, node_rank: int, *scripts: Script):
         super().__init__(target=f"host{node_rank}", node_rank=node_rank)
@@ -92,8 +89,6 @@ class FakeNode(FakeTransport):
 
 
 class Scene:
-    """A run on fake nodes: the plan, the ``RunFollower`` that follows the run, its console output and its event log."""
-
     def __init__(
         self,
         tmp_path: Path,
@@ -119,11 +114,9 @@ class Scene:
 
     @property
     def output(self) -> str:
-        """Return the console output so far."""
         assert isinstance(self.console.file, io.StringIO)
         return self.console.file.getvalue()
 
     @property
     def kinds(self) -> list[str]:
-        """Return the kind of each event in the event log, in order."""
         return [json.loads(text)["kind"] for text in self.events.read_text().splitlines()]

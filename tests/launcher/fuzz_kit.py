@@ -1,4 +1,4 @@
-"""Mutation fuzzing: passes texts that are cut, spliced and filled with hostile values to a function that reads them.
+"""Mutation fuzzing: passes damaged texts to a function that reads them.
 
 ``GNNFLEET_FUZZ_SECONDS`` is the duration of each fuzz test in seconds (default 1), ``GNNFLEET_FUZZ_SEED`` the seed of
 the random generator.
@@ -39,8 +39,10 @@ _TOKEN = re.compile(r"\w+|[^\w\s]|\n[ ]*|[ ]+")
 
 
 def fuzz(seeds: Sequence[str], read: Callable[[str], object], refusal: type[Exception]) -> None:
-    """Call ``read`` for ``SECONDS`` with mutations of the texts ``seeds``. The test fails if a call raises anything
-    other than a ``refusal`` with a message, or takes longer than PATIENCE."""
+    """Call ``read`` for ``SECONDS`` with mutations of the texts ``seeds``.
+
+    Fails if a call takes longer than PATIENCE, or raises anything other than a ``refusal`` with a message.
+    """
     until, case = time.monotonic() + SECONDS, 0
     while time.monotonic() < until:
         case += 1
@@ -63,7 +65,7 @@ def _shown(case: int, text: str) -> str:
 
 
 def mutated(draw: random.Random, seeds: Sequence[str]) -> str:
-    """Return one of the texts ``seeds`` after one or more mutations, cut to 50,000 characters."""
+    """Return a mutation of one of ``seeds``, cut to 50,000 characters."""
     text = draw.choice(seeds)
     for _ in range(draw.choice((1, 1, 2, 3, 5, 10))):
         text = draw.choice(_MUTATIONS)(draw, text, seeds)
@@ -71,7 +73,6 @@ def mutated(draw: random.Random, seeds: Sequence[str]) -> str:
 
 
 def _token(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
-    """Replace a token of the text with a hostile value, with a token of another seed, or with nothing."""
     spans = [match.span() for match in _TOKEN.finditer(text)] or [(0, 0)]
     start, end = draw.choice(spans)
     other = draw.choice(_TOKEN.findall(draw.choice(seeds)) or [""])
@@ -79,14 +80,12 @@ def _token(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
 
 
 def _value(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
-    """Replace the value after a colon, an equals sign or a dash with a hostile value."""
     spans = [match.span(1) for match in re.finditer(r"(?:[:=]|- ) *([^\n,}\]]*)", text)] or [(0, 0)]
     start, end = draw.choice(spans)
     return text[:start] + draw.choice(HOSTILE) + text[end:]
 
 
 def _line(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
-    """Delete, repeat, move or reindent a line, or insert a line of another seed."""
     lines = text.split("\n")
     at = draw.randrange(len(lines))
     kind = draw.randrange(5)

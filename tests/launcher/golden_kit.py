@@ -13,10 +13,6 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def check_text(path: Path, text: str) -> None:
-    """Assert that ``text`` equals the golden file ``path``; otherwise fail with a unified diff.
-
-    With UPDATE_GOLDEN=1, first write ``text`` to the file.
-    """
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(text, encoding="utf-8")
     golden = path.read_text(encoding="utf-8")
@@ -25,15 +21,13 @@ def check_text(path: Path, text: str) -> None:
 
 
 def check_messages(module: str, messages: Iterable[tuple[str, str]]) -> None:
-    """Assert that the ``(situation, message)`` pairs equal those in golden/messages_<module>.txt."""
     check_text(GOLDEN / f"messages_{module}.txt", _joined(messages))
 
 
 def check_lines(module: str, messages: Mapping[str, str]) -> None:
-    """Assert that each text has all lines of its block in golden/messages_<module>.txt.
+    """Assert that each text has all lines of its block in golden/messages_<module>.txt, in any order.
 
-    ``messages`` maps the title of each block to a text. Further lines and any order of lines are allowed, because both
-    depend on the timing of threads and processes.
+    messages: texts by the title of the block.
     """
     path = GOLDEN / f"messages_{module}.txt"
     if os.environ.get("UPDATE_GOLDEN"):

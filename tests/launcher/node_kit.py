@@ -29,8 +29,6 @@ def python(code: str) -> list[str]:
 
 
 class RunFolder:
-    """The run folder of one node and the supervisor process that is started in it."""
-
     def __init__(self, path: Path, *, server: list[str] | None = None, **more: Any) -> None:
         self.path = path
         self.token = uuid.uuid4().hex
@@ -53,11 +51,10 @@ class RunFolder:
         self.supervisor: subprocess.Popen[bytes] | None = None
 
     def rank(self, argv: list[str], env: Mapping[str, str] | None = None) -> RunFolder:
-        """Let the node run one rank with the command ``argv``."""
         return self.ranks(argv, 1, env)
 
     def ranks(self, argv: list[str], nproc: int, env: Mapping[str, str] | None = None) -> RunFolder:
-        """Let the node run ``nproc`` ranks with the command ``argv``, through the rank runner as in a real launch."""
+        """Let the node run ``nproc`` ranks, through the rank runner as in a real launch."""
         runner = [PYTHON, str(RANK_RUNNER), "--run-dir", str(self.path), "--await-server", "--", *argv]
         world = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.spec["trainer"] = {"argv": runner, "env": {**world, **(env or {})}, "cwd": str(self.path)}
@@ -75,8 +72,7 @@ class RunFolder:
         return self
 
     def end(self, timeout: float = 20.0) -> dict[str, Any]:
-        """Wait for the end of the supervisor and return its result.json; fail if any process of the run is still
-        alive."""
+        """Wait for the end of the supervisor and return its result.json. Fails if a process of the run still lives."""
         assert self.supervisor is not None
         status = self.supervisor.wait(timeout)
         result: dict[str, Any] = self.json("result.json")
@@ -108,14 +104,11 @@ class RunFolder:
         return [line.partition(" ")[2] for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def says(self, name: str, text: str) -> Callable[[], bool]:
-        """Return a function without arguments, for ``wait_until``, that tells whether a line of ``logs/<name>.log``
-        contains ``text``.
-        """
+        """Return a condition for ``wait_until``: a line of ``logs/<name>.log`` contains ``text``."""
         return lambda: any(text in line for line in self.log(name))
 
     def pid(self, name: str) -> int:
-        """Wait until the supervisor has recorded the process ``name`` in state.json, and return the pid of that
-        process."""
+        """Return the pid of process ``name`` as soon as state.json has it."""
         return int(wait_until(lambda: self._recorded(name)))
 
     def _recorded(self, name: str) -> int | None:
@@ -124,7 +117,6 @@ class RunFolder:
         return next((process["pid"] for process in found if process["name"] == name), None)
 
     def kill(self) -> None:
-        """Kill the supervisor and all processes of the run that still run, as after a failed test."""
         if self.supervisor is not None and self.supervisor.poll() is None:
             self.supervisor.kill()
             self.supervisor.wait()

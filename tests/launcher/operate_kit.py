@@ -1,5 +1,4 @@
-"""Test kit for commands about a run: it writes a run folder as a launcher does, and starts real supervisors on this
-machine, but no launcher."""
+"""Test kit for commands about a run: run folders as a launcher writes them, and real supervisors, but no launcher."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ time.sleep(300)
 
 
 class LocalRun:
-    """A run, by default ``r1``, of two local nodes with one rank each; all its files are below the folder ``top``."""
+    """A run of two local nodes with one rank each. All its files are below ``top``."""
 
     def __init__(self, top: Path, run_id: str = "r1", num_nodes: int = 2):
         self.top, self.run_id = top, run_id
@@ -63,8 +62,10 @@ class LocalRun:
         return {"run_id": self.run_id, "node_rank": k, "num_nodes": len(self.plan.nodes)}
 
     def launched(self, stage: Stage, *, alive: bool = False, **more: Any) -> LocalRun:
-        """Write the files that a launcher has written when it reaches ``stage``. launch.json records a launcher that
-        still runs if ``alive`` is true, else one that has ended."""
+        """Write the files of a launch that has reached ``stage``.
+
+        alive: whether launch.json names a launcher that still runs.
+        """
         launch_file = LaunchFile.mine(self.run_id, "toy", config="cluster.yml").at(stage)
         gone = {} if alive else {"start_ticks": 1}
         replace(launch_file, **{**gone, "user": "alice", **more}).write(self.folder)
@@ -75,9 +76,7 @@ class LocalRun:
         return self
 
     def start(self, code: str = TRAINS, *only: int) -> LocalRun:
-        """Start the supervisors of the nodes ``only``, or of all nodes if none is given, each with one rank that runs
-        ``code``.
-        """
+        """Start the supervisors of nodes ``only`` (default: all), each with one rank that runs ``code``."""
         for k, node in enumerate(self.nodes):
             if not only or k in only:
                 env = {"RANK": str(k), "GNNFLEET_RUN_DIR": str(node.path)}
@@ -87,9 +86,7 @@ class LocalRun:
         return self
 
     def await_training(self, *only: int) -> None:
-        """Wait until the supervisors of the nodes ``only``, or of all nodes if none is given, have recorded a step of
-        their rank.
-        """
+        """Wait until the nodes ``only`` (default: all) have recorded a training step."""
         for k, node in enumerate(self.nodes):
             if not only or k in only:
                 path = node.path / "state.json"

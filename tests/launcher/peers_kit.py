@@ -1,4 +1,4 @@
-"""Test kit for the connections between supervisors: it starts several supervisors of one run on this machine."""
+"""Test kit for the connections between supervisors: several supervisors of one run on this machine."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SERVE = "import pathlib, time; pathlib.Path('server.ready').touch(); print('serv
 
 
 class Run:
-    """A run of ``count`` nodes without a launcher. Each node has a supervisor, and one rank unless it is a server.
+    """A run of ``count`` nodes without a launcher: a supervisor on each, and a rank unless the node is a server.
 
-    ``roles`` has one letter for each node (w: worker, s: server, c: client); ``parts`` lists the parts of each node.
+    roles: one letter per node (w: worker, s: server, c: client). parts: the parts of each node.
     """
 
     def __init__(
@@ -47,7 +47,6 @@ class Run:
             self.nodes.append(node)
 
     def give_role(self, node: RunFolder, roles: str, parts: Any) -> None:
-        """Set the role of a node: a server runs a graph server but no rank, a client a rank but no graph server."""
         names = [{"w": "worker", "s": "server", "c": "client"}[letter] for letter in roles]
         role = names[node.spec["node_rank"]]
         node.spec |= {"role": role, "roles": names, "parts": parts}
@@ -57,7 +56,7 @@ class Run:
             node.spec["server"] = {"argv": [PYTHON, "-c", SERVE], "env": {}, "cwd": str(node.path)}
 
     def rank(self, node: RunFolder, argv: list[str]) -> None:
-        """Let the node run one rank with the command ``argv``; the rank has the same number as the node."""
+        """Let the node run one rank, numbered like the node."""
         k = node.spec["node_rank"]
         runner = [PYTHON, str(RANK_RUNNER), "--run-dir", str(node.path), "--await-server", "--", *argv]
         node.spec["trainer"] = {
@@ -68,7 +67,7 @@ class Run:
         node.spec["ranks"] = [k]
 
     def start(self, *, up: bool = True) -> Run:
-        """Start every supervisor. Unless ``up`` is false, wait until all ranks run and all nodes are connected."""
+        """Start every supervisor. With ``up``, wait until all ranks run and all nodes are connected."""
         for node in self.nodes:
             node.start()
         if up:
@@ -82,15 +81,16 @@ class Run:
         wait_until(lambda: self.met())
 
     def met(self) -> bool:
-        """Return whether all other nodes are connected to the hub, according to state.json of the hub's node."""
         hub = self.nodes[self.lead]
         peers = hub.json("state.json")["peers"] if (hub.path / "state.json").exists() else {}
         connected = ("training", "serving", "failed")
         return len(peers) == len(self.nodes) - 1 and all(peer["state"] in connected for peer in peers.values())
 
     def ends(self, since: float, within: float = 10.0) -> list[dict[str, Any]]:
-        """Return result.json of each node, or {} if it is missing. Fail unless all processes of the run end within
-        ``within`` seconds of the time ``since``."""
+        """Return each node's result.json, or {} without one.
+
+        Fails unless all processes end within ``within`` seconds of the time ``since``.
+        """
         for node in self.nodes:
             assert node.supervisor is not None
             node.supervisor.wait(max(0.1, since + within + 5 - time.monotonic()))
@@ -111,8 +111,7 @@ class Run:
 
 
 class Proxy:
-    """A TCP proxy to ``port`` on this machine. While ``cut`` is true, it forwards nothing but keeps all connections
-    open."""
+    """A TCP proxy to ``port``. While ``cut`` is true, it forwards nothing but keeps all connections open."""
 
     def __init__(self, port: int) -> None:
         self.target, self.cut = port, False
@@ -165,6 +164,5 @@ def tcp_proxy(port: int) -> Iterator[Proxy]:
 
 
 def control(action: str, node: RunFolder, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run ``control.py <action>`` for the run folder of a node, as the launcher does on the host of the node."""
     argv = [sys.executable, str(NODE / "control.py"), action, str(node.path), *options]
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)

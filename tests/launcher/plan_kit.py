@@ -29,7 +29,6 @@ PRODUCTS = ServingCluster(
 
 
 def facts_of(count: int, **changes: Any) -> dict[int, NodeFacts]:
-    """Return the facts of ``count`` nodes, by node rank, as preflight would report them."""
     return {k: dataclasses.replace(_fact(k), **changes) for k in range(count)}
 
 
@@ -63,8 +62,6 @@ def plan_of(config: ClusterConfig, *, serve_only: bool = False, **more: Any) -> 
 
 
 def parts_folder(folder: Path, num_parts: int) -> PartitionFiles:
-    """Create a folder with ``num_parts`` parts: a manifest, a file of train seeds, and small files for the edges and
-    features of each part."""
     shapes = {"shared/nodes/node/seeds/train.npy": [4]}
     for p in range(num_parts):
         shapes |= {f"part{p}/edges/node__to__node/indptr.npy": [5], f"part{p}/nodes/node/attrs/x.npy": [4, 2]}

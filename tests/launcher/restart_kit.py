@@ -1,6 +1,4 @@
-"""Test kit for restarts: runs that have no launcher, and ranks that write metrics lines and checkpoints but do not
-import torch.
-"""
+"""Test kit for restarts: runs without a launcher, with ranks that write metrics and checkpoints without torch."""
 
 from __future__ import annotations
 
@@ -37,8 +35,6 @@ while not os.path.exists(sys.argv[1] if len(sys.argv) > 1 else run / "../go"):
 
 
 class RestartRun(Run):
-    """A run of ``count`` nodes with one rank each, which may be restarted up to ``restarts`` times."""
-
     def __init__(self, folder: Path, count: int, *, restarts: int = 3, **more: Any) -> None:
         super().__init__(folder, count, argv=python(TRAIN), **more)
         ports = [(self.port if k == self.lead else free_port(), free_port()) for k in range(count)]
@@ -53,7 +49,6 @@ class RestartRun(Run):
                 node.spec["control"] = None
 
     def stepping(self) -> RestartRun:
-        """Start the run and wait until every node has a checkpoint."""
         self.start(up=False)
         for node in self.nodes:
             if node.spec["trainer"]:
@@ -62,7 +57,7 @@ class RestartRun(Run):
         return self
 
     def finish(self, without: tuple[int, ...] = ()) -> dict[int, dict[str, Any]]:
-        """Let all ranks succeed; return the results of all nodes except ``without``, by node_rank."""
+        """Let all ranks succeed; return the results by node_rank, except of the nodes ``without``."""
         (self.nodes[0].path.parent / "go").touch()
         return self.results(without)
 
@@ -74,10 +69,9 @@ class RestartRun(Run):
 def await_attempt(
     node: RunFolder, rank: int, generation: int = 1, world: int | None = None, seconds: float = 30
 ) -> int:
-    """Wait until ``rank`` runs on the node after ``generation`` restarts, in a group of ``world`` ranks if this is
-    given.
+    """Wait until ``rank`` runs after ``generation`` restarts; return the step at which it began.
 
-    Returns the step at which the rank began.
+    world: number of ranks, or None for any.
     """
     words = f"up attempt {generation} rank {rank} of {'' if world is None else world}"
     wait_until(node.says(f"rank{rank}", words), seconds)
@@ -86,6 +80,5 @@ def await_attempt(
 
 
 def restarts(node: RunFolder) -> list[dict[str, Any]]:
-    """Return the restarts in the node's state.json."""
     found: list[dict[str, Any]] = json.loads((node.path / "state.json").read_text())["restarts"]
     return found

@@ -1,4 +1,4 @@
-"""Test kit for sync, following a run and reports: small plans, and folders of parts with known digests."""
+"""Test kit for tests of sync, of following a run and of reports: small plans and folders of parts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile, copied, gener
 
 
 def make_parts(folder: Path, num_parts: int = 2, size: int = 50_000) -> Path:
-    """Create a folder with ``num_parts`` parts: a manifest and files of about ``size`` bytes whose digests are in the
-    manifest."""
+    """Create parts with files of about ``size`` bytes, and a manifest with their digests."""
     files = []
     for name in [
         "shared/nodes/node/seeds/train.npy",
@@ -30,10 +29,7 @@ def make_parts(folder: Path, num_parts: int = 2, size: int = 50_000) -> Path:
 
 
 def part_files(folder: Path, node_rank: int, dest: str) -> list[PlannedFile]:
-    """Return the files that a plan copies to node ``node_rank`` from a folder made by ``make_parts``.
-
-    These are the part whose number is ``node_rank``, the shared files and the manifest.
-    """
+    """Return the files of ``make_parts`` for a node: one part, the shared files and the manifest."""
     tops = (f"part{node_rank}", "shared", "manifest.json")
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     return [copied(f"{dest}/{name}", folder / name) for name in names if name.split("/")[0] in tops]
@@ -82,8 +78,7 @@ def make_launch(nodes: list[NodePlan]) -> LaunchPlan:
 
 
 def sync_plan(top: Path, num_nodes: int = 2, size: int = 50_000) -> LaunchPlan:
-    """Return a plan of local nodes whose folders are below ``top``. Each node receives code, one part from
-    ``top/parts``, a generated file and a secret file."""
+    """Return a plan of local nodes below ``top``. Each gets code, one part, a generated file and a secret file."""
     parts = make_parts(top / "parts", num_nodes, size)
     code = top / "code.py"
     code.write_text("print('hello')\n")

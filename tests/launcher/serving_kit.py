@@ -1,4 +1,4 @@
-"""Test kit that starts serving clusters of local nodes, and runs that attach to them, with ``gnnfleet`` commands."""
+"""Test kit: starts serving clusters of local nodes, and runs that attach to them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from launching import REPOSITORY, SYNTHETIC, TRAIN
 
 @dataclass(frozen=True)
 class Finished:
-    """Exit status and output of a finished command."""
-
     status: int
     out: str
     err: str
 
     @property
     def json(self) -> Any:
-        """Parse stdout as one JSON document; if it is not one, parse its last line."""
+        """Parse stdout, or else its last line, as JSON."""
         try:
             return json.loads(self.out)
         except ValueError:
@@ -33,15 +31,12 @@ class Finished:
 
 
 class ServingKit:
-    """Runs ``gnnfleet`` commands in ``folder``, for serving clusters and runs on this machine. The work folders of
-    their nodes are below ``workdirs``.
-    """
+    """Runs ``gnnfleet`` commands in ``folder``. Work folders of nodes are below ``workdirs``."""
 
     def __init__(self, folder: Path, workdirs: Path):
         self.folder, self.workdirs = folder, workdirs
 
     def gnnfleet(self, *words: str, timeout: float = 120, env: dict[str, str] | None = None) -> Finished:
-        """Run ``gnnfleet`` with the arguments ``words`` and wait for its end."""
         process = self.start(*words, env=env)
         out, err = process.communicate(timeout=timeout)
         return Finished(process.returncode, out, err)
@@ -56,13 +51,11 @@ class ServingKit:
         )
 
     def serving(self, name: str, servers: int, **sections: Any) -> Path:
-        """Write the cluster file of a serving cluster with ``servers`` graph servers."""
         nodes = [self._node(f"node{k}", role="server") for k in range(servers)]
         data = {"dataset": "synthetic", "options": SYNTHETIC, "folder": "parts"} | sections.pop("data", {})
         return self._write(f"{name}.yml", {"name": name, "nodes": nodes, "data": data, **sections})
 
     def training(self, name: str, serving: str, clients: int = 2, **sections: Any) -> Path:
-        """Write the cluster file of a run that attaches to the serving cluster ``serving``."""
         nodes = [self._node(f"node{k}") for k in range(clients)]
         train = TRAIN | sections.pop("train", {})
         values = {"name": name, "nodes": nodes, "data": {"serving": serving}, "train": train, **sections}
@@ -77,7 +70,6 @@ class ServingKit:
         return path
 
     def run_dir(self, name: str, server: int) -> Path:
-        """Return the run folder of graph server number ``server`` of the serving cluster ``name``."""
         return self.workdirs / f"node{server}" / "runs" / name / f"node{server}"
 
     def state(self, name: str, server: int) -> dict[str, Any]:

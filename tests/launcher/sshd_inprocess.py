@@ -57,7 +57,7 @@ class Sshd:
                 transport.start_server(threading.Event(), _Server(self))
 
     def drop(self) -> None:
-        """Close the sockets of all connections without an SSH disconnect message."""
+        """Close the sockets of all connections, without sending an SSH disconnect message."""
         for transport in self._transports:
             with suppress(OSError):
                 transport.sock.shutdown(socket.SHUT_RDWR)
@@ -151,7 +151,6 @@ def _pump(pipe: object, send: object) -> None:
 
 
 def _feed(channel: paramiko.Channel, process: subprocess.Popen[bytes]) -> None:
-    """Forward data of the SSH channel to stdin of the command; kill the command if the channel closes first."""
     assert process.stdin is not None
     with suppress(OSError):
         while data := channel.recv(32768):
@@ -190,7 +189,7 @@ class _Handle(paramiko.SFTPHandle):
 
 
 class _Files(paramiko.SFTPServerInterface):
-    """SFTP access to the real file system; relative paths start in the folder ``home`` of the ``Sshd``."""
+    """SFTP access to real files. Relative paths start in the folder ``home`` of the ``Sshd``."""
 
     def __init__(self, server: paramiko.ServerInterface, sshd: Sshd):
         super().__init__(server)

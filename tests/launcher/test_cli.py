@@ -32,7 +32,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    """Run ``gnnfleet`` with the arguments ``words``, which must make it print a plan as JSON, and return the plan."""
     assert main.run([*words]) == 0
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
     return plan

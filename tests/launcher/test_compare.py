@@ -1,4 +1,4 @@
-"""Tests of ``gnnfleet compare`` on run folders that have the same files as after real runs."""
+"""Tests of ``gnnfleet compare`` on run folders with the files of real runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_run(
     versions: dict[str, str] | None = None,
     **spent: float,
 ) -> Path:
-    """Write the run folder of a run with one rank; it has one epoch for each value of ``losses``."""
+    """Write the run folder of a run with one rank, and with one epoch for each of ``losses``."""
     folder = top / "runs" / run_id
     replace(LaunchFile.mine(run_id, "toy", config="cluster.yml").at("end"), started=1.0).write(folder)
     (folder / "config.yml").write_text(to_yaml(config))

@@ -54,8 +54,6 @@ TYPED = {
 
 @pytest.fixture()
 def folder(tmp_path: Path) -> Path:
-    """Return a folder with a stub of ``gnnfleet`` in bin/, a cluster file, a user script and the run folders of two
-    runs."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/gnnfleet").write_text(PROGRAM.format(python=sys.executable))
     (tmp_path / "bin/gnnfleet").chmod(0o755)
@@ -67,8 +65,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Terminal:
-    """A shell on a pseudo terminal that runs in ``folder`` and has sourced the output of ``gnnfleet completion``."""
-
     def __init__(self, shell: str, folder: Path):
         argv, begin = STARTS[shell]
         self.master, slave = pty.openpty()
@@ -85,7 +81,7 @@ class Terminal:
         os.write(self.master, keys.encode())
 
     def completed(self, typed: str) -> str:
-        """Type the text ``typed``, Tab and Enter; return the arguments that the shell then passes to ``gnnfleet``."""
+        """Type ``typed``, Tab and Enter; return the arguments that ``gnnfleet`` then gets."""
         self.type(f"{typed}\t\r")
         return self.await_text("<([^<>]*)>").strip()
 

@@ -29,7 +29,7 @@ def load(tmp_path: Path) -> Load:
 
 
 def problems(load: Load, text: str, overrides: Sequence[str] = ()) -> list[str]:
-    """Return the mistakes that the launcher finds in a config, as ``line: message`` or ``--set …: message``."""
+    """Return the mistakes in a config, as ``line: message`` or ``--set …: message``."""
     with pytest.raises(ConfigError) as caught:
         load(text, overrides)
     assert str(caught.value) == "\n".join(map(str, caught.value.problems))

@@ -70,8 +70,7 @@ CHOICES = [
 
 @pytest.fixture
 def errors_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[object]:
-    """Yield a function that runs ``gnnfleet plan`` for a config, with further options, and returns stderr and the exit
-    status."""
+    """Yield a function that runs ``gnnfleet plan`` for a config, and returns stderr and the exit status."""
     monkeypatch.chdir(tmp_path)
 
     def plan(text: str, words: list[str]) -> str:

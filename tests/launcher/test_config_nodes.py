@@ -58,9 +58,9 @@ def nodes(tmp_path: Path) -> tuple[NodePlan, ...]:
 
 
 def ran(command: Command) -> tuple[list[str], dict[str, str]]:
-    """Run a command of a plan in bash, with a stub in place of Python.
+    """Run a command of a plan in bash, with a stub of Python.
 
-    Returns what the stub reports: ``[path, working folder, arguments]``, and its environment.
+    Returns the stub's [path, working folder, arguments], and its environment.
     """
     Path(command.cwd).mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
@@ -138,7 +138,6 @@ def test_each_node_leases_its_own_devices_and_port(nodes: tuple[NodePlan, ...]) 
 
 
 def commands() -> list[tuple[Path, list[str]]]:
-    """Return the launch commands in comments of templates/*.yml, except commands that run a user script."""
     return [
         (template, shlex.split(line.removeprefix("#"), comments=False))
         for template in sorted((CODE_ROOT / "templates").glob("*.yml"))

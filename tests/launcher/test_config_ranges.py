@@ -1,4 +1,4 @@
-"""Tests of host ranges such as ``gnn[1-4]``: a config expands them, and messages combine host names into ranges."""
+"""Tests of host ranges such as ``gnn[1-4]``, in configs and in messages."""
 
 from __future__ import annotations
 

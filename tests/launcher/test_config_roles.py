@@ -1,6 +1,4 @@
-"""Tests of the settings in cluster files for roles, replicas and serving clusters, and of settings that contradict each
-other.
-"""
+"""Tests of settings for roles, replicas and serving clusters, and of settings that contradict each other."""
 
 from __future__ import annotations
 

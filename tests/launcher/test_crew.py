@@ -1,4 +1,4 @@
-"""Tests of the class Crew, which determines the nodes that a run can lose, and of the messages about a lost node."""
+"""Tests of ``Crew``, which determines the nodes that a run can lose, and of messages about a lost node."""
 
 from __future__ import annotations
 

@@ -243,7 +243,6 @@ def test_an_event_cut_by_a_full_disk_leaves_no_partial_line(tmp_path: Path, monk
 
 
 def damaged_value(draw: Callable[[Any], Any], value: Any) -> Any:
-    """Return a copy of a JSON value in which one element is deleted or replaced with an odd value."""
     odd = draw(
         st.sampled_from([None, True, -1, 1 << 70, 1e400, float("nan"), "", "\0\x1b\ud800", [], {}, [None], "9" * 20])
     )
@@ -270,8 +269,7 @@ def damaged_value(draw: Callable[[Any], Any], value: Any) -> Any:
 
 @st.composite
 def damaged_text(draw: Any, text: str) -> str:
-    """Draw a damaged version of ``text``, which is a JSON file or JSON lines: a changed element, a cut, a missing line
-    end or noise."""
+    """Draw a damaged version of ``text``, a JSON file or JSON lines."""
     lines = text.splitlines()
     how = draw(st.sampled_from(["value", "value", "cut", "join", "noise"]))
     i = draw(st.integers(0, len(lines) - 1))
@@ -309,7 +307,6 @@ FUZZ = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list
 
 @pytest.fixture(scope="module")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder that all Hypothesis examples of a test use."""
     return tmp_path_factory.mktemp("fuzz")
 
 
@@ -364,7 +361,6 @@ STATS = json.dumps(
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the run folder of a failed run whose logs and outcomes the launcher has collected."""
     top = tmp_path_factory.mktemp("files")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(top / "state"))
@@ -408,8 +404,6 @@ def test_damaged_files_of_a_run_crash_no_reader(run_folder: Path, data: st.DataO
 
 
 def read_all(folder: Path) -> None:
-    """Read a run folder as `runs`, `status`, `logs`, `compare`, `report` and `collect` do, but without the analysis of
-    its metrics."""
     console = Console(file=io.StringIO(), width=200)
     entry_of(folder)
     never_ran(folder)

@@ -1,6 +1,4 @@
-"""Tests of the final report of a run: times of all nodes on one clock, nodes with which others lost the connection, and
-stop requests.
-"""
+"""Tests of a run's final report: times of all nodes on one clock, lost nodes, and stop requests."""
 
 from __future__ import annotations
 
@@ -175,7 +173,7 @@ def test_a_node_that_failed_before_its_processes_started_gives_the_reason() -> N
 
 
 def without(k: int, how: str = "lost") -> dict[str, Any]:
-    """Return the part of the hub's result which records that node ``k`` was lost and the run continued without it."""
+    """Return the hub's record that the run went on without node ``k``."""
     text = f"server node{k} (local) was lost at 12:00:00 UTC: part 0 is served by node1 (local)"
     loss = {"since": 50.0, "t": 50.0, "why": "no sign of life", "how": how, "kind": "server-lost", "text": text}
     return {"gone": {str(k): loss}}

@@ -44,7 +44,6 @@ def read_until(stream: int, text: bytes, seconds: float = 15.0) -> bytes:
 
 @pytest.fixture
 def silent_host() -> Iterator[int]:
-    """Yield a port of this machine on which a server accepts connections but sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 

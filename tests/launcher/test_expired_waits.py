@@ -1,6 +1,4 @@
-"""Tests of the sentence that explains waits which have passed their deadline: who waited for whom, and who is the
-cause.
-"""
+"""Tests of the sentence that explains waits past their deadline: who waited for whom, and who is the cause."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ for second in range(300):
 
 @pytest.fixture(autouse=True)
 def private_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use a tmux server for this test alone; after the test, assert that no session and no process is left."""
+    """Use a tmux server for this test alone. Afterwards, assert that no session and no process is left."""
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
     yield
     listed = subprocess.run(["tmux", "list-sessions"], capture_output=True, text=True)
@@ -44,7 +44,6 @@ def private_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def processes_about(folder: Path) -> list[str]:
-    """Return the command lines of all processes on this machine that contain the path ``folder``."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -57,7 +56,6 @@ def processes_about(folder: Path) -> list[str]:
 
 
 def assert_refused(done: Launched, status: int, *words: str) -> None:
-    """Assert that the launch ended with ``status`` and one error message, and that its output contains ``words``."""
     assert done.status == status, done.output
     assert "Traceback" not in done.output
     assert done.output.count("error:") == 1, done.output
@@ -85,7 +83,6 @@ def test_a_busy_master_port_is_reported_with_its_process(tmp_path: Path) -> None
 
 @pytest.fixture
 def made(tmp_path: Path, parts: Path) -> Path:
-    """Write a config of two local nodes and a user script that waits; the parts of the graph exist already."""
     config = local_config(tmp_path, [1, 1], data={"folder": str(parts)})
     (tmp_path / "waits.py").write_text(WAITS)
     return config
@@ -93,7 +90,6 @@ def made(tmp_path: Path, parts: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of parts that were created by a launch whose user command (``false``) failed."""
     folder = tmp_path_factory.mktemp("made")
     launch(local_config(folder, [1, 1]), "--", "false", env={**os.environ, "TMUX_TMPDIR": str(folder)})
     assert (folder / "parts/manifest.json").is_file()
@@ -101,7 +97,6 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_failed_before_start(done: Launched) -> None:
-    """Assert that result.json records a failed run with exit status 1, and that no node was started."""
     assert done.result["state"] == "failed" and done.result["exit_status"] == 1
     assert "starting" not in done.output
 
@@ -164,14 +159,13 @@ def test_a_closed_terminal_detaches_the_run(made: Path) -> None:
 
 
 def stop_by_hand(folder: Path) -> None:
-    """Stop all nodes of a run with control.py, because its launcher has ended."""
     for run_dir in folder.glob("node*/runs/*/node*"):
         control = REPOSITORY / "launcher/node/control.py"
         subprocess.run([sys.executable, str(control), "stop", str(run_dir)], capture_output=True, timeout=60)
 
 
 def _take_terminal() -> None:
-    """Make stdin the controlling terminal, and restore the default action of SIGHUP, which nohup sets to ignored."""
+    # nohup sets SIGHUP to ignored
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -32,7 +32,7 @@ NAMELESS = cluster(NodeConfig("gnn1.x"), NodeConfig("gnn2.x"), NodeConfig("gnn3.
 
 
 def remaining(config: ClusterConfig, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> str:
-    """Return ``host:devices/procs`` of each node that remains after --include and --exclude, joined by blanks."""
+    """Return ``host:devices/procs`` of each remaining node, joined by blanks."""
     words = []
     for node in filtered(config, include, exclude).nodes:
         devices = ",".join(map(str, node.devices))

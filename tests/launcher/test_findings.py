@@ -17,7 +17,7 @@ from launcher.preflight.preflight import all_findings
 
 
 def the_one(*arguments: Any, **more: Any) -> Finding:
-    """Return the only finding of ``found(*arguments, **more)``; fail if there are none or several."""
+    """Return the only finding of ``found(*arguments, **more)``."""
     (finding,) = found(*arguments, **more)
     return finding
 

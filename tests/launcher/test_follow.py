@@ -1,4 +1,4 @@
-"""Tests of a launcher that follows a run on fake nodes: connections are lost, and nodes fail or report lost nodes."""
+"""Tests of a launcher that follows a run on fake nodes: lost connections, failed nodes and lost nodes."""
 
 from __future__ import annotations
 

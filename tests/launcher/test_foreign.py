@@ -26,7 +26,6 @@ CASES = sorted(path for path in (GOLDEN / "foreign").iterdir() if path.is_dir())
 
 
 def options_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> LaunchOptions:
-    """Return the launch options that the command line ``--dry-run *words`` sets."""
     seen: list[LaunchOptions] = []
     monkeypatch.setattr("launcher.cli.main.show_plan", seen.append)
     assert run(["--dry-run", *words]) == 0
@@ -128,7 +127,6 @@ SAMPLES = {
 
 
 def documented_commands() -> list[str]:
-    """Return the ``launch.py`` and ``gnnfleet`` commands in the tables and text blocks of docs/migrating.md."""
     text = (CODE_ROOT / "docs/migrating.md").read_text().replace("\\\n", "").replace("$PWD", ".")
     rows = re.findall(r"`(python launch\.py [^`]*)` \|$", text, re.MULTILINE)
     blocks = "".join(re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
@@ -221,7 +219,10 @@ def test_import_overwrites_nothing_and_refuses_files_that_need_no_import(
 
 
 def made_parts(folder: Path, *files: str, labelled: bool = False) -> Path:
-    """Create a partition folder of placeholder ``files``; if ``labelled``, also labels and train seeds beside it."""
+    """Create a partition folder of placeholder ``files``.
+
+    labelled: also create labels and train seeds beside it.
+    """
     stem = folder.name.removesuffix("-partitions")
     beside = (f"../{stem}-label/label.pt", f"../{stem}-train-partitions/partition0.pt") if labelled else ()
     for name in (*files, *beside):

@@ -70,7 +70,6 @@ OVERRIDES = [
 
 
 def test_configs(tmp_path: Path) -> None:
-    """If a mutated file can be read as a config, saving this config and reading it again gives the same config."""
     path = tmp_path / "c.yml"
 
     def read(text: str) -> None:

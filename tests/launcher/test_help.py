@@ -14,7 +14,6 @@ WIDTH, LINES, LINES_OF_LAUNCH = 80, 40, 50
 
 
 def commands(above: tuple[str, ...] = (), group: click.Group = gnnfleet) -> Iterator[tuple[str, ...]]:
-    """Yield the name of every command and group of ``gnnfleet``, as a tuple of words."""
     yield above
     for name, command in group.commands.items():
         if isinstance(command, click.Group):

@@ -54,7 +54,6 @@ def outcome(rank: int, **more: Any) -> dict[str, Any]:
 
 
 def made_run(top: Path, run_id: str, epochs: range, *, state: str = "done", **launch: Any) -> Path:
-    """Write the run folder of a run on two nodes that has ended with ``state``, with metrics for each of ``epochs``."""
     folder = LocalRun(top, run_id).launched("end", started=T, **launch).folder
     for rank in (0, 1):
         lines = [epoch_line(rank, e, **({"step_loss": [1.0, 0.9, 0.8]} if rank == 0 else {})) for e in epochs]
@@ -180,11 +179,7 @@ def test_chromium_draws_all_charts_without_errors_or_requests(tmp_path: Path) ->
 
 
 def step_lines(rank: int) -> list[dict[str, Any]]:
-    """Return the step records of one rank of a user script.
-
-    Ranks 0 and 1 log steps 0, 3, 6 and 9 of each epoch, ranks 2 and 3 steps 1, 4, 7 and 10. The loss of odd ranks is
-    larger by 1.
-    """
+    # ranks 0 and 1 log steps 0, 3, 6 and 9 of each epoch, ranks 2 and 3 steps 1, 4, 7 and 10
     step = {"kind": "step", "rank": rank, "steps": 10, "seeds_per_s": 5.0, "seeds": 4}
     at = [(epoch, i) for epoch in (1, 2) for i in range(0, 10, 3)]
     return [{**step, "t": T + 9 * epoch + i, "epoch": epoch, "step": i + rank // 2, "loss": 2.0 + rank % 2}

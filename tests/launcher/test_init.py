@@ -1,5 +1,4 @@
-"""Tests of ``gnnfleet init``: the files that it writes (golden/init), its messages, and what it finds on this
-machine."""
+"""Tests of ``gnnfleet init``: written files (golden/init), messages, and what it finds on a machine."""
 
 from __future__ import annotations
 
@@ -41,10 +40,9 @@ def env(path: str = "~/gnnfleet-venv", key: str = "venv", versions: Mapping[str,
 
 
 def machine(*found: dict[str, Any], shares: tuple[str, ...] = (), one: bool = True, **facts: Any) -> FakeTransport:
-    """Return a fake host for ``gnnfleet init``.
+    """Return a fake host with the Python environments ``found`` and the network file systems ``shares``.
 
-    It has the Python environments ``found`` and the network file systems ``shares``. ``one`` says whether all hosts see
-    the same files in ``shares``.
+    one: whether all hosts see the same files in ``shares``.
     """
     k = next(_serial)
     addresses = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
@@ -57,15 +55,13 @@ def machine(*found: dict[str, Any], shares: tuple[str, ...] = (), one: bool = Tr
 
 
 def hetero_graph(folder: Path) -> str:
-    """Write a graph.pt from which init recognises a HeteroData: the archive of torch.save with the names of the stores,
-    but without tensors."""
+    """Write a graph.pt that init recognises as ``HeteroData``: an archive of torch.save without tensors."""
     with zipfile.ZipFile(folder / "graph.pt", "w") as archive:
         archive.writestr("graph/data.pkl", pickle.dumps({"_global_store": {}, "_node_store_dict": {}}, 2))
     return "graph.pt"
 
 
 def tables(folder: Path) -> str:
-    """Write CSV tables of users, items and ratings, with ids such as ``u7``, and return the name of their folder."""
     users = "".join(f"u{k},{20 + k % 40},{'ab'[k % 2]},{('train', 'val', 'test')[k % 3]}\n" for k in range(60))
     ratings = "".join(f"u{k * 7 % 60},{1000 + k % 30},{k % 5 + 0.5}\n" for k in range(300))
     (folder / "shop").mkdir()
@@ -145,7 +141,6 @@ CASES = {
 
 
 def init(monkeypatch: pytest.MonkeyPatch, words: str, *machines: Machine) -> int:
-    """Run ``gnnfleet init`` with the arguments ``words`` on the fake hosts ``machines``; return the exit status."""
     monkeypatch.setattr(wizard, "connect_all", lambda config: dict(enumerate(machines)))
     monkeypatch.setenv("COLUMNS", "160")
     return main.run(["init", *words.split()])

@@ -1,5 +1,4 @@
-"""Tests of Ctrl-C, SIGTERM and SIGHUP during a run: what the launcher does, and how it asks whether to stop or
-detach."""
+"""Tests of Ctrl-C, SIGTERM and SIGHUP during a run, and of the question whether to stop or detach."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def test_a_second_ctrl_c_within_two_seconds_stops_and_a_later_one_asks_again() -
 
 
 class Terminal:
-    """A pseudo terminal: the launcher reads from the end ``far`` what a test writes to the end ``near``."""
+    """A pseudo terminal. The launcher reads from ``far`` what a test writes to ``near``."""
 
     def __init__(self) -> None:
         self.near, self.far = pty.openpty()
@@ -101,8 +100,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 
 class InterruptedRun:
-    """A run of two fake nodes that ends only when it is stopped; tests send it signals and keys."""
-
     def __init__(
         self, tmp_path: Path, on_interrupt: OnInterrupt = "ask", *, can_ask: bool = True, nodes_up: int = 2, **more: Any
     ):

@@ -1,4 +1,4 @@
-"""Tests of the run folder that a launch writes: the run id exists already, the disk is full, and file permissions."""
+"""Tests of the run folder of a launch: an existing run id, a full disk, and file permissions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Golden test of every message that the launcher prints while it follows a run, asks, detaches, or gives up on a
-node."""
+"""Golden test of the launcher's messages while it follows a run, asks, detaches, or gives up on a node."""
 
 from __future__ import annotations
 
@@ -114,9 +113,6 @@ def late_servers(folder: Path) -> str:
 
 
 class Signals(InterruptPrompt):
-    """An ``InterruptPrompt`` that receives the signals ``numbers``, one after the other, once the first step is
-    logged."""
-
     def __init__(self, scene: Scene, *numbers: int, can_ask: bool = False, keys: str = ""):
         super().__init__(scene.live, "ask", can_ask=can_ask)
         self.numbers, self.typed = list(numbers), keys
@@ -143,8 +139,6 @@ def signalled(folder: Path, *numbers: int, can_ask: bool = False, keys: str = ""
 
 
 class Typed:
-    """A fake keyboard: ``pressed`` returns the next key of ``keys``, or an empty string after the last key."""
-
     def __init__(self, keys: str):
         self.keys = list(keys)
 

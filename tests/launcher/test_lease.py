@@ -27,7 +27,7 @@ PROGRAM = Path(lease.__file__)
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield the path of a folder for leases. Other users can access it, unlike the temporary folders of pytest."""
+    # pytest's temporary folders are closed to other users
     with tempfile.TemporaryDirectory(prefix="gf-leases-") as parent:
         os.chmod(parent, 0o711)
         path = Path(parent) / "leases"
@@ -36,8 +36,6 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Other:
-    """Another process that takes leases on ``resources`` and runs until it is killed."""
-
     def __init__(self, run_id: str, resources: Sequence[str]) -> None:
         code = "import sys, time; from launcher.node.leases import *\n"
         code += f"print(len(take({list(resources)!r}, this_process({run_id!r}, 0, 'bob@desk'))), flush=True)\n"
@@ -73,7 +71,7 @@ def edit(file: Path, **changes: Any) -> None:
 
 
 def as_user(uid: int, work: Callable[[], object]) -> str:
-    """Call ``work`` in a child process as the user ``uid``. Return the repr of its result, or the exception as text."""
+    """Call ``work`` in a child process as user ``uid``. Return the repr of the result, or the exception as text."""
     reader, writer = os.pipe()
     if not (child := os.fork()):
         os.setresgid(uid, uid, uid)

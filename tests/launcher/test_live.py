@@ -20,7 +20,6 @@ from run_kit import make_launch, make_node
 
 
 def plan_of(nodes: int, ranks: int) -> LaunchPlan:
-    """Return a plan of ``nodes`` nodes, each with ``ranks`` ranks."""
     made = []
     for k in range(nodes):
         node = make_node(Path("/w"), k, [])
@@ -147,10 +146,8 @@ def test_log_lines_scroll_above_the_table_which_disappears_at_the_end() -> None:
 
 
 def played(text: str) -> list[str]:
-    """Return the lines that a terminal shows after ``text`` was written to it.
-
-    Handles only the control characters that rich writes: line end, cursor up and erase line.
-    """
+    """Return the lines that a terminal shows after ``text`` was written to it."""
+    # handles line end, cursor up and erase line only
     rows, row = [""], 0
     i = 0
     while i < len(text):

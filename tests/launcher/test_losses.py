@@ -1,4 +1,4 @@
-"""Tests of supervisors in runs of servers and clients that lose nodes. The runs have no launcher."""
+"""Tests of supervisors in server-client runs that lose nodes, without a launcher."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ ONE_COPY = [[0], [1], [], []]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeRun]:
-    """Yield a function that makes runs, by default of two servers and two clients; after the test, kill all
-    processes."""
     made: list[Run] = []
 
     def run(parts: list[list[int]], roles: str = "sscc", **more: Any) -> Run:
@@ -42,13 +40,12 @@ def states(results: list[dict[str, Any]]) -> list[str | None]:
 
 
 def finish(run: Run) -> list[dict[str, Any]]:
-    """Let all ranks of the run succeed; return the results of all nodes."""
     (run.nodes[0].path.parent / "go").touch()
     return run.ends(time.monotonic(), within=8)
 
 
 def loss_of(run: Run, k: int) -> dict[str, Any]:
-    """Wait until the run continues without node ``k``; return the record of this loss in state.json of the hub."""
+    """Wait until the run continues without node ``k``; return the hub's record of this loss."""
     hub = run.nodes[run.lead]
     wait_until((hub.path / "state.json").exists)
     wait_until(lambda: str(k) in hub.json("state.json")["gone"])

@@ -20,7 +20,6 @@ from waiting import wait_until
 
 @pytest.fixture(scope="module", autouse=True)
 def private_tmux(tmp_path_factory):
-    """Use a tmux server for the tests of this module only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMUX_TMPDIR", str(tmp_path_factory.mktemp("tmux")))
         yield
@@ -75,8 +74,7 @@ open(os.environ["GNNFLEET_RUN_DIR"] + f"/output/deep/{os.environ['RANK']}.txt", 
 
 @pytest.fixture(scope="module")
 def own_script_run(tmp_path_factory, local_workdirs, private_tmux):
-    """Launch a user script on two nodes with one and two processes. Yield the plan that the launch has recorded, and
-    the plan that ``gnnfleet plan`` makes without connecting to a node."""
+    """Launch a user script on two nodes. Yield the recorded plan, and the plan that ``gnnfleet plan`` makes."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "sees.py").write_text(SEES)
     words = ("python", "sees.py", "--lr", "0.01", "it's")
@@ -111,8 +109,7 @@ def test_launch_sends_the_files_and_processes_of_the_plan(own_script_run):
 
 
 def differs_from_plan(file):
-    """Return whether a file on a node has another content or size than in the plan; of a secret file, only the mode is
-    checked."""
+    """Return whether a file differs from the plan in content or size. A secret file is compared by mode only."""
     sent_file = Path(file.dest)
     if file.secret:
         return sent_file.stat().st_mode & 0o777 != 0o600

@@ -202,7 +202,6 @@ def test_stop_reports_an_unreachable_node(local_run, capsys, monkeypatch) -> Non
 
 
 def lose_node(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
-    """Let every connection to node k fail."""
     from launcher.errors import UnreachableError
     from launcher.manage import node_views as views
 
@@ -268,8 +267,9 @@ def test_an_ended_run_is_listed_and_resumed_from_its_checkpoint(local_run, capsy
 
 
 def prepared(run: str = "r1", *, offline: bool = False, **more: object) -> object:
-    """Return the launch that ``gnnfleet resume`` would start for the run ``run``. ``offline``: do not connect to its
-    nodes.
+    """Return the launch that ``gnnfleet resume`` would start.
+
+    offline: do not connect to nodes.
     """
     options = LaunchOptions(Path(), **more)
     with chosen(Choice(run), offline=lambda found: offline) as opened:

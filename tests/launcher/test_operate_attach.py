@@ -33,7 +33,6 @@ def tmux(*words: str) -> str:
 
 
 def start_sessions(local_run: LocalRun) -> None:
-    """Start the tmux session of each node as the launcher does, with a placeholder instead of the supervisor."""
     for node in local_run.plan.nodes:
         tmux("new-session", "-d", "-s", node.session, f"echo 'supervisor of {node.label}'; exec sleep 60")
 

@@ -1,5 +1,4 @@
-"""Tests of collecting files from nodes: small files come packed in one call, large files one by one, and unchanged
-files not at all."""
+"""Tests of collecting files from nodes: small files in one call, large files one by one, unchanged files not at all."""
 
 from __future__ import annotations
 
@@ -20,8 +19,6 @@ from run_kit import make_launch, make_node
 
 
 class Counting(LocalTransport):
-    """A local transport that counts the commands and records the downloads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.downloads: list[str] = []
@@ -42,7 +39,6 @@ class Counting(LocalTransport):
 
 @pytest.fixture
 def plan(tmp_path: Path):
-    """Return the plan of a run on two local nodes that has ended; the first node has a checkpoint and output files."""
     made = make_launch([make_node(tmp_path, k, []) for k in range(2)])
     for node in made.nodes:
         top = Path(node.run_dir)

@@ -1,5 +1,4 @@
-"""Tests of commands on run folders that are damaged, of another version of gnnfleet, or not writable: each command
-prints one clear message and no wrong state."""
+"""Tests of commands on run folders that are damaged, read-only or of another version of gnnfleet."""
 
 from __future__ import annotations
 

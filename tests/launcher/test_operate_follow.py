@@ -30,7 +30,6 @@ def local_run(tmp_path: Path) -> Iterator[LocalRun]:
 
 
 def follow(*words: str) -> subprocess.Popen[str]:
-    """Start ``gnnfleet follow`` without a terminal, and wait until it has printed output of a rank."""
     code = "import sys; from launcher.cli.main import run; sys.exit(run(sys.argv[1:]))"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
@@ -50,7 +49,6 @@ def follow(*words: str) -> subprocess.Popen[str]:
 
 
 def still_runs(local_run: LocalRun) -> bool:
-    """Return whether every supervisor of the run still runs and has received no stop request."""
     stops = [node.path / "control" / "stop" for node in local_run.nodes]
     return not any(stop.exists() for stop in stops) and all(node.supervisor.poll() is None for node in local_run.nodes)
 

@@ -27,9 +27,9 @@ STEP = {"epoch": 4, "step": 12, "steps": 40, "loss": 0.5, "seeds_per_s": 1234.0,
 
 
 def state(local_run: LocalRun, k: int, word: str = "training", *, alive: bool = True, **more: Any) -> None:
-    """Write state.json of node k as a supervisor would, with the state ``word``.
+    """Write state.json of node k.
 
-    The recorded supervisor is this process if ``alive`` is true, else a process that has ended.
+    alive: whether the supervisor in it is a running process.
     """
     node = local_run.nodes[k]
     node.write_spec()
@@ -197,7 +197,7 @@ SCENES: dict[str, tuple[Callable[[LocalRun], Any], list[list[str]]]] = {
 
 
 def words_of(text: str, top: Path) -> str:
-    """Replace the values in ``text`` that differ from one execution of the test to the next, e.g. times and pids."""
+    """Replace values that differ between executions, e.g. times and pids."""
     me = user_at_host()
     for old, new in {str(top): "…", me.partition("@")[2]: "laptop", "(local)": "(gnn)"}.items():
         text = text.replace(old, new)

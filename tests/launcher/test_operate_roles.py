@@ -41,16 +41,13 @@ def local_run(tmp_path: Path) -> Iterator[LocalRun]:
 
 
 def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Run ``gnnfleet`` with the arguments ``words``; return the exit status and all output."""
     status = run(list(words))
     captured = capsys.readouterr()
     return status, captured.out + captured.err
 
 
 def serving(local_run: LocalRun, *servers: int) -> LocalRun:
-    """Turn the nodes ``servers`` of a run into graph servers without ranks, start the supervisors of all nodes, and
-    wait until the servers are ready. If no node has ranks, the nodes are not connected to each other.
-    """
+    """Make the nodes ``servers`` graph servers without ranks, start all supervisors, and wait for the servers."""
     nodes = tuple(
         replace(node, ranks=(), nproc=0, trainer=None, server=SERVER, role="server")
         if node.node_rank in servers

@@ -1,4 +1,4 @@
-"""Tests of ``gnnfleet status`` for every state in which the launcher and the nodes of a run can be."""
+"""Tests of ``gnnfleet status`` for every state of the launcher and of nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from operate_kit import LocalRun
 
 @pytest.fixture(autouse=True)
 def other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test with an empty registry of runs, in a folder that has no run folders."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "elsewhere").mkdir()
@@ -29,7 +28,6 @@ def local_run(tmp_path: Path) -> Iterator[LocalRun]:
 
 
 def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Run ``gnnfleet`` with the arguments ``words``; return the exit status and all output."""
     status = run(list(words))
     captured = capsys.readouterr()
     return status, captured.out + captured.err

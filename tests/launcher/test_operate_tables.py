@@ -1,5 +1,4 @@
-"""Tests of the tables of ``status`` and ``runs`` in narrow and wide terminals: each row is one line, and values of
-the important columns are not cut."""
+"""Tests of the tables of ``status`` and ``runs`` in narrow and wide terminals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of how the launcher runs the partitioner as a process: it shows its output and reports how it ended."""
+"""Tests of how the launcher runs the partitioner: its output is shown and its end is reported."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from launcher.plan.partition import PartitionFailed, partitioning, run_partition
 
 
 def partitioner(code: str) -> tuple[str, str]:
-    """Let the launcher run ``code`` in place of the partitioner. Return the console output, and the message of the
-    PartitionFailed error ("" if none was raised)."""
+    """Run ``code`` in place of the partitioner. Return the console output and the error message, or ""."""
     shown = io.StringIO()
     try:
         run_partitioner(Command((sys.executable, "-c", code), {}), Console(file=shown, width=200))

@@ -1,6 +1,4 @@
-"""Tests of the connections between the hub and the members of a run, with real sockets in one process: which members
-are admitted, clock offsets, reported causes, and that the hub never blocks.
-"""
+"""Tests of the connections between the hub and the members of a run: admission, clock offsets and causes."""
 
 from __future__ import annotations
 
@@ -61,7 +59,6 @@ class Room:
         return member
 
     def until(self, true: Callable[[], Any], timeout: float = 5.0) -> None:
-        """Run the event loop until ``true()`` holds; fail after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while not true():
             assert time.monotonic() < deadline

@@ -21,7 +21,6 @@ MakeRun = Callable[..., Run]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeRun]:
-    """Yield a function that makes runs; after the test, kill all processes of these runs."""
     made: list[Run] = []
 
     def run(count: int, **more: Any) -> Run:

@@ -66,7 +66,7 @@ def test_golden_plans(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def _without_code(plan: dict[str, Any]) -> dict[str, Any]:
-    """Remove the files of gnnfleet itself from the plan, because their sizes change with every commit."""
+    # the sizes of gnnfleet's own files change with every commit
     for node in plan["nodes"]:
         code = [file for file in node["files"] if file["dest"].startswith(node["code_dir"])]
         assert {file["dest"].removeprefix(node["code_dir"] + "/") for file in code} >= {

@@ -1,5 +1,4 @@
-"""Tests of plans with servers and clients: the parts of each node, the addresses that they connect to, the files that
-are sent, and the printed plan."""
+"""Tests of plans with servers and clients: parts, addresses and files of each node, and the printed plan."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ ROLES = st.lists(st.sampled_from(["worker", "server", "client"]), min_size=1, ma
 
 
 def nodes_of(*roles: str, **more: Any) -> ClusterConfig:
-    """Return a config of the hosts h0, h1, … whose roles are ``roles``."""
+    """Return a config of the hosts h0, h1, … with these roles."""
     nodes = (NodeConfig(f"h{k}", role=role) for k, role in enumerate(roles))  # type: ignore[arg-type]
     return cluster(*nodes, **more)
 

@@ -19,7 +19,7 @@ from plan_kit import TOKEN, cluster, facts_of, plan_of
 
 
 def without_secrets(value: Any) -> Any:
-    """Return a plan, or a command of a plan, without secrets and files, as run.json records it."""
+    """Return a plan or a command as run.json records it: without secrets and files."""
     if isinstance(value, Command):
         env = {name: "***" if isinstance(text, Secret) else text for name, text in value.env.items()}
         return dataclasses.replace(value, env=env)

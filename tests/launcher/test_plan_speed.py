@@ -24,7 +24,7 @@ from plan_kit import facts_of, parts_folder, plan_of
 
 
 def config_of(folder: Path, nodes: int) -> Path:
-    """Write a config with one host more than ``nodes``; the tests exclude that host."""
+    """Write a config of ``nodes`` hosts, and of one more that tests exclude."""
     path = folder / f"{nodes}.yml"
     path.write_text(
         f"defaults: {{venv: ~/v, env: {{A: b}}}}\nnodes:\n  - host: n[0001-{nodes + 1:04}].lab\n    devices: [0, 1]\n"
@@ -34,16 +34,13 @@ def config_of(folder: Path, nodes: int) -> Path:
 
 
 def planned_for(folder: Path, nodes: int) -> LaunchPlan:
-    """Return a plan for ``nodes`` nodes. The config has one host more, which is excluded, as is one device of each
-    host.
-    """
+    """Return a plan for ``nodes`` hosts. One more host and one device of each host are excluded."""
     config = filtered(load_config(config_of(folder, nodes)), (), ["n0002", "n*:1"])
     return plan_of(config, facts=facts_of(nodes), manifest=parts_folder(folder / f"parts{nodes}", nodes))
 
 
 def calls(folder: Path, nodes: int) -> int:
-    """Return the number of function calls that it takes to plan for ``nodes`` nodes, and to print and serialise the
-    plan."""
+    """Return the number of function calls that planning, printing and serialising take."""
     manifest = parts_folder(folder / f"parts{nodes}", nodes)
     facts, path = facts_of(nodes), config_of(folder, nodes)
     profile = cProfile.Profile()

@@ -1,4 +1,4 @@
-"""Tests of the printed plan: nodes with equal values share an entry, and each value in it is right for all of them."""
+"""Tests of the printed plan: nodes with equal values share an entry."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from launcher.transport.base import Transport
 
 
 def machine(k: int, **facts: Any) -> FakeTransport:
-    """Return a fake node that is healthy, except for the probe facts ``facts``."""
     interfaces = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
     fake = FakeTransport(target=f"host{k}", node_rank=k).on_program("network", wire())
     return fake.on_program("probe", lambda request: probe_of(k, addresses=interfaces, **facts))

@@ -1,6 +1,4 @@
-"""Golden test (golden/messages_wire.txt) of messages about the network test, the start of a tmux session, and the
-agent, a node program that runs other ones.
-"""
+"""Golden test of messages about preflight's network test, tmux sessions and the agent."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ ALWAYS = ("network", "interface", "shared folder")
 
 
 def findings_text(config: ClusterConfig, machines: dict[int, Transport], checks: tuple[str, ...] = ALWAYS) -> str:
-    """Run preflight; return the findings of the checks named in ``checks``, with their remedies. Equal findings are
-    listed once."""
+    """Run preflight. Return the findings of ``checks`` with their remedies, equal ones only once."""
     report = run_preflight(config, machines)
     found = [
         one for one in report.findings if one.check in checks and (one.severity != "ok" or one.check != "interface")

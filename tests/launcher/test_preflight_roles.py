@@ -1,4 +1,4 @@
-"""Tests of preflight with servers and clients: which ports must be reachable, and what each role requires of a node."""
+"""Tests of preflight with servers and clients: ports that must be reachable, and requirements of each role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the table of findings that preflight prints. A golden test has the message of every finding."""
+"""Tests of the table of findings that preflight prints, and golden test of all findings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def table_of(survey: Survey, width: int) -> str:
 
 
 def big_cluster(**more: Any) -> Survey:
-    """Return a survey of 64 nodes, five of which have some trouble."""
     nodes = tuple(NodeConfig(host=f"gnn{k:02}.lab", user="alice") for k in range(1, 65))
     old = versions(numpy="1.26.4", torch="2.11.0+cpu", python="3.11.9")
     left = [{"run_id": "run-20261121-101500-ab12", "pids": [811, 812], "commands": ["python -m trainer train"]}]
@@ -83,9 +82,7 @@ def test_lines_of_a_refusal_are_folded() -> None:
 
 
 def devices(config: int, *gpus: dict[str, Any], **more: Any) -> tuple[ClusterConfig, dict[int, Any]]:
-    """Return a config of one node with ``config`` devices, and probe facts of this node, in which it has the GPUs
-    ``gpus``.
-    """
+    """Return a config of one node with ``config`` devices, and probe facts with the GPUs ``gpus``."""
     node = NodeConfig(host="gpu1", user="ann", devices=tuple(range(config)))
     return cluster(1, nodes=(node,)), {0: {**with_gpus(*gpus), **more}}
 
@@ -95,7 +92,6 @@ def disk(free: int, files: int = -1) -> dict[str, Any]:
 
 
 def messages() -> list[str]:
-    """Return the text of each finding of preflight that blocks a launch or is a warning."""
     pair, verify = cluster(2), DataConfig(dataset="synthetic", folder="/shared/parts", mode="verify")
     eight = cluster(1, nodes=(NodeConfig(host="host0", procs=8),))
     named = cluster(2, run=RunConfig(master_addr="head", master_port=29500))
@@ -155,7 +151,6 @@ def messages() -> list[str]:
 
 
 def replaced_procs(case: tuple[ClusterConfig, dict[int, Any]]) -> tuple[ClusterConfig, dict[int, Any]]:
-    """Return a case, as made by ``devices``, with two processes on the node instead of one per device."""
     config, facts = case
     node = NodeConfig(host="gpu1", user="ann", devices=config.nodes[0].devices, procs=2)
     return cluster(1, nodes=(node,)), facts

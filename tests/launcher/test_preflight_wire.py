@@ -34,9 +34,9 @@ def remedy(report: PreflightReport) -> str:
 
 
 def closed_for(why: str, sources: set[int], targets: set[int], *ports: int) -> Closed:
-    """Return the argument of ``wire`` that closes routes from the nodes ``sources`` to the nodes ``targets``.
+    """Return an argument ``closed`` for ``wire``: no connection from nodes ``sources`` to nodes ``targets``.
 
-    Only ``ports`` are closed, or all ports if none are given; ``why`` is the reported reason.
+    ports: none means all. why: the reported reason.
     """
     return lambda i, j, address, port: why if i in sources and j in targets and (not ports or port in ports) else ""
 

@@ -43,8 +43,7 @@ def own_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a stub of nvidia-smi on PATH and return its path; it prints a file that the test writes to the same
-    folder."""
+    """Put a stub of nvidia-smi on PATH; return its path. The stub prints a file that a test writes beside it."""
     path = tmp_path / "bin" / "nvidia-smi"
     path.parent.mkdir()
     path.write_text(SMI)
@@ -266,7 +265,7 @@ def test_unreadable_leases_are_reported(tmp_path: Path) -> None:
 
 @pytest.fixture
 def orphan(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a process of run r1 on node0 whose supervisor, as recorded in the run folder, no longer runs."""
+    """Yield a process of run r1 on node0 whose supervisor has ended."""
     folder = tmp_path / "runs/r1/node0"
     folder.mkdir(parents=True)
     (folder / "state.json").write_text('{"state": "training", "pid": 4194999, "start_ticks": 7, "processes": []}')
@@ -296,8 +295,7 @@ def test_processes_of_a_live_run_are_no_leftovers(tmp_path: Path, orphan: subpro
 
 
 def find_python(usable: Callable[[tuple[int, int]], bool]) -> str | None:
-    """Return the path of a python3 on this machine that starts and for whose version ``usable((major, minor))`` is
-    true."""
+    """Return a python3 of this machine for which ``usable((major, minor))`` is true, or None."""
     for minor in range(6, 14):
         path = shutil.which(f"python3.{minor}")
         if usable((3, minor)) and path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:

@@ -1,6 +1,4 @@
-"""Tests of recognising why the kernel keeps a process from running (swapping, a memory limit, blocked I/O), with
-recorded texts of /proc and with real processes.
-"""
+"""Tests of recognising why the kernel keeps a process from running: swapping, a memory limit or blocked I/O."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ SWAPPED = "Name:\tpython3\nState:\tD (disk sleep)\nVmRSS:\t  204800 kB\nVmSwap:\
 
 
 def samples(states: str, faults: float = 0.0, cpu: float = 0.0) -> list[Sample]:
-    """Return samples of a process with one thread, taken every 0.1 s: one for each letter of ``states``, its state in
-    /proc.
+    """Return one sample for each letter of ``states``, a process state of /proc. Samples are 0.1 s apart.
 
     faults: major page faults per second. cpu: CPU seconds per second.
     """

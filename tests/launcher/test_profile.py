@@ -1,6 +1,4 @@
-"""Tests of how the live view, ``status``, the report and ``gnnfleet profile`` show where a run spends its time, and of
-the advice that ``gnnfleet profile`` prints.
-"""
+"""Tests of how the live view, ``status``, the report and ``gnnfleet profile`` show where time is spent."""
 
 from __future__ import annotations
 
@@ -29,7 +27,10 @@ from test_report import report
 
 
 def profile_of(folder: Path, *ranks: list[dict[str, Any]]) -> Profile:
-    """Return the profile of a run with one rank on each node. ``ranks``: the metrics lines of each rank."""
+    """Return the profile of a run with one rank on each node.
+
+    ranks: the metrics lines of each rank.
+    """
     files = [metrics_file(folder / f"node{k}/metrics-rank{k}.jsonl", lines) for k, lines in enumerate(ranks)]
     found = analyse(files).profile
     assert found is not None

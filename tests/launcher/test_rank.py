@@ -1,4 +1,4 @@
-"""Tests of the rank runner: the log and the outcome that it writes for the process of a rank."""
+"""Tests of the rank runner: the log and the outcome that it writes for a rank."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_the_machines_count_is_not_used_if_the_kernel_log_is_readable(
 
 
 def memory_cgroup(limit_bytes: int) -> Path:
-    """Create a memory cgroup (v1 or v2) with a limit, and return its folder; skip the test if this is not possible."""
+    """Create a memory cgroup with a limit, and return its folder. Skips the test if this is impossible."""
     version1 = Path("/sys/fs/cgroup/memory")
     top = version1 if version1.is_dir() else Path("/sys/fs/cgroup")
     made = top / f"gnnfleet-test-{os.getpid()}"

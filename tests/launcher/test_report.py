@@ -1,4 +1,4 @@
-"""Tests of the first failure in a report, of the printed report, and of the files in the run folder after a run."""
+"""Tests of reports: the first failure, the printed text, and the files in the run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of whether a run starts again after a failure, and with which nodes, parts, ranks and checkpoint."""
+"""Tests of whether a run starts again, and with which nodes, parts, ranks and checkpoint."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_parts_of_a_lost_node_go_to_the_nodes_with_the_fewest() -> None:
     [
         ({}, ALL, {"stop": True}, ""),
         ({}, ALL, {"cause": {**killed(), "kind": "nan"}}, "the loss would become NaN or infinite again"),
-        ({"generation": 3}, ALL, {}, "all 3 of run.restarts are used up"),
+        ({"generation": 3}, ALL, {}, "the limit of run.restarts (3) is reached"),
         (
             {},
             {k: standing(stepped=False) for k in range(3)},
@@ -105,7 +105,7 @@ def test_parts_of_a_lost_node_go_to_the_nodes_with_the_fewest() -> None:
             {"min_nodes": 3},
             without(2),
             {"lost": {2: SILENT}},
-            "2 of at least 3 training nodes are left (run.min_nodes)",
+            "training nodes left: 2, needed: 3 (run.min_nodes)",
         ),
         (
             {},
@@ -187,7 +187,7 @@ def test_a_restart_on_the_first_lead_node_keeps_its_master_address() -> None:
 
 
 def write_checkpoint(folder: Path, name: str, content: bytes, digested: bytes | None = None) -> None:
-    """Write a checkpoint file that ends with the digest of its content or, to make it look damaged, of ``digested``."""
+    """Write a checkpoint file that ends with the digest of ``digested`` (default: of ``content``)."""
     comment = b"sha256:" + hashlib.sha256(content if digested is None else digested).hexdigest().encode()
     (folder / "checkpoints").mkdir(exist_ok=True)
     (folder / "checkpoints" / name).write_bytes(content + len(comment).to_bytes(2, "little") + comment)

@@ -1,4 +1,4 @@
-"""Tests of runs that start again after a failure, launched on this machine."""
+"""Tests of restarts after a failure, in runs that are launched on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from waiting import wait_until
 
 @pytest.fixture(autouse=True)
 def private_tmux(compiled_kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use a tmux server for this test alone; after the test, assert that no session is left."""
+    """Use a tmux server for this test alone. Afterwards, assert that no session is left."""
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
     yield
     listed = subprocess.run(["tmux", "list-sessions"], capture_output=True, text=True)
@@ -31,8 +31,6 @@ def private_tmux(compiled_kernels: None, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class Counting:
-    """A launch of three nodes whose ranks count steps until ``finish`` is called."""
-
     def __init__(self, folder: Path, data: dict[str, Any] | None = None, **run: Any) -> None:
         self.folder = folder
         settings = {"restarts": 3, "peer_timeout": 3, "grace": 1, **run}
@@ -49,13 +47,12 @@ class Counting:
         return found
 
     def await_steps(self, *nodes: int, generation: int = 0) -> None:
-        """Wait until ranks of these nodes have recorded steps after ``generation`` restarts of the run."""
         for k in nodes:
             wait_until(lambda k=k: self._launcher_failed() or self._steps(k, generation), 60)
             assert self._steps(k, generation), self.running.output
 
     def _launcher_failed(self) -> bool:
-        """Return whether the launcher has ended by itself. If the test has killed it, return False."""
+        # a launcher that the test has killed does not count
         return self.running.process.poll() not in (None, -signal.SIGKILL)
 
     def _steps(self, k: int, generation: int) -> bool:
@@ -63,14 +60,12 @@ class Counting:
         return state.get("generation") == generation and bool(state["ranks"])
 
     def kill(self, k: int, name: str) -> None:
-        """Kill the process ``name`` of node ``k``. The name of a node's supervisor is ``supervisor``."""
         if name == "supervisor":
             os.kill(self.state(k)["pid"], signal.SIGKILL)
             return
         os.kill(next(one["pid"] for one in self.state(k)["processes"] if one["name"] == name), signal.SIGKILL)
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run a gnnfleet command in the folder of the config."""
         argv = [sys.executable, str(REPOSITORY / "launch.py"), *words]
         env = {**os.environ, "COLUMNS": "200"}
         return subprocess.run(argv, cwd=self.folder, env=env, capture_output=True, text=True, timeout=90, check=False)
@@ -122,7 +117,7 @@ def test_a_run_that_cannot_start_again_says_why(tmp_path: Path) -> None:
     run.kill(1, "supervisor")
     done = run.running.end()
     assert done.status == 1 and "The run failed: node1 (local)" in done.output, done.output
-    assert "no restart: 2 of at least 3 training nodes are left (run.min_nodes)" in done.output
+    assert "no restart: training nodes left: 2, needed: 3 (run.min_nodes)" in done.output
     since = time.monotonic()
     while procs.run_processes(f"GNNFLEET_RUN_DIR={run.node(0)}", None) and time.monotonic() - since < 10:
         time.sleep(0.1)
@@ -178,5 +173,4 @@ def test_a_supervisor_that_was_started_again_ends_with_the_run(tmp_path: Path) -
 
 
 def _rank_of(run: Counting, k: int) -> int:
-    """Return the first rank of node ``k`` since the latest restart."""
     return next(one["rank"] for one in run.state(k)["processes"] if one["rank"] is not None)

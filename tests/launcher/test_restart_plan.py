@@ -1,4 +1,4 @@
-"""Tests of the settings for restarts, and of what they add to a plan: ports on every node, and values in node.json."""
+"""Tests of the settings for restarts, and of their effect on a plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config(*nodes: NodeConfig, transport: str = "ssh", mode: str = "sync", **run
 
 
 def specs(config: ClusterConfig) -> list[dict[str, Any]]:
-    """Return the content of the file node.json of each node, in a plan made from ``config``."""
+    """Return the content of each node's node.json in a plan."""
     found = []
     for node in plan_of(config, facts=facts_of(len(config.nodes))).nodes:
         found += [json.loads(file.content.reveal()) for file in node.files if file.dest.endswith("/node.json")]  # type: ignore[attr-defined]

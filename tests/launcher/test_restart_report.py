@@ -1,4 +1,4 @@
-"""Tests of how restarts are shown while a run is followed, by ``gnnfleet status``, and in the report."""
+"""Tests of how restarts are shown by the launcher, ``gnnfleet status`` and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of supervisors in runs that start again after a failure. The runs have no launcher."""
+"""Tests of supervisors in runs that restart after a failure, without a launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ MakeRun = Callable[..., RestartRun]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeRun]:
-    """Yield a function that makes runs; after the test, kill all processes of these runs."""
     made: list[RestartRun] = []
 
     def run(count: int, **more: Any) -> RestartRun:
@@ -51,7 +50,6 @@ def test_after_a_killed_rank_all_nodes_go_on_from_the_newest_checkpoint(make: Ma
 
 
 def _ranks(run: RestartRun) -> dict[int, int]:
-    """Wait for the first restart, and return the new rank of each node."""
     wait_until(lambda: (run.nodes[1].path / "attempts/0").exists(), 20)
     wait_until(lambda: restarts(run.nodes[1]), 20)
     return {int(k): ranks[0] for k, ranks in restarts(run.nodes[1])[0]["ranks"].items() if ranks}
@@ -79,8 +77,9 @@ def test_the_others_go_on_without_the_lead_node(make: MakeRun, how: str) -> None
 
 
 def _suspend_until_left(run: RestartRun) -> dict[int, int]:
-    """Suspend the supervisor of node 2 until the run has restarted without this node. Return the new ranks of the other
-    nodes.
+    """Suspend the supervisor of node 2 until the run has restarted without this node.
+
+    Returns the new ranks of all other nodes.
     """
     away = run.nodes[2].supervisor
     assert away is not None
@@ -157,7 +156,7 @@ def test_restarts_are_used_up(make: MakeRun) -> None:
     run.nodes[1].spec["trainer"]["env"]["FAIL_AT"] = "5"
     results = run.start(up=False).results()
     assert results[1]["state"] == "failed"
-    assert results[0]["reason"].endswith("no restart: all 1 of run.restarts are used up")
+    assert results[0]["reason"].endswith("no restart: the limit of run.restarts (1) is reached")
     assert len(results[0]["restarts"]) == 1
 
 
@@ -216,7 +215,6 @@ def test_a_server_that_keeps_dying_is_started_again_with_all_others(make: MakeRu
 
 
 def _ranks_of(run: RestartRun, k: int) -> list[int]:
-    """Wait for the first restart, and return the new ranks of node ``k``."""
     wait_until(lambda: restarts(run.nodes[k]), 20)
     found: list[int] = restarts(run.nodes[k])[0]["ranks"][str(k)]
     return found

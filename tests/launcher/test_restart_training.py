@@ -1,4 +1,4 @@
-"""Tests that training which starts again after a failure has the loss curve of a run without a failure."""
+"""Tests that training which restarts after a failure has the loss curve of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ TRAIN = {"epochs": EPOCHS, "batch_size": 64}
 
 @pytest.fixture(scope="module")
 def curve(tmp_path_factory: pytest.TempPathFactory, compiled_kernels: None) -> list[float]:
-    """Return the loss of each step of a run without a failure."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMUX_TMPDIR", str(folder))
@@ -30,7 +29,7 @@ def curve(tmp_path_factory: pytest.TempPathFactory, compiled_kernels: None) -> l
 
 
 def losses(done: Launched) -> list[float]:
-    """Return the loss of each step over all epochs. If an epoch was trained twice, its later losses count."""
+    """Return the loss of each step. Of an epoch that was trained twice, the later losses count."""
     by_epoch = {line["epoch"]: line["step_loss"] for line in done.metrics("epoch") if "step_loss" in line}
     assert sorted(by_epoch) == list(range(1, EPOCHS + 1))
     return [loss for epoch in sorted(by_epoch) for loss in by_epoch[epoch]]
@@ -71,7 +70,6 @@ def test_the_loss_curve_is_that_of_a_run_without_a_failure(
 
 
 def _follow(folder: Path) -> Launched:
-    """Run ``gnnfleet follow`` for the run whose launcher was killed."""
     argv = [sys.executable, str(REPOSITORY / "launch.py"), "follow", "again"]
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=90, check=False)
     return Launched(done.returncode, done.stdout + done.stderr, folder)

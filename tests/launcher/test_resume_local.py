@@ -52,13 +52,12 @@ dist.destroy_process_group()
 
 
 def kill_rank(workdir: Path, run_id: str, rank: int) -> None:
-    """Send SIGKILL to a rank of a local node."""
     (started,) = workdir.glob(f"runs/{run_id}/node*/procs/rank{rank}.json")
     os.kill(json.loads(started.read_text())["pid"], signal.SIGKILL)
 
 
 def resume(folder: Path, *words: str) -> Launched:
-    """Run ``gnnfleet resume`` in a folder; its new run is the second one in ``runs``."""
+    # the new run is the second one in the folder ``runs``
     command = [sys.executable, str(REPOSITORY / "launch.py"), "resume", *words]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=200, env={**os.environ, "COLUMNS": "200"}
@@ -67,7 +66,6 @@ def resume(folder: Path, *words: str) -> Launched:
 
 
 def epochs(run_dir: Path) -> dict[int, list[float]]:
-    """Return the step losses of each epoch in the metrics of a run."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return {line["epoch"]: line["step_loss"] for line in lines if line["kind"] == "epoch" and "step_loss" in line}
 
@@ -95,7 +93,6 @@ def test_the_bundled_trainer_continues_at_the_step(
 
 
 def losses(run_dir: Path) -> dict[tuple[int, int], float]:
-    """Return the losses that rank 0 of the script printed, by epoch and step."""
     text = (run_dir / "logs/node0/rank0.log").read_text()
     rows = re.findall(r" loss (\d+) (\d+) (\S+)$", text, re.MULTILINE)
     return {(int(epoch), int(step)): float(loss) for epoch, step, loss in rows}

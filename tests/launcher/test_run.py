@@ -1,4 +1,4 @@
-"""Tests of launch.py, run as a process: it launches a user script with two ranks on one node, with real tmux."""
+"""Tests of launch.py with a user script on two ranks of one node, with real tmux."""
 
 from __future__ import annotations
 
@@ -44,8 +44,6 @@ dist.barrier()
 
 
 class Launched:
-    """A process of launch.py that uses its own tmux server."""
-
     def __init__(self, folder: Path, *own: str):
         self.folder = folder
         self.env = {**os.environ, "TMUX_TMPDIR": str(folder), "PID_FOLDER": str(folder)}
@@ -63,7 +61,7 @@ class Launched:
         return self.process.communicate(timeout=timeout)[0]
 
     def pid_of(self, rank: int) -> int:
-        """Wait until the user script of a rank has written its pid, and return that pid."""
+        """Return the pid that the user script of a rank has written."""
         file = self.folder / f"pid{rank}"
         deadline = time.monotonic() + 60
         while not (file.exists() and file.read_text()):
@@ -85,8 +83,6 @@ class Launched:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Launched]]:
-    """Yield a function that starts launch.py in a new folder, for one node with two processes that run a user
-    script."""
     folder = Path(tempfile.mkdtemp(prefix="gf-"))  # short, since the length of tmux's socket path is limited
     launched: list[Launched] = []
     make_parts(folder / "parts", 1)

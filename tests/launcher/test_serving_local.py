@@ -19,7 +19,6 @@ from waiting import wait_until
 
 @pytest.fixture(scope="module", autouse=True)
 def private_tmux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Use a tmux server for the tests of this module only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMUX_TMPDIR", str(tmp_path_factory.mktemp("tmux")))
         yield
@@ -32,7 +31,6 @@ def kit(tmp_path_factory: pytest.TempPathFactory, local_workdirs: Path) -> Servi
 
 @pytest.fixture(scope="module")
 def toy(kit: ServingKit) -> Iterator[str]:
-    """Start the serving cluster ``toy``: two graph servers with encrypted connections and one part each."""
     config = kit.serving("toy", 2, run={"encrypt": "on"})
     done = kit.gnnfleet("serve", "--config", str(config))
     assert done.status == 0, done.err + done.out
@@ -44,7 +42,6 @@ def toy(kit: ServingKit) -> Iterator[str]:
 
 
 def losses(folder: Path) -> list[float]:
-    """Return the global loss of each step of a run, for all epochs in order."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     epochs = {line["epoch"]: line["step_loss"] for line in lines if line["kind"] == "epoch" and "step_loss" in line}
     return [loss for epoch in sorted(epochs) for loss in epochs[epoch]]
@@ -100,7 +97,7 @@ def test_a_run_that_is_killed_disturbs_neither_the_servers_nor_another_run(kit: 
 
 
 def stats(kit: ServingKit) -> list[dict]:
-    """Wait until a graph server reports clients; return the nodes in the output of ``gnnfleet serve status --json``."""
+    """Wait until a graph server has clients; return the nodes of ``gnnfleet serve status --json``."""
     found: list[dict] = []
 
     def done() -> bool:

@@ -50,7 +50,7 @@ def planned(wanted: ResolvedConfig) -> LaunchPlan:
 
 
 def server_state(plan: LaunchPlan, k: int, stats: dict[str, Any] | None = None, **view: Any) -> ServerState:
-    """Return the state of graph server k, which is healthy unless ``view`` has other values."""
+    """Return the state of graph server k, which is healthy except for ``view``."""
     state = {"state": "serving", "time": NOW, "pid": 1}
     files = {"cluster.json": text_of(plan, "cluster.json"), "server_stats.json": json.dumps(stats or {})}
     return ServerState(NodeView(plan.nodes[k], **{"state": state, "now": NOW, **view}), files)
@@ -69,7 +69,6 @@ def shown(shown_status: ServeStatus) -> str:
 
 
 def statuses() -> dict[str, ServeStatus]:
-    """Return a dict from the description of a situation to the status of a serving cluster in this situation."""
     asked = {"state": "done", "reason": "stop requested by ann@laptop (gnnfleet stop)", "outcomes": []}
     died = {"state": "failed", "reason": "server ended while it was needed; it got SIGKILL", "outcomes": []}
     unreachable_node = {"unreachable": "no route to host", "state": None}

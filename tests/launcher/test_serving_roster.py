@@ -1,4 +1,4 @@
-"""Tests of the list of nodes and parts of a serving cluster, and how it follows changes of the config file."""
+"""Tests of the list of nodes and parts of a serving cluster, also after changes of the config file."""
 
 from __future__ import annotations
 

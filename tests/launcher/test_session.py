@@ -30,7 +30,7 @@ Make = Callable[..., tuple[RunFolder, NodePlan]]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield a new home folder; use a tmux server for this test only."""
+    """Yield a new home folder, with a tmux server for this test."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TMUX", raising=False)
     with tempfile.TemporaryDirectory(prefix="tmux") as sockets:  # short: socket paths are limited
@@ -41,9 +41,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def make(home: Path) -> Iterator[Make]:
-    """Yield a function that creates the run folder of a node, with the script start.sh, and returns the folder and the
-    plan of the node.
-    """
+    """Yield a function that creates a node's run folder with start.sh. It returns the folder and the node's plan."""
     made: list[RunFolder] = []
 
     def make(interpreter: str = PYTHON, setup: tuple[str, ...] = ()) -> tuple[RunFolder, NodePlan]:

@@ -1,4 +1,4 @@
-"""Tests of how a supervisor reads the Python stacks of other processes; the processes are real."""
+"""Tests of reading the Python stacks of other processes, which are real."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(run_dir: Path) -> Iterator[Start]:
-    """Yield a function that starts the command of a rank, waits for its first output line and returns its pid."""
+    """Yield a function that starts a rank, waits for its first output line, and returns its pid."""
     started: list[subprocess.Popen[str]] = []
 
     def one(rank: int, *argv: str, **more: str) -> int:

@@ -194,9 +194,6 @@ def test_a_stopped_rank_leads_the_report_wherever_it_runs(tmp_path: Path, monkey
 
 
 def health_of(tmp_path: Path, **more: Any) -> tuple[Health, Hub]:
-    """Return the ``Health`` and the ``Hub`` of the lead node, in a run of two nodes with one rank each and no real
-    process.
-    """
     values = {"num_nodes": 2, "ready_file": "", "server": None, "trainer": None, "start_timeout": 9.0, "grace": 1.0}
     labels = ("node0 (gnn1)", "node1 (gnn2)")
     spec = NodeSpec("r1", "t", 0, run_dir=str(tmp_path), ranks=(0,), labels=labels, **values, **more)

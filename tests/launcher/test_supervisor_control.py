@@ -1,4 +1,4 @@
-"""Tests of ``control.py``, which stops a node or reports its state, even if the node's supervisor does not work."""
+"""Tests of ``control.py``, which stops a node or reports its state, even without a working supervisor."""
 
 from __future__ import annotations
 

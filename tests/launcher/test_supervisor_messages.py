@@ -46,8 +46,6 @@ def supervisor(number: int, node: int) -> Act:
 
 
 def when_up(act: Act) -> Act:
-    """Return an action that waits until all ranks of a run have started, and then performs ``act``."""
-
     def acts(run: Run) -> None:
         run.wait_up()
         act(run)
@@ -114,7 +112,6 @@ def test_messages(runs: Path) -> None:
 
 
 def run_with_busy_port(folder: Path) -> Run:
-    """Return a run that has ended because another program uses its control port."""
     run = Run(folder / "port", 2, start_timeout=1.0)
     run.nodes.pop()
     with socket.create_server(("127.0.0.1", run.port)):
@@ -123,14 +120,13 @@ def run_with_busy_port(folder: Path) -> Run:
 
 
 def run_with_one_node(folder: Path, started: int) -> Run:
-    """Return a run of two nodes of which only node ``started`` was started."""
     run = Run(folder / f"only{started}", 2, start_timeout=1.0)
     run.nodes = [run.nodes[started].start()]
     return run
 
 
 def results_text(name: str, run: Run) -> str:
-    """Wait until all supervisors have ended; return the state, reason and cause in the result of each node, as text."""
+    """Wait for all supervisors; return state, reason and cause of each result as text."""
     lines = [name]
     for node in run.nodes:
         assert node.supervisor is not None
@@ -154,7 +150,6 @@ def damaged(folder: Path) -> str:
 
 
 def normalised(text: str, folder: Path) -> str:
-    """Replace the values in ``text`` that differ from one execution of the test to the next, e.g. ports and pids."""
     text = re.sub(rf"{re.escape(str(folder))}/[\w/]*?(node\d)", r"RUNS/\1", text).replace(str(folder), "RUNS")
     text = re.sub(r"port \d{4,5} \(run", "port 29400 (run", text)
     text = re.sub(r"127.0.0.1 port \d{4,5} within", "127.0.0.1 port 29400 within", text)

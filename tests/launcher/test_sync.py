@@ -1,4 +1,4 @@
-"""Tests of sync and of ``mode: verify`` with real files on this machine, and with simulated connection failures."""
+"""Tests of sync and of ``mode: verify``, with real files and simulated connection failures."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ X = "part0/nodes/node/attrs/x.npy"
 
 
 class Breaking(LocalTransport):
-    """A local transport that records all uploads. The first ``breaks`` uploads of a file x.npy fail after some
-    bytes."""
+    """A local transport that records all uploads. The first ``breaks`` uploads of x.npy fail after some bytes."""
 
     def __init__(self, node_rank: int, breaks: int = 0, error: Callable[[], Exception] | None = None):
         super().__init__(node_rank)

@@ -1,4 +1,4 @@
-"""Tests that reports and comparisons name the metric of a run's task, and know whether lower values are better."""
+"""Tests that reports and comparisons name the metric of a run's task, and whether lower values are better."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from launcher.report.task_metric import TaskMetric, metric_of, score_text
 
 
 def made_run(top: Path, run_id: str, errors: tuple[float, ...], **changes: Any) -> Path:
-    """Write the folder of a regression run whose mean absolute error after each epoch is given by ``errors``."""
+    """Write the folder of a regression run with these mean absolute errors after its epochs."""
     folder = top / "runs" / run_id
     replace(LaunchFile.mine(run_id, "toy", config="cluster.yml").at("end"), started=1.0).write(folder)
     (folder / "config.yml").write_text(to_yaml(ClusterConfig((NodeConfig("a"),), DataConfig("synthetic"))))

@@ -1,5 +1,4 @@
-"""Tests of ``data.topology``: what ``auto`` chooses and why, which files are sent, and which environment variables the
-processes get."""
+"""Tests of ``data.topology``: the choice of ``auto``, the files sent, and environment variables."""
 
 from __future__ import annotations
 
@@ -27,8 +26,6 @@ GB = 10**9
 
 
 def parts_of(num_parts: int, edge_bytes: int, edge_files: int = 1) -> PartitionFiles:
-    """Return the list of files of ``num_parts`` parts; each part has ``edge_files`` edge files of ``edge_bytes`` bytes,
-    and one feature file."""
     files = []
     for p in range(num_parts):
         files += [PartFile(f"part{p}/edges/e{i}/indices.npy", edge_bytes, "d", True) for i in range(edge_files)]

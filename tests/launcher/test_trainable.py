@@ -1,5 +1,4 @@
-"""Tests that the launcher refuses a graph without train seeds before it sends any file, unless it runs a user
-command."""
+"""Tests that the launcher refuses a graph without train seeds, unless it runs a user command."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ def config_of(folder: Path, **train: str) -> ClusterConfig:
 
 
 def parts_with(folder: Path, **train_seeds: int) -> Path:
-    """Create two parts whose manifest has ``train_seeds``: the number of train seeds of each node type.
+    """Create two parts.
 
-    A node type with 0 train seeds has only a test split.
+    train_seeds: number of train seeds by node type. A node type with 0 has only a test split.
     """
     parts_folder(folder, 2)
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -1,4 +1,4 @@
-"""Tests of what every transport must do; each test runs with the local, the paramiko and the OpenSSH transport."""
+"""Tests of what every transport must do: the local, the paramiko and the OpenSSH transport."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ no_ssh = pytest.mark.skipif(shutil.which("ssh") is None, reason="openssh-client 
 
 @pytest.fixture(params=["local", "ssh", pytest.param("openssh", marks=no_ssh)])
 def node(request: pytest.FixtureRequest, home: Path, tmp_path: Path) -> Iterator[Transport]:
-    """Yield a connected transport to this machine whose login folder is ``home``."""
     if request.param == "local":
         yield LocalTransport(3)
         return

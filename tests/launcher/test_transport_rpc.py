@@ -1,6 +1,4 @@
-"""Tests of calling node programs over a transport: directly, or through the agent, a node program that runs other
-ones.
-"""
+"""Tests of calling node programs over a transport, directly or through the agent."""
 
 from __future__ import annotations
 
@@ -36,9 +34,6 @@ HELPER = "calls = 0\nfile = {file!r}\ndef twice(n): return 2 * n"
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield a folder from which the launcher takes node programs. It contains agent.py; tests add their own
-    programs.
-    """
     folder = tmp_path / "programs"
     folder.mkdir()
     shutil.copy(Path(rpc.__file__).parents[1] / "node/programs/agent.py", folder)
@@ -146,7 +141,7 @@ def test_one_call_is_an_agent_that_ends(programs: Path) -> None:
 
 
 def find_python(usable: Callable[[tuple[int, int]], bool]) -> Command | None:
-    """Return a python3 on this machine that starts and for whose version ``usable((major, minor))`` is true."""
+    """Return a python3 of this machine for which ``usable((major, minor))`` is true, or None."""
     for minor in range(6, 14):
         path = shutil.which(f"python3.{minor}")
         if usable((3, minor)) and path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:

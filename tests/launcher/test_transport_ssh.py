@@ -50,8 +50,7 @@ def key(client: paramiko.PKey, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sshd(home: Path, client: paramiko.PKey) -> Iterator[Sshd]:
-    """Yield an SSH server that accepts the key ``client`` and the password ``right``; its host key is in
-    known_hosts."""
+    """Yield an SSH server with a known host key, which accepts the key ``client`` and the password ``right``."""
     with serving(Sshd(home=home, host_key=new_key(), authorized=client, password="right")) as server:
         know(home, server.port, server.host_key)
         yield server
@@ -59,7 +58,6 @@ def sshd(home: Path, client: paramiko.PKey) -> Iterator[Sshd]:
 
 
 def whoami(transport: RemoteTransport) -> bytes:
-    """Connect, run ``echo hello``, close the connection, and return the output."""
     transport.connect(10)
     try:
         return transport.run(Command(("echo", "hello")), timeout=10).stdout

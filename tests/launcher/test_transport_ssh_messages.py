@@ -25,8 +25,6 @@ Said = tuple[str, str]
 
 
 class Scene:
-    """A home folder with an SSH key, the SSH servers of a test, and the recorded error messages."""
-
     def __init__(self, home: Path, stack: ExitStack):
         self.home, self.stack, self.recorded = home, stack, list[Said]()
         (home / ".ssh").mkdir()
@@ -43,9 +41,9 @@ class Scene:
         (self.home / ".ssh/config").write_text(text)
 
     def record(self, how: str, work: Callable[[], object]) -> None:
-        """Record the message of the error that ``work`` raises, with the description ``how``.
+        """Record the message of the error that ``work`` raises, under the description ``how``.
 
-        Text that differs between executions, such as ports and fingerprints, is replaced.
+        Text that differs between executions, such as ports, is replaced.
         """
         with pytest.raises(FleetError) as caught:
             work()
@@ -171,7 +169,7 @@ def broken_connections(scene: Scene) -> None:
 
 
 def by_openssh(scene: Scene) -> None:
-    """Record errors of the OpenSSH transport, which is used if the ssh config has a KnownHostsCommand."""
+    # this transport is used if the ssh config has a KnownHostsCommand
     host = scene.host(known=False, authorized=scene.good)
     block = f"Host gnn*\n  HostName 127.0.0.1\n  Port {host.port}\n  KnownHostsCommand /bin/cat {scene.home}/.ssh/all\n"
     scene.config(block)

@@ -1,5 +1,4 @@
-"""Tests of passwords and passphrases: each is asked for once per user and tried once on each host; if it is refused, it
-is asked for once more."""
+"""Tests of prompts for passwords and passphrases: once per user, and once more after a refusal."""
 
 from __future__ import annotations
 
@@ -32,7 +31,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def servers(home: Path) -> Iterator[list[Sshd]]:
-    """Yield three SSH servers that accept the password ``right``."""
     with ExitStack() as stack:
         made = [stack.enter_context(serving(Sshd(home, new_key(), password="right"))) for _ in range(3)]
         for server in made:
@@ -49,8 +47,6 @@ def cluster(*servers: Sshd, key: Path | None = None) -> ClusterConfig:
 
 
 class Asker:
-    """Answers each prompt with the next of ``answers``, and records the prompts."""
-
     def __init__(self, *answers: str):
         self.answers, self.prompts = list(answers), list[str]()
 

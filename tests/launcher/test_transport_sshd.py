@@ -47,9 +47,7 @@ class RealSshd:
 
 @pytest.fixture(scope="module")
 def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSshd]:
-    """Yield an OpenSSH server that accepts a new key. A temporary ~/.ssh contains this key and a config with aliases
-    for the server.
-    """
+    """Yield an OpenSSH server. A temporary ~/.ssh has a key and aliases for the server."""
     folder = tmp_path_factory.mktemp("sshd")
     home = folder / "home"
     (home / ".ssh").mkdir(parents=True)

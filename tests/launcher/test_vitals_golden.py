@@ -1,4 +1,4 @@
-"""Golden test of the sentences with which a report describes stalls, stragglers and loss values that are not finite."""
+"""Golden test of the sentences of reports about stalls, stragglers and loss values that are not finite."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests of ``watch.py``, which streams the logs of a node to the launcher: each line is sent once, even if the
-connection is lost or the supervisor ends."""
+"""Tests of ``watch.py``, which streams the logs of a node to the launcher: each line is sent once."""
 
 from __future__ import annotations
 
@@ -32,8 +31,6 @@ def run(tmp_path: Path) -> Iterator[RunFolder]:
 
 
 class Watch:
-    """A process of ``watch.py`` and the messages that it has printed so far."""
-
     def __init__(self, run: RunFolder, offsets: dict[str, int] | None = None) -> None:
         argv = [PYTHON, str(NODE / "watch.py"), str(run.path), "--offsets", json.dumps(offsets or {})]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -196,7 +193,6 @@ def cpu_seconds(pid: int) -> float:
 
 
 def once(run: RunFolder, *words: str) -> tuple[int, list[dict[str, Any]]]:
-    """Run ``watch.py --once`` for a run folder; return its exit status and its messages."""
     argv = [PYTHON, str(NODE / "watch.py"), str(run.path), "--once", *words]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL, check=False)
     assert done.stderr == ""
@@ -204,7 +200,6 @@ def once(run: RunFolder, *words: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 def write_log(run: RunFolder, name: str, count: int, start: float = 1_000_000.0) -> None:
-    """Write ``logs/<name>.log`` with ``count`` numbered lines of different lengths whose times are one second apart."""
     (run.path / "logs").mkdir(exist_ok=True)
     lines = [f"{stamp(start + i)} {i} {'x' * (i * 37 % 500)}\n" for i in range(count)]
     (run.path / "logs" / f"{name}.log").write_text("".join(lines))

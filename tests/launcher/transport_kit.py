@@ -16,7 +16,6 @@ from sshd_inprocess import Sshd
 
 
 def sh(script: str) -> Command:
-    """Return the command that runs a shell script."""
     return Command(("sh", "-c", script))
 
 
@@ -31,7 +30,6 @@ def save_key(key: paramiko.PKey, path: Path, passphrase: str | None = None) -> P
 
 
 def know(home: Path, port: int, key: paramiko.PKey) -> None:
-    """Add the host key of the SSH server on ``port`` to ``home/.ssh/known_hosts``."""
     line = f"[127.0.0.1]:{port} {key.get_name()} {key.get_base64()}\n"
     (home / ".ssh").mkdir(exist_ok=True)
     with (home / ".ssh/known_hosts").open("a") as file:
@@ -52,8 +50,10 @@ def ssh_to(
 
 
 def credentials_of(node: NodeConfig, secret: str | None) -> Credentials:
-    """Return the credentials of a node; ``secret`` is the passphrase if the node has an encrypted key, else the
-    password."""
+    """Return the credentials of a node.
+
+    secret: the passphrase of its encrypted key, or else the password.
+    """
     given = Secret(secret) if secret is not None else None
     if node.key and given is not None and is_locked(node.key):
         return Credentials(node.key, passphrase=given)
@@ -69,7 +69,6 @@ def openssh_to(
 
 
 def ssh_threads() -> list[str]:
-    """Return the names of running threads that belong to paramiko or to the SSH transports."""
     kinds = (paramiko.Transport,)
     return [
         thread.name

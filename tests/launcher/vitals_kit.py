@@ -10,8 +10,7 @@ LABELS = ("node0 (gnn1)", "node1 (gnn2)")
 
 
 class Cluster:
-    """Two simulated nodes with two ranks each, and a simulated clock; ``findings`` has all findings of the
-    ``StallDetector``."""
+    """Two simulated nodes with two ranks each, and a simulated clock. ``findings`` are those of ``StallDetector``."""
 
     def __init__(self, stall_after: float | str = "auto", at: bool = True, **more: Any) -> None:
         self.judge = StallDetector(stall_after, LABELS, **more)
@@ -28,7 +27,7 @@ class Cluster:
             self.rank(rank, step, **more)
 
     def wait(self, seconds: float) -> list[dict[str, Any]]:
-        """Advance the simulated clock by ``seconds`` without progress of any rank; return the new findings."""
+        """Let ``seconds`` pass without progress of any rank; return the new findings."""
         found = []
         for _ in range(round(seconds)):
             self.now += 1
@@ -46,9 +45,9 @@ class Cluster:
 
 
 def pace(run: Cluster, seconds: int, **of_rank_3: Any) -> list[dict[str, Any]]:
-    """Let all ranks train for ``seconds`` with half a second per step; return the new findings.
+    """Let all ranks train for ``seconds`` with 0.5 s per step; return the new findings.
 
-    ``of_rank_3``: values that rank 3 reports instead of the default ones, such as ``step_s``.
+    of_rank_3: other values that rank 3 reports, such as ``step_s``.
     """
     found = []
     for _ in range(seconds):

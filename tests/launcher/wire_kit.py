@@ -15,7 +15,6 @@ Closed = Callable[[int, int, str, int], str]
 
 
 def cluster(count: int, *, run: RunConfig | None = None, **of_node: Any) -> ClusterConfig:
-    """Return a config of ``count`` nodes with fixed ports, so that messages are predictable."""
     nodes = tuple(NodeConfig(host=f"host{k}", **of_node) for k in range(count))
     run = run or RunConfig(master_port=29500, control_port=29400, service_port=29600)
     return ClusterConfig(nodes=nodes, data=DataConfig(dataset="synthetic"), run=run)
@@ -23,7 +22,6 @@ def cluster(count: int, *, run: RunConfig | None = None, **of_node: Any) -> Clus
 
 @cache
 def this_machine() -> dict[str, Any]:
-    """Return the result of the probe program on this machine."""
     return probe_program.main(Inquiry.about(cluster(1)).request(0))
 
 

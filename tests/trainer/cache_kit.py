@@ -1,6 +1,4 @@
-"""Simulated hosts of a partition in one process: each opens its own parts and calls the graphs of the others directly.
-Ranks are threads.
-"""
+"""Simulated hosts of a partition in one process: each opens its own parts. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from trainer.store.part_store import open_parts
 
 
 class LocalClient:
-    """Stands in for a host's client: answers requests from the host's ``LocalGraph`` without a network."""
+    """Answers requests from a host's ``LocalGraph``, without a network."""
 
     def __init__(self, part_ids: Sequence[int], local: LocalGraph):
         self.part_ids, self.name, self._local = tuple(part_ids), f"host of {part_ids}", local
@@ -49,7 +47,7 @@ class _Exchange:
 
 @dataclass(frozen=True)
 class Threads:
-    """One of several ranks that run as threads. Has the methods of ``RankGroup`` that ``fill_cache`` calls."""
+    """A group of ranks that are threads, with the methods of ``RankGroup`` that ``fill_cache`` calls."""
 
     rank: int
     exchange: _Exchange
@@ -72,14 +70,14 @@ class Threads:
 
 
 def run_ranks(size: int, work: Callable[[Threads], Any]) -> list[Any]:
-    """Run ``work`` for every rank, each in a thread. Returns the results by rank."""
+    """Run ``work`` for every rank, each in a thread. Return the results by rank."""
     exchange = _Exchange(size)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: work(Threads(rank, exchange)), range(size)))
 
 
 def hosts(folder: Any, num_parts: int, topology: str = "partitioned", **options: Any) -> list[Graph]:
-    """Return one graph per host. Host p holds part p and runs one rank. ``options`` go to each ``DistGraph``."""
+    """Return one graph per host. Host p holds part p and runs one rank."""
     locals_ = [LocalGraph(open_parts(folder, [part])) for part in range(num_parts)]
     layout = RankLayout(num_parts, tuple((part,) for part in range(num_parts)))
     graphs = []
@@ -95,5 +93,5 @@ def loader_of(graph: Graph, rank: int, fanouts: Any, batch: int, **options: Any)
 
 
 def received(loader: BatchLoader, epoch: int = 1) -> Cost:
-    """Return the total ``Cost`` of the batches of an epoch: rows, and bytes received from other hosts."""
+    """Return the total ``Cost`` of the batches of an epoch."""
     return Cost.total(loader.sample(share).cost for share in loader.shares(epoch))

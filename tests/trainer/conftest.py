@@ -8,5 +8,5 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Run torch with one thread: for small tensors, synchronising threads costs more time than it saves."""
+    # for small tensors, synchronising threads costs more time than it saves
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Damages files of a small partition folder, then opens the folder and samples and gathers from it.
+"""Damages files of a small partition folder, then samples and gathers from it.
 
 Run ``damage`` in a process of its own: compiled code that reads a damaged file could crash the process.
 """
@@ -28,7 +28,6 @@ HEADER = 128  #: bytes of the .npy headers in this folder
 
 
 def small_folder(folder: Path) -> Path:
-    """Write a graph of three node types in two parts, with edge weights, times, and attributes of several dtypes."""
     dataset = odd_types()
     tag = dataset.nodes["tag"]
     wide = np.random.default_rng(1).random((5, 70), np.float32)
@@ -38,7 +37,10 @@ def small_folder(folder: Path) -> Path:
 
 
 def content_digest(folder: Path, digests: bool) -> str:
-    """Return a digest of samples and rows of a folder. ``digests``: whether to verify the files' digests first."""
+    """Return a digest of samples and rows.
+
+    digests: whether to verify the digests of files first.
+    """
     store = open_parts(folder, (0,), "replicated")
     if digests:
         with checked_digests(store):
@@ -75,7 +77,7 @@ def _answers(graph: LocalGraph):
 
 
 class Damage:
-    """One random kind of damage to one random file of ``folder``, both determined by ``seed``."""
+    """Random damage to a random file of ``folder``, determined by ``seed``."""
 
     def __init__(self, seed: int, folder: Path):
         self.rng = np.random.default_rng(seed)
@@ -110,7 +112,6 @@ class Damage:
         self._flip(HEADER, self.path.stat().st_size)
 
     def do_extreme(self) -> None:
-        """Overwrite 8 bytes with the largest or smallest integers, infinity or NaN."""
         values = [2**31 - 1, -1, 2**63 - 1, -(2**63), 0x7FF0000000000000, 0x7FC000007FC00000, 0x7F8000007F800000]
         size = self.path.stat().st_size
         if size >= HEADER + 8:
@@ -119,7 +120,6 @@ class Damage:
                 file.write(np.int64(self.rng.choice(values)).tobytes())
 
     def do_header_word(self) -> None:
-        """Replace the dtype, order or shape in the npy header by another one of the same length."""
         words = [
             (b"<i8", b"<f8"),
             (b"<i8", b"<u8"),
@@ -197,10 +197,10 @@ class Damage:
 
 
 def damage(sound: Path, work: Path, seed: int, seconds: float) -> None:
-    """Damage, read and restore ``work``, a copy of the folder ``sound``, repeatedly for ``seconds``.
+    """Damage, read and restore ``work``, a copy of the folder ``sound``, for ``seconds``.
 
-    Prints each case, and finally ``done``, the number of cases, and how many the digest check refused with a
-    ``TrainerError``. Other errors are raised, and ``AssertionError`` if the check misses a wrong row.
+    Prints each case, then ``done``, the number of cases, and how many the digest check refused. Raises
+    ``AssertionError`` if the check misses a wrong row.
     """
     shutil.copytree(sound, work)
     right, until, tried, refused = content_digest(work, True), time.monotonic() + seconds, 0, 0

@@ -8,9 +8,7 @@ import numpy as np
 
 
 def save_arrays(folder: Path, **arrays: np.ndarray | None) -> str:
-    """Write one .npy file per array, except those that are None. Returns the folder, which is the option ``source`` of
-    the dataset.
-    """
+    """Write one .npy file per array that is not None. Return the folder, as the dataset option ``source``."""
     folder.mkdir(exist_ok=True, parents=True)
     for name, values in arrays.items():
         if values is not None:

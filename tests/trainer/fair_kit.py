@@ -1,8 +1,7 @@
-"""Many light client processes of one graph server. They do not import torch: each only has threads that request batches
-through a ``Gateway``, a client's connection to graph servers.
+"""Many light client processes of one graph server, which do not import torch.
 
-As a program (``fair_kit.py ENDPOINT CLIENTS``) it forks one client for each entry of the JSON list CLIENTS. The clients
-request batches until stdin ends. Each received batch is one line on stdout: client, time, bytes.
+``fair_kit.py ENDPOINT CLIENTS`` starts one client for each entry of the JSON list CLIENTS, until stdin ends. Each
+received batch is one line on stdout: client, time, bytes.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ SETTINGS = SampleSettings({HOMO_EDGE: (5, 5)})
 
 @dataclass(frozen=True)
 class BatchRequests:
-    """The batches that one client requests."""
-
     name: str
     seeds: int = 100
     under_way: int = 2  #: batches requested at the same time
@@ -48,8 +45,6 @@ class ReceivedBatch:
 
 
 class ClientProcesses:
-    """The client processes and the batches they have received."""
-
     def __init__(self, endpoint: str, clients: Sequence[BatchRequests]):
         self.clients = clients
         argv = [sys.executable, __file__, endpoint, json.dumps([asdict(one) for one in clients])]
@@ -70,7 +65,7 @@ class ClientProcesses:
         return [one for one in list(self._received) if since <= one.at < until]
 
     def await_all(self, batches: int = 1, seconds: float = 60.0, of: Sequence[int] | None = None) -> None:
-        """Wait until each client, or each of the clients ``of``, has received ``batches`` more batches."""
+        """Wait until each of the clients ``of`` (default: all) has received ``batches`` more batches."""
         start, waiting = time.monotonic(), set(range(len(self.clients)) if of is None else of)
         while waiting:
             assert time.monotonic() < start + seconds, f"no batches for clients {sorted(waiting)}"
@@ -100,7 +95,7 @@ def running_clients(endpoint: str, clients: Sequence[BatchRequests]) -> Iterator
 
 
 def shares(received: Sequence[ReceivedBatch], clients: Sequence[int], nbytes: bool = False) -> dict[int, float]:
-    """Return the share of each client relative to an equal share (1.0), in batches or, if ``nbytes``, in bytes."""
+    """Return the share of each client relative to an equal share (1.0), in batches or in bytes."""
     had = dict.fromkeys(clients, 0)
     for one in received:
         if one.client in had:
@@ -110,7 +105,6 @@ def shares(received: Sequence[ReceivedBatch], clients: Sequence[int], nbytes: bo
 
 
 def run_client(number: int, endpoint: str, requests: BatchRequests) -> None:
-    """Connect to the graph server through a ``Gateway``, and start threads that request batches for ever."""
     gateway = Gateway([place_of(endpoint)], 60.0, server_wait=60.0, client=client_name(requests.name))
     num_nodes = gateway.open(60.0).nodes[HOMO_NODE].num_nodes
     for thread in range(requests.under_way):

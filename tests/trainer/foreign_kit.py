@@ -1,4 +1,4 @@
-"""Test kit: the graphs in tests/trainer/samples, and partitions of torch_geometric made by its own ``Partitioner``."""
+"""Test kit: the graphs in tests/trainer/samples, and partitions made by torch_geometric's ``Partitioner``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CITES, WRITES, BACK = ("paper", "cites", "paper"), ("author", "writes", "paper")
 
 
 def homo(num_nodes=24, num_edges=90):
-    """Return a graph with features, labels, a split, edge features and edge weights, made without random numbers."""
+    """Return a fixed graph with features, labels, a split, edge features and edge weights."""
     at = torch.arange(num_edges)
     return Data(
         x=rows(num_nodes, 3),
@@ -31,7 +31,6 @@ def homo(num_nodes=24, num_edges=90):
 
 
 def hetero():
-    """Return a graph of papers and authors; all types have features."""
     at = torch.arange(40)
     data = HeteroData()
     data["paper"].x, data["author"].x = rows(15, 3), rows(8, 3) * 2
@@ -49,15 +48,11 @@ def rows(count, width):
 
 
 def dataset_of(data, name="graph"):
-    """Return ``Data`` or ``HeteroData`` as the ``Dataset`` that ``partition make`` would load."""
     return build_dataset(raw_graph(name, data.to_dict(), name), SourceOptions(), "fingerprint")
 
 
 def partition_by_pyg(data, num_parts, folder, monkeypatch):
-    """Write a partition with torch_geometric's ``Partitioner``, and return its folder.
-
-    A fixed assignment replaces its call of METIS, which needs pyg-lib or torch-sparse.
-    """
+    # a fixed assignment in place of METIS, which needs pyg-lib or torch-sparse
     from torch_geometric.distributed import Partitioner
     from torch_geometric.loader import ClusterData
 
@@ -70,7 +65,6 @@ def partition_by_pyg(data, num_parts, folder, monkeypatch):
 
 
 def assert_same_graph(found, expected, *, without=()):
-    """Assert that two ``Dataset`` have equal nodes, edges and attributes, except the attributes in ``without``."""
     assert set(found.nodes) == set(expected.nodes) and set(found.edges) == set(expected.edges)
     for of, nodes in expected.nodes.items():
         assert found.nodes[of].num_nodes == nodes.num_nodes

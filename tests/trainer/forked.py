@@ -1,4 +1,4 @@
-"""Processes forked from a server that has already imported torch, torch_geometric and the trainer, to save seconds."""
+"""Forks processes from a server that has already imported torch and the trainer, to save seconds."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ _outputs = tempfile.TemporaryDirectory(prefix="gnnfleet-forked-")
 
 
 class Forked:
-    """A started process with the parts of ``subprocess.Popen`` that tests use. Its stdout and stderr go to one file.
+    """A forked process with methods of ``subprocess.Popen``. Its stdout and stderr go to one file.
 
-    ``env`` is its whole environment. Torch computes with one thread. torch_geometric, NumPy and Numba are already
-    imported, so tests of imports, or of variables that these packages read at import, need a fresh interpreter.
+    ``env`` is its whole environment. Torch computes with one thread. Tests of imports need a fresh interpreter instead.
     """
 
     def __init__(self, work: Callable[..., None], args: Sequence[Any], env: Mapping[str, str], cwd: Path = REPOSITORY):
@@ -43,12 +42,11 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, None while the process runs. If a signal killed it, the negative number of the signal."""
+        """Exit status, None while the process runs, or the negative number of the signal that killed it."""
         return self._process.exitcode
 
     @property
     def output(self) -> str:
-        """The text written to stdout and stderr so far."""
         return Path(self._output).read_text()
 
     def poll(self) -> int | None:
@@ -61,25 +59,22 @@ class Forked:
         self._process.kill()
 
     def wait(self, timeout: float = 120) -> int:
-        """Wait for the exit status. Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(["python"], timeout)
         return self._process.exitcode
 
     def communicate(self, timeout: float = 120) -> tuple[str, None]:
-        """Wait for the process to end. Returns its output and None."""
         self.wait(timeout)
         return self.output, None
 
 
 def fork(words: Sequence[str], env: Mapping[str, str], cwd: Path = REPOSITORY) -> Forked:
-    """Start what ``python *words`` would run: ``-c CODE``, ``-m MODULE`` or a script, each with arguments."""
+    """Start what ``python *words`` would run: ``-c CODE``, ``-m MODULE`` or a script."""
     return Forked(_run, (list(words),), env, cwd)
 
 
 def _start_server() -> None:
-    """Start the fork server with this process's import path and one OpenMP thread."""
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
     os.environ |= {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
     try:
@@ -93,7 +88,6 @@ def _start_server() -> None:
 
 
 def _forked_main(work: Callable[..., None], args: tuple[Any, ...], env: dict[str, str], cwd: Path, output: str) -> None:
-    """Main function of the forked process: redirect its output, set its environment and call ``work``."""
     handle = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(handle, stream)

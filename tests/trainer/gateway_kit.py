@@ -1,4 +1,4 @@
-"""Graph servers of a partition folder within this process, and their clients."""
+"""Graph servers of a partition folder in this process, and their clients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Servers:
         self._locals: dict[int, LocalGraph] = {}
 
     def start(self, number: int) -> None:
-        """Start server ``number``. If it has run before, it gets the same endpoint again."""
+        """Start server ``number``. Started again, it gets the same endpoint."""
         parts = tuple(self.held[number])
         endpoint = self.places[number].endpoint if number in self.places else "tcp://127.0.0.1:0"
         local = self._locals[number] = LocalGraph(open_parts(self.folder, parts))
@@ -47,7 +47,6 @@ class Servers:
         self.places[number] = ServerAddress(f"node{number} (s{number})", number, f"s{number}", server.endpoint, parts)
 
     def join(self) -> None:
-        """Connect all servers to each other."""
         for number, server in self.servers.items():
             others = {of: HostClient(place, 20, self.keys, gone_after=1) for of, place in self.places.items()}
             others.pop(number)
@@ -71,7 +70,6 @@ class Servers:
 def serving_parts(
     folder: Path, held: Sequence[Sequence[int]] = HALVES, keys: ServiceKeys | None = None
 ) -> Iterator[Servers]:
-    """Start all servers and connect them to each other."""
     servers = Servers(folder, held, keys)
     try:
         for number in range(len(held)):
@@ -83,7 +81,6 @@ def serving_parts(
 
 
 def written(folder: Path, data, num_parts: int = 4) -> Path:
-    """Write ``data`` as a partition and return its folder."""
     write_store(folder, parts_of(data, num_parts).store)
     return folder
 
@@ -91,7 +88,6 @@ def written(folder: Path, data, num_parts: int = 4) -> Path:
 def client_graph(
     servers: Servers, home: int = 0, ranks: Ranks | None = None, placed: RankLayout | None = None, **options
 ) -> Graph:
-    """Open the graph as a client whose home server is ``home``."""
     numbers = [home, *(number for number in servers.places if number != home)]
     places = [servers.places[number] for number in numbers]
     gateway = Gateway(places, options.pop("deadline", 20.0), servers.keys, **{"server_wait": 10.0, **options})
@@ -100,7 +96,7 @@ def client_graph(
 
 @contextmanager
 def worker_graphs(servers: Servers) -> Iterator[list[Graph]]:
-    """Open the folder in worker mode: yield one graph per node. Node k holds the same parts as server k."""
+    """Yield one graph per node in worker mode. Node k holds the parts of server k."""
     with ExitStack() as stack:
         graphs = []
         for number, parts in enumerate(servers.held):

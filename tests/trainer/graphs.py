@@ -40,7 +40,7 @@ def graph(
 
 
 def ring(num_nodes: int) -> Dataset:
-    """Return a directed ring with edges v -> v + 1: every node has one in-edge."""
+    """Return a directed ring with edges v -> v + 1."""
     return graph([(v, (v + 1) % num_nodes) for v in range(num_nodes)], num_nodes, name="ring")
 
 
@@ -57,7 +57,6 @@ def skewed(num_nodes: int, num_edges: int, seed: int = 0) -> Dataset:
 
 
 def empty(num_nodes: int) -> Dataset:
-    """Return a graph without edges."""
     return graph([], num_nodes, name="empty")
 
 
@@ -68,7 +67,7 @@ def odd() -> Dataset:
 
 
 def blocks(num_blocks: int, size: int, seed: int = 0) -> Dataset:
-    """Return a graph of dense blocks that are joined in a ring by single edges, so that the best cut is known."""
+    """Return dense blocks that are joined in a ring by single edges, so that the best cut is known."""
     rng = np.random.default_rng(seed)
     edges = [(b * size, (b + 1) % num_blocks * size) for b in range(num_blocks)]
     for b in range(num_blocks):

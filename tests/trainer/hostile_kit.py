@@ -58,8 +58,6 @@ EXTREMES = (
 
 @dataclass(frozen=True)
 class Attack:
-    """What one attacking process sends, and how it connects."""
-
     endpoint: str
     seed: int
     count: int  #: number of messages
@@ -71,7 +69,6 @@ class Attack:
 
 
 def valid_requests(num_nodes: int) -> list[Message]:
-    """Return requests of every kind that a server answers: small ones, and some with arrays in separate frames."""
     nodes, many = np.array([3, 0, num_nodes - 1]), np.arange(1500) % num_nodes
     hop = HopRequest(HOMO_EDGE, nodes, 3, 1, 2**64 - 1)
     settings = SampleSettings({HOMO_EDGE: (3, 2)}, edge_ids=True)
@@ -108,8 +105,6 @@ def valid_requests(num_nodes: int) -> list[Message]:
 
 
 class Forge:
-    """Generates hostile messages from a seed."""
-
     def __init__(self, seed: int, num_nodes: int):
         self._random = random.Random(seed)
         self._valid = [[bytes(frame) for frame in encode(message)] for message in valid_requests(num_nodes)]
@@ -126,7 +121,7 @@ class Forge:
         return self._random.choice(self._kinds)()
 
     def bytes_sent(self) -> bytes:
-        """Return the bytes of a message as sent over a connection. Some messages announce wrong frame sizes."""
+        """Return a message as sent over a connection, sometimes with wrong frame sizes."""
         parts = self.message()
         data = framed(parts)
         if self._random.random() < 0.1:
@@ -160,7 +155,6 @@ class Forge:
         return frames
 
     def wrong_header(self) -> Frames:
-        """Return a request whose header has a wrong kind, status, version or count."""
         frames, _ = self._some()
         fields = list(HEADER.unpack_from(frames[0]))
         for place in self._random.sample(range(1, 9), self._random.randint(1, 2)):
@@ -170,7 +164,6 @@ class Forge:
         return frames
 
     def wrong_descriptor(self) -> Frames:
-        """Return a request with a damaged array descriptor, e.g. an unknown dtype or a negative shape."""
         frames = next(frames for frames in self._shuffled_valid() if HEADER.unpack_from(frames[0])[5])
         head = bytearray(frames[0])
         begin = HEADER.size + DESCRIPTOR_BYTES * self._random.randrange(HEADER.unpack_from(head)[5])
@@ -182,7 +175,6 @@ class Forge:
         return [bytes(head), *frames[1:]]
 
     def wrong_records(self) -> Frames:
-        """Return a request whose records have invalid positions, fanouts, counts or ids."""
         frames = next(frames for frames in self._shuffled_valid() if HEADER.unpack_from(frames[0])[6])
         head = bytearray(frames[0])
         fields = HEADER.unpack_from(head)
@@ -194,7 +186,6 @@ class Forge:
         return [bytes(head), *frames[1:]]
 
     def shuffled(self) -> Frames:
-        """Return a request with a frame added, repeated or removed, or with frames in another order."""
         frames, place = self._some()
         choice = self._random.randrange(4)
         if choice == 0:
@@ -209,7 +200,7 @@ class Forge:
         return frames
 
     def bomb(self) -> Frames:
-        """Return a request that announces an array, usually far larger than the data that follows."""
+        """Return a request that announces an array, usually far larger than the data."""
         announced = self._random.choice((5000, 2**20, 2**28, 2**30, 2**32))
         kind = self._random.choice((Kind.GATHER, Kind.BATCH, Kind.SAMPLE))
         head = HEADER.pack(b"GNFS", wire.VERSION, kind, 0, 1, 1, 0, 0, int(Flag.ROUTE))
@@ -230,13 +221,12 @@ class Forge:
         return self._random.choice(self._crowds)
 
     def one_way(self) -> Frames:
-        """Return a message that is no request: an ACK with a random batch number, or ALIVE, which only servers send."""
+        """Return a message that is no request: ACK, or ALIVE, which only servers send."""
         kind = self._random.choice((Kind.ACK, Kind.ALIVE))
         number = self._random.choice((*range(9), 2**64 - 1, self._random.getrandbits(64)))
         return [HEADER.pack(b"GNFS", wire.VERSION, kind, self._random.randrange(3), number, 0, 0, 0, 0)]
 
     def as_it_is(self) -> Frames:
-        """Return a valid request."""
         return self._some()[0]
 
     def _some(self) -> tuple[Frames, int]:
@@ -253,9 +243,9 @@ class Forge:
 
 @contextlib.contextmanager
 def attacking(attack: Attack) -> Iterator[subprocess.Popen[str]]:
-    """Start an attacking process, and kill it at the end of the ``with`` block.
+    """Start an attacking process, and kill it at the end of the context.
 
-    When done, the process prints one JSON line with the number of messages, connections and seconds.
+    When done, it prints one JSON line with the number of messages, connections and seconds.
     """
     argv = [sys.executable, __file__, json.dumps(asdict(attack))]
     path = ":".join((str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)))
@@ -270,10 +260,8 @@ def attacking(attack: Attack) -> Iterator[subprocess.Popen[str]]:
 
 
 def send_as_insider(attack: Attack, num_nodes: int) -> int:
-    """Attack as fast as possible over connections that the server admits. Returns the number of connections.
-
-    Each connection sends up to 59 well-framed messages, and finally one whose frame sizes may be wrong.
-    """
+    """Attack over connections that the server admits. Return the number of connections."""
+    # each connection sends up to 59 well-framed messages, and one whose frame sizes may be wrong
     forge, chance, sent, connections = Forge(attack.seed, num_nodes), random.Random(attack.seed), 0, 0
     keys = read_key_file(attack.key_file) if attack.key_file else None
     while sent < attack.count:
@@ -293,7 +281,7 @@ def send_as_insider(attack: Attack, num_nodes: int) -> int:
 
 
 def send_as_glutton(attack: Attack, num_nodes: int) -> None:
-    """Request large replies over connections that stay open and read none of them. Never returns."""
+    """Request large replies over connections that stay open, and read none. Never returns."""
     ids = np.arange(20_000) % num_nodes
     gather = messages.gather_request([RowRequest(HOMO_NODE, ids, ("x",))])
     greed = [gather, replace(gather, flags=Flag.ROUTE), messages.edges_request(0, HOMO_EDGE, 0, 4000)]
@@ -329,7 +317,7 @@ def send_as_stranger(attack: Attack) -> int:
 
 
 def _payload(chance: random.Random) -> tuple[bytes, int]:
-    """Return the bytes that a stranger sends over one TCP connection, and how many messages they count as."""
+    """Return the bytes that a stranger sends, and how many messages they count as."""
     plain, encrypted = greeting(False), greeting(True)
     some = [framed([chance.randbytes(chance.randrange(250))]) for _ in range(20)]
     hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(500)
@@ -351,7 +339,6 @@ def _payload(chance: random.Random) -> tuple[bytes, int]:
 
 
 def _wrong_keys(attack: Attack, chance: random.Random) -> ServiceKeys:
-    """Return keys of a client that the server does not know, with the server's real public key or a wrong one."""
     own = chance.choice(_strangers_keys())
     return replace(own, server=chance.choice((own.public, attack.server_key or own.public)))
 

@@ -18,11 +18,10 @@ from trainer.train.settings import TrainJob
 
 
 def train_until(words: list[str], every: int, last: int, newest: Path, steps: int = 0) -> None:
-    """Run the trainer with the arguments ``words``, and save a checkpoint after every ``every`` steps.
+    """Run the trainer with a checkpoint after every ``every`` steps. After step ``last`` (0: never), wait until the
+    file ``newest`` exists, then kill the process.
 
-    After step ``last`` (0: never), wait until the checkpoint file ``newest`` exists, then kill the process by SIGKILL.
-    Steps are counted by calls of ``CheckpointSchedule.due``, which is not called after the last step of an epoch. To
-    count these steps too, pass the number of steps of an epoch as ``steps``.
+    steps: number of steps of an epoch, to count its last step too.
     """
     asked = itertools.count(1)
 
@@ -40,7 +39,7 @@ def train_until(words: list[str], every: int, last: int, newest: Path, steps: in
 
 
 def killed_run(killed: TrainJob, world_size: int, every: int, last: int) -> Path:
-    """Run all ranks of a training job, each as ``train_until``; return the path of the newest checkpoint."""
+    """Run all ranks of a job as ``train_until``; return the path of the newest checkpoint."""
     port, newest = free_port(), killed.run_dir / "checkpoints" / "last.pt"
     words = command_line(killed)
     ranks = [

@@ -16,7 +16,6 @@ COUNTS = {"author": 40, "paper": 70, "venue": 5}
 
 
 def homo_data(num_nodes=60, num_edges=260, seed=5):
-    """Return a homogeneous graph with self loops, multi-edges, and attributes of several dtypes and ranks."""
     edge_index, _ = random_graph(seed, num_nodes, num_edges)
     rng = np.random.default_rng(seed + 1)
     return Data(
@@ -35,7 +34,6 @@ def homo_data(num_nodes=60, num_edges=260, seed=5):
 
 
 def hetero_data(seed=6):
-    """Return a graph of three node types, of which ``venue`` has no edges and ``author`` no attribute but a time."""
     rng = np.random.default_rng(seed)
     data = HeteroData()
     for of, count in COUNTS.items():
@@ -56,7 +54,7 @@ def hetero_data(seed=6):
 
 
 def parts_of(data, num_parts=1, **options):
-    """Open ``data`` as a graph of in-memory parts, with nodes assigned to parts at random."""
+    """Open ``data`` as in-memory parts, with random nodes in each part."""
     rng = np.random.default_rng(num_parts)
     if isinstance(data, Data):
         masks = {"train": np.flatnonzero(data.train_mask.numpy())}
@@ -85,7 +83,6 @@ def opened(store):
 
 
 def plain_graph(num_parts=1, **options):
-    """Return a graph without attributes."""
     edge_index, num_nodes = random_graph(5, 60, 260)
     return opened(store_of(edge_index, num_nodes, num_parts, **options))
 

@@ -1,4 +1,4 @@
-"""Blocks and typed batches for tests of models, built in plain Python from edge lists without ``trainer.sampler``."""
+"""Blocks and typed batches for tests of models, built from edge lists in plain Python."""
 
 from __future__ import annotations
 
@@ -52,10 +52,7 @@ def typed_edges(seed=0, num_nodes=None, per_type=90):
 
 
 def typed_batch(edges, seeds, fanouts, num_nodes=None, *, key=77, rng=None, target="paper", dims=None):
-    """Sample a ``HeteroBatch`` around ``seeds``. Fanout -1 takes all neighbours.
-
-    The trainer would sample other neighbours, but with the same shapes and order.
-    """
+    """Sample a ``HeteroBatch`` around ``seeds``. Fanout -1 takes all neighbours."""
     num_nodes, rng = num_nodes or NUM_NODES, rng or np.random.default_rng(1)
     known = {of: list(seeds) if of == target else [] for of in num_nodes}
     counts, hops = {of: [len(ids)] for of, ids in known.items()}, []
@@ -78,10 +75,7 @@ def typed_batch(edges, seeds, fanouts, num_nodes=None, *, key=77, rng=None, targ
 
 
 def pyg_batch(edges, seeds, fanouts, num_nodes=None, *, target="paper", dims=None, rng=None):
-    """Sample a ``HeteroData`` as torch_geometric's loader does: each node is expanded in only one hop.
-
-    ``edge_attr`` [e, 3] of every edge type is random.
-    """
+    """Sample a ``HeteroData`` as torch_geometric's loader does. ``edge_attr`` [e, 3] is random."""
     num_nodes, rng = num_nodes or NUM_NODES, rng or np.random.default_rng(1)
     dims = dict.fromkeys(num_nodes, 4) if dims is None else dims
     known = {of: list(seeds) if of == target else [] for of in num_nodes}

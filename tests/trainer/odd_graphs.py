@@ -27,7 +27,10 @@ def homo(edges, num_nodes):
 
 
 def hetero(edges, counts):
-    """Build typed data from ``edges``: edge type -> (source, target) pairs, and ``counts``: nodes per type."""
+    """Return typed data.
+
+    edges: (source, target) pairs by edge type. counts: number of nodes by type.
+    """
     data = HeteroData()
     for of, count in counts.items():
         data[of].num_nodes = count
@@ -66,10 +69,7 @@ GRAPHS = {
 
 
 def seeds_of(data):
-    """Return loader arguments with node seeds, links and times, and the number of node seeds.
-
-    Node seeds are up to nine ids, the last id and repetitions of the first. Links are arbitrary pairs of nodes.
-    """
+    """Return loader arguments with node seeds, links and times, and the number of node seeds."""
     count = data.num_nodes if isinstance(data, Data) else data["item"].num_nodes
     ids = torch.tensor([*range(min(count, 9)), 0, 0, count - 1, 0])
     src = data.num_nodes if isinstance(data, Data) else data["user"].num_nodes
@@ -83,7 +83,7 @@ def seeds_of(data):
 
 
 def cut(data, num_parts, only=None, empty=()):
-    """Open ``data`` as parts. Nodes are assigned round-robin to all parts that are not in ``empty``."""
+    """Open ``data`` as parts. Nodes are assigned round-robin to all parts except ``empty``."""
     full = [part for part in range(num_parts) if part not in empty]
     nodes = {"node": data} if isinstance(data, Data) else {of: data[of] for of in data.node_types}
     edges = {("node", "to", "node"): data} if isinstance(data, Data) else {of: data[of] for of in data.edge_types}

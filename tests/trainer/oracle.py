@@ -23,9 +23,7 @@ from trainer.service.wire.messages import HelloInfo
 
 @contextlib.contextmanager
 def hosts_of(data, num_parts, keys=None, make=parts_of):
-    """Yield the graph as each of ``num_parts`` hosts opens it: with one part of its own, and the others on graph
-    servers.
-    """
+    """Yield the graph as each of ``num_parts`` hosts opens it: with one own part, and the others on graph servers."""
     with contextlib.ExitStack() as stack:
         stores = [make(data, num_parts, only=[part]).store for part in range(num_parts)]
         ends = [stack.enter_context(_served(store, part, keys)) for part, store in enumerate(stores)]
@@ -54,9 +52,9 @@ def _served(store, part, keys):
 
 
 def loader_of(graph, load, arguments):
-    """Return a loader of nodes, or of links with binary or triplet negatives. ``load``: nodes, binary or triplet.
+    """Return a loader of nodes, or of links with negatives.
 
-    Arguments that only the other class of loader accepts are ignored.
+    load: nodes, binary or triplet. Arguments that only the other class of loader accepts are ignored.
     """
     only = {"nodes": ("input_nodes", "input_time"), "links": ("edge_label_index", "edge_label_time", "edge_label")}
     kind = "nodes" if load == "nodes" else "links"
@@ -71,7 +69,7 @@ def loader_of(graph, load, arguments):
 
 
 def assert_identical(ours, theirs, ignore=()):
-    """Assert that two batches, or lists of batches, have bit-identical attributes and blocks in the same order."""
+    """Assert that two batches, or lists of batches, have bit-identical attributes and blocks."""
     mine, others = dict(_leaves(ours)), dict(_leaves(theirs))
     drop = {path for path in mine.keys() ^ others.keys() if path[-1] in ignore}
     assert [path for path in mine if path not in drop] == [path for path in others if path not in drop]
@@ -107,7 +105,6 @@ def _leaves(value, path=()):
 
 
 def layout_of(world_size, num_parts):
-    """Return a layout that assigns the ranks to the parts round-robin."""
     ranks = [[] for _ in range(num_parts)]
     for rank in range(world_size):
         ranks[rank % num_parts].append(rank)
@@ -115,13 +112,11 @@ def layout_of(world_size, num_parts):
 
 
 def facts(batches, load, target=None, link=None):
-    """Return the content of a global batch as a multiset that does not depend on how ranks share the batch.
+    """Return the content of a global batch, which does not depend on how ranks share it.
 
-    ``batches`` are the batches of all ranks. For heterogeneous graphs, ``target`` is the node type of the seeds and
-    ``link`` the edge type of the links. Node seeds, and the trees of disjoint batches, are identified by input id. In
-    link batches that are not disjoint, seed nodes are identified by their own id and counted once, since two ranks may
-    have the same node.
+    batches: those of all ranks. target: node type of the seeds. link: edge type of the links.
     """
+    # node seeds and trees are identified by input id; seed nodes of joint link batches by their own id, counted once
     found = Counter(fact for batch in batches for fact in _facts(batch, load, target, link))
     return {fact: 1 if fact[0] == "node" else count for fact, count in found.items()}
 
@@ -149,7 +144,6 @@ def _facts(batch, load, target, link):
 
 
 def _edges(batch, nodes, input_id, hetero):
-    """Yield every edge with the seed whose tree contains it."""
     for of in batch.edge_types if hetero else [("", "", "")]:
         store, ends = (batch[of] if hetero else batch), (nodes[of[0]], nodes[of[2]])
         trees = ends[1].batch[store.edge_index[1]].tolist()
@@ -160,7 +154,6 @@ def _edges(batch, nodes, input_id, hetero):
 
 
 def _links(batch, nodes, link):
-    """Yield positive and negative links as original ids."""
     src, dst, store = (nodes[link[0]], nodes[link[2]], batch[link]) if link else (batch, batch, batch)
     if "dst_neg_index" in dst:
         columns = store.input_id, src.n_id[src.src_index], dst.n_id[dst.dst_pos_index], dst.n_id[dst.dst_neg_index]
@@ -172,7 +165,7 @@ def _links(batch, nodes, link):
 
 
 def trees(batch):
-    """Return a digest of each node's computation tree in ``batch.blocks``, as one list per node type."""
+    """Return a digest of the computation tree of each node in ``batch.blocks``, as one list per node type."""
     layers = batch.blocks
     hetero = isinstance(layers[0], dict)
     if not hetero:

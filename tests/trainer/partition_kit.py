@@ -19,7 +19,6 @@ NODE, EDGE = "nodes/node", "edges/node__to__node"
 
 
 def spec(folder, **changes):
-    """Return a ``PartitionSpec`` of a small synthetic graph."""
     return PartitionSpec("synthetic", str(folder), options=OPTIONS, **{"num_parts": 2, "method": "random", **changes})
 
 
@@ -29,18 +28,16 @@ def written(dataset, folder, num_parts=2, method="random", seed=0):
 
 
 def by_hand(dataset, parts, num_parts, **options):
-    """Return a ``PartitionAssignment``. ``parts``: part of each node, a dict by node type or, for one type, a list."""
+    """Return a ``PartitionAssignment``.
+
+    parts: part of each node, by node type, or as a list for one type.
+    """
     given = parts if isinstance(parts, dict) else {HOMO_NODE: parts}
     arrays = {of: np.asarray(part, np.int32) for of, part in given.items()}
     return PartitionAssignment("random", 0, num_parts, arrays, dict.fromkeys(dataset.edges, 0.0), 0.0, 1.0, options)
 
 
 def odd_types():
-    """Return a graph with unusual types: names with '-' and '.', a node type without edges, an edge type without
-    edges, self loops, multi-edges and isolated nodes.
-
-    Nodes of ``v-1.0`` have times and bfloat16 rows; edges have weights, vectors and int8 flags.
-    """
     rng = np.random.default_rng(3)
     pre, has, none = ("v-1.0", "pre-depends", "v-1.0"), ("tag", "has.not", "v-1.0"), ("v-1.0", "none", "lonely")
     edges = {
@@ -59,12 +56,11 @@ def odd_types():
 
 
 def with_nodes(dataset, node_type, **changes):
-    """Return the dataset with changed fields of one node type."""
     return replace(dataset, nodes={**dataset.nodes, node_type: replace(dataset.nodes[node_type], **changes)})
 
 
 def expected_store(dataset, assignment):
-    """Return the store that ``open_parts`` should return, computed with numpy by the module ``partitions``."""
+    """Return the store that ``open_parts`` should return, computed with numpy."""
     return typed_store(
         {of: data.num_nodes for of, data in dataset.nodes.items()},
         {of: data.edge_index for of, data in dataset.edges.items()},

@@ -1,4 +1,4 @@
-"""Test kit: builds small partitioned graphs in memory with numpy, independently of ``trainer.partition``."""
+"""Test kit: small partitioned graphs in memory, built with numpy without ``trainer.partition``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
 
 def random_graph(seed, num_nodes, num_edges):
-    """Return random edges, int64 [2, num_edges], which may be self loops or multi-edges, and ``num_nodes``."""
+    """Return random edges, int64 [2, num_edges], and ``num_nodes``."""
     rng = np.random.default_rng(seed)
     return rng.integers(0, num_nodes, (2, num_edges)), num_nodes
 
@@ -34,9 +34,9 @@ def typed_store(
 ):  # fmt: skip
     """Return the ``PartStore`` of a graph with several types.
 
-    num_nodes: by node type. edges: [2, E] by edge type. node_attrs, edge_attrs: arrays by type and attribute name.
-    splits: original ids by (type, split). assignment: part of each node by type, by default id % num_parts. only: parts
-    to open. endpoints: whether the parts also have the ends of all edges, in order of original edge id.
+    num_nodes: by node type. edges: [2, E] by edge type. node_attrs, edge_attrs: by type and name. splits: original ids
+    by (type, split). assignment: part of each node by type, by default id % num_parts. only: parts to open. endpoints:
+    whether the parts also have the ends of all edges.
     """
     node_attrs, edge_attrs, splits = node_attrs or {}, edge_attrs or {}, splits or {}
     owner = {of: np.arange(n) % num_parts for of, n in num_nodes.items()}
@@ -85,7 +85,6 @@ def typed_store(
 
 
 def _relabelled(owner, num_parts):
-    """Return three dicts by node type: global id of each node, and first global id and original ids of each part."""
     gid, offsets, owned = {}, {}, {}
     for of, parts in owner.items():
         order = np.argsort(parts, kind="stable")
@@ -109,7 +108,6 @@ def _rows_of(edge_index, owned):
 
 
 def _cuts(edge_index, num_parts):
-    """Return the first original edge id in the endpoints of each part, without part 0."""
     return [edge_index.shape[1] * part // num_parts for part in range(1, num_parts)]
 
 
@@ -127,7 +125,6 @@ def _classes(attrs):
 
 
 def write_store(folder, store):
-    """Write a ``PartStore`` made by this module as a partition folder, with a manifest as the real writer's."""
     entries = []
 
     def save(path, array):

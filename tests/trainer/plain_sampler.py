@@ -1,7 +1,7 @@
-"""Reference implementation of the sampling contract in plain Python, on an unpartitioned graph in original ids.
+"""Reference implementation of sampling in plain Python, on an unpartitioned graph in original ids.
 
-Slow, and independent of ``trainer.sampler``. A sampled node is named ``(tree, id)``; tree is None unless sampling
-is disjoint.
+Slow, and independent of ``trainer.sampler``. A sampled node is named ``(tree, id)``; tree is None unless sampling is
+disjoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PlainGraph:
         )  # fmt: skip
 
     def time(self, e, edge, rule):
-        """Return the time of edge ``edge`` or of its source, as ``rule`` says, or None if it has no time."""
+        """Return the time of an edge, or of its source, or None if it has no time."""
         attrs, of = (self.edge_attrs.get(e, {}), edge) if rule.on == "edge" else (
             self.node_attrs.get(e[0], {}), self.edges[e][0][edge],
         )  # fmt: skip
@@ -44,8 +44,6 @@ class PlainGraph:
 
 @dataclass(frozen=True)
 class Rule:
-    """How the neighbours of one target are drawn."""
-
     fanout: int
     shuffle: int = 0
     replace: bool = False
@@ -80,10 +78,8 @@ def row_key(key, e, node, tree_key):
 
 
 def pick(graph, e, node, rule, key, tree_key=None):
-    """Sample the in-edges of one target. Return the edge ids in the order drawn, and whether all candidates were taken.
-
-    If the edges have a time bound and all candidates are taken unshuffled, they are sorted by time.
-    """
+    """Sample the in-edges of one target. Return edge ids in the order drawn, and whether all candidates were taken."""
+    # with a time bound, unshuffled edges are sorted by time if all candidates are taken
     row = [int(edge) for edge in np.flatnonzero(graph.edges[e][1] == node)]
     candidates = [edge for edge in row if passes(graph, e, edge, rule)]
     drawn, n = row_key(key, e, node, tree_key), len(candidates)
@@ -135,12 +131,14 @@ class PlainBatch:
     rows: dict  #: (edge type, hop) -> {name: (edge ids, whole)}
 
     def names_until(self, of, hop):
-        """Return the names of the nodes of type ``of`` that were found before ``hop``."""
         return [name for level in self.levels[of][: hop + 1] for name in level]
 
 
 def plain_sample(graph, seeds, settings, key):
-    """Return the batch that ``sample_multi_hop`` should find. ``seeds`` is a ``SeedSet`` in original ids."""
+    """Return the batch that ``sample_multi_hop`` should find.
+
+    seeds: a ``SeedSet`` in original ids.
+    """
     disjoint = settings.disjoint or settings.time is not None
     levels, tree_keys, untils = {of: [[]] for of in graph.num_nodes}, [], []
     for of, ids in seeds.nodes.items():

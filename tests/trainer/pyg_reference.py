@@ -1,8 +1,4 @@
-"""torch_geometric's own loaders with a sampler in plain Python, for machines without pyg-lib and torch-sparse.
-
-Only neighbour sampling is implemented here, from pyg-lib's documentation. All else in a batch (attributes,
-shapes, labels, metadata) comes from torch_geometric's code.
-"""
+"""torch_geometric's own loaders with a sampler in plain Python, for machines without pyg-lib and torch-sparse."""
 
 from __future__ import annotations
 
@@ -19,10 +15,6 @@ HOMO = ("", "", "")
 
 
 class PlainSampler(BaseSampler):
-    """Samples neighbours of ``data`` (Data or HeteroData) with plain loops: uniform, weighted, temporal. For small
-    graphs only.
-    """
-
     def __init__(
         self, data, num_neighbors, *, replace=False, disjoint=False, subgraph_type="directional",
         temporal_strategy="uniform", time_attr=None, weight_attr=None, seed=0,
@@ -75,7 +67,6 @@ class PlainSampler(BaseSampler):
         return {t: times.tolist() for t, times in own.items()}
 
     def take(self, edge_type, target, fanout, bound):
-        """Draw in-edges of one target, and return their ids."""
         edges = self.rows[edge_type].get(target, [])
         if bound is not None:
             edges = [e for e in edges if self._time(edge_type, e) is None or self._time(edge_type, e) <= bound]
@@ -166,7 +157,6 @@ def _ids(values):
 
 
 def node_loader(data, num_neighbors, input_nodes=None, input_time=None, *, batch_size=1, transform=None, **how):
-    """Return torch_geometric's NodeLoader with the plain sampler."""
     sampler = PlainSampler(data, num_neighbors, **how)
     return NodeLoader(data, sampler, input_nodes, input_time, transform=transform, batch_size=batch_size)
 
@@ -175,7 +165,6 @@ def link_loader(
     data, num_neighbors, edge_label_index=None, edge_label=None, edge_label_time=None, neg_sampling=None, *,
     batch_size=1, **how,
 ):  # fmt: skip
-    """Return torch_geometric's LinkLoader with the plain sampler."""
     sampler = PlainSampler(data, num_neighbors, **how)
     cast = NegativeSampling.cast(neg_sampling)
     return LinkLoader(data, sampler, edge_label_index, edge_label, edge_label_time, cast, batch_size=batch_size)

@@ -14,14 +14,15 @@ from trainer.service.stream import GREETING_BYTES, MessageReader, greeting
 
 
 def framed(parts: Sequence[Any]) -> bytes:
-    """Encode a message as bytes, independently of the trainer's own encoder."""
+    """Encode a message as bytes, without the trainer's encoder."""
     sizes = [len(part) for part in parts]
     return struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes) + b"".join(map(bytes, parts))
 
 
 class RawPeer:
-    """Context manager that connects and sends the greeting. Raises OSError or EOFError when the server closes the
-    connection.
+    """A context manager that connects and sends the greeting.
+
+    Raises OSError or EOFError when the server closes the connection.
     """
 
     def __init__(self, endpoint: str, keys: ServiceKeys | None = None, *, greets: bool = True):
@@ -45,7 +46,6 @@ class RawPeer:
         self.sock.close()
 
     def send(self, *parts: Any) -> None:
-        """Send one message."""
         self.sock.sendall(framed(parts))
 
     def receive(self, seconds: float) -> list[Any] | None:
@@ -64,7 +64,6 @@ class RawPeer:
                 self.sock.settimeout(60)
 
     def hung_up(self, seconds: float) -> bool:
-        """Return whether the server closes the connection within ``seconds``."""
         until = time.monotonic() + seconds
         self.sock.settimeout(0.1)
         while time.monotonic() < until:

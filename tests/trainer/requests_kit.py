@@ -16,10 +16,9 @@ PLAIN = HopRequest(HOMO_EDGE, NODES, fanout=-1, shuffle=0, key=2**64 - 1)
 
 
 def hops_of_every_kind(nodes=NODES, edge_type=WRITES, num_sources=9, top=40) -> list[HopRequest]:
-    """Return one ``HopRequest`` per combination of fanout, replacement, edge ids, trees, times, weights and excluded
-    edges.
+    """Return one ``HopRequest`` per combination of options.
 
-    The times are at least -``top`` and less than ``top``.
+    top: times are at least -``top`` and less than ``top``.
     """
     rng = np.random.default_rng(len(nodes))
     trees, times = rng.integers(0, 5, len(nodes)), rng.integers(-top, top, len(nodes))

@@ -32,9 +32,9 @@ KINDS = {
 
 
 def typed_graph(seed, num_nodes=(12, 15, 3), num_edges=60):
-    """Return a random graph of three node types and five edge types, with multi-edges and self loops.
+    """Return a random graph of three node types and five edge types.
 
-    There are no edges of type ``BARE``. Edges of type ``LIKES`` have no attributes.
+    Edge type ``BARE`` has no edges; ``LIKES`` has no attributes.
     """
     rng = np.random.default_rng(seed)
     count = dict(zip("apc", num_nodes, strict=True))
@@ -77,7 +77,6 @@ def random_seeds(rng, graph, exclude=False):
 
 
 def to_global(store, seeds):
-    """Convert seeds from original ids to the global ids that ``sample_multi_hop`` expects."""
     exclude = {
         e: (store.to_global(e[2], targets), store.to_global(e[0], sources))
         for e, (targets, sources) in seeds.exclude.items()
@@ -87,19 +86,18 @@ def to_global(store, seeds):
 
 
 def sample(store, seeds, settings, key=7, tables=None):
-    """Sample with ``sample_multi_hop`` for seeds that are given as original ids."""
+    """Sample for seeds that are given as original ids."""
     tables = RelabelTables(store.manifest) if tables is None else tables
     return sample_multi_hop(LocalGraph(store), store.manifest, to_global(store, seeds), settings, key, tables)
 
 
 def sample_homo(store, seeds, fanouts, key=7, tables=None, **more):
-    """Sample a homogeneous graph with ``sample_multi_hop``, for seeds that are given as original ids."""
+    """Sample a homogeneous graph, for seeds that are given as original ids."""
     settings = SampleSettings({HOMO_EDGE: tuple(fanouts)}, **more)
     return sample(store, SeedSet({HOMO_NODE: np.asarray(seeds, np.int64)}), settings, key, tables)
 
 
 def orig_nodes(store, subgraph, of=HOMO_NODE):
-    """Return the original ids of the sampled nodes."""
     table = np.concatenate([part.nodes[of].orig_id for part in store.parts.values()])
     return table[subgraph.nodes[of].ids]
 

@@ -1,5 +1,4 @@
-"""Test kit for the subgraph samplers: graphs in memory, in parts and behind a server, and comparison of their
-batches."""
+"""Test kit for subgraph samplers: graphs in memory, in parts and behind a server."""
 
 from __future__ import annotations
 
@@ -63,7 +62,6 @@ def planted(num_classes=3, size=40, seed=0):
 
 
 def with_empty_part(data):
-    """Return a graph of three opened parts. Part 1 has no nodes."""
     attrs = {name: data[name].numpy() for name in ("x", "y", "train_mask")}
     return opened(
         store_of(
@@ -95,12 +93,11 @@ def assert_same_everywhere(make, data, **arguments):
 
 
 def triples(batch, attr="edge_attr"):
-    """Return the edges as sorted triples (source, target, attribute), with positions in the batch as nodes."""
+    """Return the edges as sorted (source, target, attribute). Nodes are positions in the batch."""
     values = batch[attr]
     return sorted(zip(*batch.edge_index.tolist(), (values[:, 0] if values.dim() > 1 else values).tolist(), strict=True))
 
 
 def edges_between(data, nodes):
-    """Return the ids of all edges with both ends in ``nodes``, ascending."""
     members = set(nodes)
     return [e for e, (u, v) in enumerate(data.edge_index.T.tolist()) if u in members and v in members]

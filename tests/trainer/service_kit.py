@@ -1,5 +1,4 @@
-"""Test kit: a graph whose rows and neighbours are computed from ids, and graph servers for it in this and other
-processes."""
+"""Test kit: a graph whose rows and neighbours are computed from ids, and graph servers for it."""
 
 from __future__ import annotations
 
@@ -26,7 +25,10 @@ INFO = HelloInfo(node_rank=1, host="10.0.0.2", part_ids=(1, 3), manifest_digest=
 
 
 class ArithmeticGraph:
-    """Neighbours of node v are v*10, v*10+1, …. Row x[v] is (v, v+0.5). Some attributes fail, are slow or are large."""
+    """A graph in which node v has the neighbours v*10, v*10+1, … and the row (v, v+0.5).
+
+    Some attributes fail, are slow or are large.
+    """
 
     def __init__(self):
         self.hops: list[list[HopRequest]] = []  #: requests of each call
@@ -65,7 +67,6 @@ class ArithmeticGraph:
 
 
 def rows_of(graph, ids, attrs=("x",), of=HOMO_NODE):
-    """Return the attributes ``attrs`` of the nodes ``ids``, gathered with one request."""
     return graph.gather([RowRequest(of, ids, tuple(attrs))])[0]
 
 
@@ -79,7 +80,6 @@ def assert_same_sample(there, here) -> None:
 
 @contextlib.contextmanager
 def serving(graph=None, keys=None, **options):
-    """Run a server in this process."""
     endpoint = options.pop("endpoint", "tcp://127.0.0.1:0")
     server = GraphServer(graph or ArithmeticGraph(), endpoint, INFO, options.pop("threads", 2), keys, **options)
     server.start()
@@ -90,7 +90,6 @@ def serving(graph=None, keys=None, **options):
 
 
 def place_of(endpoint, node_rank=INFO.node_rank, host=INFO.host, parts=INFO.part_ids):
-    """Return a ``ServerAddress`` with default values of a test server."""
     return ServerAddress(f"node{node_rank} ({host})", node_rank, host, endpoint, tuple(parts))
 
 
@@ -105,7 +104,6 @@ def client_of(endpoint, deadline=5.0, keys=None, parts=INFO.part_ids, **options)
 
 @contextlib.contextmanager
 def server_process(endpoint):
-    """Run a graph server in another process. It answers requests as soon as the context is entered."""
     process = Forked(_serve, (endpoint,), server_environment())
     try:
         until = time.monotonic() + 60
@@ -143,7 +141,7 @@ def write_cluster(path, *nodes, num_parts=None):
 def serve_process(folder, parts, own, bind, cluster, key_file=None, node_rank=None, **more):
     """Start ``python -m trainer serve``, and return the process and its ready file.
 
-    ``node_rank``: by default that of the node in the cluster file that has exactly these parts.
+    node_rank: by default that of the node in the cluster file that has exactly these parts.
     """
     if node_rank is None:
         nodes = json.loads(Path(cluster).read_text())["nodes"]

@@ -1,4 +1,4 @@
-"""Test kit: trains a toy model on a sharded embedding table, in one or several processes, and on one dense table."""
+"""Test kit: trains a toy model on a sharded embedding table, and on one dense table."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ OPTIMIZERS = {
 
 
 def global_batch(step: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return the ids of a global batch by node type, and one target value per id.
-
-    The batch has 12 ids, some of them twice; only odd steps have an id of type venue.
-    """
+    """Return 12 ids by node type, and one target value per id."""
+    # some ids occur twice; only odd steps have an id of type venue
     generator = torch.Generator().manual_seed(step)
     counts = {"author": 8, "field.of-study": 4 - step % 2, "venue": step % 2}
     ids = {of: torch.randint(0, NODES[of], (count,), generator=generator) for of, count in counts.items()}
@@ -34,10 +32,8 @@ def global_batch(step: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 
 
 def own_share(ids: dict[str, torch.Tensor], rank: int, size: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return the ids that a rank trains, by node type, and their positions in the global batch.
-
-    At most two ranks share the batch; a third rank gets no ids.
-    """
+    """Return the ids of a rank by node type, and their positions in the global batch."""
+    # at most two ranks share the batch; a third rank gets no ids
     places = dict(zip(ids, torch.arange(GLOBAL_BATCH).split([len(of) for of in ids.values()]), strict=True))
     sharing = min(size, 2)
     mine = {of: torch.arange(len(place)) % sharing == rank for of, place in places.items()}
@@ -50,7 +46,6 @@ def toy_head() -> nn.Module:
 
 
 def train_dense(optimizer: str, steps: range = range(STEPS)) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Train in one process with one ``nn.Embedding(sparse=True)`` over all types."""
     whole = torch.cat([initial_rows(torch.arange(n).numpy(), DIM, 7, of) for of, n in NODES.items()])
     table, head = nn.Embedding.from_pretrained(whole, freeze=False, sparse=True), toy_head()
     sparse, dense = OPTIMIZERS[optimizer](table.parameters()), torch.optim.SGD(head.parameters(), lr=0.1)
@@ -101,7 +96,7 @@ def train_sharded(optimizer: str, steps: range, saved: Path | None) -> dict[str,
 
 
 def run_sharded(folder: Path, size: int, *runs: tuple[str, range, Path | None]) -> list[dict[str, object]]:
-    """Train several runs one after the other with ``size`` processes. Return the content of the checkpoint of each.
+    """Train several runs in turn with ``size`` processes. Return the checkpoint of each.
 
     runs: (optimizer, steps, checkpoint to resume from or None).
     """

@@ -1,4 +1,4 @@
-"""Tests of abandoned requests: a batch for which its client no longer waits is removed from the server's buffer."""
+"""Tests of abandoned requests: a batch that nobody waits for is removed from the server's buffer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ WORK = HOMO["attributes and labels"]
 
 @pytest.fixture
 def server(monkeypatch):
-    """Yield a graph server whose first batch takes one second."""
     graph = parts_of(homo_data(), 3)
     with serving(graph.access.local, routed=graph.access) as server:
         batch, slow = server._handlers.batch, [1.0]

@@ -1,4 +1,4 @@
-"""Tests of extreme graphs with every kind of sampling and loader: batches do not depend on parts, network or ranks."""
+"""Tests of extreme graphs: all kinds of sampling and loaders give equal batches for any number of parts and ranks."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ def arguments_of(data, how, load):
 
 @pytest.fixture(scope="module")
 def places():
-    """Return a function from the name of a graph to its data, the graph as one part, and a list of two graphs: in four
-    parts, and in four parts of which two are empty.
-    """
+    """Return a function from a graph's name to its data, the graph in one part, and two graphs in four parts."""
+    # two of the four parts of the second graph are empty
     with_wires = {}
 
     def of(name):
@@ -119,8 +118,6 @@ def test_shares_of_ranks_add_up_to_the_same_batches(places, name, how):
 
 
 def _first(arguments, count):
-    """Return the arguments with only the first ``count`` seeds."""
-
     def cut_one(value):
         return (value[0], value[1][..., :count]) if isinstance(value, tuple) else value[..., :count]
 

@@ -1,4 +1,4 @@
-"""Tests of a graph node with a million neighbours, and of ids beyond 2^31: partitioning, loaders, network."""
+"""Tests of a graph node with a million neighbours, and of ids beyond 2^31."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def hub():
 
 @pytest.fixture(scope="module")
 def hubs(tmp_path_factory):
-    """Yield a graph three times: in memory, opened from two parts, and as opened by each of two hosts with one part."""
+    """Yield the graph of ``hub`` in memory, in two parts, and as each of two hosts opens it."""
     data, folder = hub(), tmp_path_factory.mktemp("hub")
     dataset = dataset_of(data, "hub", ("when",))
     write_partition(dataset, assign_parts(dataset, 2, "hash"), folder)
@@ -106,13 +106,13 @@ COUNT, DEGREE = FAR + 10, 3
 
 
 def sources_of(nodes):
-    """Return three in-neighbours of each node, [n, 3]: any node, a node with an id above 2^31, and the node itself."""
+    """Return three in-neighbours of each node, [n, 3]. The second has an id above 2^31; the third is the node."""
     near, far = nodes * 5 % COUNT, FAR + nodes % 10
     return np.stack([near, far, nodes], axis=1)
 
 
 class FarGraph:
-    """The first part of a huge graph whose edges are computed: the edges of node v are 3 v, 3 v + 1 and 3 v + 2."""
+    """The first part of a huge graph with computed edges: node v has the edges 3 v, 3 v + 1 and 3 v + 2."""
 
     def sample_hops(self, requests):
         return [self._hop(request) for request in requests]
@@ -135,7 +135,6 @@ class FarGraph:
 
 
 def far_store():
-    """Return a store of part 1 of the huge graph. Part 1 has ten nodes; they and their edges are in arrays."""
     ids = np.arange(FAR, COUNT)
     edges = np.arange(FAR * DEGREE, COUNT * DEGREE)
     value = {"value": AttrSpec("int64", (COUNT,))}
@@ -183,7 +182,6 @@ def test_ids_beyond_32_bits_in_node_batches(far, fanout, more):
 
 
 def reached(seeds, hops):
-    """Return all nodes within ``hops`` hops of ``seeds``."""
     found = set(seeds.tolist())
     for _ in range(hops):
         found |= set(sources_of(np.array(sorted(found))).ravel().tolist())

@@ -1,4 +1,4 @@
-"""Tests of how many batches exist at once, which bounds the memory of a loader and of a training process."""
+"""Tests of how many batches exist at once, which bounds the memory of a loader."""
 
 from __future__ import annotations
 
@@ -73,8 +73,6 @@ def test_a_thread_works_while_a_result_is_in_use():
 
 
 class Counted(BatchLoader):
-    """A loader whose batches are counted in ``census``."""
-
     census: Census
 
     def load(self, share):

@@ -19,7 +19,7 @@ NEEDS_A_SERVER = ("gnnfleet connect",)  #: examples that only compile here; test
 
 
 def examples() -> Iterator[tuple[str, str]]:
-    """Return (name, code) of each example in the docstrings of public classes, methods and functions."""
+    """Return (name, code) of each example in the public docstrings."""
     seen: set[str] = set()
     for module in (gf, gf.nn, gf.tasks):
         for name in module.__all__:
@@ -38,7 +38,6 @@ EXAMPLES = list(examples())
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return two folders that each contain a partition ``parts``, of a homogeneous and of a heterogeneous graph."""
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("homogeneous", "heterogeneous")}
     for kind, dataset, options in (("homogeneous", "synthetic", SIZE), ("heterogeneous", "synthetic-hetero", HETERO)):
         target = str(folders[kind] / "parts")

@@ -37,12 +37,15 @@ GRAPHS = [ring(23), star(40), skewed(200, 3000), empty(9), odd(), graph([(0, 0)]
 
 
 def sizes(assignment, of=HOMO_NODE, ids=slice(None)):
-    """Return the number of nodes of type ``of`` in each part. ``ids``: count only these nodes."""
+    """Return the number of nodes of type ``of`` in each part.
+
+    ids: count only these nodes.
+    """
     return np.bincount(assignment.parts[of][ids], minlength=assignment.num_parts)
 
 
 def typed_blocks(num_blocks=4, size=40, seed=0):
-    """Return a graph of papers and authors in blocks, each a complete bipartite graph without edges to other blocks."""
+    """Return papers and authors in complete bipartite blocks, without edges between blocks."""
     rng = np.random.default_rng(seed)
     paper, author = rng.permutation(num_blocks * size), rng.permutation(num_blocks * size // 4)
     pairs = [
@@ -132,9 +135,9 @@ def bounds(count, num_parts):
 
 
 def assert_bounded(assignment, dataset, balance):
-    """Assert that the parts have almost equal numbers of train seeds and of other nodes, for each node type.
+    """Assert that parts have almost equal numbers of train seeds and of other nodes, for each node type.
 
-    A number may differ by 3 % or one node from the mean. ``balance`` says which numbers are checked.
+    balance: the numbers that are checked. They may differ by 3 % or one node from the mean.
     """
     for of, nodes in dataset.nodes.items():
         seeds = np.isin(np.arange(nodes.num_nodes), nodes.splits.get("train", []) if "seeds" in balance else [])
@@ -147,7 +150,6 @@ def assert_bounded(assignment, dataset, balance):
 
 @st.composite
 def typed_graphs(draw):
-    """Draw up to three types of 0 to 200 nodes and up to four edge types: loops, multi-edges, hubs, isolated nodes."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     count = {f"t{i}": draw(st.sampled_from([1, 0, 2, 3, 30, 200])) for i in range(draw(st.integers(1, 3)))}
     count["t0"] = max(count["t0"], 1)

@@ -1,6 +1,4 @@
-"""Tests of the predicted probability that a batch visits a node, and of the partition method `frequency`, which uses
-it.
-"""
+"""Tests of the predicted probability that a batch visits a node, and of the partition method `frequency`."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
 
 
 def neighbours(dataset):
-    """Return a dict from (edge type, target) to the list of its sources."""
+    """Return lists of sources by (edge type, target)."""
     rows = {}
     for of, edges in dataset.edges.items():
         for source, target in edges.edge_index.T.tolist():
@@ -27,7 +25,7 @@ def neighbours(dataset):
 
 
 def sampled(rows, edge_types, seeds, fanouts, rng):
-    """Return all (type, node) that neighbour sampling without replacement visits, found with plain loops."""
+    """Return all (type, node) that sampling without replacement visits, found with plain loops."""
     visited = {(of, node) for of, ids in seeds.items() for node in ids}
     fresh = set(visited)
     for hop in range(len(next(iter(fanouts.values())))):
@@ -140,7 +138,7 @@ def test_parts_depend_on_fanouts():
 
 
 def remote_share(dataset, parts, num_parts, fanouts):
-    """Sample batches of train seeds of each part, and return the fraction of visited nodes that lie in another part."""
+    """Sample batches from the train seeds of each part. Return the fraction of visited nodes in other parts."""
     rng, rows, remote, seen = np.random.default_rng(0), neighbours(dataset), 0, 0
     train = dataset.nodes[HOMO_NODE].splits["train"]
     for part_id in range(num_parts):

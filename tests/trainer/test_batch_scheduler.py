@@ -1,4 +1,4 @@
-"""Tests of ``BatchScheduler``: fair shares, a bounded buffer, and no client that blocks the others for ever."""
+"""Tests of ``BatchScheduler``: fair shares, a bounded buffer, and no client that blocks the others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ NOW = 0.0  #: timeout of ``next``: do not wait
 
 
 class Clock:
-    """A clock that advances only when ``now`` is changed."""
-
     def __init__(self):
         self.now = 100.0
 
@@ -43,7 +41,7 @@ class Driver:
         return self.scheduler.next(NOW)
 
     def make(self, nbytes):
-        """Take the next batch from the scheduler and report it as made, but not as acknowledged by its client."""
+        """Make the next batch, which its client does not yet acknowledge."""
         job = self.next()
         assert job is not None
         self.scheduler.done(job, nbytes)
@@ -53,9 +51,7 @@ class Driver:
         self.scheduler.acknowledge(job.peer, job.request_id)
 
     def teach(self, client, nbytes):
-        """Make and acknowledge a batch of ``nbytes`` for a client, so that the scheduler expects this size of its next
-        batch.
-        """
+        """Let the scheduler expect batches of ``nbytes`` for a client."""
         self.ask(client)
         self.take(self.make(nbytes))
 
@@ -73,8 +69,9 @@ def peer_of(number):
 
 
 def shares(sizes, rounds=4000, in_flight=4, threads=2):
-    """Return the bytes that each client receives in ``rounds`` batches, if each always waits for ``in_flight``
-    batches.
+    """Return the bytes that each client gets in ``rounds`` batches.
+
+    in_flight: number of batches for which each client waits at a time.
     """
     driver, served, making = Driver(), Counter(), []
     for client, nbytes in sizes.items():

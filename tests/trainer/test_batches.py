@@ -1,4 +1,4 @@
-"""Tests that batch requests and batches of every kind of sampling are encoded and decoded bit for bit."""
+"""Tests that batches and their requests are encoded and decoded bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def sent(message: Message, **options) -> Message:
 
 
 def flat(value):
-    """Convert a value to plain values that can be compared, including dtypes and the order of mappings."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if dataclasses.is_dataclass(value):
@@ -113,9 +112,7 @@ DTYPES = ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8",
 
 
 def column(rows: int):
-    """Return a Hypothesis strategy for arrays of ``rows`` rows, of any dtype and rank. bfloat16 is represented as
-    uint16.
-    """
+    """Return a strategy for arrays of ``rows`` rows, of any dtype and rank."""
     shapes = st.lists(st.integers(0, 3), max_size=2).map(lambda more: (rows, *more))
     return st.sampled_from(DTYPES).flatmap(lambda dtype: arrays.arrays(dtype, shapes))
 
@@ -136,7 +133,6 @@ def places(draw, targets: int, edges: int) -> Places:
 
 @st.composite
 def sampled(draw):
-    """Draw a batch with random content and a request that it answers."""
     hops, induced, disjoint = draw(st.integers(0, 3)), draw(st.booleans()), draw(st.booleans())
     nodes, edges = {}, {}
     for of in draw(st.lists(st.sampled_from(["a", "b", "c.d"]), min_size=1, max_size=3, unique=True)):

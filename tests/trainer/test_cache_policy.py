@@ -1,4 +1,4 @@
-"""Tests of the choice of remote rows for a host's row cache, and of the predicted traffic of its ranks."""
+"""Tests of the remote rows chosen for a host's row cache, and of its predicted traffic."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def filled(folder, topology, size, tmp_path, fanouts=FANOUTS, wire_rows="stored", **options):
-    """Fill the caches of two hosts with one rank each; return a list of predictions and a list of loaders, by rank."""
+    """Fill the caches of two hosts with one rank each. Return lists of predictions and of loaders, by rank."""
     graphs = hosts(folder, 2, topology, wire_rows=wire_rows)
     loaders = [loader_of(graph, rank, fanouts, BATCH, **options) for rank, graph in enumerate(graphs)]
 

@@ -1,6 +1,4 @@
-"""Tests of when a client treats a graph server as gone, and how long it waits for a server that says that it is
-alive.
-"""
+"""Tests of when a client treats a graph server as gone."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def test_the_client_reconnects_to_a_restarted_server() -> None:
 
 @contextlib.contextmanager
 def busy_server(answer_after: float):
-    """Serve one connection: send ALIVE every 0.2 s and answer the first request after ``answer_after`` seconds."""
+    """Serve one connection: send ALIVE every 0.2 s, and answer after ``answer_after`` seconds."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         stop = threading.Event()
 

@@ -1,6 +1,4 @@
-"""Tests of clients, which have no part: every loader gives bit for bit the same batches as on a graph opened from a
-folder.
-"""
+"""Tests of clients, which have no part: batches equal those of a graph opened from a folder."""
 
 from __future__ import annotations
 
@@ -97,7 +95,7 @@ def hetero(tmp_path_factory):
 
 @contextmanager
 def both_ways(folder, data):
-    """Yield the graph opened from its folder, the same graph opened as a client of two servers, and the servers."""
+    """Yield the graph opened from its folder, the graph opened as a client of two servers, and the servers."""
     with serving_parts(written(folder, data)) as servers, open_graph(folder) as local, client_graph(servers) as client:
         yield local, client, servers
 
@@ -207,9 +205,9 @@ def test_workers_and_clients_give_every_rank_the_same_batches(tmp_path, split):
 
 
 def cluster_of(mode):
-    """Return a cluster with four ranks, and with two nodes that have two parts each.
+    """Return a cluster of four ranks, with two nodes that have two parts each.
 
-    In mode "worker", these nodes run two ranks each; otherwise, two further nodes, the clients, run two ranks each.
+    mode: with "worker", the ranks run on these nodes, else on two further nodes.
     """
     servers = [ClusterNode(k, f"h{k}", mode, f"tcp://h{k}:1", HALVES[k], ()) for k in (0, 1)]
     ranks = [(0, 1), (2, 3)]

@@ -1,4 +1,4 @@
-"""Tests of training and inference on client nodes: results equal those of workers, without a part on the client."""
+"""Tests of training and inference on client nodes: results equal those of workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def servers(parts):
 
 
 def cluster_file(path: Path, servers, clients: dict[int, list[int]]) -> Path:
-    """Write a cluster.json with the nodes of ``servers`` and with client nodes. ``clients``: ranks by node_rank."""
+    """Write a cluster.json with the nodes of ``servers`` and with client nodes.
+
+    clients: ranks by node_rank.
+    """
     nodes = [
         {"node_rank": place.node_rank, "host": place.host, "role": "server", "endpoint": place.endpoint,
          "parts": list(place.parts), "ranks": []}
@@ -88,7 +91,6 @@ def test_a_node_that_is_no_client_needs_parts(servers, tmp_path):
 
 
 def in_ranks(lines: list[list[list[str]]], environments: list[dict[str, str]]) -> None:
-    """Run the command lines of each rank with its environment, and assert that they succeed."""
     port, size = free_port(len(lines[0])), len(environments)
     processes = [start_words(lines[rank], rank, size, port, **environments[rank]) for rank in range(size)]
     for ended in [finish(process) for process in processes]:

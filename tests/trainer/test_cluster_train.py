@@ -1,4 +1,4 @@
-"""Tests of training on two nodes with the processes that the launcher starts: a graph server and a rank on each."""
+"""Tests of training on two nodes, with a graph server and a rank on each."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Node:
-    """One node with a folder that holds only its own part, and its graph server."""
-
     rank: int
     parts: Path
     server: subprocess.Popen[str]
@@ -49,14 +47,17 @@ class Node:
         return replace(plain, part_ids=(self.rank,), cluster=self.cluster, key_file=self.key_file)
 
     def infer_job(self, checkpoint: Path, out: Path) -> InferJob:
-        """Return the node's inference job, which writes to the node's own folder; only node 0 has the checkpoint."""
+        # only node 0 has the checkpoint
         seen = checkpoint if self.rank == 0 else Path("/nowhere.pt")
         return InferJob(seen, self.parts, out / f"node{self.rank}", (self.rank,), self.cluster, self.key_file)
 
 
 @contextmanager
 def two_nodes(folder: Path, **options: Any) -> Iterator[list[Node]]:
-    """Start the encrypted graph servers of two nodes and wait until they are ready. ``options``: of the dataset."""
+    """Start the encrypted graph servers of two nodes.
+
+    options: of the dataset.
+    """
     whole = write_parts(folder / "whole", 2, **options)
     endpoints = [free_endpoint(), free_endpoint()]
     cluster = write_cluster(folder / "cluster.json", (0, endpoints[0], [0]), (1, endpoints[1], [1]))
@@ -75,7 +76,7 @@ def two_nodes(folder: Path, **options: Any) -> Iterator[list[Node]]:
 
 
 def start(nodes: list[Node], lines: Callable[[Node], list[list[str]]]) -> list[subprocess.Popen[str]]:
-    """Start one process on each node, which runs the command lines ``lines(node)`` one after the other."""
+    """Start one process on each node, which runs the command lines ``lines(node)`` in turn."""
     port = free_port(len(lines(nodes[0])))
     where = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return [start_words(lines(node), node.rank, 2, port, NODE_RANK=str(node.rank), **where) for node in nodes]
@@ -83,7 +84,7 @@ def start(nodes: list[Node], lines: Callable[[Node], list[list[str]]]) -> list[s
 
 @pytest.fixture(scope="module")
 def on_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train on two nodes, then run inference, and return a folder with one run folder per entry of ``RUNS``."""
+    """Train and infer on two nodes. Return a folder with one run folder per entry of ``RUNS``."""
     folder = tmp_path_factory.mktemp("two-nodes")
 
     def lines(node: Node) -> list[list[str]]:

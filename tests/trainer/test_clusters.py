@@ -38,14 +38,11 @@ def clustered(num_parts=4, per_part=3, edges=260):
 
 
 def nodes_of(clusters, numbers):
-    """Return the ids of all nodes of the clusters ``numbers``: one cluster after the other, ids ascending within a
-    cluster.
-    """
+    """Return the nodes of the clusters ``numbers``: one cluster after the other, ids ascending within a cluster."""
     return [int(node) for number in numbers for node in np.flatnonzero(clusters == number)]
 
 
 def assert_whole(batch, data):
-    """Assert that the batch has exactly the edges between its nodes, and the right attributes."""
     assert sorted(batch.e_id.tolist()) == edges_between(data, batch.n_id.tolist())
     assert torch.equal(batch.n_id[batch.edge_index], data.edge_index[:, batch.e_id])
     assert torch.equal(batch.x, data.x[batch.n_id]) and torch.equal(batch.edge_attr, data.edge_attr[batch.e_id])
@@ -142,7 +139,7 @@ def test_graphs_in_memory_are_divided_by_metis(make):
 
 
 class GivenClusters(ClusterData):
-    """torch_geometric's ``ClusterData`` with given clusters. Without them, it would need torch-sparse or pyg-lib."""
+    """torch_geometric's ``ClusterData`` with given clusters, which needs no torch-sparse or pyg-lib."""
 
     def __init__(self, data, cluster, num_parts):
         self._given = torch.from_numpy(cluster).long()

@@ -32,7 +32,6 @@ TENSORS = {
 
 
 def names_used(path: Path) -> set[str]:
-    """Return every name and attribute used in a module."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     return {n.attr for n in nodes if isinstance(n, ast.Attribute)} | {n.id for n in nodes if isinstance(n, ast.Name)}
 

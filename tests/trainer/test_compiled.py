@@ -1,6 +1,4 @@
-"""Tests of cached Numba kernels: used again after the code is moved, compiled again when their code or constants
-change.
-"""
+"""Tests of cached Numba kernels: used again after a move of the code, compiled again after a change."""
 
 from __future__ import annotations
 
@@ -40,7 +38,6 @@ def inner(x):
 
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
-    """Return a package ``trainer`` that contains only two kernels."""
     folder = tmp_path / "code" / "trainer"
     (folder / "core").mkdir(parents=True)
     for package in (folder, folder / "core"):
@@ -52,9 +49,7 @@ def code(tmp_path: Path) -> Path:
 
 
 def start(code: Path, kernels: Path) -> Forked:
-    """Start a process that calls the kernel of the package with argument 20, and prints the result and the number of
-    cache hits.
-    """
+    """Start a process that calls the kernel with argument 20. It prints the result and the number of cache hits."""
     return Forked(call_outer, (), {**os.environ, "GNNFLEET_KERNELS": str(kernels), "CODE": str(code)})
 
 

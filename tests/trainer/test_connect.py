@@ -26,7 +26,6 @@ from trainer.service.service_keys import admit_guest, write_key_file
 
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch):
-    """Let clients treat a silent server as gone after one second, to keep the tests short."""
     monkeypatch.setattr(open, "GONE_AFTER", 1.0)
 
 
@@ -43,7 +42,6 @@ def plain(folder):
 
 @pytest.fixture(scope="module")
 def secured(folder, tmp_path_factory):
-    """Yield graph servers that require a key, and the path of a key file that they accept."""
     home = tmp_path_factory.mktemp("keys")
     own = replace(new_keys(), guests=home / "clients")
     write_key_file(home / "service.key", own)
@@ -56,7 +54,7 @@ def secured(folder, tmp_path_factory):
 
 
 def refusal(*given, **options):
-    """Return the message of a failing ``connect`` and the seconds it took."""
+    """Return the message of a failing ``connect``, and its seconds."""
     start = time.monotonic()
     with pytest.raises(ServiceError) as caught:
         trainer.connect(*given, **options)

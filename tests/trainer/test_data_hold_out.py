@@ -1,6 +1,4 @@
-"""Tests of held-out links: validation and test links are disjoint, removed from the edges in both directions, and known
-to every host.
-"""
+"""Tests of held-out links: disjoint, removed from the edges in both directions, and known to every host."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ from trainer.core.schema import HOMO_EDGE
 from trainer.data.dataset import EdgeData
 from trainer.data.hold_out import hold_out_links
 from trainer.data.options import SourceOptions
+from trainer.data.time_split import split_times
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sources.load import dataset_fingerprint, load_dataset
 
@@ -140,3 +139,81 @@ def test_held_out_links_do_not_remain_in_a_reverse_type_of_another_name(share):
         assert left and f"{len(left):,} of the {len(links):,} held-out links" in note
     else:
         assert not note
+
+
+# --- by time -------------------------------------------------------------------------------------------------
+
+
+def timed(name: str = "synthetic-hetero", **options):
+    """Return a dataset whose latest links are held out, and the same without ``hold_out``."""
+    options = {**SMALL, "time": True, **options}
+    whole = load_dataset(name, None, {k: v for k, v in options.items() if not k.startswith("hold_out")})
+    return load_dataset(name, None, {**options, "hold_out_time": "edge_time"}), whole
+
+
+def events(edge_index: np.ndarray, times: np.ndarray) -> set[tuple[int, ...]]:
+    return set(zip(times.tolist(), *edge_index.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("of", [WRITES, CITES])
+def test_the_latest_links_are_held_out(of):
+    dataset, whole = timed(hold_out="__".join(of))
+    attrs, edges, before = dataset.graph_attrs, dataset.edges[of], whole.edges[of]
+    val, test = (events(attrs[f"{split}_links"], attrs[f"{split}_link_times"]) for split in ("val", "test"))
+    left = events(edges.edge_index, edges.attrs["edge_time"])
+    assert left | val | test == events(before.edge_index, before.attrs["edge_time"])
+    assert max(left)[0] < min(val)[0] and max(val)[0] < min(test)[0]
+    assert len(val) / before.num_edges == pytest.approx(0.05, abs=0.005)
+    assert len(test) / before.num_edges == pytest.approx(0.1, abs=0.005)
+    back = dataset.edges[of[2], f"rev_{of[1]}", of[0]]
+    assert events(back.edge_index[::-1], back.attrs["edge_time"]) == left
+    assert attrs["held_out_time"].tobytes() == b"edge_time" and sorted(test) == list(
+        zip(attrs["test_link_times"].tolist(), *attrs["test_links"].tolist(), strict=True)
+    )
+    assert any(f"{edges.num_edges:,} earlier ones are for training" in note for note in dataset.notes)
+
+
+@pytest.mark.parametrize(
+    ("times", "shares", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], (0.1, 0.2), (8, 9)),
+        ([10, 3, 7, 1, 9, 2, 8, 5, 4, 6], (0.1, 0.2), (8, 9)),  # the order of the edges does not matter
+        ([1, 1, 1, 1, 1, 1, 2, 3, 3, 3], (0.1, 0.2), (2, 3)),  # edges of equal time stay together
+        ([1, 1, 2, 2, 2, 2, 3, 3, 3, 3], (0.1, 0.1), (2, 3)),  # every split has a time
+        ([1, 1, 1, 1, 1, 1, 1, 1, 1, 2], (0.0, 0.5), (None, 2)),
+        ([5, 6, 6, 6, 7, 8, 9, 9, 9, 9], (0.4, 0.0), (9, None)),
+    ],
+)
+def test_splits_begin_at_the_time_nearest_to_their_share(times, shares, expected):
+    split = split_times(np.array(times), *shares, "edges")
+    assert (split.val, split.test) == expected
+    val, test = split.of(np.array(times))
+    assert (val.any(), test.any()) == (shares[0] > 0, shares[1] > 0) and not (val & test).any()
+
+
+@pytest.mark.parametrize(
+    "attrs,options,message",
+    [
+        ({}, {"hold_out_time": "when"}, "the attributes of the edges node__to__node are: edge_time"),
+        ({}, {"hold_out": None}, "hold_out_time=edge_time needs option hold_out"),
+        ({"edge_time": np.arange(60) / 2}, {}, r"float64 \[60\]; times must be one integer"),
+        ({"edge_time": np.zeros((60, 2), np.int64)}, {}, r"int64 \[60, 2\]; times must be one integer"),
+        ({"edge_time": np.full(60, 7)}, {}, r"edges node__to__node: all equal \(7\), so these edges cannot be split"),
+        ({"edge_time": np.arange(60) % 2}, {}, "only 2 different ones, so these edges cannot be split into 3"),
+    ],
+)
+def test_times_that_cannot_split_are_refused(attrs, options, message, tmp_path):
+    edge_index = np.stack([np.arange(60) % 20, np.arange(60) * 7 % 20])
+    source = save_arrays(
+        tmp_path / "g", x=np.ones((20, 2), np.float32), edge_index=edge_index, **{"edge_time": np.arange(60), **attrs}
+    )
+    with pytest.raises(DataError, match=message):
+        load_dataset("file", source, {"hold_out": "node__to__node", "hold_out_time": "edge_time", **options})
+
+
+def test_a_reverse_type_without_times_is_refused():
+    data = load_dataset("synthetic-hetero", None, {**SMALL, "time": True})
+    edges = {WRITES: data.edges[WRITES], WRITTEN: EdgeData(data.edges[WRITTEN].edge_index)}
+    options = SourceOptions(hold_out="author__writes__paper", hold_out_time="edge_time")
+    with pytest.raises(DataError, match="the attributes of the edges paper__rev_writes__author are: none"):
+        hold_out_links(replace(data, edges=edges), options)

@@ -15,7 +15,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 
 
 def table(heading: str) -> dict[str, str]:
-    """Return the default of each option in the first option table after ``heading``."""
     rows = PAGE.read_text().split(heading)[1].split("| option |")[1].split("\n\n")[0]
     return dict(re.findall(r"^\| `(\w+)` \|\s*`?([^|`]*?)`?\s*\|", rows, re.MULTILINE))
 

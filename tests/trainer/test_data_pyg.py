@@ -1,4 +1,4 @@
-"""Tests of PyG graphs as datasets: saved as .pt, or by name from torch_geometric and ogb."""
+"""Tests of datasets of torch_geometric: saved as .pt, or by name from torch_geometric and ogb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of loaders over all edges: equal batches whether the ends of edges are in memory or read from files."""
+"""Tests of loaders over all edges: equal batches with the ends of edges in memory or in files."""
 
 from __future__ import annotations
 

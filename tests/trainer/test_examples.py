@@ -45,7 +45,6 @@ def named(words: list[str], option: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder like a checkout, in which the commands of docs/examples.md run."""
     made = tmp_path_factory.mktemp("checkout")
     (made / "examples").symlink_to(REPOSITORY / "examples")
     return made
@@ -53,7 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def parts(folder: Path, request: pytest.FixtureRequest) -> None:
-    """Make the partition folder that the command under test reads, with the command that the page gives."""
     wanted = named(request.getfixturevalue("words"), "--parts")
     if (folder / wanted).exists():
         return

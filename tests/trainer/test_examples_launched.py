@@ -50,6 +50,5 @@ def test_train_hetero_resumes_with_its_rows(tmp_path, local_workdirs):
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:
-    """Return the loss of each epoch that the script reported."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return {line["epoch"]: line["loss"] for line in lines if line["kind"] == "epoch" and line["rank"] == 0}

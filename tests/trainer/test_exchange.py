@@ -1,6 +1,4 @@
-"""Tests of ``exchange_rows``, by which ranks fetch rows from each other: any dtype and shape, ranks that request no
-rows, and lost ranks.
-"""
+"""Tests of ``exchange_rows``, by which ranks fetch rows from each other."""
 
 from __future__ import annotations
 
@@ -27,9 +25,9 @@ def table(dtype, shape):
 
 
 def rank_of_two(rank, folder, then):
-    """Run one of two ranks that exchange rows. Rank 0 requests no rows.
+    """Run one of two ranks that exchange rows. Rank 0 requests none.
 
-    Afterwards, rank 1 exits if ``then`` is "gone", else it hangs, and rank 0 asserts that its next exchange fails.
+    then: what rank 1 does afterwards: exit ("gone") or hang.
     """
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=5)

@@ -1,6 +1,4 @@
-"""Tests of one graph server with twenty client processes: equal shares, bounded memory, and buffers that are freed
-when clients hang or die.
-"""
+"""Tests of one graph server with twenty clients: equal shares, bounded memory, and buffers that are freed."""
 
 from __future__ import annotations
 
@@ -38,8 +36,6 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Server:
-    """A graph server process and its stats file."""
-
     def __init__(self, endpoint: str, pid: int, stats: Path):
         self.endpoint, self.pid, self._stats = endpoint, pid, stats
 
@@ -49,12 +45,12 @@ class Server:
 
     @property
     def memory(self) -> float:
-        """Anonymous memory in MB. The parts are mapped files, which the kernel may drop, and are not counted."""
+        """Anonymous memory in MB."""
+        # without the parts: mapped files, which the kernel may drop
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1000 for line in lines if line.startswith("RssAnon:"))
 
     def held(self, names: Collection[str]) -> int:
-        """Return the bytes of the server's buffer that batches for the clients ``names`` occupy."""
         stats = self.stats
         assert stats["buffer_bytes"] <= stats["buffer_limit"] == BUFFER_MB * 1e6
         return sum(one["buffer_bytes"] for one in stats["clients"] if one["name"].split()[0] in names)
@@ -76,7 +72,7 @@ def server(parts: Path, tmp_path: Path) -> Iterator[Server]:
 
 
 def window(clients: ClientProcesses, batches: int, seconds: float = 120.0) -> list[ReceivedBatch]:
-    """Wait until all clients are active, and return at least ``batches`` batches that they receive from then on."""
+    """Return at least ``batches`` batches that are received while all clients are active."""
     clients.await_all(3)
     start = time.monotonic()
     wait_until(lambda: len(clients.received(start)) >= batches, seconds)
@@ -128,7 +124,7 @@ def test_clients_that_hang_or_die_cost_no_more_than_the_buffer(server: Server) -
 
 
 def watched(server: Server, seconds: float, names: Collection[str]) -> tuple[float, float]:
-    """Watch the server for ``seconds``, and return its peak memory in MB and the peak buffer bytes of the clients."""
+    """Return the peak memory of the server in MB, and the clients' peak bytes in its buffer."""
     peak = held = 0.0
     start = time.monotonic()
     while time.monotonic() < start + seconds:

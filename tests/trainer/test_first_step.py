@@ -1,6 +1,4 @@
-"""Tests of ``set_epoch(epoch, first_step)``: each loader starts the epoch at this step, with the same batches as in a
-whole epoch.
-"""
+"""Tests of ``set_epoch(epoch, first_step)``: loaders start at this step, with the same batches as in a whole epoch."""
 
 from __future__ import annotations
 
@@ -38,7 +36,6 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def ids(batch: Any) -> list[list[int]]:
-    """Return the nodes of a batch, or of each batch in a tuple of batches."""
     batches = batch if isinstance(batch, tuple | list) else [batch]
     return [one.n_id.tolist() for one in batches]
 

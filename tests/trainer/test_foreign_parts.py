@@ -1,4 +1,4 @@
-"""Tests of converting partitions of other programs (``partition convert``), which keep the part of every node."""
+"""Tests of ``partition convert``, which keeps the part of every node."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def samples(tmp_path_factory):
 
 
 def converted(source, out, options=None):
-    """Convert a partition, verify the written folder, and return its graph and the progress lines."""
+    """Convert and verify a partition. Return its graph and the progress lines."""
     lines = []
     convert_partition(source, out, options, say=lines.append)
     assert verify_partition(out) == []
@@ -110,7 +110,10 @@ def test_ids_of_the_input_graph_that_dgl_stored_are_used(name, samples, tmp_path
 
 
 def chunked(folder, data, form):
-    """Write ``data`` in DGL's chunked graph format, with features in two files of the given format."""
+    """Write ``data`` in DGL's chunked graph format, with features in two files.
+
+    form: file format of the features.
+    """
     duckdb = pytest.importorskip("duckdb") if form == "parquet" else None
     meta = {"graph_name": "demo", "node_type": data.node_types, "edges": {}, "node_data": {}, "edge_data": {}}
     meta["num_nodes_per_type"] = [data[of].num_nodes for of in data.node_types]
@@ -252,7 +255,7 @@ def test_export_is_read_by_torch_geometric_and_converts_back(made, tmp_path, mon
 
 
 def labels_of(data, folder):
-    """Write labels and train seeds as files, and return their paths as ``convert_partition``'s option ``nodes``."""
+    """Write labels and train seeds. Return their paths as ``convert_partition``'s option ``nodes``."""
     of = "paper__" if hasattr(data, "node_types") and "paper" in data.node_types else ""
     y = data["paper"].y if of else data.y
     torch.save(y, folder / "y.pt")
@@ -339,7 +342,6 @@ def test_a_damaged_file_of_dgl_is_one_clear_message(samples, tmp_path):
 
 
 def refused(*words):
-    """Run a command of ``partition`` that must fail; return its error message."""
     result = CliRunner().invoke(partition, [str(word) for word in words])
     assert isinstance(result.exception, TrainerError), result.output
     return str(result.exception)

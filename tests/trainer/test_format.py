@@ -48,7 +48,7 @@ def a_manifest() -> Manifest:
 
 
 def edited(folder, change):
-    """Write a manifest, alter its JSON by the function ``change``, and return its folder."""
+    """Write a manifest, apply ``change`` to its JSON, and return its folder."""
     path = write_manifest(folder, a_manifest())
     raw = json.loads(path.read_text())
     change(raw)
@@ -57,7 +57,10 @@ def edited(folder, change):
 
 
 def put(*keys):
-    """Return a change for ``edited`` that sets a value. ``keys``: the keys that lead to it, then the new value."""
+    """Return a change for ``edited`` that sets a value.
+
+    keys: the keys that lead to it, then the new value.
+    """
 
     def change(raw):
         *path, key, value = keys

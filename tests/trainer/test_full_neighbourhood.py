@@ -15,7 +15,7 @@ LEAVES = 200_000
 
 @pytest.fixture(scope="module")
 def hub():
-    """Return a graph: a hub with edges to and from every leaf, and a tail that one leaf points to."""
+    """Return a hub with edges to and from every leaf, and a tail behind one leaf."""
     leaves = torch.arange(1, LEAVES + 1)
     zeros = torch.zeros_like(leaves)
     edges = torch.stack([torch.cat([leaves, zeros, leaves[:1]]), torch.cat([zeros, leaves, leaves[-1:] + 1])])

@@ -1,6 +1,4 @@
-"""Tests of ``Gateway``, a client's connection to graph servers: failover to another server, return to the home server,
-joining servers, and errors.
-"""
+"""Tests of ``Gateway``, a client's connection to graph servers: failover, return to the home server, and errors."""
 
 from __future__ import annotations
 
@@ -36,7 +34,6 @@ TWICE = ((0, 1, 2, 3), (0, 1, 2, 3))  #: every part on both servers
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """Let clients treat a silent server as gone after one second, to keep the tests short."""
     monkeypatch.setattr(gateway_module, "GONE_AFTER", 1.0)
 
 
@@ -62,7 +59,6 @@ def loader(graph):
 
 
 def served(servers, number) -> int:
-    """Return the number of batches that a server has made."""
     return sum(client.batches for client in servers.servers[number].scheduler_status().clients)
 
 
@@ -173,8 +169,7 @@ def test_a_server_that_joins_is_discovered_and_used(folder, expected, monkeypatc
 
 
 def replace_places(servers, numbers):
-    """Return an object like ``servers`` that has only the servers with these ``numbers``."""
-
+    # an object like ``servers`` that has only the servers ``numbers``
     class View:
         places = {number: servers.places[number] for number in numbers}
         keys = servers.keys

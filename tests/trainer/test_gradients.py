@@ -1,4 +1,4 @@
-"""Tests that small models train as with DistributedDataParallel, although their gradients are averaged without it."""
+"""Tests that small models train as with DistributedDataParallel, although they do not use it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of a graph server that gets hostile messages: it answers other clients correctly and soon, and its memory is
-bounded.
-"""
+"""Tests of a graph server that gets hostile messages: right answers for others, and bounded memory."""
 
 from __future__ import annotations
 
@@ -54,8 +52,6 @@ LOG = 10 << 20  #: bytes that the server may log
 
 @dataclass(frozen=True)
 class Target:
-    """The graph server under attack."""
-
     place: ServerAddress
     keys: ServiceKeys | None
     key_file: Path | None
@@ -69,7 +65,7 @@ class Target:
 
 @dataclass
 class Honest:
-    """A client that sends requests from a thread and checks all replies, until the context ends."""
+    """A client thread that sends requests and checks all replies, until the context ends."""
 
     target: Target
     waits: list[float] = field(default_factory=list)  #: seconds until all replies of a round were received
@@ -106,7 +102,6 @@ class Honest:
 
 
 def ask_and_compare(client: HostClient, graph: DistGraph, nodes: np.ndarray) -> None:
-    """Request one hop, rows and a whole batch, and compare each with the local result."""
     request = HopRequest(HOMO_EDGE, nodes, 5, 2, 3, with_edge=True)
     assert_same_sample(client.sample_hops([request])[0], graph.sample_hops([request])[0])
     np.testing.assert_array_equal(rows_of(client, nodes)["x"], rows_of(graph, nodes)["x"])
@@ -147,10 +142,9 @@ def target(folder: Path, keys: ServiceKeys | None = None) -> Iterator[Target]:
 
 
 def storm(victim: Target, insiders: int, strangers: int, seed: int) -> Honest:
-    """Attack from three processes while an honest client works, then check the server's memory, log and statistics.
+    """Attack from three processes while an honest client works, then check the server.
 
-    ``insiders``: number of messages over connections with the key; half of these connections read no replies.
-    ``strangers``: number of messages over other connections.
+    insiders, strangers: number of messages over connections with and without the key.
     """
     endpoint, half = victim.place.endpoint, insiders // 2
     key_file = str(victim.key_file) if victim.keys else None

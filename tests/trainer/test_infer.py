@@ -48,7 +48,7 @@ def parts_of(folder: Path, hetero: bool) -> Path:
 
 
 def sampled_logits(parts: Path, checkpoint: Path) -> dict[int, np.ndarray]:
-    """Return the logits of the seeds of all splits, by original id, computed from batches with all neighbours."""
+    """Return the logits of the seeds of all splits, by original id, from batches with all neighbours."""
     model, _ = trained_model(load_checkpoint(checkpoint), read_manifest(parts))
     target = load_checkpoint(checkpoint).graph["target"]
     found = {}
@@ -62,7 +62,6 @@ def sampled_logits(parts: Path, checkpoint: Path) -> dict[int, np.ndarray]:
 
 
 def whole_logits(out: Path) -> np.ndarray:
-    """Read the logits of all parts and return them in order of original id."""
     ids = np.concatenate([np.load(out / f"part{part}" / "orig_id.npy") for part in range(3)])
     assert sorted(ids.tolist()) == list(range(len(ids)))
     logits = np.concatenate([np.load(out / f"part{part}" / "logits.npy") for part in range(3)])

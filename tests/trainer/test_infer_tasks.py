@@ -1,4 +1,4 @@
-"""Tests of inference for regression, several labels per node and links, from tables to predictions with ids."""
+"""Tests of inference for regression, several labels per node and links, from tables to predictions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ NAMES = [f'home "{k}", {"garden" if k % 2 else "roof"}' for k in range(HOMES)]
 
 
 def homes(folder: Path, label: Any, **options: Any) -> Path:
-    """Write tables of homes and of edges, and partition the graph. ``label``: column or columns of ``y``."""
+    """Write tables of homes and edges, and partition the graph.
+
+    label: column or columns of ``y``.
+    """
     folder.mkdir()
     with (folder / "homes.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -59,7 +62,6 @@ def homes(folder: Path, label: Any, **options: Any) -> Path:
 
 
 def predictions(out: Path, parts: int = 2) -> list[dict[str, str]]:
-    """Return the rows of all predictions.csv."""
     found = []
     for part in range(parts):
         with (out / f"part{part}" / "predictions.csv").open(newline="") as file:
@@ -116,7 +118,6 @@ def test_whole_numbers_are_a_plain_target_with_num_classes_0(tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def linked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with two graphs and a run on each that predicts links: ``rsage`` heterogeneous, ``sage`` homogeneous."""
     folder = tmp_path_factory.mktemp("linked")
     write_parts(folder / "hetero", 2, "synthetic-hetero", hold_out="author__writes__paper", num_nodes=200)
     write_parts(folder / "homo", 2, hold_out="node__to__node", num_nodes=200, avg_degree=5)

@@ -1,4 +1,4 @@
-"""Tests of admission to a graph server: only its own key and the keys currently in `clients/` next to its key file."""
+"""Tests of admission to a graph server: its own key, and the keys in `clients/` beside it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from trainer.service.service_keys import admit_guest, read_key_file, write_key_f
 
 @pytest.fixture
 def guarded(tmp_path):
-    """Yield a server with a key file, and the path of that file."""
     path = tmp_path / "service.key"
     write_key_file(path, new_keys())
     with serving(keys=read_key_file(path)) as server:
@@ -23,7 +22,6 @@ def guarded(tmp_path):
 
 
 def guest_of(path):
-    """Return a new client key pair, with the public key of the servers whose key file is ``path``."""
     return replace(new_keys(), server=read_key_file(path).public)
 
 

@@ -1,6 +1,4 @@
-"""Tests of ``DistLinkNeighborLoader``: equal to torch_geometric's loader, for any number of ranks, and seed links are
-not among the edges if excluded.
-"""
+"""Tests of ``DistLinkNeighborLoader`` against torch_geometric's loader, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def hetero():
 
 
 def shapes(batch):
-    """Return for each (type, attribute) of a batch its dtype and number of dimensions, or its Python type."""
+    """Return dtype and number of dimensions, or Python type, by (type, attribute)."""
     stores = (
         [("", batch)] if isinstance(batch, Data) else [(of, batch[of]) for of in batch.node_types + batch.edge_types]
     )
@@ -206,10 +204,6 @@ def test_a_heterogeneous_graph_needs_an_edge_type(given, message):
 
 
 def without_edges(kind):
-    """Return data, links, and a function from a batch to its edge store for the type of the links.
-
-    The graph has no edges at all, or none of the type of the links.
-    """
     links = torch.randint(0, 7, (2, 30), generator=torch.Generator().manual_seed(4))
     if kind == "homo":
         return Data(num_nodes=20), links, lambda batch: batch

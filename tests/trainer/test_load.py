@@ -1,4 +1,4 @@
-"""Tests of ``BatchLoader``: seeds, their split over ranks, prefetching, and identical batches for every placement."""
+"""Tests of ``BatchLoader``: seeds, ranks, prefetching, and equal batches for every placement of parts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def graph_store(num_parts, only=None):
 
 @contextmanager
 def opened(num_parts, here):
-    """Open the parts ``here`` in this process and serve every other part by a graph server."""
+    """Open the parts ``here`` in this process, and the others by a graph server."""
     with ExitStack() as stack:
         store = graph_store(num_parts, only=here)
         clients = {}

@@ -21,7 +21,6 @@ from trainer.sampler.types import RowRequest
 
 
 def stores_of(data, layout="coo", times=("time",)):
-    """Return the graph as a feature store and a graph store, with attributes of nodes but not of edges."""
     features, graph = MyFeatureStore(), MyGraphStore()
     if isinstance(data, Data):
         nodes, edges = {None: data}, {None: data}

@@ -1,6 +1,4 @@
-"""Tests of loader arguments of unusual types: misuse is refused with a clear message, and equivalent types are
-accepted.
-"""
+"""Tests of loader arguments of unusual types: accepted, or refused with a clear message."""
 
 from __future__ import annotations
 

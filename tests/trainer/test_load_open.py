@@ -1,4 +1,4 @@
-"""Tests of the properties that an opened graph shares with torch_geometric data, and of mistakes in opening graphs."""
+"""Tests of opened graphs: properties as of torch_geometric data, and mistakes in opening graphs."""
 
 from __future__ import annotations
 

@@ -66,14 +66,12 @@ SCRIPT = """
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a folder with a script that uses loaders, and the parts that it opens."""
     write_store(tmp_path / "parts", parts_of(homo_data(), 2).store)
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     return tmp_path
 
 
 def by_torchrun(words, folder):
-    """Run a script with torchrun on two ranks and return their output."""
     env = environment() | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
     done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=240)

@@ -1,4 +1,4 @@
-"""Tests of negative links: their number, sources, targets, weights and times; equal for any number of ranks."""
+"""Tests of negative links: number, ends, weights and times; equal for any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ KEY = 12345
 
 
 def drawn(rule, places, global_size, ends, is_link=None, times=None, key=KEY):
-    """Draw the negatives of the positive links at ``places`` of the global batch.
+    """Draw negatives. Return (source, target) by (place, number of the negative).
 
-    Returns a dict from (place, number of the negative) to (source, target).
+    places: positions of the positive links in the global batch.
     """
     places = np.asarray(places)
     owner, j = rule.owners(places, global_size)

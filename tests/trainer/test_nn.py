@@ -1,6 +1,4 @@
-"""Tests of layers on blocks: equal to torch_geometric's with all neighbours, right gradients, and dropout and weights
-that are the same on any rank.
-"""
+"""Tests of layers on blocks, compared with torch_geometric's: values, gradients, dropout and weights."""
 
 from __future__ import annotations
 

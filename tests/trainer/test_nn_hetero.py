@@ -1,4 +1,4 @@
-"""Tests of heterogeneous layers and models on blocks: equal to torch_geometric's, without computing unused rows."""
+"""Tests of heterogeneous layers and models on blocks: equal to torch_geometric's."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def whole_graph(dim: int) -> tuple[dict, dict, dict]:  # type: ignore[type-arg]
 
 
 def as_one_type(x: dict[str, Tensor], edges: dict) -> tuple[Tensor, Tensor, Tensor, dict[str, int]]:  # type: ignore[type-arg]
-    """Concatenate the rows of all types, and return them with edges and edge type numbers, as torch_geometric's
-    ``RGCNConv`` expects.
-    """
+    """Join all types for ``RGCNConv``. Return rows, edges, edge type numbers, and the first row of each node type."""
     first = dict(zip(x, np.cumsum([0, *map(len, x.values())]).tolist(), strict=False))
     index = [edges[of] + torch.tensor([[first[of[0]]], [first[of[2]]]]) for of in EDGE_TYPES]
     number = [torch.full((edges[of].shape[1],), place) for place, of in enumerate(EDGE_TYPES)]
@@ -192,8 +190,6 @@ def test_featureless_types_take_embeddings_or_one_vector() -> None:
 
 
 class ExternalEmbeddings:
-    """Embeddings that are stored and trained outside the model."""
-
     dim, num_nodes = 16, {"author": 20, "board": 3}
 
     def __init__(self) -> None:
@@ -231,10 +227,8 @@ def test_a_homogeneous_batch_is_one_with_a_single_type(model: str) -> None:
 
 
 def planted(seeds: list[int]) -> tuple[HeteroBatch, Tensor]:
-    """Return a batch of papers and their classes.
-
-    The class of a paper follows from the features of the only other paper of its author, two hops away.
-    """
+    """Return a batch of papers and their classes."""
+    # a paper's class follows from the features of the only other paper of its author, two hops away
     papers, authors = np.arange(60), np.arange(60) // 2
     edges = {WRITES: np.stack([authors, papers]), WROTE: np.stack([papers, authors])}
     counts = {"paper": 60, "author": 30}

@@ -123,10 +123,9 @@ def test_pairs_of_a_random_walk() -> None:
 
 
 def planted(num_nodes: int = 120, groups: int = 4) -> tuple[Tensor, Tensor]:
-    """Return the edges of a graph of communities, int64 [2, e], and the community of each node.
+    """Return edges, int64 [2, e], and the community of each node: its id modulo ``groups``.
 
-    The community of a node is its id modulo ``groups``. About nine of ten edges join nodes of one community. Each edge
-    is contained in both directions.
+    About nine of ten edges join nodes of one community. Each edge is contained in both directions.
     """
     torch.manual_seed(0)
     src = torch.arange(num_nodes).repeat_interleave(6)
@@ -160,7 +159,7 @@ def test_unsupervised_graphsage_finds_planted_groups(form: str) -> None:
 
 
 def same_group_auc(h: Tensor, group: Tensor) -> float:
-    """Return the AUC of telling pairs of nodes of one group from other pairs by the dot product of their rows."""
+    """Return the AUC of telling pairs of one group from other pairs by the dot product of rows."""
     scores = h.detach() @ h.detach().t()
     same = (group[:, None] == group) & ~torch.eye(len(h), dtype=torch.bool)
     return metrics.auc(scores[same], scores[group[:, None] != group]).item()

@@ -1,4 +1,4 @@
-"""Tests of the fused GraphSAGE layer and of the activation: values and gradients equal those of the plain formulas."""
+"""Tests of the fused GraphSAGE layer and of the activation: equal to the plain formulas."""
 
 from __future__ import annotations
 

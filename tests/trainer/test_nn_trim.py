@@ -1,6 +1,4 @@
-"""Tests of trimmed torch_geometric models: the seeds get the same rows as from the whole model, but fewer rows are
-computed.
-"""
+"""Tests of trimmed torch_geometric models: the seeds get the same rows, but fewer rows are computed."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def plain_data(fanouts: tuple[int, ...] = (2, 2, 1)) -> Data:
 
 
 class LastRows:
-    """Records how many rows of source nodes a convolution got in its latest call."""
+    """Records the number of source rows in the latest call of a convolution."""
 
     def __init__(self, conv: nn.Module):
         self.rows = 0
@@ -51,7 +49,6 @@ class LastRows:
 
 
 def hop_rows(data: Data | HeteroData, hops: int, types: list[str] | None = None) -> int:
-    """Count the nodes within ``hops`` hops of the seeds."""
     if isinstance(data, Data):
         return sum(data.num_sampled_nodes[: hops + 1])
     return sum(sum(data[of].num_sampled_nodes[: hops + 1]) for of in types or TYPES)

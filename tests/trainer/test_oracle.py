@@ -1,6 +1,4 @@
-"""Tests that each loader gives bit-identical batches for all numbers of parts, hosts and threads, and with parts on
-graph servers.
-"""
+"""Tests that each loader gives bit-identical batches for all parts, hosts, threads and graph servers."""
 
 from __future__ import annotations
 
@@ -40,9 +38,9 @@ PLACES = ("4 parts", "wire 4")
 
 @pytest.fixture(scope="module")
 def graphs():
-    """Yield a dict from (kind, place) to the opened graph.
+    """Yield the opened graphs by (kind, place).
 
-    In the places "wire 2" and "wire 4", this process has one of 2 or 4 parts; the others are behind graph servers.
+    In the places "wire 2" and "wire 4", all parts but one are behind graph servers.
     """
     with contextlib.ExitStack() as stack:
         opened = {}
@@ -56,7 +54,6 @@ def graphs():
 
 
 def arguments_of(data, how, seeds=19):
-    """Return arguments for both node and link loaders, see ``loader_of``. ``how``: further arguments."""
     times = torch.arange(60) % 20 + 30
     if isinstance(data, Data):
         nodes, links = torch.arange(3, 3 + seeds), data.edge_index[:, 5 : 5 + seeds]
@@ -94,10 +91,8 @@ def test_data_in_memory_gives_the_batches_of_its_partition(graphs, kind, how, lo
 
 
 def assert_same_by_name(ours, theirs):
-    """Assert that two batches have equal attributes in any order, ignoring ``num_nodes``.
-
-    For data in memory, torch_geometric keeps the user's order of attributes and may omit ``num_nodes``.
-    """
+    """Assert equal attributes in any order, without ``num_nodes``."""
+    # for data in memory, torch_geometric keeps the user's order and may omit ``num_nodes``
     for mine, other in zip(ours.stores, theirs.stores, strict=True):
         pairs = [{k: v for k, v in store.items() if v is not None and k != "num_nodes"} for store in (mine, other)]
         assert pairs[0].keys() == pairs[1].keys()

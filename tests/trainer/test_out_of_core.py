@@ -1,6 +1,4 @@
-"""Tests of partitioning on disk: method `streaming`, limits of memory, and partitioning that continues after an
-interruption.
-"""
+"""Tests of partitioning on disk: method `streaming`, memory limits, and continuing after an interruption."""
 
 from __future__ import annotations
 

@@ -64,7 +64,6 @@ def test_own_work_excludes_waits_for_slower_ranks(tmp_path: Path) -> None:
 
 
 def steady(run_dir: Path, rank: int) -> dict[str, float]:
-    """Return the median times in a rank's step lines, without the first line."""
     lines = metrics(run_dir, "step", rank)[1:]
     middle = {name: sorted(line[name] for line in lines) for name in ("step_s", "own_s", "batch_s")}
     return {name: values[len(values) // 2] for name, values in middle.items()}

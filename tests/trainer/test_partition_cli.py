@@ -1,6 +1,4 @@
-"""Tests of ``trainer partition make``, ``verify`` and ``inspect``, and of clusters, which divide the nodes of a
-part.
-"""
+"""Tests of ``trainer partition make``, ``verify`` and ``inspect``, and of clusters within parts."""
 
 from __future__ import annotations
 

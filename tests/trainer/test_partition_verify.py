@@ -136,7 +136,6 @@ def test_nodes_and_edges_belong_to_one_part(tmp_path, path, position, problem):
 
 
 def changed(folder, spec_of, **changes):
-    """Change the manifest's entry of the only node or edge type."""
     manifest = read_manifest(folder)
     types = {"nodes": HOMO_NODE, "edges": HOMO_EDGE}
     specs = getattr(manifest, spec_of)

@@ -1,4 +1,4 @@
-"""Tests of pseudorandom permutations whose elements are computed when they are read, without an array in memory."""
+"""Tests of pseudorandom permutations that are computed when they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of requests that fetch many rows in pieces: pieces are small, few are in flight, and the rows are the same."""
+"""Tests of requests that fetch many rows in pieces: small pieces, few in flight, equal rows."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ def request(count: int, attrs: tuple[str, ...] = ("x",)) -> RowRequest:
 
 
 class CountedAnswers:
-    """Answers requests, but computes each answer only when its result is awaited. Counts the answers in flight and
-    their maximum.
-    """
+    """Computes each answer when its result is awaited. Counts the answers in flight and their maximum."""
 
     def __init__(self, answer):
         self.answer, self.under_way, self.most, self.rows = answer, 0, 0, []

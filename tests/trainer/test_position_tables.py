@@ -1,6 +1,4 @@
-"""Tests of position tables, which number the nodes of a batch: both kinds give the same batches, and the number of
-nodes in the graph selects the kind.
-"""
+"""Tests of position tables, which number the nodes of a batch: both kinds give the same batches."""
 
 import numpy as np
 import pytest
@@ -12,9 +10,9 @@ from trainer.sampler.row_index import IdIndex, SourceCodes, locate
 
 
 def played(table, batches):
-    """Number the nodes of each batch with a position table. A batch is (seeds, sources of each hop).
+    """Number the nodes of each batch. Return all positions and new ids.
 
-    Returns all positions and new ids.
+    batches: pairs (seeds, sources of each hop).
     """
     seen = []
     for seeds, hops in batches:
@@ -32,7 +30,6 @@ def played(table, batches):
 
 
 def random_batches(seed, num_nodes, dtype):
-    """Return five batches of very different sizes, with repeated seeds."""
     rng = np.random.default_rng(seed)
 
     def ids(most):
@@ -79,7 +76,6 @@ def test_too_many_nodes_for_a_hash_entry_use_the_direct_table():
 
 
 def assert_equal(one, other):
-    """Assert that every array of the two subgraphs is equal."""
     assert one.nodes.keys() == other.nodes.keys() and one.edges.keys() == other.edges.keys()
     for of, nodes in one.nodes.items():
         assert nodes.per_hop == other.nodes[of].per_hop and np.array_equal(nodes.ids, other.nodes[of].ids)

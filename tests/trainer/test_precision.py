@@ -1,6 +1,4 @@
-"""Tests of training in bfloat16: the same as in float32 except for rounding; weights, gradients and sums stay
-float32.
-"""
+"""Tests of training in bfloat16: equal to float32 except for rounding."""
 
 from __future__ import annotations
 

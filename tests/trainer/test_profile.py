@@ -1,4 +1,4 @@
-"""Tests of ``python -m trainer profile``: the tables and the advice made from metrics lines."""
+"""Tests of ``python -m trainer profile``: tables and advice from metrics lines."""
 
 from __future__ import annotations
 
@@ -79,10 +79,7 @@ def _lines(text: str) -> list[str]:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """Return a folder with metrics files of two ranks, as a launch collects them.
-
-    The first epoch of rank 0 is much slower than the others, and the file of rank 1 has invalid lines.
-    """
+    # the first epoch of rank 0 is slow, and the file of rank 1 has invalid lines
     predict = {"kind": "predict", "rank": 0, "steps": 20, "remote_bytes": 200_000_000, "hit_rate": 0.3}
     first = {**line(0, 1), "spent": dict.fromkeys(KINDS, 1.0)}
     write(tmp_path / "logs/node0", "metrics-rank0.jsonl", {"kind": "start"}, predict, first, line(0, 2), line(0, 3))
@@ -131,7 +128,10 @@ def test_a_running_run_is_profiled_by_its_step_lines(tmp_path: Path, monkeypatch
 
 
 def recorded_of(*ranks: list[dict[str, Any]]) -> RunTimes:
-    """Return the ``RunTimes`` of a run with one rank per node. ``ranks``: the metrics lines of each rank."""
+    """Return the times of a run with one rank per node.
+
+    ranks: the metrics lines of each rank.
+    """
     found = {}
     for k, lines in enumerate(ranks):
         found[k] = RankLines(k, node=k)

@@ -1,4 +1,4 @@
-"""Tests that batches with all neighbours equal those of torch_geometric's own loaders, links and negatives included."""
+"""Tests that batches with all neighbours equal those of torch_geometric's own loaders."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_link_batches_equal_torch_geometrics_in_every_attribute(monkeypatch, how
 
 
 class _GivenNegatives:
-    """Replaces torch_geometric's ``neg_sample``: returns the negatives that gnnfleet drew for the same batch."""
+    """Replaces torch_geometric's ``neg_sample`` with gnnfleet's negatives of the same batch."""
 
     def __init__(self, edge_type):
         self._type = edge_type
@@ -187,11 +187,8 @@ def ends_of(batch, edge_type):
 
 
 def _assert_like(ours, theirs, subgraph_type=None):
-    """Assert that batches have equal nodes, edges, attribute names, dtypes and numbers of columns.
-
-    The order of edges is ignored. Edge ids of bidirectional subgraphs are ignored too, because torch_geometric gives
-    the added reverse edges arbitrary ids or none.
-    """
+    """Assert equal nodes, edges, attribute names, dtypes and numbers of columns. The order of edges is ignored."""
+    # torch_geometric gives the added reverse edges of bidirectional subgraphs arbitrary ids or none
     edge_ids = subgraph_type != "bidirectional"
     for mine, other in zip(ours, theirs, strict=True):
         assert as_sets(mine, edge_ids) == as_sets(other, edge_ids)

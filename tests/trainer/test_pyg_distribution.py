@@ -1,7 +1,6 @@
 """Chi-square tests of finite fanouts: neighbours are drawn with the right probabilities, as in torch_geometric.
 
-Samples are drawn from fixed seeds, so the results are reproducible. The bound p < 1e-4 detects a bias of a few percent
-at these numbers of draws.
+Seeds are fixed, so that results are reproducible. The bound p < 1e-4 detects a bias of a few percent.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def partition():
 
 
 def in_trees(loader):
-    """Count each sampled set of neighbours of node 0 in one disjoint batch, in which node 0 is the seed many times."""
+    """Count the sampled sets of neighbours of node 0, over many trees of one batch."""
     (batch,) = loader
     rows = [[] for _ in range(DRAWS)]
     for tree, edge in zip(batch.batch[batch.edge_index[1]].tolist(), batch.e_id.tolist(), strict=True):
@@ -55,7 +54,7 @@ def ours_of(fanout, **how):
 
 
 def epochs_of(fanout, epochs=400, **how):
-    """Count each sampled set of neighbours of node 0, the only seed, over ``epochs`` epochs."""
+    """Count the sampled sets of neighbours of node 0, the only seed, over ``epochs`` epochs."""
     loader, found = DistNeighborLoader(partition(), [fanout], torch.tensor([0]), **how), Counter()
     for _ in range(epochs):
         (batch,) = loader
@@ -64,7 +63,7 @@ def epochs_of(fanout, epochs=400, **how):
 
 
 def choices(fanout, weights, replace=False, over=range(DEGREE)):
-    """Return the exact probability of every choice (ascending edge ids), by enumerating the sequences of draws."""
+    """Return the exact probability of each choice of edge ids, by enumerating all draws."""
     found = Counter()
     for order in itertools.product(over, repeat=fanout):
         if not replace and len(set(order)) < fanout:

@@ -19,7 +19,6 @@ fanout_lists = st.lists(st.sampled_from([-1, 1, 2, 5]), min_size=1, max_size=3)
 
 
 def random_data(seed):
-    """Return papers and authors with times, some edges of weight zero, reverse edges, multi-edges and self loops."""
     rng = np.random.default_rng(seed)
     counts = {"paper": int(rng.integers(2, 25)), "author": int(rng.integers(1, 12))}
     data = HeteroData()
@@ -39,7 +38,7 @@ def random_data(seed):
 
 
 def source_of(data, case):
-    """Return ``data`` itself if ``case`` is a multiple of 4, otherwise a graph of ``case`` modulo 4 parts of it."""
+    """Return ``data`` itself if ``case % 4`` is 0, else a graph of ``case % 4`` parts of it."""
     return data if case % 4 == 0 else parts_of(data, case % 4)
 
 
@@ -68,7 +67,7 @@ def test_no_edge_is_later_than_its_seed_and_last_takes_the_latest(case, fanouts,
 
 
 def _assert_latest(targets, stamps, edges, dst, tree, until):
-    """Assert that the sampled edges are the latest candidates: no other candidate is later than a sampled one."""
+    """Assert that no other candidate is later than a sampled edge."""
     for node, number in set(zip(dst.tolist(), tree.tolist(), strict=True)):
         taken = edges[(dst == node) & (tree == number)]
         candidates = ((targets == node) & (stamps <= until[number])).nonzero().view(-1)
@@ -94,7 +93,7 @@ def _seeds(store):
 
 
 def _positive(store, node, fanout):
-    """Return how many edges of a target can be drawn: those of positive weight, but at most ``fanout``."""
+    """Return how many edges of positive weight can be drawn, at most ``fanout``."""
     count = int((store.weight[store.edge_index[1] == node] > 0).sum())
     return count if fanout < 0 else min(count, fanout)
 
@@ -122,7 +121,7 @@ def test_excluded_links_are_not_sampled_and_do_not_use_up_the_fanout(case, fanou
 def _assert_filled(data, batch, of, fanout, barred, edges):
     """Assert that each seed has ``fanout`` edges of type ``of``, or all candidates if it has fewer.
 
-    Edges in ``barred`` are no candidates.
+    barred: edges that are no candidates.
     """
     store, num_seeds = batch[of[2]], batch[of[2]].num_sampled_nodes[0]
     found = torch.bincount(batch[of].edge_index[1], minlength=len(store.n_id))[:num_seeds]

@@ -1,8 +1,6 @@
-"""Tests of training scripts in the style of torch_geometric's documentation with a gnnfleet loader.
+"""Tests of scripts from torch_geometric's documentation with a gnnfleet loader.
 
-Each script is text, and all replaced lines are listed here as data: the import of the loader and the line that loads
-the graph. For two ranks the lines that every distributed torch script needs are added: a process group and
-DistributedDataParallel around the model. Model, optimizer and loop stay unchanged.
+Each script is text. The lines that are replaced for gnnfleet or for several ranks are listed here.
 """
 
 from __future__ import annotations
@@ -202,7 +200,6 @@ SEEDS = "train_idx, test_idx = torch.arange(0, 300), torch.arange(300, 400)\n"
 
 
 def changed(name, ranks, partition=True):
-    """Return the script ``name`` after replacing the lines that gnnfleet with ``ranks`` ranks requires."""
     text, loader, own_loader, _ = SCRIPTS[name]
     text = textwrap.dedent(text).replace(DATA_LINE, SEEDS + DATA_LINE)
     replaced = {loader: own_loader} | ({DATA_LINE: FROM_PARTS} if partition else {})
@@ -216,7 +213,7 @@ def changed(name, ranks, partition=True):
 
 
 def community_data(name):
-    """Return a graph of four communities. A node's neighbours predict its community much better than its features."""
+    """Return a graph of four communities. A node's neighbours predict its community better than its features."""
     g = torch.Generator().manual_seed(3)
     n = 400
     y = torch.randint(0, 4, (n,), generator=g)
@@ -244,7 +241,6 @@ def _alike(members, labels, n, g):
 
 
 def scores(output):
-    """Return (loss, score) of every epoch."""
     return [tuple(map(float, found)) for found in re.findall(r"Loss: ([\d.]+), Score: ([\d.]+)", output)]
 
 

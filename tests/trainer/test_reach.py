@@ -1,6 +1,4 @@
-"""Tests of requests to other hosts: replicated topology, a row cache and held rows save requests and change no
-batch.
-"""
+"""Tests that replicated topology, a row cache and held rows save requests and change no batch."""
 
 from __future__ import annotations
 
@@ -38,8 +36,6 @@ WAYS = (
 
 
 class Host:
-    """A host in this process that records the requests it gets."""
-
     def __init__(self, store):
         self.name, self.part_ids = f"host of {list(store.parts)}", tuple(store.parts)
         self.hops, self.rows, self.pairs, self.slices = [], [], [], []
@@ -58,7 +54,7 @@ class Host:
         return self._answer(self.slices, [asked], lambda _: edge_slice(self._graph.store, *asked))
 
     def asked_ids(self, of, name):
-        """Return all ids for which the attribute ``name`` of node type ``of`` was requested."""
+        """Return all ids for which attribute ``name`` of node type ``of`` was requested."""
         found = [request.ids for request in self.rows if request.of == of and name in request.attrs]
         return np.concatenate([np.empty(0, np.int64), *found])
 
@@ -68,7 +64,6 @@ class Host:
 
 
 def host_store(data, own, topology="replicated", parts=PARTS):
-    """Open the parts of one host."""
     whole = parts_of(data, parts).store
     others = {p: light(part) for p, part in whole.parts.items() if p != own} if topology == "replicated" else {}
     return dataclasses.replace(whole, parts={own: whole.parts[own]}, replicas=others)
@@ -85,7 +80,10 @@ def light(part):
 
 
 def some_rows(graph, share=0.3):
-    """Return a row cache with random rows: the fraction ``share`` of the nodes of each type."""
+    """Return a row cache with random rows.
+
+    share: fraction of the nodes of each type.
+    """
     rng, types = np.random.default_rng(1), {}
     for of, spec in graph.manifest.nodes.items():
         ids = rng.permutation(spec.num_nodes)[: round(share * spec.num_nodes)]
@@ -97,7 +95,7 @@ def some_rows(graph, share=0.3):
 
 
 def host_of(data, topology, cache, held):
-    """Return the graph as host 0 opens it, and a dict from part to the host that owns it, all in this process."""
+    """Return the graph of host 0, and the host that owns each part, all in this process."""
     others = {part: Host(host_store(data, part, "partitioned")) for part in range(1, PARTS)}
     store = host_store(data, 0, topology)
     graph = Graph(store, DistGraph(LocalGraph(store), others, held=held))

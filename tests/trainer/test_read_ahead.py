@@ -80,7 +80,7 @@ def test_maps_are_read_at_random_only_if_they_do_not_fit(folder, monkeypatch):
 
 
 def mapped(path: Path, values):
-    """Save an array, map the file into memory, drop it from the page cache, and return the mapped array."""
+    """Save an array, drop it from the page cache, and return it mapped."""
     np.save(path, values)
     array = map_array(path)
     with open(path, "rb") as file:
@@ -109,7 +109,6 @@ def test_only_the_pages_of_the_rows_are_read(tmp_path):
 
 
 def resident(path: Path) -> int:
-    """Return how many pages of a mapped file are resident in this process."""
     pages, name = 0, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):

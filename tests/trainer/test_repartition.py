@@ -1,4 +1,4 @@
-"""Tests of ``partition repartition``, ``partition diff``, and restoring a graph from its partition folder."""
+"""Tests of ``partition repartition`` and ``diff``, and of restoring a graph from its partition folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def made(folder, num_parts, dataset="synthetic-hetero", **changes):
 
 
 def differing(first, second):
-    """Return the names of files that differ between two folders or are in only one of them."""
+    """Return the names of files that differ, or are in only one of the folders."""
     names = {path.relative_to(top).as_posix() for top in (first, second) for path in top.rglob("*") if path.is_file()}
     same, *others = filecmp.cmpfiles(first, second, sorted(names), shallow=False)
     assert len(same) + sum(map(len, others)) == len(names)
@@ -113,7 +113,6 @@ def test_diff_of_two_partitions_of_one_graph(tmp_path):
 
 
 def renumbered(dataset, order):
-    """Return the dataset with its edges in another order."""
     edges = dataset.edges[HOMO_EDGE]
     attrs = {name: values[order] for name, values in edges.attrs.items()}
     return replace(dataset, edges={HOMO_EDGE: EdgeData(edges.edge_index[:, order], attrs)})

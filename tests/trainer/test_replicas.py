@@ -1,6 +1,4 @@
-"""Tests of sampling while graph servers are killed: a replica serves the parts, the server starts again, or it stays
-lost.
-"""
+"""Tests of sampling while graph servers are killed: replicas, restarted servers and lost servers."""
 
 from __future__ import annotations
 
@@ -34,8 +32,6 @@ PLACES = {1: (1, 2), 2: (2, 3, 1)}  #: parts of each server; the asking process 
 
 
 class Site:
-    """A partition of four parts, cluster.json, and graph servers that tests start."""
-
     def __init__(self, folder, places):
         self.folder, self.places, self.keys = folder, places, new_keys()
         self.parts, self.cluster, self.key_file = folder / "parts", folder / "cluster.json", folder / "service.key"
@@ -68,7 +64,6 @@ class Site:
             ready.unlink(missing_ok=True)
 
     def graph(self, **options) -> DistGraph:
-        """Open the graph as a trainer on node 0 does."""
         clients = connect_cluster(self.cluster, 0, manifest_digest(self.parts), 30, self.keys)
         return DistGraph(LocalGraph(open_parts(self.parts, [0])), clients, **options)
 
@@ -84,7 +79,7 @@ def request_of(key: int) -> HopRequest:
 
 
 class Sampling:
-    """A thread that samples continuously, and compares each sample with one from the graph in a single part."""
+    """A thread that samples, and compares each sample with that of the graph in a single part."""
 
     def __init__(self, graph: DistGraph, whole: LocalGraph):
         self.done, self.longest, self.error = 0, 0.0, None
@@ -104,7 +99,6 @@ class Sampling:
             self.error = error
 
     def more(self, number: int, timeout: float) -> None:
-        """Wait for ``number`` more samples."""
         until, wanted = time.monotonic() + timeout, self.done + number
         while self.done < wanted:
             assert self.error is None and time.monotonic() < until, self.error

@@ -1,8 +1,7 @@
-"""Tests of 30 randomly drawn runs: a rank is killed at a random step, and the run is resumed on as many hosts, on one
-fewer, or on one more. Every later loss must be that of an undisturbed run.
+"""Tests of 30 random runs: a rank is killed, and the run resumes on as many, fewer or more hosts with equal losses.
 
-A host is a rank with a graph server for its parts; clients use two graph servers. GNNFLEET_KILLS_TABLE names a file to
-which a table of the runs is written.
+A host is a rank with a graph server for its parts; clients use two graph servers. GNNFLEET_KILLS_TABLE names a file for
+a table of the runs.
 """
 
 from __future__ import annotations
@@ -56,8 +55,6 @@ OWN = OWN.replace("int(sys.argv[3])\n", "int(sys.argv[3])\nvictim = int(sys.argv
 
 @dataclass(frozen=True)
 class Kill:
-    """One run of the table: its settings, which rank is killed, and after how many steps."""
-
     mode: str
     kind: str
     hosts: str  #: of the resumed run
@@ -72,7 +69,7 @@ class Kill:
 
 
 def drawn() -> list[Kill]:
-    """Return ``RUNS`` runs: every combination of mode, kind and hosts once, the others at random."""
+    """Return ``RUNS`` runs: each combination of mode, kind and hosts once, then random ones."""
     chance = random.Random(SEED)
     every = list(itertools.product(MODES, KINDS, HOSTS))
     rows = every + [chance.choice(every) for _ in range(RUNS - len(every))]
@@ -88,14 +85,11 @@ def drawn() -> list[Kill]:
 
 
 class Stage:
-    """Parts of a graph, and running graph servers for them."""
-
     def __init__(self, folder: Path, stack: ExitStack, dataset: str) -> None:
         self.folder, self.parts = folder, write_parts(folder / "parts", 4, dataset)
         self.servers = {count: stack.enter_context(serving_parts(self.parts, held)) for count, held in HELD.items()}
 
     def cluster(self, mode: str, hosts: int) -> Path:
-        """Write the cluster.json of a run with ``hosts`` training hosts."""
         servers = self.servers[hosts if mode == "worker" else 2]
         nodes: list[dict[str, Any]] = [
             {"node_rank": place.node_rank, "host": place.host, "role": "server", "endpoint": place.endpoint,
@@ -131,9 +125,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stage
 
 
 def run(stage: Stage, kill: Kill, hosts: int, folder: Path, resume: Path | None = None, mode: str = "") -> list[Ended]:
-    """Train on ``hosts`` hosts. Without ``resume``, kill rank ``kill.victim`` after ``kill.last`` steps, if that is not
-    0.
-    """
+    """Train on ``hosts`` hosts. Without ``resume``, kill rank ``kill.victim`` after ``kill.last`` steps (0: never)."""
     mode, port = mode or kill.mode, free_port()
     cluster, die = stage.cluster(mode, hosts), resume is None and kill.last > 0
     newest, ranks = folder / "checkpoints" / "last.pt", []
@@ -163,11 +155,8 @@ def run(stage: Stage, kill: Kill, hosts: int, folder: Path, resume: Path | None 
 
 
 def losses(kind: str, folder: Path) -> dict[tuple[int, int], float]:
-    """Return the loss of each step over all ranks, by (epoch, step).
-
-    The epoch in which a run of the bundled trainer is resumed is complete, as the checkpoint has the losses of its
-    first steps.
-    """
+    """Return the loss of each step over all ranks, by (epoch, step)."""
+    # a resumed run of the bundled trainer has the first losses of its epoch from the checkpoint
     if kind == "own script":
         lines = map(json.loads, (folder / "losses").read_text().splitlines())
         return {(epoch, step): loss for epoch, step, loss in lines}

@@ -1,6 +1,4 @@
-"""Tests of rows that are stored or sent in lower precision: bounds of the error, attributes that stay exact, and
-refusals.
-"""
+"""Tests of rows that are stored or sent in lower precision: error bounds, exact attributes, and refusals."""
 
 from __future__ import annotations
 
@@ -193,7 +191,6 @@ def test_hostile_answers_are_refused_before_allocation(marks, arrays) -> None:
 
 
 def dataset():
-    """Return a dataset with rows of several dtypes, of nodes and of edges."""
     draw = np.random.default_rng(5)
     base = skewed(60, 400)
     nodes = {"x": draw.normal(size=(60, 8)), "y": draw.normal(size=(60, 3)), "one": draw.normal(size=60)}
@@ -203,7 +200,6 @@ def dataset():
 
 
 def all_rows(store):
-    """Return every attribute of the whole graph, by original id."""
     found, local = {}, LocalGraph(store)
     for of, names in ((HOMO_NODE, ("x", "y", "one")), (HOMO_EDGE, ("vector", "flag"))):
         rows = rows_of(local, np.arange(store.books[of].size), ("orig_id", *names), of)

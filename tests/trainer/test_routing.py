@@ -34,7 +34,7 @@ WHOLE = LocalGraph(store())
 
 
 class Host:
-    """Stand-in for a connection to a graph server, in this process; its requests fail while ``up`` is False."""
+    """Stands in for a connection to a graph server. Its requests fail while ``up`` is False."""
 
     def __init__(self, *part_ids):
         self.part_ids, self.name, self.up, self.asked = part_ids, f"server of {part_ids}", True, 0
@@ -73,7 +73,6 @@ def graph_of(own, hosts, **options) -> DistGraph:
 
 
 def assert_all_as_whole(graph: DistGraph) -> None:
-    """Assert that every kind of request gives the same answer as in one process with all parts."""
     papers = np.random.default_rng(1).integers(0, 60, 50)
     authors = papers % 40
     hops = hops_of_every_kind(papers, num_sources=40)[

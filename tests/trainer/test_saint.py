@@ -1,5 +1,4 @@
-"""Tests of GraphSAINT: draws and normalisation depend only on graph, seed, epoch and batch number; torch_geometric as
-reference."""
+"""Tests of GraphSAINT's draws and normalisation, compared with torch_geometric's."""
 
 from __future__ import annotations
 
@@ -151,7 +150,7 @@ def test_walks_follow_edges_backwards_and_stay_at_dead_ends():
 
 
 def counted_norm(kind, data, coverage, steps, seed):
-    """Compute the node and edge normalisation of GraphSAINT in plain Python, with torch_geometric's formulas."""
+    """Compute GraphSAINT's node and edge normalisation in plain Python, with torch_geometric's formulas."""
     loader = sampler(kind, data, num_steps=steps, seed=seed)
     nodes, edges, total, number = Counter(), Counter(), 0, 0
     while total < data.num_nodes * coverage:

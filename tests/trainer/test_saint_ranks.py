@@ -1,6 +1,4 @@
-"""Tests that two processes share the work of computing GraphSAINT's normalisation, and both report an error of
-either.
-"""
+"""Tests that two processes share the work of GraphSAINT's normalisation, and that both report an error of either."""
 
 from __future__ import annotations
 
@@ -55,10 +53,6 @@ def test_two_ranks_compute_the_normalisation_of_one(tmp_path):
 
 
 def rank_with_a_damaged_file(folder: Path) -> None:
-    """Compute a GraphSAINT normalisation on two ranks, with three errors on rank 1.
-
-    Rank 1 first cannot read its saved normalisation, then cannot write it, then runs out of memory.
-    """
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     graph, kept_in = trainer.open(folder / "parts"), folder / f"norm{rank}"

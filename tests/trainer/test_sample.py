@@ -1,6 +1,4 @@
-"""Tests of one-hop sampling: distributions of draws, small fanouts as prefixes of larger ones, and conditions on
-edges.
-"""
+"""Tests of one-hop sampling: distributions of draws, different fanouts, and conditions on edges."""
 
 from __future__ import annotations
 
@@ -33,7 +31,6 @@ def star_graph(degree, weights=None, times=None):
 
 
 def picked(graph, fanout, key, *, node=0, shuffle=0, **more):
-    """Return the sampled neighbours of one node."""
     request = HopRequest(HOMO_EDGE, np.array([node]), fanout, shuffle, key, **more)
     return graph.sample_hops([request])[0].src
 

@@ -1,4 +1,4 @@
-"""Tests of multi-hop sampling: properties that hold for every graph, extreme graphs, and refused arguments."""
+"""Tests of multi-hop sampling: properties of every batch, extreme graphs, and refused arguments."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ def test_full_fanout_is_the_exact_neighbourhood(seed, hops):
 
 
 def neighbourhood(edge_index, seeds, hops):
-    """Return the nodes within ``hops`` hops of the seeds, against the edge direction, and the edges of these hops."""
     reached, edges, frontier = set(seeds.tolist()), set(), set(seeds.tolist())
     for _ in range(hops):
         taken = np.flatnonzero(np.isin(edge_index[1], sorted(frontier)))
@@ -123,7 +122,6 @@ def test_the_sample_of_a_seed_does_not_depend_on_its_batch(fanouts, more):
 
 
 def trees(subgraph):
-    """Return a digest of the computation tree of each seed, built from global ids and the blocks of the subgraph."""
     nodes = subgraph.nodes[HOMO_NODE]
     levels = [str(node) for node in nodes.ids]
     for hop in reversed(range(subgraph.num_hops)):

@@ -51,7 +51,6 @@ def test_same_nodes_and_edges_as_the_plain_sampler(kind, case):
 
 
 def check_blocks(graph, store, subgraph, plain, e):
-    """Assert that the blocks of edge type ``e`` have the same targets and neighbours as the reference ``plain``."""
     src_names, dst_names = names(store, subgraph, e[0]), names(store, subgraph, e[2])
     for hop in range(subgraph.num_hops):
         indptr, indices, num_src = cut_block(subgraph, e, hop)
@@ -66,10 +65,8 @@ def check_blocks(graph, store, subgraph, plain, e):
 
 
 def check_expansion(graph, store, subgraph, plain, e):
-    """Assert that the edges of type ``e`` are those of the reference ``plain``, in the same order.
-
-    Assumes that every node is expanded once, in the hop after the one that found it.
-    """
+    """Assert that the edges of type ``e`` are those of ``plain``, in the same order."""
+    # assumes that every node is expanded once, in the hop after the one that found it
     edges = subgraph.edges[e]
     targets, found = names(store, subgraph, e[2]), orig_edges(store, subgraph, e).tolist()
     wanted, per_hop = [], []

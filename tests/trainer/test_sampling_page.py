@@ -1,4 +1,4 @@
-"""Tests that the Python blocks of docs/sampling.md run, one after the other, and that it lists refused arguments."""
+"""Tests of docs/sampling.md: its Python blocks run, and it lists the refused arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the model in docs/scaling.md that predicts seconds per epoch from CPU seconds and bytes."""
+"""Tests of the model in docs/scaling.md, which predicts seconds per epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of ``StepLog.restore``: a user script that was killed continues at the same step and with the same losses."""
+"""Tests of ``StepLog.restore``: a user script that was killed continues with the same losses."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ loader ="""
 
 
 def with_rows(script: str) -> str:
-    """Return the script with trainable rows for all nodes. The rows have an optimizer and a scheduler of their own."""
     changes = {
         "loader =": ROWS,
         "(scheduler=scheduler)": "(scheduler=scheduler, slower=slower, embedding=embedding, sparse=sparse)",
@@ -105,7 +104,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(path: Path) -> dict[tuple[int, int], float]:
-    """Return the losses that the script wrote, by epoch and step. If a step was trained twice, the last loss counts."""
+    """Return the losses by epoch and step. Of a step that was trained twice, the last loss counts."""
     return {(epoch, step): loss for epoch, step, loss in map(json.loads, path.read_text().splitlines())}
 
 

@@ -46,7 +46,6 @@ from trainer.store.part_store import open_parts
 
 @pytest.fixture
 def parts(tmp_path):
-    """Write a partition of four parts."""
     edge_index, num_nodes = random_graph(3, 200, 2000)
     x = np.random.default_rng(0).normal(size=(num_nodes, 4)).astype(np.float32)
     write_store(tmp_path / "parts", store_of(edge_index, num_nodes, 4, attrs={"x": x}))

@@ -1,4 +1,4 @@
-"""Tests of the graph service: the same answers as direct calls, and a clear error by the deadline for every failure."""
+"""Tests of the graph service: answers equal those of direct calls, and every failure gives an error by the deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of a server of whole batches: equal to local sampling, bounded memory, freed when clients disconnect."""
+"""Tests of a server that samples whole batches: equal to local sampling, in bounded memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def server(graph):
 
 
 def peer_of(server):
-    """Open a raw connection that sends any bytes and acknowledges no batch."""
+    # a raw connection acknowledges no batch
     return RawPeer(server.endpoint)
 
 
@@ -58,7 +58,6 @@ def ask(peer, request_id, work=WORK, client=ME):
 
 
 def answer_of(peer, seconds=30.0, kind=Kind.BATCH):
-    """Return the next message of kind ``kind``, and skip others, e.g. ALIVE."""
     until = time.monotonic() + seconds
     while parts := peer.receive(max(0, until - time.monotonic())):
         message = decode(parts)
@@ -262,7 +261,6 @@ def test_twenty_clients_at_once_have_equal_shares(graph) -> None:
 
 
 def invalid_messages() -> list[list[bytes]]:
-    """Return messages that a server does not accept from a client, and malformed ones."""
     return [
         encode(messages.alive()), encode(messages.acknowledgement(4711)), encode(Message(Kind.ACK, Status.OK, 1)),
         encode(Message(Kind.ALIVE, Status.REQUEST, 1)), encode(Message(Kind.BATCH, Status.OK, 1)),

@@ -1,6 +1,4 @@
-"""Tests that a partitioned graph gives equal answers in one process and when requests are split between local and
-remote parts.
-"""
+"""Tests that a partitioned graph gives equal answers with local and with remote parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of requests and answers of the graph service: every field round-trips, invalid messages are refused."""
+"""Tests of encoded requests and answers of the graph service: every field is kept, invalid messages are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def sent(message: Message) -> Message:
 
 
 def flat(value):
-    """Convert a request into plain values that can be compared."""
     if isinstance(value, np.ndarray):
         return value.dtype.name, value.tolist()
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Tests of splitting requests by host: an array that several requests of one call share is split only once."""
+"""Tests of splitting requests by host: an array that several requests share is split only once."""
 
 from __future__ import annotations
 

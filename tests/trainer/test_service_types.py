@@ -1,6 +1,4 @@
-"""Tests of graphs with several types: equal answers in one process and from several hosts, with one message per host
-and call.
-"""
+"""Tests of graphs with several types: equal answers from one process and from several hosts."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def whole() -> LocalGraph:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    """Yield a graph of this process's parts and the clients of two server processes."""
+    """Yield a graph of this process's parts, and the clients of two server processes."""
     folder = tmp_path_factory.mktemp("typed")
     parts = folder / "parts"
     write_store(parts, papers_parts())
@@ -94,7 +92,6 @@ def hosts(tmp_path_factory):
 
 
 def requests_so_far(graph: DistGraph) -> dict[int, int]:
-    """Return the number of requests that each host has answered before this one."""
     return {rank: client.stats().requests for rank, client in graph.remotes.items()}
 
 
@@ -232,7 +229,7 @@ def test_slices_of_a_part_make_up_its_edges(whole, edge_type, step: int) -> None
 
 
 class MismatchedHost:
-    """A host that answers every request with the given rows or samples, which do not match its partition."""
+    """A host that answers with given rows or samples, which do not match its partition."""
 
     store = None
 

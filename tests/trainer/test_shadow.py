@@ -1,6 +1,4 @@
-"""Tests of ShaDow sampling, one subgraph per root: equal for all parts, and equal to plain Python and
-torch_geometric.
-"""
+"""Tests of ShaDow sampling, one subgraph per root, compared with plain Python and torch_geometric."""
 
 from __future__ import annotations
 
@@ -37,10 +35,7 @@ def neighbourhood(data, root, depth):
 
 
 def subgraphs(batch):
-    """Return (root id, node ids, edge ids) for each subgraph of the batch.
-
-    Asserts that every edge joins two nodes of one subgraph.
-    """
+    """Return (root id, node ids, edge ids) of each subgraph. Assert that no edge joins two subgraphs."""
     ends = batch.batch[batch.edge_index]
     assert torch.equal(ends[0], ends[1]) and torch.equal(batch.ptr.diff(), batch.batch.bincount(minlength=len(batch)))
     return [
@@ -69,8 +64,9 @@ def test_whole_neighbourhoods_with_all_edges_inside_them(make, num_neighbors):
 
 
 def local(batch, ends):
-    """Convert one end of each edge of the batch to its position in the batch. ``ends``: node id of this end, for all
-    edges of the graph.
+    """Return, for each edge of the batch, the position of one end in the batch.
+
+    ends: node id of this end, for all edges of the graph.
     """
     members = zip(batch.batch.tolist(), batch.n_id.tolist(), strict=True)
     place = {member: place for place, member in enumerate(members)}

@@ -18,10 +18,9 @@ Trained = dict[tuple[str, int], Any]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Return a dict from (optimizer, number of processes) to the state that the run saved.
+    """Return the saved states by (optimizer, number of processes).
 
-    ("resumed", n) is a run of n processes that resumes with ``sparse_adam`` from a checkpoint which three processes
-    saved after half of the steps.
+    ("resumed", n): n processes resumed from a checkpoint of three processes, after half of the steps.
     """
     three, two = (tmp_path_factory.mktemp(name) for name in ("three", "two"))
     runs = [(name, WHOLE, None) for name in OPTIMIZERS]

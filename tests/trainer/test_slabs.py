@@ -1,4 +1,4 @@
-"""Tests that the memory of large arrays is reused, but only after nothing refers to it any more."""
+"""Tests that the memory of large arrays is reused, but only after nothing refers to it."""
 
 from __future__ import annotations
 

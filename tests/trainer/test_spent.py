@@ -1,4 +1,4 @@
-"""Tests of how a step's time is divided by kind of work: the times add up, and a slow stage is counted as its kind."""
+"""Tests of how a step's time is divided by kind of work."""
 
 from __future__ import annotations
 
@@ -54,8 +54,6 @@ class SlowToCopy(Batch):
 
 
 class Sleeps(nn.Module):
-    """A model that sleeps in forward, or in backward before its first gradient."""
-
     def __init__(self, forward: float = 0.0, backward: float = 0.0):
         super().__init__()
         self.inner, self.seconds, self.back = nn.Linear(5, 2), forward, backward
@@ -142,7 +140,6 @@ def test_laps_add_up() -> None:
 
 
 def rank_with_a_peer(run_dir: Path) -> None:
-    """Train one epoch on this rank of two; the forward pass takes longer on rank 1."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model = DistributedDataParallel(Sleeps(forward=0.1 * rank))

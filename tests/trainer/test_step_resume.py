@@ -1,6 +1,4 @@
-"""Tests of checkpoints within an epoch: when they are saved, and that a killed run which resumes from one has equal
-losses.
-"""
+"""Tests of checkpoints within an epoch: when they are saved, and equal losses after a resume."""
 
 from __future__ import annotations
 
@@ -46,7 +44,6 @@ def parts(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(kind: str, parts: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Return the loss of every step of a run with one process."""
     folder = tmp_path_factory.mktemp("undisturbed")
     train(job(parts, folder, **KINDS[kind]), Ranks())
     losses = curve(folder)
@@ -79,8 +76,6 @@ def test_a_killed_run_resumes_at_the_step_with_the_same_losses(
 
 
 class Clock:
-    """A clock that advances only when a test changes ``now``."""
-
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -89,10 +84,9 @@ class Clock:
 
 
 def saved_at(schedule: CheckpointSchedule, clock: Clock, step_seconds: list[float], cost: float = 0.0) -> list[float]:
-    """Simulate steps that take ``step_seconds`` each, and return the times at which checkpoints are saved, from the
-    start.
+    """Simulate steps of ``step_seconds``, and return the times at which checkpoints are saved.
 
-    cost: seconds that it takes to save a checkpoint.
+    cost: seconds to save a checkpoint.
     """
     times = []
     for seconds in step_seconds:

@@ -65,7 +65,6 @@ def load(folder: Path, options: Mapping[str, Any], work: Path) -> Dataset:
 
 
 def with_keys(**tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options SHOP with some keys of the tables ``user``, ``item`` and ``rates`` replaced."""
     user, item, rates = (dict(table) for table in (*SHOP["nodes"].values(), *SHOP["edges"].values()))
     user |= tables.get("user", {})
     item |= tables.get("item", {})

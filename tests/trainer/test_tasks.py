@@ -53,10 +53,11 @@ LINKS: dict[str, Any] = {
     "task": "link", "model": "rsage", "epochs": 2, "fanouts": (4, 4), "lr": 0.01, "batch_size": 150, "negatives": 50,
     "eval_negatives": 100, "eval_batch_size": 64,
 }  # fmt: skip
+TIMED = {**LINKS, "time_attr": "edge_time", "temporal_strategy": "last"}
 
 
 def parts_of(folder: Path, y: np.ndarray, splits: dict[str, np.ndarray] = SPLITS) -> Path:
-    """Partition the graph of ``EDGES`` with the labels ``y``; integer labels of shape [n] are classes."""
+    """Partition the graph of ``EDGES`` with the labels ``y``. Integer labels of shape [n] are classes."""
     data = graph(EDGES, NODES, {"x": X, "y": y}, splits=splits)
     classes = int(y.max()) + 1 if y.ndim == 1 and y.dtype.kind == "i" else 0
     data = replace(data, nodes={HOMO_NODE: replace(data.nodes[HOMO_NODE], num_classes=classes)})
@@ -196,21 +197,23 @@ def test_a_node_task_learns_more_than_a_constant(
 
 @pytest.fixture(scope="module")
 def one_process(links: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train in one process, for links, regression and several labels; return the folder of the run folders."""
     folder = tmp_path_factory.mktemp("one")
     train(job(links, folder / "link", **LINKS), Ranks())
+    timed = {"time": True, "hold_out": "author__writes__paper", "hold_out_time": "edge_time", "num_nodes": 200}
+    write_parts(folder / "timed-parts", 2, "synthetic-hetero", **timed)
+    train(job(folder / "timed-parts", folder / "timed", **TIMED), Ranks())
     for name, y in (("regression", PRICE), ("multilabel", SOME)):
         train(job(parts_of(folder / f"{name}-parts", y), folder / name, **{**SETTINGS, "epochs": 2}), Ranks())
     return folder
 
 
 def test_two_processes_train_and_score_as_one(links: Path, one_process: Path, tmp_path: Path) -> None:
-    jobs = [job(links, tmp_path / "link", **LINKS)]
+    jobs = [job(links, tmp_path / "link", **LINKS), job(one_process / "timed-parts", tmp_path / "timed", **TIMED)]
     for name in ("regression", "multilabel"):
         jobs.append(job(one_process / f"{name}-parts", tmp_path / name, **{**SETTINGS, "epochs": 2}))
     for ended in run_ranks(2, *jobs):
         assert ended.returncode == 0, ended.output
-    for name in ("link", "regression", "multilabel"):
+    for name in ("link", "timed", "regression", "multilabel"):
         np.testing.assert_allclose(curve(tmp_path / name), curve(one_process / name), rtol=1e-4, err_msg=name)
         for ours, theirs in zip(metrics(tmp_path / name, "eval"), metrics(one_process / name, "eval"), strict=True):
             assert ours[ours["metric"]] == pytest.approx(theirs[theirs["metric"]], abs=0.02, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Tests of ranks that fail, have different partitions or never start: every rank ends soon, with the reason."""
+"""Tests of ranks that fail or never start: every rank ends soon, with the reason."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_rank_that_cannot_open_its_part_ends_all_ranks_with_its_reason(parts: 
 
 
 class Slow(RankGroup):
-    """A ``RankGroup`` whose rank 1 reads the other ranks' values 1.5 s late, or dies before it reads them."""
+    """A ``RankGroup`` whose rank 1 reads values 1.5 s late, or dies before."""
 
     dies = False
 
@@ -104,8 +104,9 @@ def rank_that_settles(dies: bool) -> None:
 
 
 def settle(dies: bool) -> list[list[str]]:
-    """Run two ranks and return their output lines. Rank 0 cannot start. Rank 1 reads the reason 1.5 s late or, if
-    ``dies`` is true, dies before.
+    """Run two ranks, of which rank 0 cannot start. Return their output lines.
+
+    dies: whether rank 1 dies before it reads the reason.
     """
     ranks = run_forked(rank_that_settles, (dies,), 2)
     return [line.split(maxsplit=3) for ended in ranks for line in ended.output.splitlines()]
@@ -125,9 +126,7 @@ def test_a_failing_rank_does_not_wait_forever_for_a_dead_one() -> None:
 
 
 def rank_without_memory(kind: type[Exception], waits: float) -> None:
-    """Run one of two ranks. Rank 0 fails in a collective step with a Python error such as ``MemoryError``; rank 1
-    prints the error that it gets.
-    """
+    """Run one of two ranks. Rank 0 raises ``kind`` in a collective step; rank 1 prints the error that it gets."""
     ranks = Ranks.from_env(os.environ)
 
     def work() -> None:
@@ -152,9 +151,7 @@ def test_any_error_on_one_rank_ends_all_ranks_with_its_cause(kind: type[Exceptio
 
 
 def rank_that_fails_alone(folder: Path) -> None:
-    """Run ``python -m trainer train`` as one of two ranks. Rank 0 runs out of memory while one of its threads waits;
-    rank 1 waits in a collective operation.
-    """
+    """Run one of two ranks. Rank 0 runs out of memory; rank 1 waits in a collective operation."""
 
     def train(job: TrainJob) -> None:
         ranks = Ranks.from_env(os.environ)

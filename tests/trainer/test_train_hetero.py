@@ -1,5 +1,4 @@
-"""Tests of training on heterogeneous graphs: equal on any number of processes, trainable rows of nodes without
-features, choice of the target node type."""
+"""Tests of training on heterogeneous graphs: any number of processes, trainable rows, and target node types."""
 
 from __future__ import annotations
 
@@ -31,7 +30,6 @@ SMALL: dict[str, Any] = {"num_nodes": 300, "time": True, "edge_weight": True}
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write three parts of a heterogeneous graph in which only papers have features."""
     return write_parts(tmp_path_factory.mktemp("typed") / "parts", 3, "synthetic-hetero", **SMALL)
 
 
@@ -45,10 +43,8 @@ def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(parts: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train each model in three processes, and return the folder of the run folders.
-
-    The run ``resumed`` trains the second epoch of rgcn, from the checkpoint of the run with one process.
-    """
+    """Train each model in three processes, and return the folder of the run folders."""
+    # the run ``resumed`` trains the second epoch of rgcn, from the checkpoint of the run with one process
     folder = tmp_path_factory.mktemp("together")
     jobs = [job(parts, folder / name, epochs=2, batch_size=44, **settings) for name, settings in RUNS.items()]
     first = str(alone / "rgcn" / "checkpoints" / "epoch-0001.pt")
@@ -99,7 +95,6 @@ def test_rows_of_featureless_nodes_are_learnt(tmp_path: Path) -> None:
 
 
 def split_of(count: int) -> dict[str, np.ndarray]:
-    """Return a split with half of the nodes for training."""
     ids = np.arange(count)
     return {"train": ids[::2], "val": ids[1::4], "test": ids[3::4]}
 

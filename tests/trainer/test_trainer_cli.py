@@ -1,6 +1,4 @@
-"""Tests of the trainer's command line, and of the settings and ranks that it reads from arguments and environment
-variables.
-"""
+"""Tests of the trainer's command line, and of settings from environment variables."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from trainer.train.settings import TrainJob, TrainSettings
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[TrainJob]:
-    """Replace ``train`` by a function that only records its job, and return the list of recorded jobs."""
+    """Replace ``train`` with a function that records its job. Return the list of recorded jobs."""
     import trainer.train.job
 
     taken: list[TrainJob] = []

@@ -1,6 +1,4 @@
-"""Tests of the report of a wait that has passed its deadline, with real errors of gloo, torch's store and graph
-servers.
-"""
+"""Tests of the report of an expired wait, with real errors of gloo, torch's store and graph servers."""
 
 from __future__ import annotations
 

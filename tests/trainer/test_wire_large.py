@@ -1,6 +1,4 @@
-"""Tests of large arrays, each sent as a frame of its own, and of frames whose sizes differ from those in the message
-head.
-"""
+"""Tests of large arrays, each sent as a frame of its own, and of wrong frame sizes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of the zip loader, which joins several loaders: a batch has the same positions of each, split over the
-ranks.
-"""
+"""Tests of the zip loader, which joins several loaders and splits their batches over the ranks."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from trainer.train.settings import InferJob, TrainJob, TrainSettings
 
 
 def write_parts(folder: Path, num_parts: int = 1, dataset: str = "synthetic", **options: Any) -> Path:
-    """Partition a small synthetic graph into ``folder``."""
     small = {"num_nodes": 600, "num_classes": 4, "num_features": 12}
     data = load_dataset(dataset, options={**small, **options})
     write_partition(data, assign_parts(data, num_parts, "hash"), folder)
@@ -32,15 +31,12 @@ def write_parts(folder: Path, num_parts: int = 1, dataset: str = "synthetic", **
 
 @dataclass(frozen=True)
 class Ended:
-    """Status and output of a finished process."""
-
     returncode: int
     output: str
 
 
 def job(parts: Path, run_dir: Path, **settings: Any) -> TrainJob:
-    """Return a small training job: 180 train seeds in steps of 89, 89 and 2, so that a third rank gets no seed in
-    the last step."""
+    """Return a job with 180 train seeds, in steps of 89, 89 and 2: a third rank gets no seed in the last step."""
     small: dict[str, Any] = {"batch_size": 89, "fanouts": (5, 5), "hidden": 16, "timeout": 120.0, "epochs": 1}
     return TrainJob(TrainSettings(**{**small, **settings}), parts, run_dir)
 
@@ -51,11 +47,8 @@ def start_rank(jobs: Sequence[TrainJob], rank: int, world_size: int, port: int, 
 
 
 def start_words(lines: Sequence[list[str]], rank: int, world_size: int, port: int, **more_env: str) -> Forked:
-    """Start a process that runs one rank of each command line in turn, and that ends with the last command.
-
-    The jobs use ``port``, ``port + 1`` and so on: on one port, a fast rank could join the rendezvous that rank 0 is
-    closing.
-    """
+    """Start a process that runs one rank of each command line in turn. Command k uses ``port + k``."""
+    # on one port, a fast rank could join the rendezvous that rank 0 is closing
     return Forked(_in_turn, (list(lines),), rank_environment(rank, world_size, port, **more_env))
 
 
@@ -73,26 +66,22 @@ def _in_turn(lines: list[list[str]]) -> None:
 def start_script(
     words: Sequence[str], rank: int, world_size: int, port: int, cwd: Path = REPOSITORY, **more_env: str
 ) -> Forked:  # fmt: skip
-    """Start ``python *words`` as one rank."""
     return fork(words, rank_environment(rank, world_size, port, **more_env), cwd)
 
 
 def run_script(words: Sequence[str], world_size: int, cwd: Path, **more_env: str) -> list[Ended]:
-    """Run all ranks of a script and wait for their end."""
     port = free_port()
     ranks = [start_script(words, rank, world_size, port, cwd, **more_env) for rank in range(world_size)]
     return [finish(process) for process in ranks]
 
 
 def run_forked(work: Callable[..., None], args: Sequence[Any], world_size: int) -> list[Ended]:
-    """Run ``work(*args)`` on all ranks and wait for their end."""
     port = free_port()
     ranks = [Forked(work, args, rank_environment(rank, world_size, port)) for rank in range(world_size)]
     return [finish(process) for process in ranks]
 
 
 def rank_environment(rank: int, world_size: int, port: int, **more: str) -> dict[str, str]:
-    """Return the environment of one of several ranks on this machine."""
     env = environment()
     env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
@@ -107,7 +96,6 @@ def environment() -> dict[str, str]:
 
 
 def command_line(item: TrainJob) -> list[str]:
-    """Return the job as arguments of ``python -m trainer``."""
     words = ["train", "--parts", str(item.parts), "--run-dir", str(item.run_dir), *_places(item)]
     for name, value in asdict(item.settings).items():
         if value is not None and value is not False:
@@ -118,7 +106,6 @@ def command_line(item: TrainJob) -> list[str]:
 
 
 def infer_words(item: InferJob) -> list[str]:
-    """Return the inference job as arguments of ``python -m trainer``."""
     words = ["infer", "--checkpoint", str(item.checkpoint), "--parts", str(item.parts), "--out", str(item.out)]
     words += ["--nodes-at-once", str(item.nodes_at_once), "--timeout", str(item.timeout)]
     return [*words, *_places(item)]
@@ -144,24 +131,21 @@ def finish(process: Forked, timeout: float = 120) -> Ended:
 
 
 def run_ranks(world_size: int, *jobs: TrainJob) -> list[Ended]:
-    """Run jobs one after the other, with all ranks on this machine."""
     port = free_port(len(jobs))
     return [finish(process) for process in [start_rank(jobs, rank, world_size, port) for rank in range(world_size)]]
 
 
 def metrics(run_dir: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
-    """Return the metrics lines of one kind."""
     lines = (run_dir / f"metrics-rank{rank}.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
 
 def curve(run_dir: Path) -> list[float]:
-    """Return the global loss of every step of every epoch."""
     return [loss for line in metrics(run_dir, "epoch") for loss in line["step_loss"]]
 
 
 class FewBatches:
-    """A loader of generated batches for one process, with one layer and two neighbours per seed."""
+    """Generated batches for one process, with one layer and two neighbours per seed."""
 
     def __init__(self, steps: int = 3, seeds: int = 8, width: int = 5, bad_step: int | None = None):
         self.steps, self.seeds, self.width, self.bad_step = steps, seeds, width, bad_step

@@ -1,7 +1,7 @@
 """Fuzzer for messages between graph servers and clients, and for byte streams.
 
-Run ``requests``, ``replies`` and ``streams`` each in a process of its own, since compiled code that fails could crash
-it. Each prints ``done TRIED REFUSED``, the numbers of cases and of refused cases.
+Run ``requests``, ``replies`` and ``streams`` each in a process of its own, as compiled code could crash it. Each prints
+``done TRIED REFUSED``, the numbers of cases and of refused cases.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def make_handlers(folder: Path) -> tuple[Handlers, int]:
 
 
 def answer(handlers: Handlers, request: Message) -> Message:
-    """Answer a request as a server's threads do."""
     if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.ACK):
         raise WireError("the message is not a request")
     if request.kind == Kind.BATCH:
@@ -52,7 +51,7 @@ def answer(handlers: Handlers, request: Message) -> Message:
 def cases(seed: int, seconds: float) -> Iterator[tuple[str, random.Random]]:
     """Yield the name and random generator of one case after another for ``seconds``.
 
-    Raises AssertionError if the caller takes longer than ``SLOWEST`` for a case.
+    Raises AssertionError if a case takes longer than ``SLOWEST``.
     """
     until, number = time.monotonic() + seconds, 0
     while time.monotonic() < until:
@@ -107,7 +106,6 @@ def replies(folder: Path, seed: int, seconds: float) -> None:
 
 
 def reader_of(request: Message) -> Callable[[Message], object]:
-    """Return the function with which a client reads the reply to ``request``."""
     if request.kind == Kind.BATCH:
         work, _ = batch_messages.read_batch_request(request)
         return lambda reply: batch_messages.read_batch(reply, work)
@@ -137,7 +135,6 @@ def reader_of(request: Message) -> Callable[[Message], object]:
 
 
 def damaged(draw: random.Random, frames: Frames, other: Frames) -> Frames:
-    """Return ``frames`` with random changes: flipped bits, other numbers, frames cut, replaced, added or removed."""
     frames = list(frames)
     for _ in range(draw.choice((1, 1, 2, 4))):
         place = draw.randrange(len(frames))
@@ -173,7 +170,7 @@ class Pieces:
 
 
 def streams(folder: Path, seed: int, seconds: float) -> None:
-    """Feed damaged byte streams in pieces: each gives messages or ``WireError``, and buffers stay small."""
+    """Feed damaged byte streams in pieces: each gives messages or ``WireError``."""
     forge, tried, refused = Forge(seed, 100), 0, 0
     for case, draw in cases(seed, seconds):
         sent = [forge.as_it_is() for _ in range(draw.randint(1, 4))]

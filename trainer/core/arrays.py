@@ -1,4 +1,4 @@
-"""Type aliases for numpy arrays, which name only what an array contains (docstrings state shapes), and helpers."""
+"""Type aliases for numpy arrays, which state only what an array contains, and helpers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ Columns = Mapping[str, Array]  #: attribute name -> [n, …], one row per node o
 
 
 def read_only(array: Array) -> Array:
-    """Return a read-only view of ``array``.
-
-    Numba compiles a kernel separately for each combination of read-only and writable arguments. Memory maps and
-    received messages are read-only. A kernel that gets all its inputs as read-only views is compiled only once.
-    """
+    # Numba compiles a kernel once per combination of read-only and writable arguments; memory maps are read-only.
     view = array.view()
     view.flags.writeable = False
     return view

@@ -1,4 +1,4 @@
-"""Batches in the form that the bundled models receive: one rank's seeds, sampled blocks, and rows of nodes."""
+"""Batches of the bundled models: one rank's seeds, sampled blocks, and rows of nodes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainer.core.schema import EdgeType, NodeType
 class Block:
     """The bipartite graph of one layer, as CSR with one row per target node.
 
-    The targets are the first ``num_dst`` of the ``num_src`` source nodes. A layer maps source rows ``[num_src, f]`` to
-    target rows ``[num_dst, g]``. Ids are positions in the batch's list of nodes.
+    The targets are the first ``num_dst`` of the ``num_src`` source nodes. Ids are positions in the batch's list of
+    nodes.
     """
 
     indptr: Tensor  #: int32 [num_dst + 1]
@@ -30,9 +30,9 @@ class Block:
         return len(self.indptr) - 1
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Block:
-        """Copy the block to ``device``. torch_geometric's ``Data.to`` calls this method too."""
         indptr, indices = (part.to(device, non_blocking=non_blocking) for part in (self.indptr, self.indices))
         attr = None if self.edge_attr is None else self.edge_attr.to(device, non_blocking=non_blocking)
+        # torch_geometric's ``Data.to`` calls this method too.
         return replace(self, indptr=indptr, indices=indices, edge_attr=attr)
 
 
@@ -40,7 +40,7 @@ class Block:
 class KeptRows:
     """The rows of a batch that are cached on the device.
 
-    Before ``Batch.to``, ``Batch.x`` contains only the rows that are not cached.
+    Before ``Batch.to``, ``Batch.x`` contains only rows that are not cached.
     """
 
     slots: Tensor  #: int32 [n], index into ``rows`` for each node; -1 for rows that are in ``x``
@@ -65,27 +65,35 @@ class LinkEnds:
     """The links of a batch of link prediction, as positions among the seed nodes of their types.
 
     The seed nodes of such a batch are the distinct ends of its links and negatives; ``num_seeds`` counts the links.
+    With times, every end of a link is a seed of its own, and a negative is one seed per group of links of similar time.
     """
 
     source: NodeType
     target: NodeType
     src: Tensor  #: int64 [num_seeds], source of each link
     dst: Tensor  #: int64 [num_seeds], target of each link
-    negatives: Tensor  #: int64 [m], other nodes of the target type, the same for all links of the step
+    #: int64 [m], other nodes of the target type, the same for all links of the step; with ``group``: [groups, m]
+    negatives: Tensor
+    group: Tensor | None = None  #: int64 [num_seeds], row of ``negatives`` of each link
+    equal: Tensor | None = None  #: bool [num_seeds, m], which negatives are the link's target; None: equal positions
+
+    def is_target(self) -> Tensor:
+        """Return whether each negative is the target of a link, bool [num_seeds, m]."""
+        return self.dst[:, None] == self.negatives[None] if self.equal is None else self.equal
 
     def to(self, device: torch.device, non_blocking: bool = False) -> LinkEnds:
-        """Copy the positions to ``device``."""
-        parts = (ids.to(device, non_blocking=non_blocking) for ids in (self.src, self.dst, self.negatives))
-        src, dst, negatives = parts
-        return replace(self, src=src, dst=dst, negatives=negatives)
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
+        names = ("src", "dst", "negatives", "group", "equal")
+        return replace(self, **{name: moved(getattr(self, name)) for name in names})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Batch:
     """One rank's share of one training step on a homogeneous graph.
 
-    ``blocks[0]`` is the input of the first layer (the outermost hop), and ``len(n_id) == blocks[0].num_src``. The first
-    ``num_seeds`` nodes are the seeds.
+    ``blocks[0]`` is the input of the first layer (the outermost hop). The first ``num_seeds`` nodes are the seeds.
     """
 
     step: int
@@ -103,7 +111,7 @@ class Batch:
     links: LinkEnds | None = None  #: in link prediction; seeds are then links, and ``y`` is None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """Return the batch with all tensors on ``device``, and with the rows of all nodes in ``x``."""
+        """Return the batch with all tensors on ``device``. ``x`` gets the rows of all nodes."""
         if device.type == "cpu" and self.kept is None:
             return self
 
@@ -127,10 +135,8 @@ class Batch:
 class HeteroBatch:
     """One rank's share of one training step on a heterogeneous graph. The seeds are nodes of type ``target``, or links.
 
-    ``blocks[0]`` is the input of the first layer. Each layer corresponds to one sampling hop, and has one block per
-    edge type. The targets of a block are the nodes of the target type that were in the batch before the hop. The
-    sources are the nodes of the source type that were in the batch after the hop. An edge type without sampled edges
-    has an empty block. ``num_nodes[t][h]`` is the number of nodes of type t in the batch after hop h.
+    ``blocks[0]`` is the input of the first layer: one block per edge type, empty for a type without sampled edges.
+    ``num_nodes[t][h]`` is the number of nodes of type t in the batch after hop h.
     """
 
     step: int
@@ -149,7 +155,7 @@ class HeteroBatch:
     links: LinkEnds | None = None  #: in link prediction; seeds are then links, and ``y`` is None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> HeteroBatch:
-        """Return the batch with all tensors on ``device``, and with the rows of all nodes in ``x``."""
+        """Return the batch with all tensors on ``device``. ``x`` gets the rows of all nodes."""
         if device.type == "cpu" and not self.kept:
             return self
 

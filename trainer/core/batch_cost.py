@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class FromHost(NamedTuple):
-    """Bytes received from one other host while making batches, and numbers of gathered rows that the host owns."""
+    """Bytes received from one other host for batches, and numbers of gathered rows that this host owns."""
 
     remote_bytes: int = 0  #: bytes received from the other host
     remote_rows: int = 0  #: gathered rows that the other host owns: received, cached or held
@@ -20,7 +20,7 @@ class FromHost(NamedTuple):
 
 
 class ByHost(dict[int, FromHost]):
-    """Maps node ranks to ``FromHost``. A missing entry stands for zero bytes and rows. Do not modify it in place."""
+    """Maps node ranks to ``FromHost``. A missing entry stands for zero bytes and rows. Must not be changed."""
 
     def __add__(self, other: ByHost) -> ByHost:
         return self._with(other, 1) if other else self
@@ -58,17 +58,16 @@ class Cost:
 
     @classmethod
     def total(cls, costs: Iterable[Cost]) -> Cost:
-        """Return the sum of ``costs``."""
         return reduce(operator.add, costs, cls())
 
     def of_host(self, node_rank: int) -> Cost:
-        """Return a copy whose ``by_host`` attributes all remote bytes and rows to the host with this node rank."""
+        """Return a copy with all remote bytes and rows attributed to one host."""
         mine = FromHost(self.remote_bytes, self.remote_rows, self.cached_rows, self.held_rows)
         return replace(self, by_host=ByHost({node_rank: mine}))
 
     @property
     def remote_share(self) -> float | None:
-        """Share of the gathered rows that other hosts own, 0 to 1, or None if no rows were counted (one host)."""
+        """Share of the gathered rows that other hosts own, 0 to 1, or None if no rows were counted."""
         return round(self.remote_rows / self.rows, 4) if self.rows else None
 
 
@@ -85,7 +84,7 @@ class CostMeter:
         self._own.cost = self._now() + cost
 
     def take(self) -> Cost:
-        """Return the sum of the costs that this thread added since its last call of ``take``, and set it to zero."""
+        """Return the sum of the costs that this thread added since its last call."""
         cost = self._now()
         self._own.cost = Cost()
         return cost
@@ -96,8 +95,6 @@ class CostMeter:
 
 
 class CostSum:
-    """A sum of costs to which several threads may add."""
-
     def __init__(self) -> None:
         self._lock, self.sum = threading.Lock(), Cost()
 

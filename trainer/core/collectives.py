@@ -1,8 +1,6 @@
 """Sends values (as MessagePack) and tensors (as raw bytes) between ranks by torch.distributed, without pickle.
 
-torch's ``all_gather_object`` and ``broadcast_object_list`` unpickle what another rank sends, so any process that can
-connect to the ports of a process group could run code in this process. This module decodes data only: None, bool, int,
-float, str, bytes, lists, tuples, dicts and tensors.
+torch's ``all_gather_object`` and ``broadcast_object_list`` unpickle what another rank sends, and so could run its code.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ _TUPLE, _TENSOR = 1, 2  # MessagePack extension types
 
 
 def gather_values(value: T, group: Any = None) -> list[T]:
-    """Collect ``value`` from every rank, and return the list of all values, in rank order, on every rank.
+    """Collect ``value`` from every rank, and return all values, in rank order, on every rank.
 
-    The values must not contain tensors. All ranks of ``group`` (None: the default process group) must call this. Raises
+    Values must not contain tensors. All ranks of ``group`` (None: the default process group) must call this. Raises
     ``PeerError`` when the bytes of another rank cannot be decoded.
     """
     size, device = group_size(group), wire_device(group)
@@ -44,10 +42,10 @@ def gather_values(value: T, group: Any = None) -> list[T]:
 
 
 def broadcast_value(value: T, group: Any = None, source: int = 0) -> T:
-    """Return on every rank the ``value`` that the rank ``source`` of the group passed. Other values are ignored.
+    """Return on every rank the ``value`` that rank ``source`` of the group passed.
 
-    Tensors in the value are sent as raw bytes. All ranks of ``group`` (None: the default process group) must call this.
-    Raises ``PeerError`` when the bytes of ``source`` cannot be decoded.
+    All ranks of ``group`` (None: the default process group) must call this. Raises ``PeerError`` when the bytes of
+    ``source`` cannot be decoded.
     """
     device, sends = wire_device(group), group_rank(group) == source
     tensors: list[Tensor] = []
@@ -70,8 +68,8 @@ def broadcast_value(value: T, group: Any = None, source: int = 0) -> T:
 def encode(value: object, tensors: list[Tensor]) -> bytes:
     """Encode ``value`` as MessagePack.
 
-    The elements of tensors are not encoded: each tensor in the value is appended to ``tensors``, and the encoded value
-    contains only the tensor's dtype, shape and device type. Raises ``TypeError`` for an object of an unsupported type.
+    Tensors are appended to ``tensors``, and only their dtype, shape and device type are encoded. Raises ``TypeError``
+    for an object of an unsupported type.
     """
     return msgspec.msgpack.encode(_plain(value, tensors))
 
@@ -79,8 +77,8 @@ def encode(value: object, tensors: list[Tensor]) -> bytes:
 def decode(data: bytes, tensors: list[Tensor]) -> Any:
     """Decode the bytes that ``encode`` returned.
 
-    Allocates the tensors of the value without filling them, and appends them to ``tensors`` in the order in which
-    ``encode`` appended them. Raises ``PeerError`` when ``data`` cannot be decoded.
+    Allocates the tensors of the value without filling them, and appends them to ``tensors`` in the order of ``encode``.
+    Raises ``PeerError`` when ``data`` cannot be decoded.
     """
 
     def extended(code: int, inner: memoryview) -> object:

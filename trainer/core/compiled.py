@@ -1,9 +1,7 @@
 """Compiles Numba kernels once per host and caches the compiled code in one folder per user.
 
-Numba by itself caches compiled code beside the source file. Every copy of the source would be compiled again, and two
-processes that compile at the same time may corrupt Numba's index file. Here the name of a file with compiled code is a
-hash of everything that the code was compiled from: the sources, the signature, the processor and the versions of Python
-and Numba.
+A file with compiled code is named by a hash of everything it was compiled from: the sources, the signature, the
+processor and the versions of Python and Numba.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _UNUSED_DAYS = 60
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a kernel as ``numba.njit(nogil=True, cache=True, **options)``, cached in ``kernels_folder()``.
 
-    If this folder cannot be written, a temporary folder is used; if that cannot be written either, Numba's own cache.
+    If this folder cannot be written, uses a temporary folder or else Numba's own cache.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -63,11 +61,7 @@ def kernels_folder() -> Path:
 
 
 class KernelCache(FunctionCache):
-    """Numba's cache of one function, changed so that loading compiled code does not initialise the compiler.
-
-    To initialise the compiler, Numba imports the modules of all functions that it supports, including SciPy's linear
-    algebra, which takes 0.7 s and 30 MB per process. This still happens if a kernel has to be compiled.
-    """
+    """Numba's cache of one function, changed so that loading compiled code does not initialise the compiler."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return the compiled code for a signature, or None when it is not cached."""
@@ -76,9 +70,9 @@ class KernelCache(FunctionCache):
 
 
 class KernelFiles:
-    """Stores the compiled code of one kernel, one file per signature. Replaces Numba's index and data files.
+    """Stores the compiled code of one kernel, one file per signature, in place of Numba's index and data files.
 
-    There is no index, so processes need no lock: two processes that write the same file name write the same code.
+    Needs no lock: processes that write the same file name write the same code.
     """
 
     def __init__(self, folder: Path, name: str, source: str):
@@ -100,7 +94,7 @@ class KernelFiles:
         return loaded
 
     def save(self, key: tuple[Any, ...], data: Any) -> None:
-        """Save compiled code atomically. An ``OSError`` is ignored, as the kernel can be compiled again."""
+        """Save compiled code atomically. An ``OSError`` is ignored."""
         with contextlib.suppress(OSError):
             path = self._path(key)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +108,6 @@ class KernelFiles:
                 raise
 
     def flush(self) -> None:
-        """Delete the compiled code of this kernel. Numba calls this method to clear a cache."""
         for path in self._folder.glob(f"{self._name}-*.nbc"):
             path.unlink(missing_ok=True)
 
@@ -130,8 +123,7 @@ class KernelFiles:
 def source_digest(source: str) -> str:
     """Return the sha256 of a source file and of all trainer modules that it imports, directly or indirectly.
 
-    Imported modules count because their functions and constants are compiled into the kernels. Imports inside functions
-    are ignored.
+    Imports inside functions are ignored.
     """
     found: dict[str, str] = {}
     waiting = [(os.path.relpath(source, ROOT), source)]  # relative, so that copies of the code share compiled kernels
@@ -168,8 +160,8 @@ def _file_of(module: str) -> str:
 def _usable_folder() -> Path | None:
     """Create the folder for compiled kernels, delete kernels that were not used for long, and return the folder.
 
-    If the folder cannot be written, or other users may write to it (compiled kernels are code), warns and uses a folder
-    below the system's temporary folder. Returns None if that folder cannot be written either.
+    If the folder cannot be written, or other users may write to it, warns and returns a temporary folder, or None if
+    that cannot be written either.
     """
     folder = kernels_folder()
     try:
@@ -188,7 +180,6 @@ def _usable_folder() -> Path | None:
 
 
 def _why_unusable(folder: Path) -> str:
-    """Create ``folder`` if necessary. Return why kernels cannot be stored in it, or '' if they can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if others_may_write(folder.stat()):
@@ -212,8 +203,7 @@ def _private_folder() -> Path:
 def others_may_write(found: os.stat_result) -> bool:
     """Return whether a user other than root and the user of this process owns a file or folder, or may write to it.
 
-    ``found`` is the result of ``os.stat`` for the file or folder. Write permission of the user's private group (same
-    name as the user, no other members) is allowed.
+    ``found`` is the result of ``os.stat``. Write permission of the user's private group is allowed.
     """
     if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o002:
         return True
@@ -227,7 +217,6 @@ def others_may_write(found: os.stat_result) -> bool:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Delete kernels in ``folder`` that were not used for ``_UNUSED_DAYS`` days. Looks for such at most once a day."""
     stamp = folder / "looked"
     if stamp.exists() and time.time() - stamp.stat().st_mtime < 86400:
         return

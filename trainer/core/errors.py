@@ -40,10 +40,7 @@ class TrainerError(Exception):
 
 
 class DataError(TrainerError):
-    """A dataset cannot be read, or its arrays contradict each other.
-
-    The message names the file or dataset, the array and the position.
-    """
+    """A dataset cannot be read, or its arrays contradict each other."""
 
 
 class PartitionError(TrainerError):
@@ -56,25 +53,22 @@ class PartitionError(TrainerError):
 class SettingsError(TrainerError, ValueError):
     """An argument, option or environment variable is invalid, or arguments contradict each other.
 
-    It is also a ``ValueError``, because the loaders of torch_geometric raise ``ValueError`` for invalid arguments.
+    A ``ValueError`` too, the error that loaders of torch_geometric raise for invalid arguments.
     """
 
     exit_status = 2
 
 
 class ServiceError(TrainerError):
-    """A graph server failed, refused a request, or did not answer before the deadline.
-
-    The message names the server's node rank and endpoint, the parts it serves, and the cause.
-    """
+    """A graph server failed, refused a request, or did not answer before the deadline."""
 
 
 class ServerGone(ServiceError):
-    """A graph server is gone or cannot be reached. Another server that holds the same parts may still answer."""
+    """A graph server is gone or cannot be reached. Another server with the same parts may still answer."""
 
 
 class WireError(ServiceError):
-    """Received bytes are not a message of the graph service, or a value cannot be sent."""
+    """Received bytes are no message of the graph service, or a value cannot be encoded as one."""
 
 
 class CheckpointError(TrainerError):

@@ -36,8 +36,7 @@ def size_text(size: int) -> str:
 def available_memory() -> int | None:
     """Return the bytes of memory that this process can still allocate, or None if the system does not report them.
 
-    This is the smallest of MemAvailable and, for each control group of the process with a limit (cgroup v1 or v2), the
-    limit minus the anonymous memory of the group. Page cache counts as available.
+    Considers MemAvailable and the limits of the process's control groups. Page cache counts as available.
     """
     free = _from_kernel()
     if free is None:
@@ -54,7 +53,6 @@ def _from_kernel() -> int | None:
 
 
 def _from_groups() -> Iterator[int]:
-    """Yield the memory left in each control group of this process that has a limit."""
     with suppress(OSError):
         for line in _OWN_GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)

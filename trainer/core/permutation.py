@@ -1,9 +1,7 @@
 """Permutations of large ranges, of which slices are computed on demand, without an array of the whole range.
 
 A Feistel network (Luby and Rackoff, "How to Construct Pseudorandom Permutations from Pseudorandom Functions", SIAM J.
-Comput. 17(2), 1988) with alternating halves permutes all numbers of a given bit width. A result outside the range is
-permuted again until it is inside: cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
-2002).
+Comput. 17(2), 1988) with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ class InOrder:
         return self.n
 
     def __getitem__(self, at: slice) -> Ids:
-        """Return the numbers at the positions of a slice, int64."""
         return np.arange(*at.indices(self.n))
 
 
@@ -38,8 +35,7 @@ class InOrder:
 class KeyedPermutation:
     """A permutation of the numbers from 0 to ``n - 1`` that depends only on ``n`` and the uint64 ``key``.
 
-    For large ``n`` only: if ``n`` is small, the network has few bits, and some permutations are more likely than
-    others.
+    Not for small ``n``, for which some permutations are more likely than others.
     """
 
     n: int
@@ -49,7 +45,6 @@ class KeyedPermutation:
         return self.n
 
     def __getitem__(self, at: slice) -> Ids:
-        """Return the numbers at the positions of a slice, int64. Takes about 0.1 µs per number."""
         found = np.arange(*at.indices(self.n))
         bits = max(2, (self.n - 1).bit_length())  # fewer than 2n numbers, so that few are permuted again
         _permute(found, np.int64(self.n), np.uint64(bits // 2), np.uint64(bits - bits // 2), np.uint64(self.key))
@@ -58,7 +53,6 @@ class KeyedPermutation:
 
 @njit()
 def _permute(values: Any, n: Any, left_bits: Any, right_bits: Any, key: Any) -> None:
-    """Replace each value by its image under the permutation."""
     one = np.uint64(1)
     left_mask, right_mask = (one << left_bits) - one, (one << right_bits) - one
     for i in range(len(values)):

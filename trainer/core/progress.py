@@ -1,4 +1,4 @@
-"""Progress of long loops with the estimated remaining time, passed as lines of text to a function of the caller."""
+"""Progress of long loops with the estimated remaining time, as lines of text for the caller."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _PEER_GONE = re.compile(
 class Ranks:
     """Rank, world size and rendezvous address of this process, as torchrun sets them.
 
-    The defaults describe a single process that was started without torchrun.
+    The defaults describe a single process.
 
     Args:
         rank: Rank of this process in the run, from 0 (``RANK``).
@@ -116,8 +116,7 @@ class Ranks:
 class RankGroup:
     """The ranks that train together, with collective calls on CPU values over a gloo process group.
 
-    Every method is a collective call: all ranks of the group must make the same calls in the same order. In a group of
-    one rank no method communicates.
+    All ranks of the group must call the same methods in the same order.
 
     Args:
         ranks: Rank and world size of this process.
@@ -147,11 +146,9 @@ class RankGroup:
 
     @classmethod
     def of_process(cls, ranks: Ranks) -> RankGroup:
-        """Return the group of all ranks of ``torch.distributed``, or a group of this rank alone if it is not
-        initialised.
+        """Return the group of all ranks of ``torch.distributed``, or of this rank alone if it is not initialised.
 
-        All ranks must call this if the backend of the default process group is not gloo, because a gloo group is
-        created then.
+        All ranks must call this: for another default backend than gloo, it creates a gloo group.
 
         Args:
             ranks: Rank and world size of this process; replaced by those of the group.
@@ -182,7 +179,7 @@ class RankGroup:
         return values
 
     def gather(self, value: T) -> list[T]:
-        """Collect ``value`` from every rank, and return the list of all values, in rank order, on every rank.
+        """Collect ``value`` from every rank, and return all values, in rank order, on every rank.
 
         Args:
             value: None, a scalar, str or bytes, or lists, tuples and dicts of these.
@@ -209,7 +206,7 @@ class RankGroup:
         """Call ``work`` on every rank. If the call raises on any rank, all ranks raise.
 
         Args:
-            work: Function without arguments that must not communicate with other ranks.
+            work: Function without arguments. It must not communicate with other ranks.
 
         Returns:
             The result of ``work`` on this rank.
@@ -241,8 +238,8 @@ class RankGroup:
     def settle(self) -> None:
         """Wait, at most ten seconds, until every rank has received the result of the last collective call.
 
-        Call this before all ranks raise. Otherwise the process of the failed rank may end first, and the other ranks
-        would report a lost connection instead of that rank's error.
+        Call this before all ranks raise. Otherwise some ranks might report a lost connection instead of the first
+        error.
         """
         if self.size > 1:
             with suppress(RuntimeError):  # raised if a rank is missing; the caller's own error says more
@@ -287,9 +284,8 @@ def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.
 def join_ranks(ranks: Ranks, device: torch.device, backend: str, timeout: float) -> Iterator[RankGroup]:
     """Create the gloo process group of all ranks for the ``with`` block, and destroy it at the end.
 
-    If all ranks have CUDA and ``backend`` is not gloo, a NCCL group for gradients is created as well. After an
-    exception the groups stay open until the process ends: closed connections would make other ranks fail before this
-    rank has reported its error. Raises ``PeerError`` when a rank does not connect or is lost later, and
+    If all ranks have CUDA and ``backend`` is not gloo, also creates a NCCL group for gradients. After an exception the
+    groups stay open until the process ends. Raises ``PeerError`` when a rank does not connect or is lost later, and
     ``SettingsError`` for NCCL without a CUDA device.
     """
     _check_backend(ranks, device, backend)
@@ -303,16 +299,15 @@ def join_ranks(ranks: Ranks, device: torch.device, backend: str, timeout: float)
         if not _says_peer_gone(error):
             raise
         raise _lost_peer(ranks, timeout, error) from error
+    # Not after an exception: other ranks would fail before this rank has reported its error.
     dist.destroy_process_group()
 
 
 def _says_peer_gone(error: RuntimeError) -> bool:
-    """Return whether torch.distributed raised ``error`` because another process is gone or does not answer."""
     return _PEER_GONE.search(str(error)) is not None
 
 
 def _lost_peer(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
-    """Make the ``PeerError`` for a rank that lost the connection to another rank or got no answer from it."""
     return PeerError(
         f"{ranks} lost another rank, or got no answer within {timeout:g} s; see the first failure of the run for the "
         f"cause ({str(error).splitlines()[0]})"
@@ -328,11 +323,8 @@ def _check_backend(ranks: Ranks, device: torch.device, backend: str) -> None:
 
 
 def _start_timeout(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
-    """Return the seconds to wait for all ranks at the start: ``timeout``, or GNNFLEET_START_TIMEOUT if that is larger.
-
-    The larger value is needed in a run: a rank connects only after the graph server of its node is ready, and the
-    server may first have to compile kernels.
-    """
+    """Return the seconds to wait for all ranks at the start, at least GNNFLEET_START_TIMEOUT."""
+    # A rank connects only after its graph server is ready, which may first have to compile kernels.
     return max(timeout, float(environ.get("GNNFLEET_START_TIMEOUT") or 0))
 
 
@@ -351,10 +343,10 @@ def _rendezvous(ranks: Ranks, timeout: float) -> None:
 def run_store(ranks: Ranks, timeout: float) -> Store:
     """Connect to the key-value store of the run: that of torchrun if there is one, else a store that rank 0 creates.
 
-    A store has no authentication. Therefore, if rank 0 creates it and MASTER_ADDR is an IP address of this host, it
-    listens on this address only. Raises ``PeerError`` when the store cannot be reached.
+    Raises ``PeerError`` when the store cannot be reached.
     """
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # A store has no authentication, so it listens on as few addresses as possible.
     listener = None if of_agent or ranks.rank else _listener(ranks.master_addr, ranks.master_port)
     try:
         return TCPStore(
@@ -369,8 +361,8 @@ def run_store(ranks: Ranks, timeout: float) -> Store:
 def _listener(address: str, port: int) -> socket.socket | None:
     """Return a socket that listens on ``address`` only, or None if the store must listen on all addresses.
 
-    Returns None in three cases: ``address`` is a host name, which other hosts may resolve to another address of this
-    host; ``address`` is not an address of this host (NAT); or the port is in use, which the store then reports.
+    Returns None for a host name, an address that is not this host's (NAT), or a port in use, which the store then
+    reports.
     """
     try:
         literal = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
@@ -382,7 +374,6 @@ def _listener(address: str, port: int) -> socket.socket | None:
 
 
 def _rendezvous_error(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
-    """Return the error to raise on a rank that did not connect to the others within ``timeout`` seconds."""
     where = f"{ranks.master_addr}:{ranks.master_port}"
     return PeerError(
         f"{ranks} could not connect to the other {ranks.world_size - 1} ranks at {where} within {timeout:g} s: "
@@ -395,7 +386,7 @@ def _rendezvous_error(ranks: Ranks, timeout: float, error: Exception) -> PeerErr
 def _gradient_group(device: torch.device, backend: str, size: int, timeout: float) -> Any:
     """Return a NCCL process group for gradients, or None to use the default process group.
 
-    NCCL is used if ``backend`` is nccl, or if it is auto and all ranks have CUDA. All ranks must call this function.
+    All ranks must call this function.
     """
     kinds = gather_values(device.type) if size > 1 else [device.type]
     if backend == "gloo" or (backend == "auto" and set(kinds) != {"cuda"}):

@@ -23,7 +23,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Size of the cache for rows of other hosts: a share of all rows that other hosts own, or a number of bytes."""
+    """Size of the row cache: a share of all rows that other hosts own, or a number of bytes."""
 
     share: float = 0.0  #: share of all remote rows, 0 to 1; ignored when ``bytes`` is set
     bytes: int | None = None  #: size in bytes

@@ -37,22 +37,19 @@ def mix(z: Any) -> Any:
 
 @numba.njit(inline="always")
 def node_key(batch: Any, orig_id: Any) -> Any:
-    """Combine a batch's key and a node's original id into the uint64 key for the node's random numbers in the batch."""
+    """Combine a batch's key and a node's original id into the uint64 key of the node's random numbers in the batch."""
     return mix(batch ^ mix(np.uint64(orig_id) + GOLDEN))
 
 
 @numba.njit(inline="always")
 def tree_key(node: Any, tree: Any) -> Any:
-    """Combine a node's ``node_key`` and a tree number into the uint64 key for the node's random numbers in the tree.
-
-    A disjoint batch has one tree per seed.
-    """
+    """Combine a node's ``node_key`` and a tree number into the uint64 key of the node's random numbers in the tree."""
     return mix(node ^ mix(np.uint64(tree) + GOLDEN))
 
 
 @numba.njit(inline="always")
 def draw(key: Any, i: Any, bound: Any) -> Any:
-    """Return random number ``i`` for ``key``: int64, uniform in [0, bound), where bound < 2**31.
+    """Return random number ``i`` of ``key``: int64, uniform in [0, bound), where bound < 2**31.
 
     The bias is below 2**-32 * bound.
     """
@@ -67,12 +64,10 @@ def fraction(z: Any) -> Any:
 
 
 def fractions(z: Any) -> npt.NDArray[np.float64]:
-    """Apply ``fraction`` to an array of uint64. For use outside compiled kernels."""
     return np.asarray(z >> _S11, np.float64) / 9007199254740992.0
 
 
 def hashed(z: Any) -> Any:
-    """Apply ``mix`` to a numpy uint64 or an array of uint64. For use outside compiled kernels."""
     with np.errstate(over="ignore"):
         return mix.py_func(z)
 

@@ -1,12 +1,9 @@
 """Rounds floating-point rows to float16, or to int8 with one float32 scale per row.
 
-The values of an int8 row are ``code * scale``. The scale is the largest absolute value of the row / 127, and a code is
-the whole number nearest to value / scale, so the error of a value is at most half the scale (besides float32's own
-rounding). A row of zeros has the scale 0. Rounding rows that were rounded before gives the same codes and scales. All
-arithmetic is float32; rows of other dtypes are converted to float32 first, a chunk at a time.
+The values of an int8 row are ``code * scale``; the scale is the largest absolute value of the row / 127. Rounding rows
+that were rounded before gives the same codes and scales. All arithmetic is float32.
 
-``Unroundable`` is raised for a row that the type cannot represent: for int8 a row with inf or NaN, for float16 a row
-with a finite number that would become infinite (absolute value 65520 or more). float16 rows may contain inf and NaN.
+``Unroundable`` is raised for a row with inf or NaN (int8), or with a finite number that float16 cannot represent.
 """
 
 from __future__ import annotations
@@ -63,7 +60,7 @@ def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRo
 
 
 def row_bytes(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> int:
-    """Return the bytes that one row of this attribute, ``dtype`` [n, …], takes on the wire if ``form`` is requested."""
+    """Return the bytes that one row of an attribute, ``dtype`` [n, …], takes when sent in ``form``."""
     return _row_bytes(np.dtype(dtype), shape, form if rounds(name, dtype, shape, form) else "stored")
 
 
@@ -106,15 +103,11 @@ def to_float16(rows: Array) -> Array:
 
 
 def from_float16(rows: Array, dtype: npt.DTypeLike) -> Array:
-    """Convert float16 rows to ``dtype`` [n, …]."""
     return slabs.cast(rows, dtype)
 
 
 def _in_single(rows: Array) -> Iterator[tuple[int, Array]]:
-    """Yield the rows in chunks: (index of the chunk's first row, C-contiguous float32 [k, width]).
-
-    An array that already is C-contiguous float32 is yielded as one chunk, without a copy.
-    """
+    """Yield the rows in chunks: (index of the chunk's first row, C-contiguous float32 [k, width])."""
     flat = _flat(rows)
     step = max(1, _ROWS_BYTES // max(1, flat.shape[1] * _SINGLE.itemsize))
     if flat.dtype == _SINGLE and flat.flags.c_contiguous:
@@ -125,7 +118,6 @@ def _in_single(rows: Array) -> Iterator[tuple[int, Array]]:
 
 
 def _flat(rows: Array) -> Array:
-    """Reshape rows to [n, width]."""
     return rows.reshape(len(rows), math.prod(rows.shape[1:]))
 
 
@@ -133,7 +125,7 @@ def _flat(rows: Array) -> Array:
 def _quantize(rows: Array, bits: Array, codes: Array, scales: Array) -> int:
     """Fill ``codes`` and ``scales`` from ``rows``. Return the index of the first row with inf or NaN, or -1.
 
-    ``bits``: view of ``rows`` as uint32, used to find the largest absolute value, since integers compare faster.
+    ``bits``: view of ``rows`` as uint32.
     """
     for row in range(rows.shape[0]):
         top = np.uint32(0)
@@ -163,8 +155,9 @@ def _scale(codes: Array, scales: Array, out: Array) -> None:
 
 
 def take_scaled(codes: Array, scales: Array, rows: Array, at: Array, out: Array) -> None:
-    """Set ``out[at[i]] = codes[rows[i]] * scales[rows[i]]``. ``codes``: int8 [N, …]. ``scales``: float32 [N, 1].
-    ``out``: float32.
+    """Set ``out[at[i]] = codes[rows[i]] * scales[rows[i]]``.
+
+    ``codes``: int8 [N, …]. ``scales``: float32 [N, 1]. ``out``: float32.
     """
     _take_scaled(read_only(_flat(codes)), read_only(scales), read_only(rows), read_only(at), _flat(out))
 
@@ -181,10 +174,10 @@ def _take_scaled(codes: Array, scales: Array, rows: Array, at: Array, out: Array
 def _halve(rows: Array, bits: Array, out: Array) -> int:
     """Fill ``out``, uint16, with the bits of ``rows`` as float16 (nearest, ties to even).
 
-    Returns the index of the first row with a number too large for float16, or -1. Numba has no float16 on the CPU, and
-    numpy takes twice as long. ``bits``: view of ``rows`` as uint32.
+    Returns the index of the first row with a number too large for float16, or -1. ``bits``: view of ``rows`` as uint32.
     """
     wrong = -1
+    # Numba has no float16 on the CPU, and numpy takes twice as long.
     for row in range(rows.shape[0]):
         refused = False
         for column in range(rows.shape[1]):

@@ -1,7 +1,6 @@
 """Exchanges rows between ranks by torch.distributed: each rank requests rows by id from the ranks that own them.
 
-The functions are collective: all ranks of the process group must call them, even those that request no rows. The
-timeout is that of the process group. A single process does not communicate.
+All ranks of the process group must call these functions, even those that request no rows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _waited = [0.0]  # seconds that this process spent in exchanges
 
 
 def take_waited() -> float:
-    """Return the seconds spent exchanging rows since the last call, waiting for other ranks included."""
+    """Return the seconds spent exchanging rows since the last call, including waiting for other ranks."""
     seconds, _waited[0] = _waited[0], 0.0
     return seconds
 
@@ -43,10 +42,7 @@ def wire_device(group: Any = None) -> torch.device:
 
 @dataclass(frozen=True)
 class Route:
-    """The ids that this rank requests from each rank, and the ids that each rank requests from this one.
-
-    Made by ``plan_route``.
-    """
+    """The ids that this rank requests from each rank, and the ids that each rank requests from this rank."""
 
     order: Tensor  #: int64 [n], positions in this rank's request, sorted by owner
     counts: tuple[int, ...]  #: [ranks], number of ids requested from each owner
@@ -75,7 +71,7 @@ class Route:
 def plan_route(ids: Tensor, owners: Tensor, group: Any = None) -> Route:
     """Exchange the requested ids between all ranks, and return the route for their rows. All ranks must call this.
 
-    ``ids``, int64 [n], may contain repeats. ``owners``, int64 [n], is the rank that owns each id.
+    ``ids``: int64 [n], may contain repeats. ``owners``: int64 [n], the rank that owns each id.
     """
     size = group_size(group)
     order = torch.argsort(owners, stable=True) if size > 1 else torch.arange(len(ids), device=ids.device)
@@ -89,15 +85,14 @@ def plan_route(ids: Tensor, owners: Tensor, group: Any = None) -> Route:
 def exchange_rows(ids: Tensor, owners: Tensor, answer: Callable[[Tensor], Tensor], group: Any = None) -> Tensor:
     """Fetch the row of each id from the rank that owns it, and return the rows [n, …]. All ranks must call this.
 
-    ``ids``, int64 [n], may contain repeats. ``owners``, int64 [n], is the rank that owns each id. ``answer`` returns
-    the rows [m, …] for the ids [m] that are requested from this rank.
+    ``ids``: int64 [n], may contain repeats. ``owners``: int64 [n], the rank that owns each id. ``answer`` returns the
+    rows [m, …] for the ids [m] that are requested from this rank.
     """
     route = plan_route(ids, owners, group)
     return route.fetch(answer(route.asked))
 
 
 def _all_to_all(rows: Tensor, counts: tuple[int, ...], into: tuple[int, ...], group: Any) -> Tensor:
-    """Send ``counts[r]`` consecutive rows to each rank r, and return the received rows: ``into[r]`` from rank r."""
     if len(counts) == 1:
         return rows
     device = wire_device(group)

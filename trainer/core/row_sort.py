@@ -22,7 +22,7 @@ _MOST_RANGES = 256  #: files that are written at the same time per column
 
 @dataclass(frozen=True)
 class Scratch:
-    """A folder for intermediate arrays, and the memory that one operation may use for its arrays."""
+    """A folder for intermediate arrays, and the bytes of memory that one operation may use for its arrays."""
 
     folder: Path
     memory: int  #: bytes
@@ -30,7 +30,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Column:
-    """One of the values that each record has: its dtype and shape."""
+    """Dtype and shape of one of the values of each record."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...] = ()
@@ -41,7 +41,6 @@ class Column:
 
     @classmethod
     def of(cls, values: Array) -> Column:
-        """Return the column whose values are the rows of ``values``."""
         return cls(values.dtype, values.shape[1:])
 
 
@@ -60,7 +59,7 @@ def sorted_rows(
     """Sort records by row, and yield them for consecutive ranges of rows, in order.
 
     Without ``scratch``, or if all columns fit into ``scratch.memory``, a single range contains all rows. Otherwise the
-    records are first written to one file per range and column (a distribution sort), so ``records`` is read only once.
+    records are first written to files. ``records`` is read once.
 
     Args:
         indptr: int64 [rows + 1]; row k has the sorted records ``indptr[k] <= r < indptr[k + 1]``.
@@ -81,7 +80,6 @@ def sorted_rows(
 
 
 def _range_bounds(indptr: Ids, columns: Sequence[Column], memory: int) -> list[int]:
-    """Return the first row of each range, then the number of rows. Sorting a range takes about ``memory`` bytes."""
     total = int(indptr[-1])
     if total * sum(column.row_bytes for column in columns) <= memory:
         return [0, len(indptr) - 1]
@@ -106,8 +104,6 @@ def _sorted_in_memory(indptr: Ids, columns: Sequence[Column], records: Iterable[
 
 @dataclass(frozen=True)
 class _Ranges:
-    """Files of unsorted records. Each range of rows has a file with the row numbers, and a file per column."""
-
     folder: Path
     bounds: Ids  #: first row of each range, and the number of rows
     columns: Sequence[Column]
@@ -160,7 +156,6 @@ def _append(files: Sequence[BinaryIO], values: Array, order: Array, ends: Ids) -
 
 @njit()
 def _slots(rows: Array, first: int, cursor: Ids) -> Ids:
-    """Give each record the next free slot of its row, and return the slots. ``cursor`` [rows]: next slots; updated."""
     slots = np.empty(len(rows), np.int64)
     for record in range(len(rows)):
         row = rows[record] - first
@@ -171,7 +166,6 @@ def _slots(rows: Array, first: int, cursor: Ids) -> Ids:
 
 @njit()
 def _order_by_range(rows: Array, bounds: Ids) -> tuple[Array, Ids]:
-    """Return the indices that sort records by range (stable), and the end of each range in the sorted records."""
     ends = np.zeros(len(bounds) - 1, np.int64)
     numbers = np.empty(len(rows), np.int32)
     for record in range(len(rows)):

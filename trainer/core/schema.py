@@ -1,7 +1,6 @@
 """Node and edge types, written as in torch_geometric, and their names on disk.
 
-A homogeneous graph has one node type, ``HOMO_NODE``, and one edge type, ``HOMO_EDGE``. The manifest states
-whether a graph is heterogeneous, since a heterogeneous graph may have only one type of each as well.
+A homogeneous graph has one node type, ``HOMO_NODE``, and one edge type, ``HOMO_EDGE``.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def type_of(name: str) -> AnyType:
         The node type (str) or the edge type (source type, relation, target type).
 
     Raises:
-        DataError: The name has neither one word nor three, or a word has characters other than letters, digits, ``.``,
-            ``+``, ``-`` and single ``_``.
+        DataError: The name is not of this form, or has other characters than letters, digits, ``.``, ``+``, ``-`` and
+            single ``_``.
 
     Example:
         ```python
@@ -70,9 +69,9 @@ def check_word(word: str, where: str) -> None:
 
 @functools.cache
 def edge_salt(edge_type: EdgeType) -> int:
-    """Return a uint64 that is combined with the random key of a batch, so that edge types have independent draws.
+    """Return a uint64 to combine with a batch's random key, so that edge types have independent draws.
 
-    It is 0 for ``HOMO_EDGE``.
+    0 for ``HOMO_EDGE``.
     """
     if edge_type == HOMO_EDGE:
         return 0

@@ -1,4 +1,4 @@
-"""Reuses the memory of freed large arrays. Page faults in new memory take longer than filling an array."""
+"""Reuses the memory of freed large arrays, because page faults in new memory cost more than filling an array."""
 
 from __future__ import annotations
 
@@ -29,10 +29,6 @@ _HUGE = 1 << 22  #: bytes; larger blocks use huge pages, as in numpy
 
 
 def _map_pages(size: int) -> Array:
-    """Map anonymous memory outside malloc's heap, and return it as uint8 [size].
-
-    When the memory is freed, it goes back to the system at once and leaves no hole in the heap.
-    """
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return np.empty(size, np.uint8)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -44,8 +40,6 @@ def _map_pages(size: int) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class _FreeSlab:
-    """A slab (block of memory) that no array uses."""
-
     memory: Array  #: uint8
     since: int  #: number of allocations when the slab became free
 
@@ -65,11 +59,10 @@ class Slabs:
 
     @property
     def free_bytes(self) -> int:
-        """Total size of the free slabs in bytes."""
+        """Total bytes of the free slabs."""
         return sum(len(one.memory) for one in tuple(self._free))
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Allocate an uninitialised array, as ``np.empty`` does."""
         kind = np.dtype(dtype)
         size = math.prod(shape) * kind.itemsize
         if size < LARGE:
@@ -81,15 +74,12 @@ class Slabs:
         return np.asarray(lease)[:size].view(kind).reshape(shape)  # the array and its views keep ``lease`` alive
 
     def _allocate(self, size: int) -> Array:
-        """Return the smallest free slab of ``size`` to twice ``size`` bytes, or else a new slab.
-
-        If a new slab is allocated, a free slab of at least half its size is released, so that the number of slabs stays
-        near the number of arrays in use. Slabs that were free for ``IDLE`` allocations are released as well.
-        """
+        """Return the smallest free slab of ``size`` to twice ``size`` bytes, or else a new slab."""
         with self._lock:
             self._allocations += 1
             free = list(self._drain_free())
             fitting = [one for one in free if size <= len(one.memory) <= 2 * size]
+            # A new slab replaces a free one of at least half its size, so that their number stays near that of arrays.
             smaller = [one for one in free if size // 2 <= len(one.memory) < size]
             chosen = min(fitting, key=_size) if fitting else max(smaller, key=_size, default=None)
             self._free.extend(one for one in free if one is not chosen and self._allocations - one.since < IDLE)
@@ -99,7 +89,6 @@ class Slabs:
         return self._make(size)
 
     def _drain_free(self) -> Iterator[_FreeSlab]:
-        """Remove and yield every free slab."""
         while True:
             try:
                 yield self._free.popleft()
@@ -144,19 +133,18 @@ _pinned = Slabs(make=_page_locked)
 
 
 def cast(array: Array, dtype: npt.DTypeLike) -> Array:
-    """Copy an array to ``dtype`` in C order, as ``array.astype(dtype, order="C")`` does."""
+    """Return ``array.astype(dtype, order="C")`` in reused memory."""
     out = empty(array.shape, dtype)
     np.copyto(out, array, casting="unsafe")
     return out
 
 
 def empty(shape: tuple[int, ...] | int, dtype: Any) -> Array:
-    """Allocate an uninitialised array, as ``np.empty`` does. Large arrays use slabs of this process."""
+    """Allocate an uninitialised array, as ``np.empty`` does. Large arrays reuse freed memory."""
     return _slabs.empty((shape,) if isinstance(shape, int) else shape, dtype)
 
 
 def glibc() -> ctypes.CDLL | None:
-    """Return the C library if it is glibc, else None. Other C libraries, such as musl, have no ``mallopt``."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)
@@ -164,7 +152,7 @@ def glibc() -> ctypes.CDLL | None:
 
 
 def give_back_freed_memory() -> None:
-    """Return the free memory of malloc's heap to the system. Call this after work that is not repeated soon."""
+    """Return the free memory of malloc's heap to the system."""
     if (libc := glibc()) is not None:
         libc.malloc_trim(0)
 
@@ -178,9 +166,6 @@ def keep_freed_memory() -> bool:
     """Stop glibc's malloc from mapping large blocks separately and from returning freed memory to the system.
 
     Returns whether malloc accepted the settings; False if the C library is not glibc.
-
-    The arrays of a training step have tens of MiB each. With glibc's defaults, each is mapped anew in every step, which
-    costs a page fault per 4 KiB: a third of the step's time in a measurement.
     """
     libc = glibc()
     if libc is None:

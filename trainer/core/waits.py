@@ -1,7 +1,6 @@
 """Reports a timeout (of a collective call, a request or the sampler threads) to the supervisor before the rank ends.
 
-The supervisor then collects the stacks of all ranks, and names the process that kept the others waiting. The report is
-the file ``procs/wait-rank<r>.json``, described in docs/ARCHITECTURE.md, "Node run folder".
+The supervisor then collects the stacks of all ranks. The report is the file ``procs/wait-rank<r>.json``.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ _OTHER_RANK = re.compile(r"rank (\d+) \(node\d+, ")  # RankGroup.agree: the erro
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait that has timed out."""
-
     of: str  #: what was waited for: ``ranks``, ``server`` or ``threads`` (the sampler threads of this process)
     seconds: float
     request: str = ""  #: kind of the request to a graph server
@@ -51,11 +48,8 @@ class Wait:
 
 
 def expired_wait(error: BaseException) -> Wait | None:
-    """Return the timeout that led to ``error``, or None if it has another cause.
-
-    Searches the messages of the exception and of its causes, because a timeout of another process or of torch has no
-    exception type of its own.
-    """
+    """Return the timeout that led to ``error``, or None if it has another cause."""
+    # Timeouts of other processes and of torch have no exception type, so messages are searched.
     for one in _chain(error):
         wait = _in_text(one, str(one))
         if wait is not None:
@@ -77,7 +71,6 @@ def _in_text(error: BaseException, text: str) -> Wait | None:
 
 
 def _seconds(text: str) -> float:
-    """Return the duration stated in an error message of torch, in seconds, or 0."""
     if found := _MILLISECONDS.search(text):
         return int(found[1]) / 1000
     found = _SECONDS.search(text)
@@ -85,7 +78,6 @@ def _seconds(text: str) -> float:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, its cause or context, the cause of that, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -94,9 +86,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def report_expired(error: BaseException, environ: Mapping[str, str] = os.environ) -> None:
-    """If a timeout led to ``error``, which ends this rank, report the timeout to the supervisor.
+    """If a timeout led to ``error``, report it to the supervisor. Does nothing outside a run.
 
-    Then waits at most ``REPORTED_FOR`` seconds for the supervisor to end this process. Does nothing outside a run.
+    Then waits at most ``REPORTED_FOR`` seconds for the supervisor to end this process.
     """
     run_dir, rank = environ.get("GNNFLEET_RUN_DIR"), environ.get("RANK", "")
     if not run_dir or not rank.isdigit() or not environ.get("GNNFLEET_SUPERVISOR"):
@@ -123,7 +115,7 @@ def report_expired(error: BaseException, environ: Mapping[str, str] = os.environ
 
 
 def _stack(error: BaseException) -> Iterator[str]:
-    """Yield the stack of the root cause of ``error``, innermost frame first, as lines in the format of faulthandler."""
+    """Yield the stack of the root cause of ``error``, innermost frame first, in the format of faulthandler."""
     first = [one for one in _chain(error) if one.__traceback__ is not None][-1:]
     yield "Current thread 0x0 (most recent call first):"
     for frame in reversed(traceback.extract_tb(first[0].__traceback__)[-_MOST_FRAMES:] if first else []):
@@ -131,7 +123,7 @@ def _stack(error: BaseException) -> Iterator[str]:
 
 
 def report_uncaught(environ: Mapping[str, str] = os.environ) -> None:
-    """In a run, extend ``sys.excepthook`` to call ``report_expired``. Called when a script opens a graph."""
+    """Install an exception hook that reports an uncaught timeout to the supervisor. Does nothing outside a run."""
     before = sys.excepthook
     if getattr(before, "reports_waits", False) or not environ.get("GNNFLEET_SUPERVISOR"):
         return

@@ -29,9 +29,9 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scrat
     """Check the arrays of ``raw``, and assign them to types, attributes and splits.
 
     Every edge type needs ``edge_index`` [2, E]. ``<split>_idx`` and ``<split>_mask`` become splits, an array with one
-    row per node or edge becomes an attribute of its type, and any other array an attribute of the graph. With
-    ``scratch``, edges that option ``undirected`` adds are stored in its folder and memory-mapped. Raises ``DataError``
-    for arrays or options that contradict each other.
+    row per node or edge an attribute of its type, any other array an attribute of the graph. With ``scratch``, added
+    reverse edges are memory-mapped files in its folder. Raises ``DataError`` for arrays or options that contradict each
+    other.
     """
     _check_options(raw, options)
     if raw.hetero and not raw.edges:
@@ -74,9 +74,8 @@ def _check_options(raw: RawGraph, options: SourceOptions) -> None:
 
 
 def _native(raw: RawGraph) -> RawGraph:
-    """Convert all arrays to this machine's byte order, because Numba kernels support no other."""
-
     def converted(arrays: RawArrays) -> RawArrays:
+        # Numba kernels support no other byte order.
         return {
             name: array
             if array.values.dtype.isnative
@@ -109,7 +108,7 @@ def _node_data(of: NodeType, graph: RawGraph, options: SourceOptions, notes: lis
 def _time(array: RawArray, required: bool, notes: list[str]) -> RawArray:
     """Return times as one integer per node, [N].
 
-    If ``array`` does not contain integer times, raises ``DataError`` if ``required``; otherwise appends a message to
+    If ``array`` contains no integer times, raises ``DataError`` if ``required``; otherwise appends a message to
     ``notes`` and returns the array unchanged.
     """
     if not required and not checks.is_time(array.values, array.bfloat16):
@@ -121,7 +120,6 @@ def _time(array: RawArray, required: bool, notes: list[str]) -> RawArray:
 
 
 def _num_classes_type(graph: RawGraph, options: SourceOptions) -> NodeType | None:
-    """Return the node type that option num_classes applies to."""
     if options.num_classes is None or not graph.hetero:
         return HOMO_NODE
     labelled = [of for of in graph.node_types if "y" in graph.nodes.get(of, {})]
@@ -133,8 +131,8 @@ def _num_classes_type(graph: RawGraph, options: SourceOptions) -> NodeType | Non
 def _classes(kept: dict[str, RawArray], splits: Mapping[str, Ids], requested: int | None, notes: list[str]) -> int:
     """Convert attribute ``y`` in ``kept`` to class labels, in place, and return the number of classes.
 
-    ``requested``: option ``num_classes``, 0 to leave ``y`` unchanged. If ``y`` does not contain class labels, raises
-    ``DataError`` if ``requested`` is given; otherwise leaves ``y``, adds a message to ``notes`` and returns 0.
+    ``requested``: option ``num_classes``, 0 to leave ``y`` unchanged. If ``y`` is no class labels, raises ``DataError``
+    if ``requested`` is given; otherwise adds a message to ``notes`` and returns 0.
     """
     if "y" not in kept:
         return requested or 0

@@ -22,8 +22,6 @@ _ROWS_AT_ONCE = 1 << 16  #: rows that are checked together, so that memory-mappe
 
 @dataclass(frozen=True)
 class NodeData:
-    """The nodes of one type."""
-
     num_nodes: int
     attrs: Mapping[str, Array] = field(default_factory=dict)  #: name -> [num_nodes, …], such as `x` and `y`
     splits: Mapping[str, Ids] = field(default_factory=dict)  #: name -> node ids, in the order of the source
@@ -33,8 +31,6 @@ class NodeData:
 
 @dataclass(frozen=True)
 class EdgeData:
-    """The edges of one type."""
-
     edge_index: Array  #: int32|int64 [2, E]; row 0: sources, row 1: targets; messages flow from source to target
     attrs: Mapping[str, Array] = field(default_factory=dict)  #: name -> [E, …]: features, weights, times
     bfloat16: frozenset[str] = frozenset()  #: attributes stored as uint16 with the bits of bfloat16
@@ -59,17 +55,14 @@ class Dataset:
 
     @classmethod
     def homogeneous(cls, name: str, nodes: NodeData, edges: EdgeData, fingerprint: str, **more: Any) -> Dataset:
-        """Make a graph of one node type and one edge type."""
         return cls(name, {HOMO_NODE: nodes}, {HOMO_EDGE: edges}, fingerprint, **more)
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of all types."""
         return sum(data.num_nodes for data in self.nodes.values())
 
     @property
     def num_edges(self) -> int:
-        """Number of edges of all types."""
         return sum(data.num_edges for data in self.edges.values())
 
 
@@ -143,14 +136,14 @@ def _finite(rows: Array, bfloat16: bool) -> Array:
 def is_time(values: Array, bfloat16: bool) -> bool:
     """Return whether ``values`` are integers below 2**63 of shape [N] or [N, 1].
 
-    With ``bfloat16``, ``values`` are uint16 with the bits of bfloat16 numbers, and the result is False.
+    ``bfloat16``: ``values`` are the bits of bfloat16 numbers; then the result is False.
     """
     integers = values.dtype.kind in "iu" and not bfloat16 and not (values.size and int(values.max()) >= 2**63)
     return integers and (values.ndim == 1 or values.shape[1:] == (1,))
 
 
 def check_time(values: Array, bfloat16: bool, where: str) -> Array:
-    """Return times as an integer array [N]. [N, 1] is flattened. Raises ``DataError`` if ``values`` are not times."""
+    """Return times as an integer array [N]. Raises ``DataError`` if ``values`` are not times."""
     if not is_time(values, bfloat16):
         found = f"{'bfloat16' if bfloat16 else values.dtype} {list(values.shape)}"
         raise DataError(
@@ -161,7 +154,7 @@ def check_time(values: Array, bfloat16: bool, where: str) -> Array:
 
 
 def class_label_problem(y: Array) -> str:
-    """Return the reason why ``y`` is not one class label per node, or '' if it is."""
+    """Return why ``y`` is not one class label per node, or '' if it is."""
     if y.ndim != 1 and y.shape[1:] != (1,):
         return f"its shape is {list(y.shape)}"
     if y.dtype.kind == "c":
@@ -178,8 +171,7 @@ def class_label_problem(y: Array) -> str:
 def class_labels(y: Array, where: str) -> tuple[Array, int]:
     """Return labels as an integer array [N] (-1 = no label), and the number of classes.
 
-    Floats become int64, NaN becomes -1, and [N, 1] is flattened. ``y`` must have passed ``class_label_problem``. Raises
-    ``DataError`` for labels below -1.
+    ``y`` must have passed ``class_label_problem``. NaN becomes -1. Raises ``DataError`` for labels below -1.
     """
     y = y.reshape(-1)
     if y.dtype.kind == "f":
@@ -198,8 +190,8 @@ def class_labels(y: Array, where: str) -> tuple[Array, int]:
 def check_num_classes(num_classes: int | None, y: Array, found: int, where: str) -> int:
     """Return the number of classes: ``num_classes`` if given, else ``found``.
 
-    Raises ``DataError`` if a label is not below ``num_classes``. Without ``num_classes``, raises ``DataError`` if there
-    are more classes than nodes.
+    Raises ``DataError`` if a label is not below ``num_classes`` or, without ``num_classes``, if there are more classes
+    than nodes.
     """
     position = int(np.argmax(y)) if len(y) else 0
     if num_classes is None and found > len(y):

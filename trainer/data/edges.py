@@ -30,8 +30,7 @@ def first_outside(ids: Array, num_nodes: int) -> int:
 def symmetric_adjacency(edge_index: Array, num_nodes: int, dtype: Any = np.int32) -> tuple[Array, Array]:
     """Build the CSR of the graph with every edge in both directions, without self loops and duplicates.
 
-    Returns ``indptr`` int64 [num_nodes + 1] and ``neighbours`` ``dtype`` [nnz]. The neighbours of a node are in the
-    order of the edge list.
+    Returns ``indptr`` int64 [num_nodes + 1] and ``neighbours`` ``dtype`` [nnz], in the order of the edge list.
     """
     return joint_adjacency([(edge_index, 0, 0)], num_nodes, dtype)
 
@@ -42,8 +41,7 @@ def joint_adjacency(
     """Build one CSR, as ``symmetric_adjacency``, from the edges of several edge lists.
 
     ``lists``: for each, the edges [2, E], a number to add to the sources, and a number to add to the targets. With
-    ``scratch``, the neighbours are stored in its folder and memory-mapped. Takes 24 bytes of memory per node, and
-    ``scratch.memory``.
+    ``scratch``, the neighbours are a memory-mapped file. Takes 24 bytes of memory per node, and ``scratch.memory``.
     """
     indptr = np.zeros(num_nodes + 1, np.int64)
     for edges, source, target in lists:
@@ -64,7 +62,6 @@ def joint_adjacency(
 def _adjacency_on_disk(
     lists: Sequence[EdgeList], indptr: Ids, seen_by: Array, dtype: np.dtype[Any], scratch: Scratch
 ) -> tuple[Array, Array]:
-    """Build the CSR of ``joint_adjacency``. ``indptr``: offsets of rows with repeats, overwritten by the result."""
     path = scratch.folder / "neighbours"
     size = 0
     with path.open("wb") as file:
@@ -81,7 +78,6 @@ def _adjacency_on_disk(
 
 
 def _both_ways(lists: Sequence[EdgeList], dtype: np.dtype[Any]) -> Iterator[Records]:
-    """Yield both directions of every edge, without self loops, in chunks: row numbers and their neighbours."""
     for edges, source, target in lists:
         for start in range(0, edges.shape[1], _EDGES_AT_ONCE):
             progress("sort edges", start, edges.shape[1])

@@ -14,11 +14,16 @@ from trainer.core.errors import DataError
 from trainer.core.rng import GOLDEN, hashed
 from trainer.core.schema import EdgeType, type_name
 from trainer.core.texts import encode_texts
-from trainer.data.dataset import Dataset, EdgeData
+from trainer.data.dataset import Dataset, EdgeData, is_time
+from trainer.data.time_split import TimeSplit, split_times
 
 VAL_LINKS, TEST_LINKS = "val_links", "test_links"  #: names of graph attributes, int64 [2, n], original ids
 
+VAL_TIMES, TEST_TIMES = "val_link_times", "test_link_times"  #: graph attributes with their times, int64 [n]
+
 HELD_OUT = "held_out_type"  #: graph attribute with the links' edge type, uint8 [1, bytes] (``encode_texts``)
+
+HELD_OUT_TIME = "held_out_time"  #: graph attribute with the name of the edge attribute of the times, as ``HELD_OUT``
 
 _Flags = npt.NDArray[np.bool_]
 
@@ -26,14 +31,14 @@ _REVERSE = "rev_"
 
 
 class HoldOut(Protocol):
-    """Dataset options for holding out links."""
-
     @property
     def hold_out(self) -> str | None: ...
     @property
     def hold_out_val(self) -> float: ...
     @property
     def hold_out_test(self) -> float: ...
+    @property
+    def hold_out_time(self) -> str | None: ...
 
 
 def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
@@ -41,38 +46,54 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
 
     The graph attribute ``held_out_type`` names the edge type.
 
-    The options state the shares of the links to move. A hash of source and target decides whether a link is moved, so
-    all copies of an edge are moved together, and so are both directions if the ends have the same node type. Self loops
-    between nodes of one type are not moved.
+    The options state the shares of the links to move. Without ``hold_out_time``, a hash of source and target decides
+    whether a link is moved, so all copies of an edge are moved together, and so are both directions if the ends have
+    the same node type. Self loops between nodes of one type are not moved. The links are sorted by source, then target,
+    each once.
+
+    With ``hold_out_time``, an integer attribute of the edges, the latest edges are moved, as ``split_times`` describes:
+    those for test are later than those for validation, and these later than all others of the type. Copies of an edge
+    with different times are different links. ``val_link_times`` and ``test_link_times`` are the times of the links,
+    which are sorted by time, source and target, and ``held_out_time`` names the attribute.
 
     The reverses of the moved links are removed from the reverse edge type, ``rev_<relation>`` (or ``<relation>`` for an
-    edge type ``rev_<relation>``), if it exists. They are also removed from any other edge type from the target type to
-    the source type that contains all of them. A type that contains only some of them is left unchanged, and the dataset
-    gets a note. Raises ``DataError`` for an unknown edge type and for shares out of range.
+    edge type ``rev_<relation>``), if it exists: by the same rule, so with ``hold_out_time`` by the time of the reverse
+    edges. They are also removed from any other edge type from the target type to the source type that contains all of
+    them. A type that contains only some of them is left unchanged, and the dataset gets a note. Raises ``DataError``
+    for an unknown edge type or attribute, for shares out of range, and for times that cannot be split.
     """
     if options.hold_out is None:
+        if options.hold_out_time is not None:
+            raise DataError(
+                f"{dataset.name}: option hold_out_time={options.hold_out_time} needs option hold_out, the edge type"
+            )
         return dataset
     _check(dataset, options)
     of = _edge_type(dataset, options.hold_out)
-    chosen = _HeldOutLinks(of[0] == of[2], options.hold_out_val, options.hold_out_test)
+    rule = _rule(dataset, of, options)
     edges = dict(dataset.edges)
-    val, test = chosen.of(edges[of].edge_index)
-    links = {VAL_LINKS: _distinct(edges[of].edge_index, val), TEST_LINKS: _distinct(edges[of].edge_index, test)}
+    val, test = rule.of(edges[of], backward=False)
+    found = {
+        **rule.links(edges[of], val, (VAL_LINKS, VAL_TIMES)),
+        **rule.links(edges[of], test, (TEST_LINKS, TEST_TIMES)),
+    }
+    notes = rule.notes(of, val, test)
     edges[of] = _kept(edges[of], ~(val | test))
     back = _reverse(of)
     if back in edges:
-        val, test = chosen.of(edges[back].edge_index[::-1])
+        val, test = rule.of(edges[back], backward=True)
         edges[back] = _kept(edges[back], ~(val | test))
-    notes = _remove_from_other_reverses(edges, of, np.concatenate(list(links.values()), axis=1))
-    attrs = {**dataset.graph_attrs, **links, HELD_OUT: encode_texts([type_name(of)])}
-    return replace(dataset, edges=edges, graph_attrs=attrs, notes=(*dataset.notes, *notes))
+    notes += _remove_from_other_reverses(edges, of, np.concatenate([found[VAL_LINKS], found[TEST_LINKS]], axis=1))
+    found[HELD_OUT] = encode_texts([type_name(of)])
+    return replace(
+        dataset, edges=edges, graph_attrs={**dataset.graph_attrs, **found}, notes=(*dataset.notes, *notes)
+    )  # fmt: skip
 
 
 def _remove_from_other_reverses(edges: dict[EdgeType, EdgeData], of: EdgeType, links: Array) -> list[str]:
     """Remove the reverses of ``links`` [2, n] from each edge type that contains all of them.
 
-    Links between nodes of one type are not considered. Returns a note for each edge type that contains some, but not
-    all.
+    Does nothing for links between nodes of one type. Returns a note for each edge type that contains some, but not all.
     """
     notes = []
     for back in edges:
@@ -93,16 +114,34 @@ def _remove_from_other_reverses(edges: dict[EdgeType, EdgeData], of: EdgeType, l
     return notes
 
 
+class _Rule(Protocol):
+    """Decides which links are held out."""
+
+    def of(self, data: EdgeData, *, backward: bool) -> tuple[_Flags, _Flags]:
+        """Return two masks of edges: held out for validation, and for test, bool [E] each. ``backward``: the edges are
+        those of the reverse type.
+        """
+
+    def links(self, data: EdgeData, chosen: _Flags, names: tuple[str, str]) -> dict[str, Array]:
+        """Return the edges where ``chosen`` is true as graph attributes. ``names``: of the links, and of their times.
+
+        Without duplicates, sorted.
+        """
+
+    def notes(self, of: EdgeType, val: _Flags, test: _Flags) -> list[str]:
+        """Return messages to the user about the links of type ``of`` that are held out."""
+
+
 @dataclass(frozen=True)
-class _HeldOutLinks:
-    """Decides which links are held out, by a hash of their source and target."""
+class _ByHash:
+    """Holds out links by a hash of their source and target."""
 
     either_way: bool  #: treat (u, v) and (v, u) as the same link
     val: float  #: share of the links, 0 to 1
     test: float  #: share of the links, 0 to 1
 
-    def of(self, ends: Array) -> tuple[_Flags, _Flags]:
-        """Return two masks of the edges ``ends`` [2, E]: held out for validation, and for test, bool [E] each."""
+    def of(self, data: EdgeData, *, backward: bool) -> tuple[_Flags, _Flags]:
+        ends = data.edge_index[::-1] if backward else data.edge_index
         first, second = np.asarray(ends[0], np.int64), np.asarray(ends[1], np.int64)
         loops: _Flags = np.zeros(len(first), bool)
         if self.either_way:
@@ -114,6 +153,58 @@ class _HeldOutLinks:
         test: _Flags = (place < self.test) & ~loops
         return (place < self.test + self.val) & ~test & ~loops, test
 
+    def links(self, data: EdgeData, chosen: _Flags, names: tuple[str, str]) -> dict[str, Array]:
+        return {names[0]: np.unique(data.edge_index[:, chosen].astype(np.int64), axis=1)}
+
+    def notes(self, of: EdgeType, val: _Flags, test: _Flags) -> list[str]:
+        return []
+
+
+@dataclass(frozen=True)
+class _ByTime:
+    """Holds out the latest links."""
+
+    attr: str  #: edge attribute with the times
+    split: TimeSplit
+
+    def of(self, data: EdgeData, *, backward: bool) -> tuple[_Flags, _Flags]:
+        return self.split.of(data.attrs[self.attr].reshape(-1))
+
+    def links(self, data: EdgeData, chosen: _Flags, names: tuple[str, str]) -> dict[str, Array]:
+        times = data.attrs[self.attr].reshape(-1)[chosen].astype(np.int64)
+        rows = np.unique(np.concatenate([times[None], data.edge_index[:, chosen].astype(np.int64)]), axis=1)
+        return {names[0]: rows[1:], names[1]: rows[0], HELD_OUT_TIME: encode_texts([self.attr])}
+
+    def notes(self, of: EdgeType, val: _Flags, test: _Flags) -> list[str]:
+        splits = (("validation", self.split.val, val), ("test", self.split.test, test))
+        later = [
+            f"{np.count_nonzero(flags):,} links from {self.attr} {first} on are for {name}"
+            for name, first, flags in splits
+            if first is not None
+        ]
+        left = len(val) - np.count_nonzero(val | test)
+        return [f"{type_name(of)}: {'; '.join(later)}; the {left:,} earlier ones are for training"]
+
+
+def _rule(dataset: Dataset, of: EdgeType, options: HoldOut) -> _Rule:
+    val, test, attr = options.hold_out_val, options.hold_out_test, options.hold_out_time
+    if attr is None:
+        return _ByHash(of[0] == of[2], val, test)
+    for each in (of, *({_reverse(of)} & set(dataset.edges))):
+        data = dataset.edges[each]
+        where = f"{dataset.name}: option hold_out_time={attr}"
+        if attr not in data.attrs:
+            known = ", ".join(sorted(data.attrs)) or "none"
+            raise DataError(f"{where}, but the attributes of the edges {type_name(each)} are: {known}")
+        values = data.attrs[attr]
+        if not is_time(values, attr in data.bfloat16):
+            raise DataError(
+                f"{where}: {attr} of the edges {type_name(each)} is {values.dtype} {list(values.shape)}; times must be "
+                "one integer (of 63 bits) per edge, for example seconds"
+            )
+    times = dataset.edges[of].attrs[attr].reshape(-1)
+    return _ByTime(attr, split_times(times, val, test, f"{dataset.name}: {attr} of the edges {type_name(of)}"))
+
 
 def _check(dataset: Dataset, options: HoldOut) -> None:
     shares = options.hold_out_val, options.hold_out_test
@@ -122,7 +213,7 @@ def _check(dataset: Dataset, options: HoldOut) -> None:
             f"{dataset.name}: options hold_out_val={shares[0]:g} and hold_out_test={shares[1]:g} must be shares of the "
             "links, none negative, together more than 0 and less than 1"
         )
-    if existing := {VAL_LINKS, TEST_LINKS, HELD_OUT} & set(dataset.graph_attrs):
+    if existing := {VAL_LINKS, TEST_LINKS, VAL_TIMES, TEST_TIMES, HELD_OUT, HELD_OUT_TIME} & set(dataset.graph_attrs):
         raise DataError(
             f"{dataset.name}: graph attribute {sorted(existing)[0]} already exists; leave out option hold_out, or "
             "rename it"
@@ -144,9 +235,3 @@ def _reverse(of: EdgeType) -> EdgeType:
 def _kept(data: EdgeData, keep: _Flags) -> EdgeData:
     attrs = {name: values[keep] for name, values in data.attrs.items()}
     return EdgeData(np.ascontiguousarray(data.edge_index[:, keep]), attrs, data.bfloat16)
-
-
-def _distinct(edge_index: Array, chosen: _Flags) -> Array:
-    """Return the edges where ``chosen`` is true, without duplicates, sorted by source then target: int64 [2, n]."""
-    links: Array = np.unique(edge_index[:, chosen].astype(np.int64), axis=1)
-    return links

@@ -24,15 +24,11 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
     """Wrap ``data`` as a ``Dataset`` that shares its tensors (CUDA tensors are copied to host memory).
 
     PyG's own rules decide whether an attribute belongs to nodes or edges. A boolean ``<split>_mask`` [N] is both an
-    attribute and a split. Warns of a mask whose length is neither the number of nodes nor of edges. Attributes that are
-    not dense tensors are ignored. Type names are not checked.
+    attribute and a split; warns of a mask of another length. Attributes that are not dense tensors are ignored. Of
+    ``time_attrs``, only those that are one integer per node in all node types are kept.
 
-    The result's ``time_attrs`` are those of the given ones that are one integer per node in all node types that have
-    them.
-
-    Edges are read from ``edge_index`` or, if it is missing, from ``adj_t``. As in torch_geometric, an edge type with
-    neither has no edges. Raises ``DataError`` if such an edge type has edge attributes, and if the source or target
-    type of an edge type is not a node type of ``data``.
+    Edges are read from ``edge_index`` or, if it is missing, from ``adj_t``. An edge type with neither has no edges.
+    Raises ``DataError`` if such a type has edge attributes, and if an edge type leads from or to an unknown node type.
     """
     from torch_geometric.data import HeteroData
 
@@ -83,10 +79,7 @@ def _edge_data(store: Any, name: str) -> EdgeData:
 
 
 def _edge_index(store: Any, name: str) -> Array:
-    """Return the edges of an edge type, [2, E], or [2, 0] if it has no edges.
-
-    Edges from ``adj_t`` are in the order of its rows (targets), as in torch_geometric.
-    """
+    """Return the edges of an edge type, [2, E]. Edges from ``adj_t`` are in the order of its rows (targets)."""
     if "edge_index" in store:
         return shared_array(store.edge_index)
     if "adj_t" in store:
@@ -99,8 +92,8 @@ def _edge_index(store: Any, name: str) -> Array:
 def targets_and_sources(adj_t: Any) -> tuple[Ids, Ids]:
     """Return the targets and sources of the edges in a transposed adjacency matrix, row by row, int64 [E] each.
 
-    ``adj_t``: a torch_sparse ``SparseTensor`` or a sparse torch tensor. Repeated entries of a sparse tensor are merged
-    into one edge, unless its layout is CSR.
+    ``adj_t``: a torch_sparse ``SparseTensor`` or a sparse torch tensor, whose repeated entries are merged unless its
+    layout is CSR.
     """
     import torch
 
@@ -117,7 +110,6 @@ def _of(store: Any) -> str:
 
 
 def _by_row(key: str, value: Any, store: Any, edges: bool) -> bool:
-    """Return whether PyG treats this attribute as having one row per node (with ``edges``: one row per edge)."""
     if key == "edge_index" or not _is_dense(value) or value.dim() == 0:
         return False
     along = store._parent().__cat_dim__(key, value, store)
@@ -127,10 +119,7 @@ def _by_row(key: str, value: Any, store: Any, edges: bool) -> bool:
 
 
 def _sort_attrs(store: Any, num_nodes: int) -> None:
-    """Let PyG classify the attributes as node or edge attributes, which it caches.
-
-    ``num_nodes`` is set meanwhile, because PyG prints a warning if it has to infer the number of nodes.
-    """
+    # PyG prints a warning if it has to infer the number of nodes.
     had_num_nodes = "num_nodes" in store
     store.num_nodes = num_nodes
     try:
@@ -182,10 +171,6 @@ def _num_classes(attrs: Mapping[str, Array], bfloat16: frozenset[str]) -> int:
 
 
 def _graph_attrs(store: Any, hetero: bool) -> dict[str, Array]:
-    """Return the attributes of the graph as a whole: dense tensors that belong neither to nodes nor to edges.
-
-    Tensors of dtype bfloat16 are left out.
-    """
     own = {
         key: value
         for key, value in store.items()

@@ -34,6 +34,7 @@ class SyntheticOptions:
     hold_out: str | None = None  #: edge type whose links are partly moved to val_links and test_links
     hold_out_val: float = 0.05  #: share of the links in val_links
     hold_out_test: float = 0.1  #: share of the links in test_links
+    hold_out_time: str | None = None  #: integer edge attribute: the latest links are held out; None: random ones
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class SyntheticHeteroOptions:
     hold_out: str | None = None  #: edge type whose links are partly moved to val_links and test_links
     hold_out_val: float = 0.05  #: share of the links in val_links
     hold_out_test: float = 0.1  #: share of the links in test_links
+    hold_out_time: str | None = None  #: integer edge attribute: the latest links are held out; None: random ones
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,11 @@ class SourceOptions:
     hold_out: str | None = None  #: edge type whose links are partly moved to val_links and test_links
     hold_out_val: float = 0.05  #: share of the links in val_links
     hold_out_test: float = 0.1  #: share of the links in test_links
+    hold_out_time: str | None = None  #: integer edge attribute: the latest links are held out; None: random ones
 
     @property
     def times(self) -> tuple[str, ...]:
-        """Names of the attributes that contain times: those in option ``time_attrs`` if it is given, else `time`."""
+        """Names of the attributes that contain times: option ``time_attrs`` if given, else `time`."""
         return ("time",) if self.time_attrs is None else self.time_attrs
 
 
@@ -141,7 +144,7 @@ def _text(value: Any) -> str:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Parse names given as a list, as ``a,b``, as a JSON list (how the launcher passes lists), or as ``none``."""
+    """Parse names given as a list, as ``a,b``, as a JSON list, or as ``none``."""
     if isinstance(value, str):
         if value.strip().lower() == "none":
             return ()

@@ -15,7 +15,7 @@ SPLIT_SUFFIXES = ("_idx", "_mask")
 
 @dataclass(frozen=True)
 class RawArray:
-    """One array as read from a dataset's source, and where it was read from."""
+    """One array of a dataset's source, and where it was read from."""
 
     values: Array
     place: str  #: file, or file and name within it, for messages
@@ -37,8 +37,7 @@ RawArrays = Mapping[str, RawArray]
 class RawGraph:
     """A graph as read from a dataset's source: arrays grouped by the node or edge type in their name.
 
-    ``plain`` contains the arrays whose names contain no type. The arrays of a homogeneous graph are in ``plain``, or in
-    ``nodes`` and ``edges`` if the source states which belong to nodes and which to edges.
+    ``plain``: arrays whose names contain no type, such as those of a homogeneous graph.
     """
 
     name: str
@@ -51,13 +50,13 @@ class RawGraph:
 
     @property
     def node_types(self) -> tuple[NodeType, ...]:
-        """Every node type that has a stated number of nodes, arrays, or edges, in this order."""
+        """All node types for which the source states a number of nodes, arrays, or edges."""
         ends = [end for source, _, target in self.edges for end in (source, target)]
         return tuple(dict.fromkeys([*self.num_nodes, *self.nodes, *ends]))
 
 
 def split_prefix(name: str) -> str | None:
-    """Return the name of the split in an array's name (``train`` for ``train_idx`` and ``train_mask``), or None."""
+    """Return the split in an array's name (``train`` for ``train_idx`` and ``train_mask``), or None."""
     suffix = next((suffix for suffix in SPLIT_SUFFIXES if name.endswith(suffix)), None)
     return name.removesuffix(suffix) if suffix else None
 
@@ -78,10 +77,7 @@ _LINKS = "_label_index"  #: suffix of T.RandomLinkSplit's links; the names of th
 
 
 def link_arrays(arrays: RawArrays) -> dict[str, RawArray]:
-    """Return the arrays for link prediction: links, ``…_label_index`` [2, m], and their labels, ``…_label`` [m].
-
-    These arrays are not edge attributes, even if m equals the number of edges.
-    """
+    """Return the arrays for link prediction: links, ``…_label_index`` [2, m], and their labels, ``…_label`` [m]."""
     links = {name: array for name, array in arrays.items() if name.endswith(_LINKS) and _are_links(array)}
     labels = [name.removesuffix("_index") for name in links]
     return links | {name: arrays[name] for name in labels if name in arrays}
@@ -92,7 +88,7 @@ def _are_links(array: RawArray) -> bool:
 
 
 def sort_arrays(raw: RawGraph, options: SourceOptions) -> RawGraph:
-    """Assign every array to a node type, an edge type or (in ``plain``) the graph, and count the nodes of each type.
+    """Assign every array to a node type, an edge type or the graph, and count the nodes of each type.
 
     Raises ``DataError`` when the type of an array or the number of nodes cannot be determined.
     """
@@ -102,7 +98,6 @@ def sort_arrays(raw: RawGraph, options: SourceOptions) -> RawGraph:
 
 
 def _move_links_to_plain(raw: RawGraph) -> RawGraph:
-    """Move the links to predict from edge types to ``plain``, prefixed with the name of the edge type."""
     edges, plain = {}, dict(raw.plain)
     for of, arrays in raw.edges.items():
         links = link_arrays(arrays)
@@ -142,10 +137,7 @@ def _owner(name: str, array: RawArray, num_nodes: int, num_edges: int) -> str:
 
 
 def _homogeneous_nodes(raw: RawGraph, options: SourceOptions) -> int:
-    """Return the number of nodes: from the options, the source, or the rows of x or y.
-
-    The largest id in the edges does not determine it, since the last nodes may have no edges.
-    """
+    """Return the number of nodes: from the options, the source, or the rows of x or y."""
     if options.num_nodes is not None:
         return options.num_nodes
     if HOMO_NODE in raw.num_nodes:
@@ -153,6 +145,7 @@ def _homogeneous_nodes(raw: RawGraph, options: SourceOptions) -> int:
     for name in ("x", "y"):
         if name in raw.plain and raw.plain[name].values.ndim:
             return raw.plain[name].rows
+    # Not the largest id in the edges, since the last nodes may have no edges.
     raise DataError(f"{raw.name}: the number of nodes is unknown without x and y; give option num_nodes")
 
 
@@ -180,11 +173,10 @@ def _belongs_to_nodes(name: str) -> bool:
 
 
 def _target(plain: RawArrays, counts: Mapping[NodeType, int], raw: RawGraph, options: SourceOptions) -> NodeType | None:
-    """Return the node type of the arrays x, y and splits whose names contain no type.
+    """Return the node type of arrays whose names contain no type: option ``target``, or else the only type that fits.
 
-    This is option ``target`` or, if it is not given, the only node type with as many nodes as these arrays have rows.
-    Returns None if there are no such arrays and the option is not given. Raises ``DataError`` if no type or several
-    types fit.
+    Returns None if there are no such arrays and ``target`` is not set. Raises ``DataError`` if no type or several types
+    fit.
     """
     if options.target is not None or not any(map(_belongs_to_nodes, plain)):
         return options.target
@@ -212,8 +204,7 @@ def _num_nodes(raw: RawGraph, of: NodeType) -> int:
 def _known_nodes(raw: RawGraph, of: NodeType) -> int | None:
     """Return the number of nodes of a type, or None if it is unknown.
 
-    The number comes from the source, or else from the rows of x or y, or else from the other attributes if all have the
-    same number of rows.
+    Taken from the source, else the rows of x or y, else the other attributes if all have the same number of rows.
     """
     if of in raw.num_nodes:
         return raw.num_nodes[of]

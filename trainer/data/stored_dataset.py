@@ -51,8 +51,6 @@ def read_stored_dataset(folder: Path) -> Dataset:
 
 
 def _changed(dataset: Dataset, change: Callable[[Any], Any]) -> Dataset:
-    """Return the dataset with ``change`` applied to every array."""
-
     def all_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
         return {name: change(values) for name, values in arrays.items()}
 

@@ -24,10 +24,10 @@ def both_ways(
 ) -> dict[EdgeType, EdgeData]:  # fmt: skip
     """Add the reverse of every edge, as torch_geometric's ``ToUndirected`` does.
 
-    For an edge type ``(a, r, b)`` between two node types, the type ``(b, rev_r, a)`` is added, with the edges in the
-    same order. If both ends have the same node type, the reverse edges are added to the edge type itself, unless
-    ``reverse_types`` is set. With ``scratch``, new arrays are stored in its folder and memory-mapped. Raises
-    ``DataError`` when a type to be added exists already.
+    An edge type ``(a, r, b)`` between two node types gets the new type ``(b, rev_r, a)``, with the edges in the same
+    order. If both ends have the same node type, the reverse edges are added to the type itself, unless
+    ``reverse_types`` is set. With ``scratch``, new arrays are memory-mapped files in its folder. Raises ``DataError``
+    when a type to be added exists already.
     """
     result = dict(edges)
     for of, data in edges.items():
@@ -55,8 +55,8 @@ def reverse(data: EdgeData, scratch: Scratch | None = None) -> EdgeData:
 def merged(data: EdgeData, num_nodes: int, scratch: Scratch | None = None) -> EdgeData:
     """Return both directions of every edge, without duplicates, sorted by source then target.
 
-    If an edge occurs several times, it gets the attributes of its first occurrence in ``data``, or of the first
-    reversed edge if ``data`` does not contain the edge itself. Attributes are not summed.
+    A repeated edge gets the attributes of its first occurrence in ``data``, or of the first reversed edge if ``data``
+    does not contain the edge itself.
     """
     if scratch is not None:
         return _merged_on_disk(data, num_nodes, scratch)
@@ -67,10 +67,7 @@ def merged(data: EdgeData, num_nodes: int, scratch: Scratch | None = None) -> Ed
 
 
 def _first_of_equal(edge_index: Array) -> tuple[Array, Array]:
-    """Return both directions of every edge, [2, E'], sorted and without duplicates, and an index array [E'].
-
-    For each returned edge, the index array has the position in ``edge_index`` of the edge whose attributes it gets.
-    """
+    """Return both directions of every edge, without duplicates, [2, E'], and the position of each in ``edge_index``."""
     both = np.concatenate([edge_index, edge_index[::-1]], axis=1)
     order = np.lexsort((both[1], both[0]))  # stable, so a given edge comes before an equal reversed one
     both = both[:, order]
@@ -83,7 +80,6 @@ def _first_of_equal(edge_index: Array) -> tuple[Array, Array]:
 
 
 def _within(scratch: Scratch | None, name: str) -> Scratch | None:
-    """Return ``scratch`` with a new subfolder as its folder, or None if there is no ``scratch``."""
     if scratch is None:
         return None
     folder = scratch.folder / f"both_ways-{name}"
@@ -124,7 +120,6 @@ def _merged_on_disk(data: EdgeData, num_nodes: int, scratch: Scratch) -> EdgeDat
 
 
 def _both_directions(edge_index: Array, columns: list[Column]) -> Iterator[Records]:
-    """Yield (sources, targets, positions) in chunks: all E edges, then all reversed edges at positions E to 2E - 1."""
     count = edge_index.shape[1]
     for first, (sources, targets) in ((0, edge_index), (count, edge_index[::-1])):
         for start in range(0, count, _EDGES_AT_ONCE):
@@ -134,7 +129,6 @@ def _both_directions(edge_index: Array, columns: list[Column]) -> Iterator[Recor
 
 
 def _without_repeats(group: SortedRows) -> tuple[Ids, Array, Array]:
-    """Return the sources, targets and positions of ``group``, sorted by source, then target, without repeated edges."""
     source = np.repeat(np.arange(group.first, group.first + len(group.limits) - 1), np.diff(group.limits))
     target, position = (column() for column in group.columns)
     order = np.lexsort((target, source))  # stable

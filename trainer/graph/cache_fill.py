@@ -48,7 +48,7 @@ _FETCH_BYTES = 64 << 20  #: bytes of rows per request
 
 
 class OpenedGraph(Protocol):
-    """Protocol with the members of ``graph.open.Graph`` that this module uses."""
+    """The members of ``graph.open.Graph`` that this module uses."""
 
     @property
     def store(self) -> PartStore: ...
@@ -66,8 +66,6 @@ class OpenedGraph(Protocol):
 
 @dataclass(frozen=True)
 class FilledCache:
-    """The result of filling a host's cache."""
-
     prediction: Prediction
     seconds: float  #: seconds spent on presampling batches and fetching rows
 
@@ -84,12 +82,11 @@ def fill_cache(
 ) -> FilledCache | None:
     """Cache the rows of other hosts that this host's ranks request most. All ranks must call this.
 
-    The first rank of each host presamples its own batches and writes the most requested rows into files in ``folder``,
-    which the host's other ranks map. Then the files are unlinked; their memory is freed when the last process ends.
-    ``node`` identifies the host; all ranks of a host pass the same value.
+    The first rank of each host presamples its own batches and writes the most requested rows into files in ``folder``.
+    All ranks of the host memory-map the files, which are then unlinked. ``node`` identifies the host.
 
-    Returns None if all parts are on this host, and in clients of graph servers. Raises ``TrainerError`` on all ranks if
-    filling the cache fails on one of them.
+    Returns None if all parts are on this host, and in clients. Raises ``TrainerError`` on all ranks if one of them
+    fails.
     """
     began = time.perf_counter()
     places = ranks.gather((node, tuple(store.parts)))
@@ -109,7 +106,6 @@ def cache_rows(
     graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
     size: str, node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
 ) -> Prediction | None:  # fmt: skip
-    """Implementation of ``Graph.cache_rows``."""
     ranks = RankGroup.of_process(graph.ranks)
     plan, limit = ranks.agree(
         lambda: (_plan(graph, fanouts, split, batch_size, node_type, replace, attrs), CacheSize.parse(size))
@@ -130,8 +126,8 @@ def device_rows(
 ) -> dict[NodeType, DeviceRows]:
     """Copy the rows of ``x`` that this rank's batches request most to ``device``, as float32.
 
-    If ``size`` is a share, it is a share of all rows of the graph; if it is 0, the result is {}. Raises
-    ``SettingsError`` in a client, which receives whole batches, and ``ServiceError`` if a host does not answer.
+    A ``size`` given as a share is a share of all rows of the graph; for 0 the result is {}. Raises ``SettingsError`` in
+    a client, and ``ServiceError`` if a host does not answer.
     """
     specs = graph.manifest.nodes
     widths = {of: 4 * int(np.prod(spec.attrs["x"].shape[1:])) for of, spec in specs.items() if "x" in spec.attrs}
@@ -152,8 +148,8 @@ def _fill(
 ) -> tuple[Prediction | None, Path | None]:
     """Choose, fetch and save the rows to cache. Returns the predicted traffic and the path of the saved cache.
 
-    The path is None if no rows are cached. Both results are None if this process has no parts or all parts. The cache
-    is saved in a new temporary folder, which is appended to ``scratch``.
+    The path is None if no rows are cached. Both are None if this process has no parts or all parts. The cache is saved
+    in a new temporary folder, which is appended to ``scratch``.
     """
     if not isinstance(access, DistGraph) or not 0 < len(store.parts) < store.manifest.num_parts:
         return None, None
@@ -169,7 +165,6 @@ def _fill(
 
 
 def _fetch(access: DistGraph, store: PartStore, of: NodeType, ids: Ids, columns: CachedColumns) -> CachedRows:
-    """Request the rows of ``ids`` from their owners. Raises ``ServiceError``."""
     names = columns.names[of]
     specs = {name: row_spec(store, of, name) for name in names}
     rows = {name: np.empty((len(ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
@@ -203,7 +198,6 @@ def _use(access: object, path: Path | None) -> None:
 
 @contextmanager
 def _temporary_folders() -> Iterator[list[Path]]:
-    """Yield an empty list, and at the end delete the folders that the ``with`` block has appended to the list."""
     scratch: list[Path] = []
     try:
         yield scratch
@@ -227,14 +221,11 @@ def _plan(
     graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
     node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
 ) -> BatchPlan:  # fmt: skip
-    """Return the ``BatchPlan`` of a loader with these arguments.
-
-    The plan has random seed 0, because the random seed of the loader is not known here.
-    """
     given = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.manifest.edges, fanouts)
     hops = {of: tuple(values) for of, values in given.items()}
     check_settings(graph.manifest, SampleSettings(hops, replace=replace))
     nodes, target = graph.manifest.nodes, node_type or _only_type_with(graph, split)
+    # Random seed 0, because that of the loader is not known here.
     seeds, book = graph.store.seeds(target, split), graph.store.books[target]
     order = SeedOrder(len(seeds), batch_size * graph.layout.world_size, 0, stream=STREAMS.get(split, OTHER_STREAM))
     chosen = {of: tuple(spec.attrs) if attrs is None else tuple(attrs.get(of, ())) for of, spec in nodes.items()}

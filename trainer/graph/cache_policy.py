@@ -1,9 +1,7 @@
 """Chooses the rows of other hosts that a host caches, and predicts the bytes that a rank receives in an epoch.
 
-Sampling is a pure function of seed, epoch and step. A rank therefore samples some batches of its run in advance,
-without gathering rows, and counts the rows of other hosts that these batches request. The most requested rows are
-cached. To predict the bytes of an epoch, the same batches are processed as in ``DistGraph.gather``, including the cache
-and the reuse of rows of earlier batches, but without sending requests.
+A rank samples some of its batches in advance, without gathering rows. It counts the remote rows that the batches
+request, and caches the most requested ones.
 """
 
 from __future__ import annotations
@@ -52,34 +50,29 @@ class BatchPlan:
 
     @property
     def epoch_steps(self) -> float:
-        """Number of steps of an epoch. A last step with fewer seeds counts as a fraction of a step."""
+        """Number of steps of an epoch. A last step with fewer seeds counts as a fraction."""
         return min(float(self.order.num_steps), self.order.num_seeds / self.order.global_batch)
 
 
 @dataclass(frozen=True)
 class PresampledStep:
-    """A batch that was sampled without gathering its rows."""
-
     requests: tuple[RowRequest, ...]
     sampling_bytes: int  #: bytes received from other hosts while sampling
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """How often each row of one node type is requested."""
-
     ids: Ids  #: int64 [n] global ids, ascending
     counts: npt.NDArray[np.int64]  #: int64 [n], at least 1
 
     @classmethod
     def of(cls, requested: Sequence[Ids]) -> RowCounts:
-        """Count how often each id occurs in ``requested``, a list of arrays of ids."""
         return cls(*np.unique(np.concatenate([np.empty(0, np.int64), *requested]), return_counts=True))
 
 
 @dataclass(frozen=True)
 class CachedColumns:
-    """The columns that are cached for each row, by node type. Types without multi-dimensional columns are left out."""
+    """The columns that are cached for each row, by node type."""
 
     names: Mapping[NodeType, tuple[str, ...]]
     row_bytes: Mapping[NodeType, int]  #: bytes of one row of these columns, as stored
@@ -101,7 +94,7 @@ class CachedColumns:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The bytes that a rank is expected to receive from other hosts in an epoch, with the cache and without."""
+    """The bytes that a rank is expected to receive in an epoch, with the row cache and without."""
 
     steps: int
     presampled: int  #: number of presampled steps of epoch 1; if all, the prediction of epoch 1 is exact
@@ -112,7 +105,7 @@ class Prediction:
     cache_bytes: int  #: size of the cache
 
     def line(self) -> dict[str, float]:
-        """Return these values as the metrics file records them."""
+        """Return the values as fields of a metrics line."""
         return {
             "steps": self.steps,
             "presampled": self.presampled,
@@ -127,10 +120,8 @@ class Prediction:
 def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
     """Sample the first batches of a run, epoch after epoch, without gathering rows.
 
-    Stops after ``MOST_STEPS`` batches or ``MOST_SECONDS`` seconds, or as soon as at least ``LEAST_STEPS`` batches have
-    requested ``ENOUGH_ROWS`` rows. The more batches are presampled, the better the cache fits the remaining batches.
-    With partitioned topology, sampling sends requests to the graph servers of other hosts. Memory: 8 bytes per
-    requested row. Raises ``ServiceError``.
+    Stops after ``MOST_STEPS`` batches or ``MOST_SECONDS`` seconds, or when at least ``LEAST_STEPS`` batches have
+    requested ``ENOUGH_ROWS`` rows. Memory: 8 bytes per requested row. Raises ``ServiceError``.
     """
     steps: list[PresampledStep] = []
     if plan.order.num_steps == 0:
@@ -147,18 +138,15 @@ def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
 
 
 def counted_steps(steps: Sequence[PresampledStep], plan: BatchPlan) -> Sequence[PresampledStep]:
-    """Return the presampled steps whose requests are counted: all if they cover an epoch, else the first two thirds.
-
-    ``predict`` extrapolates from the last third. That third must not be counted, because the cache has more of the rows
-    of counted batches than of other batches.
-    """
+    """Return the presampled steps whose requests are counted: all of an epoch, else the first two thirds."""
+    # ``predict`` extrapolates from the last third, for which the cache must not be chosen.
     return steps if len(steps) >= plan.order.num_steps else steps[: len(steps) - _third(steps)]
 
 
 def count_remote_rows(
     access: DistGraph, steps: Sequence[PresampledStep], columns: CachedColumns
 ) -> dict[NodeType, RowCounts]:
-    """Count how often ``steps`` request each row of other hosts, for the node types in ``columns``."""
+    """Count how often ``steps`` request each remote row, for the node types in ``columns``."""
     requested: dict[NodeType, list[Ids]] = defaultdict(list)
     nothing = HeldRows(0)
     for step in steps:
@@ -170,7 +158,7 @@ def count_remote_rows(
 
 
 def count_rows(steps: Sequence[PresampledStep], name: str) -> dict[NodeType, RowCounts]:
-    """Count how often ``steps`` request the column ``name`` of each node, whichever host owns the node."""
+    """Count how often ``steps`` request the column ``name`` of each node."""
     requested: dict[NodeType, list[Ids]] = defaultdict(list)
     for request in (request for step in steps for request in step.requests if name in request.attrs):
         if isinstance(request.of, str):
@@ -185,8 +173,8 @@ def most_requested(
     """Choose the rows with most requests per byte, up to ``budget`` bytes in total. Returns ascending global ids.
 
     Ties go to the earlier type, then to the lower id. If all rows in ``counts`` fit, the rest of the budget is filled
-    with other rows of the same types, because an epoch may request rows that were not counted: the first ones in
-    ``candidates``, half-open ranges of global ids. Memory: 8 bytes per counted and per chosen row.
+    with the first other rows in ``candidates``, half-open ranges of global ids. Memory: 8 bytes per counted and per
+    chosen row.
     """
     types = [of for of in row_bytes if of in counts and len(counts[of].ids)]
     chosen, left = {}, budget
@@ -207,7 +195,6 @@ def most_requested(
 
 
 def _first_others(ranges: Sequence[tuple[int, int]], known: Ids, count: int) -> Ids:
-    """Return the first ``count`` ids in ``ranges`` that are not in ``known``, which is ascending."""
     found = [np.empty(0, np.int64)]
     for begin, end in ranges:
         first, last = np.searchsorted(known, [begin, end])
@@ -218,13 +205,12 @@ def _first_others(ranges: Sequence[tuple[int, int]], known: Ids, count: int) -> 
 
 
 def remote_ranges(store: PartStore, of: NodeType) -> list[tuple[int, int]]:
-    """Return the ranges of global ids of the nodes in parts of other hosts, ascending."""
     book = store.books[of]
     return [book.range_of(part) for part in range(book.num_parts) if part not in store.parts]
 
 
 def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, int]) -> int:
-    """Return the size of the cache in bytes. A ``size`` given as a share is a share of all rows of other hosts."""
+    """Return the size of the cache in bytes. A share means a share of all rows of other hosts."""
     if size.bytes is not None:
         return size.bytes
     here = {of: [store.books[of].range_of(part) for part in store.parts] for of in row_bytes}
@@ -235,8 +221,7 @@ def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, in
 def predict(access: DistGraph, plan: BatchPlan, steps: Sequence[PresampledStep], cache: RowCache | None) -> Prediction:
     """Predict the bytes that a rank receives in an epoch, with and without ``cache``, from the presampled steps.
 
-    Only steps of epoch 1 are used. Steps that were not presampled are assumed to be like the last third of the
-    presampled ones.
+    Only steps of epoch 1 are used. Other steps are assumed to be like the last third of the presampled ones.
     """
     steps = steps[: plan.order.num_steps]
     without = _Replay(access, None, plan.threads)
@@ -296,10 +281,6 @@ class _Replay:
 
 
 def _blank_answer(piece: GatherPiece, at: npt.NDArray[np.int32]) -> HostRows:
-    """Return what another host would send for the rows at positions ``at`` of ``piece``, with zeros as values.
-
-    The zeros take no memory.
-    """
     rows = {name: blank_rows(len(at), values.dtype, values.shape[1:]) for name, values in piece.out.items()}
     return HostRows(piece.ids[at], rows)
 
@@ -309,7 +290,6 @@ def _third(steps: Sequence[PresampledStep]) -> int:
 
 
 def _wire_bytes(store: PartStore, of: AnyType, name: str, wire_rows: WireRows) -> int:
-    """Return the number of bytes in which another host sends one row of a column."""
     spec = store.manifest.attrs_of(of).get(name)
     if spec is None:
         return _stored_bytes(store, of, name)

@@ -1,8 +1,7 @@
 """Moves batches to the device of the model.
 
-With CUDA, a batch is copied from pinned memory on a separate stream while the device works on the previous batch. The
-rows of ``x`` that batches request most often can be kept on the device; only other rows are then gathered and copied.
-On a CPU nothing is copied.
+With CUDA, a batch is copied on a separate stream while the device works on the previous batch. The most requested rows
+of ``x`` can be kept on the device.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ def as_tensor(values: Array, spec: AttrSpec) -> Tensor:
 
 
 class Movable(Protocol):
-    """A batch, or a part of a batch, that can be moved to a device."""
-
     def to(self, device: torch.device, non_blocking: bool = False) -> Any: ...
 
 
@@ -54,7 +51,6 @@ class DeviceRows:
 
 
 def feed(device: torch.device) -> Callable[[B], B]:
-    """Return a function that moves a batch to ``device``."""
     if device.type != "cuda":
         return lambda batch: batch.to(device)
     slabs.use_pinned()
@@ -64,8 +60,7 @@ def feed(device: torch.device) -> Callable[[B], B]:
 class CudaFeed:
     """Copies batches to a CUDA device on a separate stream.
 
-    A call queues the copy of a batch and returns without waiting. The current stream waits for the copy before it runs
-    work queued later, so the copy of a batch overlaps with the device's work on the previous batch.
+    A call returns before the batch is copied. Work queued later on the current stream runs after the copy.
     """
 
     def __init__(self, device: torch.device):
@@ -88,7 +83,6 @@ class CudaFeed:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in nested dataclasses, dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value) and not isinstance(value, type):

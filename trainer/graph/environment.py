@@ -31,7 +31,6 @@ def open_any(
     node_rank: int | None = None, key_file: str | Path | None = None, deadline: float = 120.0,
     environ: Mapping[str, str] = os.environ,
 ) -> Graph:  # fmt: skip
-    """Implement ``gnnfleet.open``."""
     if path is not None:
         _check_path(path)
     report_uncaught(environ)
@@ -66,7 +65,7 @@ def open_any(
 def compares_digests(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process compares the files it opens with the digests in the manifest.
 
-    True on the first rank of a node without a graph server. If a node has one, the server compares the files.
+    True on the first rank of a node without a graph server. A graph server compares the files of its node.
     """
     return ranks.local_rank == 0 and not environ.get("GNNFLEET_SERVER_READY")
 
@@ -134,7 +133,7 @@ def _layout_of_run(cluster: str | Path, ranks: Ranks) -> RankLayout | None:
     """Return which ranks run on the hosts of each part.
 
     Returns None for a single process that is given the cluster file of a run with several ranks. Raises
-    ``SettingsError`` if several ranks were started, but not as many as the cluster file places.
+    ``SettingsError`` if the number of ranks is not that of the cluster file.
     """
     layout = RankLayout.from_cluster(read_cluster(cluster))
     if layout.world_size == ranks.world_size:

@@ -27,7 +27,7 @@ from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
 
 def dataset_of_stores(feature_store: Any, graph_store: Any, time_attr: str | None = None) -> Dataset:
-    """Return edges, numbers of nodes, and times of a (feature store, graph store) pair as a ``Dataset``.
+    """Return a (feature store, graph store) pair as a ``Dataset`` of edges, numbers of nodes, and times.
 
     Edge ids are positions in the stored edge list. Raises ``DataError`` if the number of nodes is unknown,
     ``SettingsError`` for an unknown time attribute.
@@ -74,16 +74,12 @@ def _count(edge_attrs: list[Any], edge_index: dict[EdgeType, Array]) -> int:
 
 
 def _times(feature_store: Any, time_attr: str, hetero: bool) -> dict[AnyType, Array]:
-    """Return the times of all nodes or edges of every type that has the attribute ``time_attr``.
-
-    As in torch_geometric, times in a homogeneous graph belong to nodes if the attribute is called ``time``, else to
-    edges.
-    """
     attrs = [copy.copy(attr) for attr in feature_store.get_all_tensor_attrs() if attr.attr_name == time_attr]
     for attr in attrs:
         attr.index = None
     if not attrs:
         raise SettingsError(f"time_attr {time_attr!r}: the feature store has no such attribute")
+    # As in torch_geometric, an attribute ``time`` of a homogeneous graph belongs to nodes, any other to edges.
     if not hetero and len(attrs) > 1:
         raise SettingsError(f"time_attr {time_attr!r}: the feature store has {len(attrs)} attributes of that name")
     arrays = [shared_array(torch.as_tensor(values)) for values in feature_store.multi_get_tensor(attrs)]
@@ -132,7 +128,6 @@ def _is_stores(data: Any) -> bool:
 
 
 def _check_whole(stores: Any) -> None:
-    """Raise ``SettingsError`` for stores of torch_geometric.distributed, which contain one partition of a graph."""
     for store in stores:
         if any(base.__module__.startswith("torch_geometric.distributed.") for base in type(store).__mro__):
             raise SettingsError(
@@ -155,8 +150,8 @@ def graph_of(dataset: Dataset, source: Any = None) -> Graph:
 
 
 def _node_attrs(dataset: Dataset, data: NodeData) -> dict[str, Array]:
-    """Return the attributes without a copy, except times, which must be contiguous to gather rows from them."""
     times = {name: np.ascontiguousarray(data.attrs[name]) for name in dataset.time_attrs if name in data.attrs}
+    # Times must be contiguous to gather rows from them.
     return {**data.attrs, **times}
 
 
@@ -192,8 +187,6 @@ def _check_ends(ids: Array, dataset: Dataset, of: EdgeType, end: NodeType) -> No
 
 
 class _ReorderedRows(Mapping[str, Array]):
-    """A mapping of attributes that reorders the rows of an attribute on first access."""
-
     def __init__(self, attrs: Mapping[str, Array], rows: Array):
         self._attrs, self._rows = attrs, rows
         self._reordered: dict[str, Array] = {}

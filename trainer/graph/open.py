@@ -37,15 +37,14 @@ if TYPE_CHECKING:
 class Graph:
     """An opened graph, from ``gnnfleet.open`` or ``gnnfleet.connect``.
 
-    Pass it to the loaders. Close it after use, or use it in a ``with`` statement. Rows and edges stay on disk and on
-    other hosts; a batch contains only the rows and edges that it needs.
+    Pass it to the loaders. Close it after use, or use it in a ``with`` statement.
 
     Args:
         store: Manifest, splits, and memory maps of the parts on this host.
         access: Reads edges and rows, whichever host holds them. A ``Gateway`` in a client, which holds no part.
         clients: Connections to the graph servers of other hosts, by node rank.
         ranks: Rank and world size of this process.
-        placed: The ranks on the hosts of each part. Default: every rank reads every part itself.
+        placed: The ranks on the hosts of each part. Default: all ranks for every part.
         source: The user's ``Data``, ``HeteroData`` or (feature store, graph store) if the graph was made from one.
 
     Example:
@@ -67,7 +66,6 @@ class Graph:
     source: Any = None
 
     def __repr__(self) -> str:
-        """Describe the graph in one line, for notebooks."""
         here = ", ".join(map(str, self.store.parts))
         where = f"served by {self.gateway.home.name}" if self.gateway else f"parts here: {here or 'none'}"
         manifest = self.manifest
@@ -100,14 +98,14 @@ class Graph:
 
     @property
     def near_parts(self) -> tuple[int, ...]:
-        """Parts that are opened in this process. In a client, these are the parts of its home server."""
+        """Parts opened in this process, or in a client the parts of its home server."""
         return self.gateway.home.parts if self.gateway else tuple(self.store.parts)
 
     def sampler(
         self, settings: SampleSettings, attrs: Mapping[AnyType, tuple[str, ...]],
         labels: tuple[NodeType, tuple[str, ...]] = ("", ()),
     ) -> Sampler:  # fmt: skip
-        """Return a sampler, which makes batches: it samples subgraphs and gathers their rows.
+        """Return a sampler, which samples subgraphs and gathers their rows.
 
         Args:
             settings: How neighbours are drawn.
@@ -121,15 +119,15 @@ class Graph:
     def threads(self, threads: int, prefetch: int) -> int:
         """Return the number of sampler threads of a loader.
 
-        This is ``threads``, but in a client at least ``prefetch``, as the threads only wait for graph servers. If the
-        parts are larger than the memory, it is at least 2: one batch is sampled while the rows of another are read.
+        This is ``threads``, but at least ``prefetch`` in a client, and at least 2 if the parts are larger than the
+        memory.
         """
         if self.gateway:
             return max(threads, prefetch)
         return max(threads, 2) if self.store.larger_than_memory else threads
 
     def patience(self, deadline: float, num_requests: int) -> float:
-        """Return the seconds after which a batch that makes ``num_requests`` consecutive requests has timed out."""
+        """Return the time limit in seconds of a batch that makes ``num_requests`` consecutive requests."""
         return (deadline + (self.gateway.server_wait if self.gateway else 0.0)) * num_requests
 
     @property
@@ -197,8 +195,8 @@ class Graph:
     ) -> Prediction | None:  # fmt: skip
         """Cache on this host the rows of other hosts that batches of ``split`` request most often.
 
-        Samples some batches in advance, counts how often they request each row of other hosts, and fetches the most
-        requested rows. If ``torch.distributed`` is initialized, all its processes must call this.
+        Samples some batches in advance to find these rows. If ``torch.distributed`` is initialized, all its processes
+        must call this.
 
         Args:
             fanouts: ``num_neighbors`` of the loader: a list, or a mapping over edge types.
@@ -252,7 +250,7 @@ def open_graph(
 
     Args:
         cluster_file: ``cluster.json``; None if no other host serves parts.
-        placed: The ranks on the hosts of each part. Default: every rank reads every part itself.
+        placed: The ranks on the hosts of each part. Default: all ranks for every part.
         remote_access: Topology, cache, rounding and waiting time for data of other hosts.
 
     Raises:
@@ -318,7 +316,6 @@ def open_client(
 def connect_servers(
     endpoints: str | Sequence[str] | None, key: str | Path | None, ranks: Ranks, *, deadline: float, name: str,
 ) -> Graph:  # fmt: skip
-    """Implement ``gnnfleet.connect``."""
     keys = None if key is None else read_key_file(Path(key).expanduser())
     named = endpoints or (keys.endpoints if keys else ())
     endpoint_list = list(named) if isinstance(named, Sequence) and not isinstance(named, str) else [named]
@@ -355,7 +352,7 @@ def _check_endpoint(endpoint: object) -> None:
 def _reachable_servers(endpoints: Sequence[str], keys: ServiceKeys | None, deadline: float) -> list[ServerAddress]:
     """Return the addresses of the servers that answer at ``endpoints``, then those of the cluster's other servers.
 
-    Raises ``ServiceError``, which states the cause per endpoint, if no server answers.
+    Raises ``ServiceError`` if no server answers.
     """
     patience, gone_after = min(deadline, _HELLO), min(GONE_AFTER, deadline)
     unknown = [ServerAddress("", -1, "", endpoint, ()) for endpoint in endpoints]
@@ -373,9 +370,9 @@ def _reachable_servers(endpoints: Sequence[str], keys: ServiceKeys | None, deadl
 
 
 def _say_hello(clients: Sequence[HostClient], patience: float) -> tuple[list[tuple[str, HelloInfo]], list[str]]:
-    """Send the first request of a connection to each server, all at once.
+    """Send the first request of a connection to all servers at once.
 
-    Returns a list of (endpoint, answer) of the servers that answer, and a list of error texts of the others.
+    Returns (endpoint, answer) of the servers that answer, and error texts of the others.
     """
     until = time.monotonic() + patience
     hellos = [(client, client.submit_hello()) for client in clients]
@@ -389,7 +386,6 @@ def _say_hello(clients: Sequence[HostClient], patience: float) -> tuple[list[tup
 
 
 def _connect_error(endpoints: Sequence[str], problems: Sequence[str]) -> str:
-    """Return one line of error text per endpoint, or a single line if all endpoints failed alike."""
     kinds = {
         re.sub(r"within [\d.]+ s", "", problem.replace(endpoint, ""))
         for endpoint, problem in zip(endpoints, problems, strict=True)
@@ -400,7 +396,6 @@ def _connect_error(endpoints: Sequence[str], problems: Sequence[str]) -> str:
 
 
 def _address_of(endpoint: str, info: HelloInfo) -> ServerAddress:
-    """Return the address of a server: the endpoint that the user gave, and the name and parts that it reports."""
     listed = [place for place in info.servers if place.node_rank == info.node_rank]
     name = listed[0].name if listed else f"node{info.node_rank} ({info.host})"
     return ServerAddress(name, info.node_rank, info.host, endpoint, info.part_ids)

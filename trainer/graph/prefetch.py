@@ -29,16 +29,13 @@ def ordered_ahead(
 ) -> Generator[Result, None, None]:  # fmt: skip
     """Yield ``work(item)`` for each item, in order. ``threads`` threads compute the results in advance.
 
-    At most ``max(ahead, threads + 1)`` results exist at once, including the result that the caller uses. This function
-    keeps no reference to a result that it has yielded, so memory is bounded if the caller drops each result before
-    requesting the next.
+    At most ``max(ahead, threads + 1)`` results exist at once, including the result that the caller uses.
 
-    If ``work`` raises, the error is raised in place of the item's result, and no later item is started. (After the loss
-    of a host, each of them would wait for its deadline, and the process could not exit until then.) Raises
+    If ``work`` raises, the error is raised in place of the item's result, and no later item is started. Raises
     ``ServiceError`` if a result is not ready ``deadline`` seconds after it is requested.
 
-    ``thread_init`` is called with the number of each thread, from 0, before the thread's first item. An error in
-    ``thread_init`` is raised in place of that item's result.
+    ``thread_init`` is called with the number of each thread, from 0, before the thread's first item. Its error is
+    raised in place of that item's result.
     """
     pending: deque[Future[Result]] = deque()
     failed: list[int] = []  #: numbers of the items whose work raised

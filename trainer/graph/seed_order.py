@@ -1,7 +1,6 @@
 """The order of the seeds in an epoch, and each rank's share of every step.
 
-All ranks compute the same order and the same shares. They therefore agree on the number of steps, and no seed is lost
-or repeated, whatever the number of ranks, hosts and parts.
+All ranks compute the same order and the same shares.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class SeedOrder:
         return self.order(epoch)[:]
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return the order of the seeds in an epoch. A slice of it is an array of positions in the seed list."""
+        """Return the order of the seeds in an epoch. Its slices are arrays of positions in the seed list."""
         if not self.shuffle:
             return InOrder(self.num_seeds)
         key = batch_key(self.seed, self.stream, epoch, -1)
@@ -73,20 +72,21 @@ class SeedOrder:
         return shuffled(self.num_seeds, key)
 
     def step(self, order: EpochOrder, step: int) -> Ids:
-        """Return the seeds of one global batch: positions in the seed list, int64. ``order``: the result of ``epoch()``
-        or ``order()``.
+        """Return the seeds of one global batch: positions in the seed list, int64.
+
+        ``order``: the result of ``epoch()`` or ``order()``.
         """
         joins_rest = step == self.num_steps - 1 and not self.drop_last
         return order[step * self.global_batch : None if joins_rest else (step + 1) * self.global_batch]
 
     def key(self, epoch: int, step: int) -> int:
-        """Return the key from which the random numbers of one batch are drawn, for sampling and dropout."""
+        """Return the random key of one batch, for sampling and dropout."""
         return batch_key(self.seed, self.stream, epoch, step)
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """For each part, the ranks that get its seeds by preference: the ranks on hosts that hold the part.
+    """For each part, the ranks that preferably get its seeds: those on hosts that hold the part.
 
     Args:
         world_size: Number of ranks.
@@ -117,7 +117,6 @@ class RankLayout:
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> RankLayout:
-        """Return the layout that ``cluster.json`` describes."""
         return cls(sum(len(node.ranks) for node in cluster.nodes), cluster.ranks_of_part())
 
     def table(self) -> npt.NDArray[np.int64]:
@@ -128,8 +127,6 @@ class RankLayout:
 
 @dataclass(frozen=True)
 class SeedShare:
-    """The seeds of one rank in one global batch."""
-
     step: int
     key: int  #: uint64 of (seed, stream, epoch, step)
     global_seeds: int  #: seeds of all ranks in this step
@@ -140,8 +137,6 @@ class SeedShare:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The seeds of all ranks in one step."""
-
     step: int
     key: int  #: uint64 of (seed, stream, epoch, step)
     positions: Ids  #: int64 [n] positions in the seed list
@@ -155,7 +150,6 @@ class GlobalBatch:
 
 
 def global_batches(order: SeedOrder, epoch: int, first_step: int = 0) -> Iterator[GlobalBatch]:
-    """Yield the seeds of all ranks for every step of an epoch."""
     positions = order.order(epoch)
     for step in range(first_step, order.num_steps):
         yield GlobalBatch(step, order.key(epoch, step), order.step(positions, step))
@@ -173,11 +167,10 @@ def shares(
 
 
 def split_step(parts: Ids, layout: RankLayout) -> Ids:
-    """Assign the seeds of a global batch, given the part of each, to ranks, and return the rank of each, int64 [n].
+    """Assign the seeds of a global batch, given the part of each, to ranks: returns the rank of each, int64 [n].
 
     Every rank gets ``n // world_size`` seeds or one more (lower ranks first). Within this quota a seed goes to a rank
-    on a host that holds its part (``layout.ranks_of_part``). The remaining seeds go, in order, to ranks with fewer
-    seeds than their quota.
+    on a host that holds its part. The remaining seeds go, in order, to ranks with free quota.
     """
     n, world_size = len(parts), layout.world_size
     room = np.full(world_size, n // world_size)

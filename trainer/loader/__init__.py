@@ -1,3 +1,1 @@
-"""Loaders, which make batches from seeds: they split the seeds over the ranks, draw negatives, and convert sampled
-subgraphs to torch_geometric's batches.
-"""
+"""Loaders: split seeds over the ranks, draw negatives, and convert sampled subgraphs to torch_geometric's batches."""

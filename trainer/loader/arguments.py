@@ -1,4 +1,4 @@
-"""Checks the arguments of loaders, which have the same names as in torch_geometric, and turns them into settings."""
+"""Checks the arguments of loaders, and turns them into settings. Arguments are named as in torch_geometric."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LoadOptions:
 
 
 def whole_number(name: str, value: object, least: int | None) -> int:
-    """Return an integer argument as ``int``. Raises ``SettingsError`` if it is not an integer or is below ``least``."""
+    """Return an argument as ``int``. Raises ``SettingsError`` if it is not an integer or is below ``least``."""
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or (least is not None and value < least):  # type: ignore[operator]
         at_least = "" if least is None else f" of at least {least}"
@@ -75,10 +75,10 @@ def load_options(
 ) -> LoadOptions:
     """Convert the arguments of a loader to ``LoadOptions``.
 
-    ``given`` contains ``local`` and arguments of torch's ``DataLoader``: ``num_workers`` is the number of sampler
-    threads, ``prefetch_factor`` the number of batches made ahead per thread, ``timeout`` replaces ``deadline``, and the
-    initial seed of ``generator`` is the seed. ``worker_init_fn`` is called on each sampler thread, except with
-    ``num_workers=0``, as in torch. Raises ``SettingsError`` for unknown, unsupported or contradictory arguments.
+    ``given``: ``local`` and arguments of torch's ``DataLoader``. ``num_workers`` is the number of sampler threads,
+    ``prefetch_factor`` the number of batches made ahead per thread; ``timeout`` replaces ``deadline``; the initial seed
+    of ``generator`` is the seed. ``worker_init_fn`` is called on each sampler thread, except with ``num_workers=0``.
+    Raises ``SettingsError`` for unknown, unsupported or contradictory arguments.
     """
     _check_names(given)
     num_workers = whole_number("num_workers", given.get("num_workers", 0), 0)
@@ -129,8 +129,9 @@ def sample_settings(
     disjoint: bool = False, temporal_strategy: str = "uniform", time_attr: str | None = None,
     weight_attr: str | None = None,
 ) -> SampleSettings:  # fmt: skip
-    """Turn torch_geometric's arguments into settings of the sampler. Raises ``SettingsError`` if they contradict each
-    other or the graph.
+    """Turn torch_geometric's arguments into settings of the sampler.
+
+    Raises ``SettingsError`` if they contradict each other or the graph.
     """
     if temporal_strategy not in ("uniform", "last"):
         raise SettingsError(f"temporal_strategy {temporal_strategy!r}; expected 'uniform' or 'last'")
@@ -154,7 +155,7 @@ def sample_settings(
 def subgraph_kind(subgraph_type: Any, directed: bool) -> str:
     """Return ``directional``, ``bidirectional`` or ``induced`` for a string or a torch_geometric ``SubgraphType``.
 
-    ``directed=False``, which is deprecated, means ``induced``. Raises ``SettingsError`` for an unknown type.
+    ``directed=False`` means ``induced``. Raises ``SettingsError`` for an unknown type.
     """
     if not directed:
         warnings.warn("directed=False is deprecated; use subgraph_type='induced'", DeprecationWarning, stacklevel=4)
@@ -199,21 +200,25 @@ def _whole(fanouts: Any) -> tuple[int, ...]:
 
 
 def time_level(manifest: Manifest, attr: str) -> Literal["node", "edge"]:
-    """Return whether ``attr`` is an attribute of nodes or of edges. Raises ``SettingsError`` if it is an attribute of
-    neither or of both.
+    """Return whether ``attr`` is an attribute of nodes or of edges.
+
+    Raises ``SettingsError`` if it is an attribute of neither or of both.
     """
     on_nodes = [of for of, spec in manifest.nodes.items() if attr in spec.attrs]
     on_edges = [of for of, spec in manifest.edges.items() if attr in spec.attrs]
     if on_nodes and on_edges:
-        raise SettingsError(f"time_attr {attr!r} is an attribute of nodes {on_nodes} and of edges {on_edges}")
+        raise SettingsError(
+            f"time_attr {attr!r} is ambiguous: both nodes {on_nodes} and edges {on_edges} have it; rename one of them"
+        )
     if not on_nodes and not on_edges:
         raise SettingsError(f"time_attr {attr!r} is neither a node-level nor an edge-level attribute of the graph")
     return "node" if on_nodes else "edge"
 
 
 def wanted_attrs(graph: Graph, attrs: AttrNames | None) -> dict[AnyType, tuple[str, ...]]:
-    """Return the names of the attributes to gather, for every node and edge type. Raises ``SettingsError`` for an
-    unknown attribute or type.
+    """Return the names of the attributes to gather, for every node and edge type.
+
+    Raises ``SettingsError`` for an unknown attribute or type.
     """
     known: dict[AnyType, tuple[str, ...]] = {}
     known |= {of: tuple(spec.attrs) for of, spec in graph.manifest.nodes.items()}
@@ -249,8 +254,6 @@ def _check_known(names: Sequence[str], known: set[str]) -> None:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Options for making a batch from a sampled subgraph."""
-
     subgraph_type: str = "directional"
     transform: Callable[[Any], Any] | None = None
     transform_sampler_output: Callable[[Any], Any] | None = None

@@ -1,4 +1,4 @@
-"""The loader of the bundled trainer. Its batches consist of blocks, one per layer, and are made in advance."""
+"""The loader of the bundled trainer. Its batches consist of blocks, one per layer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LoaderSettings:
         replace: Draw neighbours with replacement.
         shuffle: Shuffle the seeds in each epoch.
         threads: Number of sampler threads.
-        prefetch: Batches in memory at once per rank, including the one in use; at least one more than ``threads``.
+        prefetch: Batches in memory at once per rank, including the one in use; must be above ``threads``.
         want_degree: Also gather the in-degrees of the whole graph (for GCN); homogeneous graphs only.
         deadline: Seconds that one request to another host may take.
         target: Node type of the seeds.
@@ -79,9 +79,7 @@ class BlockLoader(ABC):
         self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout, num_seeds: int,
         labels: tuple[NodeType, tuple[str, ...]],
     ):  # fmt: skip
-        """``num_seeds``: length of the seed list. ``labels``: a node type, and the attributes of this type that are
-        gathered for its seeds only.
-        """
+        """``num_seeds``: length of the seed list. ``labels``: a node type, and its attributes to gather for seeds."""
         self.graph, self.settings, self.rank, self.layout = graph, settings, rank, layout
         stream = STREAMS.get(settings.split, OTHER_STREAM)
         self.order = SeedOrder(num_seeds, settings.global_batch, settings.seed, settings.shuffle, stream)
@@ -95,12 +93,12 @@ class BlockLoader(ABC):
         return self.order.num_steps
 
     def keep(self, rows: Mapping[NodeType, DeviceRows]) -> None:
-        """Make batches without the rows of ``x`` that ``rows``, a cache on the device, contains.
+        """Leave rows of ``x`` that the device caches (``rows``) out of batches.
 
-        ``Batch.to`` adds them when it copies a batch to the device.
+        ``Batch.to`` adds these rows when it copies a batch to the device.
 
         Raises:
-            SettingsError: This process is a client: its batches are made by graph servers.
+            SettingsError: This process is a client.
         """
         if not isinstance(self.sampler, SubgraphSampler):
             raise SettingsError("a client node cannot cache rows on its device: graph servers send it whole batches")
@@ -122,11 +120,10 @@ class BlockLoader(ABC):
         return shares(self.order, self._part_of, self.rank, self.layout, epoch, first_step)
 
     def load(self, share: SeedShare) -> AnyBatch:
-        """Make the batch for this rank's seeds of one step."""
         return self._batch(share, self.sample(share))
 
     def sample(self, share: SeedShare) -> SampledBatch:
-        """Return the subgraph and the attributes for this rank's seeds of one step, as numpy arrays."""
+        """Return the subgraph and attributes of this rank's seeds of one step, as numpy arrays."""
         return self.sampler.sample(self._seed_set(share), share.key)
 
     def requests(self, epoch: int) -> Iterator[list[RowRequest]]:
@@ -139,12 +136,10 @@ class BlockLoader(ABC):
         return (sampler.requests(self._seed_set(share), share.key) for share in self.shares(epoch))
 
     @abstractmethod
-    def _seed_set(self, share: SeedShare) -> SeedSet:
-        """Return the seed nodes of this rank in one step."""
+    def _seed_set(self, share: SeedShare) -> SeedSet: ...
 
     @abstractmethod
-    def _part_of(self, positions: Ids) -> Ids:
-        """Return the part of each seed, given its position in the seed list."""
+    def _part_of(self, positions: Ids) -> Ids: ...
 
     def _batch(self, share: SeedShare, sampled: SampledBatch) -> AnyBatch:
         return self._hetero(share, sampled) if self.graph.manifest.hetero else self._homo(share, sampled)
@@ -188,7 +183,6 @@ class BlockLoader(ABC):
         return {of: KeptRows(torch.from_numpy(slots), self._kept[of].rows) for of, slots in sampled.kept.items()}
 
     def _edge_rows(self, sampled: SampledBatch) -> dict[EdgeType, Tensor]:
-        """Return the edge features of the subgraph by edge type, float32 [e, d]."""
         name = self.settings.edge_attr
         specs = {} if name is None else edge_attrs(self.graph.manifest, name)
         return {
@@ -205,7 +199,7 @@ class BlockLoader(ABC):
 
 
 class BatchLoader(BlockLoader):
-    """Yields the blocks of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``.
+    """Loader that yields the blocks of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``.
 
     Every rank yields the same number of batches; some may have no seeds.
 
@@ -254,7 +248,6 @@ class BatchLoader(BlockLoader):
 
 
 def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
-    """Return the sampler's settings for the bundled trainer. Edge ids are sampled only if edge features are wanted."""
     given = settings.fanouts
     every = {of: tuple(given) for of in graph.manifest.edges} if not isinstance(given, Mapping) else dict(given)
     time = None
@@ -268,7 +261,7 @@ def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
 
 
 def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[str, ...]]:
-    """Return the attributes to gather: ``x`` of the node types that have it, in-degrees and edge features if wanted."""
+    """Return the attributes to gather for all nodes and edges, by type."""
     wanted: dict[AnyType, tuple[str, ...]] = {
         of: ("x",) for of, spec in graph.manifest.nodes.items() if "x" in spec.attrs
     }
@@ -280,7 +273,7 @@ def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[st
 
 
 def edge_attrs(manifest: Manifest, name: str) -> dict[EdgeType, AttrSpec]:
-    """Return the edge types that have attribute ``name``, with its dtype and shape.
+    """Return dtype and shape of the edge attribute ``name`` for the edge types that have it.
 
     Raises ``SettingsError`` if none has it, or it is neither [E] nor [E, d] of real numbers.
     """
@@ -298,7 +291,6 @@ def edge_attrs(manifest: Manifest, name: str) -> dict[EdgeType, AttrSpec]:
 
 
 def edge_rows(rows: Array, spec: AttrSpec) -> Tensor:
-    """Convert stored edge features [e] or [e, d] to float32 [e, d]."""
     return as_tensor(np.ascontiguousarray(rows), spec).float().reshape(len(rows), -1)
 
 

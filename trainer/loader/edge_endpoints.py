@@ -1,4 +1,4 @@
-"""The ends of edges, by original edge id: read batch by batch from the hosts that store them, or held in memory."""
+"""The ends of edges, by original edge id: requested from the hosts that store them, or held in memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import numpy as np
 from trainer.core.arrays import Array, Ids
 from trainer.core.schema import EdgeType, NodeType
 from trainer.graph.open import Graph
+from trainer.sampler.types import RowRequest
 
 EDGES_AT_ONCE = 1 << 20  #: edges that are read at a time while all edges of a graph are read
 
 
 class EdgeEndpoints(Protocol):
-    """The ends of n edges, as original node ids. An edge is identified by its *position*, 0 to n - 1. If the n edges
-    are all edges of a type, positions are original ids. Thread-safe.
+    """The ends of n edges, as original node ids. Thread-safe.
+
+    An edge is identified by its *position*, 0 to n - 1. For all edges of a type, positions are original ids.
     """
 
     def __len__(self) -> int: ...
@@ -27,14 +29,12 @@ class EdgeEndpoints(Protocol):
         ...
 
     def add_to(self, digest: Any) -> None:
-        """Add the edges to a ``hashlib`` object, so that ranks of one run can compare their edges by digest."""
+        """Add the edges to a ``hashlib`` object."""
         ...
 
 
 @dataclass(frozen=True)
 class HeldEndpoints:
-    """The ends of edges in memory."""
-
     src: Array  #: int32|int64 [E] original ids
     dst: Array  #: int32|int64 [E]
 
@@ -52,8 +52,6 @@ class HeldEndpoints:
 
 @dataclass(frozen=True)
 class StoredEndpoints:
-    """The ends of all edges of a type, which are requested from the hosts that store them. Takes no memory."""
-
     graph: Graph
     edge_type: EdgeType
 
@@ -64,15 +62,15 @@ class StoredEndpoints:
         return self.graph.access.endpoints(self.edge_type, positions)
 
     def add_to(self, digest: Any) -> None:
-        """Add only the number of edges, because opening a graph checks that all ranks have the same partition."""
+        # The number is enough: opening a graph checks that all ranks have the same partition.
         digest.update(f"all {len(self)} edges".encode())
 
 
 def all_edges(graph: Graph, edge_type: EdgeType) -> EdgeEndpoints:
     """Return the ends of all edges of a type.
 
-    If the partition was made without endpoints, all edges are read into memory: 32 bytes per edge while reading, 8 or
-    16 afterwards. Raises ``ServiceError``.
+    If the partition was made without endpoints, reads all edges into memory: 32 bytes per edge while reading, 8 or 16
+    afterwards. Raises ``ServiceError``.
     """
     if graph.manifest.edges[edge_type].endpoints:
         return StoredEndpoints(graph, edge_type)
@@ -83,8 +81,23 @@ def all_edges(graph: Graph, edge_type: EdgeType) -> EdgeEndpoints:
     return HeldEndpoints(src, dst)
 
 
+def all_times(graph: Graph, edge_type: EdgeType, attr: str) -> Ids:
+    """Return the integer attribute ``attr`` of all edges of a type in order of their original ids, int64 [E].
+
+    The values of other hosts' edges are requested from them. Raises ``ServiceError``.
+    """
+    count = graph.manifest.edges[edge_type].num_edges
+    times = np.empty(count, np.int64)
+    for first in range(0, count, EDGES_AT_ONCE):
+        wanted = RowRequest(edge_type, np.arange(first, min(first + EDGES_AT_ONCE, count)), ("orig_id", attr))
+        (rows,) = graph.access.gather([wanted])
+        times[rows["orig_id"]] = rows[attr]
+    return times
+
+
 def edges_in_order(ends: EdgeEndpoints, at_once: int = EDGES_AT_ONCE) -> Iterator[tuple[int, Ids, Ids]]:
-    """Yield all edges in order of their positions, ``at_once`` at a time: the first position, sources and targets.
+    """Yield all edges in order of position, ``at_once`` at a time: the first position, sources and targets.
+
     Raises ``ServiceError``.
     """
     for first in range(0, len(ends), at_once):
@@ -92,9 +105,7 @@ def edges_in_order(ends: EdgeEndpoints, at_once: int = EDGES_AT_ONCE) -> Iterato
 
 
 def add_edges(digest: Any, ends: EdgeEndpoints, num_nodes: int) -> None:
-    """Add all sources, then all targets, to a ``hashlib`` object, as int32 if the ids fit. Reads all edges twice.
-    Raises ``ServiceError``.
-    """
+    """Add all sources, then all targets, to a ``hashlib`` object. Reads all edges twice. Raises ``ServiceError``."""
     dtype = _id_dtype(num_nodes)
     for side in (1, 2):
         for chunk in edges_in_order(ends):
@@ -102,7 +113,6 @@ def add_edges(digest: Any, ends: EdgeEndpoints, num_nodes: int) -> None:
 
 
 def _original_ids(graph: Graph, of: NodeType) -> Array:
-    """Return the original id of each global id of a node type."""
     num_nodes = graph.manifest.nodes[of].num_nodes
     original = np.empty(num_nodes, _id_dtype(num_nodes))
     original[graph.store.to_global(of, np.arange(num_nodes))] = np.arange(num_nodes)

@@ -53,10 +53,9 @@ def saint_norm(
     loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, save_dir: str | Path | None, log: bool,
     group: RankGroup,
 ) -> SaintNorm:  # fmt: skip
-    """Return the normalisation coefficients for a loader's subgraphs. They are read from ``save_dir`` if a matching
-    file is there.
+    """Return the normalisation coefficients for a loader's subgraphs, from a matching file in ``save_dir`` if any.
 
-    Uses torch_geometric's formulas. All ranks of ``group`` must call this function; they share the work.
+    All ranks of ``group`` must call this function; they share the work.
 
     Raises:
         ServiceError: Another host fails.
@@ -75,11 +74,9 @@ def saint_norm(
 
 
 def _estimate(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, group: RankGroup) -> tuple[SaintNorm, int]:
-    """Estimate the normalisation coefficients from sampled subgraphs. Returns the coefficients and the number of
-    subgraphs.
+    """Estimate the normalisation coefficients from sampled subgraphs. Returns also the number of subgraphs.
 
-    Each round samples as many subgraphs as an epoch has over all ranks. Rounds are repeated until the subgraphs contain
-    each node of the graph ``coverage`` times on average.
+    Samples until the subgraphs contain each node of the graph ``coverage`` times on average.
     """
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
     nodes, edges = torch.zeros(num_nodes, dtype=torch.int32), torch.zeros(len(ends), dtype=torch.int32)
@@ -113,7 +110,6 @@ def _estimate(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, gro
 
 
 def _norm_of(nodes: Tensor, edges: Tensor, ends: EdgeEndpoints, num_subgraphs: int) -> SaintNorm:
-    """Compute the coefficients. ``nodes`` and ``edges``: how many subgraphs contain each node and each edge."""
     node, ratio = nodes.float(), edges.float()
     for first, src, _ in edges_in_order(ends):
         some = ratio[first : first + len(src)]
@@ -126,9 +122,6 @@ def _norm_of(nodes: Tensor, edges: Tensor, ends: EdgeEndpoints, num_subgraphs: i
 def _saved(
     loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, save_dir: str | Path | None
 ) -> tuple[str, Path | None, SaintNorm | None]:
-    """Return the digest of graph and settings, the path of the file (None without ``save_dir``), and the coefficients
-    in it (None if there is no such file).
-    """
     if save_dir is None:
         return "", None, None
     key = _digest(loader, ends, coverage)
@@ -137,7 +130,6 @@ def _saved(
 
 
 def _digest(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int) -> str:
-    """Return a hexadecimal digest of everything that determines the coefficients: graph, settings and coverage."""
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
     digest = hashlib.sha256(
         f"{loader.draws} {loader.options.seed} {loader.order.num_seeds} {coverage} {num_nodes}".encode()
@@ -159,7 +151,6 @@ def _read(path: Path, key: str) -> SaintNorm | None:
 
 
 def _write(path: Path, key: str, norm: SaintNorm) -> None:
-    """Save the normalisation coefficients. Several ranks may write the same file at once."""
     saved = {"format": _FORMAT, "made_for": key, "node_norm": norm.node, "edge_norm": norm.edge}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,11 +163,10 @@ _NORMS = ("node_norm", "edge_norm")
 
 
 class GraphSAINTSampler(PyGLoader):
-    """Base class of the three GraphSAINT samplers, which have torch_geometric's arguments, defaults and batches.
+    """Base class of the three GraphSAINT samplers.
 
     Each rank gets ``num_steps`` subgraphs per epoch. Subgraph number ``step * world_size + rank`` of an epoch depends
-    only on the graph, the seed, the epoch and this number: one rank with ``num_steps = W * n`` yields the same
-    subgraphs as W ranks with ``num_steps = n`` together.
+    only on the graph, the seed, the epoch and this number.
     """
 
     def __init__(
@@ -213,21 +203,24 @@ class GraphSAINTSampler(PyGLoader):
 
     @property
     def draws(self) -> str:
-        """Return the class name and the number of draws as text. Together with graph, seed, epoch and number of a
-        subgraph, these determine the subgraph.
+        """Return the class name and the number of draws as text.
+
+        Graph, seed, epoch, number of a subgraph and this text determine the subgraph.
         """
         return f"{type(self).__name__} {self.num_samples}"
 
     def prepare(self) -> EdgeEndpoints | None:
-        """Prepare the data for ``draw_nodes``. Called when the loader is made. Returns the ends of all edges if it uses
-        them, else None.
+        """Prepare the data for ``draw_nodes``. Called when the loader is made.
+
+        Returns the ends of all edges if it uses them, else None.
         """
         return None
 
     @abstractmethod
     def draw_nodes(self, key: int) -> Ids:
-        """Draw the nodes of a subgraph. Returns distinct global ids in the order of original ids: int64 [n]. Raises
-        ``ServiceError``.
+        """Draw the nodes of a subgraph: distinct global ids in the order of original ids, int64 [n].
+
+        Raises ``ServiceError``.
         """
 
     def shares(self, epoch: int, first_step: int = 0) -> Iterator[SeedShare]:
@@ -235,11 +228,9 @@ class GraphSAINTSampler(PyGLoader):
             yield replace(share, key=self.key(epoch, int(share.positions[0])))
 
     def key(self, epoch: int, number: int) -> int:
-        """Return the key from which the nodes of one subgraph are drawn."""
         return batch_key(self.options.seed, OTHER_STREAM, epoch, number)
 
     def part_of(self, positions: Ids) -> Ids:
-        """Return part 0 for every subgraph, as a subgraph belongs to no part."""
         return positions * 0
 
     def seeds(self, share: SeedShare) -> BatchSeeds:
@@ -254,12 +245,11 @@ class GraphSAINTSampler(PyGLoader):
 
 
 class DistGraphSAINTNodeSampler(GraphSAINTSampler):
-    """Yields subgraphs induced by nodes drawn by out-degree, as torch_geometric's ``GraphSAINTNodeSampler``.
+    """Yield subgraphs induced by nodes drawn by out-degree, as torch_geometric's ``GraphSAINTNodeSampler``.
 
     A batch has the sources of ``batch_size`` edges that are drawn with replacement, and all edges between these nodes.
-    Each node is in the batch once, and nodes are sorted by id. Each rank reads all edges once, a million at a time.
-    Memory: 8 bytes per node (16 while edges are read). The normalisation coefficients take 4 bytes per node and edge,
-    and 16 while they are computed.
+    Each node is in the batch once, and nodes are sorted by id. Memory: 8 bytes per node (16 while edges are read), and
+    for the normalisation 4 bytes per node and edge (16 while it is computed).
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
@@ -318,14 +308,12 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
 
 
 class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
-    """Yields subgraphs induced by the ends of drawn edges, as torch_geometric's ``GraphSAINTEdgeSampler``.
+    """Yield subgraphs induced by the ends of drawn edges, as torch_geometric's ``GraphSAINTEdgeSampler``.
 
     A batch has both ends of ``batch_size`` edges that are drawn with replacement, and all edges between these nodes.
     Each node is in the batch once, and nodes are sorted by id. The chance of an edge is proportional to the in-degree
-    of its source plus the out-degree of its target, as in torch_geometric. Each rank reads all edges twice, a million
-    at a time. Memory: 8 bytes per node (16 from 2^31 edges on), and 8 bytes per edge up to 256 MiB. With more than 2^25
-    edges, each draw therefore reads up to E / 2^24 adjacent edges, where E is the number of edges. The normalisation
-    coefficients take 4 bytes per node and edge, and 16 while they are computed.
+    of its source plus the out-degree of its target, as in torch_geometric. Memory: 8 bytes per node (16 from 2^31 edges
+    on), 8 bytes per edge up to 256 MiB, and for the normalisation 4 bytes per node and edge (16 while it is computed).
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
@@ -378,14 +366,13 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
 
 
 class DistGraphSAINTRandomWalkSampler(GraphSAINTSampler):
-    """Yields subgraphs induced by random walks, as torch_geometric's ``GraphSAINTRandomWalkSampler``.
+    """Yield subgraphs induced by random walks, as torch_geometric's ``GraphSAINTRandomWalkSampler``.
 
     A batch has all nodes on ``batch_size`` walks of ``walk_length`` steps, and all edges between these nodes. Each node
-    is in the batch once, and nodes are sorted by id. Walks start at nodes drawn with replacement and go from the
-    *target* of an edge to its source, because parts store in-edges; torch_geometric's walks go from source to target.
-    This makes no difference if every edge exists in both directions; otherwise reverse the edges of the graph to get
-    torch_geometric's walks. A walk ends at a node without in-edges. The normalisation coefficients take 4 bytes per
-    node and edge, and 16 while they are computed.
+    is in the batch once, and nodes are sorted by id. Walks start at nodes drawn with replacement and end at nodes
+    without in-edges. They go from the *target* of an edge to its source; torch_geometric's walks go from source to
+    target. If edges do not exist in both directions, reverse the edges of the graph to get torch_geometric's walks. The
+    normalisation takes 4 bytes per node and edge (16 while it is computed).
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.

@@ -15,6 +15,7 @@ from trainer.graph.seed_order import RankLayout, SeedShare
 from trainer.loader.block_loader import AnyBatch, BlockLoader, LoaderSettings
 from trainer.loader.link_loader import excluded
 from trainer.loader.link_seeds import LinkInputs
+from trainer.loader.link_trees import TimedLinks, TimeGroups, tree_seeds
 from trainer.loader.negatives import NegativeDraw, NegativeRule, draw_negatives
 from trainer.sampler.types import SeedSet
 from trainer.store.manifest import Manifest
@@ -25,8 +26,6 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class LinkBlockSettings:
-    """Settings of ``LinkBlockLoader`` besides ``LoaderSettings``."""
-
     negatives: int  #: negative targets per step; a target type with fewer nodes gives each of its nodes once
     hide: bool  #: leave the links of the global batch, and their reverses, out of the sampled edges
 
@@ -34,10 +33,11 @@ class LinkBlockSettings:
 class LinkBlockLoader(BlockLoader):
     """Yields batches whose seeds are links; ``batch.links`` has the positions of their ends in the batch.
 
-    All links of a step have the same negatives: nodes of the target type, drawn uniformly by the key of the step, so
-    that they are equal on all ranks and for any number of ranks. Sharing them limits the number of nodes to sample
-    around (Lerer et al., "PyTorch-BigGraph: A Large-scale Graph Embedding System", 2019). A negative can form a link of
-    the graph by chance. Ranks without links in a step have no negatives either.
+    All links of a step, on all ranks, share the same negatives (Lerer et al., "PyTorch-BigGraph: A Large-scale Graph
+    Embedding System", 2019): nodes of the target type, drawn uniformly. A negative can form a link of the graph by
+    chance. Ranks without links in a step have no negatives either.
+
+    If the links have times, neighbours later than a link are not sampled for it (``tree_seeds``).
     """
 
     def __init__(
@@ -65,16 +65,20 @@ class LinkBlockLoader(BlockLoader):
         return store.books[of].part_of(store.to_global(of, self.links.ends.ends_of(positions)[1]))
 
     def _seeded(self, share: SeedShare) -> tuple[SeedSet, LinkEnds]:
-        """Return the seed nodes of this rank in one step, and the positions of link ends and negatives among them."""
         links, store = self.links, self.graph.store
-        seeds, ends = distinct_ends(links.edge_type, *self.ends(share), store)
+        if links.times is None:
+            seeds, ends = distinct_ends(links.edge_type, *self.ends(share), store)
+        else:
+            src, dst, negatives = self.ends(share)
+            groups = TimeGroups.by_time(links.times[share.batch])
+            own = TimedLinks(src, dst, links.times[share.positions], share.places, negatives, groups)
+            seeds, ends = tree_seeds(links.edge_type, own, store)
         if self.link_settings.hide:
             seen = links.ends.ends_of(share.batch)
             seeds = seeds.without(excluded(links.edge_type, self._reverse, *seen, store))
         return seeds, ends
 
     def _negatives(self, share: SeedShare) -> Ids:
-        """Return the negatives of a step, original ids."""
         count, num_nodes = self.link_settings.negatives, self.graph.manifest.nodes[self.links.edge_type[2]].num_nodes
         if not len(share.positions):
             return _NONE
@@ -91,7 +95,7 @@ class LinkBlockLoader(BlockLoader):
 def distinct_ends(
     edge_type: EdgeType, src: Ids, dst: Ids, negatives: Ids, store: PartStore
 ) -> tuple[SeedSet, LinkEnds]:  # fmt: skip
-    """Return the distinct ends of links and negatives as seeds, by original id, and the position of each among them."""
+    """Return the distinct ends of links and negatives as seeds, and the position of each end among the seeds."""
     groups: dict[NodeType, list[Ids]] = {edge_type[0]: [src]}
     groups.setdefault(edge_type[2], []).extend([dst, negatives])
     nodes: dict[NodeType, Ids] = {}
@@ -105,8 +109,9 @@ def distinct_ends(
 
 
 def reverse_type(manifest: Manifest, edge_type: EdgeType) -> EdgeType | None:
-    """Return the edge type with the reverses of links: ``rev_<relation>`` if the graph has it; else ``edge_type``
-    itself if both ends have the same node type; else None.
+    """Return the edge type with the reverses of links, or None.
+
+    This is ``rev_<relation>`` if the graph has it; else ``edge_type`` itself if both ends have the same node type.
     """
     source, relation, target = edge_type
     named = relation.removeprefix("rev_") if relation.startswith("rev_") else f"rev_{relation}"

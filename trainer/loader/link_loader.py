@@ -1,7 +1,7 @@
 """``DistLinkNeighborLoader``: torch_geometric's ``LinkNeighborLoader`` on a partitioned graph.
 
-Shapes and orders of arrays are those of ``LinkNeighborLoader``. In this file, n is the number of positives (given
-links) of this rank in one step, k the number of their negatives (drawn links).
+In this file, n is the number of positives (given links) of this rank in one step, k the number of their negatives
+(drawn links).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import SeedSet
 from trainer.store.part_store import PartStore
 
-_ROLE = 1 << 32  #: the tree of a seed has the number place + role * 2^32, which no other seed of the global batch has
+ROLE = 1 << 32  #: the tree of a seed has the number place + role * 2^32, which no other seed of the global batch has
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,6 @@ class LinkIndex:
 
 @dataclass(frozen=True)
 class _LinkEnd:
-    """The nodes at one end (source or target) of the links: first those of positives, then those of negatives, as in
-    torch_geometric.
-    """
-
     ids: Ids  #: original ids
     trees: Ids  #: int64: keys of their trees, when disjoint
     owner: Ids  #: int64: index of each seed's positive
@@ -89,8 +85,7 @@ def seeds_of(
 ) -> tuple[SeedSet, LinkIndex]:
     """Return the seed nodes of a batch of links, and for each link the positions of its ends among the seeds.
 
-    Seeds are the distinct nodes at the ends of the links, by ascending original id. In disjoint batches each end of
-    each link is a seed of its own.
+    Seeds are the distinct ends, by ascending original id. In disjoint batches each end of each link is its own seed.
     """
     triplet = rule is not None and rule.triplet
     src, dst = _ends(links, triplet)
@@ -110,8 +105,9 @@ def seeds_of(
 def excluded(
     edge_type: EdgeType, reverse: EdgeType | None, src: Ids, dst: Ids, store: PartStore
 ) -> dict[EdgeType, tuple[Ids, Ids]]:
-    """Return the value of ``SeedSet.exclude`` that excludes the links ``src`` -> ``dst`` (original ids) and, if
-    ``reverse`` is given, the edges ``dst`` -> ``src`` of type ``reverse``.
+    """Return the value of ``SeedSet.exclude`` for the links ``src`` -> ``dst`` (original ids).
+
+    If ``reverse`` is given, the edges ``dst`` -> ``src`` of type ``reverse`` are excluded too.
     """
     sources, targets = store.to_global(edge_type[0], src), store.to_global(edge_type[2], dst)
     pairs = {edge_type: [(targets, sources)]}
@@ -133,14 +129,14 @@ def _ends(links: LinkBatch, triplet: bool) -> tuple[_LinkEnd, _LinkEnd]:
     neg = links.places[links.owner]
     dst = _LinkEnd(
         np.concatenate([links.dst, links.neg_dst]),
-        np.concatenate([links.places + _ROLE, neg + (dst_role + step * links.neg_j) * _ROLE]),
+        np.concatenate([links.places + ROLE, neg + (dst_role + step * links.neg_j) * ROLE]),
         np.concatenate([owner, links.owner]),
     )
     if triplet:
         return _LinkEnd(links.src, links.places, owner), dst
     src = _LinkEnd(
         np.concatenate([links.src, links.neg_src]),
-        np.concatenate([links.places, neg + (src_role + step * links.neg_j) * _ROLE]),
+        np.concatenate([links.places, neg + (src_role + step * links.neg_j) * ROLE]),
         np.concatenate([owner, links.owner]),
     )
     return src, dst
@@ -179,11 +175,11 @@ _NONE = np.empty(0, np.int64)
 
 
 class DistLinkNeighborLoader(PyGLoader):
-    """Yields mini-batches around links, as torch_geometric's ``LinkNeighborLoader`` on a partitioned graph.
+    """Yield mini-batches around links, as torch_geometric's ``LinkNeighborLoader`` on a partitioned graph.
 
     Arguments, defaults and batches are those of ``LinkNeighborLoader``. Every rank passes the same arguments, including
-    all links; the loader splits global batches over the ranks as ``DistNeighborLoader`` does. A negative depends on its
-    link's place in the global batch, not on the number of ranks and parts.
+    all links; the loader splits global batches over the ranks as ``DistNeighborLoader`` does. Negatives do not depend
+    on the number of ranks and parts.
 
     Args:
         data: An opened graph (``gnnfleet.open``), a ``Data`` or ``HeteroData`` in memory, or a ``(feature_store,
@@ -191,8 +187,8 @@ class DistLinkNeighborLoader(PyGLoader):
         num_neighbors: Number of neighbours per hop, starting at the links' ends; -1 takes all. A list, a mapping over
             all edge types, or torch_geometric's ``NumNeighbors``.
         edge_label_index: Seed links: None (all edges) or ids ``[2, n]``. For a heterogeneous graph an edge type, or
-            ``(edge type, None | ids)``. With None, each batch's edges are read from the hosts that store their ends;
-            with ``shuffle``, 2^20 edges or more are ordered differently from the same links given by ids.
+            ``(edge type, None | ids)``. With None and ``shuffle``, 2^20 edges or more are in another order than the
+            same links given by ids.
         edge_label: Labels of the links, ``[n, ...]``.
         edge_label_time: Times of the links, integer ``[n]``; must be given if ``time_attr`` is, and only then.
         replace: Draw neighbours with replacement.
@@ -216,7 +212,7 @@ class DistLinkNeighborLoader(PyGLoader):
         input_id: Ids that batches report as ``input_id`` instead of the links' positions.
         avoid_links: Draw no negative that is an edge of the links' type. torch_geometric does not check.
         exclude: ``"self"`` removes the links of the global batch from the sampled edges, ``"both"`` also removes their
-            reverses. Default: they can be sampled, as in torch_geometric, and the model can see the edges it is to
+            reverses. Default: they can be sampled, as in torch_geometric, so the model can see the edges that it has to
             predict.
         reverse_type: Edge type of the links' reverse edges, for ``exclude="both"``. Default: ``rev_<relation>`` if the
             graph has this type, else the links' own type if both ends have one node type.
@@ -308,7 +304,7 @@ class DistLinkNeighborLoader(PyGLoader):
         return self._part_of_targets(self.inputs.ends.ends_of(positions)[1])
 
     def work_items(self, epoch: int, first_step: int) -> Iterator[GlobalBatch]:
-        """Yield the global batches. Sampler threads read the ends of the links, which may be on other hosts."""
+        # Sampler threads read the ends of the links, which may be on other hosts.
         return global_batches(self.order, epoch, first_step)
 
     def share(self, item: GlobalBatch) -> LinkShare:
@@ -350,7 +346,6 @@ class DistLinkNeighborLoader(PyGLoader):
         return store.books[of].part_of(store.to_global(of, dst))
 
     def _links(self, share: LinkShare) -> LinkBatch:
-        """Return the positives and negatives of this rank in one step."""
         inputs, src, dst = self.inputs, share.src[share.places], share.dst[share.places]
         times = None if inputs.times is None else inputs.times[share.positions]
         if self.rule is None or self._draws is None:
@@ -368,12 +363,12 @@ class DistLinkNeighborLoader(PyGLoader):
         return self.graph.access.has_edges(of, store.to_global(of[0], src), store.to_global(of[2], dst))
 
     def _metadata(self, share: SeedShare, links: LinkBatch, index: LinkIndex) -> tuple[Any, ...]:
-        """Return the metadata of a batch in the form that torch_geometric's ``edge_sample`` returns."""
         input_id = self.inputs.input_id
         ids = torch.from_numpy(share.positions if input_id is None else input_id[share.positions])
         times = None if links.times is None else torch.from_numpy(links.times)
         if self.rule is not None and self.rule.triplet:
             assert index.neg is not None
+            # In the form that torch_geometric's ``edge_sample`` returns.
             return ids, *map(torch.from_numpy, (index.src, index.dst, index.neg)), times
         if times is not None:
             times = torch.cat([times, times[torch.from_numpy(links.owner)]])

@@ -25,8 +25,9 @@ from trainer.sampler.types import RowRequest, SampleSettings
 
 @dataclass(frozen=True)
 class LinkInputs:
-    """The seed links of a loader. The *position* of a link is its index among them. Without given ids the links are all
-    edges of the type, and the position of an edge is its original id.
+    """The seed links of a loader. The *position* of a link is its index among them.
+
+    Without given ids the links are all edges of the type, and the position of an edge is its original id.
     """
 
     edge_type: EdgeType
@@ -40,7 +41,6 @@ class LinkInputs:
         return len(self.ends)
 
     def digest(self) -> str:
-        """Return a digest of the links, by which ranks check that they have the same links."""
         total = hashlib.sha256(f"{self.edge_type} {len(self)}".encode())
         self.ends.add_to(total)
         for array in (self.times, None if self.label is None else as_array(self.label)):
@@ -53,10 +53,9 @@ def link_inputs(
 ) -> LinkInputs:
     """Return the links that ``edge_label_index`` describes.
 
-    Homogeneous graph: None (all edges) or ids [2, n]. Heterogeneous graph: an edge type, or (edge type, None | ids).
-    Links given by ids may be of a type without edges in the graph, such as a relation that was held out completely.
-    Raises ``SettingsError``. If the partition was made without endpoints and ``edge_label_index`` has no ids, all edges
-    are read from their hosts; raises ``ServiceError`` if a host fails.
+    Homogeneous graph: None (all edges) or ids [2, n]. Heterogeneous graph: an edge type, or (edge type, None | ids). An
+    edge type given with ids may have no edges in the graph. Raises ``SettingsError``, and ``ServiceError`` if a host
+    fails while all edges are read (no ids, partition without endpoints).
     """
     edge_type, given = _typed(graph, edge_label_index)
     ends = all_edges(graph, edge_type) if given is None else _given_links(graph, edge_type, given)
@@ -87,8 +86,10 @@ def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> 
 def node_draws(
     graph: Graph, edge_type: EdgeType, weights: NegativeSampling, settings: SampleSettings
 ) -> tuple[NegativeDraw, NegativeDraw]:
-    """Return the ``NegativeDraw`` of the sources and that of the targets. With temporal sampling by node times, this
-    reads the times of all nodes of both types and keeps 12 bytes per node (24 while they are sorted).
+    """Return the ``NegativeDraw`` of the sources and that of the targets.
+
+    With temporal sampling by node times, this reads the times of all nodes of both types and keeps 12 bytes per node
+    (24 while they are sorted).
     """
     draws = []
     for end, weight in ((SRC, weights.src_weight), (DST, weights.dst_weight)):
@@ -99,8 +100,7 @@ def node_draws(
 
 
 def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Tensor | None:
-    """Return the labels of the positives. If the lowest label is 0, one is added to all, because 0 is the label of
-    negatives.
+    """Return the labels of the positives; 1 is added to all if the lowest is 0, the label of negatives.
 
     Raises ``SettingsError`` if labels are given with triplet negatives.
     """
@@ -117,9 +117,8 @@ def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Te
 def canonical(graph: Graph, given: Any, with_ids: bool = False) -> EdgeType:
     """Return the edge type that ``given`` names: a full triple, or an unambiguous (source, target) pair or relation.
 
-    If ``with_ids``, the type may have no edges in the graph, as long as its node types exist. A (source, target) pair
-    then means the relation ``to``, as in torch_geometric. Warns if the name of such a relation is similar to that of an
-    existing type. Raises ``SettingsError``.
+    With ``with_ids``, the type may have no edges in the graph, and a pair means the relation ``to``, as in
+    torch_geometric; warns if an existing type has a similar name. Raises ``SettingsError``.
     """
     names = (given,) if isinstance(given, str) else tuple(given)
     if names in graph.manifest.edges:

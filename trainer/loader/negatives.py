@@ -1,7 +1,7 @@
 """Draws negative links.
 
-Negative (i, j) is the j-th negative of the link at place i of the global batch. The random draw of a negative depends
-on i, j and original ids, and therefore neither on ranks nor on the partition.
+Negative (i, j) is the j-th negative of the link at place i of the global batch. It depends on i, j and original ids,
+and therefore neither on ranks nor on the partition.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ IsLink = Callable[[Ids, Ids], npt.NDArray[np.bool_]]  #: (sources, targets), ori
 
 @dataclass(frozen=True)
 class NegativeRule:
-    """Kind and number of negatives, as in torch_geometric's ``NegativeSampling``, and whether links of the graph are
-    avoided.
-    """
+    """Kind and number of negatives, as in ``NegativeSampling``, and whether links of the graph are avoided."""
 
     triplet: bool  #: draw targets for the source of each positive; else draw both ends
     amount: float  #: negatives per positive; an integer for triplets
@@ -37,12 +35,10 @@ class NegativeRule:
 
     @property
     def most(self) -> int:
-        """Return the largest number of negatives that a positive can have."""
         return math.ceil(self.amount)
 
     def owners(self, places: Ids, global_size: int) -> tuple[Ids, Ids]:
-        """Return the negatives of the positives at ``places``: for each the index of its positive in ``places``, and
-        its number j among the negatives of this positive, int64 [m] each.
+        """Return for each negative the index of its positive in ``places`` and its number j, int64 [m] each.
 
         The global batch has ceil(amount * global_size) negatives. With a fractional amount, positives at the first
         places of the batch have one negative more than the others.
@@ -74,8 +70,9 @@ class NegativeDraw:
             self._by_time = order.astype(np.int32) if num_nodes < 2**31 else order
 
     def draw(self, keys: npt.NDArray[np.uint64], times: Ids | None = None) -> Ids:
-        """Draw one original id per key, int64 [n]. If ``times`` [n] is given, draw the i-th among nodes whose time is
-        at most ``times[i]``. Raises ``DataError``.
+        """Draw one original id per key, int64 [n].
+
+        If ``times`` [n] is given, draws the i-th among nodes whose time is at most ``times[i]``. Raises ``DataError``.
         """
         if len(keys) == 0:
             return np.empty(0, np.int64)
@@ -99,9 +96,9 @@ def draw_negatives(
     """Draw negatives. Returns original ids (sources, targets), int64 [m] each.
 
     ``places`` [n]: the places of the positives in the global batch. ``owner`` and ``j``: the result of ``rule.owners``.
-    ``positives``: sources and targets of the positives, original ids. ``times`` [n]: times of the positives. The
-    source of a triplet's negative is that of its positive. With ``rule.avoid_links``, a negative that is a link of the
-    graph is drawn again; raises ``DataError`` if it is still one after 64 draws.
+    ``positives``: sources and targets of the positives, original ids. ``times`` [n]: times of the positives. The source
+    of a triplet's negative is that of its positive. With ``rule.avoid_links``, raises ``DataError`` if 64 draws of a
+    negative are all links of the graph.
     """
     src = np.empty(len(owner), np.int64)
     dst = np.empty(len(owner), np.int64)

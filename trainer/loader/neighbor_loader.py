@@ -30,12 +30,12 @@ from trainer.sampler.types import RowRequest, SeedSet
 
 
 class DistNeighborLoader(PyGLoader):
-    """Yields mini-batches by neighbour sampling, as torch_geometric's ``NeighborLoader`` on a partitioned graph.
+    """Yield mini-batches by neighbour sampling, as torch_geometric's ``NeighborLoader`` on a partitioned graph.
 
     Arguments, defaults and batches are those of ``NeighborLoader``. Every rank must pass the same arguments, with the
     seeds of all ranks. The loader divides the seeds into global batches of ``batch_size`` × world size and splits each
-    over the ranks, if possible so that a seed goes to a rank on a host that stores its part. All ranks get the same
-    number of batches. A last global batch with fewer seeds than ranks is merged into the previous batch.
+    over the ranks. If possible, a seed goes to a rank on a host that stores its part. All ranks get the same number of
+    batches. A last global batch with fewer seeds than ranks is merged into the previous batch.
 
     Each iteration is the next epoch; ``set_epoch`` sets the epoch of the next iteration. ``loader(index)`` returns one
     batch of the seeds at the positions ``index``, for this rank alone. Batches also have ``blocks``, a tuple with one
@@ -162,7 +162,6 @@ class DistNeighborLoader(PyGLoader):
         return BatchSeeds(seeds, self._metadata(split))
 
     def _times(self, split: dict[NodeType, tuple[Ids, Ids]], nodes: dict[NodeType, Ids]) -> dict[NodeType, Ids]:
-        """Return the times of the seeds: those given by the caller, else those stored with the nodes."""
         time = self.settings.time
         if time is None:
             return {}
@@ -174,9 +173,6 @@ class DistNeighborLoader(PyGLoader):
         return {of: times.get(of, own.get(of)) for of in split}  # type: ignore[misc]
 
     def _metadata(self, split: dict[NodeType, tuple[Ids, Ids]]) -> tuple[Any, Any]:
-        """Return (input_id, seed_time) of a batch. Both are mappings over node types if the seeds were given as a
-        mapping.
-        """
         ids, times = {}, {}
         for of, (_, own) in split.items():
             inputs = self.inputs.of[of]

@@ -1,4 +1,4 @@
-"""Converts the argument ``input_nodes`` of a loader, in any of its forms, to the global ids of the seeds."""
+"""Converts the argument ``input_nodes`` of a loader to the global ids of the seeds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from trainer.graph.open import Graph
 
 @dataclass(frozen=True)
 class TypeInputs:
-    """The seeds of one node type."""
-
     nodes: Ids  #: int64 [n] global ids
     input_id: Ids | None  #: int64 [n] ids that batches report; None: the seeds' positions
     times: Ids | None = None  #: int64 [n], if given by the caller
@@ -28,8 +26,9 @@ class TypeInputs:
 
 @dataclass(frozen=True)
 class NodeInputs:
-    """The seeds of a loader, by node type. The *position* of a seed is its index when the seeds of all types are
-    concatenated.
+    """The seeds of a loader, by node type.
+
+    The *position* of a seed is its index when the seeds of all types are concatenated.
     """
 
     of: Mapping[NodeType, TypeInputs]
@@ -40,8 +39,8 @@ class NodeInputs:
     def split(self, positions: Ids) -> dict[NodeType, tuple[Ids, Ids]]:
         """Split seed positions by node type.
 
-        Returns a mapping from node type to a pair of arrays: the indices into ``positions`` at which a seed of this
-        type stands, and the index of each such seed among all seeds of the type.
+        Returns for each node type the indices into ``positions`` of its seeds, and the index of each of these seeds
+        among all seeds of the type.
         """
         begin, found = 0, {}
         for of, inputs in self.of.items():
@@ -51,7 +50,6 @@ class NodeInputs:
         return found
 
     def digest(self) -> str:
-        """Return a digest of the seeds, by which ranks check that they have the same seeds."""
         total = hashlib.sha256()
         for of, inputs in self.of.items():
             total.update(f"{of} {len(inputs.nodes)}".encode())
@@ -79,7 +77,7 @@ def node_inputs(graph: Graph, input_nodes: Any, input_time: Any = None, input_id
 def split_name(input_nodes: Any) -> str | None:
     """Return the name of the split if ``input_nodes`` is ``"split"`` or ``(type, "split")``, else None.
 
-    A node type alone is not told from a split, and is returned too.
+    The name of a node type is returned too.
     """
     if isinstance(input_nodes, tuple) and len(input_nodes) == 2:
         input_nodes = input_nodes[1]
@@ -108,7 +106,6 @@ def _forms(graph: Graph, given: Any) -> dict[NodeType, Any]:
 
 
 def _typed_split_hint(graph: Graph, name: str) -> str:
-    """Return a hint for the user if ``name`` is not a node type, but the name of a split, with or without ``_mask``."""
     split = name.removesuffix("_mask")
     if meant := sorted(key for key in graph.store.splits if key[1] == split):
         return f"; did you mean {' or '.join(map(str, meant))}?"
@@ -116,10 +113,7 @@ def _typed_split_hint(graph: Graph, name: str) -> str:
 
 
 def _split_hint(name: str, known: list[str]) -> str:
-    """Return a hint for the user if a known split has a name similar to ``name``.
-
-    A suffix ``_mask`` is ignored, because the mask ``train_mask`` of a dataset is the split ``train`` of a partition.
-    """
+    # The mask ``train_mask`` of a dataset is the split ``train`` of a partition.
     nearest = difflib.get_close_matches(name.removesuffix("_mask"), known, 1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
@@ -161,9 +155,9 @@ def as_array(values: Any) -> Array:
 
 
 def checked_ids(values: Array, num_nodes: int, of: NodeType, where: str) -> Ids:
-    """Return original node ids as int64. Raises ``SettingsError`` if they are not integers from 0 to ``num_nodes`` - 1.
+    """Return original node ids as int64.
 
-    ``where``: name of the argument, for the message.
+    Raises ``SettingsError`` if they are not integers from 0 to ``num_nodes`` - 1. ``where``: name of the argument.
     """
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise SettingsError(

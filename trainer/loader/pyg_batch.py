@@ -41,8 +41,8 @@ Output: TypeAlias = "SamplerOutput | HeteroSamplerOutput"
 def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, copy_ids: bool) -> Output:
     """Return a subgraph as torch_geometric's sampler output: nodes as original ids, edges in batch positions.
 
-    As in torch_geometric, an induced subgraph has no numbers of nodes and edges per hop. With ``copy_ids`` the ids are
-    copies that a transform may overwrite. ``row`` and ``col`` of an edge type are the two rows of one tensor [2, e].
+    An induced subgraph has no numbers of nodes and edges per hop. With ``copy_ids`` the ids are copies that a transform
+    may overwrite.
     """
     from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput  # slow, and not needed for blocks
 
@@ -64,7 +64,7 @@ def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, copy_ids:
 
 
 def edge_index(row: Tensor, col: Tensor) -> Tensor:
-    """Return the edges as one tensor [2, e], without a copy if ``row`` and ``col`` are the rows of such a tensor."""
+    """Return the edges as one tensor [2, e], without a copy if ``row`` and ``col`` are the rows of one tensor."""
     whole = row._base
     if whole is None or whole is not col._base or whole.shape != (2, len(row)) or len(col) != len(row):
         return torch.stack([row, col])
@@ -95,9 +95,9 @@ def sort_edges(out: Output, of: EdgeType | None, by_source: bool = False) -> Non
 
 
 def _order_by(first: Array, second: Array) -> Ids | None:
-    """Return the permutation, int64 [n], that stably sorts edges by ``first``, then by ``second``.
+    """Return the permutation, int64 [n], that sorts edges by ``first``, then by ``second``.
 
-    Returns None if the edges are sorted already. Uses counting sort, because both keys are batch positions.
+    The sort is stable. Returns None if the edges are sorted already.
     """
     order: Ids | None = None
     for keys in (second, first):
@@ -110,7 +110,7 @@ def _order_by(first: Array, second: Array) -> Ids | None:
 
 @njit()
 def _counting_sort(keys: Any, order: Any, begin: Any, sorted_: Any) -> Any:
-    """Fill ``sorted_`` with ``order``, a permutation of indices into ``keys``, stably sorted by key, and return it.
+    """Fill ``sorted_`` with ``order``, indices into ``keys``, stably sorted by key, and return it.
 
     ``begin``: zeros [number of possible keys + 1], overwritten.
     """
@@ -144,10 +144,7 @@ Attrs = Mapping[AnyType, tuple[str, ...]]
 
 
 def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) -> Join:
-    """Return the function that makes a batch with attributes from a sampler output.
-
-    It depends on where the attributes are: in a partition, in ``Data`` or ``HeteroData``, or in a feature store.
-    """
+    """Return the function that makes a batch with attributes from a sampler output."""
     if isinstance(graph.source, (Data, HeteroData)):
         return MemoryJoin(graph.source)
     if graph.source is not None:
@@ -156,10 +153,7 @@ def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) ->
 
 
 def gathered_attrs(graph: Graph, attrs: Attrs) -> Attrs:
-    """Return the attributes that sampler threads gather.
-
-    Returns {} for a graph in memory, because the function ``join_of(graph, …)`` adds its attributes to the batches.
-    """
+    """Return the attributes that sampler threads gather: {} for a graph in memory."""
     return attrs if graph.source is None else {}
 
 
@@ -170,11 +164,7 @@ def _join_stores(stores: Any, out: Output, custom_cls: Callable[[], Any] | None)
 
 
 class MemoryJoin:
-    """Makes batches with the attributes of ``Data`` or ``HeteroData`` in memory, by torch_geometric's ``filter_data``.
-
-    ``filter_data`` does not accept an ``adj_t`` that is a sparse tensor of torch. It gets an edge list instead, and the
-    ``adj_t`` of the batch is then made as a CSR tensor with the values of the batch's edges.
-    """
+    """Makes batches with the attributes of data in memory, by torch_geometric's ``filter_data``."""
 
     def __init__(self, data: Data | HeteroData):
         types = [store._key for store in data.edge_stores if isinstance(store.get("adj_t"), Tensor)]
@@ -209,7 +199,7 @@ def _edge_store(data: Data | HeteroData, of: EdgeType | None) -> Any:
 class PartitionJoin:
     """Makes batches with the attributes that the sampler gathered from a partition.
 
-    If a transform changed the nodes or edges of the subgraph, the rows of the attributes are selected accordingly.
+    If a transform changed the nodes or edges, the rows of the attributes are selected accordingly.
     """
 
     def __init__(self, graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None):
@@ -220,7 +210,6 @@ class PartitionJoin:
         self._graph_attrs = {name: as_tensor(np.array(arrays[name]), spec) for name, spec in specs.items()}
 
     def __call__(self, out: Output, sampled: SampledBatch) -> Any:
-        """Return ``Data`` or ``HeteroData`` with the attributes of nodes, edges and graph."""
         homo = isinstance(out, SamplerOutput)
         data = (self._custom_cls or (Data if homo else HeteroData))()
         for name, value in self._graph_attrs.items():
@@ -256,15 +245,12 @@ class PartitionJoin:
         return (manifest.nodes[of] if isinstance(of, str) else manifest.edges[of]).attrs[name]
 
     def _rows_of_nodes(self, of: NodeType, node: Tensor, sampled: SampledBatch) -> Columns:
-        """Return the attributes of ``node``, the original ids of the nodes of a sampler output.
-
-        If a transform added nodes, the attributes of all these nodes are requested from the graph again.
-        """
         wanted, rows = node.numpy(), sampled.rows[of]
         if (at := places_of(wanted, rows["orig_id"])) is not None:
             return _take(rows, at)
         ids = checked_ids(wanted, self._graph.manifest.nodes[of].num_nodes, of, "nodes of transform_sampler_output")
         request = RowRequest(of, self._graph.store.to_global(of, ids), self._attrs[of])
+        # If a transform added nodes, all are requested from the graph again.
         return self._graph.access.gather([request])[0]
 
     @staticmethod
@@ -279,10 +265,6 @@ class PartitionJoin:
 
 
 def _check_names_differ(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
-    """Raise ``SettingsError`` if two attributes of nodes, edges or the graph have the same name.
-
-    A batch of a homogeneous graph stores all of them in one ``Data``.
-    """
     names = ["edge_index", *graph_attrs, *attrs[HOMO_NODE], *attrs[HOMO_EDGE]]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise SettingsError(

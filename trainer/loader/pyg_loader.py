@@ -1,7 +1,7 @@
 """Base classes of the loaders that return torch_geometric's batches.
 
-A loader implements ``seeds``, which returns the seeds of a rank for one step, and ``annotate``, which adds attributes
-about the seeds to a batch.
+A loader implements ``seeds``, the seeds of a rank for one step, and ``annotate``, which adds attributes about the seeds
+to a batch.
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ _made: Counter[str] = Counter()  #: number of loaders made by each line of the u
 
 
 class SameOnAllRanks:
-    """Checks once that all ranks gave a loader the same seeds.
+    """Checks once that all ranks gave a loader the same seeds. No rank waits for another.
 
-    The first rank to check publishes a digest of its seeds, with which the others compare theirs. No rank waits for
-    another.
-
-    A loader is identified by the line of the user's code that made it, and a count of the loaders made by this line.
+    The first rank to check publishes a digest of its seeds, with which all others compare theirs. A loader is
+    identified by the line of the user's code that made it, and a count of the loaders made by this line.
     """
 
     def __init__(self, digest: str, rank: int, world_size: int):
@@ -58,8 +56,9 @@ class SameOnAllRanks:
         self._done = False
 
     def check(self) -> None:
-        """Raise ``SettingsError`` if another rank has different seeds or settings. Do nothing without a process group
-        of the loader's size.
+        """Raise ``SettingsError`` if another rank has different seeds or settings.
+
+        Does nothing without a process group of the loader's size.
         """
         if self._done or self._world_size == 1 or not (dist.is_available() and dist.is_initialized()):
             return
@@ -93,8 +92,6 @@ _NO_STEP = -2  #: step number of the batches of ``loader(index)``
 
 @dataclass(frozen=True)
 class BatchSeeds:
-    """The seeds of a rank for one step, and the metadata about them in the batch."""
-
     seeds: SeedSet
     metadata: Any  #: ``metadata`` of torch_geometric's SamplerOutput
     extra: Any = None  #: data that ``seeds`` passes on to ``output``
@@ -122,20 +119,19 @@ class RankLoader(ABC):
 
     @abstractmethod
     def part_of(self, positions: Ids) -> Ids:
-        """Return the part of each input, int64 [n]. Inputs go to ranks on hosts that hold their part, if possible."""
+        """Return the part of each input, int64 [n]."""
 
     @abstractmethod
     def work(self, share: SeedShare) -> Any:
-        """Make a batch, in a sampler thread. ``finish`` completes the batch. Raises ``ServiceError``."""
+        """Make a batch. Runs in a sampler thread. Raises ``ServiceError``."""
 
     @abstractmethod
     def finish(self, made: Any) -> Any:
-        """Complete a batch in the thread that iterates over the loader."""
+        """Complete a batch that ``work`` made. Runs in the iterating thread."""
 
     @property
     @abstractmethod
-    def threads(self) -> int:
-        """Number of sampler threads."""
+    def threads(self) -> int: ...
 
     @property
     @abstractmethod
@@ -147,19 +143,18 @@ class RankLoader(ABC):
 
     @property
     def batch_size(self) -> int:
-        """Seeds per step and rank."""
         return self.options.batch_size
 
     @property
     def dataset(self) -> range:
-        """Positions of all inputs, over all ranks."""
+        """Positions of the inputs of all ranks."""
         return range(self.order.num_seeds)
 
     def __len__(self) -> int:
         return self.order.num_steps
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
-        """Make the next iteration yield the batches of an epoch, from a step on.
+        """Set the epoch of the next iteration.
 
         Args:
             epoch: Number of the epoch; the first is 0.
@@ -194,19 +189,18 @@ class RankLoader(ABC):
         return shares(self.order, self.part_of, self.rank, self.layout, epoch, first_step)
 
     def work_items(self, epoch: int, first_step: int) -> Iterator[Any]:
-        """Yield for every step what ``share`` needs. This runs in the thread that iterates over the loader."""
+        """Yield an argument of ``share`` for every step."""
         return self.shares(epoch, first_step)
 
     def share(self, item: Any) -> SeedShare:
-        """Return the inputs of this rank for one of ``work_items``. This runs in a sampler thread. Raises
-        ``ServiceError``.
-        """
+        """Return the inputs of this rank for one of ``work_items``, in a sampler thread. Raises ``ServiceError``."""
         share: SeedShare = item
         return share
 
     def group(self) -> RankGroup:
-        """Return the process group if it has the loader's number of ranks, else a group of this rank alone. All ranks
-        must call this method.
+        """Return the process group if it has the loader's number of ranks, else a group of this rank alone.
+
+        All ranks must call this method.
         """
         world_size = self.layout.world_size
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size:
@@ -224,8 +218,6 @@ class RankLoader(ABC):
 
 
 class PyGLoader(RankLoader):
-    """Yields for every step this rank's batch as ``Data`` or ``HeteroData``."""
-
     def __init__(
         self, graph: Graph, num_inputs: int, digest: str, settings: SampleSettings, attrs: Attrs,
         options: LoadOptions, output: OutputOptions, *, stream: int = OTHER_STREAM, rank: int | None = None,
@@ -245,11 +237,10 @@ class PyGLoader(RankLoader):
 
     @property
     def cost(self) -> Cost:
-        """Total bytes, rows and seconds of sampler threads for all batches made so far, including those made ahead."""
+        """Bytes, rows and seconds of sampler threads for all batches made so far, including those made ahead."""
         return self._costs.sum
 
     def make_sampler(self, attrs: Attrs) -> Sampler:
-        """Return the sampler that makes batches with these attributes."""
         return self.graph.sampler(self.settings, attrs)
 
     @abstractmethod
@@ -258,7 +249,7 @@ class PyGLoader(RankLoader):
 
     @abstractmethod
     def annotate(self, data: Any, out: Output) -> None:
-        """Add attributes about the seeds, which are in ``out.metadata``, to a batch."""
+        """Add attributes about the seeds (``out.metadata``) to a batch."""
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
         """Convert a subgraph to torch_geometric's sampler output, with metadata about the seeds."""
@@ -269,9 +260,7 @@ class PyGLoader(RankLoader):
 
     @property
     def num_requests(self) -> int:
-        """Largest number of requests that a batch sends one after the other. Each of these requests has its own
-        deadline.
-        """
+        """Largest number of requests that a batch sends one after the other. Each has its own deadline."""
         return self.settings.num_hops + 2
 
     @property
@@ -284,9 +273,6 @@ class PyGLoader(RankLoader):
 
     @property
     def _joins_late(self) -> bool:
-        """Whether the user's ``transform_sampler_output`` must be called by the thread that iterates over the
-        loader.
-        """
         return self.output_options.transform_sampler_output is not None and not self.output_options.on_threads
 
     def work(self, share: SeedShare) -> Any:
@@ -328,7 +314,6 @@ class PyGLoader(RankLoader):
 
 
 def _set_sample_info(data: Any, out: Output) -> None:
-    """Set ``n_id``, ``e_id``, ``batch``, and numbers of nodes and edges per hop, as torch_geometric's loaders do."""
     if isinstance(out, SamplerOutput):
         if "n_id" not in data:
             data.n_id = out.node
@@ -346,7 +331,6 @@ def _set_sample_info(data: Any, out: Output) -> None:
 
 
 def _rank_and_layout(graph: Graph, local: bool, rank: int | None, layout: RankLayout | None) -> tuple[int, RankLayout]:
-    """Return the rank and layout of a loader: those given, or else those of the graph. Raises ``SettingsError``."""
     num_parts = graph.manifest.num_parts
     if local:
         if rank is not None or layout is not None:

@@ -26,7 +26,7 @@ class SaintNodeDraw:
 
     @classmethod
     def of(cls, ends: EdgeEndpoints, num_nodes: int) -> SaintNodeDraw:
-        """Count out-degrees: reads all edges, in chunks. Raises ``ServiceError``."""
+        """Count out-degrees: reads all edges. Raises ``ServiceError``."""
         return cls(np.cumsum(_degrees(ends, num_nodes)[0], dtype=np.int64))
 
     def __call__(self, key: int, count: int) -> Ids:
@@ -36,11 +36,9 @@ class SaintNodeDraw:
 
 @dataclass(frozen=True)
 class SaintEdgeDraw:
-    """Draws edges with replacement. The chance of an edge is proportional to the in-degree of its source plus the
-    out-degree of its target.
+    """Draws edges with replacement.
 
-    A draw is a random number, looked up in the running sums of the edges' weights by binary search. Only the sum
-    after every ``width``-th edge is stored; the ``width`` edges before it are read to find the drawn one.
+    The chance of an edge is proportional to the in-degree of its source plus the out-degree of its target.
     """
 
     ends: EdgeEndpoints
@@ -53,8 +51,9 @@ class SaintEdgeDraw:
 
     @classmethod
     def of(cls, ends: EdgeEndpoints, num_nodes: int, most_sums: int = MOST_SUMS) -> SaintEdgeDraw:
-        """Compute degrees and running sums: reads all edges twice, in chunks. Keeps 8 or 16 bytes per node, and at most
-        ``most_sums`` sums of 8 bytes. Raises ``ServiceError``.
+        """Compute degrees and running sums of the edges' weights: reads all edges twice. Raises ``ServiceError``.
+
+        Keeps 8 or 16 bytes per node, and at most ``most_sums`` sums of 8 bytes.
         """
         width = 1
         while len(ends) > most_sums * width:
@@ -70,15 +69,14 @@ class SaintEdgeDraw:
         return np.unique(np.concatenate(self._drawn(key, count)[1:]))
 
     def edges(self, key: int, count: int) -> Ids:
-        """Draw ``count`` edges. Returns their original ids: int64 [count]."""
         return self._drawn(key, count)[0]
 
     def _drawn(self, key: int, count: int) -> tuple[Ids, Ids, Ids]:
-        """Draw ``count`` edges. Returns their original ids, sources and targets."""
         if self.running is None:
             edges = uniform(key, count, len(self.ends))
             return edges, *self.ends.ends_of(edges)
         sums = uniform(key, count, int(self.running[-1]))
+        # Only the sum after every ``width``-th edge is stored; the edges before it are read again.
         group = np.searchsorted(self.running, sums, "right")
         if self.width == 1:
             return group, *self.ends.ends_of(group)
@@ -91,7 +89,6 @@ class SaintEdgeDraw:
 
 
 def _degrees(ends: EdgeEndpoints, num_nodes: int) -> tuple[Array, Array]:
-    """Return the out-degree and the in-degree of each node: int32|int64 [N]."""
     dtype = np.int32 if len(ends) < 2**31 else np.int64
     out_degree, in_degree = np.zeros(num_nodes, dtype), np.zeros(num_nodes, dtype)
     for _, src, dst in edges_in_order(ends):
@@ -108,7 +105,6 @@ def _count(nodes: Any, counts: Any) -> None:
 
 @njit()
 def _sum_weights(src: Any, dst: Any, in_degree: Any, out_degree: Any, width: int, sums: Any) -> None:
-    """Write the sum of the weights of each group of ``width`` edges to ``sums``."""
     for first in range(0, len(src), width):
         total = np.int64(0)
         for edge in range(first, min(first + width, len(src))):
@@ -118,9 +114,6 @@ def _sum_weights(src: Any, dst: Any, in_degree: Any, out_degree: Any, width: int
 
 @njit()
 def _find(src: Any, dst: Any, in_degree: Any, out_degree: Any, width: int, at: Any, sums: Any) -> None:
-    """Replace each group number in ``at`` by the position in ``src`` of the drawn edge: the first at which the running
-    sum of weights in the group exceeds ``sums``.
-    """
     for i in range(len(at)):
         edge, total = at[i] * width, np.int64(0)
         while True:
@@ -132,11 +125,9 @@ def _find(src: Any, dst: Any, in_degree: Any, out_degree: Any, width: int, at: A
 
 
 def visited_by_walks(graph: Graph, key: int, num_walks: int, walk_length: int) -> Ids:
-    """Make random walks and return the distinct nodes on them, including the start nodes: global ids int64, in the
-    order of original ids.
+    """Make random walks and return the distinct nodes on them: global ids int64, in the order of original ids.
 
-    A step goes from a node to the source of a randomly drawn in-edge. Each step sends one request to each host that
-    owns nodes of the walks. Raises ``ServiceError``.
+    A step goes from a node to the source of a randomly drawn in-edge. Raises ``ServiceError``.
     """
     num_nodes = graph.manifest.nodes[HOMO_NODE].num_nodes
     at = graph.store.to_global(HOMO_NODE, uniform(key, num_walks, num_nodes))

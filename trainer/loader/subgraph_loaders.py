@@ -38,14 +38,11 @@ from trainer.sampler.types import GraphSchema, NodeSet, Positions, RowRequest, S
 
 
 def induced_settings(schema: GraphSchema) -> SampleSettings:
-    """Return settings by which a sampler returns the subgraph induced by the seeds: no further nodes, all edges between
-    the seeds, and edge ids.
-    """
+    """Return settings for the subgraph induced by the seeds: no further nodes, all edges between the seeds."""
     return SampleSettings(dict.fromkeys(schema.edges, (0,)), induced=True, edge_ids=True, ask_again=False)
 
 
 def check_homogeneous(graph: Graph, what: str) -> None:
-    """Raise ``SettingsError`` for a heterogeneous graph."""
     if graph.manifest.hetero:
         one_type = "HeteroData.to_homogeneous()" if graph.source is not None else "a partition of its to_homogeneous()"
         raise SettingsError(
@@ -55,16 +52,11 @@ def check_homogeneous(graph: Graph, what: str) -> None:
 
 
 def tensor_of(values: Array) -> torch.Tensor:
-    """Return ids or positions as an int64 tensor."""
     return torch.from_numpy(values.astype(np.int64, copy=False))
 
 
 @dataclass(frozen=True)
 class Neighbourhoods(SampledSubgraph):
-    """The neighbourhoods of several roots: one subgraph that is their union, and a list of the nodes of each
-    neighbourhood.
-    """
-
     #: int32 [m] position of a node in the union; the first entries are the roots
     member: Positions = field(kw_only=True)
     root: Positions = field(kw_only=True)  #: int32 [m] index of the root whose neighbourhood has the member
@@ -78,14 +70,10 @@ class NeighbourhoodSampler:
         self._join = graph.sampler(induced_settings(graph.manifest), attrs)
 
     def subgraph(self, seeds: SeedSet, key: int) -> Neighbourhoods:
-        """Sample the neighbourhoods of the seeds, without attributes. Raises ``ServiceError``."""
         drawn, distinct, member = self._drawn(seeds, key)
         return _joined(drawn, member, self._join.subgraph(distinct, key))
 
     def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
-        """Sample the neighbourhoods of the seeds, and gather the attributes of their distinct nodes and edges. Raises
-        ``ServiceError``.
-        """
         drawn, distinct, member = self._drawn(seeds, key)
         sampled = self._join.sample(distinct, key)
         return changed(sampled, subgraph=_joined(drawn, member, sampled.subgraph))
@@ -107,12 +95,11 @@ def _joined(drawn: NodeSet, member: Positions, union: SampledSubgraph) -> Neighb
 
 
 class DistShaDowKHopSampler(PyGLoader):
-    """Yields one subgraph per root, as torch_geometric's ``ShaDowKHopSampler`` on a partitioned graph.
+    """Yield one subgraph per root, as torch_geometric's ``ShaDowKHopSampler`` on a partitioned graph.
 
     Batches are torch_geometric's ``Batch``: one disjoint subgraph per root, with all edges between its nodes. The nodes
     of a subgraph are sorted by id. Every rank passes the same arguments, including all roots; the loader splits global
-    batches over the ranks as ``DistNeighborLoader`` does. The subgraph of a root depends on its place in the global
-    batch, not on the number of ranks.
+    batches over the ranks as ``DistNeighborLoader`` does. Subgraphs do not depend on the number of ranks.
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
@@ -196,7 +183,7 @@ class DistShaDowKHopSampler(PyGLoader):
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
         """Return the neighbourhoods as one graph, concatenated in the order of the seeds.
 
-        In each neighbourhood, nodes are sorted by id and edges by source, then target, as in torch_geometric.
+        In each neighbourhood, nodes are sorted by id and edges by source, then target.
         """
         found = sampled.subgraph
         assert isinstance(found, Neighbourhoods)
@@ -248,8 +235,9 @@ def edges_within(
 
 @njit()
 def _visit(row_begin: Any, row_count: Any, src: Any, member: Any, ptr: Any, at: Any, found: Any) -> int:
-    """Return the number of edges inside the groups. If ``found`` [3, e] is not empty, write the edges to it. ``at``
-    [num_nodes] is a work array, all -1 before and after the call.
+    """Return the number of edges inside the groups, and write the edges to ``found`` [3, e] unless it is empty.
+
+    ``at`` [num_nodes]: a work array, all -1 before and after the call.
     """
     count, fill = 0, found.shape[1] > 0
     for group in range(len(ptr) - 1):
@@ -274,7 +262,7 @@ _NODES_AT_ONCE = 1 << 22  #: nodes per request for their clusters
 
 
 class DistClusterLoader(PyGLoader):
-    """Yields the subgraphs of several clusters, as torch_geometric's ``ClusterData`` and ``ClusterLoader`` together.
+    """Yield the subgraphs of several clusters, as torch_geometric's ``ClusterData`` and ``ClusterLoader`` together.
 
     An epoch yields every cluster once over all ranks. Each rank takes the clusters of its own host's parts first, up
     to an equal share; other ranks take the rest. All ranks get the same number of batches. A last step with fewer
@@ -356,11 +344,7 @@ class DistClusterLoader(PyGLoader):
         return self.clusters.part[positions]
 
     def shares(self, epoch: int, first_step: int = 0) -> Iterator[SeedShare]:
-        """Yield the clusters of this rank for every step, from ``first_step`` on.
-
-        Clusters are split over the ranks for the whole epoch, not step by step. Therefore more clusters go to a rank on
-        a host of their part.
-        """
+        # Split for the whole epoch, so that more clusters go to a rank on a host of their part.
         o, order = self.order, self.order.epoch(epoch)
         rank_of = split_step(self.part_of(order), self.layout)
         of_rank = [order[rank_of == rank] for rank in range(self.layout.world_size)]
@@ -377,25 +361,20 @@ class DistClusterLoader(PyGLoader):
         return BatchSeeds(SeedSet(nodes), None)
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
-        """Convert a subgraph to torch_geometric's sampler output, with the edges in the order of ``sparse_format``."""
         out = super().output(sampled, seeded)
         for of in [None] if isinstance(out, SamplerOutput) else list(out.row):
             sort_edges(out, of, self.sparse_format == "csr")
         return out
 
-    def annotate(self, data: Any, out: Output) -> None:
-        """Do nothing: batches of clusters have no attributes about seeds."""
+    def annotate(self, data: Any, out: Output) -> None: ...
 
 
 @dataclass(frozen=True)
 class ClusterMembers:
-    """The nodes of one type, grouped by the cluster they belong to."""
-
     nodes: Ids  #: int64 [N] global ids, by original id within a cluster
     begin: Ids  #: int64 [clusters + 1] where each cluster begins in ``nodes``
 
     def of(self, clusters: Ids) -> Ids:
-        """Return the nodes of the given clusters: int64 global ids."""
         pieces = [self.nodes[self.begin[c] : self.begin[c + 1]] for c in clusters]
         return np.concatenate([np.empty(0, np.int64), *pieces])
 
@@ -420,7 +399,6 @@ class Clusters:
         return cls(members, votes.argmax(1))
 
     def digest(self) -> str:
-        """Return a digest of the clusters, by which ranks check that they have the same clusters."""
         total = hashlib.sha256()
         for members in self.members.values():
             total.update(members.nodes.data)

@@ -20,7 +20,7 @@ from trainer.loader.pyg_loader import PyGLoader, RankLoader
 
 
 class DistZipLoader(RankLoader):
-    """Yields tuples of batches, one from each of several loaders, for the inputs at the same positions.
+    """Yield tuples of batches, one from each of several loaders, for the inputs at the same positions.
 
     Positions run from 0 to the number of inputs of the smallest loader. The loader splits global batches of positions
     over the ranks as ``DistNeighborLoader`` does, by the parts of the first loader's inputs. The loaders draw
@@ -78,7 +78,6 @@ class DistZipLoader(RankLoader):
 
     @property
     def cost(self) -> Cost:
-        """Sum of the costs of all loaders that are combined."""
         return Cost.total(loader.cost for loader in self.loaders)
 
     @property
@@ -94,7 +93,7 @@ class DistZipLoader(RankLoader):
         return self.loaders[0].part_of(positions)
 
     def work_items(self, epoch: int, first_step: int) -> Iterator[GlobalBatch]:
-        """Yield the global batches. Sampler threads split them over ranks, because ``part_of`` may ask other hosts."""
+        # Sampler threads split the batches, because ``part_of`` may ask other hosts.
         return global_batches(self.order, epoch, first_step)
 
     def share(self, item: GlobalBatch) -> SeedShare:
@@ -110,14 +109,12 @@ class DistZipLoader(RankLoader):
 
 
 def _with_own_key(share: SeedShare, number: int) -> SeedShare:
-    """Return ``share`` with a key for loader ``number``. Loaders have different keys, so they draw independently."""
     if number == 0:
         return share
     return replace(share, key=int(hashed(np.uint64(share.key) ^ hashed(np.uint64(number) + GOLDEN))))
 
 
 def _checked(loaders: list[PyGLoader]) -> PyGLoader:
-    """Check that the loaders can be combined, and return the first one. Raises ``SettingsError``."""
     if not loaders:
         raise SettingsError("loaders is empty; pass at least one loader")
     for loader in loaders:

@@ -1,4 +1,4 @@
-"""Describes a graph to a model, and computes which node and edge types each layer needs."""
+"""Properties of a graph that models are built from, and the node and edge types that each layer needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.store.manifest import Manifest
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """Types, feature widths and number of classes of a graph. Input of ``build_model``, made by ``facts_of``.
+    """Types, feature widths and number of classes of a graph. ``facts_of`` makes it, ``build_model`` reads it.
 
     Args:
         hetero: Whether the graph is heterogeneous.
@@ -20,9 +20,8 @@ class GraphFacts:
         node_types: All node types.
         edge_types: All edge types, (source type, relation, target type).
         in_dims: Width of ``x`` by node type, only of types with features.
-        num_classes: Number of classes of the target type, or width of a model's output for another task. 0:
-            heterogeneous models have no output layer and return the hidden rows of the seeds.
-        edge_dims: Width of the edge features that a model reads, only of edge types with features.
+        num_classes: Width of the model's output. 0: a heterogeneous model has no output layer and returns hidden rows.
+        edge_dims: Width of the edge features by edge type, only of types with features.
         further: Further node types for which a model computes outputs, such as the source type of links.
 
     Example:
@@ -87,7 +86,7 @@ def facts_of(manifest: Manifest, target: NodeType = HOMO_NODE) -> GraphFacts:
 
 @dataclass(frozen=True)
 class LayerNeed:
-    """Node and edge types that one layer reads and writes. ``layer_needs`` makes one for each layer of a model.
+    """Node and edge types that one layer reads and writes.
 
     Args:
         sources: Node types whose rows are the layer's input; includes all ``targets``.
@@ -112,9 +111,7 @@ def layer_needs(
     node_types: Sequence[NodeType], edge_types: Sequence[EdgeType], target: NodeType | Collection[NodeType],
     num_layers: int,
 ) -> tuple[LayerNeed, ...]:  # fmt: skip
-    """Compute which types each layer of a model needs to produce rows of ``target``.
-
-    Edge types are left out of a layer if no later layer reads their target type.
+    """Compute the node and edge types that each layer of a model needs to compute rows of ``target``.
 
     Args:
         node_types: All node types.
@@ -123,7 +120,8 @@ def layer_needs(
         num_layers: Number of layers.
 
     Returns:
-        One need per layer, first layer first; types are in the order of the arguments.
+        One need per layer, first layer first. An edge type is missing from a layer if no later layer reads its target
+        type.
 
     Example:
         ```python

@@ -1,9 +1,7 @@
 """Heterogeneous graph layers on blocks, from rows of each source type to rows of each target type.
 
-Parameters have the names and shapes of the torch_geometric layers of the same name. On blocks with all neighbours the
-output is the same too. A layer has parameters only for the node and edge types of its ``LayerNeed``, which must contain
-at least one edge type. Every parameter contributes to the output of every batch, also for edge types without edges in
-the batch, so that DistributedDataParallel finds a gradient for each.
+Parameters have the names and shapes of the torch_geometric layers of the same name, and with all neighbours the output
+is the same. Every parameter gets a gradient in every batch, as DistributedDataParallel requires.
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ class RGCNConv(nn.Module):
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
         """Return the output rows by target type, [num_dst[type], out_dim].
 
-        blocks: block by edge type. x: input rows by source type; the first ``num_dst[type]`` are those of the targets.
+        blocks: block by edge type. x: input rows by source type, those of the targets first.
         """
         out = {of: for_sums(torch.addmm(self.bias, x[of][: num_dst[of]], self.root)) for of in self.need.targets}
         for edge_type, weight in zip(self.need.edge_types, self._weights(), strict=True):
@@ -90,17 +88,16 @@ class RGCNConv(nn.Module):
         return out
 
     def _weights(self) -> Tensor:
-        """One matrix per relation, [num_relations, in_dim, out_dim]."""
         if self.comp is None:
             return self.weight
         return torch.einsum("rb,bio->rio", self.comp, self.weight)
 
 
 class HeteroSAGEConv(nn.Module):
-    """One GraphSAGE layer per edge type, summed or averaged over the edge types that share a target type.
+    """Apply one GraphSAGE layer per edge type, then sum or average the results for each target type.
 
-    Computes the same as torch_geometric's ``HeteroConv({edge_type: SAGEConv(…)}, aggr)``. The rows of a target type
-    that no edge type leads to are returned unchanged, which requires ``in_dim == out_dim``.
+    The result equals that of torch_geometric's ``HeteroConv({edge_type: SAGEConv(…)}, aggr)``. Rows of a type that is
+    the target of no edge type are returned unchanged, which requires ``in_dim == out_dim``.
 
     Args:
         need: Node and edge types of the layer.
@@ -146,15 +143,11 @@ class HeteroSAGEConv(nn.Module):
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
         """Return the output rows by target type, [num_dst[type], out_dim].
 
-        blocks: block by edge type. x: input rows by source type; the first ``num_dst[type]`` are those of the targets.
+        blocks: block by edge type. x: input rows by source type, those of the targets first.
         """
         return {of: self._target(of, blocks, x, x[of][: num_dst[of]]) for of in self.need.targets}
 
     def _target(self, of: NodeType, blocks: Blocks, x: Mapping[NodeType, Tensor], own: Tensor) -> Tensor:
-        """Return the output rows of target type ``of``, whose input rows are ``own``.
-
-        The ``lin_r`` of all edge types are applied in one product, with the sum of their weights.
-        """
         convs = {edge_type: conv for edge_type, conv in self.convs.items() if edge_type[2] == of}
         if not convs:
             return own
@@ -172,10 +165,8 @@ class HeteroSAGEConv(nn.Module):
 class HGTConv(nn.Module):
     """Heterogeneous graph transformer layer on blocks: attention over the neighbours of all edge types, per head.
 
-    torch_geometric multiplies the keys and values of all sources by a matrix per edge type. This layer multiplies the
-    targets' queries and weighted sums of values instead, which gives the same result from fewer rows. If no edge type
-    leads to a target type, its nodes are treated as nodes without neighbours. Hu et al., "Heterogeneous Graph
-    Transformer" (2020).
+    The result equals that of torch_geometric's ``HGTConv``. Nodes of a type that is the target of no edge type are
+    treated as nodes without neighbours. Hu et al., "Heterogeneous Graph Transformer" (2020).
 
     Args:
         need: Node and edge types of the layer.
@@ -224,14 +215,14 @@ class HGTConv(nn.Module):
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
         """Return the output rows by target type, [num_dst[type], out_dim].
 
-        blocks: block by edge type. x: input rows by source type; the first ``num_dst[type]`` are those of the targets.
+        blocks: block by edge type. x: input rows by source type, those of the targets first.
         """
         used_as_source = {of[0] for of in self.need.edge_types}
         keys_values = {of: self._keys_values(of, x[of]) for of in self.need.sources if of in used_as_source}
         return {of: self._target(of, blocks, x[of][: num_dst[of]], keys_values) for of in self.need.targets}
 
     def _keys_values(self, of: NodeType, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of one source type, [n, heads, dim] each."""
+        """Return the keys and the values of one source type, [n, heads, dim] each."""
         lin, width = self.kqv_lin.lins[of], self.heads * self.dim
         keys = functional.linear(x, lin.weight[:width], lin.bias[:width])
         values = functional.linear(x, lin.weight[2 * width :], lin.bias[2 * width :])
@@ -249,9 +240,9 @@ class HGTConv(nn.Module):
     def _messages(
         self, of: NodeType, blocks: Blocks, own: Tensor, keys_values: Mapping[NodeType, tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Return the attention-weighted sum of the neighbours' values for each node of type ``of``.
+        """Return the attention-weighted sums of values for nodes of type ``of``, [num_dst, heads * dim].
 
-        ``own``: input rows of these nodes. Returns [num_dst, heads * dim].
+        ``own``: input rows of these nodes.
         """
         used = [(number, name) for number, name in enumerate(self.need.edge_types) if name[2] == of]
         if not used:
@@ -273,15 +264,11 @@ class HGTConv(nn.Module):
         return query.view(-1, self.heads, self.dim)
 
     def _score(self, number: int, name: EdgeType, block: Block, query: Tensor, keys: Tensor) -> Tensor:
-        """Return the attention scores of the edges of type ``name`` before the softmax, [num_edges, heads].
-
-        Multiplies queries instead of keys by the matrix of the edge type: (W_k k) · q = k · (W_kᵀ q).
-        """
+        """Return the attention scores of a block's edges before the softmax, [num_edges, heads]."""
         mapped = self._mapped(self.k_rel, number, query, transposed=True)
         return edge_dots(block, mapped, keys) * (self.p_rel["__".join(name)] / math.sqrt(self.dim))
 
     def _mapped(self, maps: HeteroLinear, number: int, rows: Tensor, transposed: bool = False) -> Tensor:
-        """Multiply ``rows`` [n, heads, dim] by the matrices of the edge type with this number, one matrix per head."""
         of_type = maps.weight.view(self.heads, len(self.need.edge_types), self.dim, self.dim)[:, number]
         return torch.einsum("nhd,hed->nhe" if transposed else "nhd,hde->nhe", rows, of_type)
 
@@ -301,9 +288,9 @@ def add_mean(out: Tensor, block: Block, x: Tensor, weight: Tensor) -> None:
 
 
 def targets_with_edges(block: Block) -> tuple[Tensor | None, Block]:
-    """Return the positions of targets that have edges, int64, and a block of only these targets.
+    """Return the int64 positions of the targets that have edges, and a block of only these targets.
 
-    Returns (None, ``block``) if most targets have edges.
+    If most targets have edges, returns (None, ``block``).
     """
     rows = block.indptr.diff().nonzero().flatten()
     if len(rows) > SPARSE_TARGETS * block.num_dst:

@@ -1,4 +1,4 @@
-"""Heterogeneous models: make input rows of equal width for all node types, apply layers on blocks, return logits."""
+"""Heterogeneous models: input rows for each node type, layers on blocks, and an output layer for the seeds."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from trainer.nn.sharded_embedding import Embeddings
 
 @dataclass(frozen=True)
 class HeteroShape:
-    """Width, depth and other settings of a model."""
-
     hidden: int  #: width of all rows but the logits
     num_layers: int
     dropout: float = 0.0
@@ -34,7 +32,7 @@ class HeteroShape:
 class InputRows(nn.Module):
     """Input rows [n, hidden] of each node type: ``relu(linear(x))``, embedding rows, or one learnt vector.
 
-    Nodes of a type with neither features nor embeddings share one vector and differ by their neighbours only.
+    All nodes of a type without features and embeddings get the same vector.
     """
 
     def __init__(self, facts: GraphFacts, types: tuple[NodeType, ...], hidden: int, embeddings: Embeddings | None):
@@ -58,10 +56,7 @@ class InputRows(nn.Module):
 
 
 class HeteroModel(nn.Module):
-    """Model with ``InputRows``, one layer per hop, and a linear output layer for the seeds.
-
-    Each layer has parameters for, and computes, only the node and edge types that contribute to the seeds' output.
-    """
+    """Model with ``InputRows``, one layer per hop, and a linear output layer for the seeds."""
 
     needs_degree = False
 
@@ -98,8 +93,8 @@ class HeteroModel(nn.Module):
         return {of: rows[of][: typed.num_nodes[of][0]] for of in self.targets}
 
     def _dropped(self, rows: NodeTensors, batch: HeteroBatch, number: int) -> NodeTensors:
-        """Apply dropout. The masks depend on node type and original id, and therefore not on the number of ranks."""
         p, training = self.shape.dropout, self.training
+        # The masks depend on node type and original id, and therefore not on the number of ranks.
         return {
             of: hash_dropout(
                 h.to(product_dtype(h)), batch.n_id[of][: len(h)], p, batch.key ^ node_salt(of), number, training
@@ -109,7 +104,7 @@ class HeteroModel(nn.Module):
 
 
 def as_hetero(batch: Batch) -> HeteroBatch:
-    """Convert the batch of a homogeneous graph to a batch of a graph with one node type and one edge type."""
+    """Convert the batch of a homogeneous graph to a ``HeteroBatch`` with one node type and one edge type."""
     sizes = [block.num_dst for block in reversed(batch.blocks)]
     return HeteroBatch(
         step=batch.step,
@@ -129,7 +124,6 @@ def as_hetero(batch: Batch) -> HeteroBatch:
 
 
 def widths(need: LayerNeed, hidden: int) -> Mapping[NodeType, int]:
-    """Return the input width of a layer for each source node type: ``hidden`` for every type."""
     return dict.fromkeys(need.sources, hidden)
 
 

@@ -19,10 +19,9 @@ from trainer.loader.neighbor_loader import DistNeighborLoader
 def inference(
     model: BasicGNN, loader: DistNeighborLoader, device: Any = None, embedding_device: Any = "cpu", cache: bool = False
 ) -> Tensor:
-    """Compute the output of ``model`` for all nodes of a homogeneous graph, layer by layer. Collective.
+    """Compute the output of ``model`` for all nodes of a homogeneous graph, layer by layer. All ranks must call this.
 
-    Replaces ``model.inference``, which only accepts torch_geometric's ``NeighborLoader`` and needs all features in
-    memory. Each rank computes its share of the nodes, and every rank gets the whole result.
+    Replaces ``model.inference``. Each rank computes its share of the nodes, and every rank gets the whole result.
 
     Args:
         model: A ``BasicGNN`` (GraphSAGE, GCN, GIN, …) in evaluation mode, with ``jk`` None or ``"last"``.
@@ -30,7 +29,7 @@ def inference(
             once.
         device: Device on which the layers compute; default: the device of their inputs.
         embedding_device: Device that stores the rows of all nodes between layers: two float tensors [num_nodes, width]
-            on every rank. ``gnnfleet.WholeGraph``, which stores these rows in files, needs less memory.
+            on every rank. ``gnnfleet.WholeGraph`` stores them in files instead.
         cache: Keep ids and edges of all batches in memory after the first layer, instead of sampling them again.
 
     Shapes:
@@ -74,10 +73,10 @@ def _layer(
     model: BasicGNN, layer: int, loader: DistNeighborLoader, rows: Tensor | None, cached: list[dict[str, Any]] | None,
     device: Any, embedding_device: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute one layer's output for this rank's seeds, and 0 for all other nodes: [num_nodes, f].
+    """Compute one layer's output [num_nodes, f]: rows of this rank's seeds, 0 for all other nodes.
 
-    rows: output of the previous layer; None: the batches' ``x``. cached: a list to which layer 0 appends the ids and
-    edges of each batch, and from which later layers read them; None: each layer iterates over ``loader``.
+    rows: output of the previous layer; None: the batches' ``x``. cached: ids and edges of all batches, which layer 0
+    appends and later layers read; None: each layer iterates over ``loader``.
     """
     found: Tensor | None = None
     for batch in cached if layer and cached is not None else loader:

@@ -1,7 +1,7 @@
 """Graph layers on blocks, from rows ``[num_src, in_dim]`` to rows ``[num_dst, out_dim]``.
 
-Parameters have the names and shapes of the torch_geometric layers of the same name. On a block with all neighbours the
-output is the same too.
+Parameters have the names and shapes of the torch_geometric layers of the same name, and with all neighbours the output
+is the same.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from trainer.nn.kernels.spmm import aggregate, attend, edge_targets
 
 
 def glorot(weight: Tensor) -> None:
-    """Initialise ``weight`` [.., rows, columns] in place, with the same values as ``torch_geometric.nn.inits.glorot``.
-
-    Not imported from there, because importing torch_geometric takes seconds.
-    """
+    """Initialise ``weight`` [.., rows, columns] in place, as ``torch_geometric.nn.inits.glorot`` does."""
+    # Not imported from torch_geometric, whose import takes seconds.
     bound = math.sqrt(6.0 / (weight.size(-2) + weight.size(-1)))
     weight.data.uniform_(-bound, bound)
 
@@ -33,11 +31,9 @@ DENSE_PER_SPARSE = 30
 
 
 def linear_first(block: Block, in_dim: int, out_dim: int, needs_grad: bool) -> bool:
-    """Return whether applying the linear layer before aggregation, to all sources, is cheaper than after aggregation.
+    """Return whether it is cheaper to apply the linear layer to all sources before aggregation than after it.
 
-    Compares multiply-adds of a forward and a backward pass. The backward pass repeats the dense product for the
-    gradient of the weight, and once more for the gradient of the input if the input ``needs_grad``. It also repeats the
-    aggregation if the aggregated rows need a gradient, which is always the case if the linear layer comes first.
+    Compares multiply-adds of forward and backward pass. ``needs_grad``: the layer's input needs a gradient.
     """
     edges, num_src, num_dst = len(block.indices) * DENSE_PER_SPARSE, block.num_src, block.num_dst
     dense = in_dim * out_dim * (3 if needs_grad else 2)
@@ -50,8 +46,8 @@ class SAGEConv(nn.Module):
     """GraphSAGE layer with mean aggregation on a block: ``lin_l(mean of neighbours) + lin_r(self)``.
 
     The mean over no neighbours is 0. Hamilton, Ying and Leskovec, "Inductive Representation Learning on Large Graphs"
-    (2017). With edge features, the mean is that of neighbours' rows and edge features side by side, as in Lo et al.,
-    "E-GraphSAGE: A Graph Neural Network based Intrusion Detection System for IoT" (2022).
+    (2017). Edge features are appended to the neighbours' rows, as in Lo et al., "E-GraphSAGE: A Graph Neural Network
+    based Intrusion Detection System for IoT" (2022).
 
     Args:
         in_dim: Width of input rows.
@@ -92,7 +88,7 @@ class SAGEConv(nn.Module):
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """As ``forward``, but without the bias. The activation ``before``, if given, is first applied to ``x``.
+        """Compute ``forward`` without the bias, after applying the activation ``before`` to ``x``.
 
         On CPU the activation overwrites ``x``.
         """
@@ -100,7 +96,6 @@ class SAGEConv(nn.Module):
         return rows if self.lin_edge is None else rows + self.lin_edge(mean_edge_attr(block))
 
     def _of_nodes(self, block: Block, x: Tensor, before: Activation | None) -> Tensor:
-        """``without_bias`` without edge features."""
         of_mean, of_self = self.lin_l.weight, self.lin_r.weight
         if linear_first(block, x.shape[1], len(of_mean), x.requires_grad):
             x = x if before is None else before.of(x)
@@ -121,10 +116,9 @@ def mean_edge_attr(block: Block) -> Tensor:
 class GCNConv(nn.Module):
     """Graph convolution on a block, with self loops and symmetric normalisation by whole-graph in-degrees.
 
-    With in-degree d, target i gets ``lin(x_i / (d_i + 1) + sum_j x_j / sqrt((d_i + 1)(d_j + 1))) + bias``. If the block
-    has s_i of the d_i neighbours, their sum is scaled by d_i / s_i, so that its expectation over samples is the full
-    sum. A self loop in the graph counts as one more neighbour. Kipf and Welling, "Semi-Supervised Classification with
-    Graph Convolutional Networks" (2017).
+    With in-degree d, target i gets ``lin(x_i / (d_i + 1) + sum_j x_j / sqrt((d_i + 1)(d_j + 1))) + bias``. If only s_i
+    of the d_i neighbours are in the block, their sum is multiplied by d_i / s_i. A self loop in the graph counts as one
+    more neighbour. Kipf and Welling, "Semi-Supervised Classification with Graph Convolutional Networks" (2017).
 
     Args:
         in_dim: Width of input rows.
@@ -162,7 +156,7 @@ class GCNConv(nn.Module):
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """As ``forward``, but without the bias. The activation ``before``, if given, is first applied to ``x``.
+        """Compute ``forward`` without the bias, after applying the activation ``before`` to ``x``.
 
         On CPU the activation overwrites ``x``.
         """
@@ -193,7 +187,7 @@ class GATConv(nn.Module):
         out_dim: Width of a head.
         heads: Number of attention heads.
         concat: Concatenate the heads' outputs; else average them.
-        negative_slope: Slope of the LeakyReLU for negative attention scores.
+        negative_slope: Slope of the LeakyReLU of the attention scores for negative values.
 
     Shapes:
         - **input:** block, rows [num_src, in_dim].
@@ -228,7 +222,7 @@ class GATConv(nn.Module):
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """As ``forward``, but without the bias. The activation ``before``, if given, is first applied to ``x``.
+        """Compute ``forward`` without the bias, after applying the activation ``before`` to ``x``.
 
         On CPU the activation overwrites ``x``.
         """
@@ -238,7 +232,7 @@ class GATConv(nn.Module):
         return out.flatten(1) if self.concat else out.mean(1)
 
     def _attention(self, block: Block, h: Tensor) -> Tensor:
-        """Attention weights [num_edges, heads], which sum to 1 over each target's edges."""
+        """Return the attention weights [num_edges, heads], which sum to 1 over each target's edges."""
         from torch_geometric.utils import softmax  # imported here because importing it takes seconds
 
         of_source = (h * self.att_src).sum(-1)[block.indices.long()]
@@ -250,7 +244,7 @@ class GATConv(nn.Module):
 
 
 def with_self_loops(block: Block) -> Block:
-    """Return the block with an additional self loop for each target, as the last edge of the target's CSR row."""
+    """Return the block with a self loop as the last edge of each target."""
     device = block.indptr.device
     loops = torch.arange(block.num_dst, dtype=torch.int32, device=device)
     indptr = block.indptr + torch.arange(block.num_dst + 1, dtype=torch.int32, device=device)

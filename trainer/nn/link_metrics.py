@@ -1,7 +1,7 @@
 """Ranking metrics of links against given negatives: MRR, Hits@k, AUC.
 
-Among equal scores, a positive gets the mean of the ranks it could have, and AUC counts the pair as half. A model that
-gives all pairs the same score thus gets the metrics of random guessing.
+A positive with the same score as some negatives gets the mean of the ranks it could have; the AUC counts equal scores
+as half.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ HITS = (1, 3, 10, 50)
 def ranks(positive: Tensor, negative: Tensor) -> Tensor:
     """Rank each positive among its own negatives, from 1.
 
-    Equal scores give the mean of the possible ranks. A positive with score NaN gets the last rank, k + 1 for k
-    negatives.
+    Equal scores give the mean of the possible ranks. A positive with score NaN gets the last rank.
 
     Args:
         positive: Scores of the positives.
@@ -44,7 +43,7 @@ def ranks(positive: Tensor, negative: Tensor) -> Tensor:
 
 
 def mrr(positive: Tensor, negative: Tensor) -> Tensor:
-    """Mean reciprocal rank of the positives among their own negatives.
+    """Compute the mean reciprocal rank of the positives among their own negatives.
 
     Args:
         positive: Scores of the positives.
@@ -66,7 +65,7 @@ def mrr(positive: Tensor, negative: Tensor) -> Tensor:
 
 
 def hits_at(k: int, positive: Tensor, negative: Tensor) -> Tensor:
-    """Share of positives whose rank among their own negatives is at most k.
+    """Compute the share of positives whose rank among their own negatives is at most k.
 
     Args:
         k: Largest rank that counts.
@@ -89,9 +88,9 @@ def hits_at(k: int, positive: Tensor, negative: Tensor) -> Tensor:
 
 
 def auc(positive: Tensor, negative: Tensor) -> Tensor:
-    """Area under the ROC curve: the probability that a positive scores above a negative.
+    """Compute the area under the ROC curve: the probability that a positive scores above a negative.
 
-    Compares every positive with every negative, by the rank sum of the positives (Mann and Whitney, 1947).
+    Every positive is compared with every negative.
 
     Args:
         positive: Scores of the positives.
@@ -119,7 +118,7 @@ def auc(positive: Tensor, negative: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LinkScore:
-    """Ranking metrics of a model on a set of links, as ``LinkSums.result`` returns them.
+    """Ranking metrics of a model on a set of links. ``LinkSums.result`` returns it.
 
     Args:
         mrr: Mean reciprocal rank.
@@ -146,10 +145,9 @@ class LinkScore:
 
 
 class LinkSums:
-    """Accumulates MRR, Hits@k and AUC over batches, as sums that can be added over processes.
+    """Accumulate MRR, Hits@k and AUC over batches, as sums that can be added over processes.
 
-    The AUC compares each positive with its own negatives only and is averaged over positives, because the AUC over all
-    pairs of all batches would need all scores in one process.
+    The AUC compares each positive with its own negatives only and is averaged over positives.
 
     Args:
         hits: Values of k for Hits@k.

@@ -1,4 +1,4 @@
-"""Link prediction: an encoder on blocks, projections of both ends of a link, and their dot product as its score."""
+"""Model for link prediction: an encoder on blocks, and the dot product of projected rows as score of a link."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.batch import Batch, HeteroBatch, LinkEnds
 from trainer.core.schema import EdgeType
 from trainer.nn.graph_facts import GraphFacts
 from trainer.nn.models import HETERO_MODELS, ModelSettings, build_model
@@ -16,11 +16,10 @@ from trainer.nn.sharded_embedding import Embeddings
 
 
 class LinkModel(nn.Module):
-    """Scores the links and the negatives of a batch.
+    """Model that scores the links and the negatives of a batch.
 
-    A node has two embeddings, one as source and one as target of a link: linear projections of its row. The score of a
-    link is the dot product of its ends' embeddings, so that the best targets of a source can be found by
-    nearest-neighbour search. Scores of u -> v and v -> u differ.
+    A score is the dot product of two projections, one for sources and one for targets, so scores of u -> v and v -> u
+    differ.
     """
 
     encoder: Any  #: a ``BlockModel`` or ``HeteroModel``
@@ -32,14 +31,27 @@ class LinkModel(nn.Module):
         self.as_source, self.as_target = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, batch: Batch | HeteroBatch) -> Tensor:
-        """Return scores, float [num_seeds, 1 + m]: of each link, and of the batch's m negatives as its target."""
+        """Return scores, float [num_seeds, 1 + m]: of each link, and of its source with the batch's m negatives."""
         links = batch.links
         assert links is not None, "a batch of links"
         rows = self.encoder.seed_rows(batch)
         sources, targets = self.as_source(rows[links.source]), self.as_target(rows[links.target])
         src = sources[links.src]
         positive = (src * targets[links.dst]).sum(1)
-        return torch.cat([positive[:, None], src @ targets[links.negatives].t()], 1)
+        return torch.cat([positive[:, None], _negative_scores(src, targets, links)], 1)
+
+
+def _negative_scores(src: Tensor, targets: Tensor, links: LinkEnds) -> Tensor:
+    """Return the score of each link's source, ``src`` [num_seeds, width], with each of its negatives, float
+    [num_seeds, m].
+    """
+    if links.group is None:
+        return src @ targets[links.negatives].t()
+    if not len(links.negatives):  # this rank has no links in the step
+        return src @ targets[:0].t()
+    rows = [torch.nonzero(links.group == number)[:, 0] for number in range(len(links.negatives))]
+    scores = [src[of] @ targets[shared].t() for of, shared in zip(rows, links.negatives, strict=True)]
+    return torch.cat(scores)[torch.argsort(torch.cat(rows))]
 
 
 def build_link_model(
@@ -55,7 +67,7 @@ def build_link_model(
         edge_type: Type of the links.
         embeddings: As for ``build_model``.
 
-    Raises the errors of ``build_model``.
+    Raises the same errors as ``build_model``.
     """
     outputs = 0 if settings.model in HETERO_MODELS else settings.hidden
     encoder = build_model(settings, replace(facts, num_classes=outputs), embeddings)
@@ -65,6 +77,5 @@ def build_link_model(
 
 
 def link_facts(facts: GraphFacts, edge_type: EdgeType) -> GraphFacts:
-    """Return ``facts`` for a model whose outputs are the rows of both ends of links of ``edge_type``."""
     further = () if edge_type[0] == edge_type[2] else (edge_type[0],)
     return replace(facts, target=edge_type[2], further=further)

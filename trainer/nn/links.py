@@ -1,8 +1,7 @@
 """Link prediction: decoders that score pairs of node rows, and their losses.
 
-The functions take the fields of torch_geometric's link batches: ``edge_label_index`` with ``edge_label`` (binary
-negatives), or ``src_index``, ``dst_pos_index`` and ``dst_neg_index`` (triplets). Positives are the pairs of a link
-batch: edges, or pairs from random walks (``walk_pairs``). The loader draws the negatives.
+The arguments are named as the fields of torch_geometric's link batches: ``edge_label_index`` and ``edge_label`` (binary
+negatives), or ``src_index``, ``dst_pos_index`` and ``dst_neg_index`` (triplets).
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ class Decoder(Protocol):
     def score(self, h_src: Tensor, h_dst: Tensor, relation: Tensor | int | None = None) -> Tensor:
         """Return the scores of pairs of rows: float [n] for two tensors of rows [n, f].
 
-        Leading dimensions broadcast, so [n, 1, f] and [n, k, f] give [n, k].
-
-        ``relation``: number of each pair's relation, int64 [n], or one number for all pairs. Decoders may ignore it.
+        Leading dimensions broadcast: [n, 1, f] and [n, k, f] give [n, k]. ``relation``: relation of each pair, int64
+        [n], or one number for all pairs.
         """
 
 
 class DotProduct(nn.Module):
-    """Scores a pair by the dot product of its rows, ``h_src · h_dst``. Has no parameters.
+    """Score a pair by the dot product of its rows, ``h_src · h_dst``. Has no parameters.
 
     Shapes:
         - **input:** rows [n, f] and [n, f]; leading dimensions broadcast.
@@ -48,7 +46,7 @@ class DotProduct(nn.Module):
 
 
 class MLPDecoder(nn.Module):
-    """Scores a pair by a two-layer perceptron on both rows. The score depends on the direction of the link.
+    """Score a pair by a two-layer perceptron on both rows. The score depends on the direction of the link.
 
     Args:
         in_dim: Width of the rows.
@@ -83,7 +81,7 @@ class MLPDecoder(nn.Module):
 
 
 class DistMult(nn.Module):
-    """Scores a pair by ``sum of h_src * r * h_dst`` with a learnt row r per relation.
+    """Score a pair by ``sum of h_src * r * h_dst`` with a learnt row r per relation.
 
     Yang et al., "Embedding Entities and Relations for Learning and Inference in Knowledge Bases" (2015).
 
@@ -188,7 +186,7 @@ def score_triplets(
 
 
 def bce_loss(score: Tensor, label: Tensor) -> Tensor:
-    """Mean binary cross entropy, with scores as logits.
+    """Compute the mean binary cross entropy, with scores as logits.
 
     Args:
         score: Scores of the pairs.
@@ -210,12 +208,12 @@ def bce_loss(score: Tensor, label: Tensor) -> Tensor:
 
 
 def margin_loss(positive: Tensor, negative: Tensor, margin: float = 1.0) -> Tensor:
-    """Mean of ``max(0, margin - positive + negative)`` over all negatives.
+    """Compute the mean of ``max(0, margin - positive + negative)`` over all negatives.
 
     Args:
         positive: Scores of the positives.
         negative: Scores of each positive's negatives.
-        margin: Difference of scores at or above which the loss of a pair is 0.
+        margin: The loss of a negative is 0 if the positive scores higher by at least this number.
 
     Shapes:
         - **input:** positive float [n], negative float [n, k].
@@ -233,7 +231,7 @@ def margin_loss(positive: Tensor, negative: Tensor, margin: float = 1.0) -> Tens
 
 
 def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
-    """Mean of ``-log sigmoid(positive - negative)`` over all negatives.
+    """Compute the mean of ``-log sigmoid(positive - negative)`` over all negatives.
 
     Rendle et al., "BPR: Bayesian Personalized Ranking from Implicit Feedback" (2009).
 
@@ -257,7 +255,7 @@ def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
 
 
 def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
-    """Mean cross entropy of choosing each positive among itself and its negatives.
+    """Compute the mean cross entropy of choosing each positive among itself and its negatives.
 
     Args:
         positive: Scores of the positives.
@@ -280,7 +278,7 @@ def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
 
 
 def unsupervised_loss(positive: Tensor, negative: Tensor, num_negatives: float | None = None) -> Tensor:
-    """GraphSAGE's unsupervised loss: mean of ``-log s(positive)`` plus Q times the mean of ``-log s(-negative)``.
+    """Compute GraphSAGE's loss: mean of ``-log s(positive)`` plus Q times the mean of ``-log s(-negative)``.
 
     s is the logistic function. Hamilton, Ying and Leskovec, "Inductive Representation Learning on Large Graphs" (2017),
     equation 1.
@@ -309,7 +307,7 @@ def unsupervised_loss(positive: Tensor, negative: Tensor, num_negatives: float |
 
 
 class UnsupervisedLoss(nn.Module):
-    """Computes ``unsupervised_loss`` of a link batch from the rows of its nodes.
+    """Module that computes ``unsupervised_loss`` of a link batch from the rows of its nodes.
 
     Args:
         decoder: Scores pairs of rows; default ``DotProduct``.
@@ -333,7 +331,7 @@ class UnsupervisedLoss(nn.Module):
         self.num_negatives = num_negatives
 
     def binary(self, h: Tensor, edge_label_index: Tensor, edge_label: Tensor) -> Tensor:
-        """Loss of a batch with binary negatives.
+        """Compute the loss of a batch with binary negatives.
 
         Args:
             h: Rows of the batch's nodes.
@@ -349,7 +347,7 @@ class UnsupervisedLoss(nn.Module):
         return unsupervised_loss(scores[near], scores[~near], self.num_negatives)
 
     def triplets(self, h: Tensor, src_index: Tensor, dst_pos_index: Tensor, dst_neg_index: Tensor) -> Tensor:
-        """Loss of a triplet batch.
+        """Compute the loss of a triplet batch.
 
         Args:
             h: Rows of the batch's nodes.

@@ -38,7 +38,6 @@ class ModelSettings(Protocol):
 
 
 def precision_of(settings: ModelSettings) -> torch.dtype:
-    """Return the dtype of dense products for ``settings.precision``."""
     return PRECISIONS[settings.precision]
 
 
@@ -70,7 +69,6 @@ class BlockModel(nn.Module):
         return h + bias
 
     def seed_rows(self, batch: Batch) -> dict[NodeType, Tensor]:
-        """Return the output for all seed nodes, by node type."""
         return {HOMO_NODE: self(batch)}
 
 
@@ -78,7 +76,7 @@ Builder = Callable[[ModelSettings, int, int, int], nn.Module]
 
 
 def sage(settings: ModelSettings, in_dim: int, num_classes: int, edge_dim: int = 0) -> nn.Module:
-    """Build a GraphSAGE model. Its layers use the means of neighbours' rows and, if there are any, of edge features."""
+    """Build a GraphSAGE model. ``edge_dim``: width of edge features, which it averages too; 0: none."""
     dims = _dims(settings, in_dim, num_classes)
     layers = [SAGEConv(a, b, edge_dim) for a, b in dims]
     return BlockModel(layers, settings.dropout, precision=precision_of(settings))
@@ -106,11 +104,7 @@ HeteroBuilder = Callable[[ModelSettings, GraphFacts, Embeddings | None], nn.Modu
 
 
 def _of_types(name: str) -> HeteroBuilder:
-    """Return the builder ``name`` of ``hetero_models``.
-
-    ``hetero_models`` is imported only when the builder is called, because the import takes seconds.
-    """
-
+    # The import takes seconds, so the builder imports when it is called.
     def build(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
         from trainer.nn.hetero_models import BUILDERS, HeteroShape
 
@@ -139,14 +133,14 @@ def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddin
         settings: Model name, width, heads, dropout, fanouts (one layer per fanout), seed and precision; a
             ``TrainSettings``.
         facts: The graph's types, feature widths and number of classes.
-        embeddings: Rows of node types without features, for heterogeneous models; default: one learnt vector for all
-            nodes of such a type.
+        embeddings: Trainable rows of node types without features, for heterogeneous models; default: one learnt vector
+            per node type.
 
     Returns:
         A module that maps a batch of ``BatchLoader`` to logits, float [num_seeds, num_classes].
 
     Raises:
-        SettingsError: For an unknown model, a model for another kind of graph, or widths that do not fit the model.
+        SettingsError: If the model is unknown, is for another kind of graph, or does not fit the widths.
         DataError: If the model needs features and the graph has none.
 
     Example:

@@ -1,7 +1,6 @@
 """Trainable embedding rows for nodes without features, sharded over the ranks of a run or local to one process.
 
-The functions on sharded tables are collective: every rank of the group must call them. Tables are sent in pieces. Only
-the rank that saves or loads a table holds all of it.
+Every rank of the group must call the functions on sharded tables.
 """
 
 from __future__ import annotations
@@ -31,17 +30,13 @@ class ShardedEmbedding:
     """Trainable embedding rows of nodes, each stored on one rank of a process group.
 
     A training step calls ``lookup`` in the forward pass, then ``loss.backward()``, ``sync_gradients()`` and the step of
-    an optimizer over ``[embedding.weight]``. The optimizer must support sparse gradients (SparseAdam, Adagrad, SGD
-    without momentum); it changes only rows that were looked up. All ranks must call ``lookup`` and ``sync_gradients``
-    equally often, also with empty ids. Gradients are averaged over ranks, as by DistributedDataParallel, so the same
-    loss trains the model and the embedding.
+    an optimizer over ``[embedding.weight]``. The optimizer must support sparse gradients: SparseAdam, Adagrad, or SGD
+    without momentum. All ranks must call ``lookup`` and ``sync_gradients`` equally often, also with empty ids.
+    Gradients are averaged over ranks, as by DistributedDataParallel.
 
-    The tables of all types are concatenated, and row ``g`` is stored on rank ``g % ranks``, independently of the
-    partition. A row's initial value depends only on seed, node type and original id; it is uniform with variance
-    ``1 / dim``.
+    A row's initial value is uniform with variance ``1 / dim`` and depends only on seed, node type and original id.
 
-    This class is not an ``nn.Module``: inside a model, DistributedDataParallel would treat the shards as replicas of
-    one table.
+    This class is no ``nn.Module``, as DistributedDataParallel would treat the shards as replicas.
 
     Args:
         num_nodes: Number of nodes by node type.
@@ -51,7 +46,7 @@ class ShardedEmbedding:
         group: Process group; default ``torch.distributed``'s default group, or this process alone without one.
 
     Shapes:
-        - ``weight``: float32 [own rows, dim], this rank's rows; own rows are about total / ranks.
+        - ``weight``: float32 [n, dim], this rank's rows: about 1 / ranks of all rows.
 
     Example:
         ```python
@@ -80,7 +75,7 @@ class ShardedEmbedding:
         self._pending: list[tuple[Route, Tensor]] = []
 
     def lookup(self, n_id: Mapping[NodeType, Tensor]) -> Tables:
-        """Fetch rows of nodes from the ranks that store them. Collective.
+        """Fetch rows of nodes from the ranks that store them. All ranks must call this.
 
         Args:
             n_id: Original ids by node type; repeats allowed. Ranks may pass different or empty ids.
@@ -104,10 +99,9 @@ class ShardedEmbedding:
         return dict(zip(n_id, found.split([len(of) for of in ids]), strict=True))
 
     def sync_gradients(self) -> None:
-        """Send the gradients of all rows looked up since the last call to their owners. Collective.
+        """Send the gradients of all rows looked up since the last call to the ranks that store them.
 
-        Adds the mean over ranks to ``weight.grad``, a sparse tensor. Must be called after ``backward``, which does not
-        communicate, because the order of communication would then depend on each rank's autograd graph.
+        Adds the mean over ranks to ``weight.grad``, a sparse tensor. All ranks must call this after ``backward``.
         """
         places, values = [], []
         for route, rows in self._pending:
@@ -159,10 +153,10 @@ _ROWS_AT_ONCE = 1 << 16  #: rows per rank and message
 
 
 def gather_tables(embedding: ShardedEmbedding, shard: Tensor, to: int = 0) -> Tables | None:
-    """Gather the shards of all ranks into one table per node type, on the CPU of rank ``to``. Collective.
+    """Gather the shards of all ranks into one table per node type, on the CPU of rank ``to``.
 
-    shard: [own rows, …], ``embedding.weight`` or an optimizer state with as many rows. The rows of a table are in the
-    order of original ids. Returns None on other ranks.
+    shard: ``embedding.weight`` or an optimizer state with as many rows. Tables are in the order of original ids.
+    Returns None on other ranks. All ranks must call this.
     """
     whole = torch.empty(embedding.total, *shard.shape[1:], dtype=shard.dtype) if embedding.rank == to else None
     for first, count in _pieces(embedding):
@@ -180,7 +174,7 @@ def gather_tables(embedding: ShardedEmbedding, shard: Tensor, to: int = 0) -> Ta
 
 
 def scatter_tables(embedding: ShardedEmbedding, tables: Mapping[str, Tensor] | None) -> Tensor:
-    """Split ``tables``, given on rank 0 (None on others), into shards, and return this rank's shard. Collective."""
+    """Split ``tables``, given on rank 0, and return this rank's shard. All ranks must call this."""
     whole = None if tables is None else torch.cat([tables[of] for of in embedding.num_nodes])
     shard = torch.empty_like(embedding.weight.detach())
     for first, count in _pieces(embedding):
@@ -196,7 +190,7 @@ def scatter_tables(embedding: ShardedEmbedding, tables: Mapping[str, Tensor] | N
 def embedding_state(
     embedding: ShardedEmbedding, optimizer: torch.optim.Optimizer | None = None, to: int = 0
 ) -> dict[str, Any] | None:
-    """Gather the embedding and its optimizer state on one rank, for a checkpoint. Collective.
+    """Gather the embedding and its optimizer state on one rank, for a checkpoint. All ranks must call this.
 
     Args:
         embedding: Embedding to save.
@@ -207,8 +201,8 @@ def embedding_state(
         - **output:** tables float32 [num_nodes[type], dim] by node type, by original id, on CPU.
 
     Returns:
-        On rank ``to`` a dict that ``torch.save`` can write: ``tables``, ``optimizer_rows`` (tables of the optimizer's
-        per-row states, by name) and ``optimizer_rest`` (its other state). None on other ranks.
+        On rank ``to`` a dict that ``torch.save`` can write: ``tables``, ``optimizer_rows`` (optimizer states with one
+        row per node, by name) and ``optimizer_rest`` (all others). None on other ranks.
 
     Example:
         ```python
@@ -232,9 +226,9 @@ def embedding_state(
 def load_embedding_state(
     embedding: ShardedEmbedding, state: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Restore an embedding from the result of ``embedding_state``. Collective.
+    """Restore an embedding from the result of ``embedding_state``. All ranks must call this.
 
-    The number of ranks may differ from that of the run that saved the state.
+    The number of ranks may differ from that at the time of saving.
 
     Args:
         embedding: Embedding to overwrite, with the same node types, sizes and width.
@@ -267,7 +261,7 @@ def _per_row(embedding: ShardedEmbedding, value: Any) -> bool:
 
 
 def _pieces(embedding: ShardedEmbedding) -> Iterator[tuple[int, int]]:
-    """Divide the shards into pieces that are sent as one message: yields (first row of the shard, number of rows).
+    """Divide the shards into pieces that are sent as one message: yield (first row of the shard, number of rows).
 
     All ranks yield the same pairs, although shards may differ in size by one row.
     """
@@ -276,7 +270,7 @@ def _pieces(embedding: ShardedEmbedding) -> Iterator[tuple[int, int]]:
 
 
 def _of_rank(whole: Tensor, embedding: ShardedEmbedding, rank: int, first: int, count: int) -> Tensor:
-    """Return a view of the rows ``first … first + count`` of a rank's shard in ``whole``, or fewer at the shard's end.
+    """Return a view of the rows ``first … first + count`` of a rank's shard, or fewer at the shard's end.
 
     ``whole``: the tables of all node types, concatenated.
     """
@@ -284,10 +278,7 @@ def _of_rank(whole: Tensor, embedding: ShardedEmbedding, rank: int, first: int, 
 
 
 def _padded(rows: Tensor, count: int, embedding: ShardedEmbedding) -> Tensor:
-    """Return ``rows`` padded with zeros to ``count`` rows, because all ranks must send equally many.
-
-    The result is on the device that the backend of the process group requires.
-    """
+    """Return ``rows`` padded with zeros to ``count`` rows, on the device that the process group's backend requires."""
     part = torch.zeros(count, *rows.shape[1:], dtype=rows.dtype, device=wire_device(embedding.group))
     part[: len(rows)] = rows
     return part
@@ -303,28 +294,24 @@ def _scattered(embedding: ShardedEmbedding, parts: list[Tensor] | None, count: i
 
 
 def _by_type(embedding: ShardedEmbedding, whole: Tensor) -> Tables:
-    """Split ``whole`` into a table per node type. Makes copies, as ``torch.save`` of a view would write all rows."""
     pieces = whole.split(list(embedding.num_nodes.values()))
+    # Copies, as ``torch.save`` of a view would write all rows.
     return {of: rows.clone() for of, rows in zip(embedding.num_nodes, pieces, strict=True)}
 
 
 class Embeddings(Protocol):
     """Interface of trainable rows of some node types, which a model looks up in each batch.
 
-    An implementation that is an ``nn.Module`` becomes a submodule of the model and is trained with the model. Another
-    implementation, such as ``ShardedEmbedding``, needs an optimizer of its own.
+    An ``nn.Module`` is trained with the model. Any other implementation needs an optimizer of its own.
     """
 
     dim: int  #: width of a row
 
     @property
-    def num_nodes(self) -> Mapping[NodeType, int]:
-        """Number of rows by node type."""
+    def num_nodes(self) -> Mapping[NodeType, int]: ...
 
     def lookup(self, n_id: Mapping[NodeType, Tensor]) -> Mapping[NodeType, Tensor]:
-        """Return the rows of nodes by type, float32 [n, dim]. Called once per batch. ``n_id``: original ids by type,
-        int64 [n].
-        """
+        """Return the rows of nodes by type, float32 [n, dim]. ``n_id``: original ids by type, int64 [n]."""
 
 
 class LocalEmbeddings(nn.Module):

@@ -1,9 +1,7 @@
 """Trims each layer of a torch_geometric model to the nodes and edges that later layers need.
 
-A batch lists nodes and edges hop by hop. The last layer needs the edges of the first hop only, the layer before it the
-edges of the first two hops, and so on. The modules return the rows that the last layer computed, seeds first:
-``out[:batch.batch_size]`` equals the output of the untrimmed model, except with BatchNorm in training mode, whose
-statistics cover only the rows that a layer computes. The rows of other nodes should not be used.
+The output of the seeds, ``out[:batch.batch_size]``, equals that of the untrimmed model, except with BatchNorm in
+training mode. Other rows must not be used.
 """
 
 from __future__ import annotations
@@ -38,10 +36,9 @@ NOT_ONE_HOP = (
 
 
 class TrimToLayer(nn.Module):
-    """torch_geometric's ``trim_to_layer`` as a module that also works inside models converted by ``to_hetero``.
+    """torch_geometric's ``trim_to_layer`` as a module, for models that ``gnnfleet.nn.to_hetero`` converts.
 
-    ``to_hetero`` passes (source, target) pairs, which torch_geometric's own trim module does not accept. Call this
-    module at the beginning of each layer of a model that ``gnnfleet.nn.to_hetero`` converts.
+    Call this module at the beginning of each layer.
 
     Example:
         ```python
@@ -57,7 +54,7 @@ class TrimToLayer(nn.Module):
     def forward(
         self, layer: int, nodes: Any, edges: Any, x: Any, edge_index: Any, edge_attr: Any = None
     ) -> tuple[Any, Any, Any]:
-        """Remove nodes and edges that layer ``layer`` and later layers do not need.
+        """Remove nodes and edges that neither this layer nor later layers need.
 
         Args:
             layer: Number of the layer, from 0.
@@ -87,7 +84,7 @@ class TrimToLayer(nn.Module):
 
 
 class ConvStack(nn.Module):
-    """A sequence of convolutions with an activation and dropout in between. The input of each layer is trimmed."""
+    """A sequence of convolutions with activation and dropout in between, each with trimmed input."""
 
     def __init__(self, convs: Sequence[nn.Module], act: nn.Module | None = None, dropout: float = 0.0):
         super().__init__()
@@ -103,7 +100,7 @@ class ConvStack(nn.Module):
         num_sampled_nodes_per_hop: Counts | None = None,
         num_sampled_edges_per_hop: Counts | None = None,
     ) -> Tensor:
-        """Return the rows of the last convolution, seeds first. Without the numbers per hop nothing is trimmed."""
+        """Return the rows of the last convolution, seeds first. Without counts per hop nothing is trimmed."""
         for number, conv in enumerate(self.convs):
             x, edge_index, _ = self._trim(number, num_sampled_nodes_per_hop, num_sampled_edges_per_hop, x, edge_index)
             x = conv(x, edge_index)
@@ -113,7 +110,7 @@ class ConvStack(nn.Module):
 
 
 class Trimmed(nn.Module):
-    """Runs a torch_geometric model on a batch of a homogeneous graph, each layer only on the nodes later layers need.
+    """Run a torch_geometric model on homogeneous batches, each layer only on the nodes that later layers need.
 
     Args:
         model: A ``BasicGNN`` (GraphSAGE, GAT, GIN, PNA, …) or a ``ConvStack``.
@@ -170,8 +167,7 @@ class TrimmedToHetero(nn.Module):
         self.model, self.num_layers, self.edge_arg = model, num_layers, edge_arg
 
     def forward(self, batch: HeteroData, x: Mapping[NodeType, Tensor] | None = None) -> NodeTensors:
-        """Return the rows of every node type, [n, out] each, seeds first. If given, ``x`` is used in place of
-        ``batch.x_dict``.
+        """Return the rows of every node type, [n, out] each, seeds first. ``x``: used in place of ``batch.x_dict``.
 
         Raises ``SettingsError`` if the batch has no counts per hop.
         """
@@ -186,7 +182,7 @@ def to_hetero(
     aggr: str = "sum",
     edge_arg: str | None = None,
 ) -> TrimmedToHetero:
-    """Convert a homogeneous model to a heterogeneous one, like torch_geometric's ``to_hetero``, and trim its layers.
+    """Convert a homogeneous model like torch_geometric's ``to_hetero``, and trim its layers.
 
     Args:
         model: A ``BasicGNN``, or a sequence of convolutions, which are connected by ReLU.
@@ -221,12 +217,11 @@ def to_hetero(
 
 
 class TrimmedHetero(nn.Module):
-    """Runs heterogeneous convolutions on a batch, each layer only on the nodes later layers need.
+    """Run heterogeneous convolutions on a batch, each layer only on the nodes that later layers need.
 
     Args:
         convs: ``HeteroConv`` or ``HGTConv`` modules, connected by activation and dropout.
-        target: Node type of the output; each layer then also leaves out the node and edge types that do not contribute
-            to it.
+        target: Node type of the output; layers skip node and edge types that do not contribute to it.
         dropout: Dropout probability between layers.
         act: Activation between layers; None for none.
         edge_arg: ``"edge_weight"`` or ``"edge_attr"`` to pass this attribute of the batch to the convolutions.
@@ -287,7 +282,6 @@ class TrimmedHetero(nn.Module):
         return rows
 
     def _needed(self, number: int, rows: NodeTensors, indices: EdgeTensors, attrs: EdgeTensors | None) -> Any:
-        """Keep the inputs of layer ``number`` whose node and edge types contribute to the target type."""
         if self.target is None:
             return rows, indices, attrs
         need = layer_needs(tuple(rows), tuple(indices), self.target, len(self.convs) - number)[0]
@@ -311,10 +305,6 @@ def check_one_hop(model: nn.Module) -> None:
 
 
 def _with_trim(model: nn.Module) -> nn.Module:
-    """Make ``model`` trim with ``TrimToLayer``, which ``to_hetero`` can convert, and return ``model``.
-
-    If the model has jumping knowledge, it is computed for the nodes of the last layer only.
-    """
     model._trim = TrimToLayer()
     if isinstance(knowledge := getattr(model, "jk", None), nn.Module):
         knowledge.register_forward_pre_hook(_cut_to_last)
@@ -335,7 +325,7 @@ def _cut_to_last(_: nn.Module, args: tuple[list[Tensor]]) -> tuple[list[Tensor]]
 class Hops:
     """The inputs of a model, made from a batch and with exactly one hop per layer.
 
-    If the batch is a ``HeteroData``, each field is a dict by node or edge type.
+    For a ``HeteroData``, each field is a dict by node or edge type.
     """
 
     nodes: Any  #: sampled nodes per hop, seeds first: [layers + 1]
@@ -346,7 +336,7 @@ class Hops:
 
     @classmethod
     def of(cls, batch: Data | HeteroData, rows: Any, indices: Any, attrs: Any, num_layers: int) -> Hops:
-        """Make the inputs: cut off hops that no layer reads, and add empty hops if there are fewer hops than layers.
+        """Make the inputs: cut off hops that no layer reads, and add empty hops if there are too few.
 
         Raises ``SettingsError`` for a batch without counts per hop.
         """

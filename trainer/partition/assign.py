@@ -48,10 +48,10 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def method_options(method: str, **given: Any) -> dict[str, Any]:
-    """Return all options of ``method`` with defaults, as JSON values. They are part of a partition's fingerprint.
+    """Return all options of ``method`` with defaults, as JSON values.
 
-    An option whose value is None gets its default. An option that ``method`` does not use is left out. Raises
-    ``PartitionError`` for an unknown method, option or value.
+    An option that is None gets its default; one that ``method`` does not use is left out. Raises ``PartitionError`` for
+    an unknown method, option or value.
     """
     if method not in METHODS:
         raise PartitionError(f"unknown partition method {method!r}; choose one of {', '.join(METHODS)}")
@@ -73,7 +73,6 @@ def made_by(manifest: Manifest) -> str:
 
 
 def fanouts_of(plain: Any) -> Fanouts:
-    """Convert fanouts from ``method_options`` to the form that the samplers accept."""
     if not isinstance(plain, Mapping):
         return tuple(plain)
     return {_edge_type(name): tuple(hops) for name, hops in plain.items()}
@@ -104,7 +103,7 @@ _AT_ONCE = 1 << 20
 
 
 def hash_part(node_type: NodeType, orig_ids: Array, num_parts: int, seed: int) -> Part:
-    """Return the part of each node, int32 [n]: a hash of type, original id and seed. Part sizes are about equal."""
+    """Return the part of each node, int32 [n]: a hash of type, original id and seed."""
     part = np.empty(len(orig_ids), np.int32)
     for start in range(0, len(orig_ids), _AT_ONCE):
         keys = _keys(node_type, orig_ids[start : start + _AT_ONCE], seed)
@@ -159,9 +158,9 @@ def assign_parts(
 
     Args:
         num_parts: number of parts, at most the number of nodes.
-        method: `metis` cuts few edges; `streaming` cuts few edges of a graph whose edges need not fit into memory;
-            `frequency` assigns nodes to the part whose seeds sample them most often; `random` balances exactly; `hash`
-            hashes type, id and seed, so a part may be empty. See ``choose_method`` for `auto`.
+        method: `metis` cuts few edges; `streaming` too, with edges on disk; `frequency` assigns nodes to the part whose
+            seeds sample them most often; `random` balances exactly; `hash` hashes type, id and seed, so a part may be
+            empty.
         seed: seed of the method.
         scratch: for method `streaming`: folder for its files, and the memory that it may use.
         options: options of the method, see ``method_options``.
@@ -211,9 +210,9 @@ def given_assignment(
     seed: int,
     options: Mapping[str, Any],
 ) -> PartitionAssignment:
-    """Return the assignment of nodes to given ``parts``: int32 [num_nodes] for each node type.
+    """Return the assignment of nodes to given ``parts``, int32 [num_nodes] for each node type.
 
-    Computes edge cut and balance. The other arguments are only recorded.
+    The other arguments are only recorded.
     """
     cut = {
         of: _count_cut(edges.edge_index[0], edges.edge_index[1], parts[of[0]], parts[of[2]])
@@ -241,7 +240,6 @@ def _count_cut(sources: Array, targets: Array, source_part: Array, target_part: 
 
 
 def store_assignment(assignment: PartitionAssignment, folder: Path) -> None:
-    """Store an assignment in an empty folder. Raises ``OSError``."""
     for of, part in assignment.parts.items():
         np.save(folder / f"{of}.npy", part)
     cuts = {type_name(of): cut for of, cut in assignment.edge_cuts.items()}
@@ -250,7 +248,6 @@ def store_assignment(assignment: PartitionAssignment, folder: Path) -> None:
 
 
 def read_assignment(folder: Path) -> PartitionAssignment:
-    """Read what ``store_assignment`` has stored."""
     record = json.loads((folder / "assignment.json").read_text())
     parts = {of: np.load(folder / f"{of}.npy") for of in record.pop("parts")}
     cuts = {_edge_type(name): cut for name, cut in record.pop("edge_cuts").items()}

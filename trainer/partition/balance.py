@@ -1,8 +1,7 @@
 """Moves nodes between parts: first until each class of nodes is balanced, then to cut fewer edges.
 
-The METIS of pymetis accepts one weight per node, so it cannot balance node types and train seeds at once. Here each
-node belongs to one class, by its type, by whether it is a train seed, or by both, and each class has bounds on the
-number of its nodes in a part. Moving a node changes the counts of one class only, so the bounds can always be met.
+Each node belongs to one class, by its type, by whether it is a train seed, or by both. Each class has bounds on the
+number of its nodes in a part.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class JoinedNodes:
         return cls(starts, total)
 
     def split(self, values: Array) -> dict[NodeType, Array]:
-        """Split an array [total, …] into one view per type."""
         ends = [*list(self.starts.values())[1:], self.total]
         return {of: values[start:end] for (of, start), end in zip(self.starts.items(), ends, strict=True)}
 
@@ -47,8 +45,7 @@ class JoinedNodes:
 def joined_adjacency(dataset: Dataset, joined: JoinedNodes, scratch: Scratch | None = None) -> tuple[Array, Array]:
     """Build a CSR of the edges of all types in both directions, without self loops and duplicates.
 
-    Returns ``indptr`` int64 [total + 1] and ``neighbours`` int32|int64 [nnz]. With ``scratch``, the neighbours are in a
-    memory-mapped file.
+    Returns ``indptr`` int64 [total + 1] and ``neighbours`` int32|int64 [nnz], which is memory-mapped with ``scratch``.
     """
     lists = [(edges.edge_index, joined.starts[of[0]], joined.starts[of[2]]) for of, edges in dataset.edges.items()]
     return joint_adjacency(lists, joined.total, id_dtype(joined.total), scratch)
@@ -85,8 +82,7 @@ def node_classes(
     """Divide the nodes into classes, and compute the bounds of each class.
 
     ``balance``, such as ``types+seeds``, states what distinguishes classes: the node type, being a train seed, or both.
-    The bounds are (1 - slack) and (1 + slack) times the mean number of nodes of the class in a part. If there is no
-    whole number in between, they are the mean rounded down and up.
+    The bounds are (1 - slack) and (1 + slack) times the mean number of nodes of the class in a part.
     """
     of = np.zeros(joined.total, np.int32)
     own = joined.split(of)
@@ -107,7 +103,7 @@ def _bounded(of: Array, count: Array, num_parts: int, slack: float) -> NodeClass
 
 
 def fill_up(part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Assign the unassigned nodes (part -1), in place, to the parts that have the fewest nodes of their class."""
+    """Assign the unassigned nodes (part -1), in place, to the parts with the fewest nodes of their class."""
     sizes = classes.sizes(part, num_parts)
     unplaced = np.flatnonzero(part < 0)
     for number in range(len(classes.count)):
@@ -130,7 +126,7 @@ def _levelled(sizes: Array, extra: int) -> Array:
 def balance_parts(indptr: Array, neighbours: Array, part: Part, classes: NodeClasses, num_parts: int) -> None:
     """Move nodes between parts, in place: first until each class is within its bounds, then to cut fewer edges.
 
-    ``indptr`` and ``neighbours`` are the CSR of a symmetric graph. Makes at most about ten passes over the edges.
+    ``indptr`` and ``neighbours`` are the CSR of a symmetric graph.
     """
     sizes = classes.sizes(part, num_parts)
     for step in range(_ROUNDS, 0, -1):
@@ -144,10 +140,6 @@ def balance_parts(indptr: Array, neighbours: Array, part: Part, classes: NodeCla
 def _move(
     indptr: Array, neighbours: Array, part: Part, of: Array, sizes: Array, keep: Array, room: Array
 ) -> None:  # fmt: skip
-    """Move nodes from parts with more than ``keep`` nodes of a class to parts with fewer than ``room`` nodes of it.
-
-    Nodes are moved in descending order of ``_gains``, so that few edges are cut.
-    """
     receivers = np.less(sizes, room[:, None])
     donors = np.greater(sizes, keep) & receivers.any(axis=1, keepdims=True)
     if not donors.any():
@@ -159,7 +151,7 @@ def _move(
 
 @njit()
 def _gains(indptr: Array, neighbours: Array, part: Array, of: Array, receivers: Array, nodes: Array) -> Array:
-    """Return by how many edges the cut decreases if a node moves to the best of its receivers, int64 [nodes].
+    """Return by how many edges the cut decreases if a node moves to its best receiver, int64 [nodes].
 
     ``receivers``, bool [classes, num_parts]: the parts that may receive nodes of each class.
     """
@@ -212,7 +204,6 @@ def _move_in_order(
 def _refine(
     indptr: Array, neighbours: Array, part: Array, of: Array, sizes: Array, least: Array, most: Array, passes: int
 ) -> None:
-    """Move each node to the part that has most of its neighbours, if the bounds of the node's class allow it."""
     links = np.zeros(sizes.shape[1], np.int64)
     for _ in range(passes):
         for node in range(len(part)):

@@ -1,9 +1,8 @@
 """Contracts a graph on disk to a smaller, weighted graph: finds clusters of nodes, and merges each into one node.
 
 Clusters are found by size-constrained label propagation (Meyerhenke, Sanders, Schulz, "Partitioning Complex Networks
-via Size-Constrained Clustering", SEA 2014), with node data in memory and edges on disk as in Akhremtsev, Sanders,
-Schulz, "(Semi-)External Algorithms for Graph Partitioning and Clustering", ALENEX 2015. Every pass reads the edges
-once, from the first to the last.
+via Size-Constrained Clustering", SEA 2014), with edges on disk as in Akhremtsev, Sanders, Schulz, "(Semi-)External
+Algorithms for Graph Partitioning and Clustering", ALENEX 2015.
 """
 
 from __future__ import annotations
@@ -40,16 +39,13 @@ class WeightedGraph:
 
     @property
     def weights(self) -> Array:
-        """The edge weights, or an empty array if all are 1."""
         return np.empty(0, np.int64) if self.edge_weight is None else self.edge_weight
 
 
 def clusters_of(graph: WeightedGraph, limit: int, seed: int) -> Array:
     """Divide the nodes into clusters, and return the cluster of each node, from 0, int32|int64 [N].
 
-    The node weights in a cluster add up to at most ``limit``. In each of several passes, every node moves to the
-    cluster to which its edges have the largest total weight, among clusters with room; ties are broken by a hash. Takes
-    24 bytes of memory per node.
+    The node weights in a cluster add up to at most ``limit``. Takes 24 bytes of memory per node.
     """
     cluster = np.arange(graph.num_nodes, dtype=graph.neighbours.dtype)
     alone = np.flatnonzero(np.diff(graph.indptr) == 0)
@@ -110,11 +106,10 @@ def _rank(key: int, node: int, cluster: int) -> int:
 
 
 def contracted(graph: WeightedGraph, cluster: Array, scratch: Scratch, name: str) -> WeightedGraph:
-    """Return a graph with one node per cluster, and an edge between each two clusters that edges of ``graph`` connect.
+    """Return a graph with one node per cluster, and the total weight of the edges between two clusters as edge weight.
 
-    The weight of an edge is the total weight of the edges of ``graph`` between the two clusters. Neighbours and weights
-    are memory-mapped files ``<name>.*`` in the folder of ``scratch``. Takes 32 bytes of memory per cluster, and
-    ``scratch.memory``.
+    Neighbours and weights are memory-mapped files ``<name>.*`` in the folder of ``scratch``. Takes 32 bytes of memory
+    per cluster, and ``scratch.memory``.
     """
     count = int(cluster.max()) + 1
     node_weight = np.bincount(cluster, graph.node_weight, count).astype(np.int64)
@@ -150,7 +145,6 @@ def _count_links(indptr: Array, neighbours: Array, cluster: Array, rows: Array) 
 
 
 def _links(graph: WeightedGraph, cluster: Array) -> Iterator[Records]:
-    """Yield the edges between different clusters, in chunks: source clusters, then target clusters and weights."""
     node = 0
     while node < graph.num_nodes:
         progress("contract", node, graph.num_nodes)

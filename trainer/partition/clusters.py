@@ -21,8 +21,8 @@ CLUSTER = "cluster"  #: name of the node attribute
 def with_clusters(dataset: Dataset, assignment: PartitionAssignment, clusters: int) -> Dataset:
     """Divide each part into ``clusters`` clusters, and add the cluster of each node as attribute `cluster`, int32 [N].
 
-    Part p has the clusters p * clusters to (p + 1) * clusters - 1. In a part with fewer nodes than ``clusters``, the
-    last clusters are empty. Raises ``PartitionError`` when a node type already has an attribute of this name.
+    Part p has the clusters p * clusters to (p + 1) * clusters - 1, some of which may be empty. Raises
+    ``PartitionError`` when a node type already has an attribute of this name.
     """
     for of, nodes in dataset.nodes.items():
         if CLUSTER in nodes.attrs:
@@ -40,7 +40,6 @@ def with_clusters(dataset: Dataset, assignment: PartitionAssignment, clusters: i
 
 
 def _inner_graph(dataset: Dataset, labels: Mapping[NodeType, Relabelling], part_id: int) -> Dataset:
-    """Return the subgraph of one part: its nodes, numbered from 0 in each type, and the edges between them."""
     nodes = {of: NodeData(len(label.owned(part_id))) for of, label in labels.items()}
     edges = {}
     for of, data in dataset.edges.items():

@@ -1,6 +1,4 @@
-"""Converts partition folders: from and to other programs (``partition convert``), and to another number of parts
-(``partition repartition``).
-"""
+"""Converts partition folders: from and to other programs, and to another number of parts."""
 
 from __future__ import annotations
 

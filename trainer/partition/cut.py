@@ -30,7 +30,6 @@ class Relabelling:
         return len(self.offsets) - 1
 
     def owned(self, part_id: int) -> Array:
-        """Return the original ids of a part's nodes, ascending."""
         return self.orig_id[self.offsets[part_id] : self.offsets[part_id + 1]]
 
 
@@ -86,12 +85,10 @@ class EdgeCut:
 
     @property
     def index_dtype(self) -> np.dtype[Any]:
-        """dtype of the global ids of sources."""
         return np.dtype(id_dtype(len(self.source.orig_id)))
 
     @property
     def edge_dtype(self) -> np.dtype[Any]:
-        """dtype of original edge ids."""
         return np.dtype(id_dtype(self.edge_index.shape[1]))
 
     def sorted_edges(self, attrs: Sequence[Array] = (), scratch: Scratch | None = None) -> Iterator[SortedRows]:
@@ -111,7 +108,6 @@ class EdgeCut:
             yield self.target.global_id[targets], [self.source.global_id[sources], orig_id, *values]
 
     def part_rows(self) -> Iterator[EdgeRows]:
-        """Yield the edges of each part, in order. All edges are in memory."""
         (group,) = self.sorted_edges()
         indices, orig_id = (column() for column in group.columns)
         offsets = self.offsets.tolist()
@@ -124,7 +120,7 @@ class EdgeCut:
         return self.indptr[low : high + 1] - self.indptr[low]
 
     def part_spans(self, group: SortedRows) -> Iterator[Span]:
-        """Yield (part, begin, end) for each part that owns edges of ``group``: those from position begin to end - 1."""
+        """Yield (part, begin, end) for each part that owns edges of ``group``: those at positions begin to end - 1."""
         start = int(self.indptr[group.first])
         limits = np.clip(self.offsets - start, 0, int(group.limits[-1])).tolist()
         for part_id, (begin, end) in enumerate(zip(limits, limits[1:], strict=False)):
@@ -134,7 +130,7 @@ class EdgeCut:
 
 @njit()
 def _row_limits(targets: Array, global_id: Array) -> Array:
-    """Return the CSC row offsets over all parts, int64 [N + 1], with one row per target node in order of global id.
+    """Return the CSC row offsets over all parts, int64 [N + 1], a row per target node in order of global id.
 
     ``global_id`` [N] is the global id of each original id of the target type.
     """

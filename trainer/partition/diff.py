@@ -1,4 +1,4 @@
-"""Compares two partition folders: whether they hold the same graph, and how their parts differ (``partition diff``)."""
+"""Compares two partition folders: whether they hold the same graph, and how their parts differ."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from trainer.store.npy import rows_per_chunk
 
 @dataclass(frozen=True)
 class PartitionSummary:
-    """Dataset, method and quality of one of the two partitions."""
-
     folder: str
     dataset: str
     num_parts: int
@@ -32,8 +30,6 @@ class PartitionSummary:
 
 @dataclass(frozen=True)
 class PartitionDiff:
-    """The result of comparing two partition folders."""
-
     first: PartitionSummary
     second: PartitionSummary
     difference: str  #: the first difference of the graphs; '' if they are the same
@@ -52,9 +48,8 @@ class PartitionDiff:
 def diff_partitions(first: str | Path, second: str | Path) -> PartitionDiff:
     """Compare two partition folders by original ids.
 
-    The graphs are the same if node types, edge types, nodes with their attributes and splits, edges with their
-    attributes, and graph attributes are equal. Edges may be numbered differently. Features that were rounded are
-    compared as rounded. Large arrays are written to the system's folder for temporary files.
+    Graphs are the same if types, nodes, edges, attributes and splits are equal; edges may be numbered differently.
+    Large arrays are written to the system's folder for temporary files.
 
     Raises:
         PartitionError: when a folder is incomplete or damaged.
@@ -82,7 +77,6 @@ def _summary(folder: str | Path, manifest: Manifest) -> PartitionSummary:
 
 
 def _differences(a: Dataset, b: Dataset) -> Iterator[str]:
-    """Yield the differences of two graphs."""
     for what, ours, theirs in (
         ("node types", set(a.nodes), set(b.nodes)),
         ("edge types", {type_name(of) for of in a.edges}, {type_name(of) for of in b.edges}),
@@ -137,7 +131,6 @@ def _edge_differences(of: EdgeType, a: EdgeData, b: EdgeData) -> Iterator[str]:
 
 
 def _edge_order(data: EdgeData) -> Array:
-    """Return the indices that sort edges by target, then source. Parallel edges are sorted by attributes, then id."""
     order = np.lexsort((data.edge_index[0], data.edge_index[1]))
     ends = data.edge_index[:, order]
     repeated = np.flatnonzero((ends[:, 1:] == ends[:, :-1]).all(axis=0))
@@ -208,10 +201,9 @@ def _same_order(a: Dataset, b: Dataset) -> bool:
 
 
 def _moved(a: PartitionedGraph, b: PartitionedGraph) -> float:
-    """Return the share of nodes that are in another part, with part numbers matched so that this share is smallest.
+    """Return the smallest share of nodes in another part, over all ways to match the parts of ``a`` and ``b``.
 
-    The matching is a maximum-weight matching of the parts of ``a`` with those of ``b``. Returns nan if the graphs have
-    different nodes.
+    Returns nan if the graphs have different nodes.
     """
     counts = [{of: nodes.num_nodes for of, nodes in graph.dataset.nodes.items()} for graph in (a, b)]
     if counts[0] != counts[1] or not a.dataset.num_nodes:
@@ -224,7 +216,6 @@ def _moved(a: PartitionedGraph, b: PartitionedGraph) -> float:
 
 
 def _best_match(common: Array) -> int:
-    """Return the largest sum of entries of a matrix, with at most one entry from each row and column."""
     import networkx  # torch depends on it
 
     graph = networkx.Graph()
@@ -235,7 +226,6 @@ def _best_match(common: Array) -> int:
 
 
 def render_diff(diff: PartitionDiff) -> str:
-    """Render a comparison as text."""
     lines = []
     if diff.same_graph:
         order = "" if diff.same_edge_order else "; edges are numbered differently, so that other neighbours are sampled"

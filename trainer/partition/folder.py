@@ -35,9 +35,9 @@ _OUR_NOTES = "gnnfleet-"  #: prefix, after leading dots, of hidden files that th
 def reusable(folder: Path, fingerprint: str, say: Callable[[str], None] = lambda line: None) -> Manifest | None:
     """Return the manifest of ``folder`` if the partition is complete and has this fingerprint, else None.
 
-    A partition is complete if each file has the size and, unless the partition is large (``is_compared``), the digest
-    stated in the manifest. ``say`` is called with a message about damaged files. Raises ``PartitionError`` if
-    ``folder`` is not a partition folder, or if it has to be written again but contains other files as well.
+    In a complete partition each file has the size and, unless the partition is large (``is_compared``), the digest in
+    the manifest. ``say`` is called with a message about damaged files. Raises ``PartitionError`` if ``folder`` is no
+    partition folder, or would have to be replaced but contains other files.
     """
     _check_kind(folder)
     with contextlib.suppress(PartitionError):
@@ -52,13 +52,11 @@ def reusable(folder: Path, fingerprint: str, say: Callable[[str], None] = lambda
 
 
 def is_compared(manifest: Manifest) -> bool:
-    """Return whether ``reusable`` compares digests: only for partitions of up to 4 GiB, as comparing takes seconds."""
+    """Return whether ``reusable`` compares digests: only for partitions of up to 4 GiB."""
     return sum(entry.bytes for entry in manifest.files) <= _COMPARED
 
 
 def _damaged(folder: Path, manifest: Manifest) -> list[str]:
-    """Return the files whose content differs from the digest in the manifest."""
-
     def differs(entry: FileEntry) -> bool:
         try:
             return sha256_of(folder / entry.path) != entry.sha256
@@ -116,7 +114,6 @@ def _check_kind(folder: Path) -> None:
 
 
 def _check_only_ours(folder: Path) -> None:
-    """Raise ``PartitionError`` if a partition folder contains files that do not belong to the partition."""
     raw = _raw_manifest(folder)
     if raw is None:
         return
@@ -157,9 +154,9 @@ def _raw_manifest(folder: Path) -> dict[str, Any] | None:
 def staged(folder: Path, kept: Path | None = None) -> Iterator[Path]:
     """Yield a staging folder, which replaces ``folder`` at the end of the ``with`` block.
 
-    By default this is a new folder beside ``folder``, which is removed after an error. If ``kept`` is given, this
-    folder is used, and not removed after an error. Also removes staging folders that killed processes left behind.
-    Raises ``PartitionError`` when the disk cannot be written, or ``folder`` holds files other than a partition.
+    By default this is a new folder beside ``folder``, which is removed after an error; ``kept`` is not removed. Also
+    removes staging folders of killed processes. Raises ``PartitionError`` when the disk cannot be written, or
+    ``folder`` holds files other than a partition.
     """
     staging = kept or folder.parent / f".{folder.name}.{socket.gethostname()}.{os.getpid()}"
     try:
@@ -180,7 +177,6 @@ def staged(folder: Path, kept: Path | None = None) -> Iterator[Path]:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove the staging folders of ``folder`` left behind by processes of this host that have ended."""
     prefix = f".{folder.name}.{socket.gethostname()}."
     for path in folder.parent.glob(f"{_glob_escaped(prefix)}*"):
         pid = path.name.removeprefix(prefix)
@@ -198,11 +194,6 @@ def _sync_folders(root: Path) -> None:
 
 
 def _install(staging: Path, folder: Path) -> None:
-    """Rename ``staging`` to ``folder``.
-
-    If ``folder`` holds an old partition, the two folders exchange their names atomically. If the file system does not
-    support that, the old partition is renamed and then deleted.
-    """
     check_replaceable(folder)
     if not folder.exists() or not any(folder.iterdir()):
         staging.rename(folder)

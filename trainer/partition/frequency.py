@@ -1,11 +1,9 @@
 """Method `frequency`: assigns each node to the part whose train seeds sample it most often.
 
-A node's visit probability for a part is the probability that a batch of the part's train seeds contains the node. Nodes
-are assigned in descending order of the difference between their two highest visit probabilities. (The frequency
-partitioner of GraphLearn-for-PyTorch assigns nodes in chunks by id.)
-
-Visit probabilities are the vertex-inclusion probabilities of SALIENT++ (Kaler et al., "Communication-Efficient Graph
-Neural Networks with Probabilistic Neighborhood Expansion Analysis and Caching", MLSys 2023), per node type.
+A node's visit probability for a part is the probability that a batch of the part's train seeds contains the node: the
+vertex-inclusion probability of SALIENT++ (Kaler et al., "Communication-Efficient Graph Neural Networks with
+Probabilistic Neighborhood Expansion Analysis and Caching", MLSys 2023), per node type. Nodes are assigned in descending
+order of the difference between their two highest visit probabilities.
 """
 
 from __future__ import annotations
@@ -51,9 +49,8 @@ def visit_probabilities(
 ) -> Chances:
     """Return the probability that each node is in a batch, type -> float32 [num_nodes].
 
-    Each seed is in the batch with probability ``chance``. A node that is visited for the first time samples each of its
-    in-edges with probability min(1, fanout / in-degree). Edges are assumed to be sampled independently, so the result
-    is exact on trees and too high on cycles. Edge types without fanouts are not followed. Weights and times are
+    Each seed is in the batch with probability ``chance``. Edges are assumed to be sampled independently, so the result
+    is exact on trees and too high on cycles. Edge types without fanouts are not followed; weights and times are
     ignored. Takes 16 bytes of memory per node, and 8 bytes per target node and edge type.
     """
     graph = InEdges.of(graph) if isinstance(graph, Dataset) else graph
@@ -103,9 +100,8 @@ def _draw(
     """Update ``drawn`` and ``log_missed`` for one hop along one edge type, in place.
 
     ``fresh``, float32 [rows]: the probability that the previous hop visited a target for the first time. ``drawn``,
-    float32 [rows]: the probability that a given in-edge of a target has been sampled, up to this hop.
-    ``log_missed``, float64 [sources]: logarithm of the probability that a source is not visited in this hop. Self loops
-    (``same_type``) are skipped, as the node has been visited already.
+    float32 [rows]: the probability that a given in-edge of a target has been sampled, up to this hop. ``log_missed``,
+    float64 [sources]: logarithm of the probability that a source is not visited in this hop.
     """
     for row in range(len(drawn)):
         degree = indptr[row + 1] - indptr[row]
@@ -138,9 +134,9 @@ def frequency_assignment(
 ) -> Part:
     """Return the part of each node, int32 [total].
 
-    METIS assigns the train seeds, the same number to each part. Each other node is assigned to a part whose seeds visit
-    it with high probability (``visit_probabilities``). Takes 4 bytes of memory per node and part, besides METIS's.
-    Raises ``PartitionError`` when the dataset has no train seeds.
+    METIS assigns the train seeds, the same number to each part. Any other node is assigned to a part whose seeds visit
+    it with high probability. Takes 4 bytes of memory per node and part, besides METIS's. Raises ``PartitionError`` when
+    the dataset has no train seeds.
     """
     seeds = {of: nodes.splits[TRAIN] for of, nodes in dataset.nodes.items() if len(nodes.splits.get(TRAIN, ()))}
     if not seeds:
@@ -175,7 +171,6 @@ def _chances(
 
 
 def _place(chances: Array, part: Part, classes: NodeClasses, num_parts: int) -> None:
-    """Assign each unassigned node (part -1) to a part, in place, nodes with the largest ``_regrets`` first."""
     sizes = classes.sizes(part, num_parts)
     free = np.flatnonzero(part < 0)
     order = free[np.argsort(-_regrets(chances, free), kind="stable")]
@@ -185,7 +180,6 @@ def _place(chances: Array, part: Part, classes: NodeClasses, num_parts: int) -> 
 
 @njit()
 def _regrets(chances: Array, nodes: Array) -> Array:
-    """Return the difference between the two highest visit probabilities of each of ``nodes``, float32 [n]."""
     regrets = np.zeros(len(nodes), np.float32)
     for position in range(len(nodes)):
         best = second = np.float32(0)
@@ -205,12 +199,11 @@ def _choose(
 ) -> None:
     """Assign each node in ``order`` to the part with room that has the highest visit probability for the node.
 
-    Of parts with equal probability, the one with the fewest nodes of the node's class is chosen. ``left`` [classes]:
-    the number of unassigned nodes. Once all of these are needed for parts to reach ``least``, only parts below
-    ``least`` are considered.
+    Ties go to the part with the fewest nodes of the node's class. ``left`` [classes]: the number of unassigned nodes.
     """
     num_kinds, num_parts = sizes.shape
     lack = np.zeros(num_kinds, np.int64)
+    # Once all left nodes are needed for parts to reach ``least``, only parts below ``least`` are considered.
     for kind in range(num_kinds):
         for part_id in range(num_parts):
             lack[kind] += max(0, least[kind] - sizes[kind, part_id])

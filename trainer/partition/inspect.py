@@ -1,4 +1,4 @@
-"""Computes and prints the sizes, edge cut and balance of a partition folder (``partition inspect``)."""
+"""Computes and prints the sizes, edge cut and balance of a partition folder."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from trainer.store.part_store import Part, PartStore, open_parts
 
 @dataclass(frozen=True)
 class NodeFigures:
-    """Size, balance, splits and attributes of one node type."""
-
     num_nodes: int
     balance: float  #: nodes of the largest part / mean nodes of a part
     num_classes: int  #: 0 without class labels
@@ -29,8 +27,6 @@ class NodeFigures:
 
 @dataclass(frozen=True)
 class EdgeFigures:
-    """Size, balance, edge cut and attributes of one edge type."""
-
     num_edges: int
     balance: float  #: edges of the largest part / mean edges of a part
     edge_cut: float  #: share of these edges whose ends are in different parts, 0 to 1
@@ -74,7 +70,6 @@ class Description:
     parts: tuple[PartFigures, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values."""
         return asdict(self)
 
 
@@ -113,7 +108,6 @@ def describe(folder: str | Path) -> Description:
 
 
 def _seeds(store: PartStore) -> Iterator[tuple[str, Ids]]:
-    """Yield for each split its name, as in ``PartFigures.seeds``, and its number of seeds per part, [num_parts]."""
     manifest = store.manifest
     for (of, split), gids in store.splits.items():
         counts = np.bincount(store.books[of].part_of(gids), minlength=manifest.num_parts)
@@ -126,7 +120,6 @@ def _balance(spec: NodeSpec | EdgeSpec) -> float:
 
 
 def _attr_texts(attrs: Mapping[str, AttrSpec]) -> dict[str, str]:
-    """Describe each attribute by dtype, stored type if different, and shape, such as ``float32 as int8 [100, 64]``."""
     kept = {name: f" as {spec.kept}" if spec.kept else "" for name, spec in attrs.items()}
     return {name: f"{spec.dtype}{kept[name]} {list(spec.shape)}" for name, spec in attrs.items()}
 
@@ -150,7 +143,6 @@ def _part_figures(part: Part, manifest: Manifest, seeds: Mapping[str, Ids]) -> P
 
 
 def _outside(part: Part, manifest: Manifest, source: NodeType) -> tuple[int, int]:
-    """Count the edges of ``part`` from nodes of type ``source`` in other parts, and the distinct such nodes."""
     low, high = manifest.nodes[source].offsets[part.part_id : part.part_id + 2]
     seen = new_bitset(manifest.nodes[source].num_nodes)
     found = [
@@ -205,7 +197,6 @@ def _listed(attrs: Mapping[str, str]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table as lines with aligned columns: numbers on the right, names and attributes on the left."""
     last = len(rows[0]) - 1
     named = {0, last} if rows[0][last] == "attributes" else set()
     columns = [

@@ -1,8 +1,4 @@
-"""Makes a partition folder from a dataset: loads, assigns parts and writes (``partition make``).
-
-The dataset may be another partition folder, of gnnfleet or another program. Its nodes can keep their parts
-(``partition convert``) or be assigned to new ones (``partition repartition``).
-"""
+"""Makes a partition folder from a dataset or another partition folder: loads, assigns parts and writes."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ from trainer.core.progress import reporting
 from trainer.core.remote_settings import WireRows
 from trainer.core.row_sort import Scratch
 from trainer.data.dataset import Dataset
+from trainer.data.hold_out import HELD_OUT
 from trainer.data.options import SourceOptions, parse_options
 from trainer.data.stored_dataset import read_stored_dataset, store_dataset
 from trainer.partition.assign import (
@@ -54,8 +51,6 @@ _LEAST_BYTES = 64 << 20  #: of memory for sorting
 
 @dataclass(frozen=True)
 class PartitionSpec:
-    """The arguments of ``make_partition``."""
-
     dataset: str  #: name of the dataset, see ``load_dataset``; or ``partition``: another partition folder
     folder: str  #: partition folder to write
     source: str | None = None  #: files or download folder of the dataset
@@ -123,11 +118,11 @@ class PartitionSpec:
 def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> Manifest:
     """Load the dataset, assign its nodes to parts and write the partition folder.
 
-    If the folder already holds a partition with the same fingerprint, the dataset is not loaded and nothing is written.
-    If the call is killed or interrupted and the dataset is `tables` or ``spec.memory`` is set, its intermediate results
-    stay in a hidden folder beside ``folder``, and the same call resumes from them. In all other cases, and after an
-    error, no intermediate files are left. ``say`` is called with each line of progress. Raises ``DataError`` or
-    ``PartitionError``.
+    Does nothing if the folder already holds a partition with the same fingerprint. ``say`` is called with each line of
+    progress. Raises ``DataError`` or ``PartitionError``.
+
+    An interrupted or killed call can be resumed by the same call if the dataset is `tables` or ``spec.memory`` is set:
+    its intermediate results stay in a hidden folder beside ``folder``.
     """
     folder, fingerprint = Path(spec.folder), spec.fingerprint()
     if (done := reusable(folder, fingerprint, say)) is not None:
@@ -172,7 +167,6 @@ def _make(
 
 
 def _loaded(spec: PartitionSpec, limit: int, work: WorkFolder) -> Dataset:
-    """Load the dataset. Tables are converted only if no interrupted run has left the result in ``work``."""
     if spec.dataset != "tables":
         return load_dataset(spec.dataset, spec.source, spec.options)
     if not work.is_done("load"):
@@ -183,7 +177,7 @@ def _loaded(spec: PartitionSpec, limit: int, work: WorkFolder) -> Dataset:
 
 
 def _memory_of_steps(dataset: Dataset, limit: int) -> int:
-    """Return the bytes of ``limit`` that a step may use besides the process and its arrays of one value per node.
+    """Return how many bytes of ``limit`` are left for the arrays of a step.
 
     Raises ``PartitionError`` if less than 64 MiB are left.
     """
@@ -218,19 +212,17 @@ def _assigned(
 
 
 def _notes_for_training(dataset: Dataset) -> Iterator[str]:
-    if not any(len(nodes.splits.get("train", ())) for nodes in dataset.nodes.values()):
+    trains = any(len(nodes.splits.get("train", ())) for nodes in dataset.nodes.values())
+    if not trains and HELD_OUT not in dataset.graph_attrs:
         yield "no train split: the bundled trainer needs train_idx or train_mask"
 
 
 def counts_text(dataset: Dataset) -> str:
-    """Return the numbers of nodes, edges and types of a graph as text."""
     nodes, edges = (f" of {len(types)} types" if dataset.hetero else "" for types in (dataset.nodes, dataset.edges))
     return f"{dataset.num_nodes:,} nodes{nodes}, {dataset.num_edges:,} edges{edges}"
 
 
 class StageTimer:
-    """Prints the seconds and the peak memory of each stage."""
-
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._since = say, time.monotonic()
 

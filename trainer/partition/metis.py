@@ -1,4 +1,4 @@
-"""Partitions with METIS, which gets only a sample of the edges of a dense graph, then balances and refines parts."""
+"""Partitions with METIS, on a sample of the edges if the graph is dense, then balances and refines parts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def metis_assignment(
 ) -> Part:
     """Assign nodes to parts by METIS, then balance the parts, and return the part of each node, int32 [total].
 
-    METIS gets the nodes and edges of all types as one undirected graph without self loops, duplicate edges and isolated
-    nodes. Raises ``PartitionError`` when METIS fails or returns an incomplete partition.
+    Edges of all types count as undirected. Raises ``PartitionError`` when METIS fails or returns an incomplete
+    partition.
     """
     indptr, neighbours = joined_adjacency(dataset, joined)
     part = _connected_parts(indptr, neighbours, num_parts, seed)
@@ -41,7 +41,6 @@ def metis_assignment(
 
 
 def _connected_parts(indptr: Array, neighbours: Array, num_parts: int, seed: int) -> Part:
-    """Run METIS on the nodes that have edges, and return the part of each node, -1 for nodes without edges."""
     if len(neighbours) > _MEAN_DEGREE * (len(indptr) - 1):
         indptr, neighbours = _thin(indptr, neighbours)
     connected = np.flatnonzero(np.diff(indptr))
@@ -56,7 +55,8 @@ def _connected_parts(indptr: Array, neighbours: Array, num_parts: int, seed: int
 
 
 def without_empty_parts(part: Part, num_parts: int) -> Part:
-    """Move half of the largest part to each empty part, in place. Balanced parts of tiny graphs can be empty."""
+    """Move half of the largest part to each empty part, in place."""
+    # Balanced parts of tiny graphs can be empty.
     sizes = np.bincount(part, minlength=num_parts)
     for empty in np.flatnonzero(sizes == 0):
         largest = int(sizes.argmax())
@@ -73,7 +73,6 @@ def bytes_needed(slots: int) -> int:
 
 
 def metis_memory(num_nodes: int, num_edges: int) -> int:
-    """Estimate how many bytes ``metis_assignment`` needs."""
     return bytes_needed(min(2 * num_edges, _MEAN_DEGREE * num_nodes)) + 24 * num_edges
 
 
@@ -82,7 +81,7 @@ def weighted_parts(
 ) -> Part:
     """Partition a symmetric graph with weights, and return the part of each node, int32 [N].
 
-    The sums of the node weights are about equal in all parts. Raises ``PartitionError`` when METIS fails.
+    The sums of node weights are about equal in all parts. Raises ``PartitionError`` when METIS fails.
     """
     if len(node_weight) <= num_parts:
         return np.arange(len(node_weight), dtype=np.int32)
@@ -109,20 +108,16 @@ def _call_metis(
 
 
 def _metis_dtype() -> Any:
-    """Return the integer type that METIS was built with. pymetis does not copy arrays of this type."""
     return np.dtype(pymetis.zero_copy_dtype())
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C end the process at once within the ``with`` block.
-
-    While METIS runs, which takes minutes, Python's signal handlers are not called. No cleanup is needed, since no file
-    of the partition has been written yet.
-    """
+    """Let Ctrl-C end the process at once within the ``with`` block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # While METIS runs, which takes minutes, Python's signal handlers are not called.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
@@ -131,10 +126,9 @@ def _interruptible() -> Iterator[None]:
 
 
 def _thin(indptr: Array, neighbours: Array) -> tuple[Array, Array]:
-    """Return the CSR of a sample of the edges. Either both directions of an edge are kept, or neither.
+    """Return the CSR of a sample of the edges, with both directions of an edge or neither.
 
-    Edge (u, v) is kept with probability ``keep`` * (1/deg u + 1/deg v): hubs lose most of their edges, and nodes with a
-    degree of at most ``keep``, half of ``_MEAN_DEGREE``, lose none.
+    Edge (u, v) is kept with probability ``keep`` * (1/deg u + 1/deg v).
     """
     keep = _MEAN_DEGREE / 2
     thinned = _thin_count(indptr, neighbours, keep)

@@ -33,12 +33,11 @@ class PartArray:
         ]
 
     def append(self, part_id: int, rows: Array, numbers: Array | None = None) -> None:
-        """Write the next rows of a part. Different parts may be written by different threads."""
+        """Write the next rows of a part. Different threads may write different parts."""
         for chunk in rows_in_chunks(rows):
             self._writers[part_id].append(chunk)
 
     def finish(self) -> Iterator[FileEntry]:
-        """Sync the files to the disk, and yield their entries for the manifest."""
         return (writer.finish() for writer in self._writers)
 
 
@@ -78,12 +77,10 @@ class PartAttr:
         return self.finish()
 
     def finish(self) -> list[FileEntry]:
-        """Sync the files to the disk, and return their entries for the manifest."""
         return [entry for array in self._arrays for entry in array.finish()]
 
 
 def _conversion(form: WireRows, column: Column) -> tuple[Callable[[Array], Sequence[Array]], Sequence[Column]]:
-    """Return the function that converts rows to the arrays to store, and the ``Column`` of each of these arrays."""
     if form == "int8":
         return to_int8, [Column(np.dtype(np.int8), column.shape), Column(np.dtype(np.float32), (1,))]
     if form == "float16":
@@ -92,12 +89,11 @@ def _conversion(form: WireRows, column: Column) -> tuple[Callable[[Array], Seque
 
 
 def stored_form(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], rows: WireRows) -> WireRows:
-    """Return ``rows`` if the attribute can be rounded to this type, else ``stored`` (not rounded)."""
+    """Return ``rows`` if the attribute can be rounded to this dtype, else ``stored``."""
     return rows if rounds(name, dtype, shape, rows) else "stored"
 
 
 def attr_spec(name: str, values: Array, bfloat16: bool, rows: WireRows) -> AttrSpec:
-    """Return the description of an attribute for the manifest. ``rows``: requested form, such as ``int8``."""
     form = stored_form(name, values.dtype, values.shape, rows)
     if form == "int8":
         return AttrSpec("float32", values.shape, "int8")
@@ -105,7 +101,7 @@ def attr_spec(name: str, values: Array, bfloat16: bool, rows: WireRows) -> AttrS
 
 
 def pieces_by_part(values: Array, part: Array, num_parts: int, at_once: int) -> Iterator[list[Piece]]:
-    """Yield the rows of ``values``, ``at_once`` rows at a time, as one piece for each part that has some of them.
+    """Yield the rows of ``values``, ``at_once`` rows at a time, as one piece per part.
 
     ``part`` [rows]: the part of each row.
     """

@@ -1,10 +1,7 @@
-"""Writes a partition in the layout of torch_geometric.distributed (``partition convert --to pyg``).
+"""Writes a partition in the layout of torch_geometric.distributed (torch_geometric 2.5 and newer).
 
-The files are those of torch_geometric's ``Partitioner`` since 2.5, so that its ``LocalGraphStore.from_partition`` and
-``LocalFeatureStore.from_partition`` read them. They contain the node attributes `x` and `time`, and the edge attributes
-`edge_attr` and `edge_time`. Labels and splits are written to the files that torch_geometric's examples use,
-``label/label.pt`` and ``<split>-partitions/partition<k>.pt``. Each contains a tensor or, for a heterogeneous graph, a
-dict of tensors by node type.
+The files contain the node attributes `x` and `time`, and the edge attributes `edge_attr` and `edge_time`. Labels and
+splits are written as torch_geometric's examples do: ``label/label.pt`` and ``<split>-partitions/partition<k>.pt``.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ def write_pyg(graph: PartitionedGraph, folder: str | Path) -> list[str]:
     """Write ``graph`` to ``folder``, which must be missing or empty. Every node stays in its part.
 
     Returns a message for each attribute that was left out because torch_geometric's partitions cannot contain it.
-    Raises ``PartitionError`` when the folder is not empty or cannot be written. No files are left behind after an
-    error.
+    Raises ``PartitionError`` when the folder is not empty or cannot be written; then no files are left.
     """
     target = Path(folder)
     check_empty(target)
@@ -48,7 +44,6 @@ def write_pyg(graph: PartitionedGraph, folder: str | Path) -> list[str]:
 
 
 def check_empty(folder: Path) -> None:
-    """Raise ``PartitionError`` unless ``folder`` is missing or an empty folder."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise PartitionError(f"{folder} exists and is not an empty folder; choose another folder")
 
@@ -184,7 +179,6 @@ class _Writer:
 
 
 def _starts(counts: Mapping[Any, int]) -> dict[Any, int]:
-    """Return for each type the sum of the counts of the types before it."""
     return {of: int(start) for of, start in zip(counts, np.cumsum([0, *counts.values()]), strict=False)}
 
 

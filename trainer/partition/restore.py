@@ -24,8 +24,6 @@ from trainer.store.part_store import EdgePart, NodePart, PartStore, open_parts
 
 @dataclass(frozen=True)
 class PartitionedGraph:
-    """A graph, and the part of each of its nodes."""
-
     dataset: Dataset
     parts: Mapping[NodeType, npt.NDArray[np.int32]]  #: type -> [num_nodes], the part of each node
     num_parts: int
@@ -34,10 +32,8 @@ class PartitionedGraph:
 def restore_graph(folder: str | Path, work: Path | None = None) -> PartitionedGraph:
     """Return the graph in a partition folder, in the order of its original ids, and the part of every node.
 
-    The result equals the dataset that the folder was made from, so ``partition make`` writes the same files from both.
-    Only features that were rounded (option ``rows``) keep their rounded values, which do not change if they are rounded
-    again. The node attribute `cluster` is left out if ``partition make`` added it. Memory: the size of the graph,
-    without arrays of 64 MiB or more if ``work`` is given, as these are files in ``work``.
+    The result equals the dataset that the folder was made from, except for rounded features and an attribute `cluster`
+    that was added. Memory: the size of the graph, without arrays of 64 MiB or more if ``work`` is given.
 
     Args:
         folder: partition folder with all parts. Every file is compared with its digest first.
@@ -77,7 +73,6 @@ class _Restored:
         return PartitionedGraph(dataset, {of: self._parts(of) for of in nodes}, self.manifest.num_parts)
 
     def _orig_ids(self, of: NodeType) -> Array:
-        """Return the original id of each global id."""
         return np.concatenate([part.nodes[of].orig_id for part in self.store.parts.values()])
 
     def _parts(self, of: NodeType) -> npt.NDArray[np.int32]:
@@ -130,12 +125,9 @@ class _Restored:
 
 
 def time_attrs_of(manifest: Manifest) -> tuple[str, ...]:
-    """Return the names of the node attributes that contain times.
-
-    If an older manifest does not record them, they are derived from the times that are stored per edge.
-    """
     if manifest.time_attrs is not None:
         return manifest.time_attrs
+    # Older manifests do not record them, but the edges have copies of times.
     found = dict.fromkeys(name for spec in manifest.edges.values() for name in spec.src_times)
     if found:
         return tuple(found)

@@ -53,7 +53,7 @@ class PartitionSource:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """The manifest of a folder in gnnfleet's format."""
+        """The manifest of a folder in gnnfleet's format, else None."""
         return read_manifest(self.folder) if self.format is None else None
 
     @cached_property
@@ -68,14 +68,11 @@ class PartitionSource:
 
     @property
     def time_attrs(self) -> tuple[str, ...]:
-        """Names of the node attributes that contain times."""
         return self.options.times if self.manifest is None else time_attrs_of(self.manifest)
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the graph: from the manifest if the folder is in gnnfleet's format, else the sha256 of the
-        options and of the sizes and mtimes of all files.
-        """
+        """Fingerprint of the graph: that of the manifest, else a sha256 of options and file sizes and mtimes."""
         if self.manifest is not None:
             return self.manifest.dataset_fingerprint or self.manifest.fingerprint
         files = sorted({path for path in self.folder.rglob("*") if path.is_file()} | set(self._extra_paths()))
@@ -157,7 +154,6 @@ def _format(folder: Path) -> ForeignFormat | str | None:
 
 
 def _node_files(given: Any) -> dict[str, str]:
-    """Parse option `nodes`, a mapping or its JSON text. Raises ``DataError`` for any other value."""
     if isinstance(given, str):
         try:
             given = json.loads(given)

@@ -1,8 +1,8 @@
 """Method `streaming`: partitions a graph whose edges do not fit into memory.
 
-The graph is contracted, by merging clusters of nodes, until METIS can partition it within the given memory. The nodes
-of a cluster then get the part of the cluster, and the parts are balanced and refined with all edges. The edges are read
-sequentially from disk, a few dozen times; memory holds only arrays with one value per node.
+Clusters of nodes are merged until METIS can partition the graph within the given memory. The nodes of a cluster get the
+part of the cluster, and the parts are balanced and refined with all edges. The edges are read sequentially from disk, a
+few dozen times.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def streaming_assignment(
 ) -> Part:
     """Assign nodes to parts, and return the part of each node, int32 [total].
 
-    ``joined`` numbers the nodes of all types consecutively; entry i is the part of node number i. Memory: about 60
-    bytes per node, and ``scratch.memory``. Disk space in ``scratch.folder``: up to 24 bytes per edge while the edges
-    are sorted, then 8 bytes per edge, as each is stored in both directions.
+    Memory: about 60 bytes per node, and ``scratch.memory``. Disk space in ``scratch.folder``: up to 24 bytes per edge
+    while the edges are sorted, then 8 bytes per edge.
     """
     indptr, neighbours = joined_adjacency(dataset, joined, scratch)
     connected = np.diff(indptr) > 0
@@ -47,7 +46,6 @@ def streaming_assignment(
 
 
 def _contracted_parts(graph: WeightedGraph, num_parts: int, seed: int, scratch: Scratch) -> Part:
-    """Contract the graph, partition the result by METIS, and return the part of each node of ``graph``."""
     of = np.arange(graph.num_nodes, dtype=graph.neighbours.dtype)
     clusters, level, mean = _FIRST_CLUSTERS, 0, graph.node_weight.sum() / num_parts
     while True:
@@ -65,7 +63,7 @@ def _contracted_parts(graph: WeightedGraph, num_parts: int, seed: int, scratch: 
 def _heaviest(graph: WeightedGraph, memory: int) -> tuple[Array, Array, Array, Array]:
     """Return indptr, neighbours, edge weights and node weights of a graph for METIS.
 
-    If METIS would need more than ``memory`` bytes for all edges, the edges with the smallest weights are left out.
+    The edges with the smallest weights are left out if METIS would need more than ``memory`` bytes for all.
     """
     weights = graph.weights
     if bytes_needed(len(weights)) <= memory:

@@ -1,4 +1,4 @@
-"""Checks every digest, shape and invariant of a partition folder (``partition verify``)."""
+"""Checks every digest, shape and invariant of a partition folder."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from trainer.store.part_files import map_array
 
 
 def new_bitset(size: int) -> npt.NDArray[np.uint64]:
-    """Return a bit set for the ids 0 to ``size - 1``, with all bits clear: uint64 [⌈size / 64⌉]."""
+    """Return an empty bit set for the ids 0 to ``size - 1``: uint64 [⌈size / 64⌉]."""
     return np.zeros((size + 63) // 64, np.uint64)
 
 
 @njit()
 def mark(ids: Array, seen: Array) -> int:
-    """Set in ``seen`` the bits of ``ids``, up to the first id whose bit is set already. Return that id's position, or
-    -1.
+    """Set in ``seen`` the bits of ``ids``, up to the first id whose bit is set already.
+
+    Returns the position of that id, or -1.
     """
     for position in range(len(ids)):
         word, bit = ids[position] >> 6, np.uint64(1) << np.uint64(ids[position] & 63)
@@ -95,9 +96,9 @@ def first_gid_mismatch(orig_id: Array, global_id: Array, start: int) -> int:
 
 @njit()
 def first_time_mismatch(indices: Array, times: Array, start: int, values: Array) -> int:
-    """Return the position of the first edge whose entry in ``times`` differs from its source node's time, or -1.
+    """Return the position of the first edge whose entry in ``times`` is not its source node's time, or -1.
 
-    ``values`` are the times of the nodes with the global ids from ``start`` on. Edges from other sources are skipped.
+    ``values``: times of the nodes with global ids from ``start`` on. Edges from other sources are skipped.
     """
     for slot in range(len(indices)):
         row = indices[slot] - start
@@ -108,8 +109,6 @@ def first_time_mismatch(indices: Array, times: Array, start: int, values: Array)
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem with one file."""
-
     path: str  #: relative to the folder, as in the manifest
     problem: str  #: message for the user
 
@@ -122,15 +121,12 @@ Found = Generator[Finding, None, Array | None]  #: yields findings, returns the 
 
 @dataclass(frozen=True)
 class Invariants:
-    """Checks the content of the arrays of a partition, and whether arrays agree with each other."""
-
     root: Path
     manifest: Manifest
     part_ids: Sequence[int]  #: parts to check
     broken: frozenset[str]  #: paths of files that are known to be broken and are skipped
 
     def check(self) -> Iterator[Finding]:
-        """Yield the problems of the graph attributes and of all node and edge types."""
         for name, attr in self.manifest.graph_attrs.items():
             yield from self._array(f"shared/graph/{name}.npy", attr.stored, attr.shape)
         for node_type, nodes in self.manifest.nodes.items():
@@ -198,10 +194,6 @@ class Invariants:
         self, path: str, edge_type: EdgeType, part_id: int, indptr: Array | None, indices: Array | None,
         sums: EndpointSums,
     ) -> Generator[Finding, None, bool]:  # fmt: skip
-        """Check the endpoints in one file, and add them and the edges of the part to ``sums``.
-
-        Returns False if nothing was added because a file is broken.
-        """
         ends = self._map(path)
         if ends is None:
             return False
@@ -226,9 +218,6 @@ class Invariants:
         return True
 
     def _global_ids(self, of: NodeType) -> Array | None:
-        """Return the global id of each original id. Empty with a single part, where the two are equal; None if the file
-        is broken.
-        """
         num_nodes = self.manifest.nodes[of].num_nodes
         if self.manifest.num_parts == 1:
             return np.empty(0, np.int64)
@@ -261,10 +250,6 @@ class Invariants:
             yield Finding(path, f"position {at}: edge {ids[at]} appears twice")
 
     def _times(self, path: str, name: str, edge_type: EdgeType, indices: Array | None, edges: int) -> Iterator[Finding]:
-        """Yield a finding for the first edge whose stored time differs from its source node's time.
-
-        Compares only edges whose source is in one of ``part_ids``.
-        """
         times = yield from self._array(path, np.dtype(np.int64), (edges,))
         if times is None or indices is None:
             return
@@ -310,7 +295,6 @@ class Invariants:
 
 
 def _count(spec: NodeSpec | EdgeSpec, part_id: int) -> int:
-    """Return the number of nodes or edges of one part."""
     return spec.offsets[part_id + 1] - spec.offsets[part_id]
 
 
@@ -344,7 +328,7 @@ def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, 
 
 
 def _listing(root: Path, manifest: Manifest, tops: Iterable[int | None]) -> Iterator[Finding]:
-    """Compare the files that the node and edge types require, those that the manifest lists, and those on disk.
+    """Compare the files that the types require, those that the manifest lists, and those on disk.
 
     ``tops``: folders to check: part ids, and None for ``shared/``.
     """

@@ -14,7 +14,7 @@ from trainer.core.rng import mix
 class EndpointSums:
     """Two sums of hashes of (original edge id, source, target): over the edges of the parts, and over endpoints files.
 
-    The sums are equal if both contain the same edges, in any order. No arrays are kept in memory.
+    The sums are equal if both contain the same edges, in any order.
     """
 
     def __init__(self) -> None:

@@ -19,9 +19,7 @@ _LOCK = "lock"
 class WorkFolder:
     """A hidden folder beside a partition folder with the intermediate results of ``partition make``.
 
-    The folder is created when it is needed, as METIS ends at once on Ctrl-C, without cleaning up.
-    The work is divided into named stages. The result of a stage is recorded when it is finished, so a killed process
-    loses only the work on its current stage.
+    The work is divided into named stages, and the result of each finished stage is recorded.
     """
 
     def __init__(self, path: Path, folder: Path, fingerprint: str) -> None:
@@ -31,14 +29,13 @@ class WorkFolder:
             self._open()
 
     def folder(self, name: str) -> Path:
-        """Return the subfolder ``name``, created if missing. It may contain files of an earlier, interrupted call."""
+        """Return the subfolder ``name``, created if missing. It may contain files of an interrupted call."""
         self._open()
         path = self.path / name
         path.mkdir(exist_ok=True)
         return path
 
     def emptied(self, name: str) -> Path:
-        """Return the subfolder ``name`` after deleting its content."""
         self._open()
         shutil.rmtree(self.path / name, ignore_errors=True)
         return self.folder(name)
@@ -49,12 +46,12 @@ class WorkFolder:
         return [path.name.removesuffix(".done") for path in found]
 
     def is_done(self, stage: str) -> bool:
-        """Return whether a stage is finished."""
         return self._record(stage).exists()
 
     def once(self, stage: str, run: Callable[[], Any]) -> Any:
-        """Return the recorded result of a stage. If the stage is not finished, call ``run`` first and record what it
-        returns, as JSON.
+        """Return the recorded result of a stage, after calling ``run`` if the stage is not finished.
+
+        ``run`` returns JSON values.
         """
         if not self.is_done(stage):
             result = json.dumps(run())
@@ -70,8 +67,8 @@ class WorkFolder:
             self._lock.close()
 
     def _open(self) -> None:
-        """Create and lock the folder, if that is not done, and delete results for another fingerprint."""
         if self._lock is None:
+            # Not created earlier, as METIS ends at once on Ctrl-C, without cleaning up.
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path / _LOCK, self._folder)
             _keep_if_same(self.path, self._fingerprint)
@@ -84,9 +81,9 @@ class WorkFolder:
 def work_folder(folder: Path, fingerprint: str, keep: bool) -> Iterator[WorkFolder]:
     """Open the work folder of a partition folder for the ``with`` block, and delete it at the end and after errors.
 
-    The work folder remains if the process is killed and, with ``keep``, after an interrupt (Ctrl-C). If it contains
-    results for another ``fingerprint``, these are deleted first. Raises ``PartitionError`` if another process uses the
-    work folder, or the disk cannot be written.
+    The work folder remains if the process is killed and, with ``keep``, after an interrupt (Ctrl-C). Results for
+    another ``fingerprint`` are deleted first. Raises ``PartitionError`` if another process uses the work folder, or the
+    disk cannot be written.
     """
     work = None
     try:

@@ -53,7 +53,6 @@ def partition_fingerprint(
 
 
 def options_with(options: Mapping[str, Any], rows: WireRows) -> Mapping[str, Any]:
-    """Return the options of the partition method, with ``rows`` added if rows are rounded."""
     return options if rows == "stored" else {**options, "rows": rows}
 
 
@@ -65,7 +64,7 @@ def write_partition(
 
     A folder with the same fingerprint is left unchanged; one with another fingerprint is replaced. Memory: the dataset,
     8 bytes per node, 16 further bytes per node of the largest type, and ``memory``. The arrays of the dataset are read
-    once, from the first row to the last, so they may be memory-mapped.
+    once, in order, and may be memory-mapped.
 
     Args:
         dataset: the graph.
@@ -97,8 +96,6 @@ def write_partition(
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes groups of files in a thread pool, and collects their entries for the manifest."""
-
     root: Path
     pool: Executor
     rows: WireRows  #: as in ``write_partition``
@@ -115,7 +112,6 @@ class _Writer:
             self.entries.extend(FileEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in done)
 
     def arrays(self, arrays: Mapping[str, Array], dtype: npt.DTypeLike | None = None) -> Iterable[FileEntry]:
-        """Write ``arrays``, a mapping of paths to arrays, converted to ``dtype`` if given."""
         return self.pool.map(lambda path: self._array(path, arrays[path], dtype), arrays)
 
     def append(self, files: PartArray | PartAttr, spans: Sequence[Span], rows: Array, numbers: Array) -> None:
@@ -232,7 +228,6 @@ def _endpoint_arrays(edge_type: EdgeType, edge_index: Array, num_parts: int) -> 
 
 
 def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:
-    """Return by name the time attributes of the source type, without those that are not one integer per node."""
     source = dataset.nodes[edge_type[0]]
     times = {name: source.attrs[name] for name in dataset.time_attrs if name in source.attrs}
     return {name: at for name, at in times.items() if at.ndim == 1 and is_time(at, name in source.bfloat16)}
@@ -241,7 +236,6 @@ def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:
 def _write_sorted(
     writer: _Writer, edge_type: EdgeType, cut: EdgeCut, data: EdgeData, times: Mapping[str, Array]
 ) -> Iterator[FileEntry]:
-    """Write the edges of one type: row offsets, sources, original ids, attributes, and times of the sources."""
     top, counts = f"edges/{type_name(edge_type)}", np.diff(cut.offsets).tolist()
     yield from writer.arrays({f"part{p}/{top}/indptr.npy": cut.part_indptr(p) for p in range(cut.target.num_parts)})
     indices = PartArray(writer.root, f"{top}/indices.npy", Column(cut.index_dtype), counts)

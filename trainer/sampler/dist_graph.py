@@ -1,6 +1,4 @@
-"""``DistGraph``: access to the whole graph. Reads this host's parts from memory maps, and requests rows of other parts
-from other hosts.
-"""
+"""``DistGraph``: access to a whole graph, from this host's parts and by requests to other hosts."""
 
 from __future__ import annotations
 
@@ -32,8 +30,6 @@ from trainer.store.row_cache import RowCache
 
 @dataclass(frozen=True)
 class _EdgeQuery:
-    """A question to a host: for each i, does an edge ``src[i]`` -> ``dst[i]`` exist?"""
-
     edge_type: EdgeType
     src: Ids
     dst: Ids
@@ -41,8 +37,6 @@ class _EdgeQuery:
 
 @dataclass(frozen=True)
 class _EndpointQuery:
-    """A request to a host for the sources and targets of edges with given original ids."""
-
     edge_type: EdgeType
     edges: Ids
 
@@ -52,8 +46,6 @@ T = TypeVar("T", HopRequest, RowRequest, _EdgeQuery, _EndpointQuery)
 
 @dataclass(frozen=True)
 class _HostRequest(Generic[T]):
-    """The rows of a request that are sent to one host."""
-
     number: int  #: index of the request in the call
     at: Array  #: int32 positions of these rows in the request
     request: T
@@ -64,10 +56,6 @@ _HostRequests = dict[int, list[_HostRequest[T]]]  #: requests by host
 
 @dataclass(frozen=True)
 class _RequestKind(Generic[T]):
-    """The functions for one kind of request: to send it to a host, to answer it from this host's parts, and to restrict
-    it to some rows.
-    """
-
     submit: Callable[[RemoteHost, Sequence[T]], PendingAnswer]
     local: Callable[[Sequence[T]], Sequence[Any]]
     rows: Callable[[T], tuple[BookKey, Ids]]
@@ -77,8 +65,6 @@ class _RequestKind(Generic[T]):
 
 @dataclass(frozen=True)
 class _SingleAnswer:
-    """Wraps a pending answer so that ``result`` returns a list with this one answer."""
-
     pending: PendingAnswer
 
     @property
@@ -91,8 +77,6 @@ class _SingleAnswer:
 
 @dataclass(frozen=True)
 class _EdgeSlice:
-    """A range of a part's edges that is requested at once."""
-
     at: int  #: global id of the first edge
     part_id: int
     first: int  #: slot of the first edge in the part
@@ -100,17 +84,15 @@ class _EdgeSlice:
 
 
 class DistGraph:
-    """Access to the whole graph: splits each request by the host that owns its rows, and merges the answers. The
-    requests of a call are sent to all hosts at once, and rows of this host are read while the other hosts work.
+    """Access to the whole graph: splits each request by the host that owns its rows, and merges the answers.
 
-    If parts are replicated, several hosts own a part, and all give the same answer. If a host is lost (``ServerGone``),
-    its rows are requested from the next owner of their part, or from the same host once it is back, for up to
-    ``server_wait`` seconds. ``turn``: a number that differs between nodes, so that they do not all ask the same owner
-    first.
+    If a host is lost, its rows are requested from the next owner of their part, or from the same host once it is back,
+    for up to ``server_wait`` seconds. ``turn``: a number that differs between nodes, so that they do not all ask the
+    same owner first.
 
-    If this host has the topology of all parts, edges and 1-d attributes are never requested from other hosts. Other
-    attributes are first looked up in the cache and in the answers to the last ``held`` batches. ``wire_rows``: type to
-    which other hosts round the rows that they send.
+    ``held``: number of batches whose remote rows are kept for reuse. ``wire_rows``: dtype to which other hosts round
+    the rows that they send. If this host has the topology of all parts, edges and 1-d attributes are never requested
+    from other hosts.
     """
 
     def __init__(
@@ -156,17 +138,12 @@ class DistGraph:
 
     @property
     def remotes(self) -> Mapping[int, RemoteHost]:
-        """Clients of the other hosts, by node rank."""
         return self._holders.remotes
 
     def set_remotes(self, remotes: Mapping[int, RemoteHost]) -> None:
-        """Use these clients of the other hosts for future requests. Calls in progress may use the old or the new
-        clients.
-        """
         self._holders.set_remotes(remotes)
 
     def use_cache(self, cache: RowCache | None) -> None:
-        """Look up rows in ``cache`` from now on. With None, no cache is used."""
         self._cache = cache
         self._held.clear()
 
@@ -175,9 +152,6 @@ class DistGraph:
         return self._holders.lost_hosts()
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
-        """Return sampled neighbours of nodes of any part, one answer per request. Raises ``ServiceError`` and
-        ``PartitionError``.
-        """
         if self._edges_here:
             return self.local.sample_hops(requests)
         split = RequestSplit(self._by_host)
@@ -192,9 +166,6 @@ class DistGraph:
         return [_merged(request, found) for request, found in zip(requests, answers, strict=True)]
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
-        """Return attributes of nodes and edges of any part: for each request a mapping of names to arrays. Raises
-        ``ServiceError`` and ``PartitionError``.
-        """
         if not self.remotes:
             return self.local.gather(requests)
         columns = [self.local.new_rows(request) for request in requests]
@@ -215,11 +186,10 @@ class DistGraph:
         return [*columns]
 
     def pieces(self, requests: Sequence[RowRequest], cache: RowCache | None, held: HeldRows) -> list[GatherPiece]:
-        """Return where ``gather`` would read each row from (this host, cache, held rows or another host), given
-        ``cache`` and ``held``.
+        """Return where ``gather`` would read each row from, given ``cache`` and ``held``, without sending a request.
 
-        Sends no request. The arrays in the result have the shapes of the answer, but no values, and take no memory.
-        Raises ``PartitionError`` for an unknown type or attribute, or an id outside all parts.
+        The arrays in the result have no values and take no memory. Raises ``PartitionError`` for an unknown type or
+        attribute, or an id outside all parts.
         """
         return self._pieces(requests, [self.local.no_rows(request) for request in requests], cache, held)
 
@@ -238,7 +208,6 @@ class DistGraph:
         return ()
 
     def _rows_by_host(self, piece: GatherPiece) -> ByHost:
-        """Count the remote rows of one ``gather`` request by the host that owns them: all, cached and held rows."""
         cached = self._owned(piece, [piece.cached[1]] if piece.cached else [])
         held = self._owned(piece, [placed for _, placed in piece.held])
         asked = {host: len(at) for host, at in piece.asked.items()}
@@ -251,7 +220,6 @@ class DistGraph:
         )
 
     def _owned(self, piece: GatherPiece, placed: Sequence[RowPlacement]) -> dict[int, int]:
-        """Count the cached or held rows in ``placed`` by the host from which they would be requested otherwise."""
         if not placed:
             return {}
         ids = np.concatenate([piece.ids[one.at] for one in placed])
@@ -262,9 +230,6 @@ class DistGraph:
         return hosts
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists: bool [n]. Raises ``ServiceError`` and
-        ``PartitionError``.
-        """
         if self._edges_here:
             return self.local.has_edges(edge_type, src, dst)
         check_type(self.local.store, edge_type)
@@ -278,9 +243,6 @@ class DistGraph:
         return found
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
-        """Return the sources and targets of edges with given original ids, as original node ids, int64 [n] each. Raises
-        ``ServiceError`` and ``PartitionError``.
-        """
         if not self.remotes:
             return self.local.endpoints(edge_type, edges)
         check_endpoints(self.local.store, edge_type)
@@ -294,10 +256,9 @@ class DistGraph:
         return src, dst
 
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
-        """Return all edges of a type, in the order of their global ids.
+        """Return all edges of a type, in the order of their global ids. Memory: 24 bytes per edge.
 
-        Edges of other hosts are requested in slices, about two per host at a time. Memory: 24 bytes per edge. Raises
-        ``ServiceError`` and ``PartitionError``.
+        Raises ``ServiceError`` and ``PartitionError``.
         """
         check_type(self.local.store, edge_type)
         whole = EdgeList(*(np.empty(self.books[edge_type].size, np.int64) for _ in range(3)))
@@ -316,8 +277,9 @@ class DistGraph:
         return whole
 
     def edges_of(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList:
-        """Return ``count`` edges of any part, from slot ``first`` of the part's edge arrays on. Raises ``ServiceError``
-        and ``PartitionError``.
+        """Return ``count`` edges of any part, from slot ``first`` of the part's edge arrays on.
+
+        Raises ``ServiceError`` and ``PartitionError``.
         """
         check_type(self.local.store, edge_type)
         if not 0 <= part_id < self.local.store.manifest.num_parts:
@@ -329,14 +291,16 @@ class DistGraph:
         return self._received(piece, edge_type, host, self._ask_slice(piece, edge_type, host))
 
     def take_cost(self) -> Cost:
-        """Return what the calling thread requested since its last call of this method: bytes received, rows by source,
-        and time spent waiting. Rows are not counted if there are no other hosts.
+        """Return bytes, rows by source and waiting time of the calling thread's requests since its last call.
+
+        Rows are counted only if there are other hosts.
         """
         return self._meter.take()
 
     def _ask(self, shares: _HostRequests[T], kind: _RequestKind[T]) -> Iterator[tuple[int, _HostRequest[T], Any]]:
-        """Send each host its requests, and yield (host, request, answer) for each. Rows that a lost host owns are
-        requested again from other owners.
+        """Send each host its requests, and yield (host, request, answer) for each.
+
+        Rows that a lost host owns are requested again from other owners.
         """
         while shares:
             asked = {host: [share.request for share in mine] for host, mine in shares.items()}
@@ -363,7 +327,6 @@ class DistGraph:
             shares = self._reassign(unanswered, kind)
 
     def _reassign(self, unanswered: Sequence[_HostRequest[T]], kind: _RequestKind[T]) -> _HostRequests[T]:
-        """Wait until each part that has unanswered rows has a reachable host, and assign the rows to these hosts."""
         shares: _HostRequests[T] = defaultdict(list)
         if not unanswered:
             return shares
@@ -375,10 +338,6 @@ class DistGraph:
         return shares
 
     def _slices(self, edge_type: EdgeType) -> Iterator[_EdgeSlice]:
-        """Cut all edges of a type into slices, one per request.
-
-        Yields the first slice of each part, then the second of each part, and so on.
-        """
         book = self.books[edge_type]
         of_parts = []
         for part_id in range(book.num_parts):
@@ -390,9 +349,6 @@ class DistGraph:
         return (one for turn in zip_longest(*of_parts) for one in turn if one is not None)
 
     def _owners(self, split: RequestSplit, of: BookKey, ids: Ids) -> Groups:
-        """Group the positions in ``ids`` by the host that answers for the id. Raises ``PartitionError`` for an id
-        outside all parts.
-        """
         groups = split.groups(of, ids)
         if NOBODY in groups:
             wrong = int(ids[groups[NOBODY][0]])
@@ -400,9 +356,6 @@ class DistGraph:
         return groups
 
     def _by_host(self, of: BookKey, ids: Ids) -> Groups:
-        """Group ids by the host that answers for them. If an id is outside all parts, return only its position, under
-        ``NOBODY``.
-        """
         table = self._holders.table()
         wrong, placed = locate(ids, self.books[of].offsets, self._codes.of_hosts(table), self._codes)
         if wrong >= 0:
@@ -411,7 +364,6 @@ class DistGraph:
         return {code - first - 1: rows.at for code, rows in placed.items()}
 
     def _check_hop(self, request: HopRequest) -> None:
-        """Raise ``PartitionError`` for an unknown edge type or attribute, before a request is sent."""
         check_type(self.local.store, request.edge_type)
         if request.weight is not None:
             row_spec(self.local.store, request.edge_type, request.weight)
@@ -423,16 +375,12 @@ class DistGraph:
         return not self.remotes or self.local.store.whole_topology
 
     def _holder_of(self, part_id: int) -> int:
-        """Return the host that answers for the edges of a part."""
         return HERE if part_id in self.local.store.topology else int(self._holders.table()[part_id + 1])
 
     def _ask_slice(self, piece: _EdgeSlice, edge_type: EdgeType, host: int) -> PendingAnswer:
         return self.remotes[host].submit_edges(piece.part_id, edge_type, piece.first, piece.count)
 
     def _received(self, piece: _EdgeSlice, edge_type: EdgeType, host: int, pending: PendingAnswer) -> EdgeList:
-        """Wait for a slice of edges from ``host``. If the host is lost, request the slice from another owner of the
-        part.
-        """
         while True:
             try:
                 edges: EdgeList = pending.result()
@@ -446,9 +394,6 @@ class DistGraph:
             return edges
 
     def _add_bytes(self, host: int, pending: PendingAnswer, arrays: Iterable[Array | None]) -> None:
-        """Count the bytes of an answer: those received from the network, or the size of the arrays if the host is in
-        this process.
-        """
         received = getattr(pending, "received", None)
         if received is None:
             received = sum(array.nbytes for array in arrays if array is not None)

@@ -34,8 +34,6 @@ ColumnKey = tuple[AnyType, tuple[str, ...]]  #: a type and names of its attribut
 
 @dataclass(frozen=True)
 class HostRows:
-    """Read-only rows that another host sent, and their ids."""
-
     ids: Ids  #: int64 [m]
     rows: Mapping[str, Array]  #: name -> [m, …]
 
@@ -48,7 +46,7 @@ class HostRows:
 class HeldAnswers:
     """Rows of one type, with the same attributes, that other hosts sent and that are kept for later batches.
 
-    They are stored as received, the oldest answer first, with an index of their ids.
+    The oldest answer is first.
     """
 
     answers: tuple[HostRows, ...] = ()
@@ -62,12 +60,9 @@ class _HeldKind:
 
 
 class HeldRows:
-    """Keeps the answers of other hosts for recent batches, by type and attributes, for reuse by the next batches.
-    Thread-safe: an object returned by ``of`` does not change.
+    """Keeps the newest answers of other hosts, by type and attributes, for reuse by the next batches. Thread-safe.
 
-    The newest answers are kept. The limit is the number of remote rows in the last ``batches`` batches. It counts
-    cached rows as well, although answers do not contain them, so with a cache the kept answers are from more batches.
-    The arrays of a batch itself are not kept, because the user may change them.
+    At most as many rows are kept as the last ``batches`` batches had remote rows.
     """
 
     def __init__(self, batches: int = HELD_BATCHES):
@@ -80,8 +75,7 @@ class HeldRows:
         return HeldAnswers() if kept is None else kept.held
 
     def add(self, columns: ColumnKey, needed: int, answers: Sequence[HostRows]) -> None:
-        """Keep the answers of other hosts for a batch. ``needed``: number of remote rows in the batch, including cached
-        and held rows."""
+        """Keep the answers of other hosts for a batch. ``needed``: number of remote rows in the batch."""
         if self._batches == 0 or needed == 0:
             return
         with self._lock:
@@ -95,10 +89,6 @@ class HeldRows:
 
 
 def _with_more(held: HeldAnswers, answers: Sequence[HostRows], most_rows: int) -> HeldAnswers:
-    """Add answers to ``held``, drop the oldest above ``most_rows`` rows or ``MOST_BYTES`` bytes, and return the result.
-
-    More than ``MOST_ANSWERS`` answers are joined. The index is rebuilt only if answers were dropped or it is too full.
-    """
     every = (*held.answers, *answers)
     found = _newest(every, most_rows)
     if not found:
@@ -114,7 +104,6 @@ def _with_more(held: HeldAnswers, answers: Sequence[HostRows], most_rows: int) -
 
 
 def _joined(answers: tuple[HostRows, ...]) -> tuple[HostRows, ...]:
-    """Concatenate the two adjacent answers with the fewest rows. The order of rows, and so the index, is unchanged."""
     pairs = [len(one.ids) + len(next_one.ids) for one, next_one in pairwise(answers)]
     at = pairs.index(min(pairs))
     one, other = answers[at : at + 2]
@@ -123,7 +112,6 @@ def _joined(answers: tuple[HostRows, ...]) -> tuple[HostRows, ...]:
 
 
 def _newest(answers: Sequence[HostRows], most_rows: int) -> tuple[HostRows, ...]:
-    """Return the newest answers whose rows do not exceed ``most_rows`` and ``MOST_BYTES`` in total."""
     kept: deque[HostRows] = deque()
     rows = nbytes = 0
     for answer in reversed(answers):
@@ -138,8 +126,7 @@ def _newest(answers: Sequence[HostRows], most_rows: int) -> tuple[HostRows, ...]
 class GatherPiece:
     """Some attributes of one request, and for each row the source to read it from.
 
-    A source is a part of this host, the row cache, a held answer or another host. It is the same for all attributes of
-    a piece.
+    A source is a part of this host, the row cache, a held answer or another host.
     """
 
     ids: Ids  #: int64 [n]
@@ -153,14 +140,14 @@ class GatherPiece:
     keeps: bool  #: whether answers are held for the next batches
 
     def copy_near(self, local: LocalGraph) -> None:
-        """Copy the rows that are on this host, from its parts, the cache and held answers, to ``out``."""
         local.fill(self.columns[0], self.out, self.own)
         for rows, placed in [self.cached, *self.held] if self.cached else self.held:
             self._put(rows, placed)
 
     def put(self, host: str, rows: Columns, at: npt.NDArray[np.int32]) -> None:
-        """Copy rows that ``host`` sent to the positions ``at`` of ``out``. Raises ``ServiceError`` for rows of a wrong
-        dtype or shape.
+        """Copy rows that ``host`` sent to the positions ``at`` of ``out``.
+
+        Raises ``ServiceError`` for rows of a wrong dtype or shape.
         """
         for name, values in self.out.items():
             found, kind = rows[name], (values.dtype, values.shape[1:])
@@ -184,8 +171,9 @@ class GatherPiece:
 
 
 class GatherPlan:
-    """Divides the requests of one ``gather`` call into pieces, by where their attributes are stored. ``hosts``: the
-    host that answers for each part (``PartHolders.table``).
+    """Divides the requests of one ``gather`` call into pieces, by where their attributes are stored.
+
+    ``hosts``: the host that answers for each part (``PartHolders.table``).
     """
 
     def __init__(self, local: LocalGraph, hosts: Array, cache: RowCache | None, held: HeldRows):
@@ -198,8 +186,9 @@ class GatherPlan:
         self._located: dict[tuple[Any, ...], Mapping[int, RowPlacement]] = {}
 
     def pieces(self, request: RowRequest, out: Columns) -> Iterator[GatherPiece]:
-        """Divide a request into pieces. ``out``: the arrays to be filled, by attribute. Raises ``PartitionError`` for
-        an id outside all parts.
+        """Divide a request into pieces. ``out``: the arrays to be filled, by attribute.
+
+        Raises ``PartitionError`` for an id outside all parts.
         """
         # 1-d columns, which every host has with replicated topology
         on_all_hosts = {name for name in out if self._local.store.whole_topology and out[name].ndim == 1}
@@ -234,11 +223,7 @@ class GatherPlan:
     def _places(
         self, request: RowRequest, all_here: bool, slots: Array | None, held: IdIndex
     ) -> Mapping[int, RowPlacement]:
-        """Return which rows of a request to read from each source, by source code.
-
-        For pieces with the same ids and sources, the same arrays are returned, so that a message contains the ids only
-        once.
-        """
+        # Equal arguments give the same arrays, so that a message contains the ids only once.
         key = request.of, id(request.ids), all_here, id(slots), id(held) if held is not NO_INDEX else 0
         if key not in self._located:
             book = self._local.books[request.of]

@@ -1,4 +1,4 @@
-"""Samples one hop, and reads attributes, in the parts on this host, directly from memory maps."""
+"""``LocalGraph``: samples one hop and reads attributes in the parts on this host, from memory maps."""
 
 from __future__ import annotations
 
@@ -42,19 +42,21 @@ class LocalGraph:
         """Return sampled neighbours of nodes in the opened parts, one answer per request.
 
         Raises ``SettingsError`` if an answer could have more than ``max_edges`` edges, ``PartitionError`` for a node of
-        another part and for an unknown type or attribute, ``DataError`` for a weight that is negative or not finite.
+        another part or an unknown type or attribute, ``DataError`` for a weight that is negative or not finite.
         """
         return [self._sample(request) for request in requests]
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
-        """Return attributes of nodes or edges in the opened parts: for each request a mapping of names to arrays [n,
-        …]. Raises ``PartitionError``.
+        """Return attributes of nodes or edges in the opened parts: a mapping of names to arrays [n, …] per request.
+
+        Raises ``PartitionError``.
         """
         return [self._gather(request) for request in requests]
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists: bool [n]. Raises ``PartitionError`` for a
-        target of another part.
+        """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists: bool [n].
+
+        Raises ``PartitionError`` for a target of another part.
         """
         check_type(self.store, edge_type)
         found: npt.NDArray[np.bool_] = np.zeros(len(dst), np.bool_)
@@ -66,8 +68,9 @@ class LocalGraph:
         return found
 
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
-        """Return all edges of a type whose targets are in the opened parts. Raises ``PartitionError`` for an unknown
-        type.
+        """Return all edges of a type whose targets are in the opened parts.
+
+        Raises ``PartitionError`` for an unknown type.
         """
         check_type(self.store, edge_type)
         ends = [_ends(part, edge_type) for part in self.store.parts.values()]
@@ -79,10 +82,9 @@ class LocalGraph:
         )
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
-        """Return the sources and targets of edges with given original ids, as original node ids, int64 [n] each.
+        """Return sources and targets of edges, given by original id: original node ids, int64 [n] each.
 
-        Raises ``PartitionError`` for an edge whose endpoints another part stores, and if the partition does not store
-        endpoints.
+        Raises ``PartitionError`` if another part, or none, stores the endpoints of an edge.
         """
         check_endpoints(self.store, edge_type)
         table = EndpointTable(edge_type)
@@ -114,7 +116,6 @@ class LocalGraph:
         return answers[0][1] if len(groups) == 1 else merge_samples(len(request.nodes), answers, request.with_edge)
 
     def _read_ahead(self, request: HopRequest, groups: Mapping[int, RowPlacement]) -> None:
-        """Load the file pages that sampling needs: ids of the nodes, and sources, weights and times of their edges."""
         for part_id, placed in groups.items():
             nodes, edges = _ends(self.store.topology[part_id], request.edge_type)
             of_edges = [edges.indices]
@@ -127,8 +128,9 @@ class LocalGraph:
             touch_neighbours(edges.indptr, of_edges, placed.rows)
 
     def most_edges(self, request: HopRequest) -> int:
-        """Return an upper bound of the number of edges in the answer to a request, without sampling. Raises
-        ``PartitionError``.
+        """Return an upper bound of the number of edges in the answer to a request, without sampling.
+
+        Raises ``PartitionError``.
         """
         check_type(self.store, request.edge_type)
         return self._most_edges(request, self.by_part(request.edge_type[2], request.nodes))
@@ -146,12 +148,9 @@ class LocalGraph:
         return most
 
     def _read(self, part: Part, request: HopRequest) -> tuple[NodePart, EdgePart]:
-        """Return the target nodes and the edges of the request's edge type in a part.
-
-        float16 weights are converted to float32 at first use, because the kernels cannot read float16.
-        """
         nodes, edges = _ends(part, request.edge_type)
         name = request.weight
+        # float16 weights are converted to float32 at first use, because the kernels cannot read float16.
         if name is None or name not in edges.attrs or edges.attrs[name].dtype != np.float16:
             return nodes, edges
         key = (part.part_id, request.edge_type, name)
@@ -160,23 +159,21 @@ class LocalGraph:
         return nodes, replace(edges, attrs={**edges.attrs, name: self._singles[key]})
 
     def _gather(self, request: RowRequest) -> Mapping[str, Array]:
-        """Return the attributes of one request. 1-d attributes can also be read from parts of which this host has only
-        the topology.
-        """
         out = self.new_rows(request)
         all_1d = all(values.ndim == 1 for values in out.values())
         self.fill(request.of, out, self._by_part(request.of, request.ids, self._topology if all_1d else self._own))
         return out
 
     def new_rows(self, request: RowRequest) -> dict[str, Array]:
-        """Return uninitialized arrays for the answer to a request. Raises ``PartitionError`` for an unknown type or
-        attribute.
+        """Return uninitialized arrays for the answer to a request.
+
+        Raises ``PartitionError`` for an unknown type or attribute.
         """
         specs = self._row_specs(request)
         return {name: slabs.empty((len(request.ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
 
     def no_rows(self, request: RowRequest) -> dict[str, Array]:
-        """Return read-only arrays that have the dtypes and shapes of ``new_rows``, but take no memory."""
+        """Return read-only arrays with the dtypes and shapes of ``new_rows`` that take no memory."""
         specs = self._row_specs(request)
         return {name: blank_rows(len(request.ids), *spec) for name, spec in specs.items()}
 
@@ -185,10 +182,10 @@ class LocalGraph:
         return {name: row_spec(self.store, request.of, name) for name in request.attrs}
 
     def fill(self, of: AnyType, out: Mapping[str, Array], placed: Mapping[int, RowPlacement]) -> None:
-        """Copy rows of parts on this host into the arrays ``out`` [n, …]. ``placed``: for each part, its rows and their
-        positions in ``out``.
+        """Copy rows of parts on this host into the arrays ``out`` [n, …].
 
-        Raises ``PartitionError`` for a part that is not on this host.
+        ``placed``: for each part, its rows and their positions in ``out``. Raises ``PartitionError`` for a part that is
+        not on this host.
         """
         all_1d = all(values.ndim == 1 for values in out.values())
         parts = self.store.topology if all_1d else self.store.parts
@@ -207,8 +204,9 @@ class LocalGraph:
                     put_rows(_column(table, name), rows, values)
 
     def by_part(self, of: AnyType, ids: Ids) -> Mapping[int, RowPlacement]:
-        """Group ids by part, including parts of which only the topology is on this host. Raises ``PartitionError`` for
-        other parts.
+        """Group ids by part, including parts of which only the topology is on this host.
+
+        Raises ``PartitionError`` for other parts.
         """
         return self._by_part(of, ids, self._topology)
 
@@ -226,7 +224,6 @@ class LocalGraph:
 
 
 def _ends(part: Part, edge_type: EdgeType) -> tuple[NodePart, EdgePart]:
-    """Return the target nodes and the edges of an edge type in a part."""
     return part.nodes[edge_type[2]], part.edges[edge_type]
 
 
@@ -239,7 +236,6 @@ def _column(table: NodePart | EdgePart, name: str) -> Array:
 
 
 def _mapped(part: Part, of: AnyType, names: Iterable[str]) -> Iterator[Array]:
-    """Yield the memory-mapped arrays of the attributes ``names`` in a part. ``in_degree`` has none."""
     table = _table(part, of)
     for name in names:
         if name != "in_degree":
@@ -249,7 +245,6 @@ def _mapped(part: Part, of: AnyType, names: Iterable[str]) -> Iterator[Array]:
 
 
 def _codes_of(parts: Collection[int], num_parts: int) -> Array:
-    """Return the argument ``of_part`` with which ``locate`` finds rows of ``parts`` only, int32 [num_parts + 2]."""
     codes = [part if part in parts else -1 for part in range(num_parts)]
     return read_only(np.array([-1, *codes, -1], np.int32))
 
@@ -259,7 +254,7 @@ def _table(part: Part, of: AnyType) -> NodePart | EdgePart:
 
 
 def _in_degree(part: Part, of: AnyType, rows: Ids) -> Ids:
-    """Return the in-degree of each node, summed over all edge types that end at it: int64 [n]."""
+    """Return the in-degree of each node, summed over all edge types that end at the node: int64 [n]."""
     degree = np.zeros(len(rows), np.int64)
     for edge_type, edges in part.edges.items():
         if edge_type[2] == of:

@@ -1,8 +1,8 @@
 """Samples all hops of a batch: the node ids and edges of a subgraph around the seeds.
 
-The neighbours of a node are requested once per edge type, in the hop after the node was added. The neighbours drawn
-with a smaller fanout are a prefix of those drawn with a larger one, so the blocks of later hops are cut from the same
-answer. Only if a later hop has a larger fanout, the neighbours of the node are requested again.
+The neighbours of a node are requested once per edge type, in the hop after the node was added, and again only if a
+later hop has a larger fanout. The blocks of later hops are cut from the same answer: neighbours drawn with a smaller
+fanout are a prefix of those drawn with a larger one.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def sample_multi_hop(
 ) -> SampledSubgraph:
     """Sample a subgraph around ``seeds``.
 
-    Each hop is one call of ``graph.sample_hops`` for all edge types. Nodes that a hop adds are numbered by edge type,
-    in the order of the schema. ``tables`` must be all zeros, and are so again after the call.
+    ``tables`` must be all zeros, and are so again after the call.
 
     Raises:
         ServiceError: A host that is needed does not answer.
@@ -61,9 +60,9 @@ def sample_multi_hop(
 def cut_block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> tuple[Positions, Positions, int]:
     """Return the block of one edge type and hop as CSR: indptr, indices and the number of sources.
 
-    Rows are targets, and indices are sources, as batch positions in int32. Targets are all nodes of the target type
-    that the subgraph had before the hop, with the first ``fanouts[hop]`` edges of each. Sources are all nodes of the
-    source type that it had after the hop. In an induced subgraph, the block of every hop is the whole subgraph.
+    Rows are targets, indices are sources, as batch positions in int32. Targets are all nodes that the subgraph had
+    before the hop, with ``fanouts[hop]`` edges each; sources are all that it had after the hop. In an induced subgraph,
+    the block of every hop is the whole subgraph.
     """
     src_per_hop = subgraph.nodes[edge_type[0]].per_hop
     num_src = sum(src_per_hop) if subgraph.induced else sum(src_per_hop[: hop + 2])
@@ -78,7 +77,6 @@ def block_edges(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> Pos
 def _block_rows(
     subgraph: SampledSubgraph, edge_type: EdgeType, hop: int, values: Positions
 ) -> tuple[Positions, Positions]:  # fmt: skip
-    """Return the row offsets of a block, and of ``values``, one per edge of the subgraph, those of the block."""
     edges, dst_per_hop = subgraph.edges[edge_type], subgraph.nodes[edge_type[2]].per_hop
     if subgraph.induced:
         num_dst, fanout = sum(dst_per_hop), -1
@@ -108,8 +106,6 @@ def _check_seeds(schema: GraphSchema, seeds: SeedSet, settings: SampleSettings) 
 
 @dataclass(frozen=True)
 class _HopQuery:
-    """What to request of one edge type in one hop."""
-
     edge_type: EdgeType
     fanout: int
     first: int  #: position of the first target; all later known targets follow
@@ -118,8 +114,6 @@ class _HopQuery:
 
 
 class _SubgraphGrowth:
-    """A subgraph that grows hop by hop."""
-
     def __init__(
         self, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: RelabelTables
     ):  # fmt: skip
@@ -138,7 +132,6 @@ class _SubgraphGrowth:
         self._close_level()
 
     def grow(self, graph: GraphAccess, hop: int) -> None:
-        """Sample one hop: request neighbours of all edge types, and add the answers to the subgraph."""
         queries = [query for of in self._edges if (query := self._query(of, hop))]
         trees = [self._nodes[q.edge_type[2]].trees_since(q.first) for q in queries]
         samples = graph.sample_hops([self._request(q, t) for q, t in zip(queries, trees, strict=True)])
@@ -148,7 +141,6 @@ class _SubgraphGrowth:
         self._close_level()
 
     def induce(self, graph: GraphAccess) -> SampledSubgraph:
-        """Return the induced subgraph: the sampled nodes with all edges between them."""
         ids = {of: nodes.since(0) for of, nodes in self._nodes.items()}
         distinct = {of: np.unique(values) for of, values in ids.items()}
         asked = [of for of in self._edges if len(ids[of[0]]) and len(ids[of[2]])]
@@ -232,8 +224,6 @@ class _SubgraphGrowth:
 
 
 class _EdgeGrowth:
-    """The edges of one type in a growing subgraph."""
-
     def __init__(self, fanouts: tuple[int, ...]):
         self.fanouts = fanouts
         self._src: list[Positions] = []
@@ -244,7 +234,6 @@ class _EdgeGrowth:
         self._per_hop = [0] * len(fanouts)
 
     def add(self, query: _HopQuery, hop: int, sample: HopSample, local: Positions) -> None:
-        """Add the edges of an answer. ``local``: the batch positions of their sources."""
         known = self._whole if query.whole else self._drawn
         self._requested_again |= query.whole or query.first < len(known.count)
         begins = self._num_edges + np.cumsum(sample.counts, dtype=np.int64) - sample.counts
@@ -280,7 +269,6 @@ _NO_ROWS = EdgeRanges(np.empty(0, np.int64), np.empty(0, np.int32))
 
 
 def _padded(rows: EdgeRanges, num_targets: int) -> EdgeRanges:
-    """Return the edge ranges of the first ``num_targets`` nodes, empty for nodes that ``rows`` does not contain."""
     missing = max(0, num_targets - len(rows.count))
     if missing == 0:
         return EdgeRanges(rows.begin[:num_targets], rows.count[:num_targets])
@@ -293,8 +281,8 @@ def _padded(rows: EdgeRanges, num_targets: int) -> EdgeRanges:
 def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
     """Return the first level of nodes whose neighbours ``hop`` must request.
 
-    Level 0 is the seeds, and level n the nodes that hop n - 1 added. For nodes of lower levels than the returned one,
-    earlier hops have already requested at least ``fanouts[hop]`` neighbours.
+    Level 0 is the seeds, level n the nodes that hop n - 1 added. For lower levels, earlier hops have requested enough
+    neighbours.
     """
     for earlier in reversed(range(hop)):
         if fanouts[earlier] < 0 or 0 <= fanouts[hop] <= fanouts[earlier]:
@@ -303,12 +291,8 @@ def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
 
 
 def _shuffle_of(fanouts: Sequence[int], hop: int, level: int) -> int:
-    """Return how many leading neighbours must be in random order in an answer that contains all neighbours of a node.
-
-    Other hops with a fanout take the first neighbours of the answer as their sample. The result is the largest fanout
-    of the later hops, or of all hops if nodes are requested again (``level < hop``), and 0 if there is none.
-    """
     others = fanouts if level < hop else fanouts[hop + 1 :]
+    # How many leading neighbours must be in random order in an answer with all neighbours: other hops take the first.
     return max((fanout for fanout in others if fanout >= 0), default=0)
 
 
@@ -317,25 +301,19 @@ def _mixed(fanouts: Sequence[int]) -> bool:
 
 
 def _only(fanouts: Sequence[int], whole: bool) -> tuple[int, ...]:
-    """Return the fanouts with 0 in place of the nonnegative ones if ``whole``, else in place of the negative ones."""
     return tuple(fanout if (fanout < 0) == whole else 0 for fanout in fanouts)
 
 
 def _tree_keys(seeds: SeedSet) -> Ids:
-    """Return the tree number of each seed for disjoint sampling, int64 [seeds].
-
-    In disjoint sampling each seed has a subgraph of its own, its tree. The tree number is part of the random key, so
-    that repeated seeds get different trees. It comes from ``seeds.trees``, or else is the number of the seed.
-    """
     count = np.arange(sum(map(len, seeds.nodes.values())))
     starts = np.cumsum([0, *map(len, seeds.nodes.values())])
     pieces = [
         seeds.trees.get(of, count[start : start + len(ids)])
         for (of, ids), start in zip(seeds.nodes.items(), starts, strict=False)
     ]
+    # Part of the random key, so that repeated seeds get different trees.
     return np.concatenate([np.empty(0, np.int64), *pieces])
 
 
 def _tree_times(seeds: SeedSet) -> Ids:
-    """Return the time of each seed, int64 [seeds]: the latest time of edges in the subgraph of the seed."""
     return np.concatenate([np.empty(0, np.int64), *(seeds.times[of] for of in seeds.nodes)], dtype=np.int64)

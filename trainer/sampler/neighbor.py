@@ -1,6 +1,4 @@
-"""Draws neighbours of nodes of one part. Nodes whose neighbours are drawn under a condition (time, weight, excluded
-edges, allowed sources) take a slower kernel than others.
-"""
+"""Draws neighbours of nodes of one part."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ MOST_EDGES = 1 << 28  #: largest number of edges in one answer, limited by the a
 
 
 def sample_rows(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> HopSample:
-    """Sample the edges that ``request`` asks for, and return them. All nodes of the request must belong to this part.
+    """Sample the edges that ``request`` asks for. All nodes of the request must belong to this part.
 
     Raises ``DataError`` for a weight that is negative or not finite, and ``PartitionError`` for more than
-    ``MOST_EDGES`` edges and for an attribute that is missing or not usable as weight or time.
+    ``MOST_EDGES`` edges or an attribute that is missing or not usable as weight or time.
     """
     if request.bound is not None or request.weight is not None or request.sources is not None:
         return _conditional(nodes, edges, request, num_sources)
@@ -83,7 +81,6 @@ def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sour
 
 
 def _edge_dtype(edges: EdgePart) -> type[np.int32] | type[np.int64]:
-    """Return the narrowest dtype that holds all global edge ids of the part."""
     return np.int32 if edges.start + edges.num_edges < 2**31 else np.int64
 
 
@@ -137,9 +134,9 @@ def _weights(edges: EdgePart, request: HopRequest) -> Array:
 
 
 def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
-    """Return the sources of the excluded edges, sorted by target and source, and their range for each requested node.
+    """Return the sources of excluded edges, and for each requested node the begin and end of its range among them.
 
-    The ranges are two arrays [nodes]: the begins and the ends.
+    The sources are sorted by target and source.
     """
     if request.exclude is None:
         return (np.empty(0, np.int64),) * 3
@@ -150,9 +147,7 @@ def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
 
 
 def _allowed(request: HopRequest, num_sources: int) -> Array:
-    """Return a bit array, uint8, with one bit per source node, set for ``request.sources``, or an empty array if all
-    sources are allowed. Memory pages without a set bit stay unallocated.
-    """
+    """Return a bit array, uint8, with a bit per source node, set for ``request.sources``; empty if all are allowed."""
     if request.sources is None:
         return np.empty(0, np.uint8)
     bits = np.zeros(num_sources // 8 + 1, np.uint8)

@@ -19,9 +19,7 @@ _READ, _EVERY_CACHE, _DATA = 0, 3, 1
 
 
 def _prefetch(_typing: Any, array: Any, at: Any) -> Any:
-    """``prefetch(array, at)`` loads ``array[at]`` of a contiguous 1-d array into the CPU cache. Any value of ``at`` is
-    safe.
-    """
+    """``prefetch(array, at)`` loads ``array[at]`` of a 1-d array into the CPU cache. Any value of ``at`` is safe."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -51,9 +49,7 @@ _ROWS_AHEAD = 16  #: number of rows by which indptr and orig_id are prefetched
 
 @_jit
 def count_picks(indptr: Any, nodes: Any, first_node: int, fanout: int, replace: bool, counts: Any) -> int:
-    """Fill ``counts`` int32 [n] with the number of neighbours to draw per node, and return the largest degree of the
-    nodes.
-    """
+    """Fill ``counts`` int32 [n] with the number of neighbours to draw per node, and return the largest degree."""
     longest = 0
     for i in range(len(nodes)):
         row = nodes[i] - first_node
@@ -71,20 +67,17 @@ def draw_edges(
     indptr: Any, indices: Any, nodes: Any, first_node: int, orig_id: Any, trees: Any, counts: Any, replace: bool,
     fanout: int, shuffle: int, key: Any, longest: int, first_edge: int, src: Any, edge: Any,
 ) -> None:  # fmt: skip
-    """Draw in-edges of ``nodes``. Fills ``src`` [counts.sum()] with their sources and, unless it is empty, ``edge``
-    with their ids.
+    """Draw in-edges of ``nodes``. Fills ``src`` [counts.sum()] with sources and ``edge``, unless empty, with edge ids.
 
-    Without replacement, the picks of a node are the first ``counts[i]`` places of a Fisher-Yates shuffle of its edges.
-    The picks for a smaller count are therefore a prefix of those for a larger count. If all edges of a node are taken,
-    only the first ``shuffle`` places are shuffled. ``trees``: int64 [n], tree of each node, for disjoint sampling;
-    empty otherwise.
-
-    The slots (positions in ``indices``) of several hundred edges are drawn and prefetched before any of them is read.
+    Without replacement, the picks for a smaller count are a prefix of those for a larger count. If all edges of a node
+    are taken, only the first ``shuffle`` places are shuffled. ``trees``: int64 [n], tree of each node in disjoint
+    sampling, else empty.
     """
     slots = np.empty(_AT_ONCE + (max(longest, fanout) if replace else longest), np.int64)
     order, moved = np.empty(longest, np.int32), np.empty(longest, np.int32)
     where, what = np.empty(_LIST_PICKS, np.int64), np.empty(_LIST_PICKS, np.int64)
     ordered, waiting, done = 0, 0, 0  # ``order`` is 0, 1, 2, … up to ``ordered``
+    # The slots of several hundred edges are drawn and prefetched before any of them is read.
     for i in range(len(nodes)):
         if i + _ROWS_AHEAD < len(nodes):
             prefetch(indptr, nodes[i + _ROWS_AHEAD] - first_node)
@@ -138,7 +131,6 @@ def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order:
 
 @_jit
 def _shuffle_listed(picks: Any, begin: int, degree: int, drawn: Any, where: Any, what: Any) -> None:
-    """As ``_shuffle`` with one step per pick, but storing only the elements that are not in their place."""
     for j in range(len(picks)):
         other = j + draw(drawn, j, degree - j)
         chosen, here = other, j
@@ -156,7 +148,7 @@ def _shuffle_listed(picks: Any, begin: int, degree: int, drawn: Any, where: Any,
 
 @_jit
 def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
-    """Map global ids to batch positions, numbering new ids from ``first_new`` on, and return the number of new ids.
+    """Map global ids to batch positions, numbering new ids from ``first_new`` on. Returns the number of new ids.
 
     ``table`` int32 [num_nodes] holds position + 1 for each known id, and 0 for others. Fills ``local`` int32 [len(src)]
     with the positions and the beginning of ``new`` with the new ids.
@@ -185,7 +177,6 @@ def enter_seeds(seeds: Any, table: Any) -> None:
 
 @_jit
 def forget(nodes: Any, table: Any) -> None:
-    """Reset the entries of ``nodes`` in ``table`` to 0."""
     for i in range(len(nodes)):
         if i + _IDS_AHEAD < len(nodes):
             prefetch(table, nodes[i + _IDS_AHEAD])
@@ -194,10 +185,9 @@ def forget(nodes: Any, table: Any) -> None:
 
 @_jit
 def find_edges(indptr: Any, indices: Any, rows: Any, sources: Any, order: Any, found: Any) -> None:
-    """Set ``found[order[i]]`` to True if node ``rows[i]`` of the part has an in-edge from ``sources[i]``. The pairs
-    (``rows[i]``, ``sources[i]``) must be sorted.
+    """Set ``found[order[i]]`` to True if node ``rows[i]`` of the part has an in-edge from ``sources[i]``.
 
-    The edges of a node are read once, however many pairs refer to the node.
+    The pairs (``rows[i]``, ``sources[i]``) must be sorted.
     """
     begin = 0
     while begin < len(rows):
@@ -214,9 +204,7 @@ def find_edges(indptr: Any, indices: Any, rows: Any, sources: Any, order: Any, f
 
 @_jit
 def first_at_least(values: Any, low: int, high: int, wanted: int) -> int:
-    """Return the first index in the ascending ``values[low:high]`` whose value is at least ``wanted``, or ``high`` if
-    there is none.
-    """
+    """Return the first index in the ascending ``values[low:high]`` with value >= ``wanted``, or ``high``."""
     while low < high:
         middle = (low + high) >> 1
         if values[middle] < wanted:
@@ -247,8 +235,9 @@ def block_rows(row_begin: Any, row_count: Any, fanout: int, edges: Any, indptr: 
 
 @_jit
 def write_ends(src: Any, counts: Any, ends: Any) -> None:
-    """Fill ``ends`` [2, e] with the source and the target of each edge. Edges are grouped by target, and ``counts`` is
-    the number of edges of each target.
+    """Fill ``ends`` [2, e] with the source and the target of each edge.
+
+    Edges are grouped by target; ``counts`` is the number of edges of each target.
     """
     cursor = 0
     for target in range(len(counts)):
@@ -260,9 +249,7 @@ def write_ends(src: Any, counts: Any, ends: Any) -> None:
 
 @_jit
 def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any) -> None:
-    """Cut ``values`` into consecutive runs of ``counts[k]`` values, and copy run k to ``out`` from
-    ``begins[positions[k]]`` on.
-    """
+    """Copy run k, the next ``counts[k]`` of ``values``, to ``out`` from ``begins[positions[k]]`` on."""
     cursor = 0
     for k in range(len(positions)):
         begin = begins[positions[k]]

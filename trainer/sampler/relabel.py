@@ -1,8 +1,6 @@
 """Maps global ids to batch positions, numbered in the order in which sampling first meets the nodes.
 
-Uses a ``DirectTable`` for node types with few nodes, a ``HashTable`` for those with many, and a hash table of (node,
-tree) pairs for disjoint sampling, in which each seed has a tree. Each thread has its own tables of the first two kinds,
-which it reuses; they are all zeros between batches.
+Tables are reused by the batches of a thread and are all zeros between batches.
 """
 
 from __future__ import annotations
@@ -55,19 +53,15 @@ class PositionTable(Protocol):
     def clean(self, chunks: Sequence[Ids]) -> None:
         """Reset the table to zeros. ``chunks``: arrays that contain all ids entered since the last reset."""
 
-    def holds_any(self) -> bool:
-        """Return whether the table is not all zeros."""
+    def holds_any(self) -> bool: ...
 
 
 def make_table(num_nodes: int, most_direct: int = MOST_DIRECT) -> PositionTable:
-    """Return an empty table for a node type of ``num_nodes`` nodes."""
     return HashTable() if most_direct < num_nodes <= MOST_HASHED else DirectTable(num_nodes)
 
 
 class DirectTable:
-    """A table with an entry for every node of the type. Memory: up to 4 bytes per node, allocated as batches
-    touch it.
-    """
+    """A table with an entry for every node of the type. Memory: up to 4 bytes per node."""
 
     def __init__(self, num_nodes: int):
         self._table: npt.NDArray[np.int32] = np.zeros(num_nodes, np.int32)  #: position + 1, 0 for unseen
@@ -80,7 +74,6 @@ class DirectTable:
         return found
 
     def clean(self, chunks: Sequence[Ids]) -> None:
-        """Reset the entries of the entered ids, or the whole table if there are more ids than it has cache lines."""
         if sum(map(len, chunks)) * _CLOSE > len(self._table):
             self._table.fill(0)
             return
@@ -92,8 +85,7 @@ class DirectTable:
 
 
 class HashTable:
-    """A hash table with open addressing and linear probing, at most half full. Grows as batches need it, and never
-    shrinks.
+    """A hash table with open addressing and linear probing, at most half full. Grows when needed, never shrinks.
 
     An entry is ``id << 32 | position + 1``, 0 in a free slot. Memory: 16 to 32 bytes per node of the largest batch so
     far.
@@ -125,7 +117,6 @@ class HashTable:
             self._make_room(1)
 
     def clean(self, chunks: Sequence[Ids]) -> None:
-        """Reset all slots, which is faster than resetting only the slots of the entered ids."""
         self._slots.fill(0)
         self._used = 0
 
@@ -133,7 +124,6 @@ class HashTable:
         return bool(self._slots.any())
 
     def _make_room(self, more: int) -> None:
-        """Grow the table if ``more`` ids do not fit."""
         if len(self._slots) < 2 * (self._used + more):
             larger = free_slots((2 * (self._used + more) - 1).bit_length())
             _copy(self._slots, larger)
@@ -141,7 +131,6 @@ class HashTable:
 
 
 def free_slots(bits: int) -> npt.NDArray[np.uint64]:
-    """Return an empty hash table with ``2**bits`` slots."""
     return np.zeros(1 << bits, np.uint64)
 
 
@@ -186,7 +175,6 @@ def _copy(slots: Any, larger: Any) -> None:
 
 @_jit
 def slot_of(node: Any, slots: Any, shift: Any) -> Any:
-    """Return the slot that holds the node, or the free slot to enter it into."""
     slot, mask = _home(node, shift), len(slots) - 1
     while (slots[slot] != _EMPTY) & (slots[slot] >> _S32 != np.uint64(node)):
         slot = (slot + 1) & mask
@@ -195,13 +183,11 @@ def slot_of(node: Any, slots: Any, shift: Any) -> Any:
 
 @_jit
 def _home(node: Any, shift: Any) -> Any:
-    """Return the slot where the search for a node begins (Fibonacci hashing)."""
     return np.int64((np.uint64(node) * GOLDEN) >> shift)
 
 
 @_jit
 def shift_of(slots: Any) -> Any:
-    """Return the number of bits by which a 64-bit hash is shifted right to get a slot number."""
     bits = 0
     while (1 << bits) < len(slots):
         bits += 1
@@ -213,12 +199,11 @@ TreePairs = npt.NDArray[np.int64]
 
 
 def _empty_pairs(room: int) -> TreePairs:
-    """Return an empty hash table for (node, tree) pairs that is at most half full with ``room`` pairs."""
     return np.zeros(2 << max(2 * room, 1).bit_length(), np.int64)
 
 
 def _pairs_with_room(pairs: TreePairs, used: int, more: int) -> TreePairs:
-    """Return ``pairs``, or a larger copy if there is no room for ``more`` pairs besides the ``used`` pairs in it."""
+    """Return ``pairs``, or a larger copy if there is no room for ``more`` pairs besides the ``used`` pairs."""
     if len(pairs) >= 4 * (used + more):
         return pairs
     larger = _empty_pairs(used + more)
@@ -230,12 +215,11 @@ def _pairs_with_room(pairs: TreePairs, used: int, more: int) -> TreePairs:
 def _relabel_pairs(
     src: Any, counts: Any, trees: Any, pairs: Any, first_new: int, local: Any, new: Any, new_trees: Any
 ) -> int:  # fmt: skip
-    """Map (node, tree) pairs to batch positions, numbering new pairs from ``first_new`` on, and return the number of
-    new pairs.
+    """Map (node, tree) pairs to batch positions, numbering new pairs from ``first_new`` on. Returns their number.
 
-    ``src`` holds global ids of nodes: first ``counts[0]`` nodes of tree ``trees[0]``, then ``counts[1]`` nodes of
-    ``trees[1]``, and so on. Fills ``local`` int32 [len(src)] with positions, and the beginning of ``new`` and
-    ``new_trees`` with the new pairs.
+    ``src`` holds global ids: ``counts[0]`` nodes of tree ``trees[0]``, then ``counts[1]`` nodes of ``trees[1]``, and so
+    on. Fills ``local`` int32 [len(src)] with positions, and the beginning of ``new`` and ``new_trees`` with the new
+    pairs.
     """
     found = 0
     cursor = 0
@@ -268,7 +252,6 @@ def _copy_pairs(pairs: Any, larger: Any) -> None:
 
 @_jit
 def _pair_slot_of(pairs: Any, node: Any, tree: Any) -> Any:
-    """Return the slot that holds the (node, tree) pair, or the free slot to enter it into."""
     mask = (len(pairs) >> 1) - 1
     slot = np.int64(mix(np.uint64(node) ^ (np.uint64(tree) << np.uint64(40))) & np.uint64(mask))
     while True:
@@ -279,8 +262,6 @@ def _pair_slot_of(pairs: Any, node: Any, tree: Any) -> Any:
 
 
 class RelabelTables:
-    """Tables from global ids to batch positions, one per node type, for one thread. All zeros between batches."""
-
     def __init__(self, schema: GraphSchema, most_direct: int = MOST_DIRECT):
         """``most_direct``: a type with more nodes than this uses a ``HashTable``, others a ``DirectTable``."""
         self._sizes: Mapping[NodeType, int] = {of: spec.num_nodes for of, spec in schema.nodes.items()}
@@ -288,7 +269,6 @@ class RelabelTables:
         self._most_direct = most_direct
 
     def table(self, of: NodeType) -> PositionTable:
-        """Return the table of one type, which is created on first use."""
         if of not in self._tables:
             self._tables[of] = make_table(self._sizes[of], self._most_direct)
         return self._tables[of]
@@ -309,9 +289,7 @@ class NodeGrowth:
         self._tables.table(self._of).enter(seeds)
 
     def meet(self, src: Array, _counts: Positions, _trees: Positions | None) -> Positions:
-        """Return the batch positions of the nodes ``src`` (int32). Nodes that are not in the subgraph yet are appended
-        to it.
-        """
+        """Return the batch positions of the nodes ``src`` (int32). New nodes are appended to the subgraph."""
         local = np.empty(len(src), np.int32)
         new = slabs.empty(len(src), np.int64)
         found = self._tables.table(self._of).relabel(src, self._count, local, new)
@@ -331,7 +309,6 @@ class NodeGrowth:
         return None
 
     def clean(self) -> None:
-        """Reset the relabel table of this type to zeros."""
         self._tables.table(self._of).clean(self._ids)
 
     def finish(self) -> NodeSet:
@@ -344,7 +321,7 @@ class NodeGrowth:
 
 
 class TreeGrowth(NodeGrowth):
-    """As ``NodeGrowth``, for disjoint sampling: each node occurs once per tree."""
+    """``NodeGrowth`` for disjoint sampling: each node occurs once per tree."""
 
     def __init__(self, of: NodeType, tables: RelabelTables):
         super().__init__(of, tables)
@@ -352,7 +329,6 @@ class TreeGrowth(NodeGrowth):
         self._pairs = _empty_pairs(0)
 
     def enter(self, seeds: Ids, first_tree: int) -> None:
-        """Add the seeds, each as the root of a tree."""
         self.meet(seeds, np.ones(len(seeds), np.int32), np.arange(first_tree, first_tree + len(seeds), dtype=np.int32))
 
     def meet(self, src: Array, counts: Positions, trees: Positions | None) -> Positions:
@@ -370,12 +346,11 @@ class TreeGrowth(NodeGrowth):
     def trees_since(self, first: int) -> Positions | None:
         return _from(self._trees, first, np.int32)
 
-    def clean(self) -> None:
-        """Do nothing: the hash table of pairs is not reused."""
+    def clean(self) -> None: ...
 
 
 def _from(chunks: list[Array], first: int, dtype: type) -> Array:
-    """Concatenate the chunks and return the elements from position ``first`` on, where a chunk must begin."""
+    # A chunk must begin at ``first``.
     begins = np.cumsum([0, *map(len, chunks)])
     rest = [chunk for chunk, begin in zip(chunks, begins, strict=False) if begin >= first]
     return rest[0] if len(rest) == 1 else np.concatenate([np.empty(0, dtype), *rest])

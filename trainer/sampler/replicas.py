@@ -1,6 +1,4 @@
-"""Chooses the host that answers for each part: the first reachable host that has the part. Detects when lost hosts
-return.
-"""
+"""Chooses the host that answers for each part, and detects when lost hosts return."""
 
 from __future__ import annotations
 
@@ -24,15 +22,16 @@ _POLL = 0.05  #: seconds between checks while waiting
 
 
 class PendingAnswer(Protocol):
-    """An answer that may not have arrived yet. ``result`` waits for it at most ``timeout`` seconds, by default until
-    the client's deadline.
+    """An answer that may not have arrived yet.
+
+    ``result`` waits for at most ``timeout`` seconds, by default until the client's deadline.
     """
 
     def result(self, timeout: float | None = None) -> Any: ...
 
 
 class RemoteHost(Protocol):
-    """A client of another host: the methods of ``service.client.HostClient`` that ``DistGraph`` uses."""
+    """The methods of ``service.client.HostClient`` that ``DistGraph`` uses."""
 
     @property
     def part_ids(self) -> Sequence[int]: ...
@@ -54,11 +53,10 @@ class RemoteHost(Protocol):
 
 
 class PartHolders:
-    """The holders of each part (hosts that have it), and which hosts are lost. Thread-safe.
+    """The holders of each part, and which hosts are lost. Thread-safe.
 
     This process itself answers for its own parts. The holders of another part are tried in an order that depends on the
-    part number and on ``turn``, so that different nodes prefer different holders. Lost hosts are probed repeatedly, and
-    used again once they answer.
+    part number and on ``turn``. Lost hosts are used again once they answer.
     """
 
     def __init__(
@@ -72,10 +70,9 @@ class PartHolders:
         self.set_remotes(remotes)
 
     def set_remotes(self, remotes: Mapping[int, RemoteHost]) -> None:
-        """Use these clients of the other hosts for future requests. Removed hosts stay known, because requests to them
-        may be in flight.
-        """
+        """Use these clients of the other hosts for future requests. Removed hosts stay known."""
         with self._lock:
+            # Requests to removed hosts may be in flight.
             self._lost = {
                 host: lost_host for host, lost_host in self._lost.items() if remotes.get(host) is self.remotes[host]
             }
@@ -84,10 +81,10 @@ class PartHolders:
             self._table = self._make_table()
 
     def table(self) -> Array:
-        """Return the host that answers for each part, int16 [num_parts + 2].
+        """Return the host that answers for each part, int16 [num_parts + 2]: that of part p at index p + 1.
 
-        The entry of part p is at index p + 1; the first and last entries are ``NOBODY``. If all holders of a part are
-        lost, its entry is the holder that is tried first. The dtype is int16 because numpy sorts it by radix sort.
+        The first and last entries are ``NOBODY``. If all holders of a part are lost, its entry is the holder that is
+        tried first.
         """
         if self._lost:
             self._check_lost()
@@ -100,7 +97,6 @@ class PartHolders:
         return frozenset(self._lost)
 
     def lost(self, host: int, error: ServiceError) -> None:
-        """Record that ``host`` does not answer."""
         with self._lock:
             if host in self._lost:
                 self._lost[host].error = error
@@ -111,8 +107,8 @@ class PartHolders:
     def wait_for(self, parts: Iterable[int]) -> None:
         """Wait until each of these parts has a reachable holder.
 
-        Raises ``ServiceError`` with the hosts' errors if a part still has no reachable holder ``server_wait`` seconds
-        after its last holder was lost.
+        Raises ``ServiceError`` with the hosts' errors if a part has none ``server_wait`` seconds after its last holder
+        was lost.
         """
         wanted = sorted(set(parts))
         while missing := self._missing(wanted):
@@ -126,7 +122,6 @@ class PartHolders:
         return [part for part in parts if lost.issuperset(self._of_part[part])]
 
     def _lost_since(self, part: int) -> float:
-        """Return the time at which the last holder of a part was lost."""
         since = [lost_host.since for host in self._of_part[part] if (lost_host := self._lost.get(host)) is not None]
         return max(since, default=time.monotonic())  # no holder is lost: one has just returned
 
@@ -141,9 +136,6 @@ class PartHolders:
         )
 
     def _check_lost(self) -> None:
-        """Mark lost hosts that answer again as reachable. Does not block. Returns at once if another thread is
-        checking.
-        """
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -164,15 +156,12 @@ class PartHolders:
 
 
 class _LostHost:
-    """A host that does not answer, and the pending request that shows when it answers again."""
-
     def __init__(self, host: RemoteHost, error: ServiceError):
         self.error, self.since = error, time.monotonic()
         self._host, self._next_check = host, 0.0
         self._probe: PendingAnswer | None = None
 
     def is_back(self) -> bool:
-        """Return whether the host has answered. Sends at most one probe per ``_RETRY_EVERY`` seconds."""
         if time.monotonic() < self._next_check:
             return False
         try:
@@ -186,10 +175,7 @@ class _LostHost:
 
 
 def _in_turn(part: int, own: Collection[int], remotes: Mapping[int, RemoteHost], turn: int) -> tuple[int, ...]:
-    """Return the holders of a part in the order in which they are tried.
-
-    If this process has opened the part, it is the only holder (``HERE``).
-    """
+    """Return the holders of a part in the order in which they are tried; only ``HERE`` for a part of this process."""
     if part in own:
         return (HERE,)
     holders = [host for host in sorted(remotes) if part in remotes[host].part_ids]

@@ -21,8 +21,7 @@ Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 class RequestSplit:
     """Splits the arrays of one call by the host that answers for each id.
 
-    ``cut`` with the same arguments returns the same object, so that a message contains an array only once. Arrays are
-    identified by ``id()``, so use an instance only while the arrays of its call exist.
+    Use an instance only while the arrays of its call exist: they are identified by ``id()``.
     """
 
     def __init__(self, group: Callable[[BookKey, Ids], Groups]):
@@ -31,7 +30,7 @@ class RequestSplit:
         self._cuts: dict[tuple[int, int], Ids] = {}
 
     def groups(self, of: BookKey, ids: Ids) -> Groups:
-        """Group the positions in ``ids`` (int64 [n]) by the host that answers for the id at each position."""
+        """Group the positions in ``ids`` (int64 [n]) by the host that answers for the id."""
         key = of, id(ids)
         if key not in self._groups:
             self._groups[key] = self._group(of, ids)
@@ -39,6 +38,7 @@ class RequestSplit:
 
     def cut(self, array: Ids, at: Array) -> Ids:
         """Return ``array[at]``. ``at`` must be an array that ``groups`` returned."""
+        # Equal arguments give the same object, so that a message contains an array only once.
         if len(at) == len(array):
             return array
         key = id(array), id(at)
@@ -47,9 +47,7 @@ class RequestSplit:
         return self._cuts[key]
 
     def hop(self, request: HopRequest, host: int, at: Array) -> HopRequest:
-        """Return the share of a request that ``host`` answers: the nodes at the positions ``at``, and the excluded
-        edges that end at nodes of ``host``.
-        """
+        """Return the share of a request that ``host`` answers: nodes at positions ``at``, and their excluded edges."""
         bound = request.bound
         return replace(
             request,
@@ -68,7 +66,6 @@ class RequestSplit:
 
 
 def cut_request(request: HopRequest, at: Array) -> HopRequest:
-    """Restrict a request to the nodes at the positions ``at``, and to the excluded edges that end at these nodes."""
     nodes = request.nodes[at]
     return replace(
         request,

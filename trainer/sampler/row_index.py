@@ -1,6 +1,4 @@
-"""Finds the source of each row of a request: a part of this host, the row cache, an answer that is held from an earlier
-batch, or another host.
-"""
+"""Finds the source of each row of a request: a part of this host, the row cache, a held answer or another host."""
 
 from __future__ import annotations
 
@@ -33,14 +31,14 @@ class RowPlacement:
 
     @classmethod
     def in_order(cls, at: npt.NDArray[np.int32]) -> RowPlacement:
-        """Return the placement that copies all rows of a source, in order, to the positions ``at``."""
         return cls(np.arange(len(at), dtype=np.int32), at)
 
 
 @dataclass(frozen=True)
 class IdIndex:
-    """A hash table that maps an id to its position in the concatenation of several arrays. Ids of 2**32 and more are
-    never found.
+    """A hash table from ids to their positions in the concatenation of several arrays.
+
+    Ids of 2**32 and more are never found.
     """
 
     #: uint64 [a power of two], as in ``HashTable``; holds the position in the concatenated arrays
@@ -49,9 +47,7 @@ class IdIndex:
 
     @classmethod
     def of(cls, arrays: Sequence[Ids]) -> IdIndex:
-        """Make an index of the ids in these arrays. Of a repeated id, the last position is found. The table is a
-        quarter to half full.
-        """
+        """Make an index of the ids in these arrays. Of a repeated id, the last position is found."""
         bits = max(4, int(2 * sum(map(len, arrays))).bit_length())
         return cls(free_slots(bits), cls.ends_of(()))._entered(arrays)
 
@@ -60,16 +56,13 @@ class IdIndex:
         return read_only(np.cumsum([len(ids) for ids in arrays], dtype=np.int64))
 
     def with_more(self, arrays: Sequence[Ids]) -> IdIndex | None:
-        """Return a copy of the index that also has the ids of these arrays, or None if the table would be more than
-        half full.
-        """
+        """Return a copy that also has the ids of these arrays, or None if the table would be more than half full."""
         total = int(self.ends[-1]) if len(self.ends) else 0
         if 2 * (total + sum(map(len, arrays))) > len(self.slots):
             return None
         return replace(self, slots=self.slots.copy())._entered(arrays)
 
     def _entered(self, arrays: Sequence[Ids]) -> IdIndex:
-        """Enter the ids of these arrays into ``slots``, in place, and return the index with the new ``ends``."""
         ends = [int(self.ends[-1])] if len(self.ends) else [0]
         for ids in arrays:
             _enter(read_only(ids), ends[-1], self.slots)
@@ -103,30 +96,24 @@ class SourceCodes:
         return self.num_parts + 1 + self.num_held
 
     def of_parts(self, hosts: Array, here: int) -> Array:
-        """Return the code of the source of each part's rows, int32 [num_parts + 2], part p at index p + 1.
+        """Return the source code of each part's rows, int32 [num_parts + 2], part p at index p + 1.
 
-        ``hosts`` is ``PartHolders.table``. ``here``: its value for parts of this host.
+        ``hosts``: result of ``PartHolders.table``, in which ``here`` stands for this host.
         """
         codes = hosts.astype(np.int32) + self.first_host
         parts = np.arange(-1, self.num_parts + 1, dtype=np.int32)
         return np.where(hosts == here, parts, np.where(hosts < 0, -1, codes)).astype(np.int32)
 
     def of_hosts(self, hosts: Array) -> Array:
-        """Return the code of the host of each part, as ``of_parts``, but this host has a code like the others.
-
-        This is ``first_host`` for this host, ``first_host + 1`` for node rank 0, and so on.
-        """
         return np.where(hosts < -1, -1, hosts.astype(np.int32) + self.first_host + 1).astype(np.int32)
 
 
 def locate(
     ids: Ids, offsets: Ids, of_part: Array, codes: SourceCodes, slots: Array | None = None, held: IdIndex = NO_INDEX
 ) -> tuple[int, Mapping[int, RowPlacement]]:
-    """Find the source of each row. Returns -1 and a placement per source code, or, if an id is in no part, its
-    position and an empty dict.
+    """Find the source of each row. Returns -1 and a placement per source code.
 
-    Row numbers in a placement count the rows of the part, the cache or the held answer. Rows to be requested from
-    another host are numbered from 0.
+    If an id is in no part, returns the position of the id and an empty dict.
 
     Args:
         ids: int64 [n], global ids.
@@ -173,9 +160,9 @@ def put_rows(source: Array, placed: RowPlacement, out: Array) -> None:
 
 
 def _as_words(array: Array) -> Array:
-    """View an array as a 2-d array of unsigned integers, so that one kernel serves all dtypes of the same width."""
     dtype = array.dtype
     flat = np.ascontiguousarray(array).reshape(len(array), math.prod(array.shape[1:]))
+    # One kernel then serves all dtypes of the same width.
     return flat.view(np.dtype(f"u{dtype.itemsize}")) if dtype.itemsize in (1, 2, 4, 8) else flat.view(np.uint8)
 
 
@@ -214,9 +201,7 @@ def _locate(
 
 @_jit
 def _part_of(offsets: Any, number: int) -> int:
-    """Return the part to which the id ``number`` belongs, -1 for a negative id, or the number of parts for an id that
-    is too large.
-    """
+    """Return the part of an id: -1 for a negative id, the number of parts for an id that is too large."""
     low, high = 0, len(offsets)
     while low < high:
         middle = (low + high) >> 1
@@ -245,7 +230,6 @@ def _enter(ids: Any, begin: int, held: Any) -> None:
 
 @_jit
 def _find(held: Any, shift: Any, number: Any) -> Any:
-    """Return the position of the id ``number``, or -1 if it is not in the table."""
     if number >= MOST_HASHED:
         return -1
     return np.int64(held[slot_of(number, held, shift)] & _LOW) - 1

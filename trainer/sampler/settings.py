@@ -82,11 +82,8 @@ def _check_time(schema: GraphSchema, rule: TimeRule) -> None:
 
 
 def _check_source_times(schema: GraphSchema, attr: str) -> None:
-    """Raise ``SettingsError`` unless the partition stores the times of source nodes with the edges.
-
-    Without them, sampling would ignore the times and raise no error.
-    """
     for of, spec in schema.edges.items():
+        # Without them, sampling would ignore the times and raise no error.
         if attr in schema.nodes[of[0]].attrs and attr not in spec.src_times:
             raise SettingsError(
                 f"the partition does not store {attr!r} of {of[0]} with the edges {of};"
@@ -100,14 +97,11 @@ def _names(specs: Mapping[NodeType, NodeSpec] | Mapping[EdgeType, EdgeSpec]) -> 
 
 
 def bound_here(rule: TimeRule, spec: EdgeSpec) -> bool:
-    """Return whether the time rule restricts edges of this type. Edge types without the time attribute are not
-    restricted.
-    """
+    """Return whether the time rule restricts edges of this type: whether they have the time attribute."""
     return rule.attr in (spec.src_times if rule.on == "node" else spec.attrs)
 
 
 def check_type(store: PartStore, of: AnyType) -> None:
-    """Raise ``PartitionError`` for a type that the graph does not have."""
     manifest = store.manifest
     known: Collection[AnyType] = manifest.nodes if isinstance(of, str) else manifest.edges
     if of not in known:
@@ -116,7 +110,6 @@ def check_type(store: PartStore, of: AnyType) -> None:
 
 
 def check_endpoints(store: PartStore, edge_type: EdgeType) -> None:
-    """Raise ``PartitionError`` unless the partition stores the endpoints of this edge type by original id."""
     check_type(store, edge_type)
     if not store.manifest.edges[edge_type].endpoints:
         raise PartitionError(
@@ -125,8 +118,9 @@ def check_endpoints(store: PartStore, edge_type: EdgeType) -> None:
 
 
 def row_spec(store: PartStore, of: AnyType, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return dtype and shape of an attribute's value for one node or edge. Raises ``PartitionError`` for an unknown
-    attribute.
+    """Return dtype and shape of an attribute's value for one node or edge.
+
+    Raises ``PartitionError`` for an unknown attribute.
     """
     check_type(store, of)
     if name == "orig_id" or (name == "in_degree" and isinstance(of, str)):

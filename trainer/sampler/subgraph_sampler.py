@@ -24,9 +24,7 @@ class CountedAccess(GraphAccess, Protocol):
 
 @dataclass(frozen=True)
 class BatchWork:
-    """Everything besides the graph that determines a batch, so that any process can make it with the same
-    result.
-    """
+    """Everything besides the graph that determines a batch."""
 
     settings: SampleSettings
     seeds: SeedSet
@@ -37,8 +35,6 @@ class BatchWork:
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """The subgraph of a batch and the attributes of its nodes and edges, as numpy arrays."""
-
     subgraph: SampledSubgraph
     rows: Mapping[AnyType, Columns]  #: attributes of all node types, and of edge types with edge ids
     labels: Columns  #: rows of the seeds, if requested
@@ -49,7 +45,7 @@ class SampledBatch:
 
 @dataclass
 class SubgraphSampler:
-    """Samples batches. Thread-safe: each thread has its own relabel tables."""
+    """Samples batches. Thread-safe."""
 
     access: CountedAccess
     schema: GraphSchema
@@ -61,7 +57,6 @@ class SubgraphSampler:
     _local: threading.local = field(default_factory=threading.local, repr=False)
 
     def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
-        """Sample a subgraph and gather the attributes of its nodes and edges. Raises ``ServiceError``."""
         access = self.access
         access.take_cost()
         began = time.perf_counter()
@@ -81,19 +76,15 @@ class SubgraphSampler:
         return SampledBatch(subgraph, rows, found, sampling + gathering + seconds, kept)
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
-        """Sample nodes and edges, without attributes. Raises ``ServiceError``."""
         return self.multi_hop(seeds, self.settings, key)
 
     def requests(self, seeds: SeedSet, key: int) -> list[RowRequest]:
-        """Sample a subgraph and return the requests for its attributes, without sending them. Raises
-        ``ServiceError``.
-        """
+        """Sample a subgraph and return the requests for its attributes. Raises ``ServiceError``."""
         self.access.take_cost()
         subgraph = self.subgraph(seeds, key)
         return [*self._requests(subgraph, self._slots(subgraph)), *self._label_requests(seeds)]
 
     def multi_hop(self, seeds: SeedSet, settings: SampleSettings, key: int) -> SampledSubgraph:
-        """Call ``sample_multi_hop`` with the graph of this sampler and the relabel tables of this thread."""
         return sample_multi_hop(self.access, self.schema, seeds, settings, key, self._tables())
 
     def _slots(self, subgraph: SampledSubgraph) -> dict[NodeType, Array]:
@@ -120,7 +111,8 @@ class SubgraphSampler:
 
 
 def _missing(subgraph: SampledSubgraph, kept: Mapping[NodeType, Array]) -> list[RowRequest]:
-    """Return requests for the rows of ``x`` that are not on the device. ``kept``: for each node of the subgraph, its
-    row on the device, or -1.
+    """Return requests for the rows of ``x`` that are not on the device.
+
+    ``kept``: for each node of the subgraph, its row on the device, or -1.
     """
     return [RowRequest(of, subgraph.nodes[of].ids[slots < 0], ("x",)) for of, slots in kept.items()]

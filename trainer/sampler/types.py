@@ -1,7 +1,6 @@
 """Data types of sampling: requests to a graph, answers, seeds and subgraphs.
 
-Node ids are global ids of their node type, edge ids are global ids of their edge type. The ids of a part are
-contiguous, so a ``PartitionBook`` can tell the part of a node or an edge from its id.
+Node ids are global ids of their node type, edge ids are global ids of their edge type.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class GraphSchema(Protocol):
 
 @dataclass(frozen=True)
 class TimeBound:
-    """Restricts the neighbours of each node to edges that are not later than a time given for this node."""
+    """Restricts the neighbours of each node to edges up to a time given for the node."""
 
     times: Ids  #: int64 [n] latest time of each row
     attr: str  #: integer attribute
@@ -42,12 +41,11 @@ class TimeBound:
 
 @dataclass(frozen=True)
 class HopRequest:
-    """A request to sample neighbours of ``nodes`` by in-edges of one type. The answer depends only on these fields and
-    the graph.
+    """A request to sample neighbours of ``nodes`` by in-edges of one type.
 
-    The random numbers for ``nodes[i]`` depend on ``key``, on the node's original id and, if given, on ``trees[i]``. The
-    candidates for a node are those of its in-edges, in original order, that ``bound``, ``exclude`` and ``sources``
-    allow. With ``weight``, edges of weight 0 are not candidates.
+    The answer depends only on these fields and the graph. The random numbers for ``nodes[i]`` depend on ``key``, on the
+    node's original id and, if given, on ``trees[i]``. Candidates are the in-edges, in original order, that ``bound``,
+    ``exclude`` and ``sources`` allow; with ``weight``, only those of weight above 0.
     """
 
     edge_type: EdgeType
@@ -77,8 +75,8 @@ class HopSample:
 class RowRequest:
     """A request for attributes of nodes or edges of one type.
 
-    Besides the dataset's attributes, nodes have ``orig_id`` and ``in_degree`` (over all edge types that end at them),
-    and edges have ``orig_id``; all int64.
+    Besides the dataset's attributes, nodes have ``orig_id`` and ``in_degree`` (over all edge types), and edges have
+    ``orig_id``; all int64.
 
     Args:
         of: Node type or edge type.
@@ -107,22 +105,20 @@ class RowRequest:
 
 @dataclass(frozen=True)
 class EdgeList:
-    """Edges of one type, in no particular order."""
-
     src: Ids  #: int64 [e] global ids
     dst: Ids  #: int64 [e] global ids
     orig_id: Ids  #: int64 [e] original edge ids
 
 
 class GraphAccess(Protocol):
-    """Access to a whole graph, whose parts may be on several hosts. All methods are thread-safe.
+    """Access to a whole graph, whose parts may be on several hosts. Thread-safe.
 
-    All methods raise ``ServiceError`` if a host that is needed does not answer, and ``PartitionError`` for an unknown
-    type or attribute, or an id outside all parts.
+    All methods raise ``ServiceError`` if a host does not answer, and ``PartitionError`` for an unknown type or
+    attribute, or an id outside all parts.
     """
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
-        """Return sampled in-edges, one answer per request. Each host gets one message."""
+        """Return sampled in-edges, one answer per request."""
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
         """Return for each request a mapping of attribute names to arrays [n, …] in the stored dtype."""
@@ -134,9 +130,9 @@ class GraphAccess(Protocol):
         """Return all edges of a type. Memory: 24 bytes per edge."""
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
-        """Return the sources and targets of edges with given *original* ids, as original node ids, int64 [n] each.
+        """Return sources and targets of edges, given by *original* id: original node ids, int64 [n] each.
 
-        The partition must store endpoints (``EdgeSpec.endpoints``). Each host gets one message.
+        The partition must store endpoints (``EdgeSpec.endpoints``).
         """
 
 
@@ -145,7 +141,7 @@ Positions = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class TimeRule:
-    """The rule of temporal sampling: an edge in a seed's tree must not be later than the seed."""
+    """The rule of temporal sampling: an edge in a tree must not be later than its seed."""
 
     attr: str  #: integer attribute
     on: Literal["node", "edge"]  #: whether it is an attribute of source nodes or of edges
@@ -185,14 +181,14 @@ class SeedSet:
     exclude: Mapping[EdgeType, tuple[Ids, Ids]] = field(default_factory=dict)  #: (targets, sources) of edges to exclude
 
     def without(self, exclude: Mapping[EdgeType, tuple[Ids, Ids]]) -> SeedSet:
-        """Return the same seeds with other excluded edges."""
         return replace(self, exclude=exclude)
 
 
 @dataclass(frozen=True)
 class NodeSet:
-    """The sampled nodes of one type in order of first appearance, seeds first. The index of a node in this order is its
-    *batch position*.
+    """The sampled nodes of one type in order of first appearance, seeds first.
+
+    The index of a node in this order is its *batch position*.
     """
 
     ids: Ids  #: int64 [n] global ids
@@ -202,7 +198,7 @@ class NodeSet:
 
 @dataclass(frozen=True)
 class EdgeRanges:
-    """The range of each target's edges in an edge array."""
+    """The range of each target's edges in an array of edges."""
 
     begin: npt.NDArray[np.int64]  #: int64 [targets]
     count: Positions  #: int32 [targets]
@@ -212,8 +208,7 @@ class EdgeRanges:
 class EdgeSet:
     """The sampled edges of one type, grouped by target. Sources and targets are batch positions.
 
-    Targets are the nodes found before the last hop, or all nodes in an induced subgraph. A target whose neighbours were
-    not requested has no edges.
+    Targets are the nodes found before the last hop, or all nodes in an induced subgraph.
     """
 
     fanouts: tuple[int, ...]
@@ -231,7 +226,10 @@ class EdgeSet:
         return np.repeat(np.arange(len(self.row_count), dtype=np.int32), self.row_count)
 
     def ends(self) -> npt.NDArray[np.int64]:
-        """Return the source and target of each edge, int64 [2, e]. Valid if no neighbours were requested twice."""
+        """Return the source and target of each edge, int64 [2, e].
+
+        Valid only if no node's neighbours were requested twice.
+        """
         found: npt.NDArray[np.int64] = slabs.empty((2, len(self.src)), np.int64)
         neighbor_kernels.write_ends(read_only(self.src), read_only(self.row_count), found)
         return found

@@ -1,8 +1,7 @@
 """Numba kernels that draw edges by weight, or among edges that meet conditions, such as a latest time.
 
-The edges of a node that meet the conditions are listed first and then drawn from, so the time is proportional to the
-node's degree. Weighted draws without replacement are an exponential race (Efraimidis and Spirakis, "Weighted random
-sampling with a reservoir", Information Processing Letters 97, 2006).
+Weighted draws without replacement are an exponential race (Efraimidis and Spirakis, "Weighted random sampling with a
+reservoir", Information Processing Letters 97, 2006).
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ class Conditions(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """How to draw edges. The fields have the same meaning as in ``HopRequest``."""
-
     fanout: int
     shuffle: int
     replace: bool
@@ -57,12 +54,12 @@ def pick_candidates(
 ) -> Any:  # fmt: skip
     """Draw in-edges of the nodes ``rows`` that meet the conditions, and fill ``counts`` int32 [n] with their numbers.
 
-    Returns the slots of the drawn edges (positions in ``indices``), int64, grouped by node, and -1. If an edge has an
-    invalid weight, returns an empty array and the slot of the edge; if more than ``most`` edges are drawn, an empty
-    array and ``TOO_MANY``. ``longest``: the highest degree of a node.
+    Returns the slots of the drawn edges, int64, grouped by node, and -1. On failure returns an empty array and the slot
+    of an edge with an invalid weight, or ``TOO_MANY`` for more than ``most`` edges. ``longest``: the highest degree of
+    a node.
 
-    With times, if all candidates of a node are taken, they are sorted by time, earliest first, as in torch_geometric.
-    If a later hop uses only the first of them (``draws.shuffle`` > 0), they keep the order in which they were drawn.
+    With times, if all candidates of a node are taken, they are sorted by time, as in torch_geometric, unless a later
+    hop uses only the first of them (``draws.shuffle`` > 0).
     """
     slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
     ranks = values.view(np.int64)
@@ -100,7 +97,6 @@ def pick_candidates(
 
 @_jit
 def allow(sources: Any, bits: Any) -> None:
-    """Set the bits of these source nodes."""
     for i in range(len(sources)):
         bits[sources[i] >> 3] |= np.uint8(1 << (sources[i] & 7))
 
@@ -109,8 +105,9 @@ def allow(sources: Any, bits: Any) -> None:
 def _collect(
     indptr: Any, indices: Any, row: int, i: int, conditions: Any, weighted: bool, slots: Any, values: Any
 ) -> int:
-    """Write the slots of a node's candidates to ``slots`` and their weights to ``values``. Returns their number, or
-    -1 - slot for an edge with an invalid weight.
+    """Write the slots and weights of a node's candidates to ``slots`` and ``values``. Returns their number.
+
+    Returns -1 - slot for an edge with an invalid weight.
     """
     timed, chosen = len(conditions.bounds) > 0, len(conditions.allowed) > 0
     low, high = 0, 0
@@ -138,8 +135,9 @@ def _collect(
 
 @_jit
 def _take_shuffled(slots: Any, shuffle: int, drawn: Any, picks: Any) -> None:
-    """Draw without replacement: take the first places of a Fisher-Yates shuffle. If all slots are taken, only the first
-    ``shuffle`` places are shuffled.
+    """Draw without replacement by Fisher-Yates.
+
+    If all slots are taken, only the first ``shuffle`` places are shuffled.
     """
     steps = len(picks) if len(picks) < len(slots) else min(shuffle, len(slots) - 1)
     for j in range(steps):
@@ -151,7 +149,6 @@ def _take_shuffled(slots: Any, shuffle: int, drawn: Any, picks: Any) -> None:
 
 @_jit
 def _take_with_replacement(slots: Any, values: Any, weighted: bool, drawn: Any, picks: Any) -> None:
-    """Draw with replacement. With weights, a random number is looked up in the running sum of the weights."""
     if not weighted:
         for j in range(len(picks)):
             picks[j] = slots[draw(drawn, j, len(slots))]
@@ -172,11 +169,9 @@ def _take_with_replacement(slots: Any, values: Any, weighted: bool, drawn: Any, 
 
 @_jit
 def _take_race(slots: Any, values: Any, ranks: Any, begin: int, shuffle: int, drawn: Any, picks: Any) -> None:
-    """Draw by weight without replacement: an exponential race.
+    """Draw by weight without replacement: an exponential race, which the edges with the earliest arrival times win.
 
-    Each edge gets an exponentially distributed arrival time with its weight as rate, and the edges that arrive first
-    are taken. The random number of an edge depends on its position among all edges of the node, the first of which
-    is at ``begin``.
+    ``begin``: slot of the node's first edge.
     """
     wanted = len(picks)
     if wanted and (wanted < len(slots) or shuffle > 0):
@@ -224,7 +219,6 @@ def _take_last(times: Any, slots: Any, ranks: Any, shuffle: int, picks: Any) -> 
 
 @_jit
 def _sort_by_time(times: Any, picks: Any, ranks: Any) -> None:
-    """Sort the picked slots by time, then by slot."""
     in_order = True
     for k in range(len(picks)):
         ranks[k] = np.int64(times[picks[k]])
@@ -238,14 +232,12 @@ def _sort_by_time(times: Any, picks: Any, ranks: Any) -> None:
 
 @_jit
 def _make_heap(ranks: Any, slots: Any, size: int) -> None:
-    """Arrange the first ``size`` (rank, slot) pairs as a heap with the largest on top."""
     for top in range(size // 2 - 1, -1, -1):
         _sift(ranks, slots, top, size)
 
 
 @_jit
 def _keep_smaller(ranks: Any, slots: Any, k: int, size: int) -> None:
-    """Replace the largest pair of the heap by pair ``k`` if pair ``k`` is smaller."""
     if ranks[k] < ranks[0] or (ranks[k] == ranks[0] and slots[k] < slots[0]):
         ranks[0], slots[0] = ranks[k], slots[k]
         _sift(ranks, slots, 0, size)
@@ -261,7 +253,6 @@ def _sort_heap(ranks: Any, slots: Any, size: int) -> None:
 
 @_jit
 def _sift(ranks: Any, slots: Any, top: int, size: int) -> None:
-    """Sink the pair at ``top`` until no pair below it is larger."""
     rank, slot = ranks[top], slots[top]
     while 2 * top + 1 < size:
         child = 2 * top + 1
@@ -279,9 +270,6 @@ def _sift(ranks: Any, slots: Any, top: int, size: int) -> None:
 
 @_jit
 def _with_room(out: Any, used: int, more: int) -> Any:
-    """Return ``out``, or a larger copy of its first ``used`` entries if there is no room for ``more`` entries after
-    them.
-    """
     if used + more <= len(out):
         return out
     larger = np.empty(2 * (used + more), np.int64)

@@ -1,15 +1,8 @@
-"""Decides in which order a graph server makes the batches that clients request: fairly between clients, and within a
-limit of buffered bytes.
+"""Decides in which order a graph server makes batches: fairly between clients, and within a limit of buffered bytes.
 
-Uses start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the bytes of replies as cost. Each client has a
-tag, the cost of its batches so far. Of the clients with waiting requests, the one with the smallest tag is served next.
-When a client sends a request and has no others waiting, its tag is raised at least to the tag of the client served
-last. The size of a batch is known only after it is made. Until then, the largest of the client's recent batches is used
-as an estimate.
-
-The buffer contains replies until clients acknowledge them. A client that already has replies in the buffer may use at
-most as many bytes as are free (dynamic thresholds: Choudhury and Hahne, 1998). So clients that never acknowledge
-replies leave room for others.
+Uses start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the bytes of replies as cost, estimated from the
+client's recent batches until the batch is made. The buffer contains replies until clients acknowledge them. A client
+with replies in the buffer may use at most as many bytes as are free (dynamic thresholds: Choudhury and Hahne, 1998).
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ Work = TypeVar("Work")
 
 @dataclass(frozen=True, eq=False)
 class ScheduledRequest(Generic[Work]):
-    """A request that waits for a thread of the server or is being answered, and the connection that sent it."""
+    """A request that waits for a thread of the server or is being answered, and its connection."""
 
     peer: Peer  #: the connection
     request_id: int
@@ -42,8 +35,6 @@ class ScheduledRequest(Generic[Work]):
 
 @dataclass(frozen=True)
 class ClientStatus:
-    """State of one client in the scheduler, for the stats file."""
-
     name: str
     queue: int  #: number of waiting requests
     buffer_bytes: int  #: bytes of the buffer that this client uses or has reserved
@@ -54,8 +45,6 @@ class ClientStatus:
 
 @dataclass(frozen=True)
 class SchedulerStatus:
-    """State of the scheduler and of its clients, for the stats file."""
-
     queue: int  #: number of waiting requests
     buffer_bytes: int  #: bytes of unacknowledged replies, and bytes reserved for replies being made
     buffer_limit: int
@@ -91,9 +80,7 @@ class ClientQueue(Generic[Work]):
         return not (self.queue or self.making or self.sent)
 
     def has_work(self, peer: Peer) -> bool:
-        """Return whether a connection has a request that waits or is being answered, or a reply that is not
-        acknowledged.
-        """
+        """Return whether a connection has a pending request or an unacknowledged reply."""
         jobs = [*self.queue, *(job for job in self.making if job not in self._gone)]
         return any(job.peer == peer for job in jobs) or any(to == peer for to, _ in self.sent)
 
@@ -111,9 +98,7 @@ class ClientQueue(Generic[Work]):
         return job
 
     def finish(self, job: ScheduledRequest[Work], nbytes: int) -> bool:
-        """Record that a batch of ``nbytes`` was made. Returns whether the connection that requested it is still
-        open.
-        """
+        """Record that a batch of ``nbytes`` was made. Returns whether the requesting connection is still open."""
         self.tag += nbytes - self.making.pop(job)
         self.recent.append(nbytes)
         self.batches += 1
@@ -126,20 +111,15 @@ class ClientQueue(Generic[Work]):
         return True
 
     def abandon(self, job: ScheduledRequest[Work]) -> None:
-        """Record that a request failed, and release the bytes reserved for its reply."""
         del self.making[job]
         self._gone.discard(job)
 
     def acknowledge_sent(self, peer: Peer) -> None:
-        """Treat all replies to a connection as acknowledged, unless requests of this connection are still pending.
-
-        Called when the connection sends a new request, before the request is queued.
-        """
+        """Treat all replies to a connection as acknowledged, unless other requests of this connection are pending."""
         if not any(job.peer == peer for job in (*self.queue, *self.making)):
             self._forget_sent(peer)
 
     def drop(self, peer: Peer) -> None:
-        """Remove the requests and replies of a connection that was closed."""
         kept = [job for job in self.queue if job.peer != peer]
         self.queue = deque(kept)
         self.queued_bytes = sum(job.size for job in kept)
@@ -171,8 +151,8 @@ _RECENT = 32  #: number of recent batches of all clients
 class BatchScheduler(Generic[Work]):
     """Queue of requests for the batch threads of a graph server. Thread-safe.
 
-    Requests that are not for a batch (``ScheduledRequest.client`` is None) alternate with batches. The connections that
-    sent such requests are served in turn. ``clock``: returns the time in seconds.
+    Other requests (``ScheduledRequest.client`` is None) alternate with batches; their connections are served in turn.
+    ``clock``: returns the time in seconds.
     """
 
     def __init__(self, buffer_limit: int, clock: Callable[[], float] = time.monotonic):
@@ -192,8 +172,7 @@ class BatchScheduler(Generic[Work]):
     def submit(self, job: ScheduledRequest[Work]) -> str | None:
         """Queue a request. Returns None, or the reason why the request is rejected.
 
-        A new request for a batch acknowledges earlier batches on the same connection, unless other requests of this
-        connection are pending.
+        A request for a batch acknowledges earlier batches on the same connection, unless other requests are pending.
         """
         with self._changed:
             refusal = self._queue_other(job) if job.client is None else self._queue_batch(job)
@@ -233,10 +212,7 @@ class BatchScheduler(Generic[Work]):
             return is_open
 
     def failed(self, job: ScheduledRequest[Work]) -> None:
-        """Record that a request failed, and release the buffer space that was reserved for its reply.
-
-        In the fair queueing, the client is still charged for the batch.
-        """
+        """Record that a request failed, and release the buffer space that was reserved for its reply."""
         with self._changed:
             if job.client is None:
                 self._running_others.discard(job)
@@ -254,7 +230,6 @@ class BatchScheduler(Generic[Work]):
                 self._update(client, peer)
 
     def connection_closed(self, peer: Peer) -> None:
-        """Drop the requests of a closed connection, and free the buffer space of its replies."""
         with self._changed:
             self._others.drop(peer)
             if client := self._client_at(peer):
@@ -262,10 +237,7 @@ class BatchScheduler(Generic[Work]):
                 self._update(client, peer)
 
     def pause(self, peer: Peer) -> None:
-        """Hold back the requests of a connection, except requests for batches, until ``resume`` is called.
-
-        Used while too many replies to the connection are unsent.
-        """
+        """Hold back the requests of a connection, except requests for batches, until ``resume`` is called."""
         with self._changed:
             self._others.pause(peer)
 
@@ -281,7 +253,6 @@ class BatchScheduler(Generic[Work]):
             return list(dict.fromkeys([*self._client_of, *other]))
 
     def unacknowledged_peers(self) -> set[Peer]:
-        """Return the connections to which unacknowledged batches were sent."""
         with self._changed:
             return {peer for client in self._busy.values() for peer, _ in client.sent}
 
@@ -296,7 +267,6 @@ class BatchScheduler(Generic[Work]):
             return SchedulerStatus(queue, self._buffer_used(), self._limit, self._batches, clients)
 
     def close(self) -> None:
-        """Make all calls of ``next`` return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -323,7 +293,6 @@ class BatchScheduler(Generic[Work]):
         return None
 
     def _client_for(self, job: ScheduledRequest[Work]) -> tuple[ClientQueue[Work] | None, str]:
-        """Return the client of a request, or None and the reason why the request is rejected."""
         assert job.client is not None
         number = job.client.number
         if self._client_of.get(job.peer, number) != number:
@@ -335,14 +304,12 @@ class BatchScheduler(Generic[Work]):
         return self._clients[number], ""
 
     def _remove_idle_client(self) -> bool:
-        """Remove a client without work. Returns whether a client was removed."""
         idle = next((number for number, client in self._clients.items() if client.idle), None)
         if idle is not None:
             del self._clients[idle]
         return idle is not None
 
     def _choose(self) -> ScheduledRequest[Work] | None:
-        """Return a request that may start now, or None. Batches and other requests alternate."""
         for other in (self._others_next, not self._others_next):
             job = self._next_other() if other else self._next_batch()
             if job is not None:
@@ -377,9 +344,6 @@ class BatchScheduler(Generic[Work]):
         return iter(sorted((one for one in self._busy.values() if one.queue), key=lambda one: one.tag))
 
     def _cost(self, client: ClientQueue[Work]) -> int:
-        """Estimate the bytes of the client's next batch: from its recent batches, else from recent batches of all
-        clients, else the buffer limit.
-        """
         if client.recent:
             return max(client.recent)
         return max(self._largest, default=0) or self._limit
@@ -388,10 +352,6 @@ class BatchScheduler(Generic[Work]):
         return sum(client.held for client in self._busy.values())
 
     def _until_patience_ends(self) -> float:
-        """Return the seconds for which a client whose batch does not fit into the buffer still blocks other clients.
-
-        If no client blocks others, returns ``threading.TIMEOUT_MAX``. If several do, returns the shortest time.
-        """
         now = self._clock()
         ends = [one.blocked_since + PATIENCE - now for one in self._busy.values() if one.blocked_since is not None]
         return min((left for left in ends if left > 0), default=threading.TIMEOUT_MAX)
@@ -401,7 +361,6 @@ class BatchScheduler(Generic[Work]):
         return None if number is None else self._clients[number]
 
     def _update(self, client: ClientQueue[Work], peer: Peer) -> None:
-        """Forget a connection or a client that has no more work, and wake the threads that wait for requests."""
         if not client.has_work(peer):
             self._client_of.pop(peer, None)
         if client.idle:

@@ -1,7 +1,7 @@
 """One connection to a graph server. Matches replies to requests by id, and resends requests after a reconnect.
 
-A keep-alive (``ALIVE``) or bytes of a reply show that the server is alive, and restart the deadline of a request. In
-total, a request waits for at most ``_LONGEST`` times its deadline.
+A keep-alive (``ALIVE``) or bytes of a reply restart the deadline of a request. In total, a request waits for at most
+``_LONGEST`` times its deadline.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _REFUSED = "handshake refused: do both nodes have this run's service.key?"
 
 @functools.cache
 def allow_many_files() -> None:
-    """Raise the soft limit of open files of this process, as the usual 1024 may be too few for all connections."""
+    """Raise the soft limit of open files of this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -64,8 +64,6 @@ def allow_many_files() -> None:
 
 
 class Call:
-    """A request that waits for its reply. The thread that receives the reply sets ``reply``."""
-
     def __init__(self, request: Message, request_id: int):
         self.request, self.request_id = request, request_id
         self.reply: Message | None = None
@@ -82,16 +80,13 @@ class _State(Enum):
 
 
 class Channel:
-    """A TCP connection to a graph server that is reopened when it is lost. Thread-safe, but normally used only by the
-    thread ``owner``.
+    """A TCP connection to a graph server that is reopened when it is lost. Thread-safe.
 
-    The channel has no thread of its own: bytes are read and sent only during ``submit``, ``send`` and ``wait``.
+    Bytes are read and sent only during ``submit``, ``send`` and ``wait``.
     """
 
     def __init__(self, endpoint: str, keys: ServiceKeys | None, gone_after: float | None = None):
-        """``gone_after``: seconds without a connection after which ``wait`` gives up. None: ``wait`` gives up only at
-        the deadline.
-        """
+        """``gone_after``: seconds without a connection after which ``wait`` gives up. None: only at the deadline."""
         allow_many_files()
         self.lock = threading.Lock()
         self.owner = threading.current_thread()
@@ -131,16 +126,14 @@ class Channel:
         return call
 
     def send(self, message: Message) -> None:
-        """Send a message that has no reply. It is not sent again if the connection is lost."""
         with self.lock:
             self._put(encode(message))
 
     def wait(self, call: Call, until: float, check: Callable[[], None]) -> Message | None:
-        """Wait for the reply to ``call``. Returns None if ``time.monotonic()`` passes ``until`` or the server is
-        unreachable.
+        """Wait for the reply to ``call`` until the time ``until`` of ``time.monotonic()``.
 
-        A keep-alive or bytes of a reply restart the time limit. ``check`` is called at least every ``SLICE`` seconds,
-        and may raise an error to end the wait.
+        Returns None if no reply arrives or the server is unreachable. A keep-alive or bytes of a reply restart the time
+        limit. ``check`` is called at least every ``SLICE`` seconds, and may raise an error to end the wait.
         """
         deadline = until - time.monotonic()
         while call.reply is None:
@@ -161,7 +154,7 @@ class Channel:
         return call.reply
 
     def abandon(self, call: Call) -> None:
-        """Give up a call. Reconnects, so that the server drops the request and does not buffer the reply."""
+        """Give up a call. Reconnects, so that the server drops the request."""
         with self.lock:
             self._calls.pop(call.request_id, None)
             if not self._closed:
@@ -169,15 +162,12 @@ class Channel:
                 self._step()
 
     def close(self) -> None:
-        """Close the connection. Threads that wait for a reply notice this within ``SLICE`` seconds. May be called
-        repeatedly.
-        """
+        """Close the connection. Threads that wait for a reply notice this within ``SLICE`` seconds."""
         with self.lock:
             self._closed = True
             self._drop()
 
     def _receive(self, patience: float) -> bool:
-        """Connect, read and send for at most ``patience`` seconds. Returns whether a message was received."""
         self._attend()
         until = time.monotonic() + patience
         while not self._closed:
@@ -192,18 +182,14 @@ class Channel:
         return False
 
     def _attend(self) -> None:
-        """Restart the time limits of the connection if it was not used for a while or has no pending requests.
-
-        The channel reads only while it is used, so until then missing bytes do not mean that the server is stuck.
-        """
         now = time.monotonic()
+        # Nobody reads meanwhile, so missing bytes do not mean that the server is stuck.
         if not self._calls or now - self._attended_at > _UNATTENDED:
             self._read_at, self._retry_at = now, min(self._retry_at, now)
             self._down_since = None if self._down_since is None else now
         self._attended_at = now
 
     def _await(self, seconds: float) -> None:
-        """Wait until the socket is ready or the next attempt to connect is due, for at most ``seconds``."""
         if self._sock is None:
             time.sleep(max(0.0, min(seconds, self._retry_at - time.monotonic())))
             return
@@ -215,7 +201,6 @@ class Channel:
             self._flush()
 
     def _read(self) -> bool:
-        """Read available bytes. Returns whether a message was completed."""
         assert self._sock is not None
         try:
             while not self._reader.messages:
@@ -241,10 +226,6 @@ class Channel:
             self._progress, self._heard_at = 0, self._read_at
 
     def _deliver(self, parts: list[Any]) -> None:
-        """Process a received message: assign a reply to the call that waits for it, or answer a keep-alive by a ping.
-
-        Ignores replies for which no call waits, and invalid messages.
-        """
         try:
             reply = decode(parts)
         except WireError as error:
@@ -259,7 +240,6 @@ class Channel:
             call.reply = reply
 
     def _check_alive(self) -> None:
-        """Ping a server that sends nothing, and drop the connection if it still sends nothing."""
         if self._at != _State.UP:
             return
         now = time.monotonic()
@@ -272,7 +252,6 @@ class Channel:
     # Connecting.
 
     def _step(self) -> None:
-        """Advance the connection setup as far as possible without blocking."""
         if self._at == _State.UP:
             return
         try:
@@ -301,7 +280,6 @@ class Channel:
             self._fail(self.state, None)
 
     def _keep_refusal(self, state: str) -> str:
-        """Return ``state``, or the description in ``self.state`` if that says that a handshake was refused."""
         return self.state if self.state.startswith("handshake refused") else state
 
     def _connect(self) -> None:
@@ -356,7 +334,6 @@ class Channel:
         return True
 
     def _up(self) -> None:
-        """Mark the connection as up, and send all requests that have no reply yet."""
         self._at, self.state = _State.UP, _SLOW
         self._down_since, self._refused, self._pause = None, False, _FIRST_PAUSE
         self._read_at = time.monotonic()
@@ -365,13 +342,11 @@ class Channel:
         self._flush()
 
     def _fail(self, state: str, error: BaseException | None) -> None:
-        """End a failed attempt to connect, and set ``self.state``. The next attempt follows after a pause."""
         self.state, self._refused = state, isinstance(error, ConnectionRefusedError)
         self._drop()
         self._retry_at, self._pause = time.monotonic() + self._pause, min(2 * self._pause, _LAST_PAUSE)
 
     def _lose(self, state: str) -> None:
-        """Close a connection that was lost. An attempt to reconnect follows at once."""
         self.state = state
         self._drop()
         self._retry_at = time.monotonic()
@@ -395,7 +370,7 @@ class Channel:
     # Sending.
 
     def _put(self, parts: Any) -> None:
-        """Send a message if the connection is up. Otherwise the message is dropped; ``_up`` sends requests again."""
+        # ``_up`` sends requests again.
         if self._at == _State.UP:
             self._writer.put(parts)
             self._flush()

@@ -33,15 +33,13 @@ _ROW = 1 << 10  #: assumed bytes of a row until one has been received
 
 
 class PendingRows(Protocol):
-    """The reply to a request for attributes, which may not have arrived yet. Implemented by ``PendingReply``."""
-
     received: int  #: bytes
 
     def result(self, timeout: float | None = None) -> list[dict[str, Array]]: ...
 
 
 class RowSizes:
-    """The bytes per row of past replies, by type and attributes, to choose the size of requests. Thread-safe."""
+    """The bytes per row of past replies, by type and attributes. Thread-safe."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[AnyType, tuple[str, ...]], int] = {}
@@ -60,8 +58,6 @@ class RowSizes:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """A range of rows of a request."""
-
     number: int  #: index of the request
     begin: int
     end: int
@@ -88,10 +84,7 @@ def cut_requests(requests: Sequence[RowRequest], most: int) -> Iterator[list[Row
 
 
 class RowsInPieces:
-    """Requests many rows in pieces, several at a time, and joins the replies. Not thread-safe.
-
-    Has the interface of ``PendingReply``.
-    """
+    """Requests many rows in pieces, several at a time, and joins the replies. Not thread-safe."""
 
     def __init__(
         self, requests: Sequence[RowRequest], submit: Callable[[Sequence[RowRequest]], PendingRows], sizes: RowSizes
@@ -149,9 +142,7 @@ T = TypeVar("T")
 
 
 class PendingReply(Generic[T]):
-    """A reply that may not have arrived yet. Any thread may wait for it, with the least overhead in the thread that
-    sent the request.
-    """
+    """A reply that may not have arrived yet. Any thread may wait for it."""
 
     def __init__(self, client: HostClient, channel: Channel, call: Call, read: Callable[[Message], T]):
         self._client, self._channel, self._call, self._read = client, channel, call, read
@@ -186,8 +177,7 @@ class PendingReply(Generic[T]):
 class HostClient:
     """Client of one graph server. Thread-safe.
 
-    Each thread has its own connection; a connection shared through an I/O thread took twice as long for a small request
-    (measured). After a connection is lost, requests are sent again, which is safe because they only read.
+    Each thread has its own connection. After a connection is lost, requests are sent again.
     """
 
     def __init__(
@@ -197,8 +187,8 @@ class HostClient:
         """Make a client, which connects at the first request.
 
         ``route``: ask the server to answer for the whole graph, not only for its own parts. ``gone_after``: seconds
-        without a connection after which ``ServerGone`` is raised; None: wait until the deadline. ``wire_rows``: type to
-        which the server rounds floating-point rows for sending.
+        without a connection after which ``ServerGone`` is raised; None: wait until the deadline. ``wire_rows``: dtype
+        to which the server rounds floating-point rows for sending.
         """
         self.place = place
         self.deadline = deadline  #: seconds that a reply may take
@@ -228,7 +218,6 @@ class HostClient:
 
     @property
     def name(self) -> str:
-        """Return a description of the server for messages."""
         if not self.place.name:
             return f"graph server at {self.endpoint}"
         parts = ",".join(map(str, self.part_ids))
@@ -236,7 +225,6 @@ class HostClient:
 
     @property
     def bytes_received(self) -> int:
-        """Return the bytes of all replies so far, over all threads."""
         with self._lock:
             return sum(channel.bytes_received for channel in self._channels)
 
@@ -247,9 +235,7 @@ class HostClient:
         )
 
     def submit_gather(self, requests: Sequence[RowRequest]) -> PendingRows:
-        """Request attributes, in pieces if they are large. The result has for each request a mapping of names to arrays
-        [n, …].
-        """
+        """Request attributes: for each request a mapping of names to arrays [n, …]."""
         return RowsInPieces(requests, self._submit_rows, self._row_sizes)
 
     def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingReply[npt.NDArray[np.bool_]]:
@@ -266,7 +252,7 @@ class HostClient:
         )
 
     def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingReply[EdgeList]:
-        """Request ``count`` edges of a part, beginning at slot ``first`` of the part's edge arrays.
+        """Request ``count`` edges of a part, from slot ``first`` of its edge arrays on.
 
         ``count`` is at most ``EDGES_AT_ONCE``.
         """
@@ -276,7 +262,7 @@ class HostClient:
         )
 
     def submit_batch(self, work: BatchWork, client: ClientName) -> PendingReply[SampledBatch]:
-        """Request a whole batch. When the batch has arrived, the client acknowledges it to the server."""
+        """Request a whole batch, and acknowledge it when it has arrived."""
 
         def read(reply: Message) -> SampledBatch:
             sampled = batch_messages.read_batch(reply, work)
@@ -285,47 +271,40 @@ class HostClient:
         return self._submit(lambda: batch_messages.batch_request(work, client), read)
 
     def submit_manifest(self) -> PendingReply[bytes]:
-        """Request the bytes of ``manifest.json``."""
         return self._submit(lambda: Message(Kind.MANIFEST, Status.REQUEST, 0), messages.read_manifest_text)
 
     def submit_shared(self, asked: SharedSlice) -> PendingReply[Array]:
-        """Request rows of an array that belongs to the whole graph: the seeds of a split, or a graph attribute."""
         return self._submit(lambda: messages.shared_request(asked), lambda reply: messages.read_shared(reply, asked))
 
     def submit_to_global(self, of: NodeType, orig_ids: Ids) -> PendingReply[Ids]:
-        """Request the global ids of nodes given by original ids: int64 [n]."""
         return self._submit(
             lambda: messages.to_global_request(of, orig_ids), lambda reply: messages.read_ids(reply, len(orig_ids))
         )
 
     def submit_hello(self) -> PendingReply[HelloInfo]:
-        """Request the node rank, parts and manifest digest of the server."""
         return self._submit(lambda: Message(Kind.HELLO, Status.REQUEST, 0), messages.read_hello)
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
-        """Sample in-edges of nodes that the server owns. Raises ``ServiceError``."""
         return self.submit_sample(requests).result()
 
     def gather(self, requests: Sequence[RowRequest]) -> list[dict[str, Array]]:
-        """Gather rows of nodes and edges that the server owns. Raises ``ServiceError``."""
         return self.submit_gather(requests).result()
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists. The server must own the targets. Raises
-        ``ServiceError``.
+        """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists. Raises ``ServiceError``.
+
+        The server must own the targets.
         """
         return self.submit_has_edges(edge_type, src, dst).result()
 
     def hello(self) -> HelloInfo:
-        """Return the node rank, parts and manifest digest of the server. Raises ``ServiceError``."""
         return self.submit_hello().result()
 
     def stats(self) -> ServerStats:
-        """Return the counters of the server. Raises ``ServiceError``."""
         return self._submit(lambda: Message(Kind.STATS, Status.REQUEST, 0), messages.read_stats).result()
 
     def close(self) -> None:
-        """Close all connections. Threads that wait for a reply raise ``ServiceError``."""
+        """Close all connections. Waiting threads raise ``ServiceError``."""
         with self._lock:
             self._closed = True
             channels = list(self._channels)
@@ -333,14 +312,10 @@ class HostClient:
             channel.close()
 
     def check_open(self) -> None:
-        """Raise ``ServiceError`` if ``close`` was called."""
         if self._closed:
             raise ServiceError(f"{self.name}: the client was closed")
 
     def no_answer(self, kind: str, seconds: float, state: str, gone: bool) -> ServiceError:
-        """Return the error for a request that was not answered: ``ServerGone`` if the server is unreachable, else
-        ``ServiceError``.
-        """
         return (ServerGone if gone else ServiceError)(
             f"{self.name}: no answer within {round(seconds, 1):g} s to {kind} ({state}); " + self._advice()
         )
@@ -366,7 +341,7 @@ class HostClient:
             raise ServiceError(f"{self.name}: the request cannot be sent: {error}") from None
 
     def _take_channel(self) -> Channel:
-        """Return a connection for the calling thread: that of a thread that has ended, or a new one."""
+        # A connection shared through an I/O thread took twice as long for a small request (measured).
         with self._lock:
             self.check_open()
             for channel in self._channels:

@@ -27,8 +27,6 @@ _FOR_COPIES = 3.0  #: seconds to wait for servers whose parts other nodes store 
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """One node of the run, as listed in ``cluster.json``."""
-
     node_rank: int
     host: str
     role: str  #: worker: stores parts and trains; server: stores parts; client: trains
@@ -56,7 +54,6 @@ class Cluster:
         return tuple(_address(node) for node in self.nodes if node.endpoint is not None and node.parts)
 
     def node(self, node_rank: int) -> ClusterNode:
-        """Return the node with this rank. Raises ``SettingsError`` if there is none."""
         for node in self.nodes:
             if node.node_rank == node_rank:
                 return node
@@ -67,10 +64,7 @@ class Cluster:
         )
 
     def gateways(self) -> tuple[ServerAddress, ...]:
-        """Return the graph servers that clients use: those of nodes with the role server.
-
-        Returns all servers if no node has this role, or if the run is attached to a serving cluster.
-        """
+        """Return the graph servers that clients use: those of nodes with the role server, or else all."""
         only_serve = {node.node_rank for node in self.nodes if node.role == "server"}
         chosen = tuple(place for place in self.servers if place.node_rank in only_serve)
         return self.servers if self.serving is not None or not chosen else chosen
@@ -80,9 +74,7 @@ class Cluster:
         return tuple(place for place in self.servers if self.serving is not None or place.node_rank != node_rank)
 
     def home_of(self, node_rank: int) -> ServerAddress:
-        """Return the home server of a client node. Clients are assigned to the gateways in turn. Raises
-        ``SettingsError`` if there are no gateways.
-        """
+        """Return the home server of a client node. Raises ``SettingsError`` if there are no gateways."""
         gateways = self.gateways()
         if not gateways:
             raise SettingsError(f"run {self.run_id} has no graph server for the client node {node_rank}")
@@ -146,7 +138,6 @@ def _ids(raw: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _problem(cluster: Cluster) -> str:
-    """Return the first contradiction in a cluster file, or "" if there is none."""
     nodes, attached = cluster.nodes, cluster.attached
     for numbers in ([node.node_rank for node in nodes], [place.node_rank for place in attached]):
         if len(set(numbers)) != len(numbers):
@@ -175,10 +166,9 @@ def connect_cluster(
 ) -> dict[int, HostClient]:  # fmt: skip
     """Connect to the graph servers of all other nodes. Returns a mapping from node rank to client.
 
-    Waits up to ``start_deadline`` seconds (default: ``deadline``) for other servers to start. A server whose parts are
-    all on this node or on servers that have answered is not needed; the wait for it takes at most ``_FOR_COPIES``
-    seconds. ``deadline``: seconds that later replies may take. ``wire_rows``: type to which servers round
-    floating-point rows for sending.
+    Waits up to ``start_deadline`` seconds (default: ``deadline``) for needed servers, up to ``_FOR_COPIES`` seconds for
+    servers whose parts are all on this node or on servers that have answered. ``deadline``: seconds that later replies
+    may take. ``wire_rows``: dtype to which servers round floating-point rows for sending.
 
     Raises ``ServiceError`` with one line for each needed server that does not answer, and for each server that has
     other parts or another partition than expected.
@@ -227,7 +217,6 @@ def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, u
 
 
 def greeting_problem(client: HostClient, info: HelloInfo, manifest_digest: str) -> str:
-    """Return how a server's reply to HELLO contradicts ``cluster.json`` or the partition of this node, or ""."""
     node = f"node{client.node_rank} ({client.host})"
     if info.node_rank != client.node_rank or set(info.part_ids) != set(client.part_ids):
         return (

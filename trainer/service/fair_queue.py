@@ -17,10 +17,9 @@ class Peer(NamedTuple):
 
 
 class FairQueue(Generic[T]):
-    """A queue that serves hosts in turn and the connections of a host in turn. Items of one connection stay in order.
-    Not thread-safe.
+    """A queue that serves hosts in turn and the connections of a host in turn. Not thread-safe.
 
-    While a connection is paused, ``pop`` and ``len`` ignore its items.
+    Items of one connection stay in order. ``pop`` and ``len`` ignore the items of a paused connection.
     """
 
     def __init__(self) -> None:
@@ -29,7 +28,6 @@ class FairQueue(Generic[T]):
         self._count = 0
 
     def __len__(self) -> int:
-        """Return the number of items that ``pop`` can return now."""
         return self._count
 
     def of(self, peer: Peer) -> int:
@@ -37,7 +35,6 @@ class FairQueue(Generic[T]):
         return len(self._hosts.get(peer.address, {}).get(peer, ())) + len(self._paused.get(peer, ()))
 
     def peers(self) -> list[Peer]:
-        """Return the connections that have items."""
         waiting = [peer for queues in self._hosts.values() for peer in queues]
         return [*waiting, *(peer for peer, queue in self._paused.items() if queue)]
 
@@ -55,13 +52,11 @@ class FairQueue(Generic[T]):
             self._count -= len(self._paused[peer])
 
     def resume(self, peer: Peer) -> None:
-        """Release the items of a paused connection."""
         if queue := self._paused.pop(peer, None):
             self._hosts.setdefault(peer.address, {})[peer] = queue
             self._count += len(queue)
 
     def pop(self) -> T | None:
-        """Remove and return the next item, or return None if there is none."""
         if not self._hosts:
             return None
         address = next(iter(self._hosts))
@@ -77,7 +72,7 @@ class FairQueue(Generic[T]):
         return item
 
     def drop(self, peer: Peer) -> None:
-        """Remove the items of a connection, and forget whether the connection was paused."""
+        """Remove the items of a connection, and end its pause."""
         self._count -= len(self._remove(peer))
         self._paused.pop(peer, None)
 
@@ -115,28 +110,23 @@ class BlockingFairQueue(Generic[T]):
             return None
 
     def of(self, peer: Peer) -> int:
-        """Return the number of items of a connection, even if it is paused."""
         with self._changed:
             return self._queue.of(peer)
 
     def pause(self, peer: Peer) -> None:
-        """Hold back the items of a connection until ``resume``."""
         with self._changed:
             self._queue.pause(peer)
 
     def resume(self, peer: Peer) -> None:
-        """Release the items of a paused connection."""
         with self._changed:
             self._queue.resume(peer)
             self._changed.notify_all()
 
     def drop(self, peer: Peer) -> None:
-        """Remove a connection and its items."""
         with self._changed:
             self._queue.drop(peer)
 
     def close(self) -> None:
-        """Make all calls of ``get`` return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,7 +1,4 @@
-"""Answers the requests to a graph server.
-
-A request is answered from the parts on the server's host or, for clients without parts, from the whole graph.
-"""
+"""Answers the requests to a graph server, from the parts on its host or, for clients, from the whole graph."""
 
 from __future__ import annotations
 
@@ -34,8 +31,9 @@ MAX_SHORT_ANSWER = 128 << 20  #: bytes of a reply other than a batch; clients re
 
 
 def check_rows(store: PartStore, requests: Sequence[RowRequest], limit: int) -> None:
-    """Raise ``ServiceError`` if the answer to these requests is larger than ``limit`` bytes, and ``PartitionError`` for
-    unknown attributes.
+    """Raise ``ServiceError`` if the answer to these requests is larger than ``limit`` bytes.
+
+    Raises ``PartitionError`` for unknown attributes.
     """
     total = 0
     for request in requests:
@@ -47,8 +45,9 @@ def check_rows(store: PartStore, requests: Sequence[RowRequest], limit: int) -> 
 
 
 class BoundedGraph:
-    """Access to the whole graph for one request. Raises ``ServiceError`` if the sampled edges or the rows take more
-    than ``limit`` bytes.
+    """Access to the whole graph for one request.
+
+    Raises ``ServiceError`` if the sampled edges or the rows take more than ``limit`` bytes.
     """
 
     def __init__(self, graph: CountedAccess, store: PartStore, limit: int):
@@ -95,15 +94,13 @@ class ServedGraph(GraphAccess, Protocol):
 
 
 class RoutedGraph(CountedAccess, Protocol):
-    """Access to the whole graph: parts on the host of a graph server and those of other servers. ``DistGraph``
-    implements it.
-    """
+    """Access to the whole graph: parts on the host of a graph server and those of other servers."""
 
     def edges_of(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList: ...
 
 
 def is_long(request: Message) -> bool:
-    """Return whether the server may have to wait for other servers to answer this request."""
+    # These may have to wait for other servers.
     return request.kind == Kind.BATCH or (bool(request.flags & Flag.ROUTE) and request.kind in _GRAPH_KINDS)
 
 
@@ -137,7 +134,7 @@ class Handlers:
         return self._short[request.kind](request)
 
     def routed_answer(self, request: Message) -> Message:
-        """Answer a request, other than for a batch, from the whole graph. May request data from other servers."""
+        """Answer a request, other than for a batch, from the whole graph. May wait for other servers."""
         graph = BoundedGraph(self._whole(), self._graph.store, self._limit)
         if request.kind == Kind.SAMPLE:
             return request.reply(
@@ -153,7 +150,6 @@ class Handlers:
         return request.reply(messages.edge_arrays(self._whole().edges_of(*messages.read_edges_request(request))))
 
     def batch(self, request: Message, work: BatchWork) -> Message:
-        """Answer a request for a batch."""
         if self._sampler is None:  # kept for its relabel tables, one per thread
             self._sampler = SubgraphSampler(self._whole(), self._graph.store.manifest, SampleSettings({}), {})
         graph = BoundedGraph(self._whole(), self._graph.store, self._batch_limit)
@@ -197,7 +193,6 @@ class Handlers:
         return messages.rows_reply(request, asked, self._graph.gather(asked), self._forms(request))
 
     def _forms(self, request: Message) -> FormOf:
-        """Return a function of type and attribute name that gives the form to which rows in the reply are rounded."""
         form = form_of(request.flags)
         if not isinstance(self._graph, LocalGraph):
             return lambda of, name: form

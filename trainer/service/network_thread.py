@@ -1,10 +1,9 @@
 """The thread of a graph server that receives requests from all connections and sends replies.
 
-The memory that each client host can use on the server is limited. While the complete requests of a host have
-``HOST_REQUESTS / 2`` bytes or more, only connections with a partly received request are read. If all requests of a
-host, including incomplete ones, exceed ``HOST_REQUESTS`` bytes, its connection with the oldest incomplete request is
-closed. While the unsent replies to a host exceed ``HOST_ANSWERS`` bytes, its requests are held back, and its
-connections that do not receive replies are closed.
+The memory that each client host can use is limited. From ``HOST_REQUESTS / 2`` bytes of complete requests on, only
+connections with an incomplete request are read; above ``HOST_REQUESTS`` bytes of all requests, the connection with the
+oldest incomplete request is closed. Above ``HOST_ANSWERS`` bytes of unsent replies, the host's requests are held back,
+and its connections that do not receive replies are closed.
 """
 
 from __future__ import annotations
@@ -76,8 +75,6 @@ class _State(Enum):
 
 @dataclass(eq=False)
 class _Host:
-    """A client host: all connections from one address."""
-
     address: str
     connections: set[_Connection] = field(default_factory=set)
     requests: int = 0  #: bytes of complete requests without a reply
@@ -110,10 +107,8 @@ class _Connection:
 class NetworkThread(threading.Thread):
     """The thread that owns all sockets of a graph server. Runs until ``stop()``.
 
-    Puts received requests into the queue ``short``. Holds back the requests of a connection, in ``short`` and in
-    ``scheduler``, while too many replies to it are unsent. Each second, sends a keep-alive, to which clients reply, to
-    every connection with requests or unacknowledged batches in ``scheduler``. Closes a connection that sends an invalid
-    message.
+    Puts received requests into the queue ``short``. Each second, sends a keep-alive to every connection with requests
+    or unacknowledged batches in ``scheduler``. Closes a connection that sends an invalid message.
     """
 
     def __init__(
@@ -145,7 +140,6 @@ class NetworkThread(threading.Thread):
         self._wake_up()
 
     def end(self, peer: Peer) -> None:
-        """Close a connection that sent an invalid request."""
         self._outbox.append((peer, None))
         self._wake_up()
 
@@ -261,14 +255,13 @@ class NetworkThread(threading.Thread):
         self._serve(connection, select.EPOLLOUT)
 
     def _close_unadmitted(self, number: int) -> int:
-        """Close up to ``number`` connections without a finished handshake, oldest first. Returns how many it closed."""
+        """Close up to ``number`` connections without a finished handshake, oldest first. Returns how many."""
         waiting = sorted((one for one in self._by_fd.values() if one.state != _State.OPEN), key=lambda one: one.since)
         for connection in waiting[:number]:
             self._close(connection)
         return min(number, len(waiting))
 
     def _close(self, connection: _Connection) -> None:
-        """Close a connection and drop its requests."""
         descriptor, host, peer = connection.descriptor, connection.host, connection.peer
         if self._by_peer.pop(peer, None) is None:
             return
@@ -288,12 +281,10 @@ class NetworkThread(threading.Thread):
         self._short.drop(peer)
 
     def _forget(self, host: _Host) -> None:
-        """Remove a host from the table of hosts if it has no connections and no requests."""
         if not host.connections and not host.requests and self._hosts.get(host.address) is host:
             del self._hosts[host.address]
 
     def _watch(self, connection: _Connection) -> None:
-        """Make epoll watch a connection for input, unless reading is suspended, and for output if bytes are unsent."""
         if connection.peer not in self._by_peer:
             return
         mask = 0 if connection in self._unread else select.EPOLLIN
@@ -355,7 +346,6 @@ class NetworkThread(threading.Thread):
         return connection.host.requests < HOST_REQUESTS // 2 or connection.reader.partial > 0
 
     def _end_oldest_partial(self, host: _Host) -> None:
-        """Of the connections of a host, close the one with the oldest incomplete message."""
         begun = [one for one in host.connections if one.reader.partial]
         if begun:
             self._counters.add("malformed")
@@ -441,7 +431,6 @@ class NetworkThread(threading.Thread):
         self._watch(connection)
 
     def _pause_or_resume(self, connection: _Connection) -> None:
-        """Hold back the requests of a connection while too many replies to it, or to its host, are unsent."""
         ahead = connection.writer.messages > _SENT_AHEAD or connection.host.unsent > HOST_ANSWERS
         if ahead == connection.paused:
             return
@@ -482,7 +471,7 @@ class NetworkThread(threading.Thread):
 
 
 class _Freed:
-    """Attached to a request: when the request is no longer referenced, appends its host and size to ``to``."""
+    """Attached to a request: appends its host and size to ``to`` when the request is no longer referenced."""
 
     def __init__(self, to: deque[tuple[_Host, int]], host: _Host, size: int):
         self._to, self._freed = to, (host, size)

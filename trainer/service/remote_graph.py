@@ -52,13 +52,11 @@ class ServerChoice:
 
     @property
     def gone(self) -> tuple[HostClient, ...]:
-        """Return the servers that are unreachable."""
         with self._changed:
             return tuple(self._gone)
 
     def pick(self, until: float) -> HostClient | None:
-        """Return the first reachable server. If there is none, wait for one, at most until ``time.monotonic()`` is
-        ``until``.
+        """Return the first reachable server. Waits for one until ``time.monotonic()`` is ``until``.
 
         Returns None if no server became reachable, or ``close`` was called.
         """
@@ -72,24 +70,20 @@ class ServerChoice:
             return None
 
     def mark_gone(self, client: HostClient, error: ServerGone) -> None:
-        """Record that a server is unreachable, so that ``pick`` returns others."""
         with self._changed:
             self._gone.setdefault(client, error)
 
     def mark_back(self, client: HostClient) -> None:
-        """Record that a server answers again."""
         with self._changed:
             if self._gone.pop(client, None):
                 self._changed.notify_all()
 
     def add(self, client: HostClient) -> None:
-        """Add a server at the end of the order of preference."""
         with self._changed:
             self._clients.append(client)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Make all calls of ``pick`` return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -120,26 +114,24 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 def client_name(role: str = "") -> ClientName:
-    """Return the random number and the name by which servers identify this process. ``role`` is a text such as
-    ``run-7/rank3``.
+    """Return the random number and the name by which servers identify this process.
+
+    ``role``: a text such as ``run-7/rank3``.
     """
     words = f"{role} on {socket.gethostname()} (pid {os.getpid()})".strip()
     return ClientName(secrets.randbits(64), words[:200])
 
 
 class _PendingReply(Protocol[T_co]):
-    """A reply that is being received. ``client.PendingReply`` implements this protocol."""
-
     def result(self, timeout: float | None = None) -> T_co: ...
 
 
 class Gateway:
-    """Access to the whole graph through graph servers, for a process without parts. Servers can also make whole
-    batches. Thread-safe.
+    """Access to the whole graph through graph servers, for a process without parts. Thread-safe.
 
-    Requests go to the first server, the *home* server, or to the next ones while it is unreachable; each server gives
-    the same replies. All methods raise ``ServiceError`` with the servers' names if all servers are unreachable for
-    ``server_wait`` seconds, or a reachable server does not reply within ``deadline + server_wait`` seconds.
+    Requests go to the first server, the home server, or to the next ones while it is unreachable. All methods raise
+    ``ServiceError`` with the servers' names if all servers are unreachable for ``server_wait`` seconds, or a reachable
+    server does not reply within ``deadline + server_wait`` seconds.
     """
 
     def __init__(
@@ -149,8 +141,8 @@ class Gateway:
         """Make a gateway, which connects in ``open``.
 
         ``places``: the servers, the home server first. ``deadline``: seconds that a reply may take. ``server_wait``:
-        seconds for which all servers may be unreachable. ``wire_rows``: how servers round floating-point rows for
-        sending.
+        seconds for which all servers may be unreachable. ``wire_rows``: dtype to which servers round floating-point
+        rows for sending.
         """
         self.home = places[0]
         self.deadline, self.server_wait = deadline, server_wait
@@ -166,8 +158,9 @@ class Gateway:
         self.digest = ""  #: sha256 of manifest.json, hex
 
     def open(self, patience: float | None = None) -> Manifest:
-        """Fetch the manifest of the partition from a server. Waits ``patience`` seconds for a reachable server
-        (default: ``server_wait``).
+        """Fetch the manifest of the partition from a server.
+
+        Waits ``patience`` seconds (default: ``server_wait``) for a reachable server.
         """
         threading.Thread(
             target=_probe_servers, args=(weakref.ref(self), self._closed), name="server-probe", daemon=True
@@ -186,7 +179,6 @@ class Gateway:
 
     @property
     def servers(self) -> tuple[ServerAddress, ...]:
-        """Return the addresses of all known servers, the home server first."""
         return tuple(client.place for client in self._choice.all)
 
     def sample_batch(self, work: BatchWork) -> SampledBatch:
@@ -237,24 +229,21 @@ class Gateway:
         return self._meter.take()
 
     def seeds(self, of: NodeType, split: str) -> Ids:
-        """Return the global ids of a split's nodes, int64 [n], in the dataset's order."""
         return self._shared(of, split, self.manifest.nodes[of].splits[split]).astype(np.int64)
 
     def graph_attr(self, name: str) -> Array:
-        """Return an attribute of the graph as a whole."""
         spec: AttrSpec = self.manifest.graph_attrs[name]
         if not spec.shape:
             return self._slice(SharedSlice(None, name, 0, 1)).reshape(())
         return self._shared(None, name, spec.shape[0])
 
     def to_global(self, of: NodeType, orig_ids: Ids) -> Ids:
-        """Return the global ids of nodes given by original ids, int64 [n]. The ids must be in range."""
         pieces = [orig_ids[at : at + _AT_ONCE] for at in range(0, max(len(orig_ids), 1), _AT_ONCE)]
         found = [self._ask(lambda client, ids=ids: client.submit_to_global(of, ids)) for ids in pieces]  # type: ignore[misc]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def close(self) -> None:
-        """Close all connections. Threads that wait for a reply raise ``ServiceError``."""
+        """Close all connections. Waiting threads raise ``ServiceError``."""
         self._closed.set()
         self._choice.close()
         for client in self._choice.all:
@@ -263,7 +252,7 @@ class Gateway:
     def probe_servers(self, learn: bool) -> None:
         """Send HELLO to all unreachable servers and, with ``learn``, to a reachable one.
 
-        Servers that answer are used again. Each reply lists all servers; those not known yet are added.
+        Servers that answer are used again. Servers that a reply lists are added.
         """
         reachable = self._choice.pick(0) if learn else None
         for client in (*self._choice.gone, *([reachable] if reachable else [])):
@@ -278,10 +267,9 @@ class Gateway:
     def _ask(
         self, submit: Callable[[HostClient], _PendingReply[T]], patience: float | None = None, known: bool = True
     ) -> T:  # fmt: skip
-        """Send a request to the first reachable server, and return the reply.
+        """Send a request to the first reachable server, or to the next one if it is lost, and return the reply.
 
-        If a server is lost, the request is sent to the next one. ``known``: whether ``manifest`` is known already, so
-        that each server is checked at its first use to have the same partition.
+        With ``known``, checks at the first use of a server that it has the same partition.
         """
         patience = self.server_wait if patience is None else patience
         until, lost = time.monotonic() + patience, False
@@ -298,7 +286,6 @@ class Gateway:
         raise ServiceError(self._choice.errors(patience))
 
     def _check(self, client: HostClient, info: HelloInfo) -> None:
-        """Raise ``ServiceError`` if a server has another partition than the home server."""
         if self.digest and info.manifest_digest != self.digest:
             raise ServiceError(
                 f"{client.name}: holds another partition than {self.home.name}: the digest of its manifest.json is "
@@ -308,7 +295,6 @@ class Gateway:
             self._verified.add(client)
 
     def _add_servers(self, info: HelloInfo) -> None:
-        """Add the servers that a reply to HELLO lists and that are not known yet."""
         if info.version <= self._version:
             return
         self._version = info.version
@@ -330,7 +316,6 @@ class Gateway:
         return list(answers)
 
     def _gather_long(self, request: RowRequest) -> Mapping[str, Array]:
-        """Split a request for many rows into several requests, and join the replies."""
         number = max(1, _BYTES_AT_ONCE // self._row_bytes(request))
         starts = range(0, max(len(request.ids), 1), number)
         pieces = [self._gather([replace(request, ids=request.ids[at : at + number])])[0] for at in starts]
@@ -348,7 +333,6 @@ class Gateway:
         return 8 + sum(_width(attrs[name]) if name in attrs else 8 for name in request.attrs)
 
     def _width(self, of: AnyType, name: str) -> int:
-        """Return the size in bytes of one row of an attribute when it is sent."""
         spec = self.manifest.attrs_of(of).get(name)
         if spec is None:
             return np.dtype(np.int64).itemsize
@@ -371,19 +355,16 @@ class Gateway:
 
 
 def _slices(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Cut all edges of a type into slices (part, first slot, number of edges), one per request."""
     for part_id, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
         for first in range(0, end - begin, _AT_ONCE):
             yield part_id, first, min(_AT_ONCE, end - begin - first)
 
 
 def _width(spec: AttrSpec) -> int:
-    """Return the stored size of one row of an attribute in bytes, at least 1."""
     return max(1, spec.stored.itemsize * math.prod(spec.shape[1:]))
 
 
 def _probe_servers(of: weakref.ref[Gateway], closed: threading.Event) -> None:
-    """Probe a gateway's servers until the gateway is closed or deleted. Runs in a thread."""
     learn_at = time.monotonic() + _LEARN_EVERY
     while not closed.wait(_BACK_EVERY):
         gateway = of()

@@ -36,8 +36,6 @@ MAX_HOP_EDGES = 1 << 27  #: edges in the reply to one request, 512 MiB without e
 
 @dataclass(frozen=True)
 class ServeJob:
-    """Arguments of ``python -m trainer serve``."""
-
     parts: Path
     part_ids: tuple[int, ...]
     bind: str  #: tcp://address:port
@@ -57,10 +55,9 @@ class ServeJob:
 def serve(job: ServeJob) -> None:
     """Serve parts of a partition folder until SIGTERM or SIGINT.
 
-    Writes ``job.ready_file`` (``{"endpoint", "pid"}``, atomically) once the server answers requests. Does not wait for
-    other servers, but connects to each when it is first needed. Raises ``SettingsError``, ``PartitionError`` or
-    ``ServiceError`` if the server cannot start, and ``ServiceError`` if one of its threads ends by an error. Must be
-    called in the main thread, because it handles both signals.
+    Writes ``job.ready_file`` (``{"endpoint", "pid"}``, atomically) once the server answers requests. Raises
+    ``SettingsError``, ``PartitionError`` or ``ServiceError`` if the server cannot start, and ``ServiceError`` if one of
+    its threads ends by an error. Must be called in the main thread, because it handles both signals.
     """
     stopping = _catch_signals()
     keys = None if job.key_file is None else read_key_file(job.key_file)
@@ -104,7 +101,6 @@ def serve(job: ServeJob) -> None:
 
 
 def _states(hosts: Mapping[int, Peer], lost: Collection[int]) -> list[dict[str, str]]:
-    """Return the name and state (up or down) of each other server, for the stats file."""
     return [
         {"name": peer.client.place.name, "state": "down" if node_rank in lost else "up"}
         for node_rank, peer in hosts.items()

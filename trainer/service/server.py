@@ -1,7 +1,4 @@
-"""The graph server: answers requests for the parts on its host.
-
-For clients without parts, it makes whole batches, and requests the data of other parts from other servers.
-"""
+"""The graph server: answers requests for the parts on its host, and makes whole batches for clients."""
 
 from __future__ import annotations
 
@@ -40,11 +37,8 @@ _DecodedRequest = tuple[Message, BatchWork | None, Received]
 class GraphServer:
     """Serves the parts on one host at one endpoint.
 
-    One thread receives requests and sends replies. ``threads`` threads answer requests that need only the parts on this
-    host; they never wait for other servers, so servers cannot block each other. ``batch_threads`` threads make whole
-    batches and answer requests that need other parts; they read the whole graph through ``routed``, which requests the
-    data of other parts from other servers. Both kinds of threads serve connections or clients in turn. If a request
-    fails, the client gets the error. A connection that sends an invalid request is closed and counted.
+    ``threads``: number of threads for requests that need only the parts on this host; they never wait for other
+    servers. ``batch_threads``: number of threads that make whole batches and answer requests that need other parts.
 
     ``max_request`` and ``max_answer``: largest size of the arrays of a request and of a reply, in bytes. ``topology``:
     returns the version of ``cluster.json`` and the list of all servers. ``stats_file`` is rewritten every two seconds.
@@ -68,13 +62,10 @@ class GraphServer:
         self._stopping = threading.Event()
 
     def set_routed(self, routed: RoutedGraph) -> None:
-        """Set the object that reads the whole graph, for requests of clients without parts."""
         self._handlers.routed = routed
 
     def start(self) -> None:
-        """Listen at the endpoint and start the threads. Raises ``ServiceError`` if it is not possible to listen
-        there.
-        """
+        """Listen at the endpoint and start the threads. Raises ``ServiceError`` if listening fails."""
         listener, self.endpoint = bound_listener(self.endpoint)
         self._network = NetworkThread(
             listener, self._keys, self._short, self._scheduler, self._counters, self._max_request
@@ -86,8 +77,9 @@ class GraphServer:
             thread.start()
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Stop the threads and free the port. Waits at most ``timeout`` seconds for requests that are being
-        answered.
+        """Stop the threads and free the port.
+
+        Waits at most ``timeout`` seconds for requests that are being answered.
         """
         self._stopping.set()
         self._short.close()
@@ -98,30 +90,22 @@ class GraphServer:
             thread.join(max(0.0, until - time.monotonic()))
 
     def stats(self) -> ServerStats:
-        """Return the counters since the start of the server."""
         return self._counters.read()
 
     def scheduler_status(self) -> SchedulerStatus:
-        """Return the state of the batch scheduler: queue, buffer and clients."""
         return self._scheduler.status()
 
     @property
     def running(self) -> bool:
-        """Return whether all threads of the server are running."""
         return all(thread.is_alive() for thread in (self._network, *self._workers))
 
     def _answer_short(self) -> None:
-        """Answer requests that need only the parts on this host, and pass other requests to the batch scheduler.
-
-        Runs in a thread until ``stop()``.
-        """
         while (asked := self._short.get()) is not None:
             if answer := self._receive(*asked):
                 self._network.reply(asked[0], answer)
             asked = None  # frees its memory
 
     def _receive(self, peer: Peer, received: Received) -> list[Any] | None:
-        """Return the frames of the reply, or None if the request is invalid or was passed to the batch scheduler."""
         try:
             request = decode(received.parts, self._max_request, self._max_request)
             if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.ACK):
@@ -145,7 +129,6 @@ class GraphServer:
         return ScheduledRequest(peer, request.request_id, (request, work, received), client, request.size)
 
     def _make_batches(self) -> None:
-        """Answer requests from the batch scheduler until ``stop()``. Runs in a thread."""
         while not self._stopping.is_set():
             if (job := self._scheduler.next(_GLANCE)) is None:
                 continue
@@ -155,7 +138,6 @@ class GraphServer:
                 self._network.reply(job.peer, answer)
 
     def _do(self, job: ScheduledRequest[_DecodedRequest]) -> list[Any] | None:
-        """Answer a scheduled request. Returns the frames of the reply, or None if the connection is closed."""
         request, work, _ = job.work
         if work is None:
             answer = self._answer(request, self._handlers.routed_answer)
@@ -180,13 +162,11 @@ class GraphServer:
         return answer
 
     def _error(self, request: Message, error: Exception) -> list[Any]:
-        """Return the frames of an error reply."""
         self._counters.add("errors")
         self._counters.answered(request.kind, 0.0)
         return encode(request.error(_cause(error)))
 
     def _report_stats(self) -> None:
-        """Rewrite the stats file every few seconds until ``stop()``. Runs in a thread."""
         path = self._stats_file
         assert path is not None
         report = StatsReport(
@@ -203,7 +183,7 @@ class GraphServer:
 
 
 def _cause(error: Exception) -> str:
-    """Return the text of an error for the client. For an unexpected error, print the traceback to the server's log."""
+    """Return the text of an error for the client. Prints the traceback of an unexpected error to the log."""
     if isinstance(error, TrainerError):
         return str(error)
     traceback.print_exception(error, file=sys.stderr)

@@ -1,6 +1,6 @@
 """Connections of a graph server to the other graph servers of a run.
 
-They are opened at first use, and updated when cluster.json, the file that lists all graph servers, changes.
+They are opened at first use, and updated when cluster.json changes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ _DEADLINE = 120.0  #: seconds that a reply of a reachable peer may take
 
 
 class Peer:
-    """Another graph server, for use by ``DistGraph``. HELLO, by which servers identify themselves, is sent only with
-    the first request, so the other server may start later than this one.
+    """Another graph server, for use by ``DistGraph``.
 
-    Waiting for a reply raises ``ServiceError`` if the other server has other parts or another partition than expected.
+    Waiting for a reply raises ``ServiceError`` if the server has other parts or another partition than expected.
     """
 
     def __init__(self, client: HostClient, manifest_digest: str):
@@ -64,7 +63,7 @@ class Peer:
         return self._greeted(self.client.submit_edges(part_id, edge_type, first, count))
 
     def check_hello(self, info: Any) -> None:
-        """Check a reply to HELLO. Raises ``ServiceError`` if another server than expected has answered."""
+        """Raise ``ServiceError`` if another server than expected has answered HELLO."""
         if problem := greeting_problem(self.client, info, self._manifest_digest):
             raise ServiceError(problem)
         self._checked = True
@@ -74,8 +73,6 @@ class Peer:
 
 
 class _CheckedHello:
-    """A pending reply to HELLO, which ``result`` checks."""
-
     def __init__(self, peer: Peer, pending: PendingAnswer):
         self._peer, self._pending = peer, pending
 
@@ -86,14 +83,11 @@ class _CheckedHello:
 
 
 class _GreetedAnswer:
-    """A pending reply. ``result`` first waits for the reply to HELLO and checks it."""
-
     def __init__(self, greeting: PendingAnswer, pending: PendingAnswer):
         self._greeting, self._pending = greeting, pending
 
     @property
     def received(self) -> int | None:
-        """Return the size of the reply in bytes, or None if it is unknown."""
         return getattr(self._pending, "received", None)
 
     def result(self, timeout: float | None = None) -> Any:
@@ -105,7 +99,7 @@ class Peers:
     """The other graph servers that the latest cluster.json lists. ``follow`` must be called by one thread only."""
 
     def __init__(self, path: str | Path, node_rank: int, manifest_digest: str, keys: ServiceKeys | None):
-        """Read cluster.json, without connecting to the servers. Raises ``SettingsError`` like ``read_cluster``."""
+        """Read cluster.json, without connecting to the servers. Raises the errors of ``read_cluster``."""
         self._path, self._node_rank = Path(path), node_rank
         self._manifest_digest, self._keys = manifest_digest, keys
         self._stamp = _stamp(self._path)
@@ -119,10 +113,9 @@ class Peers:
         return cluster.version, cluster.servers
 
     def follow(self, on_change: Callable[[Mapping[int, Peer]], None]) -> None:
-        """Read cluster.json again if it changed. If its version is higher than before, call ``on_change`` with the new
-        peers.
+        """Read cluster.json again if it changed, and call ``on_change`` with the new peers if its version is higher.
 
-        A message is printed if the file is invalid, and the file is ignored.
+        Prints a message if the file is invalid.
         """
         self._retire()
         if (stamp := _stamp(self._path)) == self._stamp:
@@ -144,14 +137,10 @@ class Peers:
         print(f"cluster.json version {cluster.version}: graph servers are {names}", flush=True)
 
     def close(self) -> None:
-        """Close all connections."""
         for peer in [*self.hosts.values(), *(peer for _, peer in self._retired)]:
             peer.client.close()
 
     def _connect(self, cluster: Cluster, known: Mapping[int, Peer]) -> dict[int, Peer]:
-        """Return the peers that a cluster.json lists, by node rank. Those in ``known`` whose address has not changed
-        are kept.
-        """
         hosts = {}
         for place in cluster.peers_of(self._node_rank):
             peer = known.get(place.node_rank)
@@ -162,7 +151,6 @@ class Peers:
         return hosts
 
     def _retire(self) -> None:
-        """Close the connections to peers that were replaced so long ago that no thread can wait for a reply."""
         while self._retired and time.monotonic() >= self._retired[0][0]:
             self._retired.pop(0)[1].client.close()
 

@@ -1,9 +1,8 @@
-"""Keys of an encrypted graph service: mutual TLS 1.3 with pinned certificates.
+"""Keys of an encrypted graph service: mutual TLS 1.3 with pinned certificates, without a certificate authority.
 
-A key file (mode 0600, written by the launcher) contains a self-signed certificate and its private key. The servers and
-trainers of a run share one key file. A server also admits the certificates in ``clients/*.key`` in the folder of its
-key file, one per line in base64 (DER): those of runs and notebooks that are attached to a serving cluster. No
-certificate authority is used: a certificate must be identical to an admitted one.
+A key file (mode 0600) contains a self-signed certificate and its private key. The servers and ranks of a run share one.
+A server also admits the certificates in ``clients/*.key`` in the folder of its key file, one per line in base64 (DER):
+those of runs and notebooks that are attached to a serving cluster.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def _pem(label: str, base64_der: str) -> str:
 
 
 def is_pinned(connection: ssl.SSLSocket, admitted: frozenset[str] | set[str]) -> bool:
-    """Return whether the certificate of the other side of a TLS connection is one of ``admitted``."""
+    """Return whether the other side of a TLS connection has one of the certificates ``admitted``."""
     shown = connection.getpeercert(binary_form=True)
     return shown is not None and base64.b64encode(shown).decode() in admitted
 
@@ -136,7 +135,7 @@ def _is_certificate(text: str) -> bool:
 def admit_guest(key_file: str | Path, name: str, public: str) -> Path:
     """Make servers that use ``key_file`` admit the certificate ``public`` within a second.
 
-    Returns the file that is written, ``clients/<name>.key`` beside ``key_file``. Deleting it revokes the admission.
+    Returns the new file ``clients/<name>.key`` beside ``key_file``. Deleting it revokes the admission.
     """
     path = Path(key_file).parent / _GUESTS / f"{name}.key"
     path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -145,7 +144,6 @@ def admit_guest(key_file: str | Path, name: str, public: str) -> Path:
 
 
 def write_key_file(path: str | Path, keys: ServiceKeys) -> None:
-    """Write a key file atomically, with mode 0600."""
     fields: dict[str, object] = {"public": keys.public, "secret": keys.secret}
     optional = {"server": keys.server, "endpoints": list(keys.endpoints), "name": keys.name}
     fields |= {name: value for name, value in optional.items() if value}
@@ -155,8 +153,7 @@ def write_key_file(path: str | Path, keys: ServiceKeys) -> None:
 def read_key_file(path: str | Path) -> ServiceKeys:
     """Read a key file.
 
-    Raises ``ServiceError`` if the file is missing or readable by others, or has no valid certificate with its private
-    key.
+    Raises ``ServiceError`` if the file is missing, readable by others, or without a valid certificate and private key.
     """
     path = Path(path)
     try:

@@ -45,9 +45,7 @@ class Counters:
 
 
 class BusyTime:
-    """Counts the seconds that threads spend working, summed over threads and including work in progress.
-    Thread-safe.
-    """
+    """Counts the seconds that threads work, including work in progress. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -110,5 +108,4 @@ class StatsReport:
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE

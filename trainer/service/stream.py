@@ -1,9 +1,8 @@
 """Reads and writes messages on a TCP connection between a graph server and a client, plain or with TLS.
 
-Each side begins with a greeting: ``GNFS`` · version u16 · flags u16 (1: TLS follows). A message consists of parts,
-which are buffers of bytes (see ``trainer.service.wire.frames``). It is sent as the number of parts u32, the size of
-each part u64, and the parts, all little-endian. A message without parts is a ping: a server sends one as soon as it
-admits a connection, and one in reply to each ping.
+Each side begins with a greeting: ``GNFS`` · version u16 · flags u16 (1: TLS follows). A message is sent as the number
+of its parts (buffers of bytes) u32, the size of each part u64, and the parts, all little-endian. A message without
+parts is a ping: a server sends one as soon as it admits a connection, and one in reply to each ping.
 """
 
 from __future__ import annotations
@@ -53,12 +52,11 @@ GREETING_BYTES = _GREETING.size
 
 
 def greeting(encrypted: bool) -> bytes:
-    """Return the bytes that each side of a connection sends first."""
     return _GREETING.pack(_MAGIC, VERSION, _TLS * encrypted)
 
 
 def greeting_problem(received: bytes, encrypted: bool) -> str:
-    """Return the reason why the other side's greeting is incompatible, or '' if it is compatible."""
+    """Return why the other side's greeting is incompatible, or '' if it is compatible."""
     magic, version, flags = _GREETING.unpack(received)
     if magic != _MAGIC:
         return "the process that listens there is not a graph server"
@@ -72,8 +70,6 @@ def greeting_problem(received: bytes, encrypted: bool) -> str:
 
 @dataclass
 class Received:
-    """A message that was received, as a list of buffers."""
-
     parts: list[Any]  #: buffers
     size: int  #: announced bytes of all parts; a message over the limit has only its first part, if small
     freed: object = None  #: an object whose deletion shows that the message is no longer referenced
@@ -82,9 +78,8 @@ class Received:
 class MessageReader:
     """Splits the bytes received on a connection into messages.
 
-    A message consists of several parts (buffers). A message of more than ``limit`` bytes is read to its end, but only
-    its first part is kept, and only if this part has at most 64 KiB. ``allocate`` returns memory for all parts except
-    the first, uint8 [size].
+    Of a message of more than ``limit`` bytes, only the first part is kept, if it has at most 64 KiB. ``allocate``
+    returns memory for all parts except the first, uint8 [size].
     """
 
     def __init__(
@@ -134,11 +129,9 @@ class MessageReader:
 
     @property
     def _left(self) -> int:
-        """Return how many bytes of the current part of the message are still to be received."""
         return self._sizes[len(self._parts)] - self._filled
 
     def _take_sizes(self, data: memoryview) -> memoryview:
-        """Read the beginning of a message: the number of parts and their sizes. Returns the bytes that follow it."""
         missing = 4 - len(self._head)
         if missing <= 0:
             missing = 4 + 8 * self._count - len(self._head)
@@ -169,7 +162,6 @@ class MessageReader:
         self._next_part()
 
     def _next_part(self) -> None:
-        """Begin to receive the next part that is not empty, or complete the message if there is none."""
         while len(self._parts) < len(self._sizes):
             size = self._sizes[len(self._parts)]
             over = self._size > self._limit
@@ -187,7 +179,6 @@ class MessageReader:
         return bytearray(size) if not self._parts else self._allocate(size)
 
     def _advance(self, count: int) -> None:
-        """Record that ``count`` more bytes of the current part of the message were received."""
         self._filled += count
         self.partial += 0 if self._skip else count
         if self._left == 0:
@@ -197,8 +188,6 @@ class MessageReader:
 
 
 class MessageWriter:
-    """Queues messages for sending, and sends them on a non-blocking socket."""
-
     def __init__(self) -> None:
         self.unsent = 0  #: bytes
         self.messages = 0  #: number of messages that are not completely sent
@@ -207,7 +196,6 @@ class MessageWriter:
         self._put = self._sent = 0
 
     def put(self, parts: Sequence[Any]) -> None:
-        """Queue a message for sending."""
         sizes = [len(part) for part in parts]
         prefix = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
         self._add(prefix + parts[0] if parts else prefix)

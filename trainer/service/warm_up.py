@@ -25,10 +25,7 @@ _OTHER_NODE = 0  #: a node rank
 
 
 def warm_up(graph: LocalGraph) -> None:
-    """Compile the kernels for requests that are answered from the parts on this host.
-
-    If the compiled code is not cached on disk, this takes 8 s, and 1.3 s for each further dtype of weights or times.
-    """
+    """Compile the kernels for requests that need only the parts on this host."""
     _warm_rounding(graph.store)
     done: set[tuple[np.dtype[Any], ...]] = set()
     for part in graph.store.parts.values():
@@ -43,10 +40,6 @@ def warm_up(graph: LocalGraph) -> None:
 
 
 def _warm_rounding(store: PartStore) -> None:
-    """Compile the kernels that round rows to float16 or int8, if the graph has rows that can be rounded.
-
-    Takes 1 s if the compiled code is not cached.
-    """
     manifest = store.manifest
     types: list[AnyType] = [*manifest.nodes, *manifest.edges]
     specs = [(name, spec) for of in types for name, spec in manifest.attrs_of(of).items()]
@@ -78,10 +71,7 @@ def _warm_hops(
 
 
 def warm_up_batches(graph: LocalGraph) -> None:
-    """Compile the kernels for batches with nodes of other servers.
-
-    Samples such batches with a substitute for the other servers (``_EmptyHost``), as these may not run yet.
-    """
+    """Compile the kernels for batches with nodes of other servers."""
     store = graph.store
     others = tuple(part for part in range(store.manifest.num_parts) if part not in store.parts)
     routed = DistGraph(graph, {_OTHER_NODE: _EmptyHost(store, others)} if others else {})

@@ -41,8 +41,6 @@ class _Column:
 
 @dataclass
 class _Found:
-    """A table of the folder, and the kinds of its columns."""
-
     scan: Scan
     file: str  #: relative to the folder
     rows: int
@@ -50,7 +48,7 @@ class _Found:
 
     @property
     def type_name(self) -> str:
-        """The file's name without its suffix as the name of a type: lower case, with letters, digits and ``_`` only."""
+        """The file's name without suffix as the name of a type: lower case, with letters, digits and ``_`` only."""
         stem = re.sub(r"\.(csv|tsv|txt|parquet|pq)(\.\w+)?$", "", Path(self.file).name, flags=re.IGNORECASE)
         word = re.sub(r"[^A-Za-z0-9]+", "_", stem).strip("_").lower() or "table"
         return word
@@ -62,7 +60,6 @@ class _Found:
 
     @property
     def id(self) -> _Column | None:
-        """The first column of unique texts or integers, which can serve as the id of the rows, or None."""
         return next((one for one in self.columns if one.unique and _may_be_id(one)), None)
 
 
@@ -74,8 +71,8 @@ def draft_tables(folder: Path) -> dict[str, Any]:
     """Guess the options ``nodes`` and ``edges`` of dataset `tables` from the files in ``folder``.
 
     Every file and every folder directly in ``folder`` is one table. A table with a column of unique values is a node
-    table; a table with two columns whose values are ids of node tables is an edge table. With several node types,
-    option ``undirected`` is set. Raises ``DataError`` if there are no tables, or if no node or edge table is found.
+    table; a table with two columns of ids of node tables is an edge table. With several node types, option
+    ``undirected`` is set. Raises ``DataError`` if no node or edge table is found.
     """
     with TemporaryDirectory(prefix="gnnfleet-tables-") as work:
         database = Database(Path(work), None)
@@ -149,7 +146,6 @@ def _draft(found: list[_Found]) -> dict[str, Any]:
 
 
 def _ends(table: _Found, nodes: list[_Found]) -> list[tuple[_Column, _Found]]:
-    """Return up to two columns of a table that contain node ids, in order, each with the node table of the ids."""
     scored = []
     for position, column in enumerate(table.columns):
         if not _may_be_id(column):
@@ -163,7 +159,6 @@ def _ends(table: _Found, nodes: list[_Found]) -> list[tuple[_Column, _Found]]:
 
 
 def _likeness(column: _Column, node: _Found) -> int:
-    """Return a score, 0 to 4, of how similar the name of a column is to a node table's name and id column."""
     name, key = column.name.lower(), node.id.name.lower() if node.id else ""
     return 2 * (name == key) + (node.node_type in name) + (key in name)
 
@@ -216,7 +211,6 @@ def _edge_table(table: _Found, ends: list[tuple[_Column, _Found]]) -> dict[str, 
 
 
 def _others(table: _Found, rest: list[_Column]) -> dict[str, Any]:
-    """Guess which of the columns ``rest`` are time, features and categories."""
     drafted: dict[str, Any] = {}
     time = next((one for one in rest if one.kind == "time" or (one.whole and one.name.lower() in _TIMES)), None)
     if time is not None:

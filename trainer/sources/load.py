@@ -38,8 +38,8 @@ def load_dataset(
         source: for dataset `file`, a folder or an .npz or .pt file; for `tables`, the folder of the tables; for
             downloaded datasets (`ogbn-*`, `Planetoid:Cora`), the download folder.
         options: dataset options. A value may be given as text.
-        scratch: required for dataset `tables`: an empty folder for the arrays of the graph, which are memory-mapped,
-            and the memory for reading the tables.
+        scratch: required for dataset `tables`: an empty folder for the graph's arrays, and the memory for reading the
+            tables.
 
     Raises:
         DataError: when the dataset cannot be read, or an option is unknown or invalid.
@@ -50,7 +50,6 @@ def load_dataset(
 
 
 def _whole(name: str, source: str | None, options: Options, fingerprint: str, scratch: Scratch | None) -> Dataset:
-    """Load or generate the graph with all links, before ``hold_out_links`` moves some of them to graph attributes."""
     if isinstance(options, TablesOptions):
         from trainer.sources.read_tables import read_tables  # needs duckdb
 
@@ -67,7 +66,7 @@ def _whole(name: str, source: str | None, options: Options, fingerprint: str, sc
 def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[str, Any] | None = None) -> str:
     """Return the sha256 of a dataset's name, its options with defaults, and the sizes and mtimes of its source files.
 
-    The content of the files is not read. Raises ``DataError`` for unknown or invalid options and for missing files.
+    Raises ``DataError`` for unknown or invalid options and for missing files.
     """
     parsed = _options(name, options)
     files = [
@@ -94,9 +93,9 @@ def _options(name: str, options: Mapping[str, Any] | None) -> Options:
 
 
 def _place(path: Path, source: str | None) -> str:
-    """Return the path of a source file as it enters the fingerprint.
+    """Return a source file's path relative to the folder ``source`` if the file is inside, for the fingerprint.
 
-    It is relative to the folder ``source`` if the file is inside. If ``source`` is a file, it is the file's name.
+    If ``source`` is a file, returns the file's name.
     """
     folder = Path(str(source)).expanduser()
     inside = folder.is_dir() and path.is_relative_to(folder)

@@ -56,7 +56,6 @@ def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_type(values: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Convert ogb's nested dict, name -> type -> array, to type -> name -> array."""
     typed: dict[Any, dict[str, Any]] = {}
     for name, by_type in values.items():
         for of, array in (by_type or {}).items():
@@ -66,12 +65,10 @@ def _by_type(values: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _arrays_loadable() -> Iterator[None]:
-    """In the ``with`` block, let ``torch.load`` unpickle the numpy arrays in ogb's cache files, but no other objects.
-
-    ogb pickles with protocol 4, which ``torch.load(weights_only=True)`` cannot read.
-    """
+    """In the ``with`` block, let ``torch.load`` unpickle numpy arrays, but no other objects."""
     import torch
 
+    # ogb pickles with protocol 4, which ``torch.load(weights_only=True)`` cannot read.
     module: Any = types.ModuleType("arrays_only")
     module.Unpickler = _ArrayUnpickler
     module.load = lambda file, **options: _ArrayUnpickler(file, **options).load()
@@ -81,8 +78,6 @@ def _arrays_loadable() -> Iterator[None]:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Unpickles numpy arrays and plain containers only."""
-
     def find_class(self, module: str, name: str) -> Any:
         if module in _NUMPY_MODULES and name in _NUMPY_ONLY:
             return super().find_class(module, name)

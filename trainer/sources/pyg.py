@@ -23,10 +23,9 @@ DOWNLOADS = "datasets"  #: default download folder
 
 
 def read_pt(path: Path) -> RawGraph:
-    """Read a graph from a .pt file.
+    """Read a graph from a .pt file: ``Data``, ``HeteroData``, their ``to_dict()``, or a saved ``InMemoryDataset``.
 
-    The file contains ``Data``, ``HeteroData``, the result of their ``to_dict()``, or a saved ``InMemoryDataset``. Only
-    tensors and PyG's own classes are unpickled (``weights_only``). Raises ``DataError`` for other content and for
+    Only tensors and PyG's own classes are unpickled (``weights_only``). Raises ``DataError`` for other content and for
     several graphs.
     """
     import torch
@@ -45,26 +44,23 @@ def read_pt(path: Path) -> RawGraph:
 def _unsafe_class(error: BaseException) -> str:
     """Describe the class or function that ``torch.load(weights_only=True)`` refused to load.
 
-    If torch's message does not name one, returns the first line of the message.
+    If torch's message names none, returns the first line of the message.
     """
     named = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
     return f"it holds {named[1]}, which is neither a tensor nor a graph" if named else first_line(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line with the word ``Unsupported`` in an error's message, or else the first line.
-
-    The line is cut to 200 characters.
-    """
+    """Return the first line of an error's message with ``Unsupported``, else its first line, cut to 200 characters."""
     lines = [line for line in str(error).splitlines() if "Unsupported" in line] or str(error).splitlines()
     return lines[0].strip()[:200] if lines else type(error).__name__
 
 
 @contextlib.contextmanager
 def safe_unpickling() -> Iterator[None]:
-    """Allow ``torch.load(weights_only=True)`` to unpickle ``Data`` and ``HeteroData``, in the ``with`` block.
+    """In the ``with`` block, allow ``torch.load(weights_only=True)`` to unpickle ``Data`` and ``HeteroData``.
 
-    A ``defaultdict`` in them, which torch cannot fill, is loaded as a plain dict.
+    A ``defaultdict`` in them is loaded as a plain dict.
     """
     from torch import serialization
 
@@ -98,7 +94,7 @@ _plain_dict.__module__, _plain_dict.__name__, _plain_dict.__qualname__ = "collec
 
 
 def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
-    """Return the graph in a loaded object as a mapping. Raises ``DataError`` for several graphs.
+    """Return a loaded graph as a mapping. Raises ``DataError`` for several graphs.
 
     ``loaded`` is a graph, a mapping, or the tuple (data, slices[, class]) that ``InMemoryDataset`` saves.
     """
@@ -114,7 +110,7 @@ def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
 
 
 def raw_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
-    """Make a ``RawGraph`` from the result of ``Data.to_dict`` or ``HeteroData.to_dict``.
+    """Make a ``RawGraph`` from ``Data.to_dict()`` or ``HeteroData.to_dict()``.
 
     ``place``: the file or dataset, for messages.
     """
@@ -149,7 +145,7 @@ def _typed_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
 
 
 def _raw_arrays(values: Mapping[str, Any], place: str) -> tuple[dict[str, RawArray], list[str]]:
-    """Return the tensors and arrays by name, and a note on each tensor that is left out as numpy lacks its dtype."""
+    """Return the tensors and arrays by name, and a note on each tensor whose dtype numpy lacks, which is left out."""
     if "adj_t" in values and values.get("edge_index") is None:
         raise DataError(f"{place}: the graph is stored as adj_t; re-save it with edge_index (before T.ToSparseTensor)")
     import torch
@@ -204,7 +200,7 @@ def _pyg_dataset(name: str, source: str | None) -> Any:
 
 @contextlib.contextmanager
 def errors_as_data_error(name: str, source: str | None) -> Iterator[None]:
-    """Convert all exceptions of a download or third-party reader in the ``with`` block to ``DataError``.
+    """In the ``with`` block, convert all exceptions of a download or third-party reader to ``DataError``.
 
     This includes ``SystemExit``, which ogb raises.
     """

@@ -1,7 +1,7 @@
-"""Converts node and edge tables to memory-mapped arrays.
+"""Converts node and edge tables to memory-mapped arrays, with DuckDB.
 
 The nodes of each type are numbered from 0 in the order of the rows, and ids in edge tables are replaced by these
-numbers. DuckDB reads the files and joins the tables.
+numbers.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ CATEGORIES = "categories"  #: last word of graph attributes with the texts of co
 def read_tables(source: str | None, options: TablesOptions, scratch: Scratch) -> RawGraph:
     """Read node and edge tables into arrays, which are files in ``scratch.folder``. The folder must be empty.
 
-    DuckDB uses at most ``scratch.memory`` bytes, and writes what does not fit to this folder.
+    DuckDB uses at most ``scratch.memory`` bytes, and writes what does not fit to the same folder.
 
-    Every node type has attribute ``id``: int64 [N] if all ids of the type are integers, else the UTF-8 bytes of the
-    texts, uint8 [N, bytes] (``decode_texts``). Raises ``DataError`` that names file and row of the first problem.
+    Every node type has attribute ``id``: int64 [N] if all ids of the type are integers, else UTF-8 bytes, uint8 [N,
+    bytes] (``decode_texts``). Raises ``DataError`` that names file and row of the first problem.
     """
     database = Database(scratch.folder, scratch.memory)
     try:
@@ -63,8 +63,6 @@ def read_tables(source: str | None, options: TablesOptions, scratch: Scratch) ->
 
 @dataclass
 class _Conversion:
-    """The state of ``read_tables``."""
-
     database: Database
     arrays: TableArrays
     source: Path
@@ -111,8 +109,9 @@ class _Conversion:
     # --- nodes ------------------------------------------------------------------------------------------------
 
     def _nodes(self, of: NodeType, table: NodeTable, scan: Scan, name: str) -> tuple[int, dict[str, RawArray]]:
-        """Return the number of nodes of a type and their attributes. Creates database table ``<name>_ids`` (number,
-        id).
+        """Return the number of nodes of a type and their attributes.
+
+        Creates database table ``<name>_ids`` (number, id).
         """
         columns = self._columns(of, table, scan, "x")
         id_dtype = np.dtype(np.int64) if self.integers[of] else None
@@ -190,7 +189,6 @@ class _Conversion:
 
     @staticmethod
     def _check_labelled(table: NodeTable, scan: Scan) -> None:
-        """Raise ``DataError`` if a node of a split has no label."""
         if not table.label or not isinstance(table.split, str):
             return
         scan.check_column(table.split, "split")
@@ -262,9 +260,9 @@ class _Conversion:
         return arrays
 
     def _check_dangling(self, of: EdgeType, table: EdgeTable, scan: Scan, name: str) -> int:
-        """Handle edges whose source or target is not in its node table, and return the number of the other edges.
+        """Return the number of edges whose source and target are in their node tables.
 
-        With ``dangling: drop``, such edges are removed from database table ``name``; else ``DataError`` is raised.
+        With ``dangling: drop``, other edges are removed from database table ``name``; else ``DataError`` is raised.
         """
         count, sources, targets = self.database.rows(
             f"SELECT count(*), count(*) FILTER (WHERE gf_s IS NULL), count(*) FILTER (WHERE gf_t IS NULL) FROM {name}",

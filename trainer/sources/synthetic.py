@@ -31,7 +31,6 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 def check_limits(dataset: str, options: AnySynthetic, limits: Mapping[str, tuple[float, float]]) -> None:
-    """Raise ``DataError`` for an option outside its range in ``limits``."""
     for name, (low, high) in limits.items():
         value = getattr(options, name)
         if not low <= value <= high:
@@ -54,8 +53,7 @@ def class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) ->
 def node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Array | None = None) -> dict[str, Ids]:
     """Return the node ids of splits train, val and test: consecutive slices of ``shuffled``, sorted.
 
-    If nodes have times, ``shuffled`` is sorted by time first, and the splits are taken from its end: the nodes of
-    train are earlier than those of val, and these earlier than those of test.
+    With ``time``, the nodes of train are earlier than those of val, and those of val earlier than those of test.
     """
     sizes = {
         name: int(asked if (asked := getattr(options, name)) >= 1 else asked * options.num_nodes)
@@ -78,7 +76,6 @@ def node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Arra
 
 
 def node_times(num_nodes: int, rng: np.random.Generator) -> Array:
-    """Draw a time for each node, int64 [N]."""
     return rng.integers(TIMES, size=num_nodes)
 
 
@@ -91,7 +88,7 @@ def mostly_forward(earlier: Array, later: Array, rng: np.random.Generator) -> Ar
 
 
 def edge_times(one: Array, other: Array, rng: np.random.Generator) -> Array:
-    """Draw a time for each edge, int64 [E]: the later of the times of its two ends, plus a delay for some edges."""
+    """Draw a time for each edge, int64 [E]: the later time of its ends, plus a delay for some edges."""
     late = (rng.random(len(one)) < _LATE) * rng.integers(TIMES // 10, size=len(one))
     return np.maximum(one, other) + late
 
@@ -108,10 +105,9 @@ _SHARE_OF_LARGEST = 0.02  #: a hub's expected degree is at most this share of th
 def make_synthetic(options: SyntheticOptions, fingerprint: str) -> Dataset:
     """Generate a simple undirected graph (both directions stored, sorted by source) with x, y and splits.
 
-    The label of a node is its community. Both ends of an edge are drawn with probabilities that follow a power law;
-    with probability ``homophily`` the target is drawn from the community of the source. Self loops and duplicates are
-    dropped. With times, most edges from a later to an earlier node are left out. Raises ``DataError`` for options
-    out of range.
+    The label of a node is its community. Degrees follow a power law; with probability ``homophily`` the target of an
+    edge is drawn from the community of the source. With times, most edges from a later to an earlier node are left out.
+    Raises ``DataError`` for options out of range.
     """
     _check(options)
     rng = np.random.default_rng(options.seed)
@@ -138,7 +134,6 @@ def _edge_data(options: SyntheticOptions, edge_index: Array, y: Array, time: Arr
 
 
 def _equal_both_ways(edge_index: Array, y: Array, rng: np.random.Generator) -> Array:
-    """Draw edge weights, float32 [E], that are equal for both directions of an edge."""
     pairs = edge_index.min(axis=0).astype(np.int64) * len(y) + edge_index.max(axis=0)
     pairs, place = np.unique(pairs, return_inverse=True)
     return edge_weights(y[pairs // len(y)] == y[pairs % len(y)], rng)[place]
@@ -182,7 +177,6 @@ def _expected_degrees(options: SyntheticOptions, rng: np.random.Generator) -> Ar
 
 @njit()
 def _uniform(seed: np.uint64, counter: np.uint64) -> float:
-    """Return a number in [0, 1), a hash of seed and counter."""
     return fraction(mix(seed + (counter + np.uint64(1)) * GOLDEN))
 
 
@@ -213,8 +207,6 @@ _AUTHORS_OF_A_PAPER, _FIELDS_OF_A_PAPER = 3, 2
 
 @dataclass(frozen=True)
 class _DrawnLinks:
-    """Edges between papers and the nodes of one type."""
-
     papers: Array  #: int64 [E]
     others: Array  #: int64 [E], the other ends
     hit: Array  #: bool [E], whether the other end has the class that the relation points to
@@ -223,10 +215,9 @@ class _DrawnLinks:
 def make_synthetic_hetero(options: SyntheticHeteroOptions, fingerprint: str) -> Dataset:
     """Generate a heterogeneous graph of papers (with x, y and splits), authors and fields.
 
-    Authors and fields have hidden classes. ``author writes paper``, ``paper cites paper`` and ``paper about field``
-    connect nodes of one class with probability ``homophily``; ``paper disputes paper`` connects class c to class c + 1,
-    so a model that ignores edge types learns less. With times, a paper mostly cites and disputes earlier papers. Raises
-    ``DataError`` for options out of range.
+    ``author writes paper``, ``paper cites paper`` and ``paper about field`` connect nodes of one class with probability
+    ``homophily``; ``paper disputes paper`` connects class c to class c + 1. With times, a paper mostly cites and
+    disputes earlier papers. Raises ``DataError`` for options out of range.
     """
     check_limits("synthetic-hetero", options, _limits(options.num_nodes))
     rng = np.random.default_rng(options.seed)
@@ -291,7 +282,6 @@ def _draw_links(
 
 
 def _among_papers(links: _DrawnLinks, time: Array | None, rng: np.random.Generator) -> _DrawnLinks:
-    """Remove self loops and, if papers have times, most links to later papers."""
     keep = links.papers != links.others
     if time is not None:
         keep &= mostly_forward(time[links.others], time[links.papers], rng)

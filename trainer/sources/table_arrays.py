@@ -45,14 +45,12 @@ def number_array(name: str, columns: Sequence[NumberColumn], dtype: Any) -> Arra
 
 
 def select_list(columns: Iterable[ArrayColumn]) -> Iterator[str]:
-    """Yield the SQL of each column of the attributes, with its name in the database."""
     for each in columns:
         for column, sql in each.columns:
             yield f"{sql} AS {quoted(column)}"
 
 
 def _plain(values: Any, dtype: np.dtype[Any]) -> Array:
-    """Convert a column to an array of ``dtype``; the column must have no missing values."""
     return np.asarray(np.ma.getdata(values)).astype(dtype, copy=False)
 
 
@@ -64,13 +62,10 @@ def row_ranges(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 class TableArrays:
-    """Creates the arrays of a graph as .npy files in a folder."""
-
     def __init__(self, database: Database, folder: Path) -> None:
         self._database, self._folder, self._serial = database, folder, 0
 
     def export(self, column: ArrayColumn, name: str, count: int, scan: Scan) -> RawArray:
-        """Copy the values of an attribute from database table ``name`` to a file."""
         if column.dtype is None:
             return RawArray(self._texts(column, name, count, scan), scan.where)
         width = sum(max(1, each) for each in column.widths) if column.is_matrix else 0
@@ -102,12 +97,10 @@ class TableArrays:
         return out
 
     def rows(self, name: str, selected: str, begin: int, end: int, scan: Scan) -> dict[str, Any]:
-        """Return the columns ``selected`` (SQL) of rows ``begin`` to ``end - 1`` of database table ``name``."""
         rows = f"SELECT * FROM {name} WHERE rowid >= {begin} AND rowid < {end} ORDER BY rowid"
         return self._database.arrays(f"SELECT {selected} FROM ({rows})", scan.where)
 
     def empty(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-        """Create a .npy file whose name contains ``name``, and return its memory map."""
         self._serial += 1
         path = self._folder / f"{self._serial:04d}-{name}.npy"
         if 0 in shape:

@@ -45,10 +45,10 @@ def as_double(column: str, of: str) -> str:
 
 
 def check_numbers(scan: Scan, columns: Iterable[str], role: str, fill: float | None) -> list[NumberColumn]:
-    """Check columns of numbers or of lists of numbers. ``role``: what the columns are used for, for messages.
+    """Check columns of numbers or of lists of numbers. ``role``: use of the columns, for messages.
 
     ``fill`` replaces missing values and NaN in columns of numbers; if it is None, they are errors. Raises ``DataError``
-    that names file, row and value of the first problem, and the number of such rows.
+    that names file, row and value of the first problem.
     """
     names = list(columns)
     for name in names:
@@ -174,7 +174,7 @@ def label_sql(scan: Scan, name: str) -> tuple[str, int]:
 
 
 def standardized(scan: Scan, columns: Sequence[NumberColumn]) -> list[NumberColumn]:
-    """Return the columns, shifted and scaled to mean 0 and standard deviation 1, except lists. Constants become 0."""
+    """Return the columns, scaled to mean 0 and standard deviation 1, except lists. Constants become 0."""
     found = dict(zip([column.name for column in columns], columns, strict=True))
     for column, mean, deviation in _moments(scan, columns):
         sql = f"({column.sql} - {mean!r}) / {deviation or 1.0!r}"
@@ -194,7 +194,6 @@ def scale_note(scan: Scan, columns: Sequence[NumberColumn]) -> str:
 
 
 def _moments(scan: Scan, columns: Sequence[NumberColumn]) -> Iterator[tuple[NumberColumn, float, float]]:
-    """Yield each column that is not a list, its mean and its standard deviation."""
     scalars = [column for column in columns if not column.width]
     for begin in range(0, len(scalars), 200):
         some = scalars[begin : begin + 200]
@@ -237,10 +236,7 @@ def ids_are_integers(scan: Scan, column: str, role: str) -> bool:
 
 
 def id_sql(scan: Scan, column: str, integers: bool) -> str:
-    """Return an SQL expression for an id: BIGINT if ``integers``, else VARCHAR.
-
-    ``integers``: whether all ids of the node type, in node and edge tables, are integers.
-    """
+    """Return an SQL expression for an id: BIGINT if ``integers``, else VARCHAR."""
     name = quoted(column)
     if integers:
         return f"CAST({name} AS BIGINT)"
@@ -253,8 +249,8 @@ def id_sql(scan: Scan, column: str, integers: bool) -> str:
 def time_sql(scan: Scan, column: str) -> str:
     """Check a column of times, and return an SQL expression for it as BIGINT.
 
-    Integers are not changed; dates and timestamps become Unix seconds (UTC). Raises ``DataError`` that names file, row
-    and value of the first problem.
+    Dates and timestamps become Unix seconds (UTC). Raises ``DataError`` that names file, row and value of the first
+    problem.
     """
     scan.check_column(column, "time")
     of, name = scan.types[column], quoted(column)

@@ -23,12 +23,10 @@ _FEW = 3  #: rows or values that a message shows
 
 
 def quoted(name: str) -> str:
-    """Quote a column name for SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def text(value: str) -> str:
-    """Quote a text as a string literal of SQL."""
     return "'" + value.replace("'", "''") + "'"
 
 
@@ -61,17 +59,15 @@ class Database:
         self._file.unlink(missing_ok=True)
 
     def run(self, sql: str, where: str) -> None:
-        """Execute a statement. Errors of DuckDB are raised as ``DataError``; the message begins with ``where``."""
+        """Execute a statement. Raises ``DataError``, whose message begins with ``where``."""
         with self._explained(where):
             self._connection.execute(sql)
 
     def rows(self, sql: str, where: str) -> list[tuple[Any, ...]]:
-        """Return the rows of a query, which should be few."""
         with self._explained(where):
             return list(self._connection.execute(sql).fetchall())
 
     def arrays(self, sql: str, where: str) -> dict[str, Any]:
-        """Return the columns of a query as numpy arrays."""
         with self._explained(where):
             return dict(self._connection.execute(sql).fetchnumpy())
 
@@ -94,7 +90,6 @@ class Database:
             over.set()
 
     def _watch(self, where: str, over: threading.Event) -> None:
-        """Report the progress of the running statement until ``over`` is set."""
         progress(f"read {where}", 0, 100)
         while not over.wait(_WATCH_INTERVAL):
             progress(f"read {where}", int(self._connection.query_progress()), 100)
@@ -111,13 +106,10 @@ class Scan:
 
     @cached_property
     def sql(self) -> str:
-        """SQL expression for the table's rows, in order.
-
-        On first use, CSV files are copied into the database, since each query would otherwise parse them again.
-        """
         reading = self._reading(self.files)
         if is_parquet(self.files[0]):
             return reading
+        # CSV files are copied into the database, since each query would otherwise parse them again.
         self.database.run(f"CREATE TABLE {self._copy} AS SELECT * FROM {reading}", self.where)
         return self._copy
 
@@ -126,7 +118,6 @@ class Scan:
         return quoted(f"rows of {self.where}")
 
     def close(self) -> None:
-        """Delete the database's copy of CSV files."""
         self.database.run(f"DROP TABLE IF EXISTS {self._copy}", self.where)
 
     def _reading(self, files: Sequence[Path]) -> str:
@@ -172,7 +163,7 @@ class Scan:
         return f"{self.place(int(row))}: {columns[0]} is {'empty' if value is None else repr(str(value)[:80])}"
 
     def place(self, row: int) -> str:
-        """Return the file and the row number in it, from 1, of a row of the table, such as ``users.csv, row 4``.
+        """Return the file and the row number in it, from 1, such as ``users.csv, row 4``.
 
         ``row`` counts the rows of all files, from 0.
         """

@@ -17,8 +17,8 @@ CSV = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".csv.zst", ".ts
 def table_files(table: Table, folder: Path, where: str) -> list[Path]:
     """Return the files of a table, in the order of its patterns; those of one folder or glob are sorted.
 
-    Files whose names begin with ``_`` or ``.`` are skipped in folders, as Spark writes such files beside its data.
-    Raises ``DataError`` if a pattern matches no file, or if there are both CSV and Parquet files.
+    Files in folders whose names begin with ``_`` or ``.`` are skipped. Raises ``DataError`` if a pattern matches no
+    file, or if there are both CSV and Parquet files.
     """
     found: list[Path] = []
     for pattern in table.files:
@@ -58,7 +58,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def source_folder(source: str | None) -> Path:
-    """Return the folder to which the paths of tables are relative: ``source``, or by default the current folder."""
+    """Return ``source``, or by default the current folder: paths of tables are relative to it."""
     folder = Path(source or ".").expanduser()
     if not folder.is_dir():
         raise DataError(f"dataset tables: source {folder} is not a folder; give the folder of the tables")
@@ -66,7 +66,6 @@ def source_folder(source: str | None) -> Path:
 
 
 def all_files(options: TablesOptions, source: str | None) -> list[Path]:
-    """Return the files of all tables, in the order of the tables."""
     folder = source_folder(source)
     named = [(f"nodes.{of}", table) for of, table in options.nodes.items()]
     named += [(f"edges.{'__'.join(of)}", table) for of, table in options.edges.items()]  # type: ignore[misc]

@@ -57,7 +57,7 @@ class EdgeTable(Table):
 
 @dataclass(frozen=True)
 class TablesOptions(SourceOptions):
-    """Options of dataset `tables`, besides those of all datasets that are read from files, such as ``undirected``."""
+    """Options of dataset `tables`."""
 
     nodes: Mapping[NodeType, NodeTable] = field(default_factory=dict)
     edges: Mapping[EdgeType, EdgeTable] = field(default_factory=dict)

@@ -21,18 +21,13 @@ _TABLE_FROM = 0.25  #: share of a type's nodes; after requests for so many ids, 
 
 
 class SharedArrays(Protocol):
-    """Fetches arrays that do not belong to one part from graph servers. All methods raise ``ServiceError``.
-
-    ``service.remote_graph.Gateway`` implements this protocol.
-    """
+    """Fetches arrays that do not belong to one part from graph servers. All methods raise ``ServiceError``."""
 
     def seeds(self, of: NodeType, split: str) -> Ids:
         """Return the global ids of a split, int64 [n]."""
         ...
 
-    def graph_attr(self, name: str) -> Array:
-        """Return an attribute of the graph as a whole."""
-        ...
+    def graph_attr(self, name: str) -> Array: ...
 
     def to_global(self, of: NodeType, orig_ids: Ids) -> Ids:
         """Return the global ids of original ids, int64, same shape."""
@@ -65,22 +60,16 @@ class RemoteStore(PartStore):
         )
 
     def to_global(self, node_type: NodeType, orig_ids: Ids) -> Ids:
-        """Return the global ids of original ids, int64, same shape. Raises ``ServiceError``.
-
-        When the ids requested so far are as many as a quarter of the type's nodes, the global ids of all its nodes are
-        fetched and kept.
-        """
         if node_type not in self.global_ids:
             return orig_ids
         requested = self._num_requested[node_type] = self._num_requested.get(node_type, 0) + len(orig_ids)
+        # After requests for as many ids as a quarter of the nodes, all global ids are fetched and kept.
         if requested >= _TABLE_FROM * self.manifest.nodes[node_type].num_nodes:
             return super().to_global(node_type, orig_ids)
         return self.source.to_global(node_type, orig_ids)
 
 
 class _FetchedArrays(Mapping[K, Array], Generic[K]):
-    """A mapping that fetches each array once, on first access. Thread-safe."""
-
     def __init__(self, keys: Iterable[K], fetch: Callable[[K], Array]):
         self._fetch = fetch
         self._arrays: dict[K, Array | None] = dict.fromkeys(keys)

@@ -1,7 +1,6 @@
 """Compares the opened files of a partition folder with the sha256 digests in its manifest, once per run.
 
-This finds changed content of files whose size and mtime are unchanged, such as errors of a disk or of memory. It takes
-as long as reading the files or computing SHA-256, whichever is slower, and leaves the files in the page cache.
+This finds damage that does not change size or mtime of a file.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _INDEXING = ("/indptr.npy", "/indices.npy", "/orig_id.npy", "/global_id.npy")  #
 def checked_digests(store: PartStore, note: Path | None = None) -> Iterator[None]:
     """Compare every opened file with its sha256 in the manifest, with one thread per CPU.
 
-    Files with ids and offsets are compared before the ``with`` block starts. The other files are compared while the
-    block runs; at its end, this waits until all have been compared.
+    Files with ids and offsets are compared before the ``with`` block, all others while the block runs. The end of the
+    block waits for them.
 
     Args:
         store: the opened parts.
-        note: file of the run that records what was compared, so that a restarted process skips it; None: no record.
+        note: file that records what was compared, so that a restarted process skips it; None: no record.
 
     Raises:
         PartitionError: when a file does not match; the message names it. An exception of the block takes precedence.
@@ -64,7 +63,6 @@ def sha256_of(path: Path) -> str:
 
 
 def _finish(checks: list[Future[None]]) -> None:
-    """Wait until all checks have finished or one has failed, and raise the exception of the failed one."""
     for check in wait(checks, return_when=FIRST_EXCEPTION).done:
         check.result()
 

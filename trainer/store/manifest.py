@@ -32,8 +32,6 @@ RESERVED_ATTRS = frozenset({"orig_id", "in_degree"})  #: names of columns that c
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One .npy file of a partition folder."""
-
     path: str  #: relative to the folder, with ``/``; begins with ``shared/`` or ``part<p>/``
     bytes: int  #: size of the file
     sha256: str  #: hex
@@ -57,27 +55,24 @@ class AttrSpec:
 
     @property
     def stored(self) -> np.dtype[Any]:
-        """dtype in which rows are returned. If they are stored as int8, it differs from that of the files
-        (``in_files``).
-        """
+        """Dtype in which rows are returned. That of the file differs for rows stored as int8."""
         return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
 
     @property
     def in_files(self) -> np.dtype[Any]:
-        """dtype of the array in the attribute's file."""
         return np.dtype(self.kept) if self.kept else self.stored
 
     def travels_as(self, requested: WireRows) -> WireRows:
         """Return the type in which rows are sent if a request asks for the type ``requested``.
 
-        Rows stored as int8 are always sent as int8, which does not round them again.
+        Rows stored as int8 are always sent as int8.
         """
         return "int8" if self.kept else requested
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Description of the nodes of one type: number, parts, attributes and splits."""
+    """The nodes of one type: number, parts, attributes and splits."""
 
     num_nodes: int
     offsets: tuple[int, ...]  #: [num_parts + 1]; part p owns offsets[p] <= gid < offsets[p+1]
@@ -88,7 +83,7 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class EdgeSpec:
-    """Description of the edges of one type: number, parts and attributes. An edge belongs to the part of its target."""
+    """The edges of one type: number, parts and attributes. An edge belongs to the part of its target."""
 
     num_edges: int
     offsets: tuple[int, ...]  #: [num_parts + 1]; part p owns the edges offsets[p] <= id < offsets[p+1]
@@ -101,10 +96,10 @@ class EdgeSpec:
 
 
 def endpoint_offsets(num_edges: int, num_parts: int) -> tuple[int, ...]:
-    """Return the first original edge id in the endpoints file of each part, and the number of edges, [num_parts + 1].
+    """Return the first original edge id in each part's endpoints file, and the number of edges, [num_parts + 1].
 
-    Part p stores source and target of the edges offsets[p] <= original id < offsets[p + 1], which other parts may
-    own.
+    Part p stores source and target of the edges offsets[p] <= original id < offsets[p + 1], even if another part owns
+    the edges.
     """
     return tuple(num_edges * part // num_parts for part in range(num_parts + 1))
 
@@ -124,12 +119,11 @@ class Manifest:
         edges: Edge types.
         edge_cut: Share of all edges whose ends are in different parts, 0 to 1.
         balance: Nodes of the largest part / mean nodes of a part, over all types.
-        graph_attrs: Attributes of the graph as a whole; their shape is that of the array.
+        graph_attrs: Attributes of the graph as a whole. Their ``shape`` is that of the whole array, not of one row.
         files: All files of the folder.
         options: Further options of the partition method.
-        dataset_fingerprint: Sha256 of the dataset alone, or ''. With it a folder with another number of parts gets the
-            fingerprint that it would have had if made from the dataset. Folders of older versions do not have it.
-        time_attrs: Node attributes with times, as the dataset names them; None: not recorded (older versions).
+        dataset_fingerprint: Sha256 of the dataset alone; '' in folders of older versions.
+        time_attrs: Node attributes with times; None: not recorded (older versions).
     """
 
     dataset: str
@@ -159,7 +153,6 @@ class Manifest:
         return sum(spec.num_edges for spec in self.edges.values())
 
     def attrs_of(self, of: AnyType) -> Mapping[str, AttrSpec]:
-        """Return the attributes of a node type or edge type."""
         return self.nodes[of].attrs if isinstance(of, str) else self.edges[of].attrs
 
     def files_of(self, part_id: int | None) -> tuple[FileEntry, ...]:
@@ -224,7 +217,7 @@ def write_manifest(folder: str | Path, manifest: Manifest) -> Path:
 def manifest_digest(folder: str | Path) -> str:
     """Return the sha256, hex, of ``manifest.json``. Equal digests mean equal partitions.
 
-    Raises ``PartitionError`` when the file is missing or cannot be read.
+    Raises ``PartitionError`` when the file cannot be read.
     """
     return hashlib.sha256(_read_bytes(Path(folder) / MANIFEST)).hexdigest()
 
@@ -251,7 +244,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert fields to a dict, omitting those at their default that early manifests of version 2 do not have."""
+    # Early manifests of version 2 lack some fields; they are left out at their default.
     return {name: value for name, value in fields if (name, value) not in (("kept", ""), ("endpoints", False))}
 
 
@@ -263,7 +256,6 @@ def _all_attrs(manifest: Manifest) -> Iterator[AttrSpec]:
 
 
 def _layout(value: Any, depth: int = 0) -> str:
-    """Format ``value`` as JSON. A value without nested objects (an attribute, a file, offsets) is on one line."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     if not any(isinstance(item, dict) for item in inner):
         return json.dumps(value)

@@ -18,9 +18,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 class NpyWriter:
-    """Writes one .npy file (little-endian) in pieces. The file is closed between the pieces. All methods raise
-    ``OSError``.
-    """
+    """Writes one .npy file (little-endian) in pieces. All methods raise ``OSError``."""
 
     def __init__(self, root: Path, path: str, dtype: Any, shape: tuple[int, ...]) -> None:
         """Write the header of ``root/path``. ``shape`` is that of the whole array."""
@@ -32,7 +30,6 @@ class NpyWriter:
         self._whole = self._size + self.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
 
     def append(self, rows: Array) -> None:
-        """Write the next rows, converted to the dtype of the file."""
         self._write(_raw(rows, self.dtype))
 
     def finish(self) -> FileEntry:
@@ -61,13 +58,12 @@ def write_npy(root: Path, path: str, dtype: Any, shape: tuple[int, ...], chunks:
 
 
 def rows_in_chunks(rows: Array) -> Iterator[Array]:
-    """Yield consecutive slices of rows, of a few megabytes each."""
     step = rows_per_chunk(rows)
     return (rows[start : start + step] for start in range(0, len(rows), step))
 
 
 def rows_per_chunk(rows: Array) -> int:
-    """Return how many rows of this dtype and shape make a chunk of ``_CHUNK_BYTES``, at least 1."""
+    """Return how many rows of this dtype and shape have ``_CHUNK_BYTES`` bytes, at least 1."""
     row_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
     return max(1, _CHUNK_BYTES // max(row_bytes, 1))
 
@@ -80,5 +76,4 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def _raw(chunk: Array, dtype: np.dtype[Any]) -> Any:
-    """Convert a chunk to ``dtype`` and return it as a flat buffer of bytes, without a copy if possible."""
     return np.ascontiguousarray(chunk, dtype=dtype).reshape(-1).view(np.uint8)

@@ -1,8 +1,6 @@
 """Memory-maps the files of a partition folder, and checks their headers, ids and offsets.
 
-dtype, shape and size of every file are compared with the manifest each time. Ids and offsets, which kernels use as
-indices without bounds checks, are checked only once per copy of a part: a hidden file in the part's folder records that
-the check has passed.
+Ids and offsets are checked once per copy of a part: a hidden file in the part's folder records the check.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ _FIX = "send or make the part again (partition verify lists all problems)"
 def map_array(path: Path) -> Array:
     """Memory-map a .npy file read-only.
 
-    Raises ``PartitionError`` for a file that is missing, is not an array in C order, or whose size does not match its
-    header.
+    Raises ``PartitionError`` for a file that is missing, is no array in C order, or has another size than its header.
     """
     try:
         size = _regular_size(path)
@@ -69,10 +66,9 @@ def _regular_size(path: Path) -> int:
 
 
 class FileNote:
-    """A small file that records which files passed a check. The record of a file is valid until the file changes.
+    """A small file that records which files passed a check. A record is valid until the file changes.
 
-    A change is detected by size, mtime, ctime and inode. A file that was changed within the last two seconds is not
-    recorded: times are coarse, so a second change could go unnoticed.
+    A change is detected by size, mtime, ctime and inode.
     """
 
     def __init__(self, path: Path | None):
@@ -81,8 +77,7 @@ class FileNote:
         self._new: dict[str, str] = {}
 
     def has(self, path: Path, name: str, found: str = "") -> bool:
-        """Return whether the file ``path`` was recorded under ``name`` with the text ``found``, and has not changed
-        since.
+        """Return whether ``path`` was recorded under ``name`` with the text ``found``, and has not changed since.
 
         If not, ``save`` will record the file, unless it changed in the last two seconds. Raises ``PartitionError`` when
         the file cannot be read.
@@ -115,15 +110,12 @@ def _read_json(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Bounds:
-    """The ids or offsets in one file, and their allowed range."""
-
     path: str  #: relative to the partition folder
     values: Array  #: int [n]
     limit: int  #: ids: 0 <= id < limit; offsets: ascending from 0 to limit
     offsets: bool  #: whether the values are offsets, otherwise ids
 
     def problem(self) -> str | None:
-        """Describe the first value out of range. Returns None if all are in range."""
         return self._offsets_problem() if self.offsets else self._ids_problem()
 
     def _ids_problem(self) -> str | None:
@@ -170,7 +162,6 @@ class PartFiles:
         return self.id_rows(path, (count,), limit, dtype)
 
     def id_rows(self, path: str, shape: tuple[int, ...], limit: int, dtype: np.dtype[Any] | None = None) -> Array:
-        """Map ids like ``ids``, in an array of any shape."""
         array = self._mapped(path)
         kind = array.dtype in (np.int32, np.int64) if dtype is None else array.dtype == dtype
         expected = f"{'int32 or int64' if dtype is None else dtype.name} {list(shape)}"
@@ -188,9 +179,7 @@ class PartFiles:
         return array
 
     def check_ranges(self) -> None:
-        """Check the ranges of all ids and offsets in the opened files, except in files unchanged since their last
-        check.
-        """
+        """Check the ranges of all ids and offsets in the opened files, unless unchanged since their last check."""
         tops: dict[str, list[_Bounds]] = {}
         for bounds in self._bounds:
             tops.setdefault(bounds.path.partition("/")[0], []).append(bounds)

@@ -21,8 +21,6 @@ from trainer.store.read_ahead import fits_in_memory, read_at_random
 
 @dataclass(frozen=True)
 class NodePart:
-    """The nodes of one type that one part owns."""
-
     start: int  #: first global id of the part
     orig_id: Array  #: int32|int64 [n], original ids, ascending
     attrs: Mapping[str, Array]  #: name -> [n, …]
@@ -37,7 +35,7 @@ class NodePart:
 class EdgePart:
     """The edges of one type into the nodes of one part (CSC: one row per target node).
 
-    Edges within a row are in original order, so their order does not depend on the partition.
+    Edges within a row are in original order.
     """
 
     start: int  #: global id of the first edge of the part; slot s has the id start + s
@@ -58,8 +56,6 @@ class EdgePart:
 
 @dataclass(frozen=True)
 class Part:
-    """The nodes and edges of one part."""
-
     part_id: int
     nodes: Mapping[NodeType, NodePart]
     edges: Mapping[EdgeType, EdgePart]
@@ -67,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True)
 class EndpointTable:
-    """Key of ``PartStore.books`` for the endpoints of an edge type: which part stores those of an original edge id."""
+    """Key of ``PartStore.books`` for the book that maps original edge ids to the parts that store endpoints."""
 
     edge_type: EdgeType
 
@@ -101,12 +97,11 @@ class PartStore:
 
     @cached_property
     def whole_topology(self) -> bool:
-        """Whether the edges of all parts are on this host."""
         return len(self.topology) == self.manifest.num_parts
 
     @cached_property
     def books(self) -> Mapping[BookKey, PartitionBook]:
-        """Partition books, which tell the part of an id, of each node type, edge type and table of endpoints."""
+        """Partition books, which map ids to parts, of each node type, edge type and table of endpoints."""
         books: dict[BookKey, PartitionBook] = {}
         for nodes, node_spec in self.manifest.nodes.items():
             books[nodes] = PartitionBook.from_offsets(node_spec.offsets)
@@ -134,9 +129,7 @@ def open_parts(
 ) -> PartStore:
     """Open parts of a partition folder.
 
-    Ids and offsets are checked when a part is opened for the first time; a hidden file in the part's folder records
-    that the check has passed (``PartFiles``). If the files do not fit in the available memory, the kernel is told
-    to expect random access (``read_ahead``).
+    Ids and offsets are checked when a part is opened for the first time.
 
     Args:
         folder: partition folder.
@@ -196,8 +189,6 @@ def _open_replica(opener: _Opener, part_id: int) -> Part:
 
 @dataclass(frozen=True)
 class _Opener:
-    """Opens the files that the manifest lists. If ``light``, attributes of two or more dimensions are not opened."""
-
     files: PartFiles
     manifest: Manifest
 
@@ -272,5 +263,4 @@ class _Opener:
 
 
 def _count(offsets: Sequence[int], part_id: int) -> int:
-    """Return the number of nodes or edges of one part."""
     return offsets[part_id + 1] - offsets[part_id]

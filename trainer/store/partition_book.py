@@ -1,4 +1,4 @@
-"""The partition book, which maps global ids of nodes or edges to parts by an array of offsets."""
+"""The partition book, which maps global ids of nodes or edges to parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class PartitionBook:
 
     @property
     def size(self) -> int:
-        """Number of ids in all parts."""
         return int(self.offsets[-1])
 
     def part_of(self, gids: Ids) -> Ids:

@@ -1,9 +1,7 @@
 """Reads the pages of memory-mapped rows in parallel, for parts that are larger than the memory.
 
-By default the kernel reads megabytes around a page that is not in memory, and a thread that copies rows waits for one
-page after the other. If the parts do not fit in memory, the kernel is told to expect random access (``MADV_RANDOM``).
-Before rows are copied, several threads read a byte of each of their pages, so that the disk gets many requests at a
-time. For pages that are in memory, this costs microseconds; ``MADV_WILLNEED`` would cost a system call for each.
+The kernel is told to expect random access. Before rows are copied, several threads read a byte of each of their pages,
+so that the disk gets many requests at a time.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ def read_at_random(arrays: Iterable[Array]) -> None:
 def touch_rows(wanted: Sequence[tuple[Array, Array]]) -> None:
     """Read the pages of rows of memory-mapped arrays, and return when they are in memory.
 
-    ``wanted``: pairs of an array [n, …] in C order and row numbers int32|int64 [m]. Arrays that are not memory-mapped
-    are skipped.
+    ``wanted``: pairs of an array [n, …] in C order and row numbers int32|int64 [m]. Other arrays are skipped.
     """
     started = [
         _readers().submit(_touch, _bytes_of(array), read_only(some), array.nbytes // len(array))
@@ -94,7 +91,6 @@ def _readers() -> ThreadPoolExecutor:
 
 
 def _map_of(array: Any) -> mmap.mmap | None:
-    """Return the memory map that an array is a view of, or None."""
     while array is not None and not isinstance(array, mmap.mmap):
         array = getattr(array, "base", None)
     return array
@@ -119,7 +115,6 @@ def _touch(data: Any, rows: Any, width: int) -> int:
 
 @njit(boundscheck=False)
 def _touch_ranges(indptr: Any, data: Any, width: int, rows: Any) -> int:
-    """Read a byte of each page of the values of the rows' edges. Returns a sum, as ``_touch``."""
     total = 0
     for row in rows:
         at, end = indptr[row] * width, indptr[row + 1] * width

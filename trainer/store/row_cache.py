@@ -21,8 +21,6 @@ _INDEX = "cache.json"
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Cached rows of one node type."""
-
     slots: npt.NDArray[np.int32]  #: int32 [num_nodes], index into ``rows`` for each global id, -1 if not cached
     rows: Mapping[str, Array]  #: name of an attribute, ``orig_id`` or ``in_degree`` -> [k, …], in the stored dtype
 
@@ -39,14 +37,12 @@ class CachedRows:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the rows in bytes, without ``slots``."""
+        """Bytes of the rows, without ``slots``."""
         return sum(values.nbytes for values in self.rows.values())
 
 
 @dataclass(frozen=True)
 class RowCache:
-    """Cached rows of several node types. Other attributes of these rows are requested from the hosts that own them."""
-
     types: Mapping[NodeType, CachedRows]  #: only types with cached rows
 
     @property
@@ -55,11 +51,10 @@ class RowCache:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the rows in bytes, without ``slots``."""
         return sum(cached.num_bytes for cached in self.types.values())
 
     def save(self, folder: str | Path) -> None:
-        """Write the cache to ``folder``. If a cache exists there, processes that have it open can continue to use it.
+        """Write the cache to ``folder``. Processes that have an earlier cache there open can continue to use it.
 
         Raises ``PartitionError`` when the cache cannot be written.
         """
@@ -80,10 +75,7 @@ class RowCache:
 
     @classmethod
     def open(cls, folder: str | Path) -> RowCache:
-        """Memory-map a saved cache, so that the processes of a host share one copy.
-
-        Raises ``PartitionError`` when the cache cannot be read.
-        """
+        """Memory-map a saved cache. Raises ``PartitionError`` when the cache cannot be read."""
         root = Path(folder)
         try:
             index: dict[NodeType, list[str]] = json.loads((root / _INDEX).read_text(encoding="utf-8"))

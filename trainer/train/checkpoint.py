@@ -1,6 +1,6 @@
 """Checkpoint files: written atomically, with a digest, readable with ``torch.load(weights_only=True)``.
 
-The digest is the comment of the ZIP archive that ``torch.save`` writes, so every copy of a file can be checked.
+The digest is the comment of the ZIP archive that ``torch.save`` writes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SINCE = {
 
 @dataclass(frozen=True)
 class BestEpoch:
-    """Weights after the epoch with the best value of the task's metric on the val split so far."""
+    """Weights after the epoch with the best value so far of the task's metric on the val split."""
 
     epoch: int
     metrics: Mapping[str, float]  #: metrics on the val split by name
@@ -91,9 +91,7 @@ class Checkpoint:
         return self.epoch, len(self.partial.sizes) if self.partial else 0
 
     def without_tables(self) -> Checkpoint:
-        """Return a copy without embedding tables, to send to all ranks. Each rank gets its rows of the tables by
-        ``scatter_tables``.
-        """
+        """Return a copy without embedding tables, to send to all ranks."""
         return replace(self, embedding=None, best=self.best and replace(self.best, embedding=None))
 
     def content(self) -> dict[str, Any]:
@@ -106,7 +104,6 @@ class Checkpoint:
 
     @classmethod
     def of_content(cls, content: Mapping[str, Any]) -> Checkpoint:
-        """Make a checkpoint from the result of ``content``."""
         values = {entry.name: content[entry.name] for entry in fields(cls) if entry.name in content}
         best, partial = values.pop("best"), values.pop("partial", None)
         if best and "val_accuracy" in best:  # before version 4
@@ -120,12 +117,12 @@ class Checkpoint:
 
 
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
-    """Return the settings as a dict of plain values. ``layers``, which may be None, is set to the number of layers."""
+    """Return the settings as a dict of plain values, with ``layers`` always set."""
     return {**asdict(settings), "layers": len(settings.fanouts)}
 
 
 def graph_record(manifest: Manifest, target: NodeType | EdgeType) -> dict[str, Any]:
-    """Return properties that identify a dataset and the target: a node type, or the edge type in link prediction.
+    """Return properties that identify a dataset and the target: a node type, or an edge type in link prediction.
 
     They are equal for all partitions of a dataset.
     """
@@ -191,8 +188,9 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def load_content(path: str | Path) -> Any:
-    """Check the digest of a file that ``save_content`` wrote, and return its content. Raises ``CheckpointError`` as
-    ``load_checkpoint`` does.
+    """Check the digest of a file that ``save_content`` wrote, and return its content.
+
+    Raises ``CheckpointError`` if the file is missing, damaged or no checkpoint.
     """
     try:
         data = Path(path).read_bytes()
@@ -209,13 +207,13 @@ def load_content(path: str | Path) -> Any:
 
 
 def file_name(position: Position) -> str:
-    """Name of the file for a position: ``epoch-0007.pt``, ``epoch-0007-step-000120.pt``."""
+    """Return the file name for a position: ``epoch-0007.pt``, ``epoch-0007-step-000120.pt``."""
     epoch, step = position
     return f"epoch-{epoch:04d}-step-{step:06d}.pt" if step else f"epoch-{epoch:04d}.pt"
 
 
 def position_of(name: str) -> Position | None:
-    """Return the training position that the name of a checkpoint file states; None for the name of another file."""
+    """Return the position that the name of a checkpoint file states; None for the name of another file."""
     match = re.fullmatch(r"epoch-(\d{4,})(?:-step-(\d{6,}))?\.pt", name)
     return (int(match[1]), int(match[2] or 0)) if match else None
 
@@ -251,18 +249,15 @@ class _HashingFile:
 
 
 def _write_with_digest(content: Mapping[str, Any], file: BinaryIO) -> None:
-    """Write a ZIP archive by ``torch.save``, then its digest as the archive's comment.
-
-    The digest covers the archive up to the length of the comment, which is the archive's last field.
-    """
     hashing = _HashingFile(file)
     torch.save(content, hashing)  # type: ignore[arg-type]  # it needs only ``write`` and ``flush``
     file.seek(-2, os.SEEK_CUR)
+    # The digest covers the archive up to the length of the comment, which is its last field.
     file.write(_COMMENT_BYTES.to_bytes(2, "little") + _COMMENT + hashing.hexdigest().encode())
 
 
 def _digest_fits(data: bytes) -> bool:
-    """Return whether a file's content matches its digest. True for files of earlier versions, which have no digest."""
+    """Return whether a file's content matches its digest. True for files of earlier versions, without digest."""
     comment = data[-_COMMENT_BYTES:]
     if not comment.startswith(_COMMENT):
         return True
@@ -273,7 +268,7 @@ def _digest_fits(data: bytes) -> bool:
 def check_fits(
     checkpoint: Checkpoint, settings: TrainSettings, graph: Mapping[str, Any], path: str | Path, kind: str
 ) -> None:  # fmt: skip
-    """Raise ``CheckpointError`` that names each setting and graph property in which a checkpoint differs from this run.
+    """Raise ``CheckpointError`` with each setting and graph property in which a checkpoint differs from this run.
 
     graph: result of ``graph_record`` for this run. kind: kind of its task.
     """
@@ -290,7 +285,6 @@ def check_fits(
 
 
 def _point_to(link: Path, target: Path) -> None:
-    """Make ``link`` a hard link to ``target``, or a copy if the file system has no hard links."""
     temporary = link.with_name(f".{link.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:
@@ -303,8 +297,8 @@ def _point_to(link: Path, target: Path) -> None:
 def _prune(folder: Path, newest: Position, best: int | None) -> None:
     """Delete old checkpoint files after the checkpoint at ``newest`` was written.
 
-    The ``KEPT`` newest files of whole epochs and the file of epoch ``best`` are not deleted. Of the files within an
-    epoch, only those after the last whole epoch are kept, at most the ``KEPT`` newest.
+    Keeps the ``KEPT`` newest files of whole epochs, the file of epoch ``best`` and, of the files within the current
+    epoch, the ``KEPT`` newest.
     """
     known = sorted(position for position, _ in files_of(folder) if position <= newest)
     epochs = [position for position in known if position[1] == 0]
@@ -324,7 +318,7 @@ def files_of(folder: Path) -> Iterator[tuple[Position, Path]]:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Delete the incomplete files that killed processes left (``write_whole``)."""
+    """Delete the incomplete files that killed processes left."""
     for path in folder.glob(".epoch-*.pt.*"):
         path.unlink(missing_ok=True)
 

@@ -23,9 +23,7 @@ _EVERY = 1.0  # seconds between broadcasts of rank 0
 class CheckpointSchedule:
     """Decides after which steps all ranks save a checkpoint: about every ``interval`` seconds by rank 0's clock.
 
-    A broadcast in every step would be costly for short steps. Rank 0 therefore broadcasts about once a second: whether
-    to save now, and the number of steps until its next broadcast. If saving is slow, the interval grows, so that saving
-    takes at most ``SHARE`` of the time.
+    If saving is slow, the interval grows, so that saving takes at most ``SHARE`` of the time.
 
     Args:
         interval: Seconds between checkpoints; 0: never.
@@ -48,11 +46,11 @@ class CheckpointSchedule:
         return bool(save)
 
     def _choice(self) -> tuple[bool, int]:
-        """Return whether to save now, and the number of steps until the next broadcast."""
         now = self._clock()
         left = self._saved + self.interval - now
         pace = max(now - self._told, 1e-9) / self._steps  # seconds per step
         wait = _EVERY if left <= 0 else min(_EVERY, left)
+        # A broadcast in every step would be costly for short steps, so rank 0 broadcasts about once a second.
         return left <= 0, max(1, round(wait / pace))
 
     def saved(self, seconds: float = 0.0) -> None:
@@ -68,7 +66,7 @@ class CheckpointSchedule:
 def checkpoint_writers(group: RankGroup, has_tables: bool, every_node: bool) -> tuple[int, ...]:
     """Return the ranks that write checkpoints: rank 0, and with ``every_node`` the first rank of each node. Collective.
 
-    has_tables: checkpoints contain embedding tables. As each writing rank must gather these, at most two ranks write.
+    has_tables: checkpoints contain embedding tables; then at most two ranks write.
     """
     first: dict[int, int] = {}
     for rank, node in enumerate(group.gather(group.ranks.node_rank)):
@@ -80,8 +78,7 @@ def checkpoint_writers(group: RankGroup, has_tables: bool, every_node: bool) -> 
 class CheckpointWriter:
     """Writes checkpoints into a folder, one at a time: ``begin`` in a thread, ``write`` in the calling thread.
 
-    If the thread cannot write a checkpoint, it prints the error, and training continues with the earlier checkpoints on
-    disk. The error is not printed again if the next checkpoint fails too.
+    If the thread cannot write a checkpoint, it prints the error, and training continues.
     """
 
     def __init__(self, folder: Path):
@@ -92,7 +89,6 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, checkpoint: Checkpoint) -> None:
@@ -103,7 +99,7 @@ class CheckpointWriter:
         self._begin(lambda: save_checkpoint(self.folder, checkpoint))
 
     def begin_content(self, position: Position, content: Mapping[str, Any]) -> None:
-        """As ``begin``, for any content that ``torch.save`` can write.
+        """Start to write any content that ``torch.save`` accepts, as ``begin`` does.
 
         ``position``: number of complete epochs, and of steps in the next epoch.
         """
@@ -115,7 +111,6 @@ class CheckpointWriter:
         return save_checkpoint(self.folder, checkpoint)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -126,7 +121,6 @@ class CheckpointWriter:
         self._thread.start()
 
     def _await_turn(self) -> None:
-        """Wait for the previous checkpoint. The first call also deletes incomplete files that a killed process left."""
         self.finish()
         if not self._cleaned:
             self._cleaned = True
@@ -143,16 +137,13 @@ class CheckpointWriter:
 
 
 def detached(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a copy of a checkpoint that does not change when training continues.
-
-    Weights and optimizer state are copied to the CPU. The other tensors are shared, because losses, best weights and
-    gathered tables are never changed in place.
-    """
+    """Return a copy of a checkpoint that does not change when training continues."""
+    # Losses, best weights and gathered tables are never changed in place, and so are shared.
     return replace(checkpoint, model=cpu_copy(checkpoint.model), optimizer=cpu_copy(checkpoint.optimizer))
 
 
 def cpu_copy(value: Any) -> Any:
-    """Copy nested dicts, lists and tuples. Tensors are copied to the CPU, and other values are shared."""
+    """Copy nested dicts, lists and tuples, with tensors on the CPU. Other values are shared."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):

@@ -24,13 +24,10 @@ from trainer.train.tasks.task import AnyBatch, Metric, Task
 
 
 class Batches(Protocol):
-    """The interface of loaders for ``train_epoch`` and ``evaluate``. ``BatchLoader`` implements it."""
-
     def __len__(self) -> int:
         """Return the number of steps in an epoch, the same on every rank."""
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
-        """Yield this rank's batch of each step, from ``first_step`` on."""
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]: ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,6 @@ class EpochSums:
         return cls(partial.loss_sums.clone(), sizes=sizes, resumed=len(sizes))
 
     def begin(self) -> None:
-        """Start to measure wall time and CPU time."""
         self.started, self.cpu_began = time.monotonic(), time.process_time()
 
     def add(self, batch: AnyBatch, loss: Tensor) -> None:
@@ -103,7 +99,7 @@ class EpochSums:
             self.losses = []
 
     def partial(self) -> PartialEpoch:
-        """Return the sums as a checkpoint stores them. ``reduce_losses`` must have been called after the last step."""
+        """Return the sums as a checkpoint stores them. Call ``reduce_losses`` before."""
         return PartialEpoch(self.sums.clone(), torch.tensor(self.sizes))
 
     @property
@@ -117,7 +113,7 @@ class EpochSums:
 
 @contextmanager
 def closed_after(batches: Iterator[AnyBatch]) -> Iterator[Iterator[AnyBatch]]:
-    """Close the iterator of an epoch's batches at the end, also after an exception, so that its threads stop."""
+    """Close the iterator of an epoch's batches at the end of the block, so that its threads stop."""
     try:
         yield batches
     finally:
@@ -132,11 +128,8 @@ def train_epoch(
     """Train one epoch. Collective: ranks without seeds take part in every step too.
 
     tally: sums over the steps of this epoch that are trained already; training continues with the next step.
-    after_step: called with the sums after every step except the last.
-
-    Each rank's loss is the sum over its own seeds, divided by the step's seeds over all ranks and multiplied by the
-    number of ranks. The mean of gradients over ranks is then the gradient of the mean loss of the global batch.
-    Raises ``TrainingError`` when the loss is not finite.
+    after_step: called with the sums after every step except the last. Raises ``TrainingError`` when the loss is not
+    finite.
     """
     model.train()
     tally, steps, to_device = tally or EpochSums(), len(batches), feed(group.device)
@@ -154,6 +147,7 @@ def train_epoch(
             if due or loss.device.type == "cpu":  # reading the loss synchronises a GPU
                 _check_own(float(loss.detach()), batch, epoch, steps, metrics, group)
             timer.enter(Phase.BACKWARD)
+            # The mean of gradients over ranks is then the gradient of the mean loss of the global batch.
             optimizers.step(loss * (group.size / batch.global_seeds))
             timer.step()
             tally.add(batch, loss)
@@ -185,7 +179,6 @@ def _step_line(tally: EpochSums, timer: StepTimer, batch: AnyBatch, epoch: int, 
 
 
 def _report(tally: EpochSums, timer: StepTimer, epoch: int, group: RankGroup) -> EpochReport:
-    """Sum the losses over ranks, check that they are finite, and make the report. Collective."""
     sizes = torch.tensor(tally.sizes, dtype=torch.float64)
     tally.reduce_losses(group)
     sums = tally.sums
@@ -206,7 +199,6 @@ def _report(tally: EpochSums, timer: StepTimer, epoch: int, group: RankGroup) ->
 
 
 def _check_own(loss: float, batch: AnyBatch, epoch: int, steps: int, metrics: MetricsLog, group: RankGroup) -> None:
-    """Raise ``TrainingError`` if this rank's loss is not finite, after writing a metrics line for the supervisor."""
     if not math.isfinite(loss):
         metrics.write("step", epoch=epoch, step=batch.step, steps=steps, loss=loss, seeds=batch.num_seeds)
     _check_finite(loss, epoch, batch.step, group)
@@ -225,14 +217,11 @@ EVAL_EPOCH = 0  #: epoch number in the random keys of evaluations, so that all s
 
 @dataclass(frozen=True)
 class Score:
-    """Result of a model on one split, over all ranks."""
-
     metrics: Mapping[str, float]  #: by name, as ``Task.metrics`` returns them
     loss: float  #: mean over seeds
     seeds: int
 
     def value(self, metric: Metric) -> float:
-        """Return the value of a metric."""
         return self.metrics[metric.name]
 
 

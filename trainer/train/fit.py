@@ -65,8 +65,6 @@ class Progress:
 
 @dataclass(frozen=True)
 class _ReportedBatches:
-    """Yields the batches of an evaluation, and updates this rank's progress file at each batch."""
-
     batches: Batches
     metrics: MetricsLog
     done: int  #: number of epochs trained
@@ -117,10 +115,6 @@ class Fit:
                 self.best_rows = scatter_tables(rows.embedding, checkpoint.best.embedding)
 
     def log_prediction(self, filled: FilledCache) -> None:
-        """Log how many bytes this rank is expected to receive from other hosts, given the filled cache.
-
-        ``run`` prints this number beside the bytes received.
-        """
         self.metrics.write("predict", **filled.prediction.line())
         self._prediction = filled.prediction
         self._print(str(filled))
@@ -140,7 +134,6 @@ class Fit:
         return self._finish()
 
     def _train(self, wrapped: nn.Module) -> None:
-        """Train the next epoch, or the remaining steps of an interrupted epoch."""
         before = self.progress
         report = train_epoch(
             wrapped, self.task, self.optimizers, self.loaders["train"], before.done + 1, self.group, self.metrics,
@@ -151,12 +144,11 @@ class Fit:
         self._log_epoch(report)
 
     def _after_step(self, tally: EpochSums) -> None:
-        """Save a checkpoint when it is due."""
         if self._schedule.due():
             self._save_step(tally)
 
     def _save_step(self, tally: EpochSums) -> None:
-        """Save a checkpoint within the epoch. A thread writes it while training continues. Collective."""
+        """Save a checkpoint within the epoch, while training continues. Collective."""
         began = time.monotonic()
         tally.reduce_losses(self.group)
         checkpoint = self._checkpoint(tally)
@@ -167,7 +159,6 @@ class Fit:
         self._schedule.saved(seconds)
 
     def _close_epoch(self) -> None:
-        """End an epoch: evaluate if due, print the line of the epoch, and write a checkpoint if due."""
         score = self._score_val()
         self.progress = replace(self.progress, scored=True)
         if self.progress.report is not None:
@@ -177,7 +168,6 @@ class Fit:
             self._save()
 
     def _wrapped(self) -> nn.Module:
-        """Return the model to train, wrapped so that gradients are averaged over ranks."""
         model, average = averaged(self.model, self.group)
         self.optimizers = replace(self.optimizers, average=average)
         return model
@@ -186,7 +176,7 @@ class Fit:
         return self.progress.done == self.settings.epochs or (every > 0 and self.progress.done % every == 0)
 
     def _score_val(self) -> Score | None:
-        """Score the val split, and keep the weights if they are the best so far. Returns None if this is not due."""
+        """If due, score the val split, and keep the weights if they are the best so far."""
         if "val" not in self.loaders or not self._due(self.settings.eval_every):
             return None
         score, best = self._score("val", self.progress.done), self.progress.best
@@ -223,9 +213,7 @@ class Fit:
         self._print(epoch_text(report, self.settings.epochs, metric, val.value(metric) if val else None))
 
     def _print_starvation(self, report: EpochReport) -> None:
-        """Print advice, once, if training waits for sampler threads. Epoch 1 does not count, as it also compiles
-        kernels and reads files.
-        """
+        # Epoch 1 also compiles kernels and reads files.
         if len(self.progress.seconds) < 2 or self._starvation_printed:
             return
         times = RankTimes.of(self.group.ranks.rank, [report.line])
@@ -243,11 +231,9 @@ class Fit:
 
     @property
     def _path(self) -> Path:
-        """Return the path of the checkpoint after the last trained epoch, in ``folder``."""
         return self.folder / file_name((self.progress.done, 0))
 
     def _save(self) -> None:
-        """Write a checkpoint after an epoch, and wait until it is on the disk. Collective."""
         checkpoint = self._checkpoint()
         if checkpoint is not None:
             self._writer.write(checkpoint)
@@ -256,10 +242,9 @@ class Fit:
         self._schedule.saved()
 
     def _checkpoint(self, tally: EpochSums | None = None) -> Checkpoint | None:
-        """Return the state after the last step, on the ranks that write checkpoints, or None on other ranks.
-        Collective.
+        """Return the state after the last step, on the ranks that write checkpoints, else None. Collective.
 
-        Embedding rows are gathered on each writing rank. ``tally``: sums over the trained steps of an unfinished epoch.
+        ``tally``: sums over the trained steps of an unfinished epoch.
         """
         best, state = self.progress.best, None
         if rows := self.optimizers.rows:
@@ -310,16 +295,12 @@ class Fit:
         return result
 
     def _print(self, line: str) -> None:
-        """Print a line on rank 0."""
         if self.group.rank == 0:
             print(line, flush=True)
 
 
 def epoch_text(report: EpochReport, epochs: int, metric: Metric, val: float | None) -> str:
-    """Return the line that is printed for an epoch: loss, metric on val, seconds, seeds per second.
-
-    The name of the metric is omitted if it is the accuracy.
-    """
+    """Return the line that is printed for an epoch: loss, metric on val, seconds, seeds per second."""
     rate, digits = report.seeds_per_s, 1 if report.seconds < 1e4 else 0
     speed = f"{rate:,.0f}" if rate < 1e7 else f"{rate / 1e6:,.0f}M"
     words = [f"epoch {report.epoch}/{epochs}", f"loss {number_text(report.loss)}"]
@@ -329,19 +310,17 @@ def epoch_text(report: EpochReport, epochs: int, metric: Metric, val: float | No
 
 
 def number_text(value: float) -> str:
-    """Format a loss or a metric: four decimals, one from 1e3 on, four significant digits from 1e6 on."""
+    """Format a loss or a metric with four decimals, or with fewer from 1e3 on."""
     return f"{value:.4f}" if abs(value) < 1e3 else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 def metric_title(name: str) -> str:
-    """Return the name of a metric as it is printed."""
     return {"mae": "MAE", "rmse": "RMSE", "mrr": "MRR", "auc": "AUC", "micro_f1": "micro-F1"}.get(
         name, name.replace("hits@", "Hits@")
     )
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    """Return metrics as text, such as ``MAE 0.3100, RMSE 0.4200``."""
     return ", ".join(f"{metric_title(name)} {number_text(value)}" for name, value in metrics.items())
 
 

@@ -42,8 +42,6 @@ Metrics = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class InferResult:
-    """Result of full-graph inference, over all ranks."""
-
     target: AnyType  #: node type of the predictions, or edge type of the links
     task: str
     epoch: int  #: epoch of the weights that were used
@@ -54,8 +52,6 @@ class InferResult:
 
 def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
     """Compute the model's output for all nodes, and write it to folder ``out``.
-
-    For the files, see ``write_node_predictions`` and ``write_link_predictions``.
 
     Every rank returns the same result, which rank 0 also writes to ``out/infer.json``. Raises ``TrainerError`` on every
     rank for errors that a user can fix.
@@ -80,7 +76,6 @@ def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
 def _infer(
     job: InferJob, graph: Graph, saved: Checkpoint, scratch: Path, parquet: bool, group: RankGroup
 ) -> InferResult:  # fmt: skip
-    """Compute and write the output of all nodes. Collective."""
     model, _ = trained_model(saved, graph.manifest, group.device)
     target, epoch = type_of(saved.graph["target"]), saved.best.epoch if saved.best else saved.epoch
     task, edge_attr = of_record(saved.task), saved.settings.get("edge_attr")
@@ -99,6 +94,8 @@ def _infer(
     if job.pairs is not None:
         write_pair_scores(job.out, graph, links, job.pairs, parquet)
         files += f"; the scores of the given pairs are in {job.out}/pairs.csv"
+    if saved.settings["time_attr"] is not None:
+        files += "; embeddings and scores are for a time after all edges of the graph"
     metrics = links.metrics(TrainSettings(**saved.settings), task, layout)
     return InferResult(target, task.kind, epoch, metrics, sum(sizes[of] for of in {target[0], target[2]}), files)
 
@@ -115,7 +112,7 @@ def _check_graph(saved: Checkpoint, manifest: Manifest, path: Path) -> None:
     if differing := [name for name, value in saved.graph.items() if here.get(name) != value]:
         text = "; ".join(f"{name} is {here.get(name)}, in the checkpoint {saved.graph[name]}" for name in differing)
         raise CheckpointError(f"checkpoint {path} is of another graph: {text}")
-    if saved.settings["time_attr"] is not None:
+    if saved.settings["time_attr"] is not None and isinstance(target, str):
         raise CheckpointError(
             f"checkpoint {path} is of a model trained with time_attr {saved.settings['time_attr']!r}, which leaves out "
             "neighbours later than the seed; full-graph inference cannot. Evaluate it by sampling, as training does"
@@ -133,7 +130,6 @@ def _scratch(out: Path, rank: int) -> Path:
 
 
 def _report(result: InferResult, job: InferJob) -> None:
-    """Write ``infer.json`` and print the result."""
     record = {
         "target": type_name(result.target), "task": result.task, "nodes": result.nodes, "epoch": result.epoch,
         "metrics": {split: dict(values) for split, values in result.metrics.items()},

@@ -28,8 +28,6 @@ ROWS_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class OutputArray:
-    """Name, width and dtype of an array that inference writes, one file per part."""
-
     name: str  #: file name without ``.npy``
     width: int
     dtype: str  #: numpy's name
@@ -38,8 +36,6 @@ class OutputArray:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table of predictions."""
-
     name: str
     type: str  #: BIGINT, DOUBLE or VARCHAR
     digits: int = 9  #: significant digits of DOUBLE in the CSV file; 9 tell all float32 apart
@@ -48,8 +44,8 @@ class Column:
 def write_array(out: Path, graph: Graph, of: NodeType, rows: LayerRows, array: OutputArray, group: RankGroup) -> None:
     """Write this rank's rows to ``out/part<p>/<array>.npy``. Collective.
 
-    The rank that has the first nodes of a part creates its files, also ``orig_id.npy`` and ``id.npy`` with the ids of
-    the part's nodes. Raises ``SettingsError`` if ranks with nodes of the same part do not see the same folder ``out``.
+    Also writes ``orig_id.npy`` and ``id.npy`` with the ids of the part's nodes. Raises ``SettingsError`` if ranks with
+    nodes of the same part do not see the same folder ``out``.
     """
     offsets = graph.manifest.nodes[of].offsets
     own = rows.shares.own(group.rank)
@@ -97,7 +93,7 @@ def _shared_file(out: Path, piece: NodeRange, array: OutputArray) -> np.memmap[A
 
 
 def own_parts(out: Path, graph: Graph, of: NodeType, rows: LayerRows, group: RankGroup) -> Iterator[Path]:
-    """Yield the folders of the parts whose first node this rank has: each part is yielded on one rank only."""
+    """Yield the folders of the parts whose first node this rank has. Each part is yielded on one rank only."""
     offsets = graph.manifest.nodes[of].offsets
     for piece in rows.shares.own(group.rank):
         if piece.first == offsets[piece.part_id]:
@@ -110,7 +106,6 @@ def id_column(name: str, ids: Array) -> Column:
 
 
 def id_list(ids: Array) -> list[Any]:
-    """Return ids as texts or integers."""
     return decode_texts(ids) if ids.ndim == 2 else [int(value) for value in ids]
 
 
@@ -119,8 +114,7 @@ def write_table(
 ) -> None:  # fmt: skip
     """Write a table as ``<stem>.csv`` and, with ``parquet``, as ``<stem>.parquet``.
 
-    blocks: the rows in pieces; each piece is a list of values per column. The Parquet file is converted from the CSV
-    file, so both have the same values.
+    blocks: the rows in pieces; each piece is a list of values per column.
     """
     path = stem.with_suffix(".csv")
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -159,7 +153,7 @@ def _convert(path: Path, target: Path, columns: Sequence[Column]) -> None:
 
 
 def writes_parquet(wanted: bool | None) -> bool:
-    """Return ``wanted``, the user's choice, or if it is None whether DuckDB, which writes Parquet files, is installed.
+    """Return whether to write Parquet files: ``wanted``, or if it is None whether DuckDB is installed.
 
     Raises ``SettingsError`` if ``wanted`` is True and DuckDB is not installed.
     """

@@ -30,10 +30,7 @@ _TOP_K = 10
 
 
 def number_of_targets(graph: Graph, links: LinkEmbeddings, wanted: int | None) -> int:
-    """Return how many targets to list per source: ``wanted`` if given, else ``_TOP_K``.
-
-    If ``wanted`` is None and there are more than ``MOST_PAIRS`` pairs, which would take long, returns 0.
-    """
+    """Return how many targets to list per source: ``wanted`` if given, else ``_TOP_K``, or 0 for too many pairs."""
     source, target = (graph.manifest.nodes[of].num_nodes for of in links.edge_type[::2])
     count = (_TOP_K if source * target <= MOST_PAIRS else 0) if wanted is None else wanted
     return min(count, target)
@@ -41,12 +38,10 @@ def number_of_targets(graph: Graph, links: LinkEmbeddings, wanted: int | None) -
 
 def write_link_predictions(out: Path, graph: Graph, links: LinkEmbeddings, count: int, parquet: bool) -> str:
     """Write ``source/part<p>/embedding.npy`` and ``target/part<p>/embedding.npy``, float32 [nodes of the part, width].
-    Collective.
 
-    If ``count`` is not 0, also writes the ``count`` best targets of each source: as a table to
-    ``source/part<p>/predictions.csv``, and as the arrays of ``LinkEmbeddings.best_targets`` to ``targets.npy`` and
-    ``scores.npy`` beside it. ``orig_id.npy`` contains the original ids of the rows, ``id.npy`` the ids of the node
-    table or, without one, the same. Returns a sentence for the user on what was written.
+    If ``count`` is not 0, also writes the ``count`` best targets of each source: the table
+    ``source/part<p>/predictions.csv``, and the arrays of ``LinkEmbeddings.best_targets`` as ``targets.npy`` and
+    ``scores.npy`` beside it. Returns a sentence for the user on what was written. Collective.
     """
     source, _, target = links.edge_type
     for role, of, rows in (("source", source, links.source), ("target", target, links.target)):

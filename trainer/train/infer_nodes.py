@@ -38,9 +38,8 @@ def write_node_predictions(
 ) -> str:  # fmt: skip
     """Write the model's output for all nodes, and the predictions as ``part<p>/predictions.csv``. Collective.
 
-    The output is in ``part<p>/logits.npy``, float32 [nodes of the part, classes or labels]; for regression in
-    ``part<p>/values.npy``, float64 [nodes of the part, columns], in units of ``y``. ``orig_id.npy`` contains the
-    original ids, ``id.npy`` the ids of the node table or, without one, the same. Returns a sentence for the user on
+    The output is ``part<p>/logits.npy``, float32 [nodes of the part, classes or labels]; for regression
+    ``part<p>/values.npy``, float64 [nodes of the part, columns], in units of ``y``. Returns a sentence for the user on
     what was written.
     """
     array = OutputArray("logits", task.outputs, "float32")
@@ -70,7 +69,6 @@ def _write_part(folder: Path, array: str, task: Task, names: Sequence[str] | Non
 
 
 def _names(graph: Graph, target: NodeType, task: Task) -> Sequence[str] | None:
-    """Return the names of the classes or of the columns of ``y``; None if the graph does not store them."""
     prefix = f"{target}__" if graph.manifest.hetero else ""
     word = CATEGORIES if task.kind == "classification" else COLUMNS
     texts = graph.store.graph_attrs.get(f"{prefix}y__{word}")
@@ -87,7 +85,6 @@ def _columns(task: Task, names: Sequence[str] | None) -> list[Column]:
 
 
 def _predictions(task: Task, values: Tensor, names: Sequence[str] | None) -> list[list[Any]]:
-    """Return the values of the columns ``_columns`` for some rows of the model's output."""
     if task.kind == "classification":
         scores = values.softmax(1).max(1)
         classes: list[int] = scores.indices.tolist()

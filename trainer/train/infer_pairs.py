@@ -1,4 +1,4 @@
-"""Scores of pairs of source and target that the user lists by id in a CSV file. Rank 0 reads and writes the files."""
+"""Scores of pairs of source and target that the user lists by id in a CSV file."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ def _columns(path: Path) -> list[list[str]]:
 
 
 def _nodes(graph: Graph, of: NodeType, texts: Sequence[str], where: str) -> Ids:
-    """Return the global ids of nodes given as texts: by their ids in the node table if there is one, else by their
-    original ids.
+    """Return the global ids of nodes, given as texts: their ids in the node table, or else original ids.
 
     ``where``: file and column, for messages.
     """
@@ -90,7 +89,6 @@ def _nodes(graph: Graph, of: NodeType, texts: Sequence[str], where: str) -> Ids:
 
 
 def _all_ids(graph: Graph, of: NodeType) -> Array:
-    """Return the user's ids of all nodes, in the order of global ids: bytes (``S<width>``), or int64."""
     name, count = id_attr(graph, of), graph.manifest.nodes[of].num_nodes
     pieces = []
     for begin in range(0, count, ROWS_AT_ONCE):

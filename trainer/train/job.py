@@ -38,11 +38,10 @@ from trainer.train.tasks.task import Task
 
 
 def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None:
-    """Compare the files that this node's ranks open with their digests. Returns an error for the first file that
-    differs, or None.
+    """Compare the files that this node's ranks open with their digests.
 
-    Returns None without reading if another process of the node checks the files, or the job disables the check. The
-    check may take long; other ranks wait for it at the rendezvous.
+    Returns an error for the first file that differs, or None. Also returns None if another process of the node checks
+    the files, or the job disables the check.
     """
     if not job.digests or job.parts is None or not compares_digests(ranks):
         return None
@@ -54,8 +53,7 @@ def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None
 
 
 def open_job_graph(job: TrainJob | InferJob, ranks: Ranks, damage: PartitionError | None = None) -> Graph:
-    """Open the job's parts, and connect to the hosts of all other parts. On a client node, connect to the graph
-    servers.
+    """Open the job's parts, and connect to the hosts of all other parts. On a client, connect to the graph servers.
 
     Raises ``damage`` if it is not None, ``SettingsError`` if a node other than a client has no partition folder, and
     the errors of ``open_graph`` and ``open_client``.
@@ -94,21 +92,16 @@ def check_same_partition(graph: Graph, group: RankGroup) -> None:
 
 
 def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
-    """Return for each part the ranks that are near it: that read it from disk or, on clients, whose home server does.
-    Collective.
-    """
+    """Return for each part the ranks near it: those that read it from disk or whose home server does. Collective."""
     owned = group.gather(graph.near_parts)
     parts = range(graph.manifest.num_parts)
     return RankLayout(group.size, tuple(tuple(r for r, own in enumerate(owned) if part in own) for part in parts))
 
 
 def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:
-    """As ``layout_of``, but with each part assigned to the ranks of a single node, which share a disk. Collective.
-
-    A part is assigned to the node that has the fewest parts so far. The choice is among the nodes whose ranks
-    ``layout_of`` returns for the part, or among all nodes if there are none.
-    """
+    """Return ``layout_of``, but with each part assigned to the ranks of one node only. Collective."""
     near_by_rank = group.gather((group.ranks.node_rank, graph.near_parts))
+    # A part goes to the near node, or else any node, with the fewest parts so far.
     nodes = sorted({node for node, _ in near_by_rank})
     counts = dict.fromkeys(nodes, 0)
     chosen = []
@@ -121,7 +114,6 @@ def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:
 
 
 def batch_plan(graph: Graph, loader: BlockLoader) -> BatchPlan:
-    """Return a plan of the loader's batches, for ``fill_cache`` and ``device_rows``."""
     attrs = columns_of(graph, loader.settings)
     columns = {of: ("orig_id", *attrs.get(of, ())) for of in graph.manifest.nodes}
     return BatchPlan(loader.order, columns, loader.requests, loader.settings.threads)
@@ -139,7 +131,10 @@ def fill_host_cache(
 def fill_device_cache(
     graph: Graph, loaders: Mapping[str, BlockLoader], settings: TrainSettings, group: RankGroup
 ) -> None:
-    """Cache on this rank's device the rows that its train batches request most. Raises as ``device_rows`` does."""
+    """Cache on this rank's device the rows that its train batches request most.
+
+    Raises the errors of ``device_rows``.
+    """
     size, loader = CacheSize.parse(settings.device_cache), loaders["train"]
     if size == CacheSize():
         return
@@ -189,7 +184,6 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
 
 
 def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog) -> Fit:
-    """Make task, model and loaders, and restore the checkpoint when resuming. Collective."""
     settings, manifest = job.settings, graph.manifest
     target = group.agree(lambda: pick_target(graph, settings.target, settings.task))
     task = _task(settings, graph, target, group)
@@ -208,7 +202,6 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
 
 
 def _task(settings: TrainSettings, graph: Graph, target: Target, group: RankGroup) -> Task:
-    """Make the task. Rank 0 prints its kind, and why it was chosen. Collective."""
     task: Task
     if isinstance(target, str):
         task, why = node_task(graph, target, settings.task, _splits(graph, target), group)
@@ -226,7 +219,6 @@ def _splits(graph: Graph, target: NodeType) -> tuple[str, ...]:
 def _loaders(
     settings: TrainSettings, graph: Graph, target: Target, want_degree: bool, group: RankGroup
 ) -> dict[str, BlockLoader]:
-    """Make a loader for each split. Collective."""
     layout, rank = layout_of(graph, group), group.rank
     if isinstance(target, str):
         splits = _splits(graph, target)

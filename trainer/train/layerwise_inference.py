@@ -1,9 +1,7 @@
 """Full-graph inference: computes each layer for all nodes, with all their neighbours.
 
-With sampling, a node's hidden row is computed again for every seed that reaches the node. Here each layer computes the
-row of a node once. The rows of a layer are stored on the disk of the rank that computed them, and other ranks request
-them over torch.distributed. Hosts therefore need not share a disk. Graph servers are not used for these rows, as they
-serve only rows of the partition.
+The rows of a layer are stored on the disk of the rank that computed them, and other ranks request them over
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -48,8 +46,9 @@ class NodeRange:
 
 
 class NodeShares:
-    """Assignment of the nodes of one type to ranks. The nodes of a part are divided evenly among the ranks on its
-    hosts.
+    """Assignment of the nodes of one type to ranks.
+
+    The nodes of a part are divided evenly among the ranks on its hosts.
     """
 
     def __init__(self, offsets: Sequence[int], layout: RankLayout):
@@ -59,15 +58,12 @@ class NodeShares:
         self._rows = np.array([of.row for of in self.ranges], np.int64)
 
     def own(self, rank: int) -> tuple[NodeRange, ...]:
-        """Return the node ranges of a rank, in ascending order."""
         return tuple(of for of in self.ranges if of.rank == rank)
 
     def owned(self, rank: int) -> int:
-        """Return the number of nodes of a rank."""
         return sum(of.last - of.first for of in self.own(rank))
 
     def owners(self, ids: Ids) -> Ids:
-        """Return the rank of each global id, int64."""
         return self._ranks[self._at(ids)]
 
     def rows(self, ids: Ids) -> Ids:
@@ -80,7 +76,6 @@ class NodeShares:
 
 
 def _ranges(offsets: Sequence[int], layout: RankLayout) -> Iterator[NodeRange]:
-    """Yield the non-empty node ranges of all parts and ranks, in ascending order."""
     counts = [0] * layout.world_size
     for part_id, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
         # If no rank runs on a host of the part, another rank computes its nodes.
@@ -132,14 +127,12 @@ class LayerStack(Protocol):
     ) -> TypeRows:
         """Compute the output of layer ``number`` (from 0) for each target type; for the last layer, the model's output.
 
-        ``rows``: its input, by source type. ``num_dst``: number of targets by type. ``degree``: in-degrees of the
-        source nodes if ``needs_degree``.
+        ``rows``: input by source type. ``num_dst``: number of targets by type. ``degree``: in-degrees of the source
+        nodes if ``needs_degree``.
         """
 
 
 class BlockStack:
-    """The layers of a ``BlockModel``, for homogeneous graphs."""
-
     def __init__(self, model: BlockModel):
         self.model, self.needs_degree = model, model.needs_degree
         self.needs = (LayerNeed((HOMO_NODE,), (HOMO_NODE,), (HOMO_EDGE,)),) * len(model.layers)
@@ -155,8 +148,6 @@ class BlockStack:
 
 
 class HeteroStack:
-    """The layers of a ``HeteroModel``."""
-
     needs_degree = False
 
     def __init__(self, model: HeteroModel, facts: GraphFacts):
@@ -180,8 +171,9 @@ class HeteroStack:
 
 
 def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
-    """Return the layers of a bundled model; of a ``LinkModel``, those of its encoder. Raises ``SettingsError`` for any
-    other model.
+    """Return the layers of a bundled model, or of the encoder of a ``LinkModel``.
+
+    Raises ``SettingsError`` for any other model.
     """
     if isinstance(model, LinkModel):
         return stack_of(model.encoder, facts)
@@ -247,10 +239,11 @@ class WholeGraph:
         return before
 
     def _layer(self, stack: LayerStack, number: int, need: LayerNeed, of: NodeType, before: LayerResults) -> LayerRows:
-        """Compute one layer for this rank's nodes of type ``of``, from ``before``, the output of the previous layer.
+        """Compute one layer for this rank's nodes of type ``of``. Collective.
 
-        Collective, chunk by chunk: ranks with fewer chunks compute empty ones.
+        ``before``: output of the previous layer.
         """
+        # Ranks with fewer chunks compute empty ones.
         chunks = list(self._chunks(of, need))
         rows, done = None, 0
         for place in range(max(self.group.gather(len(chunks)))):
@@ -289,7 +282,6 @@ class WholeGraph:
         return NodeChunk({other: found.nodes[other].ids for other in need.sources}, blocks, num_dst)
 
     def _edge_rows(self, found: SampledSubgraph, need: LayerNeed) -> dict[EdgeType, Tensor]:
-        """Fetch the edge features, float32 [e, d], of the edge types that have attribute ``edge_attr``."""
         name = self.edge_attr
         if name is None:
             return {}
@@ -304,7 +296,6 @@ class WholeGraph:
         return self.weight if any(self.weight in specs[of].attrs for of in need.edge_types) else None
 
     def _features(self, chunk: NodeChunk) -> HeteroBatch:
-        """Fetch original ids and features of a chunk's nodes, as the batch that ``LayerStack.begin`` takes."""
         specs = self.graph.manifest.nodes
         wanted = [
             RowRequest(of, ids, ("orig_id", "x") if "x" in specs[of].attrs else ("orig_id",))
@@ -326,7 +317,6 @@ class WholeGraph:
         return torch.from_numpy(np.asarray(rows["in_degree"]))
 
     def _chunks(self, of: NodeType, need: LayerNeed) -> Iterator[Ids]:
-        """Cut this rank's nodes into chunks with a bounded number of nodes and edges, in the order of their rows."""
         ending = [edge_type for edge_type in need.edge_types if edge_type[2] == of]
         for piece in self.shares[of].own(self.group.rank):
             cost = 1 / self.nodes_at_once + self._degrees(piece, of, ending) / (self.nodes_at_once * EDGES_PER_NODE)
@@ -337,8 +327,7 @@ class WholeGraph:
     def _degrees(self, piece: NodeRange, of: NodeType, ending: list[EdgeType]) -> Ids:
         """Return the in-degree of each node of ``piece``, to limit the size of chunks.
 
-        Counts only edges of the types ``ending`` if this process has opened the part. Otherwise a graph server is
-        asked, which counts edges of all types.
+        Counts only edges of the types ``ending`` if this process has opened the part, else all edges.
         """
         part = self.graph.store.parts.get(piece.part_id)
         degrees = np.zeros(piece.last - piece.first, np.int64)
@@ -354,7 +343,6 @@ class WholeGraph:
         return degrees
 
     def _file(self, name: str, count: int, width: int) -> Array:
-        """Make an array in a memory-mapped file, so that it may be larger than memory."""
         if count * width == 0:
             return np.empty((count, width), np.float32)
         return np.lib.format.open_memmap(

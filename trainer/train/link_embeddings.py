@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,10 +52,14 @@ class LinkEmbeddings:
         )  # fmt: skip
 
     def metrics(self, settings: TrainSettings, task: Task, layout: RankLayout) -> dict[str, dict[str, float]]:
-        """Return the metrics on each split of held-out links, with the same negatives as evaluations in training."""
+        """Return the metrics on each split of held-out links, with the same negatives as evaluations in training.
+
+        Embeddings have no time: with ``time_attr``, they are those after all edges of the graph.
+        """
         (source, _, target), store = self.edge_type, self.graph.store
+        timeless = replace(settings, time_attr=None)
         loaders = link_loaders(
-            settings, self.graph, self.edge_type, ("val", "test"), False, self.group.rank, layout
+            timeless, self.graph, self.edge_type, ("val", "test"), False, self.group.rank, layout
         )  # fmt: skip
         found = {}
         for split, loader in loaders.items():
@@ -75,8 +79,7 @@ class LinkEmbeddings:
         """Return the ``count`` targets with the highest scores, best first, of each source that this rank owns.
 
         Returns the original ids of the targets, int64 [own sources, count], -1 where there are fewer targets, and their
-        scores, float32 of the same shape. Pairs that are edges of the graph are left out, as are pairs of a node with
-        itself.
+        scores, float32. Edges of the graph, and pairs of a node with itself, are left out.
         """
         own = torch.from_numpy(np.asarray(self.source.values))
         best = torch.full((len(own), count), -torch.inf)
@@ -98,8 +101,7 @@ class LinkEmbeddings:
         return self._original(ids.numpy()), best.numpy()
 
     def _linked(self, targets: Ids) -> tuple[Ids, Ids]:
-        """Return the edges from the sources that this rank owns to ``targets``, as two arrays: for each edge, the
-        position of its source among these sources (ascending), and the position of its target in ``targets``.
+        """Return the edges from own sources to ``targets``, as positions of sources (ascending) and of targets.
 
         If source and target have the same type, pairs of a node with itself are included.
         """
@@ -114,7 +116,6 @@ class LinkEmbeddings:
         return rows[order], to[order]
 
     def _original(self, ids: Array) -> Array:
-        """Convert global ids of targets to original ids, in place. -1 is not changed."""
         for begin in range(0, len(ids), _ROWS_AT_ONCE):
             some = ids[begin : begin + _ROWS_AT_ONCE]
             wanted = RowRequest(self.edge_type[2], some[some >= 0], ("orig_id",))
@@ -125,7 +126,6 @@ class LinkEmbeddings:
 
 @torch.no_grad()
 def _projected(rows: LayerRows, projection: nn.Linear, path: Path, group: RankGroup) -> LayerRows:
-    """Apply ``projection`` to all own rows. The result is in file ``path``, so it may be larger than memory."""
     width = projection.out_features
     if not len(rows.values):
         return LayerRows(rows.shares, np.empty((0, width), np.float32))

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer.core.arrays import Ids
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType, type_name
-from trainer.data.hold_out import TEST_LINKS, VAL_LINKS
+from trainer.core.texts import decode_texts
+from trainer.data.hold_out import HELD_OUT_TIME, TEST_LINKS, TEST_TIMES, VAL_LINKS, VAL_TIMES
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
-from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings
+from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings, sampling_of
+from trainer.loader.edge_endpoints import all_times
+from trainer.sampler.settings import check_settings
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.target import held_out_type
 
@@ -26,7 +30,6 @@ def node_loaders(
     settings: TrainSettings, graph: Graph, target: NodeType, splits: Sequence[str], want_degree: bool, rank: int,
     layout: RankLayout,
 ) -> dict[str, BlockLoader]:  # fmt: skip
-    """Return a loader of the seed nodes of each split."""
     wanted = {split: loader_settings(settings, target, split, want_degree) for split in splits}
     return {split: BatchLoader(graph, want, rank, layout) for split, want in wanted.items()}
 
@@ -35,11 +38,13 @@ def link_loaders(
     settings: TrainSettings, graph: Graph, edge_type: EdgeType, splits: Sequence[str], want_degree: bool, rank: int,
     layout: RankLayout,
 ) -> dict[str, LinkBlockLoader]:  # fmt: skip
-    """Return a loader of links for each of ``splits``: all edges of the type for ``train``, the held-out links for
-    ``val`` and ``test``. Splits without held-out links are left out.
+    """Return a loader of links for each of ``splits``: all edges for ``train``, else the split's held-out links.
 
-    Raises ``SettingsError`` for settings of temporal or disjoint sampling, and ``DataError`` if there are no edges of
-    the type, or the held-out links are of another type.
+    With ``time_attr``, an attribute of the links' edge type, neighbours later than a link are not sampled for it.
+
+    Raises ``SettingsError`` for disjoint sampling without times, and for a time attribute that the links do not have.
+    Raises ``DataError`` if there are no edges of the type, or the held-out links are of another type or without these
+    times.
     """
     # imported here because they import torch_geometric, which takes seconds
     from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
@@ -54,7 +59,8 @@ def link_loaders(
         if split != "train" and (ids is None or not ids.shape[1]):
             continue
         ids = None if ids is None else np.asarray(ids)
-        links = link_inputs(graph, (edge_type, ids) if typed else ids)
+        times = _link_times(settings, graph, edge_type, split)
+        links = link_inputs(graph, (edge_type, ids) if typed else ids, edge_label_time=times)
         training = split == "train"
         count = settings.negatives if training else settings.eval_negatives
         loaders[split] = LinkBlockLoader(
@@ -64,11 +70,18 @@ def link_loaders(
     return loaders
 
 
+def _link_times(settings: TrainSettings, graph: Graph, edge_type: EdgeType, split: str) -> Ids | None:
+    """Return the times of the links of a split, int64 [n], or None without ``time_attr``."""
+    if settings.time_attr is None:
+        return None
+    if split == "train":
+        return all_times(graph, edge_type, settings.time_attr)
+    return np.asarray(graph.store.graph_attrs[VAL_TIMES if split == "val" else TEST_TIMES])
+
+
 def check_link_settings(settings: TrainSettings, graph: Graph, edge_type: EdgeType) -> None:
-    """Raise ``SettingsError`` or ``DataError`` as ``link_loaders`` does."""
-    for name in ("time_attr", "disjoint"):
-        if getattr(settings, name):
-            raise SettingsError(f"{name} cannot be used with task link, which samples one subgraph per batch")
+    if settings.disjoint and settings.time_attr is None:
+        raise SettingsError("disjoint cannot be used with task link, which samples one subgraph per batch")
     held_out, name = held_out_type(graph), type_name(edge_type)
     if held_out is not None and held_out != edge_type:
         raise DataError(
@@ -77,6 +90,25 @@ def check_link_settings(settings: TrainSettings, graph: Graph, edge_type: EdgeTy
         )
     if not graph.manifest.edges[edge_type].num_edges:
         raise DataError(f"{graph.manifest.dataset}: there are no edges of type {name} to learn from")
+    if settings.time_attr is not None:
+        _check_link_times(settings, settings.time_attr, graph, edge_type)
+
+
+def _check_link_times(settings: TrainSettings, attr: str, graph: Graph, edge_type: EdgeType) -> None:
+    name, attrs = type_name(edge_type), graph.store.graph_attrs
+    if attr not in graph.manifest.edges[edge_type].attrs:
+        known = ", ".join(sorted(graph.manifest.edges[edge_type].attrs)) or "none"
+        raise SettingsError(
+            f"time_attr: task link needs the times of the links, and the edges {name} have no attribute {attr!r}; "
+            f"their attributes are: {known}"
+        )
+    check_settings(graph.manifest, sampling_of(graph, loader_settings(settings, edge_type[2], "train", False)))
+    held_out = decode_texts(np.asarray(attrs[HELD_OUT_TIME])) if HELD_OUT_TIME in attrs else []
+    if (VAL_LINKS in attrs or TEST_LINKS in attrs) and held_out != [attr]:
+        raise DataError(
+            f"{graph.manifest.dataset}: time_attr is {attr}, but the validation and test links were held out without "
+            f"these times; set option hold_out_time: {attr} and make the parts again"
+        )
 
 
 def loader_settings(settings: TrainSettings, target: NodeType, split: str, want_degree: bool) -> LoaderSettings:

@@ -1,4 +1,4 @@
-"""Writes metrics as JSON lines, one file per rank. docs/ARCHITECTURE.md lists the kinds of lines."""
+"""Writes metrics as JSON lines, one file per rank."""
 
 from __future__ import annotations
 
@@ -57,10 +57,7 @@ class MetricsLog:
             self._tensorboard.add(line)
 
     def at(self, epoch: int, step: int, phase: str) -> None:
-        """Overwrite the progress file with epoch, step and phase (one of ``PHASES``).
-
-        This takes one system call, so it may be done several times per step.
-        """
+        """Overwrite the progress file with epoch, step and phase (one of ``PHASES``), by one system call."""
         self._place = epoch, step
         text = f"{epoch} {step} {phase}".ljust(_WIDTH - 1) + "\n"
         try:
@@ -101,9 +98,7 @@ MetricsLine = Mapping[str, Any]
 
 
 class TensorBoard:
-    """Writes the scalars of a rank into ``tensorboard/rank<r>/``.
-
-    Rank 0 also writes the scalars of the whole run into ``tensorboard/all/``.
+    """Writes the scalars of a rank into ``tensorboard/rank<r>/``. Rank 0 writes those of the run into ``all/``.
 
     A tag is the path of a value in its metrics line, such as ``epoch/spent/sample``. The step of ``epoch/`` and
     ``eval/`` tags is the epoch; other steps count over all epochs. Raises ``SettingsError`` if the package tensorboard
@@ -140,13 +135,12 @@ class TensorBoard:
             _write(self._all, _scalars(line, f"eval/{line['split']}"), epoch, t)
 
     def close(self) -> None:
-        """Flush and close the files."""
         for writer in self._writers.values():
             writer.close()
 
 
 def _write_steps(writer: Any, line: MetricsLine) -> None:
-    """Write the losses ``step_loss`` of an epoch line, one per step, at times spread evenly over the epoch."""
+    """Write the losses ``step_loss`` of an epoch line, at times spread evenly over the epoch."""
     losses, seconds = line.get("step_loss", ()), float(line["seconds"])
     for i, loss in enumerate(losses, start=1):
         t = float(line["t"]) - seconds * (1 - i / len(losses))
@@ -159,7 +153,6 @@ def _write(writer: Any, scalars: Iterable[tuple[str, float]], step: int, t: floa
 
 
 def _scalars(tree: MetricsLine, above: str) -> Iterator[tuple[str, float]]:
-    """Yield (path, value) for each metric of a metrics line, except those in ``by_host``."""
     for key, value in tree.items():
         if key in _POSITION or key == "by_host":
             continue

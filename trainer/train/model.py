@@ -22,7 +22,7 @@ from trainer.train.tasks.target import Target
 
 
 def model_facts(manifest: Manifest, target: Target, outputs: int, edge_attr: str | None = None) -> GraphFacts:
-    """Return the ``GraphFacts`` for a model that predicts ``target`` with ``outputs`` numbers per seed node.
+    """Return the ``GraphFacts`` for a model that predicts ``target`` with ``outputs`` numbers per seed.
 
     ``edge_attr``: edge attribute that the model reads. Raises ``SettingsError`` if no edge type has it.
     """
@@ -36,8 +36,7 @@ def model_facts(manifest: Manifest, target: Target, outputs: int, edge_attr: str
 def make_model(
     settings: TrainSettings, manifest: Manifest, target: Target, outputs: int, device: torch.device | None = None
 ) -> tuple[nn.Module, ShardedEmbedding | None]:
-    """Return the initial model, and trainable embeddings [nodes, ``hidden``] of the featureless node types that the
-    model reads.
+    """Return the initial model, and trainable embeddings for node types without features (None if there are none).
 
     ``target``: the node type of the seeds, or the edge type whose links are predicted. ``outputs``: ``Task.outputs``.
     """

@@ -18,10 +18,7 @@ _HIDDEN = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")  # d
 
 
 def eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return the torch optimizer class ``kind`` without its decorators for torch.compile.
-
-    Methods with these decorators import torch._dynamo, which takes as long as importing torch.
-    """
+    # Methods with these decorators import torch._dynamo, which takes as long as importing torch.
     members = {name: inspect.unwrap(getattr(kind, name)) for name in _HIDDEN}
     return type(kind.__name__, (kind,), {**members, "step": torch.no_grad()(inspect.unwrap(kind.step))})
 
@@ -31,8 +28,6 @@ Adam, SparseAdam = eager(torch.optim.Adam), eager(torch.optim.SparseAdam)
 
 @dataclass(frozen=True)
 class RowTable:
-    """Sharded embedding rows, with the optimizer that updates the rows a batch has used."""
-
     embedding: ShardedEmbedding
     optimizer: torch.optim.Optimizer
 
@@ -47,7 +42,6 @@ class Optimizers:
 
     @classmethod
     def of(cls, settings: TrainSettings, model: nn.Module, embedding: ShardedEmbedding | None) -> Optimizers:
-        """Make Adam for the model's weights, and SparseAdam for embedding rows."""
         adam = Adam(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)  # type: ignore[call-arg]
         if embedding is None:
             return cls(adam)
@@ -55,7 +49,6 @@ class Optimizers:
         return cls(adam, RowTable(embedding, SparseAdam([embedding.weight], lr=lr)))  # type: ignore[call-arg]
 
     def step(self, loss: Tensor) -> None:
-        """Compute gradients of the mean of ``loss`` over ranks, and update weights and rows."""
         self.model.zero_grad()
         if self.rows is not None:
             self.rows.optimizer.zero_grad()
@@ -76,9 +69,8 @@ SMALL = (1 << 20) // 4
 class MeanGradients:
     """Averages a small model's gradients over ranks, in one all-reduce after each backward pass.
 
-    Replaces DistributedDataParallel, which imports torch._dynamo, and so takes as long to start as importing torch. The
-    gradients are the same; with more than two ranks their sums may be rounded differently. The constructor copies rank
-    0's weights to all ranks.
+    Replaces DistributedDataParallel, which imports torch._dynamo and so doubles the time to start. The constructor
+    copies rank 0's weights to all ranks.
     """
 
     def __init__(self, model: nn.Module, size: int):
@@ -90,7 +82,7 @@ class MeanGradients:
                 weight.copy_(first)
 
     def __call__(self) -> None:
-        """Average the gradients over ranks. Must be called after ``backward``. Collective.
+        """Average the gradients over ranks, after ``backward``. Collective.
 
         Raises ``RuntimeError`` when another rank is lost.
         """
@@ -101,7 +93,6 @@ class MeanGradients:
             weight.grad = mean
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Cut ``flat`` into tensors with the shapes of the weights."""
         parts = flat.split([weight.numel() for weight in self._weights])
         return [part.view_as(weight) for part, weight in zip(parts, self._weights, strict=True)]
 
@@ -109,8 +100,7 @@ class MeanGradients:
 def averaged(model: nn.Module, group: RankGroup) -> tuple[nn.Module, Callable[[], None] | None]:
     """Make a model average its gradients over ranks. Collective.
 
-    Returns the model to train, and a function to call after each backward pass, which averages the gradients. The
-    function is None if the backward pass itself averages them.
+    Returns the model to train, and a function to call after each backward pass, or None if none is needed.
     """
     if group.size == 1:
         return model, None
@@ -123,10 +113,8 @@ def averaged(model: nn.Module, group: RankGroup) -> tuple[nn.Module, Callable[[]
 
 
 def _small_shapes(model: nn.Module) -> list[tuple[int, ...]]:
-    """Return the shapes of the weights, or [] if the model is large, has buffers or frozen weights, or is not float32
-    on the CPU.
-    """
     weights = list(model.parameters())
     small = sum(weight.numel() for weight in weights) <= SMALL and not list(model.buffers())
     plain = all(w.requires_grad and w.dtype == torch.float32 and w.device.type == "cpu" for w in weights)
+    # [] for a model that ``MeanGradients`` does not support.
     return [tuple(weight.shape) for weight in weights] if small and plain else []

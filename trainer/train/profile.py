@@ -150,10 +150,6 @@ def _rest(record: RunTimes) -> Iterator[tuple[float, str]]:
 
 
 def _model(record: RunTimes, names: _SettingNames) -> Iterator[tuple[float, str]]:
-    """Yield advice if the model takes at least half of a step on the slowest rank and batches are loaded fast enough.
-
-    The slowest rank has the longest steps, not counting waits for other ranks.
-    """
     slow = max(record.ranks, key=lambda rank: rank.own_s)
     if slow.share("forward", "backward") >= 0.5 and slow.share(*LOADING) < NOTABLE:
         yield 0.0, f"{_at(slow, 'forward', 'backward')} is the model's own work: more processes, {names.model}"
@@ -252,7 +248,6 @@ def _title(record: RunTimes) -> str:
 
 
 def _steps(record: RunTimes) -> Any:
-    """Return a table of the milliseconds of a training step by kind of work, one row per rank."""
     table = _table("milliseconds of a step", ("rank", *KINDS, "step"))
     rows = [(str(rank.rank), rank) for rank in record.ranks]
     for name, rank in [*rows, ("mean", record.mean)] if len(rows) > 1 else rows:
@@ -264,7 +259,7 @@ def _steps(record: RunTimes) -> Any:
 def _behind(record: RunTimes) -> Any:
     """Return a table of means per batch, with one row per rank.
 
-    The columns are the milliseconds of a sampler thread by kind of work, rows by where they come from, and MB received.
+    The columns are the milliseconds of a sampler thread by kind of work, rows by source, and MB received.
     """
     heads = ("rank", *LOADING, "rows", "remote", "cached", "held", "MB", "MB predicted")
     table = _table("per batch: milliseconds of a sampler thread, rows, MB received", heads)

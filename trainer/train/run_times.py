@@ -38,8 +38,9 @@ class RankTimes:
     def of(
         cls, rank: int, lines: Sequence[MetricsLine], predict: MetricsLine | None = None, node: int | None = None
     ) -> RankTimes:  # fmt: skip
-        """Compute the means over ``lines``, weighted by steps. Each line must have ``spent``, ``behind`` and
-        ``traffic``.
+        """Compute the means over ``lines``, weighted by steps.
+
+        Each line must have ``spent``, ``behind`` and ``traffic``.
         """
         counts = [float(line["traffic"]["batches"]) for line in lines]
         steps = sum(counts)
@@ -66,7 +67,6 @@ class RankTimes:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds per step."""
         return sum(self.spent.values())
 
     @property
@@ -85,11 +85,10 @@ class RankTimes:
         return sum(self.behind.values())
 
     def share(self, *kinds: str) -> float:
-        """Return the share of a step's time that the kinds of work ``kinds`` take, 0 to 1."""
         return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
 
     def part(self, rows: str, of: str) -> float | None:
-        """Return the ratio ``rows`` / ``of`` of two names in ``TRAFFIC``, such as ``cached_rows`` / ``remote_rows``.
+        """Return the ratio of two names in ``TRAFFIC``, such as ``cached_rows`` / ``remote_rows``.
 
         None if ``of`` is 0.
         """
@@ -128,12 +127,11 @@ class RunTimes:
 
     @property
     def whole(self) -> bool:
-        """Whether the means cover complete epochs. If not, they cover steps of the unfinished first epoch."""
+        """Whether the means cover complete epochs, not steps of the unfinished first epoch."""
         return all(rank.epochs for rank in self.ranks)
 
     @property
     def mean(self) -> RankTimes:
-        """Mean times and traffic over all ranks."""
         ranks, count = self.ranks, len(self.ranks)
         spent, behind, traffic = (
             {key: sum(getattr(rank, name)[key] for rank in ranks) / count for key in getattr(ranks[0], name)}
@@ -142,7 +140,6 @@ class RunTimes:
         return RankTimes(-1, max(rank.steps for rank in ranks), spent, behind, traffic)
 
     def traffic(self, name: str) -> float:
-        """Return the mean bytes or rows per epoch of all ranks. ``name``: one of ``TRAFFIC``, as in ``per_epoch``."""
         return sum(rank.per_epoch(name) for rank in self.ranks)
 
     def predicted(self, name: str) -> float | None:
@@ -160,7 +157,7 @@ class RunTimes:
 
     @property
     def why_less(self) -> str:
-        """Explanation if far fewer bytes were received than predicted. '' if there is none, or if that is not so."""
+        """Explanation if far fewer bytes were received than predicted, else ''."""
         expected = self.predicted("remote_bytes")
         if not self.whole or not expected or self.traffic("remote_bytes") > _ROUGHLY * expected:
             return ""
@@ -189,8 +186,6 @@ class RunTimes:
 
 @dataclass
 class RankLines:
-    """The metrics lines of one rank that the analysis needs."""
-
     rank: int
     node: int | None = None
     #: ``epoch`` lines by epoch; the last line if an epoch was trained twice
@@ -200,7 +195,6 @@ class RankLines:
     predict: MetricsLine | None = None
 
     def add(self, line: MetricsLine) -> None:
-        """Add the next line of the rank's metrics file."""
         if line.get("kind") == "predict" and _is_number(line.get("remote_bytes")):
             self.predict = line
         elif line.get("kind") == "epoch" and isinstance(line.get("epoch"), int):
@@ -246,7 +240,7 @@ def read_lines(paths: Iterable[Path]) -> dict[int, RankLines]:
 
 
 def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = None) -> RunTimes | None:
-    """Return the mean times and traffic over ``epochs``. Default: all epochs, without the first if there are several.
+    """Return the mean times and traffic over ``epochs``, by default all but the first of several epochs.
 
     If no epoch is complete yet, the means are taken over each rank's ``step`` lines except its first. Returns None if
     no line has times. Raises ``SettingsError`` if the lines contain none of ``epochs``.
@@ -271,7 +265,6 @@ def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = No
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the metrics files of a run. Raises ``SettingsError`` if there are none."""
     for pattern in ("metrics-rank*.jsonl", "logs/node*/metrics-rank*.jsonl", "metrics.jsonl"):
         if files := sorted(folder.glob(pattern)):
             return files
@@ -282,9 +275,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> Iterator[MetricsLine]:
-    """Yield the lines that are valid JSON. The last line of a file may be incomplete."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
+            # The last line of a file may be incomplete.
             try:
                 line = json.loads(text)
             except ValueError:
@@ -294,7 +287,6 @@ def _lines(path: Path) -> Iterator[MetricsLine]:
 
 
 def _is_timed(line: MetricsLine) -> bool:
-    """Return whether a metrics line contains the seconds of a step by kind of work, and a number of batches."""
     spent, behind, traffic = line.get("spent"), line.get("behind"), line.get("traffic")
     if not (isinstance(spent, Mapping) and isinstance(behind, Mapping) and isinstance(traffic, Mapping)):
         return False

@@ -24,13 +24,9 @@ VERSION = 1
 
 
 class Stateful(Protocol):
-    """An object whose state is saved, such as an optimizer or a learning rate scheduler."""
+    def state_dict(self) -> Any: ...
 
-    def state_dict(self) -> Any:
-        """Return the state, of tensors and plain values."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Restore a state that ``state_dict`` returned."""
+    def load_state_dict(self, state: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -47,19 +43,16 @@ class StartPosition:
     step: int = 0
 
     def first_step(self, epoch: int) -> int:
-        """Return the first step to train in an epoch: ``self.step`` in epoch ``self.epoch``, 0 in later epochs."""
+        """Return the first step to train in an epoch: ``self.step`` in epoch ``self.epoch``, 0 in later ones."""
         return self.step if epoch == self.epoch else 0
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Sharded embedding rows, and the optimizer that updates them if the script saves it too."""
-
     embedding: ShardedEmbedding
     optimizer: Optimizer | None
 
     def gather(self, to: int) -> dict[str, Any] | None:
-        """Return the rows and their optimizer's state on rank ``to``, None elsewhere. Collective."""
         state = embedding_state(self.embedding, self.optimizer, to)
         return state if state is None else state | {"optimizer_groups": self._groups()}
 
@@ -77,7 +70,6 @@ class _Rows:
         return {of: [count, self.embedding.dim] for of, count in self.embedding.num_nodes.items()}
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the options of the optimizer by parameter group, such as the learning rate, without the parameters."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
@@ -85,9 +77,8 @@ class _Rows:
 class ScriptCheckpoints:
     """Saves and restores the objects of a user's training script, such as model and optimizer.
 
-    Rank 0 saves. If the launcher's option to restart the run after failures is set, the first rank of each node saves.
-    If the objects include a ``ShardedEmbedding``, at most the first ranks of two nodes save: all ranks then take part
-    at the same step, as the rows are gathered on each rank that saves.
+    Rank 0 saves, and if the run restarts after failures, the first rank of each node. With a ``ShardedEmbedding``, at
+    most two ranks save, and all ranks take part.
 
     Args:
         objects: Objects to save, by name. Of a ``DistributedDataParallel``, the wrapped model is saved. The optimizer
@@ -164,7 +155,6 @@ class ScriptCheckpoints:
             self._schedule.saved()
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written."""
         self._writer.finish()
 
     def _save(self, position: Position) -> None:
@@ -204,16 +194,14 @@ class ScriptCheckpoints:
 
 
 def _without_ddp(one: Stateful) -> Stateful:
-    """Return the model that a ``DistributedDataParallel`` wraps, and any other object unchanged.
-
-    The class is recognised by its name, because importing it would take seconds.
-    """
+    """Return the model that a ``DistributedDataParallel`` wraps, and any other object unchanged."""
     wraps = type(one).__name__ == "DistributedDataParallel" and isinstance(getattr(one, "module", None), nn.Module)
+    # Recognised by name, because importing the class takes seconds.
     return one.module if wraps else one  # type: ignore[attr-defined, no-any-return]
 
 
 def _rows_of(objects: Mapping[str, Any]) -> tuple[dict[str, _Rows], dict[str, Stateful]]:
-    """Split ``objects`` into sharded embeddings, each with its optimizer if that is included, and all other objects.
+    """Split ``objects`` into sharded embeddings, each with its optimizer if included, and all other objects.
 
     Raises ``SettingsError`` if such an optimizer also updates other parameters.
     """

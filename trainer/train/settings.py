@@ -25,8 +25,9 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def setting(help: str, default: Any, **limits: float) -> Any:
-    """Return a field of the settings dataclass. ``help``: text for ``--help``. ``limits`` of the value: ``at_least``,
-    ``above`` and ``below``.
+    """Return a field of the settings dataclass.
+
+    ``help``: text for ``--help``. ``limits`` of the value: ``at_least``, ``above`` and ``below``.
     """
     return field(default=default, metadata={"help": help, "limits": limits})
 
@@ -62,7 +63,9 @@ class TrainSettings:
     )
     edge_attr: str | None = setting("Edge attribute used as features of edges, by the models sage and rsage.", None)
     time_attr: str | None = setting(
-        "Integer node attribute used as time; neighbours later than their seed are never sampled.", None
+        "Integer attribute used as time, of nodes or, for task link, of edges; neighbours later than their seed are "
+        "never sampled.",
+        None,
     )
     temporal_strategy: Literal["uniform", "last"] = setting(
         "With time_attr: sample among the earlier neighbours, or take the most recent ones.", "uniform"
@@ -107,8 +110,6 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What one process needs to train: settings, files and folders."""
-
     settings: TrainSettings
     parts: Path | None  #: partition folder; None on a client node, which has no parts
     run_dir: Path  #: folder for metrics and checkpoints
@@ -126,8 +127,6 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class InferJob:
-    """What one process needs for full-graph inference: checkpoint, files and folders."""
-
     checkpoint: Path  #: checkpoint file; only rank 0 reads it
     parts: Path | None  #: partition folder; None on a client node, which has no parts
     out: Path  #: folder for results

@@ -30,8 +30,6 @@ class Phase(IntEnum):
 
 
 class BatchWait(NamedTuple):  # made in each step: a NamedTuple takes a quarter of a dataclass's time
-    """The wait for one batch."""
-
     seconds: float
     cost: Cost | None  #: work of the sampler threads on the batch; None when the loader does not report it
 
@@ -39,7 +37,7 @@ class BatchWait(NamedTuple):  # made in each step: a NamedTuple takes a quarter 
     def parts(self) -> tuple[float, float, float]:
         """Seconds of the wait for sampling, remote hosts and gathering, in proportion to the sampler threads' work.
 
-        If that work is unknown, all seconds count as sampling.
+        If their work is unknown, all seconds count as sampling.
         """
         work = _work(self.cost) if self.cost is not None else (0.0, 0.0, 0.0)
         whole = sum(work)
@@ -51,8 +49,6 @@ class BatchWait(NamedTuple):  # made in each step: a NamedTuple takes a quarter 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Time of several training steps of one rank, by kind of work."""
-
     steps: int = 0
     seconds: tuple[float, ...] = (0.0,) * len(KINDS)  #: seconds of all steps, by ``KINDS``
     batches: int = 0  #: number of batches whose cost is known
@@ -60,10 +56,7 @@ class StepTimes:
 
     @classmethod
     def of(cls, steps: int, phases: Sequence[float], waits: Sequence[BatchWait]) -> StepTimes:
-        """Make ``StepTimes`` from ``phases`` (seconds by ``Phase``) and ``waits`` (one per batch).
-
-        The waits divide ``Phase.LOAD`` into sample, remote and gather.
-        """
+        """Make ``StepTimes`` from ``phases`` (seconds by ``Phase``) and ``waits`` (one per batch)."""
         parts = [sum(part) for part in zip(*(load.parts for load in waits), strict=True)] or [1.0, 0.0, 0.0]
         whole = sum(parts)
         split = [phases[Phase.LOAD] * part / whole for part in parts] if whole > 0 else [phases[Phase.LOAD], 0.0, 0.0]
@@ -98,11 +91,8 @@ class StepTimes:
         return line
 
     def _spent(self, step_s: float) -> dict[str, float]:
-        """Return the seconds per step by kind of work (``KINDS``), which add up to ``step_s``.
-
-        All are rounded down to microseconds, and ``other`` gets the remainder.
-        """
         spent = {kind: int(value / self.steps * 1e6) / 1e6 for kind, value in zip(KINDS, self.seconds, strict=True)}
+        # All are rounded down to microseconds, and ``other`` gets the remainder.
         return spent | {"other": max(0.0, round(step_s - sum(spent.values()) + spent["other"], 6))}
 
 
@@ -118,7 +108,7 @@ def traffic(cost: Cost, batches: int) -> dict[str, int]:
 
 
 def by_host(cost: Cost) -> dict[str, dict[str, dict[str, int]]]:
-    """Return the field ``by_host`` of an epoch line: bytes and rows by the node that owns them, or {} with one node."""
+    """Return the field ``by_host`` of an epoch line: bytes and rows by owning node, or {} with one node."""
     hosts = {str(host): one._asdict() for host, one in sorted(cost.by_host.items())}
     return {"by_host": hosts} if hosts else {}
 
@@ -128,7 +118,7 @@ def _work(cost: Cost) -> tuple[float, float, float]:
 
 
 class HostClock:
-    """Measures seconds by phase with this process's clock. Entering a phase takes well under a microsecond."""
+    """Measures seconds by phase with this process's clock."""
 
     def __init__(self) -> None:
         self._seconds, self._phase = [0.0] * len(Phase), Phase.OTHER
@@ -162,18 +152,15 @@ class HostClock:
         self.enter(Phase.OPTIMIZER)
 
     def pop_seconds(self) -> list[float]:
-        """Return the seconds by phase since the last call."""
         self.enter(self._phase)
         seconds, self._seconds = self._seconds, [0.0] * len(Phase)
         return seconds
 
 
 class DeviceClock(HostClock):
-    """As ``HostClock``, for a training loop on a GPU, which runs asynchronously.
+    """``HostClock`` for a training loop on a GPU, which runs asynchronously.
 
-    The host's seconds are divided among the phases in proportion to the time between CUDA events. The clock never waits
-    for an event: ``pop_seconds`` uses the events that the GPU has reached, and a later call uses the rest. If the GPU
-    has reached none, the result is that of ``HostClock``.
+    Divides the host's seconds among the phases in proportion to the time between CUDA events. Never waits for an event.
     """
 
     def __init__(self) -> None:
@@ -217,7 +204,6 @@ class DeviceClock(HostClock):
         self._exchanges[self._phase] += seconds
 
     def _mark(self, event: Any) -> None:
-        """Append the time span of the current phase, which ends at the CUDA event ``event``."""
         self._spans.append((self._phase, self._last, event))
         self._last = event
 
@@ -245,10 +231,8 @@ T = TypeVar("T", bound=HasCost)
 class StepTimer:
     """Context manager that times the phases of a training loop's steps, and removes its hooks at the end.
 
-    The loop calls ``enter`` at the start of each phase. Hooks on the model and the optimizer detect the last gradient
-    and the end of the backward pass, which includes the reduction of gradients. The phase REDUCE is therefore the time
-    that a rank waits for others after its own last gradient; a reduction that overlaps the computation of gradients is
-    not counted. On a GPU, phases are measured with CUDA events. The overhead per step is a few microseconds.
+    The loop calls ``enter`` at the start of each phase. Phase REDUCE is the time that a rank waits for others after its
+    own last gradient. On a GPU, phases are measured with CUDA events.
     """
 
     def __init__(
@@ -284,7 +268,6 @@ class StepTimer:
         self._waits.append(BatchWait(seconds, cost))
 
     def step(self) -> None:
-        """Count a finished step."""
         self._clock.enter(Phase.OTHER)
         self._steps += 1
 

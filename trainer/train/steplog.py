@@ -21,14 +21,11 @@ from trainer.train.step_timing import HasCost, Phase, StepTimer, StepTimes, by_h
 
 
 class StepLog:
-    """Reports the progress of a script to the launcher that started it: at most one line per second, and one for the
-    last step of each epoch.
+    """Report the progress of a script to the launcher: at most one line per second, and one at the end of each epoch.
 
-    Without a launcher all methods do nothing. The launcher uses the lines to show loss and speed, and to detect a loss
-    that is NaN or infinite, a stalled run, and a rank that the others wait for. If ``loader`` is given, ``python -m
-    trainer profile`` also shows where a step's time goes. In its output, the wait for a batch lasts until the model is
-    called, so it includes copying to the device. The time from the model's output to the last gradient counts as
-    backward.
+    Without a launcher all methods do nothing. With ``loader``, ``python -m trainer profile`` also shows where a step's
+    time goes. There, the wait for a batch lasts until the model is called, so it includes copying to the device; the
+    time from the model's output to the last gradient counts as backward.
 
     After a call of ``restore``, ``step`` and ``epoch`` also save checkpoints, from which ``gnnfleet resume`` continues.
 
@@ -93,15 +90,14 @@ class StepLog:
     def restore(self, **more: Stateful | ShardedEmbedding) -> StartPosition:
         """Restore the model and the optimizer if the run is resumed, and save checkpoints from now on. Collective.
 
-        Pass the result on to the loader, as in the example of the class. The state of torch's random number generators,
-        which ``torch.nn.Dropout`` uses for example, is not saved.
+        Pass the result on to the loader, as in the example of the class. The state of torch's random number generators
+        is not saved.
 
         Args:
             more: Other objects to save and restore, by name, such as a learning rate scheduler. Each must have
-                ``state_dict`` and ``load_state_dict``, or be a ``ShardedEmbedding``. Pass also the optimizer of the
-                latter: ``log.restore(embedding=embedding, rows=sparse_adam)``. Its rows are gathered on the rank that
-                writes the checkpoint, so ``step`` and ``epoch`` are then collective. The resumed run may have another
-                number of ranks.
+                ``state_dict`` and ``load_state_dict``, or be a ``ShardedEmbedding``. With a ``ShardedEmbedding``, pass
+                also its optimizer: ``log.restore(embedding=embedding, rows=sparse_adam)``; ``step`` and ``epoch`` are
+                then collective. The resumed run may have another number of ranks.
 
         Returns:
             The epoch and step to begin with: epoch 1 and step 0 if the run is not resumed.
@@ -126,8 +122,7 @@ class StepLog:
             epoch: Number of the epoch, from 1.
             step: Number of the step in the epoch, from 0.
             steps: Number of steps in the epoch.
-            loss: Mean over this rank's seeds. A tensor is read only when a line is written, because reading it may
-                synchronise a GPU.
+            loss: Mean over this rank's seeds. A tensor is read only when a line is written.
             seeds: Number of this rank's seeds in the step.
         """
         if self._log is None:
@@ -184,9 +179,7 @@ class StepLog:
         self._began = time.monotonic()
 
     def result(self, **accuracy: float) -> None:
-        """Record the run's final accuracy by split, such as ``test=0.70``. ``gnnfleet runs`` shows the accuracy of
-        ``test``.
-        """
+        """Record the run's final accuracy by split, such as ``test=0.70``."""
         if self._log is not None and self._log.rank == 0:
             self._log.write("result", **{f"{split}_accuracy": float(value) for split, value in accuracy.items()})
 
@@ -203,7 +196,6 @@ class StepLog:
             self._timer.enter(Phase.BACKWARD)
 
     def _new_cost(self) -> Cost | None:
-        """Return the cost of the batches that the loader has made since the last call, or None without a loader."""
         if self._loader is None:
             return None
         before, self._cost = self._cost, self._loader.cost

@@ -53,7 +53,7 @@ class Group:
     added: int = 0  #: number of ``add`` calls
 
     def add(self, host: str, origin: Origin, variables: Variables) -> None:
-        """Add a host, or variables to a host. Raises ConfigError for more than ``MOST`` hosts."""
+        """Add a host, or further variables of a known host. Raises ConfigError if the group has too many hosts."""
         self.added += 1
         if self.added > _MAX_ADDED or (host not in self.hosts and len(self.hosts) >= MOST):
             raise ConfigError([Problem(origin.file, origin.line, f"a group may have at most {MOST:,} hosts")])
@@ -117,9 +117,9 @@ def _middle(match: re.Match[str]) -> Sequence[str]:
 
 
 def _choose(source: Source, groups: Groups, wanted: str | None) -> list[str]:
-    """Return the groups to import: ``--group``, else the only top-level group; ``all`` if no group has hosts.
+    """Return the groups to import: those of ``--group``, else the only top-level group; ``all`` if no group has hosts.
 
-    Raises ConfigError for an unknown group, or without ``--group`` if not all hosts are in one top-level group.
+    Raises ConfigError if a group is unknown, or if the hosts are in several groups and ``--group`` is missing.
     """
     named = [name for name in groups if name not in _IMPLICIT]
     if wanted is not None:

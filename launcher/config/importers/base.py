@@ -1,4 +1,4 @@
-"""Types and helpers for importing files of other launchers: file, flags, and functions that build the YAML tree."""
+"""Shared by the importers for files of other launchers: classes for a file and flags, functions that build YAML."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Foreign:
 
 
 def text(origin: Origin, value: str) -> Scalar:
-    """Return a YAML tree node for a text from the file of another launcher."""
+    """Return a YAML text with its origin (line in the file of another launcher)."""
     return Scalar(origin, value, "str")
 
 
@@ -65,7 +65,7 @@ class Source:
 
 
 def number(origin: Origin, value: int | str) -> Scalar:
-    """Return a YAML tree node for a number from the file of another launcher."""
+    """Return a YAML number with its origin (line in the file of another launcher)."""
     return Scalar(origin, str(value), "int")
 
 
@@ -74,7 +74,7 @@ def listed(origin: Origin, items: Sequence[Tree]) -> TreeList:
 
 
 def section(origin: Origin, items: Mapping[str, Tree]) -> Section:
-    """Return a YAML tree node for a mapping; each key gets the origin (file and line) of its value."""
+    """Return a YAML mapping; each key gets the origin (file and line) of its value."""
     return Section(origin, dict(items), {name: item.origin for name, item in items.items()})
 
 
@@ -120,7 +120,7 @@ class Flags:
 
     @property
     def parts(self) -> ForeignParts | None:
-        """The partition folder that the flag ``part_config`` or ``dataset_root_dir`` names, or None."""
+        """The partition folder at the path in ``part_config`` or ``dataset_root_dir``; None if there is none."""
         return named_parts(self.workspace, self.part_config, self.dataset_root_dir)
 
 
@@ -140,7 +140,7 @@ def dataset_overrides(name: str) -> tuple[str, ...]:
 
 
 def named_dataset_overrides(dataset: str | None, parts: ForeignParts | None) -> tuple[str, ...]:
-    """Return the config overrides for the dataset and the parts that flags of another launcher name.
+    """Return the config overrides for ``dataset`` and ``parts``, as given by flags of another launcher.
 
     If both are given, the dataset is used only if ``parts`` lack labels or train seeds.
     """
@@ -163,7 +163,7 @@ def parts_note(parts: ForeignParts | None, dataset: str | None, named: str) -> s
 
 
 def node_overrides(nodes: str) -> tuple[str, ...]:
-    """Return the config overrides for ``--nodes`` beside a config file; they replace ``nodes`` and ``transport``."""
+    """Return the config overrides for ``--nodes``; they replace ``nodes`` and ``transport`` of the config file."""
     if nodes.isdecimal():
         return (f"nodes={nodes}", "transport=local")
     hosts = ",".join(f'"{host}"' for host in split_hosts(nodes))

@@ -45,7 +45,7 @@ def _comment(words: str) -> list[str]:
 
 
 def _moved(tree: Tree, folder: Path, key: str) -> Tree:
-    """Return the tree without empty values; relative paths of local files start from ``folder``."""
+    """Return the tree without empty values; relative paths of local files are changed to start from ``folder``."""
     if isinstance(tree, Section):
         items = {name: _moved(item, folder, name) for name, item in tree.items.items() if not _empty(item)}
         return replace(tree, items=items)

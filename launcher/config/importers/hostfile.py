@@ -113,7 +113,7 @@ def _same_number(source: Source, nodes: list[tuple[Origin, str]], flags: Flags) 
 
 
 def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Section:
-    """Return the YAML tree for a list of hosts, with settings from PyG's launcher flags and its command.
+    """Return the YAML tree for a list of hosts, with settings from the flags and the quoted command of PyG's launch.py.
 
     Appends notes for the user to ``notes``.
     """

@@ -29,7 +29,7 @@ class ForeignParts:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The config overrides that convert these parts; they clear ``data.options``."""
+        """The config overrides by which a run converts and keeps these parts; they also clear ``data.options``."""
         return (
             "data.dataset=partition", f"data.source={self.folder}", "data.options={}", f"data.folder=parts/{self.name}",
             "data.partition.method=keep",
@@ -39,8 +39,8 @@ class ForeignParts:
 def find_parts(path: str | Path) -> ForeignParts | None:
     """Return the partition folder at ``path``, or None if there is none.
 
-    ``path`` is the folder, a file that describes the partition (META.json, DGL's part config), or a folder with one
-    folder `NAME-partitions`.
+    ``path`` is the folder, a file that describes the partition (META.json, DGL's part config), or a folder
+    that contains one folder `NAME-partitions`.
     """
     given = Path(os.path.expanduser(path))
     try:

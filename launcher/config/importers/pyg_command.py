@@ -1,4 +1,4 @@
-"""Parses the quoted command of torch_geometric's launch.py into folder, environment, setup lines and script."""
+"""Parses the command that torch_geometric's launch.py takes in quotes into folder, environment, setup and script."""
 
 from __future__ import annotations
 

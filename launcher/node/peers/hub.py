@@ -163,7 +163,7 @@ class Hub:
         self._broadcast()
 
     def awaited(self) -> list[int]:
-        """Return the members that have neither ended, nor been lost, nor reported their ``Standing``."""
+        """Return the members that are still active and have not yet reported what they offer for a restart."""
         return [member.node_rank for member in self._expected() if member.standing is None and not member.away]
 
     def close(self) -> None:
@@ -261,8 +261,9 @@ class Hub:
             member.link.send({"t0": sent, "t1": got, **self._orders(member, with_peers=often)})
 
     def _take_state(self, member: MemberStatus, message: Message, ahead: float) -> None:
-        """Store a member's report of the present attempt. A failure or stop in it ends the run, unless the run can
-        continue without the member.
+        """Store a member's report.
+
+        A stop or a failure in it ends the run, except the failure of a member that the run can lose.
         """
         cause, member.ahead = received_cause(message["cause"], ahead), ahead
         member.state, member.trained = str(message["state"])[:20], message["trained"]
@@ -404,10 +405,9 @@ class Hub:
 
 
 def excused(when: float | None, pause: float, now: float) -> float | None:
-    """Return ``when`` plus ``pause`` seconds, at most ``now``; None stays None.
+    """Return ``when``, the time of another node's last message, moved so that a pause does not count as silence.
 
-    ``when``: time of another node's last message. ``pause``: time for which this machine was suspended, which does not
-    count as silence.
+    ``pause``: seconds for which this machine was suspended. The result is at most ``now``; None if ``when`` is None.
     """
     return None if when is None else min(when + pause, now)
 
@@ -416,5 +416,5 @@ KILLED = "its supervisor ended without reporting a result; it was probably kille
 
 
 def silence(config: PeerConfig) -> str:
-    """Return why a node was lost by ``run.peer_timeout``: ``no sign of life for 6 s (run.peer_timeout)``."""
+    """Return why a silent node counts as lost: ``no sign of life for 6 s (run.peer_timeout)``."""
     return f"no sign of life for {config.peer_timeout:g} s (run.peer_timeout)"

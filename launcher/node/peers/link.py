@@ -122,7 +122,7 @@ class Link:
         try:
             message = json.loads(line)
             if not isinstance(message, dict):
-                raise ValueError("no object")
+                raise ValueError("not a JSON object")
             self._received(message)
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             self._end(f"invalid message: {error!r}")

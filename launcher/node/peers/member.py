@@ -46,7 +46,7 @@ class ClockOffset:
 
     @property
     def quickest(self) -> float | None:
-        """Seconds on the network of the quickest round trip; None before the first one."""
+        """Network time of the quickest round trip, in seconds; None before the first round trip."""
         return min(self._trips)[0] if self._trips else None
 
     def add(self, t0: float, t1: float, t2: float, t3: float) -> None:
@@ -166,7 +166,7 @@ class Member:
         self.stacks_wanted, self._known_final, self._own = False, False, None
 
     def leave(self) -> None:
-        """Tell a hub that counts as lost that this node leaves, in case it is alive, and close the connection."""
+        """Leave a hub that counts as lost: close the connection, but first tell the hub, as it may be alive."""
         if self._proven is not None:
             self._proven.send({"away": 1})
         self.close()
@@ -239,7 +239,7 @@ class Member:
     def _set_aside(self, link: Link) -> None:
         """Replace ``link`` by a new connection.
 
-        An unauthenticated ``link`` is closed now, another one once the new connection is authenticated.
+        If the hub has proved its identity on ``link``, ``link`` stays open until the new connection is authenticated.
         """
         self._link = None
         if link.node_rank is None:

@@ -33,11 +33,11 @@ class Crew:
         return not self.last_copies(k, gone) and self._clients_have_others(k, gone)
 
     def spare(self, gone: Collection[int] = ()) -> list[int]:
-        """Return the nodes of which the run can lose any one. gone: nodes lost before."""
+        """Return each node without which the run can continue, if no other is lost too. gone: nodes lost before."""
         return [k for k in range(len(self.roles)) if k not in gone and self.can_lose(k, gone)]
 
     def last_copies(self, k: int, gone: Collection[int] = ()) -> list[int]:
-        """Return the parts of node ``k`` that no node holds except ``k`` and nodes in ``gone``."""
+        """Return the parts of node ``k`` that no other node holds. gone: lost nodes, which do not count."""
         return [part for part in self._held(k) if not self.holders([part], {*gone, k})]
 
     def holders(self, parts: Collection[int], gone: Collection[int]) -> list[int]:
@@ -262,7 +262,7 @@ def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
 
 
 def fatal(cause: Cause, config: PeerConfig, gone: Collection[int]) -> Cause:
-    """Return ``cause``; the reason of a failed or lost server also names the parts that no remaining node holds.
+    """Return ``cause``; if a server failed or was lost, add the parts that no other node holds to the reason.
 
     gone: nodes lost before.
     """

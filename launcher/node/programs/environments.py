@@ -139,7 +139,7 @@ def is_conda(prefix: str) -> bool:
 
 
 def virtual_environments() -> Iterator[dict[str, str]]:
-    """Yield virtual environments with torch: subfolders of ``VENV_FOLDERS``, and those such as ~/project/.venv."""
+    """Yield virtual environments with torch: subfolders of ``VENV_FOLDERS``, and folders such as ~/project/.venv."""
     for folder in VENV_FOLDERS:
         top = os.path.expanduser(folder)
         for name in entries(top):
@@ -150,7 +150,7 @@ def virtual_environments() -> Iterator[dict[str, str]]:
 
 
 def interpreters() -> Iterator[dict[str, str]]:
-    """Yield Pythons on PATH (or their environments), and pyenv's Pythons with torch."""
+    """Yield the Pythons on PATH, as environments if they belong to one, and pyenv's Pythons with torch."""
     folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder.startswith("/")]
     for folder in folders:
         prefix = os.path.dirname(folder.rstrip("/"))

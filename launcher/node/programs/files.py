@@ -1,7 +1,7 @@
 """Node program: compares files with digests, puts transferred files in place, unpacks code. Standard library only.
 
 ``main(request)`` answers one request, by its "op": ``inventory`` and ``commit`` for sync and verify, ``unpack`` for
-code, ``disk`` for free space, ``list`` for the files below a folder.
+code, ``disk`` for free space.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _to_disk(path: str) -> None:
 
 
 def unpack(archive: str, sha256: str, dest: str) -> str:
-    """Unpack a tar archive into the new folder ``dest`` and delete the archive; return an error or ''.
+    """Unpack a tar archive into the new folder ``dest`` and delete the archive; return why it is damaged, or ''.
 
     Raises OSError. ``dest`` appears atomically; an existing one is kept.
     """
@@ -193,18 +193,6 @@ def disk(path: str) -> Entry:
     return {"path": folder, "free": shutil.disk_usage(folder).free}
 
 
-def list_tree(path: str) -> list[Entry]:
-    """Return all files below ``path`` as ``{path (relative), bytes}``, sorted by path."""
-    top = os.path.expanduser(path)
-    found = []
-    for folder, _, names in os.walk(top):
-        for name in names:
-            full = os.path.join(folder, name)
-            if os.path.isfile(full):
-                found.append({"path": os.path.relpath(full, top), "bytes": os.path.getsize(full)})
-    return sorted(found, key=lambda entry: str(entry["path"]))
-
-
 def main(request: Entry) -> Entry:
     """Answer one request, named by its "op"; return ``{"error": message, "errno": …}`` after an OSError."""
     operations: dict[str, Callable[[], Entry]] = {
@@ -215,7 +203,6 @@ def main(request: Entry) -> Entry:
         "commit": lambda: {"files": commit(request["files"])},
         "unpack": lambda: {"error": unpack(request["archive"], request["sha256"], request["dest"])},
         "disk": lambda: disk(request["path"]),
-        "list": lambda: {"files": list_tree(request["path"])},
     }
     try:
         return operations[request["op"]]()

@@ -5,8 +5,8 @@ node/programs/probe.py imports this module and must start fast.
 
 ``main`` tests for a shared folder: ``{"op": "write", "folder", "name"}`` creates an empty file and replies {"written",
 "identity"}; ``{"op": "look", "folder", "name"}`` replies {"seen", "identity"}; ``{"op": "remove", …}`` removes the
-files, as does the end of the process. ``identity`` is the size, inode and mtime of the folder's manifest.json, by which
-a read-only folder is recognised.
+files, as does the end of the process. ``identity`` is the size, inode and mtime of the folder's manifest.json, to
+recognise a read-only folder on several nodes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def folders(workdir: str, code: str) -> dict[str, Any]:
 
 
 def stored(folder: str) -> int:
-    """Return the bytes of all files below ``folder``."""
+    """Return the total size in bytes of all files below ``folder``."""
     found = 0
     for top, _, names in os.walk(folder) if folder else ():
         for name in names:
@@ -59,7 +59,7 @@ def stored(folder: str) -> int:
 
 
 def space(path: str) -> dict[str, Any]:
-    """Return the room of the file system of ``path``.
+    """Return the free space of the file system of ``path``.
 
     {"free": bytes for this user, "size": bytes, "files": free files (-1: unlimited), "device": st_dev}. When it cannot
     be examined, all are 0 and "files" is -1.

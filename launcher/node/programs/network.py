@@ -3,7 +3,7 @@
 - ``{"op": "open", "token", "rank", "ports"}`` listens on ``ports`` and on a free port; replies {"refused": {port:
   why}, "free": port}. The ports stay open until the process ends.
 - ``{"op": "connect", "rank", "token", "targets": [[rank, address, [ports]]], "seconds"}`` connects to all targets
-  concurrently; replies {"blocked": [[rank, address, port, why]]}, with ``why`` as in ``meaning``.
+  concurrently; replies {"blocked": [[rank, address, port, why]]}, ``why`` being a text such as "refused".
 
 A listener sends the token and its node rank to each client, so that another program on the port is detected.
 """
@@ -203,9 +203,9 @@ def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Atte
 
 
 def wait_for_ended(poll: Any, running: dict[int, Attempt]) -> list[tuple[int, str]]:
-    """Wait until data arrives for an attempt or one reaches its deadline; return (descriptor, error) of the ended ones.
+    """Wait until data arrives or a deadline passes; return (descriptor, error) of each attempt that has ended.
 
-    The error is '' after success.
+    The error is '' if the attempt has succeeded.
     """
     if not running:
         return []

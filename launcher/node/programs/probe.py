@@ -158,7 +158,7 @@ def lease_facts() -> tuple[list[dict[str, Any]], str]:
 
 
 def leftovers(workdir: str) -> list[dict[str, Any]]:
-    """Return processes left by runs whose supervisor has ended without a result, in the format of ``of_runs``."""
+    """Return "run_id", "pids", "commands" of each run whose supervisor ended without a result and left processes."""
     suspects = folders.ended_without_result(workdir)
     if not suspects:
         return []

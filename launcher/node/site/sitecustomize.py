@@ -1,8 +1,8 @@
 """Makes Python processes of a rank or graph server write their stacks on a signal. Imported by Python at startup.
 
 On SIGRTMAX-4, faulthandler writes the stacks of all threads to ``procs/stacks-rank<r>`` or ``procs/stacks-server`` of
-the run folder, even while the process blocks in C code. Afterwards the ``sitecustomize`` that this module hides, if
-any, is run.
+the run folder, even while the process blocks in C code. At the end, this module runs the next ``sitecustomize`` on
+``sys.path``, which it hides, if there is one.
 """
 
 from __future__ import annotations

@@ -57,10 +57,10 @@ def next_spec(first: NodeSpec, decision: Decision) -> NodeSpec:
 
 
 def returned(spec: NodeSpec) -> tuple[bool, NodeSpec]:
-    """Return whether this supervisor replaces one that ended without a result, and ``spec`` for the attempt of that
-    one.
+    """Return whether this supervisor replaces one that ended without a result, and the spec to continue with.
 
-    Reads and deletes ``returns.json``, the last ``state.json`` of the earlier supervisor.
+    This is ``spec`` with the attempt number from ``returns.json``, the last ``state.json`` of the earlier supervisor.
+    Deletes ``returns.json``.
     """
     path = os.path.join(spec.run_dir, "returns.json")
     try:
@@ -216,7 +216,7 @@ def _is_whole(path: str, idle: Idle) -> bool:
 def parts_on_disk(first: NodeSpec) -> tuple[int, ...]:
     """Return the parts that this node can read.
 
-    These are its own parts and, if the launcher did not send its partition folder, all complete parts in the folder.
+    These are its own parts and, if its partition folder was not sent by the launcher, all complete parts in there.
     """
     own = set(first.parts_of(first.node_rank))
     if not first.data_dir:

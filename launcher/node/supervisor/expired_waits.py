@@ -1,6 +1,6 @@
-"""Describes waits of ranks that have passed their deadline: which rank waited, for what, how long, and the cause.
+"""Describes waits that have passed their deadline: which rank waited, for what, how long, and the cause.
 
-Such a rank writes ``procs/wait-rank<r>.json`` before it ends (trainer/core/waits.py).
+The rank writes ``procs/wait-rank<r>.json`` before it ends (trainer/core/waits.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHOWN = 4  # at most so many ranks are named as "not there"
 def read_wait(run_dir: str, rank: int) -> dict[str, Any] | None:
     """Return the expired wait that a rank of this node has reported, or None.
 
-    It has "at", the source line of the wait, in place of "stack"; the stack is appended to ``logs/stacks-rank<r>.log``.
+    Its stack is appended to ``logs/stacks-rank<r>.log``; the result has the source line of the wait ("at") instead.
     """
     found = record_in(WAIT, os.path.join(run_dir, "procs", f"wait-rank{rank}.json"))
     if found is None:
@@ -117,7 +117,7 @@ def _waited_for(wait: Wait, known: Processes) -> tuple[str, int | None]:
 
 
 def _absent(waits: Sequence[Wait], first: Wait, known: Processes) -> list[int]:
-    """Return the ranks that others may wait for: without an expired wait, and not at the line of ``first``."""
+    """Return the ranks that others may wait for: no expired wait, and not at the line where ``first`` waits."""
     waiting = {wait["rank"] for wait in waits}
     return sorted(
         rank
@@ -133,7 +133,7 @@ def _where(rank: int, known: Processes) -> str:
 
 
 def server_lines(known: Processes, asked: int | None) -> list[str]:
-    """Return a line for each graph server that the kernel keeps from running, and for that of node ``asked``."""
+    """Return a line for the graph server of node ``asked`` and for each one that the kernel keeps from running."""
     return [
         f"graph server of {known.labels[node]}: {line}"
         for node, line in sorted(known.servers.items())

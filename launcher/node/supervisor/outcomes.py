@@ -95,7 +95,7 @@ class OutcomeBook:
         rank = int(mail["rank"])
         name = f"rank{rank}"
         if rank not in self.ranks:
-            raise ValueError(f"no rank {rank} here")
+            raise ValueError(f"this node has no rank {rank}")
         if "runner" in mail:
             if rank not in self.runners:
                 self._started(rank, STARTED(mail))
@@ -191,7 +191,7 @@ def _abstract(address: str) -> str:
 
 
 class Ended(Exception):
-    """This node's part in the run ends.
+    """This node is done, has failed, or was stopped.
 
     state: done, failed or stopped. reason: one sentence, '' when done. cause: set when this node ends the run.
     """

@@ -191,7 +191,7 @@ class Guest:
         return made
 
     def look(self) -> Decision | None:
-        """Return the decision for an attempt with this node, or against further attempts with it; None until then."""
+        """Return the decision that an attempt includes this node, or that none will; None while undecided."""
         peers, now = self.peers, time.monotonic()
         decision = peers.decision
         if decision is not None:
@@ -251,7 +251,7 @@ class Restarts:
         return self.rendezvous.peers
 
     def leave(self, peers: Peers, generation: int) -> None:
-        """End this node's part in the run without a decision. A hub tells the members to find another one."""
+        """Leave the run without a decision. A hub tells its members to find another hub."""
         self.rendezvous, self.left = None, True
         if isinstance(peers, Hub):
             peers.decide({"generation": generation + 1, "restart": False, "leave": True, "why": ""})
@@ -272,8 +272,8 @@ class Restarts:
     def next_attempt(self, spec: NodeSpec, peers: Peers) -> NodeSpec | None:
         """Prepare the next attempt that was decided: run folder, cluster.json, and the connections to the other nodes.
 
-        spec: specification of this node in the attempt that has ended. Returns that for the next attempt, or None if
-        this node has no part in it.
+        spec: specification of this node in the attempt that has ended. Returns its specification
+        for the next attempt; None if it does not take part.
         """
         decision, guest = self.decision, self.guest
         self.rendezvous = self.guest = None

@@ -138,7 +138,7 @@ def _check_cause(end: AttemptEnd) -> None:
     if end.cause["kind"] == "nan":
         raise _NoRestart("the loss would become NaN or infinite again")
     if spec.generation >= spec.restarts:
-        raise _NoRestart(f"all {spec.restarts} of run.restarts are used up")
+        raise _NoRestart(f"the limit of run.restarts ({spec.restarts}) is reached")
     left = {*end.lost, *end.ended}
     if not left and not any(one.stepped for one in end.standings.values()):
         raise _NoRestart("no process had trained a step, so it would fail again")
@@ -157,15 +157,15 @@ def _check_nodes(end: AttemptEnd) -> list[int]:
     training = [k for k in nodes if end.first.role_of(k) in _TRAIN]
     if len(training) < max(1, spec.min_nodes):
         least = max(1, spec.min_nodes)
-        raise _NoRestart(f"{len(training)} of at least {least} training nodes are left (run.min_nodes)")
+        raise _NoRestart(f"training nodes left: {len(training)}, needed: {least} (run.min_nodes)")
     return nodes
 
 
 def _parts(end: AttemptEnd, nodes: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """Return the parts that each node holds in the next attempt. Raises _NoRestart if a part is nowhere.
+    """Return the parts that each node holds in the next attempt. Raises _NoRestart if a part is on no node.
 
-    A node keeps its parts; one that was not in the last attempt gets those of the first attempt. Any other part goes to
-    the node with the fewest parts among those that have it on their disk.
+    A node keeps its parts; a node that was not in the last attempt gets its parts of the first attempt. Each remaining
+    part goes to a node that has it on its disk, the one with the fewest parts.
     """
     spec = end.spec
     holders = [k for k in nodes if end.first.role_of(k) in _HOLD]

@@ -69,7 +69,7 @@ class ServerKeeper:
 
     @property
     def waiting(self) -> dict[str, Any] | None:
-        """The outcome of a dead server before its restart; else None."""
+        """The outcome of the dead server, while it waits for its restart; else None."""
         return self._last if self.child is None and self._last else None
 
     def look(self) -> str:

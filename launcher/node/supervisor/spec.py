@@ -97,7 +97,7 @@ class NodeSpec:
 
     @property
     def active(self) -> tuple[int, ...]:
-        """node_ranks of the attempt."""
+        """node_ranks of the nodes that take part in the attempt."""
         return self.nodes or tuple(range(self.num_nodes))
 
     def role_of(self, k: int) -> str:

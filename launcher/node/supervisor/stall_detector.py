@@ -63,9 +63,9 @@ class StallDetector:
         return [*self._stall.look(now, ranks), *self._pace.look(now, ranks)]
 
     def without(self, exiting: Collection[int]) -> dict[str, Any] | None:
-        """Return "node_rank", "rank" and "text" of the last stall as if the ranks ``exiting`` had already ended.
+        """Find the last stall again without the ranks ``exiting``; return its "node_rank", "rank" and "text".
 
-        None if the finding stays the same, or no other rank is left.
+        None if the result is the same, or no other rank is left.
         """
         return self._stall.without(exiting)
 

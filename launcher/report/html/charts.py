@@ -158,7 +158,7 @@ def bars(key: str, title: str, names: Sequence[str], values: Sequence[float], ax
 
 
 def resumed_at(record: RunRecord) -> float | None:
-    """Return how many epochs were done when this run resumed an earlier one; None if it did not or has no epoch."""
+    """Return the epochs done when this run resumed an earlier one; None if it resumed none or has no epoch."""
     if record.found.launch is None or not record.found.launch.resumed_from:
         return None
     own = [number(line.get("epoch")) for line in record.series.epochs]

@@ -25,7 +25,7 @@ from launcher.report.report import RunReport, _analysed
 
 
 def written(report: RunReport) -> RunReport:
-    """Analyse the metrics and write the files of the report; return it with a note for each step that failed."""
+    """Analyse the metrics and write the files of the report; return the report with a note on each failed step."""
     report = _analysed(report)
     try:
         report.write()

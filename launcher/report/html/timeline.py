@@ -58,7 +58,7 @@ class Mark:
 def timeline_chart(record: RunRecord) -> Chart | None:
     """Return a chart with a row for the launcher and for each process, and marks for events and findings.
 
-    Many processes have one row per node. None if there is nothing to show.
+    If there are many processes, each node has one row for all of its processes. None if there is nothing to show.
     """
     spans, marks = [*_stages(record), *_lives(record)], [*_marks(record)]
     if not spans:

@@ -1,4 +1,4 @@
-"""Applies bias, ReLU and dropout between two layers in one pass over the rows."""
+"""Bias, ReLU and dropout between two layers, in one pass over the rows."""
 
 from __future__ import annotations
 
@@ -35,18 +35,13 @@ class Activation:
         return 1.0 / (1.0 - self.p)
 
     def of(self, h: Tensor) -> Tensor:
-        """Return ``dropout(relu(h + bias))``, with gradients. h: float [n, f]; on CPU the result overwrites it."""
+        """Return ``dropout(relu(h + bias))``, with gradients. h: float [n, f], overwritten on CPU."""
         if h.device.type != "cpu":
             return hash_dropout((h + self.bias).relu().to(h.dtype), self.n_id, self.p, self.key, self.layer, self.p > 0)
         return _Activate.apply(h, self.bias, self)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Activate(torch.autograd.Function):
-    """Autograd function of ``Activation`` on CPU.
-
-    The backward pass needs only the saved result: the gradient is 0 where the result is not above 0.
-    """
-
     @staticmethod
     def forward(ctx: Any, h: Tensor, bias: Tensor, activation: Activation) -> Tensor:
         out = activate_(h, activation)
@@ -64,7 +59,7 @@ class _Activate(torch.autograd.Function):
 
 
 def activate_(h: Tensor, activation: Activation) -> Tensor:
-    """Compute ``dropout(relu(h + bias))`` in place of ``h`` (float or bfloat16 [n, f], on CPU), without gradients.
+    """Compute ``dropout(relu(h + bias))`` in place on CPU, without gradients. ``h``: float or bfloat16 [n, f].
 
     If ``h`` is not contiguous, it is left unchanged, and the result is a new tensor.
     """
@@ -79,7 +74,6 @@ def activate_(h: Tensor, activation: Activation) -> Tensor:
 
 
 def column_sums(rows: Tensor) -> Tensor:
-    """Return the sum of each column, [f], in float32 for bfloat16 rows."""
     if rows.dtype == torch.bfloat16:
         return rows.sum(0, dtype=torch.float32)
     return torch.mv(rows.t(), rows.new_ones(len(rows)))

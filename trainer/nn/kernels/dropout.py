@@ -1,7 +1,6 @@
 """Dropout whose mask is a pure function of batch key, layer, original node id and column.
 
-A node's mask depends neither on the rank nor on its position in the batch, so dividing a global batch among ranks does
-not change the loss.
+The loss therefore does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ MASK32 = 0xFFFFFFFF
 def hash_dropout(h: Tensor, n_id: Tensor, p: float, key: int, layer: int, training: bool) -> Tensor:
     """Zero each element of ``h`` (float [n, f]) with probability ``p``, and scale the others by 1/(1-p).
 
-    n_id: int64 [n], original ids; key: uint64, random key of the batch.
-    Returns ``h`` itself if not ``training`` or ``p`` is 0.
+    n_id: int64 [n], original ids; key: uint64, random key of the batch. Returns ``h`` itself if not ``training`` or
+    ``p`` is 0.
     """
     if not training or p == 0:
         return h
@@ -41,21 +40,19 @@ def hash_dropout(h: Tensor, n_id: Tensor, p: float, key: int, layer: int, traini
 
 
 def stream(key: int, layer: int) -> int:
-    """Return the uint64 key of the random bits of one layer's masks. ``key``: random key of the batch."""
+    """Return the uint64 key of one layer's dropout masks. ``key``: random key of the batch."""
     return batch_key(key, layer, 0, 0)
 
 
 @functools.cache
 def node_salt(node_type: NodeType) -> int:
-    """Return a uint64 to xor into a batch's key, so that masks differ between node types. 0 for a homogeneous graph."""
+    """Return a uint64 to xor into a batch's key, so that node types have different masks. 0 for a homogeneous graph."""
     if node_type == HOMO_NODE:
         return 0
     return int.from_bytes(hashlib.sha256(node_type.encode()).digest()[:8], "little")
 
 
 class _HashDropout(torch.autograd.Function):
-    """Autograd function of ``hash_dropout``. The backward pass computes the mask again, so that it is not stored."""
-
     @staticmethod
     def forward(ctx: Any, h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
         ctx.mask = (n_id, p, stream_key)
@@ -67,7 +64,7 @@ class _HashDropout(torch.autograd.Function):
 
 
 def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """Return ``h`` times its dropout mask, by a kernel on CPU and by torch operations on other devices."""
+    """Return ``h`` times its dropout mask, without gradients."""
     if h.device.type != "cpu":
         return mask_rows_torch(h, n_id, p, stream_key)
     out = torch.empty_like(h, memory_format=torch.contiguous_format)
@@ -78,10 +75,7 @@ def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
 
 
 def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """Compute ``mask_rows`` in torch operations, for any device, with a result that is equal bit for bit.
-
-    The hash of uint64 numbers is computed in int64 tensors, as torch has no unsigned arithmetic.
-    """
+    """Compute ``mask_rows`` in torch operations, for any device. Results are equal bit for bit."""
     state = _mix_tensor(n_id ^ _signed(stream_key))
     columns = torch.arange(h.shape[1], device=h.device)
     bits = (state[:, None] + columns * STRIDE) & MASK32
@@ -93,7 +87,7 @@ def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tenso
 
 
 def threshold_of(p: float) -> int:
-    """Return the threshold for probability ``p``, uint32: an element is dropped if its 32 random bits are below it."""
+    """Return ``p`` as a uint32 threshold: elements whose 32 random bits are below it are dropped."""
     return min(round(p * 2**32), MASK32)
 
 
@@ -102,10 +96,6 @@ def _signed(value: int) -> int:
 
 
 def _mix_tensor(value: Tensor) -> Tensor:
-    """Compute the uint64 hash ``rng.mix`` of each element of an int64 tensor.
-
-    Right shifts of int64 insert copies of the sign bit, which are therefore masked.
-    """
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         value = (value ^ ((value >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
     return value ^ ((value >> 31) & (2**33 - 1))

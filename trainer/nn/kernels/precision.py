@@ -1,4 +1,4 @@
-"""Precision of layers: float32, or matrix products in bfloat16 and sums in float32. Weights are always float32."""
+"""Precision of layers: float32, or matrix products in bfloat16 with float32 weights and sums."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ _CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  #: bfloat16 flags i
 
 
 def in_own_precision(forward: Forward) -> Forward:
-    """Decorate a model's ``forward(batch)`` to compute dense products in ``self.precision`` and return float32.
-
-    The result is a tensor, or a dict of tensors.
-    """
+    """Decorate ``forward(batch)`` of a model to compute dense products in ``self.precision`` and return float32."""
 
     @functools.wraps(forward)
     def run(self: Any, batch: Any) -> Any:
@@ -48,7 +45,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def for_sums(rows: Tensor) -> Tensor:
-    """Convert ``rows`` to ``sum_dtype``, the dtype in which they are summed."""
     return rows.to(sum_dtype(rows.dtype))
 
 

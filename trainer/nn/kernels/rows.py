@@ -1,4 +1,4 @@
-"""Runs a compiled kernel over the rows of an output, on as many threads as torch uses."""
+"""Runs compiled kernels over rows, on as many threads as torch uses."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ CHUNKS_PER_THREAD = 4  #: several chunks, so that all threads stay busy if some 
 def run_rows(kernel: Callable[..., None], num_rows: int, *args: Any) -> None:
     """Call ``kernel(first, last, *args)`` on ranges that together cover ``0 … num_rows`` once.
 
-    The kernel must release the GIL and write only rows ``first … last``; the result then does not depend on the number
-    of threads. Numba's own thread pools are not used: the installed ones depend on the machine, and the pool that is
-    always installed (workqueue) does not allow concurrent calls from two threads.
+    The kernel must release the GIL and write only rows ``first … last``.
     """
     threads = torch.get_num_threads()
     if threads == 1 or num_rows < SMALL:
@@ -35,6 +33,7 @@ def run_rows(kernel: Callable[..., None], num_rows: int, *args: Any) -> None:
         return
     chunks = threads * CHUNKS_PER_THREAD
     bounds = [num_rows * chunk // chunks for chunk in range(chunks + 1)]
+    # Not Numba's thread pools: the only one that is always installed (workqueue) forbids concurrent calls.
     pool = _pool(os.getpid(), threads)
     tasks = [pool.submit(kernel, first, last, *args) for first, last in zip(bounds, bounds[1:], strict=False)]
     for task in tasks:
@@ -43,12 +42,12 @@ def run_rows(kernel: Callable[..., None], num_rows: int, *args: Any) -> None:
 
 @functools.cache
 def _pool(pid: int, threads: int) -> ThreadPoolExecutor:
-    """Return the thread pool of this process. ``pid`` is part of the cache key, as threads do not survive a fork."""
+    # ``pid`` is part of the cache key, as threads do not survive a fork.
     return ThreadPoolExecutor(threads, thread_name_prefix=f"rows-{pid}")
 
 
 def as_array(rows: Tensor) -> Array:
-    """Return a NumPy array that shares the tensor's memory. The array of a bfloat16 tensor is uint16, its raw bits."""
+    """Return a NumPy array that shares the tensor's memory; uint16 bits for bfloat16."""
     own = rows.detach()
     return (own.view(torch.uint16) if own.dtype == torch.bfloat16 else own).numpy()
 
@@ -66,10 +65,7 @@ def wide(value: Any) -> Any:
 
 
 def narrow(value: Any, like: Any) -> Any:
-    """In a kernel: round ``value`` (float32) to the bits of a bfloat16, to nearest even, if ``like`` is uint16.
-
-    Returns ``value`` unchanged for any other type of ``like``.
-    """
+    """In a kernel: round ``value`` (float32) to bfloat16 bits if ``like`` is uint16, else return it unchanged."""
     raise NotImplementedError
 
 

@@ -1,8 +1,4 @@
-"""A GraphSAGE layer on CPU as one autograd operation: a dense product of the concatenated rows [mean | self].
-
-Unlike a layer of separate torch operations it reads and writes each large array once. Bias, ReLU and dropout of the
-previous layer are applied in place, and their gradient is computed while the gradient of the rows is written.
-"""
+"""A GraphSAGE layer on CPU as one autograd operation: a dense product of the concatenated rows [mean | self]."""
 
 from __future__ import annotations
 
@@ -22,11 +18,10 @@ from trainer.nn.kernels.spmm import transpose
 def sage_rows(
     block: Block, x: Tensor, of_mean: Tensor, of_self: Tensor, before: Activation | None, dtype: torch.dtype
 ) -> Tensor:
-    """Compute ``mean of neighbours @ of_mean.t() + self @ of_self.t()``, after applying ``before`` to the rows if
-    given.
+    """Compute ``mean of neighbours @ of_mean.t() + self @ of_self.t()``, after applying ``before`` to the rows.
 
     x: float or bfloat16 [num_src, f] on CPU, overwritten if ``before`` is given; of_mean, of_self: [g, f]. Returns
-    ``dtype`` [num_dst, g]; sums are in float32 if ``dtype`` is bfloat16. With ``before``, backward can run only once.
+    ``dtype`` [num_dst, g]. With ``before``, backward can run only once.
     """
     bias = None if before is None else before.bias
     return _Sage.apply(x, of_mean, of_self, bias, block, before, dtype)  # type: ignore[no-any-return, no-untyped-call]
@@ -67,7 +62,7 @@ class _Sage(torch.autograd.Function):
 
 
 def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Concatenate [mean of a target's sources | the target's own row]: ``dtype`` [num_dst, 2 f].
+    """Concatenate the mean of each target's sources and the target's own row: ``dtype`` [num_dst, 2 f].
 
     x: [num_src, f], contiguous.
     """
@@ -81,10 +76,10 @@ def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sources_of(block: Block, grad: Tensor, activated: Tensor | None, scale: float) -> Tensor:
-    """Return the gradient of ``x`` [num_src, f], given ``grad``, the gradient of ``mean_and_self`` [num_dst, 2 f].
+    """Return the gradient of ``x`` [num_src, f], given the gradient of ``mean_and_self`` [num_dst, 2 f].
 
-    activated: rows after the activation [num_src, f], or None. If given, the result is the gradient before the
-    activation (0 where ``activated`` is not above 0, else multiplied by ``scale``) and overwrites ``activated``.
+    activated: rows after the activation [num_src, f], or None. If given, they are overwritten with the result, the
+    gradient before the activation.
     """
     indptr, targets, _ = transpose(block)
     if activated is None:

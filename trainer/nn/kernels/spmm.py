@@ -1,10 +1,7 @@
-"""Sums over a block's edges with gradients, without materialising a row per edge.
+"""Sums over a block's edges with gradients, without a row per edge in memory.
 
-``aggregate`` is for layers whose edge weight is the product of a factor per target and a factor per source (mean,
-symmetric normalisation). ``attend`` is for layers with a learnt weight per edge.
-
-On CPU, Numba kernels work row by row, so threads never share an output row and the order of additions is fixed. On
-CUDA, torch's sparse CSR product is used. Backward passes run the same kernels on the transposed block.
+``aggregate`` is for layers whose edge weight is a factor per target times a factor per source (mean, symmetric
+normalisation), ``attend`` for a learnt weight per edge. CPU: Numba kernels; CUDA: torch's sparse CSR product.
 """
 
 from __future__ import annotations
@@ -33,8 +30,8 @@ def aggregate(
     """Compute ``out[i] = dst_scale[i] * sum over edges (j -> i) of src_scale[j] * x[j]``, [num_dst, f].
 
     x: float [num_src, f]; dst_scale [num_dst] and src_scale [num_src]: constants without gradient, None means 1.
-    ``mean`` also divides by the number of edges. The result is 0 for a target without edges. In all functions of this
-    module, rows may be bfloat16; their sums and the result are then float32.
+    ``mean`` also divides by the number of edges. A target without edges gets 0. For bfloat16 rows the result is
+    float32.
     """
     if reduce == "mean":
         per_edge = 1.0 / block.indptr.diff().clamp(min=1).to(sum_dtype(x.dtype))
@@ -122,7 +119,6 @@ def transpose(block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def transpose_torch(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``transpose`` in torch operations, for any device."""
     edges = torch.argsort(block.indices, stable=True)
     counts = torch.bincount(block.indices, minlength=block.num_src)
     indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
@@ -137,7 +133,6 @@ def edge_targets(block: Block) -> Tensor:
 def sum_rows_cpu(
     indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None
 ) -> Tensor:
-    """Compute the weighted sum of ``aggregate`` on CSR arrays by a Numba kernel, without gradients."""
     out = x.new_empty(len(indptr) - 1, x.shape[1], dtype=sum_dtype(x.dtype))
     scales = (None if scale is None else scale.to(out.dtype).numpy() for scale in (row_scale, col_scale))
     source = as_array(x.contiguous())
@@ -148,7 +143,6 @@ def sum_rows_cpu(
 def sum_rows_torch(
     indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None
 ) -> Tensor:
-    """Compute ``sum_rows_cpu`` in torch operations, for any device. Allocates one value per edge."""
     x = for_sums(x.detach())
     value = x.new_ones(len(indices)) if col_scale is None else col_scale.to(x.dtype)[indices.long()]
     out = _csr_product(indptr, indices, value, x)
@@ -156,7 +150,7 @@ def sum_rows_torch(
 
 
 def weighted_rows_cpu(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
-    """Compute ``attend`` on CSR arrays by a Numba kernel, without gradients.
+    """Compute ``attend`` on CSR arrays, without gradients.
 
     The weights of CSR entry e are ``weight[edges[e]]``, or ``weight[e]`` if ``edges`` is None.
     """
@@ -168,7 +162,6 @@ def weighted_rows_cpu(indptr: Tensor, indices: Tensor, edges: Tensor | None, wei
 
 
 def weighted_rows_torch(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
-    """Compute ``weighted_rows_cpu`` in torch operations, for any device: one sparse product per head."""
     x = for_sums(x.detach())
     value = (weight if edges is None else weight[edges.long()]).detach().to(x.dtype)
     heads = [
@@ -179,7 +172,6 @@ def weighted_rows_torch(indptr: Tensor, indices: Tensor, edges: Tensor | None, w
 
 
 def edge_dots_cpu(block: Block, grad: Tensor, x: Tensor) -> Tensor:
-    """Dot product of ``grad[i]`` and ``x[j]`` per edge (j -> i) and head, [num_edges, heads], by a kernel."""
     out = x.new_empty(len(block.indices), x.shape[1], dtype=sum_dtype(x.dtype))
     rows = (as_array(grad.contiguous()), as_array(x.contiguous()), out.numpy())
     run_rows(_edge_dots, block.num_dst, block.indptr.numpy(), block.indices.numpy(), *rows)
@@ -187,7 +179,6 @@ def edge_dots_cpu(block: Block, grad: Tensor, x: Tensor) -> Tensor:
 
 
 def edge_dots_torch(block: Block, grad: Tensor, x: Tensor) -> Tensor:
-    """Compute ``edge_dots_cpu`` in torch operations, for any device. Allocates one row per edge."""
     return (for_sums(grad)[edge_targets(block)] * for_sums(x)[block.indices.long()]).sum(-1)
 
 
@@ -247,7 +238,6 @@ def _edge_dots(first: int, last: int, indptr: Any, indices: Any, grad: Any, x: A
 
 @njit()
 def _transpose(indptr: Any, indices: Any, num_src: int) -> Any:
-    """Group edges by source, with targets ascending within a source, by a counting sort."""
     by_source = np.zeros(num_src + 1, np.int32)
     for e in range(len(indices)):
         by_source[indices[e] + 1] += 1

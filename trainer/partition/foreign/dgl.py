@@ -1,10 +1,9 @@
 """Reads partitions of DGL, as ``dgl.distributed.partition_graph`` and DGL's dispatch pipeline write them.
 
 A folder has ``<name>.json`` with the id ranges of every part, and per part ``graph.dgl`` (the part's edges, and ids of
-the nodes), ``node_feat.dgl`` and ``edge_feat.dgl``. DGL renumbers nodes and edges: first those of part 0, then
-part 1, …, and within a part one type after the other. The ids of the input graph are stored only by the dispatch
-pipeline with `--save-orig-nids` and `--save-orig-eids` (``orig_nids.dgl``, ``orig_eids.dgl``); without them, the
-converted partition numbers the nodes and edges of each type in the order of DGL's ids.
+the nodes), ``node_feat.dgl`` and ``edge_feat.dgl``. DGL renumbers nodes and edges: first those of part 0, then part 1,
+…, and within a part one type after the other. The ids of the input graph are stored only by the dispatch pipeline with
+`--save-orig-nids` and `--save-orig-eids`; otherwise DGL's order gives the original ids.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class _Partition:
         return {key: [read_tensor_file(self._file(part_id, key)) for part_id in parts] for key in keys}
 
     def _original(self, name: str, types: Mapping[Any, IdRanges]) -> dict[Any, Ids]:
-        """Return the ids in the input graph, by type and in order of DGL's ids, or {} without files ``<name>.dgl``."""
+        """Return the ids in the input graph, by type and in order of DGL's ids; {} without files ``<name>.dgl``."""
         files = [self._file(part_id, "part_graph").with_name(f"{name}.dgl") for part_id in range(self.num_parts)]
         if not all(file.exists() for file in files):
             return {}
@@ -122,7 +121,6 @@ class _Partition:
         return ids
 
     def _keys(self, of: NodeType | EdgeType) -> tuple[str, ...]:
-        """Return the names that DGL's files may have for a type."""
         if not self.hetero:
             return ("_N",) if isinstance(of, str) else ("_N:_E:_N", "_E")
         return (of,) if isinstance(of, str) else (":".join(of),)
@@ -231,7 +229,6 @@ def _one(tensors: Tensors, keys: Sequence[str], path: Path) -> Array:
 
 
 def _reordered(values: Array, original: Ids | None) -> Array:
-    """Reorder ``values`` from the order of DGL's ids to that of original ids. ``original``: the original id of each."""
     if original is None:
         return values
     result = np.empty_like(values)
@@ -240,7 +237,6 @@ def _reordered(values: Array, original: Ids | None) -> Array:
 
 
 def _configs(folder: Path) -> list[Path]:
-    """Return the partition configs in a folder: JSON files with id ranges of parts."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:

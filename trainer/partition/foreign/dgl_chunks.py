@@ -1,8 +1,7 @@
 """Reads DGL's chunked graph format, the input of its distributed partitioning: ``metadata.json`` and files per chunk.
 
-The format itself does not assign nodes to parts. If the folder, or a folder in it, contains the output of one of DGL's
-partition algorithms (``partition_meta.json``, and ``<node type>.txt`` with a part number per line), the part of each
-node is read from there.
+The part of each node is read from the output of DGL's partition algorithms, if the folder contains it
+(``partition_meta.json``, and ``<node type>.txt`` with a part number per line).
 """
 
 from __future__ import annotations
@@ -30,14 +29,11 @@ METADATA, PARTITION = "metadata.json", "partition_meta.json"
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The files of one array."""
-
     paths: tuple[Path, ...]
     kind: str  #: ``csv``, ``numpy`` or ``parquet``
     delimiter: str = ","
 
     def read(self, path: Path) -> Array:
-        """Return the rows in one file. Raises ``DataError``."""
         try:
             if self.kind == "csv":
                 return _read_csv(path, self.delimiter)
@@ -126,7 +122,6 @@ class _Graph:
         return _Chunks(tuple(self._located(path) for path in paths), form["name"], form.get("delimiter", ","))
 
     def _located(self, path: str) -> Path:
-        """Return the path of a file, relative to the folder. If there is none, find it by its last path components."""
         there = self.folder / path
         if there.exists():
             return there
@@ -137,7 +132,6 @@ class _Graph:
 
 
 def _homogeneous(graph: ForeignGraph) -> ForeignGraph:
-    """Convert a graph with one node type and one edge type to a homogeneous graph."""
     raw = graph.raw
     (nodes,), (edges,), (count,) = raw.nodes.values(), raw.edges.values(), raw.num_nodes.values()
     typed = replace(raw, nodes={HOMO_NODE: nodes}, edges={HOMO_EDGE: edges}, num_nodes={HOMO_NODE: count}, hetero=False)
@@ -154,7 +148,6 @@ def _read_csv(path: Path, delimiter: str) -> Array:
 
 
 def _read_parquet(path: Path) -> Array:
-    """Return the rows of a Parquet file, [rows, columns], or in the shape that its metadata gives."""
     try:
         import duckdb
     except ImportError:
@@ -186,7 +179,6 @@ def _read_metadata(folder: Path) -> Mapping[str, Any]:
 
 
 def _assignment_folder(folder: Path) -> Path | None:
-    """Return the folder with the output of a partition algorithm of DGL, or None. Raises ``DataError`` for several."""
     found = (
         [folder] if (folder / PARTITION).is_file() else sorted(path.parent for path in folder.glob(f"*/{PARTITION}"))
     )

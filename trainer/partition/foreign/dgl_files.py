@@ -1,9 +1,8 @@
 """Reads DGL's .dgl files without DGL: dicts of tensors (``save_tensors``) and graphs (``save_graphs``, version 2).
 
-The files are in the format of ``dmlc::Stream``: little-endian numbers; lists as a uint64 count and the items; strings
-as a uint64 length and the bytes; before each object a number that identifies its kind. The layout of the objects is
-that of DGL's ``tensor_serialize.cc``, ``heterograph_serialize.cc``, ``heterograph.cc``, ``unit_graph.cc``, ``coo.h``,
-``csr.h`` and ``ndarray.cc`` (DGL 0.5 to 2.5).
+The format is ``dmlc::Stream``: little-endian numbers; lists as a uint64 count and the items; strings as a uint64 length
+and the bytes; before each object a number that identifies its kind. The layout of the objects is that of DGL 0.5 to 2.5
+(``tensor_serialize.cc``, ``heterograph_serialize.cc``, ``unit_graph.cc``, ``ndarray.cc`` and others).
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ Tensors = dict[str, RawArray]
 
 @dataclass(frozen=True)
 class DglGraph:
-    """A graph of one node type and one edge type, as in the folder of a part."""
-
     sources: Array  #: int [E], in order of edge ids
     targets: Array  #: int [E]
     nodes: Mapping[str, RawArray]  #: attributes of the nodes
@@ -49,7 +46,7 @@ class DglGraph:
 
 
 def read_tensor_file(path: Path) -> Tensors:
-    """Return the tensors of a file by name. Their memory is mapped. Raises ``DataError``."""
+    """Return the memory-mapped tensors of a file by name. Raises ``DataError``."""
     stream = _Stream(path)
     stream.expect(_TENSORS, "DGL tensors (save_tensors)")
     stream.number("Q")  # their number, which the list repeats
@@ -94,7 +91,6 @@ class _Stream:
         return DataError(f"{self.path} cannot be read as a file of DGL (byte {self.at}): {why}; make it again with DGL")
 
     def take(self, size: int) -> Array:
-        """Return the next ``size`` bytes, uint8 [size]."""
         if size < 0 or self.at + size > len(self._bytes):
             raise self.error(f"the file ends after {len(self._bytes):,} bytes")
         start, self.at = self.at, self.at + size
@@ -111,7 +107,6 @@ class _Stream:
             raise self.error(f"found {found:#x}, expected {what}")
 
     def count(self) -> int:
-        """Read the number of items of a list."""
         count = self.number("Q")
         if count > _MOST_NAMES:
             raise self.error(f"a list of {count:,} items")
@@ -121,12 +116,10 @@ class _Stream:
         return {self._text(): self._tensor() for _ in range(self.count())}
 
     def skip_meta_graph(self) -> None:
-        """Skip the graph whose nodes are node types and whose edges are edge types."""
         self.expect(_META_GRAPH, "a graph of types")
         self._compressed()
 
     def unit_graph(self) -> tuple[Array, Array]:
-        """Read the edges of one type: sources and targets, in order of edge ids."""
         self.expect(_UNIT_GRAPH, "the edges of a type")
         saved, _ = self.number("q"), self.number("q")
         codes = saved & 0xFFFFFFFF if saved >> 32 else {1: _COO_CODE, 2: _CSR_CODE, 3: _CSC_CODE}.get(saved, 0)
@@ -156,7 +149,6 @@ class _Stream:
         return self._by_id(rows, ids), self._by_id(columns, ids)
 
     def _by_id(self, values: Array, ids: Array) -> Array:
-        """Return ``values`` sorted by their edge ids ``ids``. If ``ids`` is empty, they are sorted already."""
         if not len(ids):
             return values
         if ids.shape != values.shape or not np.array_equal(np.sort(ids), np.arange(len(values))):
@@ -166,7 +158,6 @@ class _Stream:
         return ordered
 
     def _compressed(self) -> tuple[Array, Array]:
-        """Read a compressed sparse matrix: row and column of each entry, in order of edge ids."""
         self.expect(_CSR, "a compressed matrix")
         self.take(16)  # numbers of columns and rows
         indptr, indices, ids = (self._tensor().values for _ in range(3))

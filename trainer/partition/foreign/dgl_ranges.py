@@ -46,7 +46,6 @@ class IdRanges:
         return np.repeat(np.arange(len(self.sizes), dtype=np.int32), self.sizes)
 
     def own(self, part_id: int) -> tuple[int, int]:
-        """Return the half-open range of a part's ids per type: the first, and one past the last."""
         end = int(self.sizes[: part_id + 1].sum())
         return end - int(self.sizes[part_id]), end
 

@@ -1,8 +1,7 @@
 """Reads labels and splits from files beside a partition of torch_geometric or GLT, or from files that the user names.
 
-The partitioning examples of both programs save, beside `NAME-partitions`, the labels of all nodes as
-`NAME-label/label.pt`, and the node ids of each split in one file per part, `NAME-train-partitions/partition0.pt`.
-``partition convert --to pyg`` writes the same folders, without `NAME-`, into the partition folder.
+The examples of both programs save, beside `NAME-partitions`, the labels of all nodes as `NAME-label/label.pt`, and the
+node ids of each split in one file per part, `NAME-train-partitions/partition0.pt`.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class ExtraFile:
 def extra_files(folder: Path, given: Mapping[str, str]) -> list[ExtraFile]:
     """Return the files in ``given`` (name of the array -> file or folder), and those found beside the partition.
 
-    A relative path is looked up in ``folder`` first, then in the current folder. Files beside the partition are ignored
-    for arrays that are in ``given``. Raises ``DataError`` when a given file does not exist.
+    A relative path is looked up in ``folder`` first, then in the current folder. Files in ``given`` take precedence.
+    Raises ``DataError`` when a given file does not exist.
     """
     mine = [ExtraFile(name, _given(name, path, folder), True) for name, path in given.items()]
     return [*mine, *(file for file in _beside(folder) if file.name not in given)]
@@ -66,10 +65,10 @@ def with_extra_arrays(raw: RawGraph, files: list[ExtraFile]) -> RawGraph:
 
 
 def _named(name: str, found: Mapping[str, RawArray], raw: RawGraph) -> Iterator[tuple[NodeType | None, str, RawArray]]:
-    """Yield (node type, name, array) of a file. The type is None if the graph has several and none is stated.
+    """Yield (node type or None, array name, array) of a file.
 
-    The type is stated by ``name`` (`<node type>__<array>`) or by the file: ``found`` has the array by node type, or by
-    '' if the file states none. Raises ``DataError`` for an unknown type.
+    ``name`` may be `<node type>__<array>`; ``found`` has the array by node type, or by '' if the file states none.
+    Raises ``DataError`` for an unknown type.
     """
     of_name, _, own = name.rpartition("__")
     for of_file, array in found.items():
@@ -109,7 +108,6 @@ def _beside(folder: Path) -> Iterator[ExtraFile]:
 
 
 def _numbered(folder: Path) -> tuple[Path, ...]:
-    """Return the files partition0.pt, partition1.pt, … of a folder in order of their numbers."""
     found = {}
     for path in folder.glob("*.pt"):
         if match := re.fullmatch(r"(?:partition|part)_?(\d+)\.pt", path.name):
@@ -118,7 +116,6 @@ def _numbered(folder: Path) -> tuple[Path, ...]:
 
 
 def _read(file: ExtraFile) -> dict[str, RawArray] | str:
-    """Read the array by node type ('' without a type), or return a note why files beside a partition are ignored."""
     pieces: dict[str, list[RawArray]] = {}
     for path in file.files:
         if path.suffix == ".npy":

@@ -2,9 +2,9 @@
 
 A folder has ``META`` (pickled), the part of every node (``node_pb.pt``, or ``node_pb/<type>.pt``), and ``part<k>/``
 with ``graph/`` (``rows.pt``, ``cols.pt``, ``eids.pt``, ``weights.pt``), ``node_feat/`` and ``edge_feat/`` (``feats``
-and ``ids``). In a heterogeneous graph each of these three has a folder per type. Features are pickled chunk by chunk
-(``.pkl``), or in GLT 0.1 one tensor (``.pt``). With `graph_caching` the edges of all parts are in ``graph/``, beside
-the parts' folders. Ids are those of the input graph, per type.
+and ``ids``), in a heterogeneous graph with a folder per type. Features are pickled chunk by chunk (``.pkl``), or in GLT
+0.1 one tensor (``.pt``). With `graph_caching`, ``graph/`` beside the parts' folders has the edges of all parts. Ids are
+those of the input graph, per type.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ def _read_meta(folder: Path) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class _Edges:
-    """Some edges of one type."""
-
     rows: RawArray
     cols: RawArray
     ids: Array
@@ -95,7 +93,6 @@ class _Partition:
         return {name: RawArray(assembled(pieces, count, what, self.arrays), first[1].place, first[1].bfloat16)}
 
     def _feature_chunks(self, group: str, part_id: int, of: NodeType | EdgeType) -> Iterator[tuple[Array, RawArray]]:
-        """Yield (ids, rows) of each chunk of a part's features; nothing if the part has none."""
         folder = self._typed(self.folder / f"part{part_id}" / group, of)
         if (folder / "feats.pkl").exists():
             rows, ids = (load_pickled_tensors(folder / f"{name}.pkl") for name in ("feats", "ids"))
@@ -146,11 +143,8 @@ class _Partition:
         return _Edges(rows, cols, ids, weights)
 
     def _ids_of_features(self, of: EdgeType, count: int) -> Array:
-        """Return the ids of the edges in ``graph/``, which GLT writes there without ids.
-
-        The edges are those of part 0, then part 1, …, as are the edge features, so that the ids of the features are
-        those of the edges. Without edge features, the edges are numbered in this order.
-        """
+        """Return the ids of the edges in ``graph/``, which GLT writes there without ids."""
+        # Edges and edge features are in the same order: those of part 0, then part 1, ….
         found = [ids for part_id in range(self.num_parts) for ids, _ in self._feature_chunks("edge_feat", part_id, of)]
         return np.concatenate(found) if found else np.arange(count)
 

@@ -3,8 +3,7 @@
 A folder has ``META.json``, the part of every node and edge (``node_map.pt`` and ``edge_map.pt``, or folders of these
 names with a file per type), and ``part_<k>/`` with ``graph.pt``, ``node_feats.pt`` and ``edge_feats.pt``. Ids are those
 of the input graph. In a heterogeneous graph, edge ids number the edges of all types together. In torch_geometric 2.4,
-whose META.json has no ``node_offset``, the node ids in ``row`` and ``col`` also number all node types together. The
-rows in ``edge_feats.pt`` are in the order of the edges in ``graph.pt``.
+whose META.json has no ``node_offset``, ``row`` and ``col`` number the nodes of all types together.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ class _Partition:
 
     @cached_property
     def _parts(self) -> list[dict[str, Any]]:
-        """The files of each part by name. Their tensors are memory-mapped."""
         names = ("graph", "node_feats", "edge_feats")
         found = []
         for part_id in range(self.meta["num_parts"]):
@@ -195,7 +193,6 @@ def _present(content: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _starts(counts: Mapping[NodeType, int]) -> dict[NodeType, int]:
-    """Return for each type the number of nodes of all types before it."""
     ends = np.cumsum([0, *counts.values()])
     return {of: int(start) for of, start in zip(counts, ends, strict=False)}
 

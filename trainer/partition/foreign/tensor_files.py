@@ -34,7 +34,7 @@ def load_tensors(path: Path) -> Any:
 
 
 def load_array(path: Path) -> RawArray:
-    """Return the tensor in a .pt file as an array. Raises ``DataError`` if it is none."""
+    """Return the tensor in a .pt file as an array. Raises ``DataError`` for any other content."""
     return tensor_array(load_tensors(path), str(path))
 
 
@@ -69,7 +69,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Unpickles tensors, and raises for other objects. Loads tensor data by ``torch.load`` with ``weights_only``."""
+    """Unpickles tensors, by ``torch.load`` with ``weights_only``. Raises for other objects."""
 
     def find_class(self, module: str, name: str) -> Any:
         import torch

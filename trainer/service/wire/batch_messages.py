@@ -1,8 +1,7 @@
 """Encodes and decodes requests for whole batches, and the replies.
 
 The records of a message are a sequence of int64, in the order in which ``batch_request`` and ``batch_reply`` write
-them. Some of the numbers are indices into the names and arrays of the message. The records of a request begin with the
-key of the batch (u64), the number of the client (u64) and the index of the client's name.
+them; some are indices into the names and arrays of the message.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ _FANOUT_LIMIT = 1 << 31
 
 
 class _RecordWriter:
-    """Collects the numbers of a message's records, and the names and arrays to which these numbers refer."""
-
     def __init__(self) -> None:
         self.table = TableWriter()
         self._numbers: list[int] = []
@@ -57,14 +54,10 @@ class _RecordWriter:
         self.put(*map(self.table.array, arrays))
 
     def rows(self, rows: Columns) -> None:
-        """Add arrays and their names."""
         self.names(rows)
         self.arrays(*rows.values())
 
     def rounded(self, of: AnyType, rows: Columns, form_of: FormOf) -> None:
-        """Add arrays and their names. Each array is rounded to the form that ``form_of`` returns, and gets a mark that
-        states how it was rounded.
-        """
         self.names(rows)
         for name, column in rows.items():
             mark, arrays = rounded(name, column, form_of(of, name))
@@ -126,7 +119,6 @@ class _RecordReader:
         return {name: restored(self.number(), arrays) for name in self.names()}
 
     def _each_once(self) -> Iterator[Array]:
-        """Read indices and yield their arrays. The indices must ascend strictly, so that each array is yielded once."""
         # Restoring one array many times could take much more memory than the message.
         while True:
             place = self.number()
@@ -197,7 +189,6 @@ def _put_seeds(out: _RecordWriter, seeds: SeedSet) -> None:
 
 
 def read_client(message: Message) -> ClientName:
-    """Decode which client sent a request for a batch. Raises ``WireError``."""
     if len(message.records) < _HEADER.size:
         raise WireError(f"the message has {len(message.records)} bytes of records, too few for a batch request")
     _, number, place = _HEADER.unpack_from(message.records)
@@ -210,8 +201,9 @@ def read_client(message: Message) -> ClientName:
 
 
 def read_batch_request(message: Message) -> tuple[BatchWork, ClientName]:
-    """Decode a request for a batch, and which client sent it. Raises ``WireError`` if the request is invalid or exceeds
-    a limit.
+    """Decode a request for a batch, and which client sent it.
+
+    Raises ``WireError`` if the request is invalid or exceeds a limit.
     """
     client = read_client(message)
     reader = _RecordReader(message, _HEADER.size)
@@ -274,8 +266,8 @@ def _read_seeds(reader: _RecordReader) -> SeedSet:
 def batch_reply(request: Message, sampled: SampledBatch, form_of: FormOf = lambda of, name: "stored") -> Message:
     """Encode the reply to a request for a batch.
 
-    ``form_of``: returns the form in which an attribute of a type is sent. Raises ``DataError`` for rows that cannot be
-    rounded to this form.
+    ``form_of``: returns the dtype in which an attribute of a type is sent. Raises ``DataError`` for rows that cannot be
+    rounded.
     """
     out, subgraph = _RecordWriter(), sampled.subgraph
     out.put(subgraph.num_hops, subgraph.induced, len(subgraph.nodes))
@@ -299,10 +291,10 @@ def batch_reply(request: Message, sampled: SampledBatch, form_of: FormOf = lambd
 
 
 def read_batch(reply: Message, work: BatchWork) -> SampledBatch:
-    """Decode a reply: the batch that a server made for ``work``.
+    """Decode the batch that a server made for ``work``.
 
-    The ``cost`` of the batch contains the bytes of the reply, and counts all rows as remote. Raises ``WireError`` if
-    the reply does not fit ``work``.
+    Its ``cost`` counts the bytes of the reply, and all rows as remote. Raises ``WireError`` if the reply does not fit
+    ``work``.
     """
     reader = _RecordReader(reply)
     num_hops, induced, count = reader.number(), bool(reader.number()), reader.count()
@@ -380,9 +372,6 @@ def _check_subgraph(subgraph: SampledSubgraph, work: BatchWork) -> None:
 
 
 def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Columns], work: BatchWork) -> int:
-    """Check that the reply has the requested attributes of all nodes and edges. Returns the number of nodes and
-    edges.
-    """
     found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
     found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
     for of, ids in found.items():
@@ -391,10 +380,6 @@ def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Columns], work
 
 
 def _check_labels(labels: Columns, work: BatchWork) -> int:
-    """Check that the reply has the requested labels of all seeds.
-
-    Returns the number of seeds; 0 if no labels were requested.
-    """
     of, names = work.labels
     number = len(work.seeds.nodes[of]) if names else 0
     _check_columns(of, labels, names, number)

@@ -1,9 +1,7 @@
 """The wire format: a fixed header and raw little-endian arrays, without pickle.
 
-A message is a list of frames, which ``trainer.service.stream`` sends. Frame 0, the head, consists of the header, one
-descriptor per array, records, text, and the small arrays, each aligned to 8 bytes. The meaning of records and text
-depends on the kind of message (``messages``). Each further frame is the memory of a larger, C-contiguous array. Ids are
-sent as int32 if they fit.
+A message is a list of frames. Frame 0, the head, consists of the header, one descriptor per array, records, text, and
+the small arrays, each aligned to 8 bytes. Each further frame is the memory of a larger, C-contiguous array.
 
 ======  =====================================================================
 header  magic ``GNFS`` · version u16 · kind u8 · status u8 · request id u64 · arrays u32 · bytes of records u32 ·
@@ -70,8 +68,6 @@ MAX_HEAD = _HEADER.size + MAX_ARRAYS * (_DESCRIPTOR.size + SMALL) + MAX_RECORDS 
 
 
 class Kind(IntEnum):
-    """The kinds of messages between clients and graph servers."""
-
     HELLO = 1
     SAMPLE = 2
     GATHER = 3
@@ -91,8 +87,6 @@ NONE = -1  #: index of an absent array or name
 
 
 class Flag(IntFlag):
-    """Options of a request."""
-
     NONE = 0
     ROUTE = 1  #: answer for the whole graph, by requests to other servers where needed
     FLOAT16 = 2  #: floating-point rows of the reply may be rounded to float16 (``rounded``)
@@ -100,9 +94,7 @@ class Flag(IntFlag):
 
 
 class Status(IntEnum):
-    """Whether a message is a request, a reply or an error reply. The text of an ERROR message is the cause of the
-    error.
-    """
+    """Whether a message is a request, a reply or an error reply. The text of an ERROR message is the cause."""
 
     REQUEST = 0
     OK = 1
@@ -116,8 +108,6 @@ _ALL_FLAGS = Flag.ROUTE | Flag.FLOAT16 | Flag.INT8
 
 @dataclass(frozen=True)
 class Message:
-    """One request or reply."""
-
     kind: Kind
     status: Status
     request_id: int  #: uint64, chosen by the client; the reply repeats it
@@ -128,7 +118,6 @@ class Message:
     size: int = field(default=0, compare=False)  #: bytes of its frames; 0 unless received
 
     def reply(self, arrays: Sequence[Array] = (), text: str = "", records: bytes = b"") -> Message:
-        """Return a reply to this request."""
         return Message(self.kind, Status.OK, self.request_id, tuple(arrays), text, records)
 
     def error(self, cause: str) -> Message:
@@ -186,9 +175,9 @@ def _describe(array: Array) -> bytes:
 def decode(frames: Sequence[Any], max_array: int = MAX_ARRAY, max_message: int = MAX_MESSAGE) -> Message:
     """Decode a message from received frames, which are bytes or other buffers.
 
-    A larger array, which has a frame of its own, is a view of this frame if alignment allows, else a copy. Raises
-    ``WireError`` for anything but a valid message of this version. It is also raised, before memory is allocated, for
-    arrays over ``max_array`` bytes each or ``max_message`` bytes in total.
+    Larger arrays are views of their frames if alignment allows. Raises ``WireError`` for anything but a valid message
+    of this version and, before memory is allocated, for arrays over ``max_array`` bytes each or ``max_message`` bytes
+    in total.
     """
     if not frames:
         raise WireError("the message has no frames")
@@ -229,8 +218,6 @@ def head_of(frames: Sequence[Any]) -> Message | None:
 
 @dataclass(frozen=True)
 class _ArrayHeader:
-    """The descriptor of an array in a received message."""
-
     dtype: np.dtype[Any]
     shape: list[int]
     size: int  #: bytes of the array
@@ -239,8 +226,9 @@ class _ArrayHeader:
 def _read_arrays(
     head: bytes, count: int, end: int, frames: Sequence[Any], max_array: int, max_message: int
 ) -> tuple[Array, ...]:
-    """Decode all arrays of a message. The small arrays begin at offset ``end`` of the head. Raises ``WireError`` for
-    invalid descriptors, and if frames or bytes of the head are missing or left over.
+    """Decode all arrays of a message. The small arrays begin at offset ``end`` of the head.
+
+    Raises ``WireError`` for invalid descriptors, and if frames or bytes of the head are missing or left over.
     """
     headers = [_read_descriptor(head, position, max_array) for position in range(count)]
     total, needed = sum(one.size for one in headers), sum(one.size > SMALL for one in headers)
@@ -272,9 +260,9 @@ def _read_descriptor(head: bytes, position: int, max_array: int) -> _ArrayHeader
 
 
 def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
-    """Return the size of an array in bytes. Raises ``WireError`` if the size exceeds ``limit``.
+    """Return the size of an array in bytes. Raises ``WireError`` if it exceeds ``limit``.
 
-    An array with a dimension of 0 has no bytes; the product of its other dimensions must not exceed ``limit`` either.
+    For an array without elements, the product of the other dimensions must not exceed ``limit`` either.
     """
     size = math.prod(shape) * dtype.itemsize
     if size > limit or (not size and math.prod(filter(None, shape)) * dtype.itemsize > limit):
@@ -302,7 +290,6 @@ def narrow_ids(ids: Array) -> Array:
 
 
 def narrow(array: Array) -> Array:
-    """Return an int64 array as int32 if its values fit, and other arrays unchanged."""
     if array.dtype != np.int64 or (array.size and not -_INT32_MAX <= array.min() <= array.max() <= _INT32_MAX):
         return array
     return slabs.cast(array, np.int32)
@@ -323,7 +310,7 @@ def widen_ids(array: Array) -> Ids:
 class TableWriter:
     """Collects the arrays and names of a message.
 
-    The methods that add an array or a name return its index, for use in the records of the message.
+    The methods that add an array or a name return its index, for use in records.
     """
 
     def __init__(self) -> None:
@@ -341,19 +328,14 @@ class TableWriter:
         return self._places[id(array)][0]
 
     def array(self, array: Array | None) -> int:
-        """Add an array of any dtype, and return its index for ``TableReader.array``.
-
-        An int64 array is sent as int32 if its values fit.
-        """
+        """Add an array of any dtype. int64 arrays are sent as int32 if their values fit."""
         if array is None:
             return NONE
         self._arrays.append(sent := narrow(array))
         return 2 * (len(self._arrays) - 1) + (sent.dtype != array.dtype)
 
     def name(self, name: str | None) -> int:
-        """Add a name. Raises ``WireError`` for a name with a line break, because line breaks separate the names of a
-        message.
-        """
+        """Add a name. Raises ``WireError`` for a name with a line break."""
         if name is None:
             return NONE
         if "\n" in name:
@@ -361,21 +343,20 @@ class TableWriter:
         return self._names.setdefault(name, len(self._names))
 
     def type(self, of: AnyType) -> int:
-        """Add the name of a node type or edge type."""
         return self.name(type_name(of))
 
     def message(self, kind: Kind, records: bytes) -> Message:
-        """Return a request with the collected arrays and names. Its request id is 0 until the channel sets it."""
+        # The channel sets the request id.
         return Message(kind, Status.REQUEST, 0, tuple(self._arrays), "\n".join(self._names), records)
 
     def reply_to(self, request: Message, records: bytes) -> Message:
-        """Return a reply to ``request`` with the collected arrays and names."""
         return request.reply(self._arrays, "\n".join(self._names), records)
 
 
 class TableReader:
-    """The arrays and names of a received message, by index. All methods raise ``WireError`` for an index out of
-    range.
+    """The arrays and names of a received message, by index.
+
+    All methods raise ``WireError`` for an index out of range.
     """
 
     def __init__(self, message: Message):
@@ -385,7 +366,6 @@ class TableReader:
         self._types: dict[int, AnyType] = {}
 
     def records(self, record: struct.Struct) -> Iterator[tuple[Any, ...]]:
-        """Yield the records of the message, each unpacked by ``record``."""
         if len(self._message.records) % record.size:
             raise WireError(
                 f"the message has {len(self._message.records)} bytes of records, expected a multiple of {record.size}"
@@ -399,7 +379,6 @@ class TableReader:
         return self._wide[place]
 
     def array(self, place: int) -> Array:
-        """Return an array in its original dtype and shape."""
         sent = self._message.arrays[self._check(place // 2, len(self._message.arrays), "array")]
         if place % 2 and sent.dtype != np.int32:
             raise WireError(f"array {place // 2} has dtype {sent.dtype}, expected int32")

@@ -1,10 +1,9 @@
 """Encodes and decodes requests for sampled neighbours (``HopRequest``), and the replies.
 
-A message contains several requests, one record each, with the fields of ``HopRequest``. The first nine fields of a
-record are indices into the names and arrays of the message (i32, -1: absent): edge type, nodes, trees (in disjoint
-sampling, the subgraph of each node), times, name of the time attribute, name of the weight attribute, targets and
-sources of excluded edges, allowed sources. They are followed by flags u32 · fanout i64 · shuffle i64 · key u64. The
-reply contains, for each request in turn, the arrays counts, sources and, if requested, edge ids.
+A message has one record per request. The first nine fields are indices into the names and arrays of the message (i32,
+-1: absent): edge type, nodes, trees, times, name of the time attribute, name of the weight attribute, targets and
+sources of excluded edges, allowed sources. Then follow flags u32 · fanout i64 · shuffle i64 · key u64. The reply
+contains, for each request in turn, the arrays counts, sources and, if requested, edge ids.
 """
 
 from __future__ import annotations
@@ -118,7 +117,6 @@ def _num_arrays(request: HopRequest) -> int:
 
 
 def sample_arrays(samples: Sequence[HopSample]) -> list[Array]:
-    """Return the arrays of a reply with these samples."""
     arrays: list[Array] = []
     for sample in samples:
         arrays += sample.counts, narrow_ids(sample.src)

@@ -1,8 +1,7 @@
 """Encodes and decodes the requests and replies of the graph service, except those for sampled neighbours and batches.
 
-Each array of attribute rows has a *mark* of one byte, which tells how the array was rounded, and from which dtype. Rows
-rounded to float16 are sent as one array, rows rounded to int8 as two: codes [n, …] and scales float32 [n, 1]
-(``trainer.core.rounding``). Mark 0: not rounded.
+Each array of rows has a *mark*, a byte that states whether and how the array was rounded, and its original dtype. Rows
+rounded to int8 are sent as two arrays: codes [n, …] and scales float32 [n, 1].
 """
 
 from __future__ import annotations
@@ -52,16 +51,14 @@ FLAG_OF: dict[WireRows, Flag] = {"stored": Flag.NONE, "float16": Flag.FLOAT16, "
 
 
 def form_of(flags: Flag) -> WireRows:
-    """Return the form (stored, float16 or int8) of the rows in the reply to a request with these flags.
-
-    If the flags allow both float16 and int8, this is int8.
-    """
+    """Return to which dtype (stored, float16 or int8) rows are rounded in the reply to a request with these flags."""
     return "int8" if flags & Flag.INT8 else "float16" if flags & Flag.FLOAT16 else "stored"
 
 
 def rounded(name: str, rows: Array, form: WireRows) -> tuple[int, list[Array]]:
-    """Round an attribute's rows to ``form``. Returns the mark and the arrays to send. Raises ``DataError`` for rows
-    that ``form`` cannot represent.
+    """Round an attribute's rows to ``form``. Returns the mark and the arrays to send.
+
+    Raises ``DataError`` for rows that ``form`` cannot represent.
     """
     if not rounding.rounds(name, rows.dtype, rows.shape, form):
         return 0, [rows]
@@ -107,8 +104,6 @@ def _next(arrays: Iterator[Array]) -> Array:
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Name, address and parts of a graph server."""
-
     name: str  #: name in messages: ``node2 (gpu3)``, or ``node0 (gpu1) of products`` in a serving cluster
     node_rank: int  #: node rank in the run or serving cluster that started the server
     host: str
@@ -163,8 +158,6 @@ class SharedSlice:
 
 @dataclass(frozen=True)
 class ServerStats:
-    """Counters of a graph server since it started."""
-
     requests: int  #: answered, including errors
     errors: int  #: answered with an error
     malformed: int  #: dropped without a reply
@@ -175,7 +168,6 @@ class ServerStats:
 
 
 def gather_request(requests: Sequence[RowRequest]) -> Message:
-    """Encode requests for attributes. The message has a record for each attribute: type, ids and name."""
     table = TableWriter()
     records = [
         _ROW_RECORD.pack(table.type(request.of), table.ids(request.ids), table.name(name))
@@ -186,9 +178,7 @@ def gather_request(requests: Sequence[RowRequest]) -> Message:
 
 
 def read_gather_request(message: Message) -> list[RowRequest]:
-    """Decode requests for attributes. Adjacent records with the same type and ids become one request. Raises
-    ``WireError``.
-    """
+    """Decode requests for attributes. Raises ``WireError``."""
     if len(message.records) > MAX_ARRAYS * _ROW_RECORD.size:
         raise WireError(f"{len(message.records) // _ROW_RECORD.size} arrays requested; the limit is {MAX_ARRAYS}")
     table, requests = TableReader(message), []
@@ -201,10 +191,9 @@ def read_gather_request(message: Message) -> list[RowRequest]:
 def rows_reply(
     message: Message, requests: Sequence[RowRequest], rows: Sequence[Mapping[str, Array]], form_of: FormOf
 ) -> Message:  # fmt: skip
-    """Encode the reply to a request for attributes. Its records are the marks of the arrays.
+    """Encode the reply to a request for attributes. Its records are the marks of the arrays, if any is rounded.
 
-    If no array is rounded, the records are empty. Raises ``DataError`` for rows that cannot be rounded to the
-    requested form.
+    Raises ``DataError`` for rows that cannot be rounded to the requested form.
     """
     columns = [
         rounded(name, np.asarray(found[name]), form_of(request.of, name))
@@ -216,8 +205,9 @@ def rows_reply(
 
 
 def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str, Array]]:
-    """Decode attributes, in their stored dtype. Raises ``WireError`` unless each requested attribute has one row per
-    id.
+    """Decode attributes, in their stored dtype.
+
+    Raises ``WireError`` unless each requested attribute has one row per id.
     """
     number = sum(len(request.attrs) for request in requests)
     marks, arrays = iter(message.records or bytes(number)), iter(message.arrays)
@@ -238,7 +228,6 @@ def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str
 
 
 def has_edges_request(edge_type: EdgeType, src: Ids, dst: Ids) -> Message:
-    """Encode a request that asks for each i whether the edge ``src[i]`` -> ``dst[i]`` exists."""
     table = TableWriter()
     return table.message(Kind.HAS_EDGES, _PAIR_RECORD.pack(table.type(edge_type), table.ids(src), table.ids(dst)))
 
@@ -268,29 +257,23 @@ def read_found(message: Message, count: int) -> npt.NDArray[np.bool_]:
 
 
 def endpoints_request(edge_type: EdgeType, edges: Ids) -> Message:
-    """Encode a request for the sources and targets of edges with given original ids."""
     table = TableWriter()
     return table.message(Kind.ENDPOINTS, _IDS_RECORD.pack(table.type(edge_type), table.ids(edges)))
 
 
 def read_endpoints_request(message: Message) -> tuple[EdgeType, Ids]:
-    """Decode the request of ``endpoints_request``: edge type and original edge ids. Raises ``WireError`` for an invalid
-    request.
-    """
+    """Decode edge type and original edge ids of ``endpoints_request``. Raises ``WireError``."""
     table = TableReader(message)
     of, edges = _only(table.records(_IDS_RECORD))
     return table.edge_type(of), table.ids(edges)
 
 
 def endpoint_arrays(ends: tuple[Ids, Ids]) -> list[Array]:
-    """Return the arrays of a reply with these sources and targets."""
     return [narrow_ids(nodes) for nodes in ends]
 
 
 def read_endpoints(message: Message, count: int) -> tuple[Ids, Ids]:
-    """Decode a reply with ``endpoint_arrays`` of ``count`` edges: sources and targets, int64. Raises ``WireError`` for
-    any other reply.
-    """
+    """Decode the sources and targets of ``count`` edges, int64. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 2 or any(check_ids(ids).shape != (count,) for ids in message.arrays):
         raise WireError(f"the reply has arrays of shapes {[array.shape for array in message.arrays]} for {count} edges")
     src, dst = map(widen_ids, message.arrays)
@@ -298,7 +281,6 @@ def read_endpoints(message: Message, count: int) -> tuple[Ids, Ids]:
 
 
 def edges_request(part_id: int, edge_type: EdgeType, first: int, count: int) -> Message:
-    """Encode a request for ``count`` edges of a part, beginning at slot ``first`` of the part's edge arrays."""
     table = TableWriter()
     return table.message(Kind.EDGES, _SLICE_RECORD.pack(table.type(edge_type), part_id, first, count))
 
@@ -318,7 +300,6 @@ def read_edges_request(message: Message) -> tuple[int, EdgeType, int, int]:
 
 
 def edge_arrays(edges: EdgeList) -> list[Array]:
-    """Return the arrays of a reply with these edges."""
     return [narrow_ids(edges.src), narrow_ids(edges.dst), narrow_ids(edges.orig_id)]
 
 
@@ -331,21 +312,20 @@ def read_edges(message: Message, count: int) -> EdgeList:
 
 
 def read_manifest_text(message: Message) -> bytes:
-    """Decode a reply that contains the bytes of manifest.json. Raises ``WireError`` for any other reply."""
+    """Decode the bytes of manifest.json. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 1 or message.arrays[0].dtype != np.uint8 or message.arrays[0].ndim != 1:
         raise WireError("the manifest in the reply is not one array of bytes")
     return message.arrays[0].tobytes()
 
 
 def shared_request(asked: SharedSlice) -> Message:
-    """Encode a request for rows of an array that belongs to the whole graph."""
     table = TableWriter()
     of = NONE if asked.of is None else table.type(asked.of)
     return table.message(Kind.SHARED, _SHARED_RECORD.pack(of, table.name(asked.name), asked.first, asked.count))
 
 
 def read_shared_request(message: Message) -> SharedSlice:
-    """Decode a request for rows of an array that belongs to the whole graph. Raises ``WireError``."""
+    """Decode a request for rows of a ``SharedSlice``. Raises ``WireError``."""
     table = TableReader(message)
     of, name, first, count = _only(table.records(_SHARED_RECORD))
     if not 0 <= first <= _MAX_SLOT or not 0 <= count <= _MAX_SLOT:
@@ -354,9 +334,7 @@ def read_shared_request(message: Message) -> SharedSlice:
 
 
 def read_shared(message: Message, asked: SharedSlice) -> Array:
-    """Decode rows of an array that belongs to the whole graph. Raises ``WireError`` if the number of rows differs from
-    that requested.
-    """
+    """Decode the rows of a ``SharedSlice``. Raises ``WireError`` if their number is wrong."""
     rows = [array.shape[0] if array.ndim else 1 for array in message.arrays]
     if rows != [asked.count]:
         raise WireError(f"the reply has arrays of {rows} rows for the request {asked}")
@@ -364,13 +342,12 @@ def read_shared(message: Message, asked: SharedSlice) -> Array:
 
 
 def to_global_request(of: NodeType, orig_ids: Ids) -> Message:
-    """Encode a request for the global ids of nodes given by original ids."""
     table = TableWriter()
     return table.message(Kind.TO_GLOBAL, _IDS_RECORD.pack(table.type(of), table.ids(orig_ids)))
 
 
 def read_to_global_request(message: Message) -> tuple[NodeType, Ids]:
-    """Decode a request for global ids: node type and original ids. Raises ``WireError`` for an invalid request."""
+    """Decode a request for global ids: node type and original ids. Raises ``WireError``."""
     table = TableReader(message)
     of, ids = _only(table.records(_IDS_RECORD))
     return table.node_type(of), table.ids(ids)
@@ -401,12 +378,10 @@ def _only(records: Iterator[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def info_text(info: HelloInfo | ServerStats) -> str:
-    """Return the JSON text of a reply to HELLO or STATS."""
     return json.dumps(asdict(info))
 
 
 def read_hello(message: Message) -> HelloInfo:
-    """Decode the reply to HELLO. Raises ``WireError``."""
     fields = _json_object(message)
     try:
         parts = tuple(int(part) for part in fields["part_ids"])
@@ -428,7 +403,6 @@ def _address(raw: Mapping[str, Any]) -> ServerAddress:
 
 
 def read_stats(message: Message) -> ServerStats:
-    """Decode the reply to STATS. Raises ``WireError``."""
     try:
         return ServerStats(**_json_object(message))
     except TypeError as error:

@@ -34,7 +34,7 @@ from trainer.train.tasks.task import Kind, Task
 def node_task(
     graph: Graph, target: NodeType, wanted: str, splits: Sequence[str], group: RankGroup
 ) -> tuple[Task, str]:  # fmt: skip
-    """Make the task of a node type, after checking the labels of all seeds. Each rank checks its share. Collective.
+    """Make the task of a node type, after checking the labels of all seeds. Collective.
 
     ``wanted``: a kind of task, or ``auto``. Returns the task, and the reason for its kind in words. Raises
     ``DataError`` if the target has no labels or train seeds, a seed has no label, or the labels do not fit ``wanted``.
@@ -88,8 +88,6 @@ def _task(
 
 
 def _check_each(labels: Sequence[SeedLabels], check: Callable[[SeedLabels], None], group: RankGroup) -> None:
-    """Check the labels of every split. Raises on all ranks if the check raises on one. Collective."""
-
     def all_splits() -> None:
         for each in labels:
             check(each)

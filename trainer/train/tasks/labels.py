@@ -31,8 +31,6 @@ def labels_01(y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SeedLabels:
-    """The labels of one rank's share of a split."""
-
     split: str
     nodes: Ids  #: int64 [n] original ids
     y: Tensor  #: [n, …] in the dataset's dtype
@@ -49,13 +47,11 @@ def own_labels(graph: Graph, target: NodeType, split: str, group: RankGroup) -> 
 
 
 def is_01(labels: SeedLabels) -> bool:
-    """Return whether all labels are 0, 1 or missing."""
     y = labels_01(labels.y)
     return bool(((y == 0) | (y == 1) | y.isnan()).all())
 
 
 def check_classes(manifest: Manifest, target: NodeType, labels: SeedLabels) -> None:
-    """Raise ``DataError`` if a seed has no class."""
     y, classes = labels.y.double(), manifest.nodes[target].num_classes
     bad = (~(y >= 0) | (y >= classes) | (y != y.floor())).nonzero().flatten()
     if len(bad):
@@ -89,7 +85,7 @@ def of_type(manifest: Manifest, target: NodeType) -> str:
 
 
 def column_moments(y: Tensor, group: RankGroup) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and population standard deviation of each column over all ranks; NaN is left out. Collective.
+    """Return mean and population standard deviation of each column over all ranks, without NaN. Collective.
 
     y: float64 [own rows, D]. The standard deviation of a constant column is 1.
     """

@@ -20,8 +20,8 @@ HITS = (1, 10, 50)  #: k of the reported Hits@k
 class LinkPrediction:
     """Softmax cross entropy of each link's target among the negatives of its step; MRR, Hits@k and AUC.
 
-    ``out``: scores [num_seeds, 1 + m], of ``LinkModel``: those of the links in column 0, then those of the m negatives,
-    which the links of a step share. A negative that equals the target of a link is left out for that link.
+    ``out``: scores [num_seeds, 1 + m] of ``LinkModel``: column 0 those of the links, then those of the m shared
+    negatives. A negative that equals the target of a link is left out for that link.
     """
 
     outputs: int  #: width of a node's embedding
@@ -34,7 +34,6 @@ class LinkPrediction:
         return softmax_loss(positive, negative) * len(out) if len(out) else out.sum()
 
     def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
-        """Return the sums of ``LinkSums``, from which ``metrics`` computes MRR, Hits@k and AUC."""
         sums = LinkSums(HITS, out.device)
         if len(out):
             sums.add(*self._scores(out, batch))
@@ -51,5 +50,4 @@ class LinkPrediction:
     def _scores(out: Tensor, batch: Labelled) -> tuple[Tensor, Tensor]:
         links = batch.links
         assert links is not None
-        same = links.dst[:, None] == links.negatives[None]
-        return out[:, 0], out[:, 1:].masked_fill(same, -torch.inf)
+        return out[:, 0], out[:, 1:].masked_fill(links.is_target(), -torch.inf)

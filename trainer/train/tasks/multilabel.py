@@ -18,9 +18,8 @@ from trainer.train.tasks.task import Kind, Labelled, Metric
 class MultiLabel:
     """Binary cross entropy, micro-averaged F1, and the share of correct labels.
 
-    ``out``: logits [num_seeds, outputs]; a label is predicted if its logit is above 0, a probability above 0.5.
-    ``batch.y``: 0 or 1 [num_seeds, outputs]; missing labels (``labels.labels_01``) are left out. The loss of a seed is
-    the mean over its known labels.
+    ``out``: logits [num_seeds, outputs]; a label is predicted if its logit is above 0. ``batch.y``: 0 or 1 [num_seeds,
+    outputs]; missing labels are left out. The loss of a seed is the mean over its known labels.
     """
 
     outputs: int  #: number of labels
@@ -41,9 +40,7 @@ class MultiLabel:
         return torch.stack([count.sum() for count in counts]).double()
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return micro-averaged F1 (0 without true positives) and the share of known labels that are predicted
-        correctly.
-        """
+        """Return micro-averaged F1 (0 without true positives) and the share of known labels predicted correctly."""
         right, false_positives, false_negatives, correct, known = sums
         return {
             "micro_f1": 2 * right / max(2 * right + false_positives + false_negatives, 1),

@@ -20,8 +20,8 @@ _COLUMNS_SHOWN = 20  #: of targets with more columns, metrics lines have only th
 class Regression:
     """Mean squared error of standardised targets; mean absolute error and root mean squared error in units of ``y``.
 
-    ``out``: [num_seeds, D], predictions of ``(y - mean) / std``, so that targets of any scale train with one learning
-    rate. The loss of a seed is the mean over its known columns; missing values (``labels.numbers``) are left out.
+    ``out``: [num_seeds, D], predictions of ``(y - mean) / std``. The loss of a seed is the mean over its known columns;
+    missing values are left out.
     """
 
     mean: tuple[float, ...]  #: of each column, over the train seeds

@@ -56,12 +56,13 @@ def held_out_type(graph: Graph) -> EdgeType | None:
 
 
 def _linked(graph: Graph, wanted: str | None) -> EdgeType:
-    """Choose the edge type whose links are predicted if the user names none.
+    """Return the only edge type whose links can be predicted.
 
-    Raises ``SettingsError`` if ``wanted`` is given, which is then not an edge type, or several types are possible.
+    Raises ``SettingsError`` if ``wanted`` is given, or several types are possible.
     """
     manifest = graph.manifest
     names = [type_name(of) for of in manifest.edges]
+    # A ``wanted`` that gets here names no edge type.
     if wanted is not None:
         known = ", ".join(names)
         raise SettingsError(f"target is {wanted!r}; task link needs an edge type of {manifest.dataset}: {known}")
@@ -76,7 +77,6 @@ def _linked(graph: Graph, wanted: str | None) -> EdgeType:
 
 
 def trains(spec: NodeSpec) -> bool:
-    """Return whether a node type has train seeds."""
     return spec.splits.get("train", 0) > 0
 
 

@@ -18,8 +18,6 @@ KINDS: tuple[Kind, ...] = ("classification", "regression", "multilabel", "link")
 
 
 class Labelled(Protocol):
-    """The attributes of a batch that a task reads."""
-
     @property
     def y(self) -> Tensor | None:
         """Labels of the seed nodes, [num_seeds, …]; None in link prediction."""
@@ -45,15 +43,14 @@ class Metric:
     better: Literal["higher", "lower"]
 
     def improves(self, value: float, best: float | None) -> bool:
-        """Return whether ``value`` is better than ``best``; True if ``best`` is None."""
         return best is None or (value > best if self.better == "higher" else value < best)
 
 
 class Task(Protocol):
-    """Loss and metrics of a model's output.
+    """Loss and metrics of a model's output. Seeds are nodes or, in link prediction, links.
 
     ``loss_sum`` and ``metric_sums`` are sums over the seeds of this rank's batch, which can be added over batches and
-    ranks. Seeds are nodes or, in link prediction, links.
+    ranks.
     """
 
     @property
@@ -65,8 +62,7 @@ class Task(Protocol):
         """Width of the model's output: numbers per seed node; in link prediction, of an embedding."""
 
     @property
-    def num_sums(self) -> int:
-        """Length of the result of ``metric_sums``."""
+    def num_sums(self) -> int: ...
 
     def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
         """Return the differentiable loss, summed over the seeds; 0 for a batch without seeds."""
@@ -75,9 +71,7 @@ class Task(Protocol):
         """Return sums from which ``metrics`` computes the metrics, float64 [num_sums]."""
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the metrics by name; ``metric``, by which the best epoch is chosen, comes first."""
+        """Return the metrics by name. ``metric``, which chooses the best epoch, comes first."""
 
     def record(self) -> Mapping[str, Any]:
-        """Return what checkpoints store as ``task``: ``kind`` and further values from which ``of_record`` makes the
-        task.
-        """
+        """Return ``kind`` and further values from which ``of_record`` makes the task of a checkpoint."""

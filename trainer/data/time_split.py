@@ -1,0 +1,62 @@
+"""Splits edges by time: validation after training, test after validation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.core.arrays import Array
+from trainer.core.errors import DataError
+
+
+@dataclass(frozen=True)
+class TimeSplit:
+    """The first time of each split of edges; None: the split is empty. Earlier edges are for training."""
+
+    val: int | None
+    test: int | None
+
+    def of(self, times: Array) -> tuple[Array, Array]:
+        """Return two masks of edges with these times: for validation, and for test, bool [E] each."""
+        test = np.zeros(len(times), bool) if self.test is None else times >= self.test
+        later = test if self.val is None else times >= self.val
+        return later & ~test, test
+
+
+def split_times(times: Array, val: float, test: float, where: str) -> TimeSplit:
+    """Choose the first times of validation and test.
+
+    Edges of equal time are in the same split. A split therefore begins at the time for which its size is nearest to the
+    wanted one (of two such times, the earlier), and has at least one time, as training has. The result depends on the
+    times only, not on the order of the edges.
+
+    Args:
+        times: Integers [E].
+        val: Wanted share of the edges for validation, 0 to 1; 0: none.
+        test: As ``val``.
+        where: Edges and attribute, for messages.
+
+    Raises ``DataError`` if there are fewer different times than splits.
+    """
+    known, counts = np.unique(times, return_counts=True)
+    least = 1 + (val > 0) + (test > 0)
+    if len(known) < least:
+        found = f"all equal ({known[0]})" if len(known) == 1 else f"only {len(known)} different ones"
+        raise DataError(
+            f"{where}: {found}, so these edges cannot be split into {least} by time; use a finer time, or leave out "
+            "option hold_out_time"
+        )
+    from_on = np.append(np.cumsum(counts[::-1])[::-1], 0)  # edges at this time and later
+    test_at = val_at = len(known)
+    if test > 0:
+        test_at = _nearest(from_on, 1 + (val > 0), test_at, test * len(times))
+    if val > 0:
+        val_at = _nearest(from_on, 1, test_at, from_on[test_at] + val * len(times))
+    first = [int(known[at]) if at < len(known) else None for at in (val_at, test_at)]
+    return TimeSplit(first[0] if val > 0 else None, first[1])
+
+
+def _nearest(sizes: Array, begin: int, end: int, wanted: float) -> int:
+    """Return the first position from ``begin`` to ``end - 1`` at which ``sizes`` is nearest to ``wanted``."""
+    return begin + int(np.argmin(np.abs(sizes[begin:end] - wanted)))

@@ -1,0 +1,100 @@
+"""Seeds of temporal batches of links: each end of a link has a subgraph of its own, its tree, limited in time.
+
+The negatives of a step are shared by its links, which have different times. Sampling around each negative for each link
+would be far too much, so the links of a step form few groups of similar time, and a negative has one tree per group,
+limited by the earliest time of the group. The target of a link is limited by the same time: otherwise a model would
+learn to tell the target from the negatives by its later neighbours. The source of a link is limited by the link's time.
+No tree that a link is scored with has an edge later than the link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trainer.core.arrays import Ids
+from trainer.core.batch import LinkEnds
+from trainer.core.schema import EdgeType, NodeType
+from trainer.loader.link_loader import ROLE
+from trainer.sampler.types import SeedSet
+from trainer.store.part_store import PartStore
+
+MOST_GROUPS = 8  #: most groups of a step
+
+
+@dataclass(frozen=True)
+class TimeGroups:
+    """The links of one global batch, grouped by time."""
+
+    of: Ids  #: int64 [links] group of each link
+    times: Ids  #: int64 [groups] earliest time of each group, ascending
+
+    @classmethod
+    def by_time(cls, times: Ids) -> TimeGroups:
+        """Group links with the given times, int64 [n]: at most ``MOST_GROUPS`` groups of about equal size. Links of
+        equal time are in the same group. The groups do not depend on the order of the links.
+        """
+        count = min(MOST_GROUPS, len(times))
+        first = np.unique(np.sort(times)[np.arange(count) * len(times) // max(count, 1)])
+        return cls(np.searchsorted(first, times, side="right") - 1, first)
+
+
+@dataclass(frozen=True)
+class TimedLinks:
+    """The links of one rank in one step, as original ids, and the negatives of the step."""
+
+    src: Ids  #: int64 [n]
+    dst: Ids  #: int64 [n]
+    times: Ids  #: int64 [n]
+    places: Ids  #: int64 [n] places in the global batch
+    negatives: Ids  #: int64 [m]
+    groups: TimeGroups  #: of the global batch
+
+
+def tree_seeds(edge_type: EdgeType, links: TimedLinks, store: PartStore) -> tuple[SeedSet, LinkEnds]:
+    """Return the seeds of a temporal batch, and the positions of link ends and negatives among them.
+
+    Seeds of a type are the links' sources, their targets, and the negatives of each group that this rank has links of.
+    The key of a tree depends on the link's place in the global batch, or on the negative and its group, and so neither
+    on ranks nor on parts.
+    """
+    groups, group = np.unique(links.groups.of[links.places], return_inverse=True)
+    num_links, num_negatives = len(links.src), len(links.negatives)
+    numbers = (groups[:, None] + 2) * ROLE + np.arange(num_negatives)
+    source = _Seeds(links.src, links.places, links.times)
+    target = _Seeds(
+        np.concatenate([links.dst, np.tile(links.negatives, len(groups))]),
+        np.concatenate([links.places + ROLE, numbers.ravel()]),
+        np.concatenate([links.groups.times[groups][group], np.repeat(links.groups.times[groups], num_negatives)]),
+    )
+    first, seeds = 0, {edge_type[0]: source, edge_type[2]: target}  # first: position of the first target
+    if edge_type[0] == edge_type[2]:
+        first, seeds = num_links, {edge_type[0]: source.then(target)}
+    shared = np.arange(len(groups) * num_negatives).reshape(len(groups), num_negatives)
+    ends = LinkEnds(
+        edge_type[0], edge_type[2], torch.arange(num_links), torch.arange(num_links) + first,
+        torch.from_numpy(shared + first + num_links), torch.from_numpy(group.astype(np.int64)),
+        torch.from_numpy(links.dst[:, None] == links.negatives),
+    )  # fmt: skip
+    return _seed_set(seeds, store), ends
+
+
+@dataclass(frozen=True)
+class _Seeds:
+    ids: Ids  #: int64 [s] original ids
+    trees: Ids  #: int64 [s] keys of their trees
+    times: Ids  #: int64 [s]
+
+    def then(self, other: _Seeds) -> _Seeds:
+        pairs = ((self.ids, other.ids), (self.trees, other.trees), (self.times, other.times))
+        return _Seeds(*map(np.concatenate, pairs))
+
+
+def _seed_set(seeds: dict[NodeType, _Seeds], store: PartStore) -> SeedSet:
+    return SeedSet(
+        {of: store.to_global(of, each.ids) for of, each in seeds.items()},
+        {of: each.trees for of, each in seeds.items()},
+        {of: each.times for of, each in seeds.items()},
+    )

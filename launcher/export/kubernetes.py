@@ -352,7 +352,7 @@ def _ports(plan: LaunchPlan, group: Group) -> list[Manifest]:
     if plan.nodes[plan.lead] in group.nodes:
         found |= {"master": plan.master_port}
         found |= {"control": plan.control_port} if plan.control_port else {}
-    return [{"name": name, "containerPort": port} for name, port in found.items()]
+    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in found.items()]
 
 
 def _claims(name: str, cluster: Cluster) -> list[tuple[str, str]]:

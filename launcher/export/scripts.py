@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
     kind: bash, torchrun or slurm. sbatch: options of sbatch by name. output: file that the script will be written to.
     Raises UsageError if a script of this kind cannot run the config.
     """
-    config, slurm = request.config, kind == "slurm"
+    request, slurm = replace(request, config=_without_needless_keys(request.config)), kind == "slurm"
+    config = request.config
     check_exportable(config, kind)
     if slurm:
         _check_equal_nodes(config)
@@ -103,6 +104,12 @@ def _environment() -> Environment:
     )
     made.filters["word"] = lambda text: text if text.isdigit() else f'"{text}"'
     return made
+
+
+def _without_needless_keys(config: ResolvedConfig) -> ResolvedConfig:
+    """Return the config without encryption if all nodes run on this machine and ``run.encrypt`` is ``auto``."""
+    local = config.transport == "local" and config.run.encrypt == "auto"
+    return replace(config, run=replace(config.run, encrypt="off")) if local else config
 
 
 def _host(config: ResolvedConfig, k: int) -> str:

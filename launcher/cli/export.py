@@ -20,23 +20,24 @@ if TYPE_CHECKING:
 _KINDS = ("kubernetes", "slurm", "torchrun", "bash")
 
 _OPTIONS = (
-    click.option("--to", "kind", type=click.Choice(_KINDS), required=True, help="Launcher to write for."),
+    click.option("--to", "kind", type=click.Choice(_KINDS), required=True, metavar="KIND",
+                 help=f"{', '.join(_KINDS[:-1])} or {_KINDS[-1]}."),
     click.option("--output", "-o", type=click.Path(path_type=Path), metavar="FILE",
-                 help="File to write; default: stdout. Secrets go into a second file."),
+                 help="File to write; default: stdout."),
     click.option("--force", is_flag=True, help="Overwrite existing files."),
-    click.option("--image", metavar="IMAGE", help="kubernetes: container image with gnnfleet."),
+    click.option("--image", metavar="IMAGE", help="kubernetes: image with gnnfleet."),
     click.option("--workload", type=click.Choice(["jobset", "job"]), default="jobset",
-                 help="kubernetes: a JobSet (default), or Jobs and a Service."),
+                 metavar="KIND", help="kubernetes: jobset (default) or job."),
     click.option("--claim", "claims", multiple=True, metavar="NAME=PATH",
-                 help="kubernetes: mount this PersistentVolumeClaim; repeatable."),
+                 help="kubernetes: volume claim to mount; repeatable."),
     click.option("--storage", default="50Gi", metavar="SIZE",
-                 help="kubernetes: size of the new claim for runs and parts."),
+                 help="kubernetes: size of a new claim; default: 50Gi."),
     click.option("--namespace", default="", metavar="NAME", help="kubernetes: namespace."),
     click.option("--slurm", "slurm", multiple=True, metavar="KEY=VALUE,…",
-                 help="slurm: options of sbatch, as partition=gpu,time=2:00:00."),
+                 help="slurm: options of sbatch, as time=2:00:00."),
 )  # fmt: skip
 
-_SHOWN = ("config", "sets", "include", "exclude", "name", "run_id", *(
+_SHOWN = ("config", "sets", "run_id", *(
     "kind", "output", "force", "image", "workload", "claims", "storage", "namespace", "slurm",
 ))  # fmt: skip
 
@@ -141,7 +142,7 @@ def _write(text: str, secret: str, notes: Sequence[str], output: Path | None, fo
 def export_command(config_options: Callable[[click.Command], click.Command]) -> click.Command:
     """Return the click command ``gnnfleet export``. It accepts all options of a launch; its help lists some."""
     command: Any = _export
-    for option in reversed(_OPTIONS):
+    for option in _OPTIONS:  # a Command appends them in this order
         command = option(command)
     command = config_options(command)
     for param in command.params:

@@ -36,7 +36,7 @@ from launcher.cli.options import (
 from launcher.errors import ConfigError, FleetError, Interrupted, PreflightRefused, UsageError
 from launcher.run.options import LaunchOptions, choose_run_id, read_config
 
-_EPILOG = """Exit status: 0 done, 1 failed, 2 bad usage, 3 preflight refused, 130 stopped.
+_EPILOG = """Exit status: 0 done, 1 failed, 2 bad usage, 3 refused, 130 stopped.
 
 \b
 Examples:

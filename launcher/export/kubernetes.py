@@ -1,5 +1,5 @@
 """Writes a run as Kubernetes manifests: a JobSet, or Indexed Jobs with a headless service, whose pods run the same
-supervisors as hosts behind SSH (``launcher/node/pod.py``).
+supervisors as hosts behind SSH (``launcher/node/supervisor/pod.py``).
 
 References: batch/v1 Job (Indexed completion mode, podFailurePolicy, backoffLimitPerIndex) and jobset.x-k8s.io/v1alpha2.
 """
@@ -26,7 +26,7 @@ from launcher.command import Secret
 from launcher.config.resolve import ResolvedConfig
 from launcher.errors import UsageError
 from launcher.export.placed_plan import ExportRequest, Place, check_exportable, placed_plan
-from launcher.node import pod
+from launcher.node.supervisor import pod
 from launcher.plan.files import code_digest
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.partition import partitioning
@@ -309,7 +309,7 @@ def _job_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: C
 
 def _pod_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cluster) -> Manifest:
     devices = len(group.first.devices)
-    program = ["python3", "-m", "launcher.node.pod"]
+    program = ["python3", "-m", "launcher.node.supervisor.pod"]
     alive = {"exec": {"command": [*program, "--alive", RUN]}, "timeoutSeconds": 15}
     container: Manifest = {
         "name": "node",

@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any
 
 if not __package__:  # run as a file: make the package above importable
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
 
 from launcher.node.json_reader import RESULT, record_in
 from launcher.node.record import read_json, write_json, write_text
@@ -42,7 +42,7 @@ FORMAT, VERSION = "gnnfleet-export", 1
 #: Placeholders in the exported files: folder of gnnfleet's code and interpreter in the image, secret of the run.
 CODE, PYTHON, TOKEN = "@CODE@", "@PYTHON@", "@TOKEN@"
 
-_CODE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_CODE_FOLDER = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
 
 _POLL = 0.5  # seconds
 

@@ -22,23 +22,38 @@ from waiting import wait_until
 
 CONFIG = """
 name: toy
-nodes: [a, b]
+nodes: {nodes}
 data:
   dataset: synthetic
-  options: {num_nodes: 4000, avg_degree: 10, num_features: 16, num_classes: 4}
-train: {hidden: 32, fanouts: [5, 5], batch_size: 256, epochs: 3, dropout: 0.1}
-run: {restarts: 1}
+  options: {{num_nodes: 4000, avg_degree: 10, num_features: 16, num_classes: 4}}
+train: {{hidden: 32, fanouts: [5, 5], batch_size: 256, epochs: 3, dropout: 0.1}}
+run: {{restarts: 1}}
+"""
+SCRIPT = """
+import pathlib
+import time
+import gnnfleet as gf
+graph = gf.open()
+loader = gf.DistNeighborLoader(graph, [4, 4], "train", batch_size=256)
+print("seeds:", sum(batch.batch_size for batch in loader), flush=True)
+if not pathlib.Path("../stopped").exists():  # in the first attempt
+    pathlib.Path("../stopped").touch()
+    time.sleep(600)
 """
 
 
 class Scene:
     """The exported manifests of one run, with a host for each node."""
 
-    def __init__(self, folder: Path, cluster: NetCluster, kind: Literal["jobset", "job"]) -> None:
+    def __init__(
+        self, folder: Path, cluster: NetCluster, kind: Literal["jobset", "job"], script: str = "", nodes: str = "[a, b]"
+    ) -> None:
         folder.mkdir()
-        (folder / "cluster.yml").write_text(CONFIG)
+        (folder / "cluster.yml").write_text(CONFIG.format(nodes=nodes))
+        (folder / "mine.py").write_text(script)
         config = resolve_run(load_config(folder / "cluster.yml"))
-        made = export_kubernetes(ExportRequest(config, "Toy"), Cluster("image", kind))
+        own = ("python", "mine.py") if script else ()
+        made = export_kubernetes(ExportRequest(config, "Toy", own, folder), Cluster("image", kind))
         self.kubelet = Kubelet([*made.manifests, made.secret], folder)
         self.partition, *self.nodes = self.kubelet.pods
         self.hosts = {self.partition: cluster.hosts[0], **dict(zip(self.nodes, cluster.hosts, strict=True))}
@@ -88,3 +103,21 @@ def test_pods_train_and_resume_with_equal_losses(tmp_path: Path, make_cluster: C
     assert scene.losses() == pytest.approx(first.losses(), abs=1e-5)
     attempts = [json.loads(scene.node_file(k, "attempt.json").read_text()) for k in (0, 1)]
     assert attempts == [{"attempt": 1}] * 2
+
+
+@pytest.mark.slow
+def test_own_script_of_clients_and_the_end_of_a_pod(tmp_path: Path, make_cluster: Callable[..., NetCluster]) -> None:
+    cluster = make_cluster(2, shared_folder=tmp_path)
+    nodes = "[{host: a, role: server}, {host: b, role: client}]"
+    scene = Scene(tmp_path / "roles", cluster, "jobset", SCRIPT, nodes)
+    assert [pod.hostname for pod in scene.nodes] == ["toy-servers-0-0", "toy-clients-0-0"]
+    assert [process.wait(100) for process in scene.start(scene.partition)] == [0], scene.logs()
+    server, client = scene.start(*scene.nodes)
+    wait_until(lambda: "seeds: 1200" in scene.kubelet.log(scene.nodes[1]))
+    command = " ".join(scene.nodes[1].container["command"])
+    (pid,) = [pid for pid, line in scene.kubelet.processes(scene.nodes[1]) if line == command]
+    os.kill(pid, signal.SIGTERM)  # as kubectl delete does
+    assert [server.wait(30), client.wait(30)] == [1, 1], scene.logs()
+    assert "node1: stopped: SIGTERM" in scene.kubelet.log(scene.nodes[1])
+    assert "node0: done: node1 (toy-clients-0-0.toy): its supervisor got SIGTERM" in scene.kubelet.log(scene.nodes[0])
+    assert [process.wait(60) for process in scene.start(*scene.nodes)] == [0, 0], scene.logs()

@@ -206,7 +206,12 @@ class Pod:
             pass
         result = record_in(RESULT, self._path("result.json"))
         print(f"node{self.node_rank}: {_sentence(result)}", flush=True)
-        return 0 if result is not None and result["state"] == "done" else 1
+        return 0 if result is not None and self._run_done(result) else 1
+
+    def _run_done(self, result: Mapping[str, Any]) -> bool:
+        # A node that only serves is done, too, when a failure elsewhere has stopped it; it must then run again.
+        spec = read_json(self._path("node.json"))
+        return result["state"] == "done" and (spec["trainer"] is not None or not result["reason"])
 
     def alive(self) -> bool:
         """Whether the supervisor has written its heartbeat in the last minute."""

@@ -129,7 +129,7 @@ def main(
         show("scaling", run(small, per_host))
         return
     if not FIGURES.exists():
-        raise click.ClickException("nothing was measured yet: python benchmarks/run.py scaling")
+        raise click.ClickException("nothing was measured yet; run python benchmarks/run.py scaling first")
     kept = json.loads(FIGURES.read_text())
     measured = {name: [Measured.load(fields) for fields in runs] for name, runs in kept.items()}
     on = replace(Hardware(), cores=cores, efficiency=efficiency, gbit=gbit, latency=latency_us / 1e6, threads=threads)

@@ -53,7 +53,7 @@ def learn(graph, options):
 
 
 def classify(graph, options, model) -> None:
-    """Print the test accuracies of logistic regression on the input features and on the encoder's rows."""
+    """Print the test accuracies of logistic regression on the input features and on the encoder's output."""
     embedded, plain = {}, {}
     for split in ("train", "test"):
         batches = gf.DistNeighborLoader(graph, numbers(options.fanouts), split, attrs=["x", "y"], batch_size=2048)
@@ -64,7 +64,7 @@ def classify(graph, options, model) -> None:
 
 @torch.no_grad()
 def rows_of(model, batches):
-    """Return (rows of the encoder, labels) and (input features, labels) of this rank's seeds."""
+    """Return (output of the encoder, labels) and (input features, labels) of this rank's seeds."""
     rows, x, y = [], [], []
     for batch in batches:
         batch.x, own = batch.x.float(), batch.batch_size

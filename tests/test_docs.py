@@ -191,7 +191,7 @@ def test_files_and_modules_named_in_pages_exist() -> None:
 
 
 def _is_defined(name: str) -> bool:
-    """Return whether a dotted name is a module, or a module and one or two names in its source."""
+    """Return whether a dotted name is a module, or a module followed by one or two names that its source contains."""
     words = name.split(".")
     for cut in range(len(words), max(len(words) - 3, 0), -1):
         path = REPOSITORY.joinpath(*words[:cut])

@@ -21,7 +21,8 @@ ORDER = {
         "plan", "export", "preflight", "report", "sync", "run", "manage", "serving", "init", "cli",
     ),
     "trainer": (
-        "core", "store", "data", "sources", "partition", "sampler", "service", "graph", "loader", "nn", "train", "cli",
+        "core", "store", "data", "sources", "partition", "sampler", "cuda", "service", "graph", "loader", "nn",
+        "train", "cli",
     ),
     "gnnfleet": ("shadow", "nn", "tasks"),
 }  # fmt: skip

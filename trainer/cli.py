@@ -155,7 +155,7 @@ _REMOTE_ACCESS = tuple(field.name for field in fields(RemoteAccess))
 def _graph_options(function: F) -> F:
     """Add the options that open a graph to a command.
 
-    ``function`` gets those that are fields of ``RemoteAccess`` as one argument, ``remote_access``.
+    ``function`` gets the options that are fields of ``RemoteAccess`` as one argument, ``remote_access``.
     """
 
     @functools.wraps(function)

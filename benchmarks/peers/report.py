@@ -59,7 +59,7 @@ def floor_of(section: str, found: Found, layers: list[list[int]] | None, machine
 def _against(one: Contender, ran: Found) -> Sequence[Run] | None:
     """Return the runs of the fastest gnnfleet contender, or None without one.
 
-    Contenders with parts made by the same method as those of ``one`` are preferred.
+    Contenders with the same partition method as ``one`` are preferred.
     """
     ours = [other for other in ran if other.ours]
     same = [other for other in ours if other.cut == one.cut] or ours

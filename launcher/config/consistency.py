@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from launcher.config.roles import host_key
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, node_workdir
+from launcher.config.train_consistency import check_cache_size, check_training
 from launcher.config.validation import Reader
 from launcher.text import count
 
 _MOST_RANKS = 65_536
 
-FREE_VARIABLES = frozenset({"GNNFLEET_KERNELS"})  #: GNNFLEET_ variables that a node's `env` may set
+#: GNNFLEET_ variables that a node's `env` may set.
+FREE_VARIABLES = frozenset({"GNNFLEET_KERNELS", "GNNFLEET_TORCH_OPS"})
 
 #: Variables that gnnfleet sets for each rank; a node's `env` must not contain them.
 RANK_VARIABLES = frozenset(
@@ -30,43 +32,10 @@ def is_run_id(text: str) -> bool:
     return _RUN_ID.fullmatch(text) is not None
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *(%|B|KB|MB|GB|TB)", re.IGNORECASE)
-
 _MEMORY = re.compile(r"\d+(\.\d+)? *(B|[KMGT]B?)", re.IGNORECASE)
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-@dataclass(frozen=True)
-class CacheSize:
-    """Maximum size of a row cache: a share of the rows, or a number of bytes."""
-
-    share: float = 0.0  #: 0 to 1; ignored if ``bytes`` is given
-    bytes: int | None = None
-
-    @classmethod
-    def parse(cls, text: str, rows: str = "the remote rows") -> CacheSize:
-        """Parse ``10%``, ``512MB``, or ``0`` for no cache.
-
-        ``rows``: what the percentage refers to, for error messages. Raises ValueError for other text.
-        """
-        if text.strip() in ("0", "none"):
-            return cls()
-        found = _SIZE.fullmatch(text.strip())
-        if found is None:
-            raise ValueError(f"expected a share of {rows} (10%), a size (512MB) or 0, found `{text}`")
-        number, unit = float(found[1]), found[2].upper()
-        if unit != "%":
-            return cls(bytes=int(number * _UNITS[unit]))
-        if number > 100:
-            raise ValueError(f"expected at most 100% of {rows}, found `{text}`")
-        return cls(share=number / 100)
-
-    def of_rows(self, num_remote: float, row_bytes: float) -> int:
-        """Return the maximum size in bytes of a cache for ``num_remote`` rows of ``row_bytes`` bytes each."""
-        total = num_remote * row_bytes
-        return round(self.share * total if self.bytes is None else min(self.bytes, total))
-
+#: UUID of a GPU or a MIG instance, or its first characters; older drivers write MIG-GPU-<uuid>/<number>/<number>.
+_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z]+(-[0-9A-Za-z]+)*(/[0-9]+){0,2}")
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -83,7 +52,7 @@ def check(config: ClusterConfig, reader: Reader) -> None:
     """Report contradictions in the config of the whole cluster: roles, parts, training settings and ports."""
     _nodes(config, reader)
     _data(config, reader)
-    _train(config, reader)
+    check_training(config, reader)
     _ports(config, reader)
     _restarts(config, reader)
 
@@ -113,7 +82,14 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
         )
     if node.venv and node.conda:
         reader.report((*here, "conda"), f"nodes.{k}: venv and conda are both given; keep the one that holds torch")
-    if len(set(node.devices)) < len(node.devices):
+    wrong = next((device for device in node.devices if isinstance(device, str) and not _UUID.fullmatch(device)), None)
+    if wrong is not None:
+        reader.report(
+            (*here, "devices"),
+            f"nodes.{k}.devices: `{wrong}` is neither a whole number nor a UUID as `nvidia-smi -L` lists it (GPU-…, "
+            "MIG-…)",
+        )
+    elif len(set(node.devices)) < len(node.devices):
         twice = next(device for device in node.devices if node.devices.count(device) > 1)
         reader.report((*here, "devices"), f"nodes.{k}.devices: device {twice} is listed twice")
     elif node.procs and node.devices and node.procs != len(node.devices):
@@ -197,7 +173,7 @@ def _folders(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _devices(config: ClusterConfig, reader: Reader) -> None:
-    first: dict[tuple[str, str, int], int] = {}
+    first: dict[tuple[str, str, int | str], int] = {}
     for k, node in enumerate(config.nodes):
         if not reader.good(*(("nodes", k, name) for name in ("host", "port", "devices"))):
             continue
@@ -234,21 +210,12 @@ def _data(config: ClusterConfig, reader: Reader) -> None:
             ("data", "partition", "method"),
             "data.partition.method: keep is for `dataset: partition`, whose source is a partition folder",
         )
-    _cache("data.cache", data.cache, "the remote rows", reader)
+    check_cache_size("data.cache", data.cache, "the remote rows", reader)
     _memory(data.partition.memory, reader)
     if data.serving:
         _serving(config, reader)
     elif not data.dataset and ("data",) not in reader.bad and reader.good(("data", "dataset"), ("data", "serving")):
         reader.missing(next(item for item in fields(data) if item.name == "dataset"), ("data",))
-
-
-def _cache(key: str, text: str, rows: str, reader: Reader) -> None:
-    place = tuple(key.split("."))
-    try:
-        CacheSize.parse(text, rows)
-    except ValueError as error:
-        if reader.good(place):
-            reader.report(place, f"{key}: {error}")
 
 
 def _memory(text: str | None, reader: Reader) -> None:
@@ -276,50 +243,6 @@ def _serving(config: ClusterConfig, reader: Reader) -> None:
                 f"data.{name}: the parts are those of the serving cluster `{config.data.serving}` (data.serving); "
                 f"leave {name} out",
             )
-
-
-def _train(config: ClusterConfig, reader: Reader) -> None:
-    train = config.train
-    _cache("train.device_cache", train.device_cache, "all rows", reader)
-    for name in ("fanouts", "eval_fanouts"):
-        fanouts = getattr(train, name)
-        wrong = next((fanout for fanout in fanouts or () if fanout == 0 or fanout < -1), None)
-        if wrong is not None and reader.good(("train", name)):
-            message = f"train.{name}: each must be -1 (all neighbours) or at least 1; found {wrong}"
-            reader.report(("train", name), message)
-    if not train.fanouts and reader.good(("train", "fanouts")):
-        reader.report(("train", "fanouts"), "train.fanouts: empty; give one number per layer")
-    elif reader.good(("train", "fanouts")):
-        _layers(config, reader)
-    if reader.good(("nodes",), ("train", "batch_size")) and train.batch_size < config.world_size:
-        reader.report(
-            ("train", "batch_size"),
-            f"train.batch_size: the global batch is {train.batch_size}, fewer seeds "
-            f"than processes ({config.world_size}); raise it or use fewer processes",
-        )
-    cpu_only = next((k for k, node in enumerate(config.nodes) if node.trains and not node.devices), None)
-    if train.backend == "nccl" and cpu_only is not None and reader.good(("nodes",)):
-        host = config.nodes[cpu_only].host
-        reader.report(
-            ("train", "backend"),
-            f"train.backend: nccl needs devices on every node, but {host} (node{cpu_only}) lists none",
-        )
-
-
-def _layers(config: ClusterConfig, reader: Reader) -> None:
-    train, hops = config.train, len(config.train.fanouts)
-    if train.layers and train.layers != hops and reader.good(("train", "layers")):
-        reader.report(
-            ("train", "layers"),
-            f"train.layers is {train.layers}, but train.fanouts has {hops} numbers; "
-            "give one fanout per layer, or leave layers out",
-        )
-    if train.eval_fanouts is not None and len(train.eval_fanouts) != hops:
-        reader.report(
-            ("train", "eval_fanouts"),
-            f"train.eval_fanouts has {len(train.eval_fanouts)} numbers, but "
-            f"train.fanouts has {hops}; both need one per layer",
-        )
 
 
 def _ports(config: ClusterConfig, reader: Reader) -> None:

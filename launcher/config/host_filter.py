@@ -112,18 +112,19 @@ def _with_devices(
 
     Raises LookupError if a host lacks a wanted device.
     """
-    hosts: dict[str, dict[int, tuple[int, ...]]] = {}
+    hosts: dict[str, dict[int, tuple[int | str, ...]]] = {}
     for k in ranks:
         hosts.setdefault(config.nodes[k].host, {})[k] = config.nodes[k].devices
     for host, nodes in hosts.items():
-        present = sorted({device for devices in nodes.values() for device in devices})
+        present = sorted({device for devices in nodes.values() for device in devices}, key=str)
         if not present:
             why = "it trains on its CPU" if any(config.nodes[k].trains for k in nodes) else "it is a server"
             raise LookupError(f"{host} has no `devices` in the config; {why}")
         if missing := sorted(wanted - {*present}):
             has = f"its devices are {', '.join(map(str, present))}"
             raise LookupError(f"{host} has no device {', '.join(map(str, missing))} in the config; {has}")
-        yield from ((k, wanted & {*devices}) for k, devices in nodes.items() if wanted & {*devices})
+        chosen = {k: frozenset(device for device in devices if device in wanted) for k, devices in nodes.items()}
+        yield from ((k, kept) for k, kept in chosen.items() if kept)
 
 
 class _Names:

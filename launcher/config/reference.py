@@ -130,6 +130,8 @@ def type_in_words(hint: Any) -> str:
         return " or ".join(f"`{choice}`" for choice in inside)
     if kind in (Union, UnionType):
         return " or ".join(type_in_words(one) for one in inside if one is not type(None))
+    if kind is tuple and get_origin(inside[0]) in (Union, UnionType):
+        return "list of " + " or ".join(f"{type_in_words(one)}s" for one in get_args(inside[0]))
     if kind is tuple:
         return "list of nodes" if is_dataclass(inside[0]) else f"list of {type_in_words(inside[0])}s"
     return "section"

@@ -74,11 +74,19 @@ class NodeConfig:
         "`worker` holds parts and trains; `server` holds parts and samples for clients; `client` trains without parts.",
         "worker",
     )
-    devices: tuple[int, ...] = setting(
-        "CUDA device ids, as [0, 1], one process per device; empty: train on the CPU.", (), at_least=0
+    devices: tuple[int | str, ...] = setting(
+        "CUDA devices, one process each: ids as [0, 1], or UUIDs of GPUs or MIG instances as `nvidia-smi -L` lists "
+        "them; empty: train on the CPU.",
+        (),
+        at_least=0,
     )
     procs: int | None = setting(
         "Trainer processes on this node; default: one per device, or 1 on the CPU.", None, at_least=1, at_most=1024
+    )
+    batch_share: float = setting(
+        "Seeds of each step per process, relative to the processes of other nodes; for the bundled trainer.",
+        1.0,
+        above=0,
     )
     address: str | None = setting(
         "Address at which the other nodes reach this node; default: found by preflight.", None
@@ -265,6 +273,10 @@ class TrainConfig:
     prefetch: int = setting(
         "Batches in memory per process, including the one in use; at least sampler_threads + 1.", 2, at_least=1
     )
+    sampling: Literal["auto", "cpu", "cuda"] = setting(
+        "Where batches are sampled and gathered. cuda: on each GPU, needs the topology of all parts on the node; auto: "
+        "cuda where it is possible.", "auto"
+    )  # fmt: skip
     device_cache: str = setting(
         "Feature rows cached on each GPU, the most often needed first: a share of all (10%), a size (512MB), or 0.", "0"
     )

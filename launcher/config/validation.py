@@ -38,7 +38,8 @@ _HOST = re.compile(
     r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|(?=[^\s@:]*:[^\s@:]*:)[^\s@]+)(?::(?P<port>\d+))?"
 )
 
-_MAX_ENTRIES = {int: 1024}  #: by element type: maximum length of a list of numbers (devices, fanouts)
+#: By element type: maximum length of a list of numbers (fanouts, devices).
+_MAX_ENTRIES: dict[Any, int] = {int: 1024, int | str: 1024}
 
 _MAX_HOST_CHARS = 1000  #: including user and port
 
@@ -249,6 +250,8 @@ class Reader:
         if isinstance(tree, Scalar) and tree.text in words:
             return tree.text
         rest = next(kind for kind in kinds if get_origin(kind) is not Literal)
+        if rest is int and str in kinds and isinstance(tree, Scalar) and not (tree.empty or _INT.fullmatch(tree.text)):
+            return _scalar(str, tree)
         try:
             return self._value(rest, tree, path)
         except _Wrong as wrong:
@@ -259,14 +262,15 @@ class Reader:
         if isinstance(tree, Scalar) and kind is str and not tree.empty:
             return (tree.text,)
         from_shell = isinstance(tree, Scalar) and tree.tag == "int" and not tree.origin.line
-        if isinstance(tree, Scalar) and kind is int and ("," in tree.text or from_shell):
+        if isinstance(tree, Scalar) and kind in (int, int | str) and ("," in tree.text or from_shell):
             tree = YamlSequence(
                 tree.origin, tuple(Scalar(tree.origin, word.strip(), "") for word in tree.text.split(","))
             )
         if isinstance(tree, YamlSequence) and len(tree.items) > _MAX_ENTRIES.get(kind, MOST):
             raise _Wrong(f"expected at most {_MAX_ENTRIES.get(kind, MOST):,} entries, found {len(tree.items):,}")
         if not isinstance(tree, YamlSequence):
-            example = {int: " such as [2, 1]", str: ""}.get(kind, " of hosts" if kind is NodeConfig else "")
+            examples: dict[Any, str] = {int: " such as [2, 1]", int | str: " such as [0, 1]", str: ""}
+            example = examples.get(kind, " of hosts" if kind is NodeConfig else "")
             raise _Wrong(f"expected a list{example}, found {describe(tree)}")
         return tuple(self._element(kind, item, (*path, i)) for i, item in enumerate(tree.items))
 
@@ -276,7 +280,7 @@ class Reader:
             return self._value(kind, tree, path)
         except _Wrong as wrong:
             self.report(path, f"{dotted(path)}: {wrong}")
-            return NodeConfig(host="") if kind is NodeConfig else kind()
+            return NodeConfig(host="") if kind is NodeConfig else 0 if kind == int | str else kind()
 
     def _mapping(self, kind: Any, tree: Tree) -> dict[str, Any]:
         if not isinstance(tree, Section):

@@ -22,12 +22,13 @@ from launcher.plan.commands import PlanContext, node_commands, own_argv
 from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
 from launcher.plan.model import KeptServers, LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated
 from launcher.plan.own_script import OwnCommand, own_command_files, resume_file
-from launcher.plan.partition import PartitionFiles, check_train_seeds, outdated, partitioning, read_partition_files
+from launcher.plan.partition import PartitionFiles, outdated, partitioning, read_partition_files
 from launcher.plan.placement import Site, make_sites, node_login, session_name
 from launcher.plan.ports import choose, control_candidates, master_candidates
 from launcher.plan.serialize import run_json
 from launcher.plan.service_key import new_key_pair
 from launcher.plan.topology import decide
+from launcher.plan.trainable import check_trainable
 from launcher.text import count, spans
 
 
@@ -282,15 +283,15 @@ def offline_plan(
 ) -> LaunchPlan:
     """Build a plan without connecting to a node; it lists the parts' files if they are up to date on this machine.
 
-    The arguments are those of ``make_plan``, and ``to_train``: whether to raise UsageError if the parts have no train
-    seeds.
+    The arguments are those of ``make_plan``, and ``to_train``: whether to raise UsageError if the bundled trainer
+    cannot train on the graph, as far as its types are known.
     """
     _check_source(config)
     manifest = None
     if config.makes_parts and not outdated(config):
         manifest = read_partition_files(Path(config.data.folder).expanduser())
-    if to_train and manifest is not None and not own_command:
-        check_train_seeds(config, manifest)
+    if to_train and not own_command:
+        check_trainable(config, manifest)
     return make_plan(
         config,
         run_id=run_id,

@@ -126,7 +126,7 @@ def _train_argv(context: PlanContext, site: Site) -> list[str]:
     return [*argv, "--resume", f"{site.run_dir}/{context.resume.dest}"] if context.resume else argv
 
 
-_LEFT_OUT_AT_DEFAULT = ("precision", "device_cache", "checkpoint_seconds")  # keeps the shown command short
+_LEFT_OUT_AT_DEFAULT = ("precision", "device_cache", "sampling", "checkpoint_seconds")  # keeps the shown command short
 
 
 def train_flags(train: TrainConfig) -> list[str]:
@@ -189,6 +189,8 @@ def _rank_env(context: PlanContext, site: Site) -> dict[str, str]:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi; CUDA's default is the fastest device first
     if site.interface:
         env |= {"GLOO_SOCKET_IFNAME": site.interface, "NCCL_SOCKET_IFNAME": site.interface}
+    if site.node.batch_share != 1 and not context.own:
+        env["GNNFLEET_BATCH_SHARE"] = f"{site.node.batch_share:g}"
     if site.threads is not None:
         env["OMP_NUM_THREADS"] = str(site.threads)
     return env

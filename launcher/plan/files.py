@@ -190,7 +190,7 @@ def _control(context: PlanContext) -> Mapping[str, Any] | None:
 
 
 def _leases(context: PlanContext, site: Site) -> list[str]:
-    devices = sorted(set(site.node.devices))
+    devices = sorted({str(device).replace("/", "_") for device in site.node.devices})
     leads = site.node_rank == context.lead and site.ranks
     ports = [context.master_port, *([context.control_port] if context.control_port else [])] if leads else []
     ports += [port for port in (site.master_port, site.control_port) if port and not leads]  # for restarts

@@ -40,7 +40,7 @@ class NodePlan:
     login: Login | None  #: None: the launching machine itself (``transport: local``)
     nproc: int
     ranks: tuple[int, ...]
-    devices: tuple[int, ...]
+    devices: tuple[int | str, ...]  #: ids or UUIDs
     parts: tuple[int, ...]  #: part ids this node holds
     address: str
     workdir: str

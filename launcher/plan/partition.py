@@ -80,6 +80,7 @@ class PartitionFiles:
     files: tuple[PartFile, ...]  #: manifest.json included, last
     train_seeds: Mapping[str, int] = field(default_factory=dict)  #: number by node type; empty: unknown
     links_held_out: bool = False  #: whether links are held out to be predicted (dataset option ``hold_out``)
+    hetero: bool | None = None  #: whether the graph is heterogeneous; None: unknown
 
     def of_parts(self, parts: Iterable[int], *, replicated: bool = False) -> tuple[PartFile, ...]:
         """Return the files that a node with ``parts`` needs: those of the parts, the shared files and the manifest.
@@ -157,8 +158,9 @@ def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
     seeds = {name: spec.splits.get("train", 0) for name, spec in manifest.nodes.items()}
     held_out = _HELD_OUT in manifest.graph_attrs
     return PartitionFiles(
-        folder, manifest.dataset, manifest.fingerprint, manifest.num_parts, tuple(files), seeds, held_out
-    )
+        folder, manifest.dataset, manifest.fingerprint, manifest.num_parts, tuple(files), seeds, held_out,
+        manifest.hetero,
+    )  # fmt: skip
 
 
 class _ManifestKind(msgspec.Struct):
@@ -186,6 +188,7 @@ class _Manifest(msgspec.Struct):
     files: tuple[_ManifestFile, ...]
     nodes: dict[str, _ManifestNodes] = {}
     graph_attrs: dict[str, Any] = {}
+    hetero: bool | None = None
 
 
 def _is_flat(file: _ManifestFile) -> bool:
@@ -328,25 +331,3 @@ def _read(stamp: Path) -> object:
         return json.loads(stamp.read_text())
     except (OSError, ValueError):
         return None
-
-
-def check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
-    """Raise UsageError if the parts have no train seeds, unless the task is to predict links, which needs none.
-
-    If ``train.target`` is set, only train seeds of this node type count.
-    """
-    target, task = config.train.target, config.train.task
-    if task == "link" or (task == "auto" and (parts.links_held_out or "__" in (target or ""))):
-        return
-    if target is not None and target in parts.train_seeds:
-        seeds, whose, where = parts.train_seeds[target], f"node type {target} has", f" of {target}"
-    else:  # the trainer refuses an unknown type and lists the existing ones
-        seeds, whose, where = sum(parts.train_seeds.values()), "the graph has", ""
-    if seeds or not parts.train_seeds:
-        return
-    raise UsageError(
-        f"{config.data.source or parts.dataset}: {whose} no train split, which the bundled trainer needs (parts in "
-        f"{parts.folder}); nothing was sent. Add train_idx or train_mask{where} to the graph (docs/data.md), set "
-        "train.task to link to predict links, or run a script of your own on these parts: gnnfleet launch -- python "
-        "SCRIPT"
-    )

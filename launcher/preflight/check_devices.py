@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from launcher.node.exit_description import size
@@ -20,27 +21,77 @@ _MIB = 1 << 20
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 
 
+@dataclass(frozen=True)
+class _Device:
+    """A device of the config, and the GPU that it is or, as a MIG instance, belongs to."""
+
+    given: int | str  #: id or UUID, as in the config
+    gpu: Mapping[str, Any]  #: the probe's facts
+    instance: str = ""  #: UUID of a MIG instance; '' for a whole GPU
+
+    @property
+    def name(self) -> str:
+        return f"CUDA device {self.given}"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The same for all names of the device."""
+        return self.gpu["uuid"] or str(self.gpu["index"]), self.instance
+
+    @property
+    def leases(self) -> set[str]:
+        """Names of leases that exclude the device: on itself, or on its whole GPU."""
+        names = (self.given, self.gpu["index"], self.gpu["uuid"], self.instance)
+        return {f"cuda:{name}".replace("/", "_") for name in names if name != ""}
+
+
+def _find(device: int | str, gpus: Sequence[Mapping[str, Any]]) -> _Device | None:
+    """Return the device with this id or UUID, of which the first characters suffice; None if there is none."""
+    if isinstance(device, int):
+        return _Device(device, gpus[device]) if device < len(gpus) else None
+    for gpu in gpus:
+        if gpu["uuid"].startswith(device):
+            return _Device(device, gpu)
+        for instance in gpu.get("instances", ()):
+            if instance.startswith(device):
+                return _Device(device, gpu, instance)
+    return None
+
+
 def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
     wanted, gpus = survey.config.nodes[k].devices, survey.probes[k]["gpus"]
     if not wanted:
+        yield from _mixed(survey, k)
         return
-    missing = [number for number in wanted if number >= len(gpus)]
+    devices = [_find(device, gpus) for device in wanted]
+    there = [device for device in devices if device is not None]
     if not gpus:
         message, remedy = (
             "`devices` is set, but nvidia-smi lists no device",
             "install the NVIDIA driver, or remove `devices`",
         )
         yield survey.finding(k, "block", "devices", message, remedy)
-    elif missing:
-        message = f"no CUDA device {listed(map(str, missing))}; the host has {len(gpus)}, numbered from 0"
-        yield survey.finding(k, "block", "devices", message, "correct `devices`")
+    elif len(there) < len(devices):
+        missing = [str(given) for given, device in zip(wanted, devices, strict=True) if device is None]
+        message = f"no CUDA device {listed(missing)}; the host has {len(gpus)}, numbered from 0"
+        yield survey.finding(k, "block", "devices", message, "correct `devices`; `nvidia-smi -L` lists them")
     else:
-        found = [*_driver(survey, k), *_shared(survey, k)]
-        found += [finding for number in wanted for finding in _device(survey, k, number)]
+        found = [*_driver(survey, k), *_shared(survey, k, there)]
+        found += [finding for device in there for finding in _device(survey, k, device)]
         yield from found
         if not any(finding.severity == "block" for finding in found):
-            names = sorted({gpus[number]["name"] for number in wanted})
+            names = sorted({device.gpu["name"] + (" (MIG)" if device.instance else "") for device in there})
             yield survey.finding(k, "ok", "devices", f"{len(wanted)} × {listed(names)}")
+
+
+def _mixed(survey: Survey, k: int) -> Iterator[Finding]:
+    """Yield a warning for a node that trains on its CPU with as many seeds per step as nodes with devices."""
+    training = [node for node in survey.config.nodes if node.trains]
+    equal = len({node.batch_share for node in training}) == 1
+    if survey.own_command or not survey.config.nodes[k].trains or not equal or not any(n.devices for n in training):
+        return
+    message = "trains on its CPU as many seeds per step as the nodes with devices, which wait for it"
+    yield survey.finding(k, "warn", "devices", message, "set a smaller `batch_share`, or leave the node out")
 
 
 def _driver(survey: Survey, k: int) -> Iterator[Finding]:
@@ -51,24 +102,25 @@ def _driver(survey: Survey, k: int) -> Iterator[Finding]:
         yield survey.finding(k, "block", "devices", message, "update the driver, or install torch for an older CUDA")
 
 
-def _shared(survey: Survey, k: int) -> Iterator[Finding]:
+def _shared(survey: Survey, k: int, devices: Sequence[_Device]) -> Iterator[Finding]:
     # NCCL would refuse a device that two nodes share.
     for j in survey.same_machine(k):
-        both = sorted(set(survey.config.nodes[j].devices) & set(survey.config.nodes[k].devices))
+        theirs = [_find(device, survey.probes[j]["gpus"]) for device in survey.config.nodes[j].devices]
+        keys = {device.key for device in theirs if device is not None}
+        both = [str(device.given) for device in devices if device.key in keys]
         if j < k and both:
-            message = f"CUDA device {listed(map(str, both))} is also used by {survey.labels([j])} on the same machine"
+            message = f"CUDA device {listed(both)} is also used by {survey.labels([j])} on the same machine"
             yield survey.finding(k, "block", "devices", message, "give each node `devices` of its own")
 
 
-def _device(survey: Survey, k: int, number: int) -> Iterator[Finding]:
-    gpu, name = survey.probes[k]["gpus"][number], f"CUDA device {number}"
-    leases = [lease for lease in survey.probes[k]["leases"] if lease["resource"] == f"cuda:{number}"]
+def _device(survey: Survey, k: int, device: _Device) -> Iterator[Finding]:
+    leases = [lease for lease in survey.probes[k]["leases"] if lease["resource"] in device.leases]
     for lease in leases:
         remedy = f"wait for that run, stop it by `gnnfleet stop {lease['run_id']}`, or use other `devices`"
-        yield survey.finding(k, "block", "devices", f"{name} is {lease['words']}", remedy)
-    if not leases:
-        yield from _used(survey, k, name, gpu)
-    yield from _state(survey, k, name, gpu)
+        yield survey.finding(k, "block", "devices", f"{device.name} is {lease['words']}", remedy)
+    if not leases and not device.instance:  # nvidia-smi reports the memory of whole GPUs
+        yield from _used(survey, k, device.name, device.gpu)
+    yield from _state(survey, k, device)
 
 
 def _used(survey: Survey, k: int, name: str, gpu: Mapping[str, Any]) -> Iterator[Finding]:
@@ -88,8 +140,8 @@ def _holder(holder: Mapping[str, Any]) -> str:
     return f"{size(holder['memory'] * _MIB)} by pid {holder['pid']}{user}{began}: {holder['command']}"
 
 
-def _state(survey: Survey, k: int, name: str, gpu: Mapping[str, Any]) -> Iterator[Finding]:
-    node = survey.config.nodes[k]
+def _state(survey: Survey, k: int, device: _Device) -> Iterator[Finding]:
+    node, name, gpu = survey.config.nodes[k], device.name, device.gpu
     if gpu["mode"] == "Prohibited":
         remedy = "run `sudo nvidia-smi -c DEFAULT` on the host"
         yield survey.finding(k, "block", "devices", f"{name} is in compute mode Prohibited", remedy)
@@ -100,9 +152,10 @@ def _state(survey: Survey, k: int, name: str, gpu: Mapping[str, Any]) -> Iterato
         )
         remedy = "run `sudo nvidia-smi -c DEFAULT` on the host, or set fewer `procs`"
         yield survey.finding(k, "block", "devices", message, remedy)
-    if gpu["mig"]:
+    if gpu["mig"] and not device.instance:
         message = f"{name} is divided into MIG instances: a process uses the first one only"
-        yield survey.finding(k, "warn", "devices", message, "")
+        remedy = "list the UUIDs of its instances in `devices`; `nvidia-smi -L` shows them"
+        yield survey.finding(k, "warn", "devices", message, remedy)
     if gpu["ecc"]:
         message = f"{name} has had {gpu['ecc']} uncorrectable memory errors since the driver was loaded"
         yield survey.finding(k, "warn", "devices", message, "reset or replace it; results may be wrong")

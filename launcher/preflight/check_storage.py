@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.config.consistency import CacheSize
+from launcher.config.cache_size import CacheSize
 from launcher.config.roles import clients, gateways, holdings, serves
 from launcher.config.schema import ClusterConfig, TrainConfig
 from launcher.node.exit_description import size

@@ -84,10 +84,10 @@ def _step(text: bytes) -> Mapping[str, Any]:
 
 
 def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
-    """Return the values of ``--exclude`` that exclude the nodes ``away``; () if no node would remain.
+    """Return values for ``--exclude`` that leave the nodes ``away`` out of a launch; () if no node would remain.
 
-    A name is a host, or ``user@host:port`` if the host also has a remaining node. A node is omitted if a remaining
-    node has the same ``user@host:port``.
+    A value is a host name, or ``user@host:port`` if other nodes of the host remain. A node that has the same
+    ``user@host:port`` as a remaining node cannot be left out, so there is no value for it.
     """
     others = [node for node in nodes if node.node_rank not in away]
     if not others:

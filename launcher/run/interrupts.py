@@ -113,9 +113,9 @@ class Policy:
     def action(self, number: int, now: float) -> OnInterrupt:
         """Return ``stop``, ``detach`` or ``ask`` for signal ``number``, received at ``now`` (monotonic seconds).
 
-        SIGHUP returns ``detach``, as does SIGTERM in a viewer (``gnnfleet follow``). Other signals return
-        ``on_interrupt``. A second signal within two seconds returns ``stop``. Only Ctrl-C at a terminal can return
-        ``ask``; otherwise ``ask`` becomes ``stop``, or ``detach`` in a viewer.
+        SIGHUP detaches, and so does SIGTERM in a viewer (``gnnfleet follow``). For other signals, returns
+        ``on_interrupt``, but ``stop`` for a second signal within two seconds. Where the user cannot be asked (no
+        terminal, or not Ctrl-C), ``ask`` is replaced by ``stop``, and in a viewer by ``detach``.
         """
         if number == signal.SIGHUP or (self.viewer and number == signal.SIGTERM):
             return "detach"
@@ -192,7 +192,7 @@ class InterruptPrompt:
         self._stack = ExitStack()
 
     def signal(self, number: int, now: float) -> OnInterrupt | None:
-        """Return ``stop`` or ``detach`` for a signal; None after asking the user, whose choice ``answer`` returns."""
+        """Return ``stop`` or ``detach`` for a signal, or ask the user and return None; see ``answer``."""
         self.cause = _WORDS[signal.Signals(number)]
         action = self.policy.action(number, now)
         if action == "ask":
@@ -202,7 +202,7 @@ class InterruptPrompt:
         return action
 
     def answer(self) -> OnInterrupt | None:
-        """Return ``stop`` or ``detach`` once the user has chosen it, else None."""
+        """Return the user's choice, ``stop`` or ``detach``; None if there is none yet or the user continues."""
         if self._keys is None:
             return None
         for key in self._keys.pressed().lower():

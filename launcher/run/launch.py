@@ -25,10 +25,11 @@ from launcher.errors import FleetError, Interrupted, OutOfReach, PreflightRefuse
 from launcher.files import write_whole
 from launcher.plan.build import final_plan, offline_plan
 from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan
-from launcher.plan.partition import check_train_seeds, ensure_parts
+from launcher.plan.partition import ensure_parts
 from launcher.plan.render import print_placement
 from launcher.plan.script_imports import unsent_modules
 from launcher.plan.serialize import run_json
+from launcher.plan.trainable import check_trainable
 from launcher.preflight.finding import Finding, Severity
 from launcher.preflight.preflight import run_preflight
 from launcher.preflight.preflight_report import PreflightReport, node_ranges, print_findings, verdict
@@ -175,7 +176,7 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
 
 @contextmanager
 def connected(context: LaunchContext) -> Iterator[dict[int, Transport | TransportError]]:
-    """Connect to every node of the run; yield a Transport or an error for each node_rank. Closes the connections."""
+    """Connect to every node of the run; yield the Transport or the error, by node_rank. Closes all at the end."""
     context.events.add("stage", stage="connect")
     context.say(f"run {context.run_id}: connecting to {count(len(context.config.nodes), 'node')}")
     attempts = connect_all(context.config)
@@ -194,7 +195,7 @@ def require_preflight(
 ) -> tuple[Mapping[int, NodeFacts], dict[int, Transport]]:
     """Run preflight; return the facts and the transports, both by node_rank. Raises PreflightRefused.
 
-    ``new_run``: also check that no files of this run id are on the nodes yet.
+    ``new_run``: also check that the nodes have no files of a run with this id.
     """
     context.enter_stage("preflight")
     run_id = context.run_id if new_run else ""
@@ -272,7 +273,7 @@ def partition_and_plan(
     context.enter_stage("partition")
     manifest = ensure_parts(context.config, context.console) if context.config.makes_parts else None
     if manifest is not None and not context.options.own_command:
-        check_train_seeds(context.config, manifest)
+        check_trainable(context.config, manifest)
     return final_plan(
         context.config,
         run_id=context.run_id,
@@ -336,7 +337,7 @@ def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int
     if context.config.data.mode == "verify" and not context.config.data.serving:
         checked = verify(plan, transports)
         if not context.options.own_command and not plan.serve_only:
-            check_train_seeds(context.config, checked.manifest)
+            check_trainable(context.config, checked.manifest)
         context.say(f"verified {checked.files} files, {decimal(checked.bytes)}, in place")
         context.events.add("verified", files=checked.files, bytes=checked.bytes)
     labels = {node.node_rank: node.label for node in plan.nodes}

@@ -49,7 +49,7 @@ def without_stamp(line: str) -> str:
 class LiveLog:
     """Prints the output of a run and, on a terminal, a live table of nodes and ranks below it. Thread-safe.
 
-    ``plain``: print a progress line every few seconds instead of the table, as without a terminal.
+    ``plain``: print a progress line every few seconds instead of the table, as is done without a terminal.
     """
 
     def __init__(self, console: Console, plan: LaunchPlan, *, plain: bool = False, board: Board | None = None):
@@ -84,7 +84,7 @@ class LiveLog:
             self.console.print(Text(text, style), soft_wrap=True)
 
     def ask(self, lines: Sequence[str]) -> None:
-        """Show a question below the live table, or print it; an empty sequence removes it."""
+        """Show a question below the live table or, without a table, print it. An empty sequence removes it."""
         with self._lock:
             self.question = tuple(lines)
             if self.alive:

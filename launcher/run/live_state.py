@@ -37,7 +37,10 @@ class RankRow:
     ended: str = ""  #: 'done' or 'failed'
 
     def update(self, metric: Metric) -> None:
-        """Update the row from a ``step`` metrics line or a heartbeat; ignore older lines and values of other types."""
+        """Update all fields from a ``step`` metrics line or a heartbeat, unless it is older than the last one.
+
+        A value of the wrong type becomes None.
+        """
         t = _number(metric.get("t"))
         if t is not None and t < self.t:
             return
@@ -51,7 +54,7 @@ class RankRow:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(epoch, step), to compare the progress of ranks; lowest without a step."""
+        """(epoch, step), by which the progress of ranks is compared; -1 for an unknown number."""
         return self.epoch if self.epoch is not None else -1, self.step if self.step is not None else -1
 
 

@@ -46,10 +46,10 @@ _JOIN_TIMEOUT = 3.0  # seconds to wait for the node streams to end
 class RunFollower:
     """Follows all nodes of a run from start to the last result.
 
-    ``starts``: functions that start the nodes, by node_rank; None if the run has started already. ``tail``: of earlier
-    lines, show only the last ``tail`` of each log; None: all. ``leave_when_trained``: detach after the first training
-    step, or once all ranks of the user's own command have run for two seconds. ``on_training``: called when all ranks
-    have started.
+    ``starts``: functions that start the nodes, by node_rank; None if the run has started already. ``tail``: number of
+    lines to show of what each log already contains; None: all. ``leave_when_trained``: detach after the first training
+    step; with the user's own command, two seconds after all ranks have started, if that is earlier. ``on_training``:
+    called when all ranks have started.
     """
 
     def __init__(
@@ -371,7 +371,7 @@ class RunFollower:
         self._messages.put(NodeMessage(k, {"returned": why}))
 
     def _handle_returned(self, k: int, why: str) -> None:
-        """Follow node ``k`` again after ``_return``. ``why``: the error if the start failed, else ''."""
+        """Follow lost node ``k`` again after its supervisor was started. ``why``: the error if that failed, else ''."""
         if why:
             self.live.say(f"{self._label(k)}: its supervisor could not be started again: {why}", "yellow")
             return
@@ -431,7 +431,8 @@ class RunFollower:
     def _check_unreachable(self, now: float) -> None:
         """Detach, or record nodes as lost, if no running node can be reached for too long.
 
-        Detaches if the run can continue without the nodes that have ended.
+        If the run can continue without the nodes that have ended, this process detaches. Otherwise the run has failed,
+        and the nodes that cannot be reached are lost.
         """
         waiting = [k for k in self._nodes if k not in self.followed.ended]
         broken = {k: stream.broken_since for k, stream in self._streams.items() if k in waiting}

@@ -27,8 +27,8 @@ class StartProgress:
     def add(self, k: int, event: Mapping[str, Any], now: float) -> str:
         """Count an event of node ``k``; return a text to print, or ''.
 
-        It says that all servers are ready, that all ranks have started, or that a server cannot store its compiled
-        kernels.
+        The text says that all servers are ready, that all ranks have started, or that a server cannot store its
+        compiled kernels.
         """
         kind = "ranks" if event["kind"] == "process-start" and event.get("rank") is not None else event["kind"]
         self._seen[kind] += 1
@@ -46,9 +46,9 @@ class StartProgress:
         return f"all {what}: {self._expected[kind]} in {now:.1f} s"
 
     def late(self, now: float, over: Collection[int] = ()) -> str:
-        """Return a message that names the graph servers that are not ready; '' if no message is due.
+        """Return a message about the graph servers that are not ready; '' until the next time in ``_LATE``.
 
-        One is due at each of the times in ``_LATE``. ``over``: nodes that have ended, which it does not name.
+        ``over``: nodes that have ended; the message does not name their servers.
         """
         late = self._servers - self._ready - set(over)
         if not late or self._reports == len(_LATE) or now < _LATE[self._reports]:

@@ -51,7 +51,7 @@ wait
 
 
 def attach_of(config: ClusterConfig, config_path: Path, console: Console) -> Attach | None:
-    """Return a function that attaches a run to the serving cluster named by ``data.serving``; None without that key.
+    """Return a function that attaches a run to the serving cluster ``data.serving``; None if the config names none.
 
     ``config_path``: the file from which ``config`` was read.
     """
@@ -148,7 +148,7 @@ def _other_code(states: Mapping[int, ServerState], name: str) -> list[str]:
 
 
 def known_serving(config: ClusterConfig) -> ServingCluster | None:
-    """Return the serving cluster that ``config`` names, from its run folder on this machine; None without one."""
+    """Return the serving cluster that ``config`` names; None if it names none or this machine has no folder of it."""
     if config.data.serving is None:
         return None
     folder = known_here(config.data.serving, [Path(config.run.runs_dir).expanduser()])

@@ -34,7 +34,7 @@ class MadeKey:
 def make_key(run: OpenRun, output: Path, person: str | None) -> MadeKey:
     """Create a key file at ``output`` and add its public key on all reachable servers.
 
-    ``person``: first part of the key's name; None: the user. Raises UsageError or FleetError.
+    ``person``: first part of the key's name; None: the user's name. Raises UsageError or FleetError.
     """
     if output.exists():
         raise UsageError(f"{output} exists already; choose another file, or delete it")

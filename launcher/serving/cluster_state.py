@@ -56,13 +56,15 @@ class ClusterDescription:
 
 
 def read_description(text: str, where: str) -> ClusterDescription:
-    """Parse the text of a ``cluster.json``. Raises FleetError if it is damaged. ``where``: its node or path."""
+    """Parse the text of a ``cluster.json``. Raises FleetError if it is damaged; the message begins with ``where``."""
     try:
         raw: Mapping[str, Any] = json.loads(text)
         servers = tuple(_server(node) for node in raw["nodes"] if node["endpoint"] and node["parts"])
         return ClusterDescription(str(raw["run_id"]), int(raw.get("version", 1)), int(raw["num_parts"]), servers)
     except (ValueError, KeyError, TypeError) as error:
-        raise FleetError(f"{where}: cluster.json is damaged ({error!r})") from None
+        raise FleetError(
+            f"{where}: cluster.json is damaged ({error!r}); `gnnfleet serve --config FILE` writes it again"
+        ) from None
 
 
 def _server(node: Mapping[str, Any]) -> GraphServer:
@@ -122,7 +124,7 @@ SECRETS = ("service.key", "clients/*.key")
 def server_states(
     run: OpenRun, names: Sequence[str] = FILES, ranks: Sequence[int] | None = None
 ) -> dict[int, ServerState]:
-    """Query all nodes of a serving cluster, or those in ``ranks``, and read the files ``names`` of each."""
+    """Query all nodes of a serving cluster, and read the files ``names`` of each. ``ranks``: only these node_ranks."""
     views = run.views(ranks)
     reached = [k for k, view in views.items() if view.reached]
     files = on_nodes(reached, lambda k: _files_of(run, k, names)).or_raise()
@@ -235,7 +237,7 @@ def on_connections(
 def open_named(
     name: str, config: Path | None, runs_dir: str | None, offline: Callable[[FoundRun], bool]
 ) -> Iterator[OpenRun]:
-    """Find serving cluster ``name`` and connect to its nodes, unless ``offline(cluster)``.
+    """Find serving cluster ``name``, and connect to its nodes unless ``offline(cluster)`` is true.
 
     Raises UsageError if no cluster of that name is known on this machine or on the hosts of ``config``.
     """

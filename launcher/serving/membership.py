@@ -112,7 +112,7 @@ def assign_parts(
 ) -> dict[int, tuple[int, ...]]:
     """Return the parts of each node, by node_rank. Nodes in ``held`` keep their parts.
 
-    Each node in ``joined`` gets as many parts as an average holder, those with the fewest copies first.
+    Each node in ``joined`` gets as many parts as an average holder has: the parts with the fewest copies.
     """
     holders = [parts for parts in held.values() if parts]
     number = max(1, round(sum(map(len, holders)) / max(1, len(holders))))
@@ -134,7 +134,7 @@ def too_few_copies(
 
 
 def only_holders(held: Mapping[int, tuple[int, ...]], removed: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Return, by node_rank, the parts that only nodes in ``removed`` hold; without nodes that have none."""
+    """Return the parts that only nodes in ``removed`` hold, by node_rank. A node without such a part is left out."""
     rest = {part for node_rank, parts in held.items() if node_rank not in removed for part in parts}
     last = {node_rank: tuple(part for part in held[node_rank] if part not in rest) for node_rank in removed}
     return {node_rank: parts for node_rank, parts in last.items() if parts}

@@ -38,7 +38,10 @@ _NO_FILES = ("--only", "")
 
 
 def clear_node(node: NodePlan, transport: Transport, *, keeps_key: bool) -> None:
-    """End the processes that a dead supervisor left on a node, and remove its files."""
+    """End the processes that a dead supervisor left on a node, and remove its files.
+
+    ``keeps_key``: keep ``service.key``.
+    """
     words = ("stop", node.run_dir, "--timeout", f"{_STOP:g}", "--session", node.session, "--now")
     stop = node.program("control", *words, "--why", "gnnfleet serve")
     done = transport.run(if_run_exists(node, stop), timeout=_STOP + STOP_EXTRA)
@@ -118,7 +121,10 @@ _UPDATED = ("run.json", "cluster.json")  # servers reload when cluster.json chan
 
 
 def update_running(plan: LaunchPlan, connections: Connections, excluded: Sequence[int]) -> list[str]:
-    """Write the new run.json and cluster.json to all nodes with parts but ``excluded``; return a note per failure."""
+    """Write the new run.json and cluster.json to all nodes with parts that are not in ``excluded``.
+
+    Returns a note for each failure.
+    """
     others = {node.node_rank: node for node in plan.nodes if node.parts and node.node_rank not in excluded}
 
     def update(k: int, transport: Transport) -> None:

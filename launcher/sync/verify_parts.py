@@ -100,7 +100,9 @@ def _parsed(node: NodePlan, raw: bytes) -> PartitionFiles:
     try:
         return parse_manifest(raw, node.data_dir)
     except ValueError as error:
-        raise SyncError(f"{node.label}: {node.data_dir}/manifest.json is not usable ({error})") from error
+        raise SyncError(
+            f"{node.label}: {node.data_dir}/manifest.json is not usable ({error}); make the partition again"
+        ) from error
 
 
 def _all_the_same(plan: LaunchPlan, manifests: Mapping[int, PartitionFiles]) -> None:

@@ -80,8 +80,8 @@ class Offer(AuthSource):
 class Login(AuthStrategy):
     """Authentication of one SSH login. ``authenticate`` raises LoginRefused, or SSHException for a closed connection.
 
-    ``distrust`` returns an error if the host's key is not trusted, else None. An untrusted host is sent no password,
-    and a failed login then raises this error.
+    ``distrust`` returns an error if the host's key is not trusted, else None. A host that is not trusted gets no
+    password; if the login to it fails, the error of ``distrust`` is raised.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ def _public_blob(path: str) -> bytes | None:
 
 
 def _plain(blob: bytes) -> bytes:
-    """Return the public key in ``blob``, a public key or a certificate."""
+    """Return the public key. ``blob``: the key itself or a certificate of it."""
     kind = paramiko.Message(blob).get_text().removesuffix(_CERT)
     try:
         return paramiko.PKey.from_type_string(kind, blob).asbytes()

@@ -49,7 +49,8 @@ def was_dropped(error: Exception) -> bool:
 def session_error(error: Exception, alive: bool, target: str, node_rank: int | None) -> TransportError:
     """Return the TransportError for an error on an open connection.
 
-    ``alive``: the host refused a command or SFTP session; else the connection is lost.
+    ``alive``: whether the connection still works. If so, an SSHException means that the host refused a command or SFTP
+    session. All other errors mean that the connection is lost.
     """
     why = str(error) or type(error).__name__
     if alive and isinstance(error, paramiko.SSHException):

@@ -97,7 +97,7 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
         return bool(self._authorities) and not self.known
 
     def key_types(self) -> list[str]:
-        """Return the algorithms of the known keys, for which the host is asked first."""
+        """Return the algorithms of the known keys; the host is asked for a key of these types first."""
         types: list[str] = []
         for line in self.known or self._portless:
             types += ["rsa-sha2-512", "rsa-sha2-256"] if line.type == "ssh-rsa" else [line.type]

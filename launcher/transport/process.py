@@ -83,7 +83,7 @@ class Process(ABC):
     def close(self) -> None: ...
 
     def feed(self, data: bytes) -> None:
-        """Write ``data`` to stdin and close it; long data in a thread, as the command may block on its own output."""
+        """Write ``data`` to stdin and close it. A thread writes long data, since the command may read late."""
         if len(data) <= _INLINE_STDIN:
             self._send_all(data)
         else:

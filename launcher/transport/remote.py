@@ -70,7 +70,7 @@ class RemoteTransport(ProcessTransport):
 
     @abstractmethod
     def _open(self, route: Route, timeout: float) -> None:
-        """Connect and log in. Raises TransportError, or Dropped if another attempt may help."""
+        """Connect and log in. Raises Dropped if the caller should try again, else TransportError."""
 
     @abstractmethod
     def _alive(self) -> bool: ...

@@ -146,7 +146,7 @@ class NodeAgent:
 def parsed(text: str) -> Any:
     """Parse a Python literal by ``literal_eval``, under a lock.
 
-    CPython 3.11 counts the parser depth of all threads together (gh-106905).
+    Without the lock, parallel calls can fail in CPython 3.11: it adds up the parser depth of all threads (gh-106905).
     """
     with _PARSING:
         return literal_eval(text)

@@ -232,7 +232,7 @@ def _close_transport(ssh: paramiko.Transport) -> None:
 def _socket(host: SshHost, timeout: float) -> Iterator[socket.socket]:
     """Yield a TCP connection to the host, or a socket to its ProxyCommand.
 
-    paramiko's own ProxyCommand runs the command without a shell, and Ctrl-C ends it.
+    Replaces paramiko's ``ProxyCommand``, which runs the command without a shell and lets Ctrl-C end it.
     """
     if not host.proxy_command:
         source = (host.bind_address, 0) if host.bind_address else None
@@ -275,7 +275,7 @@ class _JumpHost:
     def connection(self, route: Route, host_keys: str, timeout: float) -> Connection:
         """Return the open connection to the jump host; open it first if necessary.
 
-        Callers that waited for a failed attempt get its error.
+        If opening fails, callers that waited for it get the same error.
         """
         asked = time.monotonic()
         with self.opening:
@@ -329,7 +329,7 @@ _JUMP_HOSTS = _JumpHosts()
 class _DataArrived(threading.Event):
     """Set when data arrives on stdout or stderr of a channel, and cleared only by ``reset``.
 
-    paramiko's buffers call ``clear`` when one of them is empty, although the other may have data.
+    ``clear`` does nothing, as paramiko calls it when the buffer of stdout or stderr is empty, even if the other is not.
     """
 
     def clear(self) -> None:

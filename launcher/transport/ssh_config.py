@@ -143,8 +143,8 @@ def is_home_of_passwd() -> bool:
 def config_lines(path: Path | None = None, depth: int = 0) -> Iterator[str]:
     """Yield the lines of ~/.ssh/config and of included files.
 
-    An ``Include`` below a ``Host`` or ``Match`` line applies only to its hosts: the ``Include`` is yielded before the
-    included lines, the ``Host`` or ``Match`` line again after them.
+    An ``Include`` below a ``Host`` or ``Match`` line applies only to the hosts of that line. It is yielded before the
+    included lines; after them, the ``Host`` or ``Match`` line is yielded again.
     """
     path = path or _user_config()
     if not path.is_file() or depth > _MAX_INCLUDES:

@@ -136,11 +136,34 @@ MISTAKES = {
     TWO + "train: {eval_fanouts: [5]}\n": [
         "3: train.eval_fanouts has 1 numbers, but train.fanouts has 3; both need one per layer"
     ],
+    TWO + "train:\n  model: gat\n  heads: 3\n": [
+        "5: train.heads: 3 heads do not divide train.hidden (256), as gat needs; change one of them"
+    ],
+    TWO + "train:\n  model: gcn\n  edge_attr: w\n": [
+        "5: train.edge_attr: model gcn does not read edge features; use sage, for several types rsage"
+    ],
     TWO + "train: {batch_size: 1}\n": [
         "3: train.batch_size: the global batch is 1, fewer seeds than processes (2); raise it or use fewer processes"
     ],
+    TWO + "train: {sampling: cuda}\n": [
+        "3: train.sampling: cuda needs devices on every node, but a (node0) lists none"
+    ],
+    "nodes: [{host: a, devices: [0], role: client}, {host: b, role: server}]\ndata: {dataset: synthetic}\n"
+    "train: {sampling: cuda}\n": [
+        "3: train.sampling: cuda needs parts on the nodes that train, but a (node0) is a client"
+    ],
+    "nodes: [{host: a, devices: [0]}, {host: b, devices: [0]}]\ndata: {dataset: synthetic, topology: partitioned}\n"
+    "train: {sampling: cuda}\n": [
+        "3: train.sampling: cuda needs the edges of all parts on each node; set data.topology to replicated"
+    ],
     TWO + "train: {backend: nccl}\n": ["3: train.backend: nccl needs devices on every node, but a (node0) lists none"],
     NODES + "  - host: a\n    devices: [0, 1, 0]\n": ["4: nodes.0.devices: device 0 is listed twice"],
+    NODES + "  - host: a\n    devices: [0, one]\n": [
+        "4: nodes.0.devices: `one` is neither a whole number nor a UUID as `nvidia-smi -L` lists it (GPU-…, MIG-…)"
+    ],
+    NODES + "  - {host: a, devices: [MIG-a-1, MIG-b-2]}\ntrain: {backend: nccl}\n": [
+        "4: train.backend: nccl does not connect MIG instances (node0); use auto or gloo"
+    ],
     NODES + "  - host: a\n    devices: [0, 1]\n    procs: 1\n": [
         "5: nodes.0: fewer procs (1) than devices (2); each process uses one device, so leave procs out or list as "
         "many devices"

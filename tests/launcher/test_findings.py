@@ -22,7 +22,7 @@ def the_one(*arguments: Any, **more: Any) -> Finding:
     return finding
 
 
-def on_devices(count: int, *devices: int, **more: Any) -> ClusterConfig:
+def on_devices(count: int, *devices: int | str, **more: Any) -> ClusterConfig:
     nodes = tuple(NodeConfig(host=f"host{k}", user="ann", devices=devices, **more) for k in range(count))
     return cluster(count, nodes=nodes)
 
@@ -197,6 +197,51 @@ def test_a_leased_device_is_reported_once_with_its_run() -> None:
     assert finding.severity == "block" and finding.message == f"CUDA device 0 is {LEASE['words']}"
     assert "`gnnfleet stop r7`" in finding.remedy
     assert found(1, {0: {**with_gpus(gpu(0), gpu(1)), "leases": [LEASE]}}, config=on_devices(1, 1)) == []
+
+
+INSTANCES = {"mig": True, "instances": ["MIG-aa-1", "MIG-bb-2"]}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "severity", "says"),
+    [
+        (("GPU-1",), None, "1 × H200"),
+        (("MIG-aa", "MIG-bb-2"), None, "2 × H200 (MIG)"),
+        (("MIG-cc", 0), "block", "no CUDA device MIG-cc; the host has 2, numbered from 0"),
+        ((1,), "warn", "CUDA device 1 is divided into MIG instances"),
+    ],
+)
+def test_devices_by_uuid(wanted: tuple[int | str, ...], severity: str | None, says: str) -> None:
+    config, facts = on_devices(1, *wanted), {0: with_gpus(gpu(0), gpu(1, **INSTANCES))}
+    if severity is None and "GPU-1" not in wanted:
+        assert found(1, facts, config=config) == []
+    messages = [f.message for f in all_findings(survey_of(config, facts)) if f.check == "devices"]
+    assert any(says in message for message in messages), messages
+
+
+def test_a_device_is_the_same_by_id_and_by_uuid() -> None:
+    facts = {**with_gpus(gpu(0), gpu(1, **INSTANCES)), "hostname": "box"}
+    config = on_devices(2, "GPU-0")
+    nodes = (config.nodes[0], replace(config.nodes[1], devices=(0,)))
+    finding = the_one(2, {0: facts, 1: facts}, config=replace(config, nodes=nodes))
+    assert finding.message == "CUDA device 0 is also used by node0 (host0) on the same machine"
+    leased = {**facts, "leases": [LEASE]}
+    assert the_one(1, {0: leased}, config=on_devices(1, "GPU-0")).message == f"CUDA device GPU-0 is {LEASE['words']}"
+    instance = {**facts, "leases": [{**LEASE, "resource": "cuda:MIG-aa-1"}]}
+    assert found(1, {0: instance}, config=on_devices(1, "MIG-bb-2")) == []
+    assert the_one(1, {0: instance}, config=on_devices(1, "MIG-aa-1")).severity == "block"
+
+
+def test_a_node_without_devices_beside_nodes_with_devices() -> None:
+    config = on_devices(2, 0)
+    facts = {0: with_gpus(gpu()), 1: versions(torch="2.13.0", cuda="12.6", nccl="2.27.5")}
+    for share, waits in ((1.0, True), (0.2, False)):
+        nodes = (config.nodes[0], replace(config.nodes[1], devices=(), batch_share=share))
+        messages = [f.message for f in found(2, facts, config=replace(config, nodes=nodes)) if f.check == "devices"]
+        assert (
+            messages
+            == ["trains on its CPU as many seeds per step as the nodes with devices, which wait for it"] * waits
+        )
 
 
 def test_a_driver_too_old_for_torch() -> None:

@@ -47,7 +47,7 @@ def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 
 def serving(local_run: LocalRun, *servers: int) -> LocalRun:
-    """Make the nodes ``servers`` graph servers without ranks, start all supervisors, and wait for the servers."""
+    """Start all supervisors, with nodes ``servers`` as graph servers without ranks, and wait for these servers."""
     nodes = tuple(
         replace(node, ranks=(), nproc=0, trainer=None, server=SERVER, role="server")
         if node.node_rank in servers

@@ -34,9 +34,9 @@ def remedy(report: PreflightReport) -> str:
 
 
 def closed_for(why: str, sources: set[int], targets: set[int], *ports: int) -> Closed:
-    """Return an argument ``closed`` for ``wire``: no connection from nodes ``sources`` to nodes ``targets``.
+    """Return a value for argument ``closed`` of ``wire``: nodes ``sources`` cannot connect to nodes ``targets``.
 
-    ports: none means all. why: the reported reason.
+    ports: the closed ports; all if none is given. why: the reported reason.
     """
     return lambda i, j, address, port: why if i in sources and j in targets and (not ports or port in ports) else ""
 

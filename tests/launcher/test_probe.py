@@ -147,6 +147,19 @@ def test_devices_and_their_processes(smi: Path) -> None:
     assert (third["mig"], third["ecc"], third["used"]) == (False, 0, 3)
 
 
+LISTED = """GPU 0: NVIDIA H200 (UUID: GPU-a)
+GPU 1: NVIDIA H200 (UUID: GPU-b)
+  MIG 1g.18gb     Device  0: (UUID: MIG-5f1a)
+  MIG 1g.18gb     Device  1: (UUID: MIG-GPU-b/7/0)
+"""
+
+
+def test_mig_instances_are_listed(smi: Path) -> None:
+    gpus = [machine.gpu(row) for row in machine.table(GPUS, 9)]
+    machine.add_instances(gpus, LISTED)
+    assert [gpu["instances"] for gpu in gpus] == [[], ["MIG-5f1a", "MIG-GPU-b/7/0"], []]
+
+
 def test_an_old_driver_is_queried_for_fewer_fields(smi: Path) -> None:
     Path(f"{smi}.short").write_text("0, GPU-a, Tesla K80, 11441, 0, 418.87\n")
     found = probed(devices=True)

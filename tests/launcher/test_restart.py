@@ -14,6 +14,7 @@ import pytest
 from launcher.node.peers.hub import KILLED
 from launcher.node.peers.model import make_cause
 from launcher.node.supervisor.attempt import archive, cluster_file, newest_checkpoint, next_spec, parts_on_disk
+from launcher.node.supervisor.processes import rank_environment
 from launcher.node.supervisor.restart import AttemptEnd, Standing, decide, words
 from launcher.node.supervisor.spec import NodeSpec
 
@@ -233,3 +234,11 @@ def test_files_that_name_ranks_are_moved_and_logs_stay(tmp_path: Path) -> None:
     moved = {"outcomes/rank0.json", "procs/rank0.json", "progress-rank0", "server.ready", "cluster.json", "state.json"}
     assert left == {"logs/rank0.log", "metrics-rank0.jsonl", "state.json", *(f"attempts/0/{name}" for name in moved)}
     assert (tmp_path / "outcomes").is_dir() and (tmp_path / "procs").is_dir()
+
+
+def test_each_rank_sees_its_own_mig_instance() -> None:
+    trainer = {"argv": ["train"], "env": {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}}
+    spec = replace(SPEC, ranks=(2, 3), trainer=trainer)
+    assert [rank_environment(spec, k)["CUDA_VISIBLE_DEVICES"] for k in (0, 1)] == ["MIG-a", "MIG-b"]
+    whole = replace(spec, trainer={"argv": ["train"], "env": {"CUDA_VISIBLE_DEVICES": "0,1"}})
+    assert "CUDA_VISIBLE_DEVICES" not in rank_environment(whole, 0)

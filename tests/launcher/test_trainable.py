@@ -1,4 +1,4 @@
-"""Tests that the launcher refuses a graph without train seeds, unless it runs a user command."""
+"""Tests that the launcher refuses a graph on which the bundled trainer cannot train, unless it runs a user command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from launcher.cli import main
 from launcher.config.schema import ClusterConfig, DataConfig, TrainConfig
 from launcher.errors import UsageError
-from launcher.plan.partition import check_train_seeds, read_partition_files
+from launcher.plan.partition import read_partition_files
+from launcher.plan.trainable import check_trainable, is_hetero
 from plan_kit import cluster, parts_folder
 
 
@@ -44,10 +45,10 @@ def test_parts_need_train_seeds(tmp_path: Path, seeds: dict[str, int], train: di
     parts = read_partition_files(parts_with(tmp_path, **seeds))
     assert parts is not None
     if not told:
-        check_train_seeds(config_of(tmp_path, **train), parts)
+        check_trainable(config_of(tmp_path, **train), parts)
         return
     with pytest.raises(UsageError, match="nothing was sent. Add train_idx or train_mask") as raised:
-        check_train_seeds(config_of(tmp_path, **train), parts)
+        check_trainable(config_of(tmp_path, **train), parts)
     assert str(raised.value).startswith(told)
 
 
@@ -60,3 +61,57 @@ def test_existing_parts_are_refused_before_any_connection(tmp_path: Path, capsys
         captured = capsys.readouterr()
         assert "no train split" in captured.err and "connecting" not in captured.out
     assert main.run(["launch", "--dry-run", "-c", str(config), "--", "true"]) == 0
+
+
+def typed_parts(folder: Path, hetero: bool) -> Path:
+    parts_with(folder, node=9)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "hetero": hetero}))
+    return folder
+
+
+TABLES = {"nodes": {"user": {"id": "id"}, "item": {"id": "id"}}, "edges": {"user__buys__item": {"source": "u"}}}
+
+
+@pytest.mark.parametrize(
+    ("data", "hetero"),
+    [
+        (DataConfig(dataset="synthetic"), False),
+        (DataConfig(dataset="synthetic-hetero"), True),
+        (DataConfig(dataset="ogbn-mag"), True),
+        (DataConfig(dataset="ogbn-arxiv"), None),
+        (DataConfig(dataset="tables", options=TABLES), True),
+        (DataConfig(dataset="tables", options={"nodes": json.dumps(TABLES["nodes"])}), True),
+        (DataConfig(dataset="tables", options={"nodes": "{", "edges": {"a": {}}}), False),
+        (DataConfig(dataset="synthetic-hetero", serving="graphs"), None),
+        (DataConfig(dataset="partition", source="/nowhere"), None),
+    ],
+)
+def test_whether_a_dataset_is_heterogeneous(data: DataConfig, hetero: bool | None) -> None:
+    assert is_hetero(data) is hetero
+
+
+@pytest.mark.parametrize("model", ["sage", "gcn", "gat", "rgcn"])
+def test_a_model_for_another_kind_of_graph_is_refused(tmp_path: Path, model: str) -> None:
+    typed, plain = (read_partition_files(typed_parts(tmp_path / str(hetero), hetero)) for hetero in (True, False))
+    source = DataConfig(dataset="partition", source=str(tmp_path / "True"))
+    check_trainable(config_of(tmp_path, model=model), plain)
+    if model == "rgcn":
+        check_trainable(config_of(tmp_path, model=model), typed)
+        return
+    for config, parts in ((config_of(tmp_path, model=model), typed), (cluster(data=source), None)):
+        with pytest.raises(UsageError, match="several types of nodes or edges; nothing was sent. Set train.model to"):
+            check_trainable(config, parts)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_partitioning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "c.yml"
+    config.write_text(f"nodes: [nowhere1, nowhere2]\ndata: {{dataset: synthetic-hetero, folder: {tmp_path}/parts}}\n")
+    for words in (["launch"], ["launch", "--dry-run"]):
+        assert main.run([*words, "-c", str(config)]) == 2
+        captured = capsys.readouterr()
+        assert "train.model: sage is for homogeneous graphs" in captured.err and "partition" not in captured.out
+    assert main.run(["launch", "--dry-run", "-c", str(config), "--", "true"]) == 0
+    assert main.run(["launch", "--dry-run", "-c", str(config), "--set", "train.model=rsage"]) == 0

@@ -317,7 +317,6 @@ def send_as_stranger(attack: Attack) -> int:
 
 
 def _payload(chance: random.Random) -> tuple[bytes, int]:
-    """Return the bytes that a stranger sends, and how many messages they count as."""
     plain, encrypted = greeting(False), greeting(True)
     some = [framed([chance.randbytes(chance.randrange(250))]) for _ in range(20)]
     hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(500)

@@ -54,7 +54,7 @@ def _served(store, part, keys):
 def loader_of(graph, load, arguments):
     """Return a loader of nodes, or of links with negatives.
 
-    load: nodes, binary or triplet. Arguments that only the other class of loader accepts are ignored.
+    load: "nodes", or "binary" or "triplet" for links. For links, arguments about nodes are ignored, and vice versa.
     """
     only = {"nodes": ("input_nodes", "input_time"), "links": ("edge_label_index", "edge_label_time", "edge_label")}
     kind = "nodes" if load == "nodes" else "links"
@@ -112,7 +112,7 @@ def layout_of(world_size, num_parts):
 
 
 def facts(batches, load, target=None, link=None):
-    """Return the content of a global batch, which does not depend on how ranks share it.
+    """Return the content of a global batch in a form that does not depend on how ranks share the batch.
 
     batches: those of all ranks. target: node type of the seeds. link: edge type of the links.
     """

@@ -42,7 +42,7 @@ def arguments_of(data, how, load):
 
 @pytest.fixture(scope="module")
 def places():
-    """Return a function from a graph's name to its data, the graph in one part, and two graphs in four parts."""
+    """Return a function that takes a graph's name; returns its data, and the graph in one part and twice in four."""
     # two of the four parts of the second graph are empty
     with_wires = {}
 

@@ -69,7 +69,8 @@ def _num_rows(batch: Batch | HeteroBatch) -> int:
 
 
 def test_joined_puts_each_row_in_its_place() -> None:
-    kept = KeptRows(torch.tensor([1, -1, 0, -1], dtype=torch.int32), torch.tensor([[10.0], [11.0]]))
+    slots, missing = torch.tensor([1, -1, 0, -1], dtype=torch.int32), torch.tensor([1, 3])
+    kept = KeptRows(slots, missing, torch.tensor([[10.0], [11.0]]))
     assert kept.joined(torch.tensor([[1.0], [2.0]])).tolist() == [[11.0], [1.0], [10.0], [2.0]]
 
 

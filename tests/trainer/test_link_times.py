@@ -185,7 +185,7 @@ def test_links_held_out_at_random_have_no_times(tmp_path: Path) -> None:
 
 
 def shop(folder: Path) -> None:
-    """Write tables of users, items and ratings, of which the latest are of other items than the first."""
+    """Write tables of users, items and ratings. The latest ratings are of other items than the first ones."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     users, items = [f"u-{k:03d}" for k in range(60)], [f"sku {k}" for k in range(40)]

@@ -20,7 +20,7 @@ from trainer.core.errors import PartitionError, ServiceError, SettingsError
 from trainer.core.schema import HOMO_NODE
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import ordered_ahead
-from trainer.graph.seed_order import RankLayout, SeedOrder, split_step
+from trainer.graph.seed_order import RankLayout, SeedOrder, quotas, split_step
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
@@ -311,3 +311,19 @@ def test_a_lost_server_fails_the_epoch_with_its_name():
         assert host.part_ids == gone.part_ids
         with broken, pytest.raises(ServiceError, match=r"node1 \(dead.example"):
             batches(broken, deadline=0.5)
+
+
+@pytest.mark.parametrize(
+    ("n", "shares", "expected"),
+    [
+        (10, (), [4, 3, 3]),
+        (10, (1.0, 1.0, 2.0), [3, 2, 5]),
+        (7, (1.0, 0.1, 1.0), [4, 0, 3]),
+        (0, (2.0, 1.0, 1.0), [0] * 3),
+    ],
+)
+def test_seeds_are_divided_by_batch_shares(n: int, shares: tuple[float, ...], expected: list[int]) -> None:
+    layout = RankLayout(3, ((0, 1), (2,)), shares)
+    assert quotas(n, layout).tolist() == expected
+    ranks = split_step(np.arange(n) % 2, layout)
+    assert np.bincount(ranks, minlength=3).tolist() == expected

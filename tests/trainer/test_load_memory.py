@@ -85,7 +85,7 @@ def test_unsupported_uses_of_stores_are_refused():
     data = homo_data()
     with pytest.raises(SettingsError, match=r"a \(feature store, graph store\) pair has no edge weights"):
         DistNeighborLoader(stores_of(data), [2], weight_attr="edge_weight")
-    with pytest.raises(SettingsError, match="time_attr 'when': the feature store has no such attribute"):
+    with pytest.raises(SettingsError, match="time_attr 'when': the feature store has no attribute of that name"):
         DistNeighborLoader(stores_of(data), [2], time_attr="when")
     with pytest.raises(DataError, match="the graph store holds no edges"):
         DistNeighborLoader((MyFeatureStore(), MyGraphStore()), [2])

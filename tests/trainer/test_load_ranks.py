@@ -13,11 +13,14 @@ import torch
 import trainer
 from load_kit import hetero_data, homo_data, parts_of
 from partitions import write_store
-from train_kit import REPOSITORY, environment, run_script
+from train_kit import REPOSITORY, environment, run_script, write_parts
 from trainer import DistNeighborLoader
 from trainer.core.errors import PartitionError, SettingsError
+from trainer.core.ranks import RankGroup, Ranks
 from trainer.graph.environment import open_any, this_process
+from trainer.graph.open import open_graph
 from trainer.graph.seed_order import RankLayout
+from trainer.train.job import layout_of
 
 #: The example of torch_geometric's documentation with another import and data argument, and a loader of rank 0 alone.
 SCRIPT = """
@@ -179,3 +182,15 @@ def test_a_rank_without_a_layout_is_refused():
         DistNeighborLoader(homo_data(), [2], rank=0)
     with pytest.raises(SettingsError, match="leave rank and layout out"):
         DistNeighborLoader(homo_data(), [2], rank=0, local=True)
+
+
+def test_batch_shares_of_all_ranks_are_in_the_layout(tmp_path, monkeypatch):
+    class Gathered(RankGroup):
+        def gather(self, value):
+            return [value, ((1,), 0.25)]
+
+    parts, group = write_parts(tmp_path / "parts", 2), Gathered(Ranks(world_size=2))
+    with open_graph(parts) as graph:
+        assert layout_of(graph, group).batch_shares == (1.0, 0.25)
+        monkeypatch.setenv("GNNFLEET_BATCH_SHARE", "0.25")
+        assert layout_of(graph, group).batch_shares == ()

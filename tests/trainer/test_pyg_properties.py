@@ -38,7 +38,7 @@ def random_data(seed):
 
 
 def source_of(data, case):
-    """Return ``data`` itself if ``case % 4`` is 0, else a graph of ``case % 4`` parts of it."""
+    """Return ``data`` if ``case % 4`` is 0, else the same graph in ``case % 4`` parts."""
     return data if case % 4 == 0 else parts_of(data, case % 4)
 
 

@@ -240,7 +240,7 @@ def test_close_wakes_waiting_threads(client) -> None:
 def test_too_large_an_answer_is_refused_with_a_reason(monkeypatch) -> None:
     monkeypatch.setattr(pieces, "PIECE", 1 << 30)  # request all rows in one piece
     with serving(max_answer=100_000) as server, client_of(server.endpoint) as client:
-        with pytest.raises(ServiceError, match="200000 bytes is over 100000; ask for fewer nodes"):
+        with pytest.raises(ServiceError, match="200000 bytes, over the limit of 100000; ask for fewer nodes"):
             rows_of(client, np.arange(25_000))
         assert len(rows_of(client, np.arange(10_000))["x"]) == 10_000
 

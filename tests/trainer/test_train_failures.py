@@ -16,9 +16,10 @@ import trainer.train.job
 from ports import free_port
 from train_kit import Ended, finish, job, run_forked, start_rank, write_parts
 from trainer.cli import main
-from trainer.core.errors import PartitionError, PeerError, SettingsError, TrainerError
+from trainer.core.errors import PartitionError, PeerError, SettingsError, TrainerError, TrainingError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
-from trainer.train.settings import TrainJob
+from trainer.train.device_memory import memory_errors
+from trainer.train.settings import TrainJob, TrainSettings
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_a_rank_that_cannot_open_its_part_ends_all_ranks_with_its_reason(parts: 
 
 
 class Slow(RankGroup):
-    """A ``RankGroup`` whose rank 1 reads values 1.5 s late, or dies before."""
+    """A ``RankGroup`` whose rank 1 reads values 1.5 s late or, if ``dies``, ends before it reads them."""
 
     dies = False
 
@@ -206,3 +207,41 @@ def test_too_few_given_devices_are_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SettingsError, match="2 processes share 1 CUDA devices"):
         pick_device(Ranks(local_world_size=2), {"CUDA_VISIBLE_DEVICES": "0"})
+
+
+def test_a_process_with_a_mig_instance_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    ranks = Ranks(local_rank=1, local_world_size=2)
+    assert str(pick_device(ranks, {"CUDA_VISIBLE_DEVICES": "MIG-5f1a"})) == "cuda:0"
+    with pytest.raises(SettingsError, match="2 processes share 1 CUDA devices"):
+        pick_device(ranks, {"CUDA_VISIBLE_DEVICES": "GPU-5f1a"})
+
+
+def test_given_devices_that_torch_does_not_find_are_an_error_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for cuda, why in ((None, "is built without CUDA"), ("13.0", "finds no such device")):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        with pytest.raises(SettingsError, match=f"CUDA_VISIBLE_DEVICES is 0, but torch .*{why}"):
+            pick_device(Ranks(), {"CUDA_VISIBLE_DEVICES": "0", "GNNFLEET_RUN_ID": "r"})
+    for given in ({}, {"GNNFLEET_RUN_ID": "r"}, {"GNNFLEET_RUN_ID": "r", "CUDA_VISIBLE_DEVICES": ""}):
+        assert pick_device(Ranks(), given).type == "cpu"
+    assert pick_device(Ranks(), {"CUDA_VISIBLE_DEVICES": "0"}).type == "cpu", "set for another program"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore text"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("[2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY"),
+    ],
+)
+def test_exhausted_device_memory_names_what_to_lower(error: Exception) -> None:
+    settings = TrainSettings(device_cache="10%", batch_size=77)
+    with pytest.raises(
+        TrainingError, match=r"CUDA out of memory on rank 0 .*lower one of device_cache \(10%\), batch_size"
+    ):
+        with memory_errors(RankGroup(Ranks()), settings):
+            raise error
+    with pytest.raises(RuntimeError, match="^shapes$"), memory_errors(RankGroup(Ranks()), settings):
+        raise RuntimeError("shapes")

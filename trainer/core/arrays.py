@@ -1,4 +1,4 @@
-"""Type aliases for numpy arrays, which state only what an array contains, and helpers."""
+"""Type aliases for numpy arrays, named by what the arrays contain, and helpers."""
 
 from __future__ import annotations
 

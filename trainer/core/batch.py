@@ -44,6 +44,7 @@ class KeptRows:
     """
 
     slots: Tensor  #: int32 [n], index into ``rows`` for each node; -1 for rows that are in ``x``
+    missing: Tensor  #: int64 [m], positions of the nodes whose rows are in ``x``: those with slot -1
     rows: Tensor  #: float [k, f], the cache on the device
 
     def joined(self, others: Tensor, non_blocking: bool = False) -> Tensor:
@@ -51,21 +52,20 @@ class KeptRows:
 
         ``others``: the rows that are not cached (slot -1), in node order.
         """
-        slots = self.slots.to(self.rows.device, non_blocking=non_blocking).long()
         others = others.to(self.rows.device, non_blocking=non_blocking)
         if len(self.rows) == 0:
             return others
-        joined = self.rows[slots.clamp(min=0)].to(others.dtype)
-        joined[slots < 0] = others
-        return joined
+        slots = self.slots.to(self.rows.device, non_blocking=non_blocking)
+        missing = self.missing.to(self.rows.device, non_blocking=non_blocking)
+        return self.rows[slots.clamp(min=0)].to(others.dtype).index_copy_(0, missing, others)
 
 
 @dataclass(frozen=True)
 class LinkEnds:
     """The links of a batch of link prediction, as positions among the seed nodes of their types.
 
-    The seed nodes of such a batch are the distinct ends of its links and negatives; ``num_seeds`` counts the links.
-    With times, every end of a link is a seed of its own, and a negative is one seed per group of links of similar time.
+    The seed nodes are the distinct ends of the links, and the negatives; ``num_seeds`` counts the links. With times,
+    nodes repeat: each end of each link is a seed, and each negative is a seed for each group of links of similar time.
     """
 
     source: NodeType
@@ -112,7 +112,7 @@ class Batch:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Return the batch with all tensors on ``device``. ``x`` gets the rows of all nodes."""
-        if device.type == "cpu" and self.kept is None:
+        if device.type == "cpu" and self.kept is None and not self.n_id.is_cuda:
             return self
 
         def moved(tensor: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class HeteroBatch:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> HeteroBatch:
         """Return the batch with all tensors on ``device``. ``x`` gets the rows of all nodes."""
-        if device.type == "cpu" and not self.kept:
+        if device.type == "cpu" and not self.kept and not any(ids.is_cuda for ids in self.n_id.values()):
             return self
 
         def moved(tensor: Tensor) -> Tensor:

@@ -63,7 +63,10 @@ def _from_groups() -> Iterator[int]:
 
 
 def _left(top: Path, path: str, limit_file: str, used: str) -> Iterator[int]:
-    """Yield the bytes left in the group ``path`` and in each group that contains it. ``used``: a key of memory.stat."""
+    """Yield the bytes left in control group ``path`` and in each group that contains it.
+
+    ``used``: the key of memory.stat under which the used bytes are.
+    """
     folder = top / path.lstrip("/")
     for group in [folder, *folder.parents]:
         with suppress(OSError, ValueError, KeyError):  # no such file, or "max"

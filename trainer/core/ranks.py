@@ -148,7 +148,7 @@ class RankGroup:
     def of_process(cls, ranks: Ranks) -> RankGroup:
         """Return the group of all ranks of ``torch.distributed``, or of this rank alone if it is not initialised.
 
-        All ranks must call this: for another default backend than gloo, it creates a gloo group.
+        All ranks must call this, because it creates a gloo group if the default backend is not gloo.
 
         Args:
             ranks: Rank and world size of this process; replaced by those of the group.
@@ -262,22 +262,30 @@ def _error_text(error: Exception) -> str:
 def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.device:
     """Return ``cuda:LOCAL_RANK`` when this node has a CUDA device for each of its processes, else the CPU.
 
-    A task of Slurm that has devices of its own (``--gpus-per-task``) uses the first of them.
-
-    Raises ``SettingsError`` when CUDA_VISIBLE_DEVICES names fewer devices than processes.
+    A task of Slurm that has devices of its own (``--gpus-per-task``) uses the first of them. Raises ``SettingsError``
+    when CUDA_VISIBLE_DEVICES names devices that torch does not find, or fewer devices than processes.
     """
-    devices = torch.cuda.device_count()
+    devices, given = torch.cuda.device_count(), environ.get("CUDA_VISIBLE_DEVICES", "")
     own = "RANK" not in environ and bool(environ.get("SLURM_GPUS_PER_TASK"))
-    if devices and own:
+    if (devices and own) or (devices == 1 and _one_instance(given)):
         return torch.device("cuda", 0)
     if devices >= ranks.local_world_size:
         return torch.device("cuda", ranks.local_rank)
-    if devices and environ.get("CUDA_VISIBLE_DEVICES"):
+    where = f"node{ranks.node_rank} ({ranks.host})"
+    if devices and given:
         raise SettingsError(
-            f"node{ranks.node_rank} ({ranks.host}): {ranks.local_world_size} processes share {devices} CUDA devices; "
+            f"{where}: {ranks.local_world_size} processes share {devices} CUDA devices; "
             "list one device per process in CUDA_VISIBLE_DEVICES, or set it to '' to train on the CPU"
         )
+    if given and given != "-1" and "GNNFLEET_RUN_ID" in environ:  # elsewhere it may be set for other programs
+        why = "finds no such device" if torch.version.cuda else f"{torch.__version__} is built without CUDA"
+        raise SettingsError(f"{where}: CUDA_VISIBLE_DEVICES is {given}, but torch {why}; correct `devices`")
     return torch.device("cpu")
+
+
+def _one_instance(visible: str) -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES names one MIG instance: the launcher gives each process its own."""
+    return visible.startswith("MIG") and "," not in visible
 
 
 @contextmanager
@@ -361,8 +369,8 @@ def run_store(ranks: Ranks, timeout: float) -> Store:
 def _listener(address: str, port: int) -> socket.socket | None:
     """Return a socket that listens on ``address`` only, or None if the store must listen on all addresses.
 
-    Returns None for a host name, an address that is not this host's (NAT), or a port in use, which the store then
-    reports.
+    Returns None for a host name, for an address that is not this host's (NAT), and for a port in use; in the last case
+    the store then raises the error.
     """
     try:
         literal = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
@@ -388,7 +396,9 @@ def _gradient_group(device: torch.device, backend: str, size: int, timeout: floa
 
     All ranks must call this function.
     """
-    kinds = gather_values(device.type) if size > 1 else [device.type]
+    # NCCL refuses several ranks on one GPU, and MIG instances may be on one
+    own = "mig" if _one_instance(os.environ.get("CUDA_VISIBLE_DEVICES", "")) else device.type
+    kinds = gather_values(own) if size > 1 else [own]
     if backend == "gloo" or (backend == "auto" and set(kinds) != {"cuda"}):
         return None
     return dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))

@@ -63,6 +63,31 @@ def fraction(z: Any) -> Any:
     return float(z >> _S11) / 9007199254740992.0
 
 
+@numba.njit(inline="always")
+def draw_fraction(key: Any, i: Any) -> Any:
+    """Return random number ``i`` for ``key``: float64, uniform in [0, 1)."""
+    return fraction(mix(key + np.uint64(i) * GOLDEN))
+
+
+#: Constants of ``column_bits``.
+STRIDE, LOW_A, LOW_B = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
+
+_STRIDE, _LOW_A, _LOW_B = np.uint32(STRIDE), np.uint32(LOW_A), np.uint32(LOW_B)
+
+_S15, _S16 = np.uint32(15), np.uint32(16)
+
+
+@numba.njit(inline="always")
+def column_bits(state: Any, column: Any) -> Any:
+    """Return the random bits of a column, uint32: the integer hash "lowbias32" (Chris Wellons, "Prospecting for Hash
+    Functions") of the row's ``state``, uint32, plus ``column * STRIDE``.
+    """
+    bits = np.uint32(state + np.uint32(np.uint32(column) * _STRIDE))
+    bits = np.uint32(np.uint32(bits ^ (bits >> _S16)) * _LOW_A)
+    bits = np.uint32(np.uint32(bits ^ (bits >> _S15)) * _LOW_B)
+    return np.uint32(bits ^ (bits >> _S16))
+
+
 def fractions(z: Any) -> npt.NDArray[np.float64]:
     return np.asarray(z >> _S11, np.float64) / 9007199254740992.0
 

@@ -49,7 +49,7 @@ class Unroundable(DataError):
 
 
 def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> bool:
-    """Return whether rows of an attribute, ``dtype`` [n, …], are rounded when the type ``form`` is requested.
+    """Return whether rows of an attribute, ``dtype`` [n, …], are rounded when sent in ``form``.
 
     Labels (``y``), 1-d attributes and integers are never rounded, nor are rows that would not become smaller.
     """

@@ -28,10 +28,10 @@ _MOST_GRAPH_BYTES = 16 << 20  #: largest graph attribute in bytes; every host ge
 def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scratch: Scratch | None = None) -> Dataset:
     """Check the arrays of ``raw``, and assign them to types, attributes and splits.
 
-    Every edge type needs ``edge_index`` [2, E]. ``<split>_idx`` and ``<split>_mask`` become splits, an array with one
-    row per node or edge an attribute of its type, any other array an attribute of the graph. With ``scratch``, added
-    reverse edges are memory-mapped files in its folder. Raises ``DataError`` for arrays or options that contradict each
-    other.
+    Every edge type needs ``edge_index`` [2, E]. ``<split>_idx`` and ``<split>_mask`` become splits. An array with one
+    row per node or edge becomes an attribute of its type; any other array becomes an attribute of the graph. With
+    ``scratch``, added reverse edges are memory-mapped files in its folder. Raises ``DataError`` for arrays or options
+    that contradict each other.
     """
     _check_options(raw, options)
     if raw.hetero and not raw.edges:
@@ -131,8 +131,8 @@ def _num_classes_type(graph: RawGraph, options: SourceOptions) -> NodeType | Non
 def _classes(kept: dict[str, RawArray], splits: Mapping[str, Ids], requested: int | None, notes: list[str]) -> int:
     """Convert attribute ``y`` in ``kept`` to class labels, in place, and return the number of classes.
 
-    ``requested``: option ``num_classes``, 0 to leave ``y`` unchanged. If ``y`` is no class labels, raises ``DataError``
-    if ``requested`` is given; otherwise adds a message to ``notes`` and returns 0.
+    ``requested``: option ``num_classes``, 0 to leave ``y`` unchanged. If ``y`` does not contain class labels, raises
+    ``DataError`` if ``requested`` is given; otherwise adds a message to ``notes`` and returns 0.
     """
     if "y" not in kept:
         return requested or 0
@@ -177,7 +177,7 @@ def _bfloat16(kept: RawArrays) -> frozenset[str]:
 def _attrs(arrays: RawArrays, needed: tuple[str, ...], rows: int, of: str, notes: list[str]) -> dict[str, RawArray]:
     """Return the arrays that have one row of numbers for each node or edge of a type.
 
-    Other arrays are left out, with a message in ``notes``. Raises ``DataError`` if such an array is in ``needed``.
+    Other arrays are left out, with a message in ``notes``. Raises ``DataError`` if one of them is named in ``needed``.
     """
     kept = {}
     for name, array in arrays.items():

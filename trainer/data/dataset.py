@@ -171,7 +171,8 @@ def class_label_problem(y: Array) -> str:
 def class_labels(y: Array, where: str) -> tuple[Array, int]:
     """Return labels as an integer array [N] (-1 = no label), and the number of classes.
 
-    ``y`` must have passed ``class_label_problem``. NaN becomes -1. Raises ``DataError`` for labels below -1.
+    ``y`` must have one label per node (``class_label_problem`` checks that). NaN becomes -1. Raises ``DataError`` for
+    labels below -1.
     """
     y = y.reshape(-1)
     if y.dtype.kind == "f":

@@ -40,8 +40,9 @@ def joint_adjacency(
 ) -> tuple[Array, Array]:
     """Build one CSR, as ``symmetric_adjacency``, from the edges of several edge lists.
 
-    ``lists``: for each, the edges [2, E], a number to add to the sources, and a number to add to the targets. With
-    ``scratch``, the neighbours are a memory-mapped file. Takes 24 bytes of memory per node, and ``scratch.memory``.
+    ``lists``: edges [2, E] of each list, a number to add to the sources, and a number to add to the targets. With
+    ``scratch``, the neighbours are a memory-mapped file, and the memory needed is 24 bytes per node plus
+    ``scratch.memory``.
     """
     indptr = np.zeros(num_nodes + 1, np.int64)
     for edges, source, target in lists:

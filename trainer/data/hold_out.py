@@ -51,16 +51,16 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
     the same node type. Self loops between nodes of one type are not moved. The links are sorted by source, then target,
     each once.
 
-    With ``hold_out_time``, an integer attribute of the edges, the latest edges are moved, as ``split_times`` describes:
-    those for test are later than those for validation, and these later than all others of the type. Copies of an edge
-    with different times are different links. ``val_link_times`` and ``test_link_times`` are the times of the links,
-    which are sorted by time, source and target, and ``held_out_time`` names the attribute.
+    With ``hold_out_time``, an integer attribute of the edges, the latest edges are moved: the last ones for test, and
+    the ones just before them for validation; ``split_times`` chooses the limits. Copies of an edge with different times
+    are different links. The links are sorted by time, source and target. ``val_link_times`` and ``test_link_times`` are
+    their times, and ``held_out_time`` names the attribute.
 
     The reverses of the moved links are removed from the reverse edge type, ``rev_<relation>`` (or ``<relation>`` for an
-    edge type ``rev_<relation>``), if it exists: by the same rule, so with ``hold_out_time`` by the time of the reverse
-    edges. They are also removed from any other edge type from the target type to the source type that contains all of
-    them. A type that contains only some of them is left unchanged, and the dataset gets a note. Raises ``DataError``
-    for an unknown edge type or attribute, for shares out of range, and for times that cannot be split.
+    edge type ``rev_<relation>``), if it exists; with ``hold_out_time``, the times of the reverse edges decide which.
+    They are also removed from any other edge type, from the target type to the source type, that contains all of them.
+    A type that contains only some of them is left unchanged, and the dataset gets a note. Raises ``DataError`` for an
+    unknown edge type or attribute, for shares out of range, and for times that cannot be split.
     """
     if options.hold_out is None:
         if options.hold_out_time is not None:
@@ -118,14 +118,15 @@ class _Rule(Protocol):
     """Decides which links are held out."""
 
     def of(self, data: EdgeData, *, backward: bool) -> tuple[_Flags, _Flags]:
-        """Return two masks of edges: held out for validation, and for test, bool [E] each. ``backward``: the edges are
-        those of the reverse type.
+        """Return two masks, bool [E]: the edges held out for validation, and those for test.
+
+        ``backward``: ``data`` are the edges of the reverse type.
         """
 
     def links(self, data: EdgeData, chosen: _Flags, names: tuple[str, str]) -> dict[str, Array]:
-        """Return the edges where ``chosen`` is true as graph attributes. ``names``: of the links, and of their times.
+        """Return the edges where ``chosen`` is true, sorted and without duplicates, as graph attributes.
 
-        Without duplicates, sorted.
+        ``names``: the names of the attributes with the links and with their times.
         """
 
     def notes(self, of: EdgeType, val: _Flags, test: _Flags) -> list[str]:

@@ -28,7 +28,7 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
     ``time_attrs``, only those that are one integer per node in all node types are kept.
 
     Edges are read from ``edge_index`` or, if it is missing, from ``adj_t``. An edge type with neither has no edges.
-    Raises ``DataError`` if such a type has edge attributes, and if an edge type leads from or to an unknown node type.
+    Raises ``DataError`` if a type without edges has edge attributes, or an edge type begins or ends at an unknown type.
     """
     from torch_geometric.data import HeteroData
 
@@ -92,8 +92,8 @@ def _edge_index(store: Any, name: str) -> Array:
 def targets_and_sources(adj_t: Any) -> tuple[Ids, Ids]:
     """Return the targets and sources of the edges in a transposed adjacency matrix, row by row, int64 [E] each.
 
-    ``adj_t``: a torch_sparse ``SparseTensor`` or a sparse torch tensor, whose repeated entries are merged unless its
-    layout is CSR.
+    ``adj_t``: a torch_sparse ``SparseTensor`` or a sparse torch tensor. Repeated entries of a torch tensor are merged
+    unless its layout is CSR.
     """
     import torch
 

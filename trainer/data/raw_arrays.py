@@ -173,10 +173,10 @@ def _belongs_to_nodes(name: str) -> bool:
 
 
 def _target(plain: RawArrays, counts: Mapping[NodeType, int], raw: RawGraph, options: SourceOptions) -> NodeType | None:
-    """Return the node type of arrays whose names contain no type: option ``target``, or else the only type that fits.
+    """Return the node type of x, y and splits in ``plain``: option ``target``, or else the only type that fits.
 
-    Returns None if there are no such arrays and ``target`` is not set. Raises ``DataError`` if no type or several types
-    fit.
+    A type fits if it has as many nodes as these arrays have rows. Returns None if ``plain`` has no such array and
+    ``target`` is not set. Raises ``DataError`` if no type or several types fit.
     """
     if options.target is not None or not any(map(_belongs_to_nodes, plain)):
         return options.target
@@ -204,7 +204,8 @@ def _num_nodes(raw: RawGraph, of: NodeType) -> int:
 def _known_nodes(raw: RawGraph, of: NodeType) -> int | None:
     """Return the number of nodes of a type, or None if it is unknown.
 
-    Taken from the source, else the rows of x or y, else the other attributes if all have the same number of rows.
+    This is the number that the source states, else the number of rows of x or y, else that of the other attributes if
+    all have equally many rows.
     """
     if of in raw.num_nodes:
         return raw.num_nodes[of]

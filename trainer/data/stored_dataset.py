@@ -73,7 +73,7 @@ def _restored(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _npy_file(values: Array, folder: Path) -> Path | None:
-    """Return the .npy file in ``folder`` that ``values`` maps completely, or None if it maps no such file."""
+    """Return the .npy file in ``folder`` of which ``values`` is the complete memory map; None if there is none."""
     owner: object = values.base
     if not isinstance(values, np.memmap) or not isinstance(owner, mmap.mmap):
         return None

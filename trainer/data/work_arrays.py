@@ -19,7 +19,7 @@ _ROWS_AT_ONCE = 1 << 20
 
 @dataclass
 class WorkArrays:
-    """Allocates arrays. Those of 64 MiB or more are files in ``folder``, which the caller deletes."""
+    """Allocates arrays. Arrays of 64 MiB or more are files in ``folder``; the caller deletes the folder."""
 
     folder: Path | None = None  #: None: all arrays are in memory
     _count: int = field(default=0, init=False)

@@ -120,8 +120,8 @@ class Prediction:
 def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
     """Sample the first batches of a run, epoch after epoch, without gathering rows.
 
-    Stops after ``MOST_STEPS`` batches or ``MOST_SECONDS`` seconds, or when at least ``LEAST_STEPS`` batches have
-    requested ``ENOUGH_ROWS`` rows. Memory: 8 bytes per requested row. Raises ``ServiceError``.
+    Stops when ``ENOUGH_ROWS`` rows are requested, but not before ``LEAST_STEPS`` batches; at the latest after
+    ``MOST_STEPS`` batches or ``MOST_SECONDS`` seconds. Memory: 8 bytes per requested row. Raises ``ServiceError``.
     """
     steps: list[PresampledStep] = []
     if plan.order.num_steps == 0:
@@ -138,7 +138,10 @@ def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
 
 
 def counted_steps(steps: Sequence[PresampledStep], plan: BatchPlan) -> Sequence[PresampledStep]:
-    """Return the presampled steps whose requests are counted: all of an epoch, else the first two thirds."""
+    """Return the steps from which the cached rows are chosen.
+
+    These are all ``steps`` if they cover an epoch, else the first two thirds.
+    """
     # ``predict`` extrapolates from the last third, for which the cache must not be chosen.
     return steps if len(steps) >= plan.order.num_steps else steps[: len(steps) - _third(steps)]
 
@@ -173,8 +176,8 @@ def most_requested(
     """Choose the rows with most requests per byte, up to ``budget`` bytes in total. Returns ascending global ids.
 
     Ties go to the earlier type, then to the lower id. If all rows in ``counts`` fit, the rest of the budget is filled
-    with the first other rows in ``candidates``, half-open ranges of global ids. Memory: 8 bytes per counted and per
-    chosen row.
+    with rows that were not requested: the first ones in ``candidates``, half-open ranges of global ids. Memory: 8 bytes
+    per counted and per chosen row.
     """
     types = [of for of in row_bytes if of in counts and len(counts[of].ids)]
     chosen, left = {}, budget
@@ -221,7 +224,8 @@ def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, in
 def predict(access: DistGraph, plan: BatchPlan, steps: Sequence[PresampledStep], cache: RowCache | None) -> Prediction:
     """Predict the bytes that a rank receives in an epoch, with and without ``cache``, from the presampled steps.
 
-    Only steps of epoch 1 are used. Other steps are assumed to be like the last third of the presampled ones.
+    Only steps of epoch 1 are used. If they are not the whole epoch, the remaining steps are assumed to cost as much as
+    the last third of them.
     """
     steps = steps[: plan.order.num_steps]
     without = _Replay(access, None, plan.threads)
@@ -247,7 +251,7 @@ def predict(access: DistGraph, plan: BatchPlan, steps: Sequence[PresampledStep],
 
 
 class _Replay:
-    """Counts the bytes and rows that ``DistGraph.gather`` would receive in presampled steps, without requests."""
+    """Counts the bytes and rows that gathering would receive in presampled steps, without sending requests."""
 
     def __init__(self, access: DistGraph, cache: RowCache | None, threads: int):
         self.received: list[float] = []  #: bytes from other hosts

@@ -1,14 +1,14 @@
 """Moves batches to the device of the model.
 
-With CUDA, a batch is copied on a separate stream while the device works on the previous batch. The most requested rows
-of ``x`` can be kept on the device.
+With CUDA, a batch is copied on a separate stream while the device works on the previous batch, its small arrays in one
+buffer. The most requested rows of ``x`` can be kept on the device.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -22,11 +22,21 @@ from trainer.store.manifest import AttrSpec
 from trainer.store.row_cache import CachedRows
 
 
-def as_tensor(values: Array, spec: AttrSpec) -> Tensor:
-    """Return gathered rows as a tensor of dtype ``spec.dtype`` that shares their memory."""
+def as_tensor(values: Array | Tensor, spec: AttrSpec) -> Tensor:
+    """Return gathered rows as a tensor of dtype ``spec.dtype`` that shares their memory.
+
+    Rows that a device gathered are returned unchanged: they are float32 tensors.
+    """
+    if isinstance(values, Tensor):
+        return values
     if spec.dtype == "bfloat16":
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
+
+
+def tensor_of(values: Array | Tensor) -> Tensor:
+    """Return an array as a tensor that shares its memory. Arrays of a device are tensors already."""
+    return values if isinstance(values, Tensor) else torch.from_numpy(values)
 
 
 class Movable(Protocol):
@@ -71,15 +81,74 @@ class CudaFeed:
         while self._in_flight and self._in_flight[0][0].query():
             self._in_flight.popleft()
         with torch.cuda.stream(self._stream):
-            moved: B = batch.to(self._device, non_blocking=True)
+            packed, buffer = packed_batch(batch, self._device, _pinned_buffer)
+            moved: B = packed.to(self._device, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        self._in_flight.append((done, batch))
+        self._in_flight.append((done, (batch, buffer)))
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         for tensor in tensors_of(moved):
             tensor.record_stream(current)  # the copy stream must not reuse the memory before
         return moved
+
+
+def _pinned_buffer(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+_ALIGNED = 256  #: bytes; kernels read rows in units of up to 16 bytes, and CUDA aligns its allocations to 256
+
+
+def packed_batch(batch: B, device: torch.device, new_buffer: Callable[[int], Tensor]) -> tuple[B, Tensor | None]:
+    """Copy the arrays of ``batch`` that are not in pinned memory to ``device``, in one copy.
+
+    Copies from pageable memory would each wait for the stream. Arrays in pinned memory, and those on a device, are left
+    where they are.
+
+    Args:
+        batch: A batch, made of nested dataclasses, dicts, lists and tuples.
+        device: Target of the copy.
+        new_buffer: Allocates pinned memory, uint8 [size].
+
+    Returns:
+        The batch with views of the copied buffer, and the buffer, which must be kept until the copy has finished. It is
+        None if there was nothing to copy.
+    """
+    small = [tensor for tensor in tensors_of(batch) if tensor.device.type == "cpu" and not tensor.is_pinned()]
+    starts = [0]
+    for tensor in small:
+        starts.append(starts[-1] + -(-tensor.nbytes // _ALIGNED) * _ALIGNED)
+    if not starts[-1]:
+        return with_tensors(batch, {id(tensor): tensor.to(device) for tensor in small}), None
+    buffer = new_buffer(starts[-1])
+    for start, tensor in zip(starts, small, strict=False):
+        _view(buffer, start, tensor).copy_(tensor)
+    copied = buffer.to(device, non_blocking=True)
+    return with_tensors(
+        batch, {id(tensor): _view(copied, start, tensor) for start, tensor in zip(starts, small, strict=False)}
+    ), buffer
+
+
+def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return the bytes of ``buffer`` from ``start`` on as a contiguous tensor with dtype and shape of ``like``."""
+    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def with_tensors(value: Any, tensors: dict[int, Tensor]) -> Any:
+    """Return ``value`` with each tensor replaced by ``tensors[id(tensor)]``, if that exists."""
+    if isinstance(value, Tensor):
+        return tensors.get(id(value), value)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {field.name: with_tensors(getattr(value, field.name), tensors) for field in fields(value)}
+        return replace(value, **{name: new for name, new in changed.items() if new is not getattr(value, name)})
+    if isinstance(value, dict):
+        items = {key: with_tensors(item, tensors) for key, item in value.items()}
+        return items if any(items[key] is not item for key, item in value.items()) else value
+    if isinstance(value, (list, tuple)):
+        members = [with_tensors(item, tensors) for item in value]
+        return type(value)(members) if any(a is not b for a, b in zip(members, value, strict=True)) else value
+    return value
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

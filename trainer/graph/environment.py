@@ -1,4 +1,4 @@
-"""Opens a graph for ``gnnfleet.open``: that of the run to which this process belongs, or a partition folder."""
+"""Implements ``gnnfleet.open``: opens the graph of the run that this process belongs to, or a partition folder."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _layout_of_run(cluster: str | Path, ranks: Ranks) -> RankLayout | None:
     """Return which ranks run on the hosts of each part.
 
     Returns None for a single process that is given the cluster file of a run with several ranks. Raises
-    ``SettingsError`` if the number of ranks is not that of the cluster file.
+    ``SettingsError`` if the cluster file has another number of ranks than ``ranks``.
     """
     layout = RankLayout.from_cluster(read_cluster(cluster))
     if layout.world_size == ranks.world_size:

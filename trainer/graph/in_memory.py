@@ -78,7 +78,7 @@ def _times(feature_store: Any, time_attr: str, hetero: bool) -> dict[AnyType, Ar
     for attr in attrs:
         attr.index = None
     if not attrs:
-        raise SettingsError(f"time_attr {time_attr!r}: the feature store has no such attribute")
+        raise SettingsError(f"time_attr {time_attr!r}: the feature store has no attribute of that name")
     # As in torch_geometric, an attribute ``time`` of a homogeneous graph belongs to nodes, any other to edges.
     if not hetero and len(attrs) > 1:
         raise SettingsError(f"time_attr {time_attr!r}: the feature store has {len(attrs)} attributes of that name")
@@ -111,7 +111,7 @@ def as_graph(data: Any, *, time_attr: str | None = None, weight_attr: str | None
         _check_whole(data)
         if weight_attr is not None:
             raise SettingsError(
-                "weight_attr: a (feature store, graph store) pair has no edge weights (torch_geometric refuses it too)"
+                "weight_attr: a (feature store, graph store) pair has no edge weights; pass Data or HeteroData instead"
             )
         features, edges = data
         return graph_of(dataset_of_stores(features, edges, time_attr), (features, edges))

@@ -41,7 +41,7 @@ class Graph:
 
     Args:
         store: Manifest, splits, and memory maps of the parts on this host.
-        access: Reads edges and rows, whichever host holds them. A ``Gateway`` in a client, which holds no part.
+        access: Reads edges and rows of all parts, also those on other hosts. In a client this is a ``Gateway``.
         clients: Connections to the graph servers of other hosts, by node rank.
         ranks: Rank and world size of this process.
         placed: The ranks on the hosts of each part. Default: all ranks for every part.

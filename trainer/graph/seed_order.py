@@ -63,7 +63,7 @@ class SeedOrder:
         return self.order(epoch)[:]
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return the order of the seeds in an epoch. Its slices are arrays of positions in the seed list."""
+        """Return the same order as ``epoch``, as a sequence whose slices are arrays of positions in the seed list."""
         if not self.shuffle:
             return InOrder(self.num_seeds)
         key = batch_key(self.seed, self.stream, epoch, -1)
@@ -92,6 +92,7 @@ class RankLayout:
         world_size: Number of ranks.
         ranks_of_part: For each part, the ranks on hosts that hold the part; for clients, the ranks whose home server
             holds the part.
+        batch_shares: Seeds of each rank in a step, relative to the other ranks; (): equal.
 
     Example:
         ```python
@@ -104,6 +105,7 @@ class RankLayout:
 
     world_size: int
     ranks_of_part: tuple[tuple[int, ...], ...]
+    batch_shares: tuple[float, ...] = ()
 
     @classmethod
     def single(cls, num_parts: int) -> RankLayout:
@@ -169,15 +171,27 @@ def shares(
 def split_step(parts: Ids, layout: RankLayout) -> Ids:
     """Assign the seeds of a global batch, given the part of each, to ranks: returns the rank of each, int64 [n].
 
-    Every rank gets ``n // world_size`` seeds or one more (lower ranks first). Within this quota a seed goes to a rank
-    on a host that holds its part. The remaining seeds go, in order, to ranks with free quota.
+    Every rank gets its quota of seeds. Within it, a seed goes to a rank on a host that holds its part. The remaining
+    seeds go, in order, to ranks with free quota.
     """
-    n, world_size = len(parts), layout.world_size
-    room = np.full(world_size, n // world_size)
-    room[: n % world_size] += 1
-    rank_of = np.full(n, -1)
+    n = len(parts)
+    room, rank_of = quotas(n, layout), np.full(n, -1)
     _assign(parts, layout.table(), room, rank_of)
     return rank_of
+
+
+def quotas(n: int, layout: RankLayout) -> Ids:
+    """Return the number of seeds of each rank in a step of ``n`` seeds, int64 [world_size].
+
+    Ranks get ``n // world_size`` seeds or one more (lower ranks first), or numbers in proportion to ``batch_shares``,
+    rounded by largest remainders.
+    """
+    shares = np.array(layout.batch_shares or (1.0,) * layout.world_size)
+    exact = n * shares / shares.sum()
+    room = np.floor(exact).astype(np.int64)
+    most = np.argsort(np.round(room - exact, 9), kind="stable")  # rounded, so that equal shares have equal remainders
+    room[most[: n - room.sum()]] += 1
+    return room
 
 
 @njit()

@@ -76,9 +76,9 @@ def load_options(
     """Convert the arguments of a loader to ``LoadOptions``.
 
     ``given``: ``local`` and arguments of torch's ``DataLoader``. ``num_workers`` is the number of sampler threads,
-    ``prefetch_factor`` the number of batches made ahead per thread; ``timeout`` replaces ``deadline``; the initial seed
-    of ``generator`` is the seed. ``worker_init_fn`` is called on each sampler thread, except with ``num_workers=0``.
-    Raises ``SettingsError`` for unknown, unsupported or contradictory arguments.
+    ``prefetch_factor`` the number of batches made ahead per thread. ``timeout`` replaces ``deadline``, and the initial
+    seed of ``generator`` replaces ``seed``. ``worker_init_fn`` is called on each sampler thread, except with
+    ``num_workers=0``. Raises ``SettingsError`` for unknown, unsupported or contradictory arguments.
     """
     _check_names(given)
     num_workers = whole_number("num_workers", given.get("num_workers", 0), 0)
@@ -106,7 +106,9 @@ def _check_names(given: Mapping[str, Any]) -> None:
         if name in _UNSUPPORTED and value is not None:
             raise SettingsError(f"{name}: {_UNSUPPORTED[name]}")
         if name == "in_order" and not value:
-            raise SettingsError("in_order=False: batches always come in order, so that all ranks are at the same step")
+            raise SettingsError(
+                "in_order=False: batches always come in order, so that all ranks are at the same step; leave it out"
+            )
         if name not in (*_UNSUPPORTED, *_NO_EFFECT, *_ARGUMENTS, *_WORKER_ARGUMENTS):
             known = [*_ARGUMENTS, *_WORKER_ARGUMENTS, "num_neighbors", "input_nodes", "time_attr", "weight_attr"]
             nearest = difflib.get_close_matches(name, known, 1)

@@ -16,9 +16,9 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.batch import Batch, Block, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType, type_name
-from trainer.graph.device import DeviceRows, as_tensor
+from trainer.graph.device import DeviceRows, as_tensor, tensor_of
 from trainer.graph.open import Graph
-from trainer.graph.prefetch import ordered_ahead
+from trainer.graph.prefetch import Sampler, ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, SeedShare, shares
 from trainer.loader.arguments import time_level
 from trainer.sampler.multi_hop import block_edges, cut_block
@@ -88,12 +88,13 @@ class BlockLoader(ABC):
         self._patience = graph.patience(settings.deadline, sampling.num_hops + 2)  # every request has its own deadline
         self._kept: dict[NodeType, DeviceRows] = {}
         self.sampler = graph.sampler(sampling, columns_of(graph, settings), labels)
+        self._device_sampler: Sampler | None = None
 
     def __len__(self) -> int:
         return self.order.num_steps
 
     def keep(self, rows: Mapping[NodeType, DeviceRows]) -> None:
-        """Leave rows of ``x`` that the device caches (``rows``) out of batches.
+        """Leave ``rows``, the rows of ``x`` that the device caches, out of batches.
 
         ``Batch.to`` adds these rows when it copies a batch to the device.
 
@@ -104,6 +105,21 @@ class BlockLoader(ABC):
             raise SettingsError("a client node cannot cache rows on its device: graph servers send it whole batches")
         self._kept = dict(rows)
         self.sampler.kept = {of: kept.slots for of, kept in rows.items()}
+
+    @property
+    def kept(self) -> Mapping[NodeType, DeviceRows]:
+        """The rows of ``x`` that are cached on the device."""
+        return self._kept
+
+    @property
+    def host_sampler(self) -> SubgraphSampler:
+        """The sampler that runs on the CPU. Not available in a client."""
+        assert isinstance(self.sampler, SubgraphSampler)
+        return self.sampler
+
+    def sample_with(self, sampler: Sampler) -> None:
+        """Make batches with ``sampler``, which samples on a device. They equal those of this loader's own sampler."""
+        self._device_sampler = sampler
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
         """Yield the batches of one epoch, from ``first_step`` on.
@@ -123,16 +139,19 @@ class BlockLoader(ABC):
         return self._batch(share, self.sample(share))
 
     def sample(self, share: SeedShare) -> SampledBatch:
-        """Return the subgraph and attributes of this rank's seeds of one step, as numpy arrays."""
-        return self.sampler.sample(self._seed_set(share), share.key)
+        """Return the subgraph and the attributes for this rank's seeds of one step."""
+        return self.make(self._seed_set(share), share.key)
+
+    def make(self, seeds: SeedSet, key: int) -> SampledBatch:
+        """Return the subgraph and the attributes for some seeds: tensors if a device samples, else numpy arrays."""
+        return (self._device_sampler or self.sampler).sample(seeds, key)
 
     def requests(self, epoch: int) -> Iterator[list[RowRequest]]:
         """Sample each batch of an epoch, and yield its requests for attributes without sending them.
 
         Not available in a client.
         """
-        assert isinstance(self.sampler, SubgraphSampler)
-        sampler = replace(self.sampler, _local=threading.local())  # a copy, to free its relabel tables
+        sampler = replace(self.host_sampler, _local=threading.local())  # a copy, to free its relabel tables
         return (sampler.requests(self._seed_set(share), share.key) for share in self.shares(epoch))
 
     @abstractmethod
@@ -151,12 +170,12 @@ class BlockLoader(ABC):
             key=share.key,
             num_seeds=len(share.positions),
             global_seeds=share.global_seeds,
-            n_id=torch.from_numpy(rows["orig_id"]),
+            n_id=tensor_of(rows["orig_id"]),
             x=self._features(HOMO_NODE, rows["x"]),
             y=self._y(sampled),
             input_id=torch.from_numpy(share.positions),
             blocks=homo_blocks(sampled.subgraph, self._edge_rows(sampled)),
-            degree=torch.from_numpy(rows["in_degree"]) if "in_degree" in rows else None,
+            degree=tensor_of(rows["in_degree"]) if "in_degree" in rows else None,
             kept=self._kept_rows(sampled).get(HOMO_NODE),
             cost=sampled.cost,
         )
@@ -169,7 +188,7 @@ class BlockLoader(ABC):
             num_seeds=len(share.positions),
             global_seeds=share.global_seeds,
             target=self.settings.target,
-            n_id={of: torch.from_numpy(rows[of]["orig_id"]) for of in nodes},
+            n_id={of: tensor_of(rows[of]["orig_id"]) for of in nodes},
             x={of: self._features(of, rows[of]["x"]) for of in nodes if "x" in rows[of]},
             y=self._y(sampled),
             input_id=torch.from_numpy(share.positions),
@@ -180,7 +199,10 @@ class BlockLoader(ABC):
         )
 
     def _kept_rows(self, sampled: SampledBatch) -> dict[NodeType, KeptRows]:
-        return {of: KeptRows(torch.from_numpy(slots), self._kept[of].rows) for of, slots in sampled.kept.items()}
+        return {
+            of: KeptRows(torch.from_numpy(slots), torch.from_numpy(np.flatnonzero(slots < 0)), self._kept[of].rows)
+            for of, slots in sampled.kept.items()
+        }
 
     def _edge_rows(self, sampled: SampledBatch) -> dict[EdgeType, Tensor]:
         name = self.settings.edge_attr
@@ -290,8 +312,9 @@ def edge_attrs(manifest: Manifest, name: str) -> dict[EdgeType, AttrSpec]:
     return found
 
 
-def edge_rows(rows: Array, spec: AttrSpec) -> Tensor:
-    return as_tensor(np.ascontiguousarray(rows), spec).float().reshape(len(rows), -1)
+def edge_rows(rows: Array | Tensor, spec: AttrSpec) -> Tensor:
+    values = rows if isinstance(rows, Tensor) else np.ascontiguousarray(rows)
+    return as_tensor(values, spec).float().reshape(len(rows), -1)
 
 
 def labels_of(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[str, ...]]:
@@ -324,5 +347,5 @@ def block_of(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int, edge_rows
     """Return the block of one edge type and hop, with the features of its edges if ``edge_rows`` has them."""
     indptr, indices, num_src = cut_block(subgraph, edge_type, hop)
     rows = (edge_rows or {}).get(edge_type)
-    attr = None if rows is None else rows[torch.from_numpy(block_edges(subgraph, edge_type, hop)).long()]
-    return Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src, attr)
+    attr = None if rows is None else rows[tensor_of(block_edges(subgraph, edge_type, hop)).long()]
+    return Block(tensor_of(indptr), tensor_of(indices), num_src, attr)

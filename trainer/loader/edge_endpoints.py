@@ -19,7 +19,8 @@ EDGES_AT_ONCE = 1 << 20  #: edges that are read at a time while all edges of a g
 class EdgeEndpoints(Protocol):
     """The ends of n edges, as original node ids. Thread-safe.
 
-    An edge is identified by its *position*, 0 to n - 1. For all edges of a type, positions are original ids.
+    An edge is identified by its *position*, 0 to n - 1. If the n edges are all edges of a type, positions are original
+    ids.
     """
 
     def __len__(self) -> int: ...

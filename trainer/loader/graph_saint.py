@@ -53,7 +53,7 @@ def saint_norm(
     loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, save_dir: str | Path | None, log: bool,
     group: RankGroup,
 ) -> SaintNorm:  # fmt: skip
-    """Return the normalisation coefficients for a loader's subgraphs, from a matching file in ``save_dir`` if any.
+    """Return the normalisation coefficients for a loader's subgraphs. Reads them from ``save_dir`` if they are there.
 
     All ranks of ``group`` must call this function; they share the work.
 
@@ -317,7 +317,7 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
 
     Args:
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
-        batch_size: Number of edges drawn per subgraph; repeats count once.
+        batch_size: Number of draws per subgraph. An edge may be drawn more than once.
         num_steps: Number of subgraphs per epoch and rank.
         sample_coverage: How often each node is sampled on average to estimate the normalisation; 0 disables it. The
             ranks of a process group share the work, and all of them must make the loader.
@@ -369,8 +369,8 @@ class DistGraphSAINTRandomWalkSampler(GraphSAINTSampler):
     """Yield subgraphs induced by random walks, as torch_geometric's ``GraphSAINTRandomWalkSampler``.
 
     A batch has all nodes on ``batch_size`` walks of ``walk_length`` steps, and all edges between these nodes. Each node
-    is in the batch once, and nodes are sorted by id. Walks start at nodes drawn with replacement and end at nodes
-    without in-edges. They go from the *target* of an edge to its source; torch_geometric's walks go from source to
+    is in the batch once, and nodes are sorted by id. Walks start at nodes drawn with replacement, and end early at a
+    node without in-edges. They go from the *target* of an edge to its source; torch_geometric's walks go from source to
     target. If edges do not exist in both directions, reverse the edges of the graph to get torch_geometric's walks. The
     normalisation takes 4 bytes per node and edge (16 while it is computed).
 

@@ -51,7 +51,7 @@ class LinkBlockLoader(BlockLoader):
 
     def load(self, share: SeedShare) -> AnyBatch:
         seeds, ends = self._seeded(share)
-        return replace(self._batch(share, self.sampler.sample(seeds, share.key)), links=ends)
+        return replace(self._batch(share, self.make(seeds, share.key)), links=ends)
 
     def ends(self, share: SeedShare) -> tuple[Ids, Ids, Ids]:
         """Return sources and targets of this rank's links in one step, and its negatives: original ids."""

@@ -65,7 +65,7 @@ class LinkBatch:
 
 @dataclass(frozen=True)
 class LinkIndex:
-    """For each link: the index of its source and of its target in the batch's list of nodes of that type."""
+    """For each link: the index of its source, and of its target, among the batch's nodes of the same type."""
 
     src: Ids  #: int64: positives, followed by binary negatives
     dst: Ids  #: int64, same length as ``src``

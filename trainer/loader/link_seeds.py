@@ -68,7 +68,7 @@ def link_inputs(
 
 
 def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> tuple[NegativeRule | None, Any]:
-    """Return the rule for negatives, and a ``NegativeSampling`` of torch_geometric, which has the weights of nodes.
+    """Return the rule for negatives, and torch_geometric's ``NegativeSampling``, from which the node weights are read.
 
     Returns (None, None) if there are no negatives. Raises ``SettingsError``.
     """

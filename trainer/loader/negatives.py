@@ -38,7 +38,7 @@ class NegativeRule:
         return math.ceil(self.amount)
 
     def owners(self, places: Ids, global_size: int) -> tuple[Ids, Ids]:
-        """Return for each negative the index of its positive in ``places`` and its number j, int64 [m] each.
+        """Return for each negative (i, j) the index of i in ``places``, and j: int64 [m] each.
 
         The global batch has ceil(amount * global_size) negatives. With a fractional amount, positives at the first
         places of the batch have one negative more than the others.
@@ -96,9 +96,9 @@ def draw_negatives(
     """Draw negatives. Returns original ids (sources, targets), int64 [m] each.
 
     ``places`` [n]: the places of the positives in the global batch. ``owner`` and ``j``: the result of ``rule.owners``.
-    ``positives``: sources and targets of the positives, original ids. ``times`` [n]: times of the positives. The source
-    of a triplet's negative is that of its positive. With ``rule.avoid_links``, raises ``DataError`` if 64 draws of a
-    negative are all links of the graph.
+    ``positives``: sources and targets of the positives, original ids. ``times`` [n]: times of the positives. In
+    triplets, a negative has the source of its positive. With ``rule.avoid_links``, raises ``DataError`` if 64 draws of
+    a negative are all links of the graph.
     """
     src = np.empty(len(owner), np.int64)
     dst = np.empty(len(owner), np.int64)
@@ -122,7 +122,7 @@ def draw_negatives(
 def _running_sums(weight: Array, num_nodes: int) -> npt.NDArray[np.float64]:
     values = np.asarray(weight, np.float64)
     if values.shape != (num_nodes,):
-        raise SettingsError(f"weights of negatives have shape {list(values.shape)}, there are {num_nodes} nodes")
+        raise SettingsError(f"weights of negatives have shape {list(values.shape)}, expected [{num_nodes}]")
     if not (np.isfinite(values).all() and (values >= 0).all() and values.sum() > 0):
         raise SettingsError("weights of negatives must be finite, not negative, and not all 0")
     return np.cumsum(values)

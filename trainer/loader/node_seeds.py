@@ -39,8 +39,8 @@ class NodeInputs:
     def split(self, positions: Ids) -> dict[NodeType, tuple[Ids, Ids]]:
         """Split seed positions by node type.
 
-        Returns for each node type the indices into ``positions`` of its seeds, and the index of each of these seeds
-        among all seeds of the type.
+        Returns two arrays for each node type: where its seeds are in ``positions``, and their indices among all seeds
+        of the type.
         """
         begin, found = 0, {}
         for of, inputs in self.of.items():
@@ -75,9 +75,9 @@ def node_inputs(graph: Graph, input_nodes: Any, input_time: Any = None, input_id
 
 
 def split_name(input_nodes: Any) -> str | None:
-    """Return the name of the split if ``input_nodes`` is ``"split"`` or ``(type, "split")``, else None.
+    """Return the string in ``input_nodes``, given alone or as ``(type, string)``; None if there is none.
 
-    The name of a node type is returned too.
+    The string is the name of a split or, if given alone, perhaps of a node type.
     """
     if isinstance(input_nodes, tuple) and len(input_nodes) == 2:
         input_nodes = input_nodes[1]

@@ -39,7 +39,7 @@ Output: TypeAlias = "SamplerOutput | HeteroSamplerOutput"
 
 
 def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, copy_ids: bool) -> Output:
-    """Return a subgraph as torch_geometric's sampler output: nodes as original ids, edges in batch positions.
+    """Return a subgraph as torch_geometric's sampler output: nodes as original ids, edges as batch positions.
 
     An induced subgraph has no numbers of nodes and edges per hop. With ``copy_ids`` the ids are copies that a transform
     may overwrite.
@@ -110,7 +110,7 @@ def _order_by(first: Array, second: Array) -> Ids | None:
 
 @njit()
 def _counting_sort(keys: Any, order: Any, begin: Any, sorted_: Any) -> Any:
-    """Fill ``sorted_`` with ``order``, indices into ``keys``, stably sorted by key, and return it.
+    """Write the indices in ``order``, stably sorted by their ``keys``, to ``sorted_``, and return it.
 
     ``begin``: zeros [number of possible keys + 1], overwritten.
     """
@@ -268,8 +268,8 @@ def _check_names_differ(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
     names = ["edge_index", *graph_attrs, *attrs[HOMO_NODE], *attrs[HOMO_EDGE]]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise SettingsError(
-            f"{twice[0]!r} names attributes of two of nodes, edges and graph, which share one Data in a batch; rename"
-            f" one, or choose attributes by attrs={{{HOMO_NODE!r}: [...], {HOMO_EDGE!r}: [...]}}"
+            f"{twice[0]!r} is the name of two attributes (of nodes, edges or the graph), but a batch can have only one"
+            f" of this name; rename one, or choose attributes by attrs={{{HOMO_NODE!r}: [...], {HOMO_EDGE!r}: [...]}}"
         )
 
 

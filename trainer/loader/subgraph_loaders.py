@@ -268,7 +268,7 @@ class DistClusterLoader(PyGLoader):
     to an equal share; other ranks take the rest. All ranks get the same number of batches. A last step with fewer
     clusters than ranks is merged into the previous step. A batch has all nodes of its clusters, sorted by cluster and
     then by id, and all edges between these nodes. ``loader(index)`` returns the clusters at the given positions;
-    positions count the clusters that have nodes. Memory: 8 bytes per node.
+    clusters without nodes have no position. Memory: 8 bytes per node.
 
     Args:
         data: An opened graph (``gnnfleet.open``), or ``Data``, ``HeteroData`` or stores in memory.
@@ -321,9 +321,9 @@ class DistClusterLoader(PyGLoader):
             raise SettingsError(f"sparse_format {sparse_format!r}; expected 'csr' or 'csc'")
         if keep_inter_cluster_edges:
             raise SettingsError(
-                "keep_inter_cluster_edges: not supported, as the other ends of edges that leave the clusters of a batch"
-                " are not in the batch; edges between the clusters of a batch are always included. Where nodes need all"
-                " their neighbours, use DistNeighborLoader with num_neighbors=[-1]"
+                "keep_inter_cluster_edges: not supported, as the other ends of these edges are not in the batch. Edges"
+                " between the clusters of one batch are always included. Where nodes need all their neighbours, use"
+                " DistNeighborLoader with num_neighbors=[-1]"
             )
         options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
         self.sparse_format = sparse_format
@@ -428,7 +428,10 @@ def _part_of_nodes(graph: Graph, of: NodeType) -> Array:
 def _given_clusters(graph: Graph, of: NodeType) -> Array:
     spec = graph.manifest.nodes[of]
     if CLUSTER not in spec.attrs or spec.attrs[CLUSTER].stored.kind not in "iu" or len(spec.attrs[CLUSTER].shape) != 1:
-        raise SettingsError(f"{of!r} nodes have no attribute {CLUSTER!r} with one integer per node, but other types do")
+        raise SettingsError(
+            f"{of!r} nodes have no attribute {CLUSTER!r} with one integer per node, but other types do; give it to all"
+            " types or to none"
+        )
     cluster = np.empty(spec.num_nodes, np.int64)
     for first in range(0, spec.num_nodes, _NODES_AT_ONCE):
         ids = np.arange(first, min(first + _NODES_AT_ONCE, spec.num_nodes))

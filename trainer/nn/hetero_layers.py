@@ -290,8 +290,10 @@ def add_mean(out: Tensor, block: Block, x: Tensor, weight: Tensor) -> None:
 def targets_with_edges(block: Block) -> tuple[Tensor | None, Block]:
     """Return the int64 positions of the targets that have edges, and a block of only these targets.
 
-    If most targets have edges, returns (None, ``block``).
+    If most targets have edges, or the block is on a GPU, where the search would synchronise: (None, ``block``).
     """
+    if block.indptr.device.type != "cpu":
+        return None, block
     rows = block.indptr.diff().nonzero().flatten()
     if len(rows) > SPARSE_TARGETS * block.num_dst:
         return None, block

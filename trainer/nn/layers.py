@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from trainer.core.batch import Block
 from trainer.nn.kernels.activation import Activation
+from trainer.nn.kernels.device import runs_cuda_kernels
 from trainer.nn.kernels.precision import product_dtype, sum_dtype
 from trainer.nn.kernels.sage import sage_rows
-from trainer.nn.kernels.spmm import aggregate, attend, edge_targets
+from trainer.nn.kernels.spmm import aggregate, attend, edge_softmax, edge_targets
 
 
 def glorot(weight: Tensor) -> None:
@@ -100,7 +101,7 @@ class SAGEConv(nn.Module):
         if linear_first(block, x.shape[1], len(of_mean), x.requires_grad):
             x = x if before is None else before.of(x)
             return x[: block.num_dst] @ of_self.t() + aggregate(block, x @ of_mean.t(), "mean")
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" or runs_cuda_kernels(x):
             return sage_rows(block, x, of_mean, of_self, before, product_dtype(x))
         x = x if before is None else before.of(x)
         return x[: block.num_dst] @ of_self.t() + aggregate(block, x, "mean") @ of_mean.t()
@@ -109,6 +110,9 @@ class SAGEConv(nn.Module):
 def mean_edge_attr(block: Block) -> Tensor:
     """Return the mean of the edge features of each target, float32 [num_dst, d]; 0 for a target without edges."""
     assert block.edge_attr is not None, "the layer has edge_dim, so blocks need edge_attr"
+    if block.edge_attr.device.type != "cpu":
+        edges = torch.arange(len(block.indices), dtype=torch.int32, device=block.indices.device)
+        return aggregate(Block(block.indptr, edges, len(edges)), block.edge_attr, "mean")
     sums = torch.segment_reduce(block.edge_attr, "sum", offsets=block.indptr.long(), initial=0)
     return sums / block.indptr.diff().clamp(min=1)[:, None]
 
@@ -233,25 +237,20 @@ class GATConv(nn.Module):
 
     def _attention(self, block: Block, h: Tensor) -> Tensor:
         """Return the attention weights [num_edges, heads], which sum to 1 over each target's edges."""
-        from torch_geometric.utils import softmax  # imported here because importing it takes seconds
-
         of_source = (h * self.att_src).sum(-1)[block.indices.long()]
-        targets = edge_targets(block)
-        of_target = (h[: block.num_dst] * self.att_dst).sum(-1)[targets]
+        of_target = (h[: block.num_dst] * self.att_dst).sum(-1)[edge_targets(block)]
         score = functional.leaky_relu(of_source + of_target, self.negative_slope)
-        weight: Tensor = softmax(score, index=targets, num_nodes=block.num_dst)
-        return weight
+        return edge_softmax(block, score)
 
 
 def with_self_loops(block: Block) -> Block:
     """Return the block with a self loop as the last edge of each target."""
-    device = block.indptr.device
+    device, num_edges = block.indptr.device, len(block.indices)
     loops = torch.arange(block.num_dst, dtype=torch.int32, device=device)
     indptr = block.indptr + torch.arange(block.num_dst + 1, dtype=torch.int32, device=device)
-    indices = torch.empty(len(block.indices) + block.num_dst, dtype=torch.int32, device=device)
-    last = indptr[1:].long() - 1
-    indices[last] = loops
-    neighbour = torch.ones(len(indices), dtype=torch.bool, device=device)
-    neighbour[last] = False
-    indices[neighbour] = block.indices
+    indices = torch.empty(num_edges + block.num_dst, dtype=torch.int32, device=device)
+    indices.index_copy_(0, indptr[1:].long() - 1, loops)
+    # an edge moves by the loops of the targets before its own; a boolean mask would synchronise a GPU
+    moved = torch.arange(num_edges, device=device) + edge_targets(block)
+    indices.index_copy_(0, moved, block.indices)
     return Block(indptr, indices, block.num_src)

@@ -261,7 +261,7 @@ def _per_row(embedding: ShardedEmbedding, value: Any) -> bool:
 
 
 def _pieces(embedding: ShardedEmbedding) -> Iterator[tuple[int, int]]:
-    """Divide the shards into pieces that are sent as one message: yield (first row of the shard, number of rows).
+    """Divide a shard into pieces, each sent as one message. Yields (index of the first row, number of rows).
 
     All ranks yield the same pairs, although shards may differ in size by one row.
     """

@@ -298,8 +298,8 @@ def check_one_hop(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, NOT_ONE_HOP) and getattr(layer, "normalize", True):
             raise SettingsError(
-                f"{type(layer).__name__} cannot be trimmed: it reads more of the batch than the in-edges of a layer's "
-                "targets (degrees of their sources, or further hops); use the model without trimming, or pass "
+                f"{type(layer).__name__} cannot be trimmed: its result for a node depends on more than the node's "
+                "in-edges (on degrees of its neighbours, or on further hops); use the model without trimming, or pass "
                 "normalize=False and edge weights if the layer accepts them"
             )
 

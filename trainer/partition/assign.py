@@ -68,7 +68,7 @@ def method_options(method: str, **given: Any) -> dict[str, Any]:
 
 
 def made_by(manifest: Manifest) -> str:
-    """Return the method that was requested for a partition: `auto`, or the algorithm in the manifest."""
+    """Return the method that was requested: `auto` if it chose the manifest's algorithm, else this algorithm."""
     return str(manifest.options.get(CHOSEN_BY, manifest.algorithm))
 
 
@@ -212,7 +212,7 @@ def given_assignment(
 ) -> PartitionAssignment:
     """Return the assignment of nodes to given ``parts``, int32 [num_nodes] for each node type.
 
-    The other arguments are only recorded.
+    ``method``, ``seed`` and ``options`` are recorded in the result, and have no other effect.
     """
     cut = {
         of: _count_cut(edges.edge_index[0], edges.edge_index[1], parts[of[0]], parts[of[2]])

@@ -45,7 +45,8 @@ class JoinedNodes:
 def joined_adjacency(dataset: Dataset, joined: JoinedNodes, scratch: Scratch | None = None) -> tuple[Array, Array]:
     """Build a CSR of the edges of all types in both directions, without self loops and duplicates.
 
-    Returns ``indptr`` int64 [total + 1] and ``neighbours`` int32|int64 [nnz], which is memory-mapped with ``scratch``.
+    Returns ``indptr`` int64 [total + 1] and ``neighbours`` int32|int64 [nnz]. With ``scratch``, ``neighbours`` is
+    memory-mapped.
     """
     lists = [(edges.edge_index, joined.starts[of[0]], joined.starts[of[2]]) for of, edges in dataset.edges.items()]
     return joint_adjacency(lists, joined.total, id_dtype(joined.total), scratch)

@@ -161,7 +161,9 @@ def _links(graph: WeightedGraph, cluster: Array) -> Iterator[Records]:
 
 @njit()
 def _merge(limits: Array, to: Array, weights: Array, place: Array) -> Array:
-    """Merge equal neighbours ``to`` of each row in place, adding up their weights, and return the new row offsets.
+    """Merge edges to the same neighbour in each CSR row, adding up their weights. Returns the new row offsets.
+
+    ``limits``: the row offsets. ``to`` and ``weights``: neighbour and weight of each edge, overwritten.
 
     ``place`` [clusters] is a work array, initially -1.
     """

@@ -59,7 +59,7 @@ def repartition_spec(
     source: str | Path, folder: str | Path, num_parts: int, method: str | None = None, seed: int | None = None,
     balance: str | None = None, fanouts: Fanouts | None = None,
 ) -> PartitionSpec:  # fmt: skip
-    """Return the arguments that divide the graph in the partition folder ``source`` into ``num_parts`` parts.
+    """Return how to divide the graph of the partition folder ``source`` into ``num_parts`` parts.
 
     Arguments that are None get the values that ``source`` was made with, or else their defaults. Raises ``DataError``
     or ``PartitionError``.

@@ -84,7 +84,7 @@ class PartitionSpec:
         if found != self.num_parts:
             raise PartitionError(
                 f"{self.partition_source.folder} has {found} parts, but {self.num_parts} are needed; set "
-                "data.num_parts (--num-parts) to that, or choose another method than keep to assign the nodes anew"
+                f"data.num_parts (--num-parts) to {found}, or choose another method than keep to assign the nodes anew"
             )
         return self.partition_source
 
@@ -177,7 +177,7 @@ def _loaded(spec: PartitionSpec, limit: int, work: WorkFolder) -> Dataset:
 
 
 def _memory_of_steps(dataset: Dataset, limit: int) -> int:
-    """Return how many bytes of ``limit`` are left for the arrays of a step.
+    """Return how many bytes of ``limit`` are left for arrays, after what the process and the nodes need.
 
     Raises ``PartitionError`` if less than 64 MiB are left.
     """

@@ -70,7 +70,7 @@ class PartAttr:
     def write(self, pieces: Iterable[Sequence[Piece]], pool: Executor) -> list[FileEntry]:
         """Write all rows, and return the entries of the files for the manifest.
 
-        Each sequence in ``pieces`` is written in parallel, so its pieces must belong to different parts.
+        The pieces in one sequence of ``pieces`` are written in parallel, so they must belong to different parts.
         """
         for several in pieces:
             list(pool.map(lambda piece: self.append(*piece), several))
@@ -89,7 +89,7 @@ def _conversion(form: WireRows, column: Column) -> tuple[Callable[[Array], Seque
 
 
 def stored_form(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], rows: WireRows) -> WireRows:
-    """Return ``rows`` if the attribute can be rounded to this dtype, else ``stored``."""
+    """Return in which form an attribute is stored: rounded to ``rows`` if possible, else unchanged (``stored``)."""
     return rows if rounds(name, dtype, shape, rows) else "stored"
 
 

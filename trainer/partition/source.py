@@ -72,7 +72,7 @@ class PartitionSource:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the graph: that of the manifest, else a sha256 of options and file sizes and mtimes."""
+        """Fingerprint of the graph: the manifest's or, without a manifest, a sha256 of options, sizes and mtimes."""
         if self.manifest is not None:
             return self.manifest.dataset_fingerprint or self.manifest.fingerprint
         files = sorted({path for path in self.folder.rglob("*") if path.is_file()} | set(self._extra_paths()))

@@ -54,7 +54,7 @@ def mark(ids: Array, seen: Array) -> int:
 def mark_outside(ids: Array, low: int, high: int, seen: Array) -> tuple[int, int]:
     """Set in ``seen`` the bits of the ids outside ``low <= id < high``.
 
-    Returns the number of these ids, and how many bits were clear before.
+    Returns the number of these ids, and how many of their bits were clear before.
     """
     outside = fresh = 0
     for position in range(len(ids)):
@@ -328,7 +328,7 @@ def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, 
 
 
 def _listing(root: Path, manifest: Manifest, tops: Iterable[int | None]) -> Iterator[Finding]:
-    """Compare the files that the types require, those that the manifest lists, and those on disk.
+    """Compare the files that a partition of these types needs, the files in the manifest, and the files on disk.
 
     ``tops``: folders to check: part ids, and None for ``shared/``.
     """

@@ -104,7 +104,7 @@ class _Writer:
     entries: list[FileEntry] = field(default_factory=list)  #: the files written so far
 
     def group(self, name: str, write: Callable[[], Iterable[FileEntry]]) -> None:
-        """Write a group of files, unless an interrupted run has written it."""
+        """Write a group of files, unless an interrupted call has written it already."""
         if self.work is None:
             self.entries.extend(write())
         else:
@@ -217,9 +217,9 @@ def _write_edges(
 
 
 def _endpoint_arrays(edge_type: EdgeType, edge_index: Array, num_parts: int) -> dict[str, Array]:
-    """Return the endpoints file of each part: source and target, as original ids [m, 2], of a range of the edges.
+    """Return the content of each part's endpoints file, by path: sources and targets of edges, as original ids [m, 2].
 
-    The ranges of original edge ids are those of ``endpoint_offsets``.
+    Each file has the edges of one range of original edge ids.
     """
     return {
         f"part{part_id}/edges/{type_name(edge_type)}/endpoints.npy": edge_index[:, begin:end].T

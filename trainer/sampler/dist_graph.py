@@ -86,9 +86,9 @@ class _EdgeSlice:
 class DistGraph:
     """Access to the whole graph: splits each request by the host that owns its rows, and merges the answers.
 
-    If a host is lost, its rows are requested from the next owner of their part, or from the same host once it is back,
-    for up to ``server_wait`` seconds. ``turn``: a number that differs between nodes, so that they do not all ask the
-    same owner first.
+    If a host is lost, its rows are requested from the next holder of their part, or from the same host once it is back.
+    This is tried for up to ``server_wait`` seconds. ``turn``: a number that differs between nodes, so that they do not
+    all ask the same holder first.
 
     ``held``: number of batches whose remote rows are kept for reuse. ``wire_rows``: dtype to which other hosts round
     the rows that they send. If this host has the topology of all parts, edges and 1-d attributes are never requested
@@ -300,7 +300,7 @@ class DistGraph:
     def _ask(self, shares: _HostRequests[T], kind: _RequestKind[T]) -> Iterator[tuple[int, _HostRequest[T], Any]]:
         """Send each host its requests, and yield (host, request, answer) for each.
 
-        Rows that a lost host owns are requested again from other owners.
+        If a host is lost, its requests are sent again to other holders of the parts.
         """
         while shares:
             asked = {host: [share.request for share in mine] for host, mine in shares.items()}

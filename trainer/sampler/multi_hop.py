@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from trainer.core.arrays import Array, Ids, read_only
+from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.schema import EdgeType, NodeType, edge_salt
-from trainer.sampler import neighbor_kernels
-from trainer.sampler.relabel import NodeGrowth, RelabelTables, TreeGrowth
+from trainer.sampler.array_ops import ArrayOps
+from trainer.sampler.relabel import NodeGrowth
 from trainer.sampler.settings import bound_here, check_settings
 from trainer.sampler.types import (
     EdgeRanges,
     EdgeSet,
-    GraphAccess,
     GraphSchema,
     HopRequest,
     HopSample,
@@ -34,12 +34,28 @@ from trainer.sampler.types import (
 from trainer.store.manifest import EdgeSpec
 
 
+class Relabelling(Protocol):
+    """Maps global ids to batch positions: ``RelabelTables``, or tables on a device."""
+
+    ops: ArrayOps  #: for the arrays of requests, answers and subgraphs
+
+    def growth(self, of: NodeType, disjoint: bool) -> NodeGrowth:
+        """Return an empty set of sampled nodes of one type; ``disjoint``: with a tree per seed."""
+
+
+class HopSource(Protocol):
+    """The part of ``GraphAccess`` that ``sample_multi_hop`` uses."""
+
+    def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]: ...
+
+
 def sample_multi_hop(
-    graph: GraphAccess, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: RelabelTables
+    graph: HopSource, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: Relabelling
 ) -> SampledSubgraph:
     """Sample a subgraph around ``seeds``.
 
-    ``tables`` must be all zeros, and are so again after the call.
+    ``RelabelTables`` must be all zeros, and are so again after the call. ``seeds`` has numpy arrays; requests, answers
+    and the result have those of ``tables.ops``.
 
     Raises:
         ServiceError: A host that is needed does not answer.
@@ -71,7 +87,7 @@ def cut_block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> tuple
 
 def block_edges(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> Positions:
     """Return the position in the subgraph's edge arrays of each edge of a block, int32, in the block's order."""
-    return _block_rows(subgraph, edge_type, hop, np.arange(len(subgraph.edges[edge_type].src), dtype=np.int32))[1]
+    return _block_rows(subgraph, edge_type, hop, subgraph.ops.arange(len(subgraph.edges[edge_type].src)))[1]
 
 
 def _block_rows(
@@ -85,11 +101,7 @@ def _block_rows(
     begin, count = edges.row_begin, edges.row_count
     if edges.whole is not None and fanout < 0:
         begin, count = edges.whole.begin, edges.whole.count
-    indptr = np.empty(num_dst + 1, np.int32)
-    indices = neighbor_kernels.block_rows(
-        read_only(begin[:num_dst]), read_only(count[:num_dst]), fanout, read_only(values), indptr
-    )
-    return indptr, indices
+    return subgraph.ops.block_rows(begin[:num_dst], count[:num_dst], fanout, values)
 
 
 def _check_seeds(schema: GraphSchema, seeds: SeedSet, settings: SampleSettings) -> None:
@@ -115,23 +127,23 @@ class _HopQuery:
 
 class _SubgraphGrowth:
     def __init__(
-        self, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: RelabelTables
+        self, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: Relabelling
     ):  # fmt: skip
         self._schema, self._settings, self._seeds, self._key = schema, settings, seeds, key
-        self._disjoint = settings.disjoint or settings.time is not None
-        grow = TreeGrowth if self._disjoint else NodeGrowth
-        self._nodes: dict[NodeType, NodeGrowth] = {of: grow(of, tables) for of in schema.nodes}
+        self._ops, ops = tables.ops, tables.ops
+        disjoint = settings.disjoint or settings.time is not None
+        self._nodes = {of: tables.growth(of, disjoint) for of in schema.nodes}
         none = (0,) * settings.num_hops
-        self._edges = {of: _EdgeGrowth(settings.fanouts.get(of, none)) for of in schema.edges}
-        self._tree_keys = _tree_keys(seeds)
-        self._tree_times = None if settings.time is None else _tree_times(seeds)
+        self._edges = {of: _EdgeGrowth(settings.fanouts.get(of, none), ops) for of in schema.edges}
+        self._tree_keys = ops.own(_tree_keys(seeds)) if disjoint else None
+        self._tree_times = None if settings.time is None else ops.own(_tree_times(seeds))
         num_trees = 0
         for of, ids in seeds.nodes.items():
-            self._nodes[of].enter(np.asarray(ids, np.int64), num_trees)
+            self._nodes[of].enter(ops.own(np.asarray(ids, np.int64)), num_trees)
             num_trees += len(ids)
         self._close_level()
 
-    def grow(self, graph: GraphAccess, hop: int) -> None:
+    def grow(self, graph: HopSource, hop: int) -> None:
         queries = [query for of in self._edges if (query := self._query(of, hop))]
         trees = [self._nodes[q.edge_type[2]].trees_since(q.first) for q in queries]
         samples = graph.sample_hops([self._request(q, t) for q, t in zip(queries, trees, strict=True)])
@@ -140,7 +152,7 @@ class _SubgraphGrowth:
             self._edges[query.edge_type].add(query, hop, sample, local)
         self._close_level()
 
-    def induce(self, graph: GraphAccess) -> SampledSubgraph:
+    def induce(self, graph: HopSource) -> SampledSubgraph:
         ids = {of: nodes.since(0) for of, nodes in self._nodes.items()}
         distinct = {of: np.unique(values) for of, values in ids.items()}
         asked = [of for of in self._edges if len(ids[of[0]]) and len(ids[of[2]])]
@@ -151,7 +163,8 @@ class _SubgraphGrowth:
             )
             for of in asked
         ]  # fmt: skip
-        self._edges = {of: _EdgeGrowth((-1,) * max(1, self._settings.num_hops)) for of in self._edges}
+        fanouts = (-1,) * max(1, self._settings.num_hops)
+        self._edges = {of: _EdgeGrowth(fanouts, self._ops) for of in self._edges}
         for of, sample in zip(asked, graph.sample_hops(requests), strict=True):
             local = self._nodes[of[0]].meet(sample.src, sample.counts, None)
             self._edges[of].add(_HopQuery(of, -1, 0, 0, False), 0, sample, local)
@@ -160,6 +173,7 @@ class _SubgraphGrowth:
             {of: nodes.finish() for of, nodes in self._nodes.items()},
             {of: edges.finish(len(ids[of[2]]), self._settings.edge_ids, ()) for of, edges in self._edges.items()},
             induced=True,
+            ops=self._ops,
         )
 
     def finish(self) -> SampledSubgraph:
@@ -172,6 +186,7 @@ class _SubgraphGrowth:
                 of: edges.finish(targets[of[2]], self._settings.edge_ids, edges.per_hop())
                 for of, edges in self._edges.items()
             },
+            ops=self._ops,
         )
 
     def clean(self) -> None:
@@ -207,7 +222,7 @@ class _SubgraphGrowth:
             key=self._key_of(of),
             replace=settings.replace,
             with_edge=settings.edge_ids,
-            trees=None if trees is None else self._tree_keys[trees],
+            trees=None if trees is None or self._tree_keys is None else self._tree_keys[trees],
             bound=None if trees is None else self._bound(self._schema.edges[of], trees),
             weight=settings.weight if settings.weight in self._schema.edges[of].attrs else None,
             exclude=self._seeds.exclude.get(of),
@@ -224,21 +239,22 @@ class _SubgraphGrowth:
 
 
 class _EdgeGrowth:
-    def __init__(self, fanouts: tuple[int, ...]):
-        self.fanouts = fanouts
+    def __init__(self, fanouts: tuple[int, ...], ops: ArrayOps):
+        self.fanouts, self._ops = fanouts, ops
         self._src: list[Positions] = []
         self._edge: list[Array] = []
         self._num_edges = 0
-        self._drawn, self._whole = _NO_ROWS, _NO_ROWS
+        self._drawn = self._whole = EdgeRanges(ops.zeros(0, np.int64), ops.zeros(0, np.int32))
         self._requested_again = False
         self._per_hop = [0] * len(fanouts)
 
     def add(self, query: _HopQuery, hop: int, sample: HopSample, local: Positions) -> None:
-        known = self._whole if query.whole else self._drawn
+        known, ops = self._whole if query.whole else self._drawn, self._ops
         self._requested_again |= query.whole or query.first < len(known.count)
-        begins = self._num_edges + np.cumsum(sample.counts, dtype=np.int64) - sample.counts
-        kept = _padded(known, query.first)
-        rows = EdgeRanges(np.concatenate([kept.begin, begins]), np.concatenate([kept.count, sample.counts]))
+        begins, kept = ops.begins(sample.counts, self._num_edges), self._padded(known, query.first)
+        rows = EdgeRanges(
+            ops.concatenate([kept.begin, begins], np.int64), ops.concatenate([kept.count, sample.counts], np.int32)
+        )
         if query.whole:
             self._whole = rows
         else:
@@ -253,29 +269,25 @@ class _EdgeGrowth:
         return () if self._requested_again else tuple(self._per_hop)
 
     def finish(self, num_targets: int, with_edge: bool, per_hop: tuple[int, ...]) -> EdgeSet:
-        drawn = _padded(self._drawn, num_targets)
+        drawn = self._padded(self._drawn, num_targets)
         return EdgeSet(
             fanouts=self.fanouts,
             row_begin=drawn.begin,
             row_count=drawn.count,
-            src=np.concatenate([np.empty(0, np.int32), *self._src]),
-            edge=np.concatenate([np.empty(0, np.int64), *self._edge], dtype=np.int64) if with_edge else None,
+            src=self._ops.concatenate(self._src, np.int32),
+            edge=self._ops.concatenate(self._edge, np.int64) if with_edge else None,
             per_hop=per_hop,
-            whole=_padded(self._whole, num_targets) if len(self._whole.count) else None,
+            whole=self._padded(self._whole, num_targets) if len(self._whole.count) else None,
         )
 
-
-_NO_ROWS = EdgeRanges(np.empty(0, np.int64), np.empty(0, np.int32))
-
-
-def _padded(rows: EdgeRanges, num_targets: int) -> EdgeRanges:
-    missing = max(0, num_targets - len(rows.count))
-    if missing == 0:
-        return EdgeRanges(rows.begin[:num_targets], rows.count[:num_targets])
-    return EdgeRanges(
-        np.concatenate([rows.begin, np.zeros(missing, np.int64)]),
-        np.concatenate([rows.count, np.zeros(missing, np.int32)]),
-    )
+    def _padded(self, rows: EdgeRanges, num_targets: int) -> EdgeRanges:
+        missing, ops = max(0, num_targets - len(rows.count)), self._ops
+        if missing == 0:
+            return EdgeRanges(rows.begin[:num_targets], rows.count[:num_targets])
+        return EdgeRanges(
+            ops.concatenate([rows.begin, ops.zeros(missing, np.int64)], np.int64),
+            ops.concatenate([rows.count, ops.zeros(missing, np.int32)], np.int32),
+        )
 
 
 def _first_lacking(fanouts: Sequence[int], hop: int) -> int:

@@ -43,7 +43,7 @@ def _plain(nodes: NodePart, edges: EdgePart, request: HopRequest) -> HopSample:
     longest = neighbor_kernels.count_picks(indptr, asked, nodes.start, request.fanout, request.replace, counts)
     total = int(counts.sum(dtype=np.int64))
     if total > MOST_EDGES:
-        raise _too_many(request)
+        raise too_many_edges(request)
     src = slabs.empty(total, edges.indices.dtype)
     edge = slabs.empty(total if request.with_edge else 0, _edge_dtype(edges))
     neighbor_kernels.draw_edges(
@@ -69,13 +69,9 @@ def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sour
         draws, longest, counts, MOST_EDGES,
     )  # fmt: skip
     if wrong == TOO_MANY:
-        raise _too_many(request)
+        raise too_many_edges(request)
     if wrong >= 0:
-        assert request.weight is not None
-        raise DataError(
-            f"edge {edges.orig_id[wrong]} of {request.edge_type} has the weight {edges.attrs[request.weight][wrong]} "
-            f"in {request.weight!r}; weights must be finite and not negative"
-        )
+        raise invalid_weight(request, edges, wrong)
     edge = np.add(picks, edges.start, dtype=_edge_dtype(edges), casting="unsafe") if request.with_edge else None
     return HopSample(counts, edges.indices[picks], edge)
 
@@ -84,7 +80,16 @@ def _edge_dtype(edges: EdgePart) -> type[np.int32] | type[np.int64]:
     return np.int32 if edges.start + edges.num_edges < 2**31 else np.int64
 
 
-def _too_many(request: HopRequest) -> PartitionError:
+def invalid_weight(request: HopRequest, edges: EdgePart, slot: int) -> DataError:
+    """Return the error for an edge of a part whose weight is negative or not finite."""
+    name = str(request.weight)
+    return DataError(
+        f"edge {edges.orig_id[slot]} of {request.edge_type} has the weight {edges.attrs[name][slot]} in {name!r}; "
+        "weights must be finite and not negative"
+    )
+
+
+def too_many_edges(request: HopRequest) -> PartitionError:
     return PartitionError(
         f"{len(request.nodes)} nodes with fanout {request.fanout} have more than {MOST_EDGES} neighbours by "
         f"{request.edge_type}; use smaller batches or fanouts"

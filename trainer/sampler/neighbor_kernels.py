@@ -169,7 +169,7 @@ def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
 
 @_jit
 def enter_seeds(seeds: Any, table: Any) -> None:
-    """Enter the index of each seed into ``table`` as its position. A repeated seed keeps its first position."""
+    """Set ``table[seed]`` to 1 + the index of the first occurrence of each seed in ``seeds``."""
     for i in range(len(seeds)):
         if table[seeds[i]] == 0:
             table[seeds[i]] = i + 1
@@ -249,7 +249,7 @@ def write_ends(src: Any, counts: Any, ends: Any) -> None:
 
 @_jit
 def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any) -> None:
-    """Copy run k, the next ``counts[k]`` of ``values``, to ``out`` from ``begins[positions[k]]`` on."""
+    """For each k in turn, copy the next ``counts[k]`` values to ``out``, from ``begins[positions[k]]`` on."""
     cursor = 0
     for k in range(len(positions)):
         begin = begins[positions[k]]

@@ -17,6 +17,7 @@ from trainer.core.compiled import njit
 from trainer.core.rng import GOLDEN, mix
 from trainer.core.schema import NodeType
 from trainer.sampler import neighbor_kernels
+from trainer.sampler.array_ops import NUMPY, ArrayOps
 from trainer.sampler.neighbor_kernels import prefetch
 from trainer.sampler.types import GraphSchema, NodeSet, Positions
 
@@ -262,6 +263,8 @@ def _pair_slot_of(pairs: Any, node: Any, tree: Any) -> Any:
 
 
 class RelabelTables:
+    ops: ArrayOps = NUMPY
+
     def __init__(self, schema: GraphSchema, most_direct: int = MOST_DIRECT):
         """``most_direct``: a type with more nodes than this uses a ``HashTable``, others a ``DirectTable``."""
         self._sizes: Mapping[NodeType, int] = {of: spec.num_nodes for of, spec in schema.nodes.items()}
@@ -273,6 +276,9 @@ class RelabelTables:
             self._tables[of] = make_table(self._sizes[of], self._most_direct)
         return self._tables[of]
 
+    def growth(self, of: NodeType, disjoint: bool) -> NodeGrowth:
+        return (TreeGrowth if disjoint else NodeGrowth)(of, self)
+
 
 class NodeGrowth:
     """The nodes of one type in a subgraph that grows hop by hop. Each node occurs once."""
@@ -281,6 +287,7 @@ class NodeGrowth:
         self._of, self._tables = of, tables
         self._ids: list[Ids] = []
         self._count = 0
+        self._ops = tables.ops
         self.level_starts = [0]  #: position of the first node of each hop, seeds first; the last hop is still growing
 
     def enter(self, seeds: Ids, _first_tree: int) -> None:
@@ -302,7 +309,7 @@ class NodeGrowth:
 
     def since(self, first: int) -> Ids:
         """Return the global ids of the nodes from position ``first`` on, which must be the first node of a hop."""
-        return _from(self._ids, first, np.int64)
+        return _from(self._ids, first, np.int64, self._ops)
 
     def trees_since(self, _first: int) -> Positions | None:
         """Return the trees of the nodes from position ``first`` on, or None if sampling is not disjoint."""
@@ -344,13 +351,13 @@ class TreeGrowth(NodeGrowth):
         return local
 
     def trees_since(self, first: int) -> Positions | None:
-        return _from(self._trees, first, np.int32)
+        return _from(self._trees, first, np.int32, self._ops)
 
     def clean(self) -> None: ...
 
 
-def _from(chunks: list[Array], first: int, dtype: type) -> Array:
+def _from(chunks: list[Array], first: int, dtype: type, ops: ArrayOps) -> Array:
     # A chunk must begin at ``first``.
     begins = np.cumsum([0, *map(len, chunks)])
     rest = [chunk for chunk, begin in zip(chunks, begins, strict=False) if begin >= first]
-    return rest[0] if len(rest) == 1 else np.concatenate([np.empty(0, dtype), *rest])
+    return rest[0] if len(rest) == 1 else ops.concatenate(rest, dtype)

@@ -70,7 +70,7 @@ class PartHolders:
         self.set_remotes(remotes)
 
     def set_remotes(self, remotes: Mapping[int, RemoteHost]) -> None:
-        """Use these clients of the other hosts for future requests. Removed hosts stay known."""
+        """Use only these other hosts for future requests. Earlier requests to removed hosts may still be answered."""
         with self._lock:
             # Requests to removed hosts may be in flight.
             self._lost = {
@@ -107,8 +107,8 @@ class PartHolders:
     def wait_for(self, parts: Iterable[int]) -> None:
         """Wait until each of these parts has a reachable holder.
 
-        Raises ``ServiceError`` with the hosts' errors if a part has none ``server_wait`` seconds after its last holder
-        was lost.
+        Raises ``ServiceError`` with the hosts' errors if all holders of a part have been lost for ``server_wait``
+        seconds.
         """
         wanted = sorted(set(parts))
         while missing := self._missing(wanted):

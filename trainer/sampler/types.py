@@ -1,6 +1,8 @@
 """Data types of sampling: requests to a graph, answers, seeds and subgraphs.
 
 Node ids are global ids of their node type, edge ids are global ids of their edge type.
+
+Where a CUDA device samples, requests, answers and subgraphs have torch tensors of the same dtypes for numpy arrays.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from trainer.core import slabs
 from trainer.core.arrays import Array, Ids, read_only
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler import neighbor_kernels
+from trainer.sampler.array_ops import NUMPY, ArrayOps
 from trainer.store.manifest import EdgeSpec, NodeSpec
 
 
@@ -141,7 +144,7 @@ Positions = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class TimeRule:
-    """The rule of temporal sampling: an edge in a tree must not be later than its seed."""
+    """The rule of temporal sampling: an edge in a tree must not be later than the tree's seed."""
 
     attr: str  #: integer attribute
     on: Literal["node", "edge"]  #: whether it is an attribute of source nodes or of edges
@@ -243,3 +246,4 @@ class SampledSubgraph:
     nodes: Mapping[NodeType, NodeSet]
     edges: Mapping[EdgeType, EdgeSet]
     induced: bool = False  #: the edges are all edges between the nodes
+    ops: ArrayOps = NUMPY  #: for the kind of its arrays: numpy arrays, or tensors of a device

@@ -13,10 +13,12 @@ import numba
 import numpy as np
 
 from trainer.core.compiled import njit
-from trainer.core.rng import GOLDEN, draw, fraction, mix, node_key, tree_key
+from trainer.core.rng import draw, draw_fraction, node_key, tree_key
 from trainer.sampler.neighbor_kernels import first_at_least
 
 _jit = njit(boundscheck=False)
+
+_inlined = numba.njit(inline="always", boundscheck=False)
 
 TOO_MANY = -2  #: returned in place of a slot: more picks than allowed
 
@@ -64,14 +66,12 @@ def pick_candidates(
     slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
     ranks = values.view(np.int64)
     out, used = np.empty(max(1024, len(rows)), np.int64), 0
-    timed = len(conditions.bounds) > 0
+    times, timed = conditions.times, len(conditions.bounds) > 0
     for i in range(len(rows)):
-        found = _collect(indptr, indices, rows[i], i, conditions, draws.weighted, slots, values)
+        found = collect_candidates(indptr, indices, rows[i], i, conditions, draws.weighted, slots, values)
         if found < 0:
             return out[:0], -1 - found
-        count = found
-        if draws.fanout >= 0 and found > 0 and (found > draws.fanout or (draws.replace and not draws.last)):
-            count = draws.fanout
+        count = count_drawn(found, draws)
         if used + count > most:
             return out[:0], TOO_MANY
         counts[i] = count
@@ -79,20 +79,43 @@ def pick_candidates(
         drawn = node_key(draws.key, orig_id[rows[i]])
         if len(trees):
             drawn = tree_key(drawn, trees[i])
-        picks = out[used : used + count]
-        begin = indptr[rows[i]]
-        if draws.last:
-            _take_last(conditions.times, slots[:found], ranks, draws.shuffle, picks)
-        elif draws.replace and draws.fanout >= 0:
-            _take_with_replacement(slots[:found], values, draws.weighted, drawn, picks)
-        elif draws.weighted:
-            _take_race(slots[:found], values, ranks, begin, draws.shuffle, drawn, picks)
-        else:
-            _take_shuffled(slots[:found], draws.shuffle, drawn, picks)
-        if timed and draws.shuffle == 0 and count == found and (draws.last or not draws.replace or draws.fanout < 0):
-            _sort_by_time(conditions.times, picks, ranks)
+        draw_candidates(
+            times, timed, draws, indptr[rows[i]], drawn, slots[:found], values, ranks,
+            out[used : used + count],
+        )  # fmt: skip
         used += count
     return out[:used], -1
+
+
+@_inlined
+def count_drawn(found: int, draws: Any) -> int:
+    """Return the number of edges to draw from ``found`` candidates."""
+    if draws.fanout >= 0 and found > 0 and (found > draws.fanout or (draws.replace and not draws.last)):
+        return draws.fanout  # type: ignore[no-any-return]
+    return found
+
+
+@_inlined
+def draw_candidates(
+    times: Any, timed: bool, draws: Any, begin: int, drawn: Any, slots: Any, values: Any, ranks: Any, picks: Any
+) -> None:  # fmt: skip
+    """Fill ``picks`` with edges drawn among the candidates ``slots`` of one node, whose first edge is at ``begin``.
+
+    ``times``: integer [e], used if the node's edges are restricted by time (``timed``).
+    ``values``: float64, the weights of the candidates, and ``ranks``, the same memory as int64; both are work arrays.
+    ``drawn``: uint64, the key of the node's random numbers.
+    """
+    if draws.last:
+        _take_last(times, slots, ranks, draws.shuffle, picks)
+    elif draws.replace and draws.fanout >= 0:
+        _take_with_replacement(slots, values, draws.weighted, drawn, picks)
+    elif draws.weighted:
+        _take_race(slots, values, ranks, begin, draws.shuffle, drawn, picks)
+    else:
+        _take_shuffled(slots, draws.shuffle, drawn, picks)
+    whole = len(picks) == len(slots) and (draws.last or not draws.replace or draws.fanout < 0)
+    if timed and draws.shuffle == 0 and whole:
+        _sort_by_time(times, picks, ranks)
 
 
 @_jit
@@ -102,7 +125,7 @@ def allow(sources: Any, bits: Any) -> None:
 
 
 @_jit
-def _collect(
+def collect_candidates(
     indptr: Any, indices: Any, row: int, i: int, conditions: Any, weighted: bool, slots: Any, values: Any
 ) -> int:
     """Write the slots and weights of a node's candidates to ``slots`` and ``values``. Returns their number.
@@ -156,7 +179,7 @@ def _take_with_replacement(slots: Any, values: Any, weighted: bool, drawn: Any, 
     for k in range(1, len(slots)):
         values[k] += values[k - 1]
     for j in range(len(picks)):
-        wanted = fraction(mix(drawn + np.uint64(j) * GOLDEN)) * values[len(slots) - 1]
+        wanted = draw_fraction(drawn, j) * values[len(slots) - 1]
         low, high = 0, len(slots) - 1
         while low < high:
             middle = (low + high) >> 1
@@ -181,7 +204,7 @@ def _take_race(slots: Any, values: Any, ranks: Any, begin: int, shuffle: int, dr
         _make_heap(ranks, slots, wanted)
         for k in range(wanted, len(slots)):
             # -log(1 - u) >= u, so most candidates need no logarithm; the factor covers rounding errors
-            if _number(drawn, slots[k] - begin) < values[0] * values[k] * _ROUNDING:
+            if draw_fraction(drawn, slots[k] - begin) < values[0] * values[k] * _ROUNDING:
                 values[k] = _arrival(drawn, slots[k] - begin) / values[k]
                 _keep_smaller(ranks, slots, k, wanted)
         _sort_heap(ranks, slots, wanted)
@@ -189,14 +212,9 @@ def _take_race(slots: Any, values: Any, ranks: Any, begin: int, shuffle: int, dr
         picks[j] = slots[j]
 
 
-@numba.njit(inline="always")
-def _number(drawn: Any, place: Any) -> Any:
-    return fraction(mix(drawn + np.uint64(place) * GOLDEN))
-
-
-@numba.njit(inline="always")
+@_inlined
 def _arrival(drawn: Any, place: Any) -> Any:
-    return -math.log1p(-_number(drawn, place))
+    return -math.log1p(-draw_fraction(drawn, place))
 
 
 @_jit

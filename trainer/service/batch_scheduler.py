@@ -1,8 +1,9 @@
 """Decides in which order a graph server makes batches: fairly between clients, and within a limit of buffered bytes.
 
-Uses start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the bytes of replies as cost, estimated from the
-client's recent batches until the batch is made. The buffer contains replies until clients acknowledge them. A client
-with replies in the buffer may use at most as many bytes as are free (dynamic thresholds: Choudhury and Hahne, 1998).
+Uses start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the bytes of replies as cost. Until a batch
+is made, its cost is estimated from the client's recent batches. The buffer contains replies until clients acknowledge
+them. A client with replies in the buffer may use at most as many bytes as are free (dynamic thresholds: Choudhury and
+Hahne, 1998).
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ _RECENT = 32  #: number of recent batches of all clients
 class BatchScheduler(Generic[Work]):
     """Queue of requests for the batch threads of a graph server. Thread-safe.
 
-    Other requests (``ScheduledRequest.client`` is None) alternate with batches; their connections are served in turn.
+    Requests for batches alternate with the other requests (``ScheduledRequest.client`` is None), whose connections are
+    served in turn.
     ``clock``: returns the time in seconds.
     """
 

@@ -152,8 +152,8 @@ class PendingReply(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait for the reply, for at most ``timeout`` seconds (default: the client's deadline).
 
-        Raises ``ServiceError`` with the server and the cause; ``ServerGone`` if the server is unreachable and another
-        one may be used.
+        Raises ``ServiceError`` with the server and the cause. This is a ``ServerGone`` if the server was unreachable
+        for ``gone_after`` seconds, so that another server can be asked.
         """
         patience = self._client.deadline if timeout is None else timeout
         kind = self._call.request.kind.name.lower()

@@ -1,9 +1,12 @@
 """The thread of a graph server that receives requests from all connections and sends replies.
 
-The memory that each client host can use is limited. From ``HOST_REQUESTS / 2`` bytes of complete requests on, only
-connections with an incomplete request are read; above ``HOST_REQUESTS`` bytes of all requests, the connection with the
-oldest incomplete request is closed. Above ``HOST_ANSWERS`` bytes of unsent replies, the host's requests are held back,
-and its connections that do not receive replies are closed.
+The memory for each client host is limited:
+
+- If its complete requests take ``HOST_REQUESTS / 2`` bytes, only its connections with an incomplete request are read.
+- If all its requests take more than ``HOST_REQUESTS`` bytes, its connection with the oldest incomplete request is
+  closed.
+- If its unsent replies take more than ``HOST_ANSWERS`` bytes, its requests are held back, and its connections that do
+  not receive replies are closed.
 """
 
 from __future__ import annotations

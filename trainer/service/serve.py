@@ -66,7 +66,8 @@ def serve(job: ServeJob) -> None:
     node = peers.cluster.node(job.node_rank)
     if set(node.parts) != set(job.part_ids):
         raise SettingsError(
-            f"{job.cluster}: node {job.node_rank} has parts {sorted(node.parts)}, not {sorted(job.part_ids)}"
+            f"{job.cluster}: node {job.node_rank} has parts {sorted(node.parts)}, not {sorted(job.part_ids)};"
+            " correct --own"
         )
     store = open_parts(job.parts, job.part_ids, job.topology)
     graph = LocalGraph(store, MAX_HOP_EDGES)

@@ -93,9 +93,9 @@ def _options(name: str, options: Mapping[str, Any] | None) -> Options:
 
 
 def _place(path: Path, source: str | None) -> str:
-    """Return a source file's path relative to the folder ``source`` if the file is inside, for the fingerprint.
+    """Return a source file's path for the fingerprint.
 
-    If ``source`` is a file, returns the file's name.
+    It is relative to the folder ``source`` if the file is in it. If ``source`` is a file, it is the file's name.
     """
     folder = Path(str(source)).expanduser()
     inside = folder.is_dir() and path.is_relative_to(folder)

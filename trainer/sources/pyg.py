@@ -51,7 +51,7 @@ def _unsafe_class(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message with ``Unsupported``, else its first line, cut to 200 characters."""
+    """Return the first line of an error's message, or the first with ``Unsupported`` if any; at most 200 characters."""
     lines = [line for line in str(error).splitlines() if "Unsupported" in line] or str(error).splitlines()
     return lines[0].strip()[:200] if lines else type(error).__name__
 

@@ -89,7 +89,7 @@ class TableArrays:
     def _texts(self, column: ArrayColumn, name: str, count: int, scan: Scan) -> Array:
         ((longest,),) = self._database.rows(f"SELECT max(strlen({quoted(column.name)})) FROM {name}", scan.where)
         if longest > _LONGEST_ID:
-            raise DataError(f"{scan.where}: an id has {longest:,} bytes; ids of at most {_LONGEST_ID:,} are stored")
+            raise DataError(f"{scan.where}: an id has {longest:,} bytes; at most {_LONGEST_ID:,} are possible")
         out = self.empty(column.name, np.dtype(np.uint8), (count, max(1, longest)))
         for begin, end in row_ranges(count, max(1, longest) + 50):
             rows = self.rows(name, quoted(column.name), begin, end, scan)[column.name]

@@ -138,7 +138,7 @@ def _check_lists(scan: Scan, name: str, role: str) -> int:
         )
     if low != high:
         at = scan.first([name], f"len({column}) != {high}")
-        raise DataError(f"{at}; the lists in {name} have {low} to {high} numbers, and all must have as many")
+        raise DataError(f"{at}; the lists in {name} have {low} to {high} numbers; all must be equally long")
     values = f"[v IS NULL OR isnan(v) OR isinf(v) FOR v IN CAST({column} AS DOUBLE[])]"
     (bad,) = scan.database.rows(f"SELECT count(*) FILTER (WHERE list_bool_or({values})) FROM {scan.sql}", scan.where)[0]
     if bad:
@@ -168,7 +168,7 @@ def label_sql(scan: Scan, name: str) -> tuple[str, int]:
     ((low, high),) = scan.database.rows(f"SELECT min(len({column})), max(len({column})) FROM {scan.sql}", scan.where)
     if low != high or not high:
         at = scan.first([name], f"len({column}) != {high}" if low != high else f"coalesce(len({column}), 0) = 0")
-        raise DataError(f"{at}; the lists in {name} have {low or 0} to {high or 0} numbers, and all must have as many")
+        raise DataError(f"{at}; the lists in {name} have {low or 0} to {high or 0} numbers; all must be equally long")
     known = f"[coalesce(v, 'NaN'::FLOAT) FOR v IN CAST({column} AS FLOAT[])]"
     return f"coalesce({known}, ['NaN'::FLOAT FOR v IN range({high})])", int(high)
 

@@ -153,7 +153,7 @@ class Scan:
     def first(self, columns: Sequence[str], condition: str) -> str:
         """Describe the first row that meets the SQL ``condition``, such as ``users.csv, row 4: age is 'old'``.
 
-        ``columns``: the columns that occur in the condition. The value shown is that of the first one.
+        ``columns``: the columns that occur in the condition; the value of the first of them is shown.
         """
         listed = ", ".join(dict.fromkeys(map(quoted, columns)))
         inner = f"SELECT row_number() OVER () - 1 AS gf_row, {listed} FROM {self.sql}"

@@ -15,10 +15,10 @@ CSV = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".csv.zst", ".ts
 
 
 def table_files(table: Table, folder: Path, where: str) -> list[Path]:
-    """Return the files of a table, in the order of its patterns; those of one folder or glob are sorted.
+    """Return the files of a table, in the order of its patterns. Files of one folder or glob are sorted.
 
-    Files in folders whose names begin with ``_`` or ``.`` are skipped. Raises ``DataError`` if a pattern matches no
-    file, or if there are both CSV and Parquet files.
+    In folders, files and subfolders whose names begin with ``_`` or ``.`` are skipped. Raises ``DataError`` if
+    a pattern matches no file, or if there are both CSV and Parquet files.
     """
     found: list[Path] = []
     for pattern in table.files:

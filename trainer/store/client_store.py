@@ -21,7 +21,7 @@ _TABLE_FROM = 0.25  #: share of a type's nodes; after requests for so many ids, 
 
 
 class SharedArrays(Protocol):
-    """Fetches arrays that do not belong to one part from graph servers. All methods raise ``ServiceError``."""
+    """Asks graph servers for arrays that do not belong to a single part. All methods raise ``ServiceError``."""
 
     def seeds(self, of: NodeType, split: str) -> Ids:
         """Return the global ids of a split, int64 [n]."""

@@ -55,7 +55,7 @@ class AttrSpec:
 
     @property
     def stored(self) -> np.dtype[Any]:
-        """Dtype in which rows are returned. That of the file differs for rows stored as int8."""
+        """Dtype of the rows that callers get. Files of rows stored as int8 have another dtype."""
         return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
 
     @property

@@ -35,7 +35,7 @@ _FIX = "send or make the part again (partition verify lists all problems)"
 def map_array(path: Path) -> Array:
     """Memory-map a .npy file read-only.
 
-    Raises ``PartitionError`` for a file that is missing, is no array in C order, or has another size than its header.
+    Raises ``PartitionError`` if the file is missing, is no array in C order, or has another size than its header says.
     """
     try:
         size = _regular_size(path)
@@ -66,9 +66,9 @@ def _regular_size(path: Path) -> int:
 
 
 class FileNote:
-    """A small file that records which files passed a check. A record is valid until the file changes.
+    """A small file that records which other files passed a check.
 
-    A change is detected by size, mtime, ctime and inode.
+    A record is valid until the checked file changes, as seen by its size, mtime, ctime and inode.
     """
 
     def __init__(self, path: Path | None):
@@ -77,10 +77,10 @@ class FileNote:
         self._new: dict[str, str] = {}
 
     def has(self, path: Path, name: str, found: str = "") -> bool:
-        """Return whether ``path`` was recorded under ``name`` with the text ``found``, and has not changed since.
+        """Return whether ``path`` was recorded, under ``name`` and with the text ``found``, and has not changed since.
 
-        If not, ``save`` will record the file, unless it changed in the last two seconds. Raises ``PartitionError`` when
-        the file cannot be read.
+        If it returns False, ``save`` will record the file, unless the file changed in the last two seconds. Raises
+        ``PartitionError`` when the file cannot be read.
         """
         try:
             now = os.stat(path)
@@ -179,7 +179,7 @@ class PartFiles:
         return array
 
     def check_ranges(self) -> None:
-        """Check the ranges of all ids and offsets in the opened files, unless unchanged since their last check."""
+        """Check the ranges of ids and offsets in all opened files that have changed since their last check."""
         tops: dict[str, list[_Bounds]] = {}
         for bounds in self._bounds:
             tops.setdefault(bounds.path.partition("/")[0], []).append(bounds)

@@ -63,7 +63,10 @@ class Part:
 
 @dataclass(frozen=True)
 class EndpointTable:
-    """Key of ``PartStore.books`` for the book that maps original edge ids to the parts that store endpoints."""
+    """Key in ``PartStore.books`` of an endpoint book: it maps original edge ids to parts.
+
+    The part of an edge is the one that stores its source and target.
+    """
 
     edge_type: EdgeType
 

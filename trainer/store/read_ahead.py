@@ -46,7 +46,8 @@ def read_at_random(arrays: Iterable[Array]) -> None:
 def touch_rows(wanted: Sequence[tuple[Array, Array]]) -> None:
     """Read the pages of rows of memory-mapped arrays, and return when they are in memory.
 
-    ``wanted``: pairs of an array [n, …] in C order and row numbers int32|int64 [m]. Other arrays are skipped.
+    ``wanted``: pairs of an array [n, …] in C order and row numbers int32|int64 [m]. Arrays that are not memory-mapped
+    are skipped.
     """
     started = [
         _readers().submit(_touch, _bytes_of(array), read_only(some), array.nbytes // len(array))
@@ -58,7 +59,7 @@ def touch_rows(wanted: Sequence[tuple[Array, Array]]) -> None:
 
 
 def touch_neighbours(indptr: Ids, of_edges: Sequence[Array], rows: Array) -> None:
-    """Read the pages of the offsets and the edges of ``rows`` of a CSC, and return when they are in memory.
+    """Read the pages with the offsets and edges of ``rows`` in a CSC, and return when they are in memory.
 
     ``of_edges``: memory-mapped arrays [e], one value per edge. Rows whose edges take more than ``_MOST_PAGES`` pages
     are skipped.

@@ -54,7 +54,7 @@ class RowCache:
         return sum(cached.num_bytes for cached in self.types.values())
 
     def save(self, folder: str | Path) -> None:
-        """Write the cache to ``folder``. Processes that have an earlier cache there open can continue to use it.
+        """Write the cache to ``folder``. Processes that opened an earlier cache of this folder can continue to use it.
 
         Raises ``PartitionError`` when the cache cannot be written.
         """

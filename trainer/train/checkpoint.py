@@ -154,9 +154,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def save_content(folder: Path, position: Position, content: Mapping[str, Any], best: int | None = None) -> Path:
-    """Save any content that ``torch.save`` accepts, otherwise as ``save_checkpoint``.
+    """Write ``content``, anything that ``torch.save`` accepts, to a checkpoint file, and return the file's path.
 
-    ``best``: epoch whose file is not deleted.
+    Then makes ``last.pt`` refer to the file and deletes old files, but not the one of epoch ``best``.
     """
     path = folder / file_name(position)
     try:
@@ -270,7 +270,7 @@ def check_fits(
 ) -> None:  # fmt: skip
     """Raise ``CheckpointError`` with each setting and graph property in which a checkpoint differs from this run.
 
-    graph: result of ``graph_record`` for this run. kind: kind of its task.
+    graph: result of ``graph_record`` for this run. kind: kind of this run's task.
     """
     ours = settings_record(settings)
     saved = {**_SINCE, **checkpoint.settings}

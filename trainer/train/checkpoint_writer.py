@@ -99,7 +99,7 @@ class CheckpointWriter:
         self._begin(lambda: save_checkpoint(self.folder, checkpoint))
 
     def begin_content(self, position: Position, content: Mapping[str, Any]) -> None:
-        """Start to write any content that ``torch.save`` accepts, as ``begin`` does.
+        """Start to write ``content``, anything that ``torch.save`` accepts, once the previous checkpoint is written.
 
         ``position``: number of complete epochs, and of steps in the next epoch.
         """

@@ -114,7 +114,7 @@ def write_table(
 ) -> None:  # fmt: skip
     """Write a table as ``<stem>.csv`` and, with ``parquet``, as ``<stem>.parquet``.
 
-    blocks: the rows in pieces; each piece is a list of values per column.
+    blocks: the rows in pieces; each piece has one list of values for each column.
     """
     path = stem.with_suffix(".csv")
     with path.open("w", newline="", encoding="utf-8") as file:

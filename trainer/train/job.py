@@ -26,6 +26,8 @@ from trainer.store.digest_check import checked_digests
 from trainer.store.part_store import open_parts
 from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
 from trainer.train.checkpoint_writer import checkpoint_writers
+from trainer.train.device_memory import memory_errors
+from trainer.train.device_sampling import choose_sampling
 from trainer.train.fit import Fit, FitResult
 from trainer.train.loaders import SPLITS, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
@@ -92,10 +94,11 @@ def check_same_partition(graph: Graph, group: RankGroup) -> None:
 
 
 def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
-    """Return for each part the ranks near it: those that read it from disk or whose home server does. Collective."""
-    owned = group.gather(graph.near_parts)
-    parts = range(graph.manifest.num_parts)
-    return RankLayout(group.size, tuple(tuple(r for r, own in enumerate(owned) if part in own) for part in parts))
+    """Return for each part the ranks whose host (for a client: whose home server) holds it. Collective."""
+    gathered = group.gather((graph.near_parts, float(os.environ.get("GNNFLEET_BATCH_SHARE") or 1)))
+    owned, shares = [own for own, _ in gathered], tuple(share for _, share in gathered)
+    near = [tuple(r for r, own in enumerate(owned) if part in own) for part in range(graph.manifest.num_parts)]
+    return RankLayout(group.size, tuple(near), () if len(set(shares)) == 1 else shares)
 
 
 def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:
@@ -122,7 +125,7 @@ def batch_plan(graph: Graph, loader: BlockLoader) -> BatchPlan:
 def fill_host_cache(
     graph: Graph, loader: BlockLoader, remote_access: RemoteAccess, run_dir: Path, group: RankGroup
 ) -> FilledCache | None:
-    """Cache rows of other hosts for the loader's batches, by ``fill_cache``. Collective."""
+    """Fill the row cache with the remote rows that the loader's batches use most. Collective."""
     node = f"{group.ranks.node_rank} {group.ranks.host}"
     plan = batch_plan(graph, loader)
     return fill_cache(graph.access, graph.store, plan, node, remote_access.cache, run_dir / "cache", group)
@@ -178,7 +181,8 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
         graph = group.agree(lambda: stack.enter_context(open_job_graph(job, ranks, damage)))
         check_same_partition(graph, group)
         metrics = group.agree(lambda: stack.enter_context(MetricsLog(job.run_dir, ranks.rank, settings.tensorboard)))
-        result = _prepare(job, graph, group, metrics).run()
+        with memory_errors(group, settings):
+            result = _prepare(job, graph, group, metrics).run()
         group.barrier()  # keeps this node's graph server alive until the slowest rank has finished
     return result
 
@@ -190,6 +194,9 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     model, embedding = group.agree(lambda: make_model(settings, manifest, target, task.outputs, group.device))
     loaders = _loaders(settings, graph, target, bool(getattr(model, "needs_degree", False)), group)
     group.agree(lambda: fill_device_cache(graph, loaders, settings, group))
+    sampling = group.agree(lambda: choose_sampling(graph, loaders, settings.sampling, group.device))
+    if sampling.why and group.rank == 0:
+        print(sampling, flush=True)
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)
     writers = checkpoint_writers(group, embedding is not None, bool(int(os.environ.get("GNNFLEET_RESTARTS") or 0)))
     fit = Fit(settings, model, task, loaders, group, metrics, folder, record, embedding, writers)

@@ -67,7 +67,7 @@ class NodeShares:
         return self._ranks[self._at(ids)]
 
     def rows(self, ids: Ids) -> Ids:
-        """Return the position of each global id among the nodes of its rank, int64."""
+        """Return the position of each node, given by global id, among the nodes of the rank that computes it, int64."""
         at = self._at(ids)
         return self._rows[at] + ids - self._starts[at]
 

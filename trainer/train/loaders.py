@@ -43,7 +43,7 @@ def link_loaders(
     With ``time_attr``, an attribute of the links' edge type, neighbours later than a link are not sampled for it.
 
     Raises ``SettingsError`` for disjoint sampling without times, and for a time attribute that the links do not have.
-    Raises ``DataError`` if there are no edges of the type, or the held-out links are of another type or without these
+    Raises ``DataError`` if there are no edges of the type, or the held-out links are of another type or have no such
     times.
     """
     # imported here because they import torch_geometric, which takes seconds

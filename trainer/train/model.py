@@ -38,7 +38,8 @@ def make_model(
 ) -> tuple[nn.Module, ShardedEmbedding | None]:
     """Return the initial model, and trainable embeddings for node types without features (None if there are none).
 
-    ``target``: the node type of the seeds, or the edge type whose links are predicted. ``outputs``: ``Task.outputs``.
+    ``target``: the node type of the seeds, or the edge type whose links are predicted. ``outputs``: width of
+    the model's output (``Task.outputs``).
     """
     facts = model_facts(manifest, target, outputs, settings.edge_attr)
     reached = layer_needs(facts.node_types, facts.edge_types, facts.targets, len(settings.fanouts))[0].sources

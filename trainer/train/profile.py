@@ -259,7 +259,8 @@ def _steps(record: RunTimes) -> Any:
 def _behind(record: RunTimes) -> Any:
     """Return a table of means per batch, with one row per rank.
 
-    The columns are the milliseconds of a sampler thread by kind of work, rows by source, and MB received.
+    The columns are: milliseconds of a sampler thread, by kind of work; number of gathered rows, and the shares of
+    remote, cached and held ones; MB received.
     """
     heads = ("rank", *LOADING, "rows", "remote", "cached", "held", "MB", "MB predicted")
     table = _table("per batch: milliseconds of a sampler thread, rows, MB received", heads)

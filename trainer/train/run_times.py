@@ -88,9 +88,9 @@ class RankTimes:
         return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
 
     def part(self, rows: str, of: str) -> float | None:
-        """Return the ratio of two names in ``TRAFFIC``, such as ``cached_rows`` / ``remote_rows``.
+        """Return the ratio of two counts in ``TRAFFIC``, such as ``cached_rows`` / ``remote_rows``.
 
-        None if ``of`` is 0.
+        None if the count ``of`` is 0.
         """
         return self.traffic[rows] / self.traffic[of] if self.traffic[of] else None
 

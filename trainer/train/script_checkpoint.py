@@ -59,7 +59,8 @@ class _Rows:
     def load(self, state: Mapping[str, Any] | None, groups: list[dict[str, Any]]) -> None:
         """Restore the rows, and the state and options of their optimizer. Collective.
 
-        state: result of ``gather`` on rank 0, None on other ranks. groups: its ``optimizer_groups``, on all ranks.
+        state: result of ``gather`` on rank 0, None on other ranks. groups: the result's ``optimizer_groups``, on all
+        ranks.
         """
         load_embedding_state(self.embedding, state, self.optimizer)
         if self.optimizer is not None:
@@ -77,8 +78,8 @@ class _Rows:
 class ScriptCheckpoints:
     """Saves and restores the objects of a user's training script, such as model and optimizer.
 
-    Rank 0 saves, and if the run restarts after failures, the first rank of each node. With a ``ShardedEmbedding``, at
-    most two ranks save, and all ranks take part.
+    Rank 0 saves. In a run that restarts after failures, the first rank of each other node saves too. With a
+    ``ShardedEmbedding``, at most two ranks save, and all ranks take part.
 
     Args:
         objects: Objects to save, by name. Of a ``DistributedDataParallel``, the wrapped model is saved. The optimizer
@@ -179,7 +180,10 @@ class ScriptCheckpoints:
     def _load(self, path: str, states: Mapping[str, Any], row_sizes: Mapping[str, Any]) -> None:
         if {*states, *row_sizes} != {*self._objects, *self._rows}:
             saved, ours = ", ".join(sorted({*states, *row_sizes})), ", ".join(sorted({*self._objects, *self._rows}))
-            raise CheckpointError(f"checkpoint {path} has the state of {saved}; this script restores {ours}")
+            raise CheckpointError(
+                f"checkpoint {path} has the state of {saved}; this script restores {ours}: give StepLog.restore the "
+                "same objects"
+            )
         for name, rows in self._rows.items():
             if row_sizes[name] != rows.sizes():
                 raise CheckpointError(
@@ -203,7 +207,7 @@ def _without_ddp(one: Stateful) -> Stateful:
 def _rows_of(objects: Mapping[str, Any]) -> tuple[dict[str, _Rows], dict[str, Stateful]]:
     """Split ``objects`` into sharded embeddings, each with its optimizer if included, and all other objects.
 
-    Raises ``SettingsError`` if such an optimizer also updates other parameters.
+    Raises ``SettingsError`` if the optimizer of an embedding also updates other parameters.
     """
     embeddings = {name: one for name, one in objects.items() if isinstance(one, ShardedEmbedding)}
     found, taken = {}, set(embeddings)

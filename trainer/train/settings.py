@@ -92,6 +92,10 @@ class TrainSettings:
     prefetch: int = setting(
         "Batches in memory per process, including the one in use; at least sampler_threads + 1.", 2, at_least=1
     )
+    sampling: Literal["auto", "cpu", "cuda"] = setting(
+        "Where batches are sampled and gathered. cuda: on each GPU, needs the topology of all parts on the node; auto: "
+        "cuda where it is possible.", "auto"
+    )  # fmt: skip
     device_cache: str = setting(
         "Feature rows cached on each GPU, the most often needed first: a share of all (10%), a size (512MB), or 0.", "0"
     )

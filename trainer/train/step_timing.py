@@ -35,9 +35,9 @@ class BatchWait(NamedTuple):  # made in each step: a NamedTuple takes a quarter 
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """Seconds of the wait for sampling, remote hosts and gathering, in proportion to the sampler threads' work.
+        """The seconds of the wait, divided among sampling, remote requests and gathering.
 
-        If their work is unknown, all seconds count as sampling.
+        They are divided in proportion to the sampler threads' work; if it is unknown, all count as sampling.
         """
         work = _work(self.cost) if self.cost is not None else (0.0, 0.0, 0.0)
         whole = sum(work)

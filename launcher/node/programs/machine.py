@@ -208,7 +208,20 @@ def look(listed: str) -> dict[str, Any]:
             for one in found:
                 if one["uuid"] == holder["uuid"]:
                     one["holders"].append(holder)
+    if any(one["mig"] for one in found):
+        add_instances(found, output(["nvidia-smi", "-L"]))
     return {"devices": [one["name"] for one in found], "gpus": found, "driver": rows[0][8] if rows else ""}
+
+
+def add_instances(gpus: list[dict[str, Any]], listed: str) -> None:
+    """Add the UUIDs of MIG instances, as ``nvidia-smi -L`` lists them below each GPU, to ``instances`` of the GPUs."""
+    own: list[str] = []
+    for line in listed.splitlines():
+        uuid = line.rpartition("UUID: ")[2].rstrip(") ")
+        if line.startswith("GPU "):
+            own = next((gpu["instances"] for gpu in gpus if gpu["uuid"] == uuid), [])
+        elif uuid.startswith("MIG-"):
+            own.append(uuid)
 
 
 def table(text: str, columns: int) -> list[list[str]]:
@@ -225,7 +238,7 @@ def gpu(row: list[str]) -> dict[str, Any]:
     index, uuid, name, memory, used, mode, mig, ecc, _ = row
     return {
         "index": number(index), "uuid": uuid, "name": name, "memory": number(memory), "used": number(used),
-        "mode": mode, "mig": mig == "Enabled", "ecc": number(ecc), "holders": [],
+        "mode": mode, "mig": mig == "Enabled", "ecc": number(ecc), "holders": [], "instances": [],
     }  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def _where(rank: int, known: Processes) -> str:
 
 
 def server_lines(known: Processes, asked: int | None) -> list[str]:
-    """Return a line for the graph server of node ``asked`` and for each one that the kernel keeps from running."""
+    """Return a line on each graph server that is stopped or blocked in the kernel, and on that of node ``asked``."""
     return [
         f"graph server of {known.labels[node]}: {line}"
         for node, line in sorted(known.servers.items())

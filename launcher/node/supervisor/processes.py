@@ -23,7 +23,12 @@ Start = Callable[[str, Mapping[str, Any], str], Child]
 def rank_environment(spec: NodeSpec, local_rank: int) -> dict[str, str]:
     """Return the environment variables in which the ranks of a node differ."""
     rank = str(spec.ranks[local_rank])
+    visible = str(((spec.trainer or {}).get("env") or {}).get("CUDA_VISIBLE_DEVICES", "")).split(",")
+    one: dict[str, str] = {}
+    if len(visible) == len(spec.ranks) > 1 and any(device.startswith("MIG") for device in visible):
+        one = {"CUDA_VISIBLE_DEVICES": visible[local_rank]}  # a process sees one MIG instance at most
     return {
+        **one,
         "RANK": rank,
         "ROLE_RANK": rank,
         "LOCAL_RANK": str(local_rank),

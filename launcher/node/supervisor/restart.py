@@ -59,7 +59,10 @@ class AttemptEnd:
 
 
 class _NoRestart(Exception):
-    """The reason why the run does not start again; '' if the run was stopped. left: whether other nodes may go on."""
+    """Raised when this node takes no part in a restart. The message is the reason; '' if the run was stopped.
+
+    left: whether this node leaves the run, so that other nodes may restart it without this one.
+    """
 
     def __init__(self, why: str, left: bool = False) -> None:
         super().__init__(why)

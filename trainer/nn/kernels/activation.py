@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from trainer.core.compiled import njit
-from trainer.core.rng import mix
-from trainer.nn.kernels.dropout import LOW_A, LOW_B, STRIDE, hash_dropout, stream, threshold_of
+from trainer.core.rng import column_bits, mix
+from trainer.nn.kernels.device import runs_cuda_kernels
+from trainer.nn.kernels.dropout import hash_dropout, stream, threshold_of
 from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
-
-_STRIDE, _LOW_A, _LOW_B = np.uint32(STRIDE), np.uint32(LOW_A), np.uint32(LOW_B)
-
-_S15, _S16 = np.uint32(15), np.uint32(16)
 
 
 @dataclass(frozen=True)
@@ -35,13 +32,18 @@ class Activation:
         return 1.0 / (1.0 - self.p)
 
     def of(self, h: Tensor) -> Tensor:
-        """Return ``dropout(relu(h + bias))``, with gradients. h: float [n, f], overwritten on CPU."""
-        if h.device.type != "cpu":
+        """Return ``dropout(relu(h + bias))``, with gradients. h: float [n, f]; kernels overwrite it with the result."""
+        if h.device.type != "cpu" and not runs_cuda_kernels(h):
             return hash_dropout((h + self.bias).relu().to(h.dtype), self.n_id, self.p, self.key, self.layer, self.p > 0)
         return _Activate.apply(h, self.bias, self)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Activate(torch.autograd.Function):
+    """Autograd function of ``Activation`` in kernels.
+
+    The backward pass needs only the saved result: the gradient is 0 where the result is not above 0.
+    """
+
     @staticmethod
     def forward(ctx: Any, h: Tensor, bias: Tensor, activation: Activation) -> Tensor:
         out = activate_(h, activation)
@@ -52,23 +54,39 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         (out,) = ctx.saved_tensors
-        before = torch.empty_like(out)
-        arrays = (as_array(part) for part in (grad.contiguous(), out, before))
-        run_rows(_pass_where_positive, len(out), *arrays, ctx.scale)
+        before = pass_where_positive(grad.contiguous(), out, ctx.scale)
         return before, column_sums(before), None
 
 
+def pass_where_positive(grad: Tensor, out: Tensor, scale: float) -> Tensor:
+    """Return ``grad * scale`` where ``out`` is above 0, and else 0. grad, out: float or bfloat16 [n, f], contiguous."""
+    if runs_cuda_kernels(out):
+        from trainer.nn.kernels import cuda_elements  # imported here because it imports numba-cuda
+
+        return cuda_elements.pass_where_positive(grad, out, scale)
+    before = torch.empty_like(out)
+    arrays = (as_array(part) for part in (grad, out, before))
+    run_rows(_pass_where_positive, len(out), *arrays, scale)
+    return before
+
+
 def activate_(h: Tensor, activation: Activation) -> Tensor:
-    """Compute ``dropout(relu(h + bias))`` in place on CPU, without gradients. ``h``: float or bfloat16 [n, f].
+    """Compute ``dropout(relu(h + bias))`` in place of ``h`` (float or bfloat16 [n, f]) in kernels, without gradients.
 
     If ``h`` is not contiguous, it is left unchanged, and the result is a new tensor.
     """
     out = h.detach()
     if not out.is_contiguous():
         out = out.contiguous()
+    stream_key, threshold = stream(activation.key, activation.layer), threshold_of(activation.p)
+    if runs_cuda_kernels(out):
+        from trainer.nn.kernels import cuda_elements  # imported here because it imports numba-cuda
+
+        cuda_elements.activate_(out, activation.bias, activation.n_id, threshold, stream_key, activation.scale)
+        return out
     bias = activation.bias.detach().to(torch.float64 if out.dtype == torch.float64 else torch.float32).numpy()
     n_id = activation.n_id.contiguous().numpy()
-    draw = (np.uint64(stream(activation.key, activation.layer)), np.uint32(threshold_of(activation.p)))
+    draw = (np.uint64(stream_key), np.uint32(threshold))
     run_rows(_activate, len(out), as_array(out), bias, n_id, *draw, activation.scale)
     return out
 
@@ -97,10 +115,7 @@ def _activate(
                 row[k] = narrow(zero if value <= zero else value, row[k])
             continue
         for k in range(len(bias)):  # a loop of its own, so that both loops are vectorised
-            hashed = np.uint32(state + np.uint32(np.uint32(k) * _STRIDE))
-            hashed = np.uint32(np.uint32(hashed ^ (hashed >> _S16)) * _LOW_A)
-            hashed = np.uint32(np.uint32(hashed ^ (hashed >> _S15)) * _LOW_B)
-            bits[k] = np.uint32(hashed ^ (hashed >> _S16))
+            bits[k] = column_bits(state, k)
         for k in range(len(bias)):
             value = wide(row[k]) + bias[k]
             value = zero if value <= zero else value * factor

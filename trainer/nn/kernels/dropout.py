@@ -14,17 +14,13 @@ import torch
 from torch import Tensor
 
 from trainer.core.compiled import njit
-from trainer.core.rng import batch_key, mix
+from trainer.core.rng import LOW_A, LOW_B, STRIDE, batch_key, column_bits, mix
 from trainer.core.schema import HOMO_NODE, NodeType
+from trainer.nn.kernels.device import runs_cuda_kernels
 from trainer.nn.kernels.precision import sum_dtype
 from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
 
-# The state of a row is SplitMix64's finaliser (``rng.mix``). The bits of a column are the "lowbias32" integer hash
-# (Chris Wellons, "Prospecting for Hash Functions") of state + column * STRIDE.
-STRIDE = 0x9E3779B9
-
-LOW_A, LOW_B = 0x7FEB352D, 0x846CA68B
-
+# The state of a row is SplitMix64's finaliser (``rng.mix``), the bits of a column are ``rng.column_bits``.
 MASK32 = 0xFFFFFFFF
 
 
@@ -64,9 +60,18 @@ class _HashDropout(torch.autograd.Function):
 
 
 def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """Return ``h`` times its dropout mask, without gradients."""
+    """Return ``h`` times its dropout mask, by a kernel on CPU and CUDA, or else by torch operations."""
+    if runs_cuda_kernels(h):
+        from trainer.nn.kernels import cuda_elements  # imported here because it imports numba-cuda
+
+        return cuda_elements.mask_rows(h, n_id, p, stream_key, threshold_of(p))
     if h.device.type != "cpu":
         return mask_rows_torch(h, n_id, p, stream_key)
+    return mask_rows_cpu(h, n_id, p, stream_key)
+
+
+def mask_rows_cpu(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
+    """Compute ``mask_rows`` by a Numba kernel."""
     out = torch.empty_like(h, memory_format=torch.contiguous_format)
     arrays = (as_array(h.contiguous()), n_id.contiguous().numpy(), as_array(out))
     factor = torch.tensor(1.0 / (1.0 - p), dtype=sum_dtype(h.dtype)).numpy()[()]
@@ -82,8 +87,7 @@ def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tenso
     bits = ((bits ^ (bits >> 16)) * LOW_A) & MASK32
     bits = ((bits ^ (bits >> 15)) * LOW_B) & MASK32
     bits = bits ^ (bits >> 16)
-    scale = torch.tensor(1.0 / (1.0 - p), dtype=sum_dtype(h.dtype), device=h.device)
-    return torch.where(bits >= threshold_of(p), h.detach() * scale, torch.zeros((), dtype=h.dtype, device=h.device))
+    return (h.detach() * (1.0 / (1.0 - p))).masked_fill_(bits < threshold_of(p), 0)
 
 
 def threshold_of(p: float) -> int:
@@ -110,8 +114,4 @@ def _mask_rows(
         state = np.uint32(mix(np.uint64(n_id[i]) ^ stream_key))
         source, row = h[i], out[i]
         for k in range(h.shape[1]):
-            bits = np.uint32(state + np.uint32(np.uint32(k) * np.uint32(STRIDE)))
-            bits = np.uint32(np.uint32(bits ^ (bits >> np.uint32(16))) * np.uint32(LOW_A))
-            bits = np.uint32(np.uint32(bits ^ (bits >> np.uint32(15))) * np.uint32(LOW_B))
-            bits = np.uint32(bits ^ (bits >> np.uint32(16)))
-            row[k] = narrow(wide(source[k]) * factor if bits >= threshold else zero, row[k])
+            row[k] = narrow(wide(source[k]) * factor if column_bits(state, k) >= threshold else zero, row[k])

@@ -23,9 +23,9 @@ CHUNKS_PER_THREAD = 4  #: several chunks, so that all threads stay busy if some 
 
 
 def run_rows(kernel: Callable[..., None], num_rows: int, *args: Any) -> None:
-    """Call ``kernel(first, last, *args)`` on ranges that together cover ``0 … num_rows`` once.
+    """Call ``kernel(first, last, *args)`` on half-open ranges that together cover rows 0 to ``num_rows`` once.
 
-    The kernel must release the GIL and write only rows ``first … last``.
+    The kernel must release the GIL and write only rows of its range.
     """
     threads = torch.get_num_threads()
     if threads == 1 or num_rows < SMALL:
@@ -52,8 +52,10 @@ def as_array(rows: Tensor) -> Array:
     return (own.view(torch.uint16) if own.dtype == torch.bfloat16 else own).numpy()
 
 
-def new_rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialized CPU tensor [count, width], whose memory ``slabs`` reuses in later steps."""
+def new_rows(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialized tensor [count, width]. On the CPU, ``slabs`` reuses its memory in later steps."""
+    if device.type != "cpu":
+        return torch.empty(count, width, dtype=dtype, device=device)
     if dtype == torch.bfloat16:
         return torch.from_numpy(slabs.empty((count, width), np.int16)).view(dtype)
     return torch.from_numpy(slabs.empty((count, width), np.float64 if dtype == torch.float64 else np.float32))

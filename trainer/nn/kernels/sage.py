@@ -1,4 +1,4 @@
-"""A GraphSAGE layer on CPU as one autograd operation: a dense product of the concatenated rows [mean | self]."""
+"""A GraphSAGE layer in kernels as one autograd operation: a dense product of the concatenated rows [mean | self]."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from trainer.core.batch import Block
 from trainer.core.compiled import njit
-from trainer.nn.kernels.activation import Activation, activate_, column_sums
+from trainer.nn.kernels.activation import Activation, activate_, column_sums, pass_where_positive
 from trainer.nn.kernels.rows import as_array, narrow, new_rows, run_rows, wide
-from trainer.nn.kernels.spmm import transpose
+from trainer.nn.kernels.spmm import cuda_kernels, transpose
 
 
 def sage_rows(
@@ -20,8 +20,8 @@ def sage_rows(
 ) -> Tensor:
     """Compute ``mean of neighbours @ of_mean.t() + self @ of_self.t()``, after applying ``before`` to the rows.
 
-    x: float or bfloat16 [num_src, f] on CPU, overwritten if ``before`` is given; of_mean, of_self: [g, f]. Returns
-    ``dtype`` [num_dst, g]. With ``before``, backward can run only once.
+    x: float or bfloat16 [num_src, f], overwritten if ``before`` is given; of_mean, of_self: [g, f]. Returns
+    ``dtype`` [num_dst, g]; sums are in float32 if ``dtype`` is bfloat16. With ``before``, backward can run only once.
     """
     bias = None if before is None else before.bias
     return _Sage.apply(x, of_mean, of_self, bias, block, before, dtype)  # type: ignore[no-any-return, no-untyped-call]
@@ -37,7 +37,7 @@ class _Sage(torch.autograd.Function):
         both, weight = mean_and_self(block, rows, dtype), torch.cat([of_mean, of_self], 1).to(dtype)
         ctx.block, ctx.spent, ctx.scale = block, False, 1.0 if before is None else before.scale
         ctx.save_for_backward(both, weight, rows if before is not None else None)
-        return torch.mm(both, weight.t(), out=new_rows(len(both), len(weight), dtype))
+        return torch.mm(both, weight.t(), out=new_rows(len(both), len(weight), dtype, both.device))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -54,7 +54,7 @@ class _Sage(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, of_mean, of_self, None, None, None, None
         # If ``spent``, a second backward pass raises, so ``both`` can be overwritten.
-        of_both = both if ctx.spent else new_rows(len(both), both.shape[1], both.dtype)
+        of_both = both if ctx.spent else new_rows(len(both), both.shape[1], both.dtype, both.device)
         torch.mm(grad, weight, out=of_both)
         of_rows = sources_of(ctx.block, of_both, activated, ctx.scale)
         of_bias = None if activated is None else column_sums(of_rows)
@@ -66,7 +66,9 @@ def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
 
     x: [num_src, f], contiguous.
     """
-    out = new_rows(block.num_dst, 2 * x.shape[1], dtype)
+    if kernels := cuda_kernels(x):
+        return kernels.mean_and_self(block, x, dtype)
+    out = new_rows(block.num_dst, 2 * x.shape[1], dtype, x.device)
     total = np.dtype(np.float64 if dtype == torch.float64 else np.float32)
     run_rows(
         _mean_and_self, block.num_dst, block.indptr.numpy(), block.indices.numpy(), as_array(x), as_array(out),
@@ -78,12 +80,15 @@ def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
 def sources_of(block: Block, grad: Tensor, activated: Tensor | None, scale: float) -> Tensor:
     """Return the gradient of ``x`` [num_src, f], given the gradient of ``mean_and_self`` [num_dst, 2 f].
 
-    activated: rows after the activation [num_src, f], or None. If given, they are overwritten with the result, the
-    gradient before the activation.
+    activated: rows after the activation [num_src, f], or None. If given, the result is the gradient before the
+    activation (0 where ``activated`` is not above 0, else multiplied by ``scale``) and may overwrite ``activated``.
     """
     indptr, targets, _ = transpose(block)
+    if kernels := cuda_kernels(grad):
+        out = kernels.sources_of(block, transpose(block), grad)
+        return out if activated is None else pass_where_positive(out, activated.to(out.dtype), scale)
     if activated is None:
-        out = new_rows(block.num_src, grad.shape[1] // 2, grad.dtype)
+        out = new_rows(block.num_src, grad.shape[1] // 2, grad.dtype, grad.device)
     else:
         out = activated.to(grad.dtype)
     share = 1.0 / block.indptr.diff().clamp(min=1).to(torch.float64 if grad.dtype == torch.float64 else torch.float32)

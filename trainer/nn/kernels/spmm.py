@@ -1,7 +1,8 @@
 """Sums over a block's edges with gradients, without a row per edge in memory.
 
 ``aggregate`` is for layers whose edge weight is a factor per target times a factor per source (mean, symmetric
-normalisation), ``attend`` for a learnt weight per edge. CPU: Numba kernels; CUDA: torch's sparse CSR product.
+normalisation), ``attend`` for a learnt weight per edge. CPU: Numba kernels; CUDA: kernels of numba-cuda that add in the
+same order (``cuda_sums``), or without numba-cuda torch's sparse CSR product.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from trainer.core.batch import Block
 from trainer.core.compiled import njit
+from trainer.nn.kernels.device import runs_cuda_kernels
 from trainer.nn.kernels.precision import for_sums, sum_dtype
 from trainer.nn.kernels.rows import as_array, run_rows, wide
 
@@ -55,12 +57,20 @@ def edge_dots(block: Block, dst: Tensor, src: Tensor) -> Tensor:
     return _EdgeDots.apply(dst, src, block)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def cuda_kernels(rows: Tensor) -> Any:
+    """Return the module ``cuda_sums`` if its kernels compute on ``rows``, else None."""
+    if not runs_cuda_kernels(rows):
+        return None
+    from trainer.nn.kernels import cuda_sums  # imported here because it imports numba-cuda
+
+    return cuda_sums
+
+
 class _Aggregate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: Block, dst_scale: Tensor | None, src_scale: Tensor | None) -> Tensor:
         ctx.block, ctx.scales = block, (dst_scale, src_scale)
-        product = sum_rows_cpu if x.device.type == "cpu" else sum_rows_torch
-        return product(block.indptr, block.indices, x, dst_scale, src_scale)
+        return sum_rows(block.indptr, block.indices, x, dst_scale, src_scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
@@ -68,8 +78,7 @@ class _Aggregate(torch.autograd.Function):
             return None, None, None, None
         dst_scale, src_scale = ctx.scales
         indptr, indices, _ = transpose(ctx.block)
-        product = sum_rows_cpu if grad.device.type == "cpu" else sum_rows_torch
-        return product(indptr, indices, grad, src_scale, dst_scale), None, None, None
+        return sum_rows(indptr, indices, grad, src_scale, dst_scale), None, None, None
 
 
 class _Attend(torch.autograd.Function):
@@ -77,17 +86,13 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, block: Block) -> Tensor:
         ctx.block = block
         ctx.save_for_backward(x, weight)
-        product = weighted_rows_cpu if x.device.type == "cpu" else weighted_rows_torch
-        return product(block.indptr, block.indices, None, weight, x)
+        return weighted_rows(block.indptr, block.indices, None, weight, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        on_cpu = grad.device.type == "cpu"
         indptr, indices, edges = transpose(ctx.block)
-        grad_x = (weighted_rows_cpu if on_cpu else weighted_rows_torch)(indptr, indices, edges, weight, grad)
-        grad_weight = (edge_dots_cpu if on_cpu else edge_dots_torch)(ctx.block, grad, x)
-        return grad_x, grad_weight, None
+        return weighted_rows(indptr, indices, edges, weight, grad), edge_dot_products(ctx.block, grad, x), None
 
 
 class _EdgeDots(torch.autograd.Function):
@@ -95,15 +100,14 @@ class _EdgeDots(torch.autograd.Function):
     def forward(ctx: Any, dst: Tensor, src: Tensor, block: Block) -> Tensor:
         ctx.block = block
         ctx.save_for_backward(dst, src)
-        return (edge_dots_cpu if dst.device.type == "cpu" else edge_dots_torch)(block, dst.detach(), src)
+        return edge_dot_products(block, dst.detach(), src)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         dst, src = ctx.saved_tensors
-        product = weighted_rows_cpu if grad.device.type == "cpu" else weighted_rows_torch
-        grad_dst = product(ctx.block.indptr, ctx.block.indices, None, grad, src)
+        grad_dst = weighted_rows(ctx.block.indptr, ctx.block.indices, None, grad, src)
         indptr, indices, edges = transpose(ctx.block)
-        return grad_dst, product(indptr, indices, edges, grad, dst), None
+        return grad_dst, weighted_rows(indptr, indices, edges, grad, dst), None
 
 
 def transpose(block: Block) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,23 +115,75 @@ def transpose(block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns int32 indptr [num_src + 1], targets [num_edges], and positions of these edges in the block [num_edges].
     """
+    found = block.__dict__.get("_transposed")  # two operations of a layer may need it
+    if found is None:
+        found = _transposed(block)
+        block.__dict__["_transposed"] = found
+    return found
+
+
+def _transposed(block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    if kernels := cuda_kernels(block.indptr):
+        return kernels.transpose(block)
     if block.indptr.device.type != "cpu":
         return transpose_torch(block)
+    return transpose_cpu(block)
+
+
+def transpose_cpu(block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``transpose`` by a Numba kernel."""
     arrays = _transpose(block.indptr.numpy(), block.indices.numpy(), block.num_src)
     indptr, targets, edges = (torch.from_numpy(array) for array in arrays)
     return indptr, targets, edges
 
 
 def transpose_torch(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    edges = torch.argsort(block.indices, stable=True)
-    counts = torch.bincount(block.indices, minlength=block.num_src)
-    indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return indptr.int(), edge_targets(block)[edges].int(), edges.int()
+    """Compute ``transpose`` in torch operations, for any device, without a host synchronisation."""
+    sources, edges = torch.sort(block.indices, stable=True)
+    bounds = torch.arange(block.num_src + 1, dtype=sources.dtype, device=sources.device)
+    indptr = torch.searchsorted(sources, bounds, out_int32=True)
+    return indptr, edge_targets(block)[edges].int(), edges.int()
 
 
 def edge_targets(block: Block) -> Tensor:
     """Return the target of each edge, int64 [num_edges]."""
     return torch.repeat_interleave(block.indptr.diff().long(), output_size=len(block.indices))
+
+
+def sum_rows(indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None) -> Tensor:
+    """Compute the weighted sum of ``aggregate`` on CSR arrays, without gradients."""
+    if kernels := cuda_kernels(x):
+        return kernels.sum_rows(indptr, indices, x, row_scale, col_scale)
+    run = sum_rows_cpu if x.device.type == "cpu" else sum_rows_torch
+    return run(indptr, indices, x, row_scale, col_scale)
+
+
+def weighted_rows(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
+    """Compute ``attend`` on CSR arrays, without gradients.
+
+    The weights of CSR entry e are ``weight[edges[e]]``, or ``weight[e]`` if ``edges`` is None.
+    """
+    if kernels := cuda_kernels(x):
+        return kernels.weighted_rows(indptr, indices, edges, weight, x)
+    run = weighted_rows_cpu if x.device.type == "cpu" else weighted_rows_torch
+    return run(indptr, indices, edges, weight, x)
+
+
+def edge_dot_products(block: Block, dst: Tensor, src: Tensor) -> Tensor:
+    """Compute ``edge_dots`` without gradients."""
+    if kernels := cuda_kernels(src):
+        return kernels.edge_dots(block, dst, src)
+    return (edge_dots_cpu if src.device.type == "cpu" else edge_dots_torch)(block, dst, src)
+
+
+def edge_softmax(block: Block, score: Tensor) -> Tensor:
+    """Normalise ``score`` [num_edges, heads] over the edges of each target by a softmax, with gradients."""
+    if kernels := cuda_kernels(score):
+        return kernels.edge_softmax(block, score)
+    from torch_geometric.utils import softmax  # imported here because importing it takes seconds
+
+    weight: Tensor = softmax(score, index=edge_targets(block), num_nodes=block.num_dst)
+    return weight
 
 
 def sum_rows_cpu(
@@ -150,10 +206,6 @@ def sum_rows_torch(
 
 
 def weighted_rows_cpu(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
-    """Compute ``attend`` on CSR arrays, without gradients.
-
-    The weights of CSR entry e are ``weight[edges[e]]``, or ``weight[e]`` if ``edges`` is None.
-    """
     out = x.new_empty(len(indptr) - 1, *x.shape[1:], dtype=sum_dtype(x.dtype))
     rows = (as_array(weight.contiguous()), as_array(x.contiguous()), out.numpy())
     edges_ = None if edges is None else edges.numpy()

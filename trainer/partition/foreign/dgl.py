@@ -152,7 +152,7 @@ class _Partition:
         ids, inner = graph.edges["_ID"].values, graph.edges["inner_edge"].values
         node_ids = graph.nodes["_ID"].values
         if not ids.shape == inner.shape == graph.sources.shape or ids.dtype.kind != "i" or node_ids.dtype.kind != "i":
-            raise DataError(f"{place}: _ID and inner_edge are not one number per edge and node; the file is damaged")
+            raise DataError(f"{place}: _ID or inner_edge is not one integer per edge or node; the file is damaged")
         for ends in (graph.sources, graph.targets):
             if len(ends) and (ends.min() < 0 or ends.max() >= len(node_ids)):
                 raise DataError(f"{place}: an edge ends at a node that the part does not have; the file is damaged")
@@ -161,7 +161,8 @@ class _Partition:
         mine = mine[np.argsort(ids[mine], kind="stable")]
         if not np.array_equal(ids[mine], np.arange(start, start + size)):
             raise DataError(
-                f"{place}: {len(mine)} edges of type {type_name(of)}, expected the ids from {start} on, {size}"
+                f"{place}: {len(mine)} edges of type {type_name(of)}, expected {size}, with consecutive ids from "
+                f"{start} on; the file is damaged"
             )
         return np.stack([
             self.nodes[of[0]].per_type(node_ids[graph.sources[mine]], place),
@@ -175,7 +176,7 @@ class _Partition:
         return {name: self._attr(name, pieces, of, ranges, original) for name, pieces in found.items()}
 
     def _by_name(self, key: str, of: NodeType | EdgeType) -> Iterator[tuple[str, dict[int, RawArray]]]:
-        """Yield the name and the rows by part of each attribute of a type. ``key``: `node_feats` or `edge_feats`."""
+        """Yield each attribute of a type: its name, and its rows by part. ``key``: `node_feats` or `edge_feats`."""
         prefixes = tuple(f"{name}/" for name in self._keys(of))
         found: dict[str, dict[int, RawArray]] = {}
         for part_id, tensors in enumerate(self._features[key]):

@@ -61,7 +61,7 @@ class _Graph:
             chunked = self.meta.get("num_nodes_per_chunk")
             listed = [sum(sizes) for sizes in chunked] if isinstance(chunked, list) else []
         if not isinstance(types, list) or len(types) != len(listed) or not all(type(n) is int for n in listed):
-            raise DataError(f"{where}: expected the number of nodes of each of the types in node_type")
+            raise DataError(f"{where}: expected one number of nodes for each type in node_type")
         return dict(zip(types, listed, strict=True))
 
     def graph(self) -> ForeignGraph:

@@ -26,7 +26,7 @@ _SUFFIX = "-partitions"
 
 @dataclass(frozen=True)
 class ExtraFile:
-    """An array of nodes in files outside the partition itself."""
+    """A node attribute or split that is stored in files outside the partition itself."""
 
     name: str  #: of the array, such as `y`, `train_idx`, or `paper__y`
     files: tuple[Path, ...]  #: their rows one after the other
@@ -85,7 +85,8 @@ def _given(name: str, path: str, folder: Path) -> tuple[Path, ...]:
         files = _numbered(there)
         if not files:
             raise DataError(
-                f"{there}: no file partition0.pt, …; --nodes {name}= takes a .npy or .pt file, or such a folder"
+                f"{there} has no files partition0.pt, …; --nodes {name}= takes a folder with such files, or a .npy "
+                "or .pt file"
             )
         return files
     if not there.exists():

@@ -143,7 +143,7 @@ class _Partition:
         return _Edges(rows, cols, ids, weights)
 
     def _ids_of_features(self, of: EdgeType, count: int) -> Array:
-        """Return the ids of the edges in ``graph/``, which GLT writes there without ids."""
+        """Return the edge ids of a ``graph/`` folder without ``eids.pt``: those stored with the edge features."""
         # Edges and edge features are in the same order: those of part 0, then part 1, ….
         found = [ids for part_id in range(self.num_parts) for ids, _ in self._feature_chunks("edge_feat", part_id, of)]
         return np.concatenate(found) if found else np.arange(count)

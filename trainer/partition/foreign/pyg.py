@@ -137,7 +137,7 @@ class _Partition:
             ids, row, col = (_tensor(content, key, place).values for key in ("edge_id", "row", "col"))
             if not len(ids) == len(row) == len(col):
                 raise DataError(
-                    f"{place}: {len(ids)} ids, but {len(row)} sources and {len(col)} targets; make it again"
+                    f"{place}: {len(ids)} ids, but {len(row)} sources and {len(col)} targets; make the partition again"
                 )
             all_ids.append((ids, place))
             ends.append((row, col))

@@ -140,7 +140,7 @@ def encode(message: Message, max_array: int = MAX_ARRAY, request_id: int | None 
         )
     arrays = [_on_wire(array, max_array) for array in message.arrays]
     if (total := sum(array.nbytes for array in arrays)) > MAX_MESSAGE:
-        raise WireError(f"arrays of {total} bytes together are over {MAX_MESSAGE}; ask for fewer nodes at once")
+        raise WireError(f"the arrays take {total} bytes, over the limit of {MAX_MESSAGE}; ask for fewer nodes at once")
     number = message.request_id if request_id is None else request_id
     header = _HEADER.pack(
         _MAGIC, VERSION, message.kind, message.status, number, len(arrays), len(records), len(text), message.flags
@@ -163,7 +163,9 @@ def _on_wire(array: Array, max_array: int) -> Array:
     if array.ndim > _MAX_NDIM:
         raise WireError(f"an array of {array.ndim} dimensions cannot be sent; the most is {_MAX_NDIM}")
     if array.nbytes > max_array:
-        raise WireError(f"an array of {array.nbytes} bytes is over {max_array}; ask for fewer nodes at once")
+        raise WireError(
+            f"an array takes {array.nbytes} bytes, over the limit of {max_array}; ask for fewer nodes at once"
+        )
     return np.asarray(array, dtype=dtype, order="C")
 
 
@@ -262,7 +264,7 @@ def _read_descriptor(head: bytes, position: int, max_array: int) -> _ArrayHeader
 def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
     """Return the size of an array in bytes. Raises ``WireError`` if it exceeds ``limit``.
 
-    For an array without elements, the product of the other dimensions must not exceed ``limit`` either.
+    If a dimension is 0, the size that the array would have without it must not exceed ``limit`` either.
     """
     size = math.prod(shape) * dtype.itemsize
     if size > limit or (not size and math.prod(filter(None, shape)) * dtype.itemsize > limit):

@@ -1,4 +1,4 @@
-"""Chooses the task: that of a run by its settings or labels, that of a checkpoint by its record."""
+"""Chooses the task of a run by the settings or labels, and the task of a checkpoint by its record."""
 
 from __future__ import annotations
 

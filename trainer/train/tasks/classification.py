@@ -30,7 +30,7 @@ class Classification:
         """Return the number of seeds predicted correctly, and the number of seeds."""
         assert batch.y is not None
         right = out.argmax(1) == batch.y
-        return torch.stack([right.sum(), right.new_tensor(len(right), dtype=torch.int64)]).double()
+        return torch.stack([right.sum(), right.new_full((), len(right), dtype=torch.int64)]).double()
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         return {"accuracy": sums[0] / sums[1]}

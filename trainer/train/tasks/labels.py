@@ -25,7 +25,7 @@ def numbers(y: Tensor, classes: bool = False) -> Tensor:
 
 
 def labels_01(y: Tensor) -> Tensor:
-    """Return a matrix of labels 0 and 1 as float64 [n, L], with NaN for missing labels: NaN, or -1 in integers."""
+    """Return labels 0 and 1 as float64 [n, L]. Missing labels, NaN or a negative integer in ``y``, become NaN."""
     return numbers(y, classes=not y.is_floating_point())
 
 
@@ -64,7 +64,7 @@ def check_classes(manifest: Manifest, target: NodeType, labels: SeedLabels) -> N
 
 
 def check_known(manifest: Manifest, target: NodeType, labels: SeedLabels, y: Tensor) -> None:
-    """Raise ``DataError`` if all of a seed's values in ``y`` [n, D] are NaN, or one is infinite."""
+    """Raise ``DataError`` if a row of ``y`` [n, D] contains only NaN, or an infinite number."""
     missing, infinite = (bad.nonzero().flatten().tolist() for bad in (y.isnan().all(1), y.isinf().any(1)))
     of = of_type(manifest, target)
     if missing:

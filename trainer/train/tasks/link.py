@@ -20,8 +20,8 @@ HITS = (1, 10, 50)  #: k of the reported Hits@k
 class LinkPrediction:
     """Softmax cross entropy of each link's target among the negatives of its step; MRR, Hits@k and AUC.
 
-    ``out``: scores [num_seeds, 1 + m] of ``LinkModel``: column 0 those of the links, then those of the m shared
-    negatives. A negative that equals the target of a link is left out for that link.
+    ``out``: scores from ``LinkModel``, [num_seeds, 1 + m]: column 0 has the scores of the links, the others have those
+    of m shared negatives. A negative that equals the target of a link is left out for that link.
     """
 
     outputs: int  #: width of a node's embedding

@@ -49,7 +49,7 @@ class Metric:
 class Task(Protocol):
     """Loss and metrics of a model's output. Seeds are nodes or, in link prediction, links.
 
-    ``loss_sum`` and ``metric_sums`` are sums over the seeds of this rank's batch, which can be added over batches and
+    ``loss_sum`` and ``metric_sums`` are sums over the seeds of this rank's batch. They can be added up over batches and
     ranks.
     """
 
@@ -59,7 +59,7 @@ class Task(Protocol):
     def metric(self) -> Metric: ...
     @property
     def outputs(self) -> int:
-        """Width of the model's output: numbers per seed node; in link prediction, of an embedding."""
+        """How many numbers the model outputs per seed node; in link prediction, the width of an embedding."""
 
     @property
     def num_sums(self) -> int: ...

@@ -1,0 +1,107 @@
+"""Checks ``train`` of a config: settings that contradict each other, or do not fit the nodes."""
+
+from __future__ import annotations
+
+from launcher.config.cache_size import CacheSize
+from launcher.config.schema import ClusterConfig
+from launcher.config.validation import Reader
+
+
+def check_training(config: ClusterConfig, reader: Reader) -> None:
+    """Report settings in ``train`` that contradict each other, or the nodes."""
+    train = config.train
+    check_cache_size("train.device_cache", train.device_cache, "all rows", reader)
+    for name in ("fanouts", "eval_fanouts"):
+        fanouts = getattr(train, name)
+        wrong = next((fanout for fanout in fanouts or () if fanout == 0 or fanout < -1), None)
+        if wrong is not None and reader.good(("train", name)):
+            message = f"train.{name}: each must be -1 (all neighbours) or at least 1; found {wrong}"
+            reader.report(("train", name), message)
+    if not train.fanouts and reader.good(("train", "fanouts")):
+        reader.report(("train", "fanouts"), "train.fanouts: empty; give one number per layer")
+    elif reader.good(("train", "fanouts")):
+        _layers(config, reader)
+    _model(config, reader)
+    if reader.good(("nodes",), ("train", "batch_size")) and train.batch_size < config.world_size:
+        reader.report(
+            ("train", "batch_size"),
+            f"train.batch_size: the global batch is {train.batch_size}, fewer seeds "
+            f"than processes ({config.world_size}); raise it or use fewer processes",
+        )
+    cpu_only = next((k for k, node in enumerate(config.nodes) if node.trains and not node.devices), None)
+    if train.backend == "nccl" and cpu_only is not None and reader.good(("nodes",)):
+        host = config.nodes[cpu_only].host
+        reader.report(
+            ("train", "backend"),
+            f"train.backend: nccl needs devices on every node, but {host} (node{cpu_only}) lists none",
+        )
+    mig = next((k for k, node in enumerate(config.nodes) if any(map(is_mig, node.devices))), None)
+    if train.backend == "nccl" and mig is not None and config.world_size > 1:
+        reader.report(
+            ("train", "backend"),
+            f"train.backend: nccl does not connect MIG instances (node{mig}); use auto or gloo",
+        )
+    if train.sampling == "cuda" and reader.good(("nodes",), ("train", "sampling"), ("data", "topology")):
+        _device_sampling(config, cpu_only, reader)
+
+
+def _device_sampling(config: ClusterConfig, cpu_only: int | None, reader: Reader) -> None:
+    client = next((k for k, node in enumerate(config.nodes) if node.trains and not node.holds), None)
+    if cpu_only is not None:
+        host = config.nodes[cpu_only].host
+        text = f"train.sampling: cuda needs devices on every node, but {host} (node{cpu_only}) lists none"
+    elif client is not None:
+        host = config.nodes[client].host
+        text = f"train.sampling: cuda needs parts on the nodes that train, but {host} (node{client}) is a client"
+    elif config.data.topology == "partitioned" and sum(node.holds for node in config.nodes) > 1:
+        text = "train.sampling: cuda needs the edges of all parts on each node; set data.topology to replicated"
+    else:
+        return
+    reader.report(("train", "sampling"), text)
+
+
+def _layers(config: ClusterConfig, reader: Reader) -> None:
+    train, hops = config.train, len(config.train.fanouts)
+    if train.layers and train.layers != hops and reader.good(("train", "layers")):
+        reader.report(
+            ("train", "layers"),
+            f"train.layers is {train.layers}, but train.fanouts has {hops} numbers; "
+            "give one fanout per layer, or leave layers out",
+        )
+    if train.eval_fanouts is not None and len(train.eval_fanouts) != hops:
+        reader.report(
+            ("train", "eval_fanouts"),
+            f"train.eval_fanouts has {len(train.eval_fanouts)} numbers, but "
+            f"train.fanouts has {hops}; both need one per layer",
+        )
+
+
+def _model(config: ClusterConfig, reader: Reader) -> None:
+    """Report widths and edge features that the bundled model does not support."""
+    train = config.train
+    if train.model in ("gat", "hgt") and train.hidden % train.heads and reader.good(("train", "heads")):
+        reader.report(
+            ("train", "heads"),
+            f"train.heads: {train.heads} heads do not divide train.hidden ({train.hidden}), as {train.model} needs; "
+            "change one of them",
+        )
+    if train.edge_attr is not None and train.model not in ("sage", "rsage") and reader.good(("train", "edge_attr")):
+        reader.report(
+            ("train", "edge_attr"),
+            f"train.edge_attr: model {train.model} does not read edge features; use sage, for several types rsage",
+        )
+
+
+def check_cache_size(key: str, text: str, rows: str, reader: Reader) -> None:
+    """Report a cache size that cannot be parsed. ``key``: its path in the config; ``rows``: what a share refers to."""
+    place = tuple(key.split("."))
+    try:
+        CacheSize.parse(text, rows)
+    except ValueError as error:
+        if reader.good(place):
+            reader.report(place, f"{key}: {error}")
+
+
+def is_mig(device: int | str) -> bool:
+    """Return whether a device is named by the UUID of a MIG instance."""
+    return isinstance(device, str) and device.startswith("MIG")

@@ -1,0 +1,89 @@
+"""Checks that the bundled trainer can train on a graph, before any file is sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.config.schema import ClusterConfig, DataConfig
+from launcher.errors import FleetError, UsageError
+from launcher.plan.partition import PartitionFiles, read_partition_files
+
+#: Models that train on homogeneous graphs only; the other models train on any graph.
+HOMOGENEOUS_MODELS = ("sage", "gcn", "gat")
+
+_TYPED = "rgcn, hgt or rsage"
+
+_HETERO = {"synthetic-hetero": True, "synthetic": False, "ogbn-mag": True}  #: datasets whose kind is known by name
+
+
+def check_trainable(config: ClusterConfig, parts: PartitionFiles | None) -> None:
+    """Raise UsageError if the bundled trainer would refuse the graph: its model is for another kind of graph, or there
+    are no train seeds.
+
+    ``parts``: the parts of the graph; None if they are not known yet, or are those of a serving cluster. Then only the
+    model is checked, if the dataset's kind is known.
+    """
+    _check_model(config, parts)
+    if parts is not None:
+        _check_train_seeds(config, parts)
+
+
+def _check_model(config: ClusterConfig, parts: PartitionFiles | None) -> None:
+    model, hetero = config.train.model, is_hetero(config.data) if parts is None else parts.hetero
+    if model not in HOMOGENEOUS_MODELS or not hetero:
+        return
+    graph = config.data.source or config.data.dataset or (parts.dataset if parts else "")
+    raise UsageError(
+        f"train.model: {model} is for homogeneous graphs, and {graph} has several types of nodes or edges; nothing was "
+        f"sent. Set train.model to {_TYPED}"
+    )
+
+
+def is_hetero(data: DataConfig) -> bool | None:
+    """Return whether the dataset of ``data`` is heterogeneous; None if only the partitioner can tell."""
+    if data.serving:
+        return None
+    if data.dataset == "tables":
+        return any(len(_mapping(data.options.get(name))) > 1 for name in ("nodes", "edges"))
+    if data.dataset == "partition" and data.source:
+        try:
+            manifest = read_partition_files(Path(data.source).expanduser())
+        except FleetError:  # the partitioner explains what is wrong with the source
+            return None
+        return None if manifest is None else manifest.hetero
+    return _HETERO.get(data.dataset)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Return an option that is given as a mapping or as JSON text; {} if it is neither."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, Mapping) else {}
+
+
+def _check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
+    """Raise UsageError if the parts have no train seeds, unless the task is to predict links, which needs none.
+
+    If ``train.target`` is set, only train seeds of this node type count.
+    """
+    target, task = config.train.target, config.train.task
+    if task == "link" or (task == "auto" and (parts.links_held_out or "__" in (target or ""))):
+        return
+    if target is not None and target in parts.train_seeds:
+        seeds, whose, where = parts.train_seeds[target], f"node type {target} has", f" of {target}"
+    else:  # the trainer refuses an unknown type and lists the existing ones
+        seeds, whose, where = sum(parts.train_seeds.values()), "the graph has", ""
+    if seeds or not parts.train_seeds:
+        return
+    raise UsageError(
+        f"{config.data.source or parts.dataset}: {whose} no train split, which the bundled trainer needs (parts in "
+        f"{parts.folder}); nothing was sent. Add train_idx or train_mask{where} to the graph (docs/data.md), set "
+        "train.task to link to predict links, or run a script of your own on these parts: gnnfleet launch -- python "
+        "SCRIPT"
+    )

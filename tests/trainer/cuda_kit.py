@@ -1,0 +1,237 @@
+"""Test kit: samples on the CPU and with the CUDA kernels, and compares bit for bit.
+
+``python tests/trainer/cuda_kit.py CHECK SEED... CHECK SEED...``, with ``NUMBA_ENABLE_CUDASIM=1`` in numba's simulator,
+else on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from itertools import islice, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cache_kit import hosts
+from oracle import assert_identical
+from partition_kit import with_nodes
+from partitions import random_graph, store_of
+from sample_kit import KINDS, WRITES, random_seeds, random_settings, some_key, to_global, typed_graph
+from train_kit import job
+from trainer.core.errors import DataError
+from trainer.core.remote_settings import CacheSize
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.cuda.array_ops import TorchOps
+from trainer.cuda.availability import simulator_wanted
+from trainer.cuda.hop_sampling import DeviceHops
+from trainer.cuda.relabel import DeviceTables
+from trainer.cuda.topology import load_topology
+from trainer.graph.cache_fill import device_rows
+from trainer.graph.open import open_graph
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
+from trainer.loader.link_seeds import link_inputs
+from trainer.partition.assign import assign_parts
+from trainer.partition.write import write_partition
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.multi_hop import block_edges, cut_block, sample_multi_hop
+from trainer.sampler.relabel import RelabelTables
+from trainer.sampler.types import SampleSettings, SeedSet
+from trainer.sources.load import load_dataset
+from trainer.train.device_sampling import choose_sampling
+from trainer.train.job import batch_plan, train
+
+CPU = torch.device("cpu")
+DEVICE = CPU if simulator_wanted() else torch.device("cuda", 0)
+
+
+def sources_of(store, settings):
+    """Return what answers requests, and relabels: of the CPU, and of the kernels."""
+    place = "pinned" if store.manifest.num_parts == 2 else "device"
+    hops = DeviceHops(load_topology(store, [settings], DEVICE, place), store, DEVICE)
+    tables = DeviceTables(store.manifest, TorchOps(DEVICE))
+    return (LocalGraph(store), RelabelTables(store.manifest)), (hops, tables)
+
+
+def both(store, seeds, settings, key):
+    """Return the subgraph that the CPU samples, and that of the kernels."""
+    return [
+        sample_multi_hop(source, store.manifest, seeds, settings, key, tables)
+        for source, tables in sources_of(store, settings)
+    ]
+
+
+def arrays_of(subgraph, settings):
+    """Yield a name and an array for everything in a subgraph and its blocks."""
+    for of, nodes in subgraph.nodes.items():
+        yield f"{of} ids", nodes.ids
+        yield f"{of} per hop", np.array(nodes.per_hop)
+        if nodes.tree is not None:
+            yield f"{of} trees", nodes.tree
+    for of, edges in subgraph.edges.items():
+        yield f"{of} begin", edges.row_begin
+        yield f"{of} count", edges.row_count
+        yield f"{of} src", edges.src
+        yield f"{of} per hop", np.array(edges.per_hop)
+        if edges.edge is not None:
+            yield f"{of} edges", edges.edge
+        if edges.whole is not None:
+            yield f"{of} whole", edges.whole.begin
+        for hop in range(settings.num_hops):
+            indptr, indices, num_src = cut_block(subgraph, of, hop)
+            yield f"{of} block {hop} indptr", indptr
+            yield f"{of} block {hop} indices", indices
+            yield f"{of} block {hop} sources", np.array(num_src)
+            yield f"{of} block {hop} edges", block_edges(subgraph, of, hop)
+
+
+def same(cpu, device, settings):
+    """Assert that two subgraphs have equal values, and equal dtypes except that ids may be wider or narrower."""
+    for (name, one), (_, other) in zip(arrays_of(cpu, settings), arrays_of(device, settings), strict=True):
+        other = other.cpu().numpy() if isinstance(other, torch.Tensor) else other
+        assert one.shape == other.shape, (name, one.shape, other.shape)
+        assert np.array_equal(one, other), name
+        assert one.dtype == other.dtype or "edges" in name, (name, one.dtype, other.dtype)
+
+
+def check_hetero(seed):
+    """Compare all kinds of sampling on one random typed graph."""
+    rng = np.random.default_rng(seed)
+    graph = typed_graph(seed)
+    for more, exclude in product(KINDS.values(), [False, True]):
+        store = graph.store(1 + seed % 3)
+        settings = random_settings(rng, graph.edges, **more, ask_again=bool(rng.integers(2)))
+        seeds = to_global(store, random_seeds(rng, graph, exclude))
+        same(*both(store, seeds, settings, some_key(seed)), settings)
+
+
+def check_homo(seed):
+    """Compare uniform, replacing and disjoint sampling on one random homogeneous graph."""
+    rng = np.random.default_rng(seed)
+    store = store_of(*random_graph(seed, int(rng.integers(10, 60)), int(rng.integers(10, 200))), 1 + seed % 3)
+    for more in ({}, {"replace": True}, {"disjoint": True}):
+        hops = int(rng.integers(1, 4))
+        fanouts = {HOMO_EDGE: tuple(int(f) for f in rng.choice([-1, 0, 1, 2, 3, 5], hops))}
+        settings = SampleSettings(fanouts, edge_ids=True, **more)
+        ids = rng.integers(0, store.manifest.nodes[HOMO_NODE].num_nodes, 5)
+        seeds = SeedSet({HOMO_NODE: ids}, trees={HOMO_NODE: rng.integers(0, 99, 5)})
+        same(*both(store, seeds, settings, some_key(seed)), settings)
+
+
+def check_hubs(seed):
+    """Compare on nodes with more picks than a thread lists, which use work memory."""
+    rng = np.random.default_rng(seed)
+    edge_index = np.stack([rng.integers(0, 40, 400), rng.integers(0, 2, 400)])
+    store = store_of(edge_index, 40, 2)
+    for fanouts in ((70, -1), (-1, 66), (100, 150)):
+        settings = SampleSettings({HOMO_EDGE: fanouts}, edge_ids=True)
+        same(*both(store, SeedSet({HOMO_NODE: np.array([0, 1, 5])}), settings, some_key(seed)), settings)
+
+
+def check_errors(seed):
+    """Compare the errors for a negative weight."""
+    rng = np.random.default_rng(seed)
+    graph = typed_graph(seed)
+    graph.edge_attrs[WRITES]["w"][rng.integers(60)] = -1
+    store, settings = graph.store(2), SampleSettings({WRITES: (2,)}, weight="w")
+    seeds = SeedSet({"p": np.arange(15)})
+    texts = []
+    for source, tables in sources_of(store, settings):
+        with pytest.raises(DataError) as raised:
+            sample_multi_hop(source, store.manifest, seeds, settings, 1, tables)
+        texts.append(str(raised.value))
+    assert texts[0] == texts[1] and "has the weight -1.0" in texts[0], texts
+
+
+def features_of(kind, data):
+    """Return the dataset with rows ``x`` of another type, and the type to which the partition rounds them."""
+    of = next(of for of, nodes in data.nodes.items() if "x" in nodes.attrs)
+    rows = data.nodes[of].attrs["x"]
+    if kind == "bfloat16":
+        bits = torch.from_numpy(rows).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return with_nodes(data, of, attrs={**data.nodes[of].attrs, "x": bits}, bfloat16=frozenset({"x"})), "stored"
+    if kind in ("float64", "uint8"):
+        changed = (rows * 7.123456789).astype(kind)
+        return with_nodes(data, of, attrs={**data.nodes[of].attrs, "x": changed}), "stored"
+    return data, {"float32": "stored"}.get(kind, kind)
+
+
+def folder_of(root, seed, name, kind, num_parts, **options):
+    """Write a small partition with rows of type ``kind``."""
+    given = {"num_nodes": 40, "avg_degree": 4, "num_features": 5, "num_classes": 3, "edge_weight": True, **options}
+    data, rows = features_of(kind, load_dataset(name, options={**given, "time": True, "seed": seed}))
+    folder = Path(root) / f"{name}-{seed}-{kind}"
+    write_partition(data, assign_parts(data, num_parts, "hash"), folder, rows=rows)
+    return folder
+
+
+def same_batches(make, graph, cache="0", limit=None):
+    """Compare the first batches of two loaders from ``make``: of the CPU, and of the kernels with cached rows."""
+    plain, loader = make(graph), make(graph)
+    if cache != "0":
+        loader.keep(device_rows(graph, batch_plan(graph, loader), CacheSize.parse(cache), DEVICE))
+    choice = choose_sampling(graph, {"train": loader}, "cuda", DEVICE)
+    assert choice.on_device, choice
+    for share in islice(plain.shares(1), limit):
+        assert_identical(loader.load(share).to(CPU), plain.load(share))
+
+
+def check_batches(seed):
+    """Compare batches: types of rows, cached rows, rows of other hosts, in-degrees, edge features."""
+    kinds = ("float32", "float16", "bfloat16", "float64", "uint8", "int8")
+    kind, more = kinds[seed % len(kinds)], [{}, {"edge_attr": "edge_weight"}, {"weight": "edge_weight"}][seed % 3]
+    with tempfile.TemporaryDirectory() as root:
+        folder = folder_of(root, seed, "synthetic", kind, 2)
+        for graph, cache in ((open_graph(folder), "30%"), (hosts(folder, 2, "replicated")[0], "20%")):
+            settings = LoaderSettings("train", (3, 2), 7, want_degree=True, seed=seed, **more)
+            same_batches(lambda one, given=settings: BatchLoader(one, given, 0, one.layout), graph, cache, 1)
+        graph = open_graph(folder_of(root, seed, "synthetic-hetero", kind, 2))
+        settings = LoaderSettings("train", (2, 2), 7, target="paper", seed=seed, **more)
+        same_batches(lambda one: BatchLoader(one, settings, 0, one.layout), graph, "0", 1)
+
+
+def check_links(seed):
+    """Compare batches of links, which exclude their own edges."""
+    with tempfile.TemporaryDirectory() as root:
+        graph = open_graph(folder_of(root, seed, "synthetic", "float32", 1))
+        links, settings = link_inputs(graph, None), LoaderSettings("train", (3, 2), 9, seed=seed)
+
+        def make(one):
+            return LinkBlockLoader(one, settings, links, LinkBlockSettings(4, True), 0, one.layout)
+
+        same_batches(make, graph, limit=1)
+
+
+def check_training(seed):
+    """Compare the losses of a run that samples on the CPU with those of a run that samples with the kernels."""
+    with tempfile.TemporaryDirectory() as root:
+        folder = folder_of(root, seed, "synthetic", "float32", 1)
+        given = {"batch_size": 6, "fanouts": (2, 2), "eval_batch_size": 12, "hidden": 4, "epochs": 1, "seed": seed}
+        curves = [
+            train(job(folder, Path(root) / where, sampling=where, **given)).step_loss for where in ("cpu", "cuda")
+        ]
+        assert torch.equal(*(curve[0] for curve in curves))
+
+
+CHECKS = {
+    "hetero": check_hetero, "homo": check_homo, "hubs": check_hubs, "errors": check_errors,
+    "batches": check_batches, "links": check_links, "training": check_training,
+}  # fmt: skip
+
+
+def main(words):
+    """Run checks, each named before its seeds."""
+    check = None
+    for word in words:
+        if word in CHECKS:
+            check = CHECKS[word]
+        else:
+            check(int(word))
+    print("same")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,118 @@
+"""Compiles the CUDA kernels of sampling and layers to PTX: needs NVVM (extra ``cuda12`` or ``cuda13``), but no GPU.
+
+The simulator runs kernels in Python. Only the compiler finds what Python allows and a device does not, and mixtures of
+signed and unsigned integers, whose type is float64.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.cuda import array_ops, gather_kernels, neighbor_kernels, relabel
+from trainer.cuda.launch import Kernel, simulated
+from trainer.nn.kernels import cuda_elements, cuda_sums
+
+cuda: Any = importlib.import_module("numba.cuda")
+types: Any = importlib.import_module("numba.cuda.types")
+CAPABILITY = (8, 0)
+
+
+def has_compiler() -> bool:
+    load = importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib
+    try:
+        for library in ("nvvm", "nvrtc"):
+            load(library)
+    except RuntimeError:  # DynamicLibNotFoundError
+        return False
+    return not simulated()
+
+
+def signatures() -> list[tuple[Kernel, tuple[Any, ...], bool]]:
+    """Return each kernel, the types of its arguments, and whether it computes with float64."""
+    t = types
+    int32s, int64s, float64s, rows = t.int32[::1], t.int64[::1], t.float64[::1], t.float32[:, ::1]
+    number, flag, key, bits = t.int64, t.boolean, t.uint64, t.uint32[:, ::1]
+    found = [
+        (neighbor_kernels.count_picks,
+         (int64s, int64s, number, flag, flag, int64s, int64s, int32s, int64s), False),
+        (relabel.mark_new, (int64s, number, int64s, int32s), False),
+        (relabel.number, (int64s, int64s, number, int64s), False),
+        (relabel.look_up, (int64s, int64s, int32s), False),
+        (array_ops.copy_rows, (int64s, int32s, int32s, int32s), False),
+        (gather_kernels.locate_rows, (int64s, int32s, int64s, int64s, int64s), False),
+        (gather_kernels.take_bfloat16_rows, (int64s, t.uint16[:, ::1], bits, bits), False),
+        (gather_kernels.take_scaled_rows, (int64s, t.int8[:, ::1], rows, rows, rows), False),
+    ]  # fmt: skip
+    for stored in (t.float32, t.float64, t.float16, t.int8, t.uint8, t.int64, t.boolean):
+        found.append((gather_kernels.take_rows, (int64s, stored[:, ::1], rows, rows), stored == t.float64))
+    for ids in (int32s, int64s):
+        found += [
+            (neighbor_kernels.draw_picks,
+             (int64s, int64s, ids, int64s, number, number, flag, key, int32s, int64s, int64s, int64s, int64s, int64s),
+             False),
+            (neighbor_kernels.draw_conditional,
+             (int64s, int64s, ids, int64s, number, number, flag, flag, flag, flag, key, int64s, int64s, int32s, int64s,
+              int64s, int64s, int64s, float64s, int64s, int64s), True),
+            (relabel.insert, (ids, number, int64s, int64s, int64s), False),
+            (gather_kernels.take_numbers, (ids, int64s, int64s), False),
+        ]  # fmt: skip
+        for weights in (t.float32[::1], float64s):
+            found.append((
+                neighbor_kernels.collect,
+                (int64s, ids, int64s, number, number, flag, flag, flag, int64s, int64s, int64s, int64s, int64s, weights,
+                 t.uint8[::1], int64s, int64s, int64s, float64s, int64s, int32s), True,
+            ))  # fmt: skip
+    return found
+
+
+def layer_signatures() -> list[tuple[Kernel, tuple[Any, ...], bool]]:
+    """As ``signatures``, for the kernels of layers: float32 and float64 rows, and the bits of bfloat16 rows."""
+    t, found = types, []
+    number, ids, places = t.int64, t.int64[::1], t.int32[::1]
+    for dtype, stored, total in (
+        (torch.float32, t.float32, t.float32), (torch.bfloat16, t.uint16, t.float32),
+        (torch.float64, t.float64, t.float64),
+    ):  # fmt: skip
+        rows, heads, sums, scale = stored[:, ::1], stored[:, :, ::1], total[:, ::1], total[::1]
+        two, bits, wide = (number, number), dtype == torch.bfloat16, total == t.float64
+        draw = (t.uint64, t.uint32, total, total)
+        found += [
+            (cuda_elements._mask_rows(dtype), (*two, rows, ids, rows, *draw), wide),
+            (cuda_elements._activate(dtype), (*two, rows, scale, ids, *draw), wide),
+            (cuda_elements._pass_where_positive(dtype), (*two, rows, rows, rows, total, total), wide),
+            (cuda_sums._edge_dots[bits, bits], (*two, *two, places, places, heads, heads, sums, total), wide),
+            (cuda_sums._mean_and_self(dtype), (*two, places, places, rows, rows, total, total), wide),
+            (cuda_sums._sources(dtype), (*two, number, places, places, scale, rows, rows, total), wide),
+        ]  # fmt: skip
+        for more in (False, True):
+            for kernel in (cuda_sums._sum_rows[bits, more, False], cuda_sums._sum_rows[bits, more, True]):
+                found.append((kernel, (*two, places, places, rows, scale, scale, sums, total), wide))
+            weighted = cuda_sums._weighted_rows[False, bits, more]
+            found.append((weighted, (*two, number, places, places, places, sums, heads, heads_of(total), total), wide))
+        if not bits:
+            found.append((cuda_sums._softmax, (*two, places, rows, rows, total, total), wide))
+            found.append((cuda_sums._softmax_gradient, (*two, places, rows, rows, rows, total), wide))
+    return [*found, (cuda_sums._edge_targets, (*two, places, ids, places, places), False)]
+
+
+def heads_of(dtype: Any) -> Any:
+    return dtype[:, :, ::1]
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no NVVM: pip install 'gnnfleet[cuda12]'")
+def test_kernels_compile_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatcher = importlib.import_module("numba.cuda.dispatcher")
+    monkeypatch.setattr(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=CAPABILITY))
+    for kernel, arguments, with_float64 in [*signatures(), *layer_signatures()]:
+        text, _ = cuda.compile_ptx(kernel.function, arguments, cc=CAPABILITY)
+        name = kernel.function.__name__
+        assert ".entry" in text and "call.uni" not in text, f"{name} calls functions of the runtime"
+        assert with_float64 or not re.search(r"\.f64\b", text), f"{name} computes with float64"
+        if with_float64 and name == "collect":
+            assert "fma.rn.f64" not in text, name

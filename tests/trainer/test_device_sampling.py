@@ -1,0 +1,123 @@
+"""Tests of sampling and gathering by CUDA kernels, which run in numba's simulator in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cache_kit import hosts
+from forked import REPOSITORY, fork
+from train_kit import write_parts
+from trainer.core.errors import SettingsError
+from trainer.core.schema import HOMO_NODE
+from trainer.cuda.availability import why_no_kernels
+from trainer.cuda.features import PinnedPlan
+from trainer.cuda.topology import TopologyPlan, pinned_bytes
+from trainer.graph.open import open_graph
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.train.device_sampling import choose_sampling, why_not
+
+CPU = torch.device("cpu")
+_RUN = "import numba.core.config as c; c.reload_config(); import sys, cuda_kit; cuda_kit.main(sys.argv[1:])"
+
+
+def simulated(*words: str) -> None:
+    """Run checks of ``cuda_kit`` in a forked process, whose Numba reads the variable again."""
+    paths = f"{REPOSITORY}:{REPOSITORY / 'tests'}:{Path(__file__).parent}"
+    process = fork(["-c", _RUN, *words], {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": paths})
+    process.wait(280)
+    assert process.returncode == 0, process.output[-3000:]
+    assert process.output.endswith("same\n"), process.output[-3000:]
+
+
+def test_kernels_sample_the_same_subgraphs_as_the_cpu() -> None:
+    simulated("hetero", "0", "1", "2", "homo", "0", "1", "2", "3", "hubs", "0", "errors", "0")
+
+
+def test_batches_of_kernels_equal_those_of_the_cpu() -> None:
+    simulated("batches", "0", "1", "2", "links", "0", "training", "0")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_samples_the_same_batches_as_the_cpu() -> None:
+    words = ["hetero", *map(str, range(20)), "homo", *map(str, range(20)), "hubs", "0", "errors", "0"]
+    words += ["batches", *map(str, range(6)), "links", "0", "training", "0"]
+    paths = f"{REPOSITORY}:{REPOSITORY / 'tests'}:{Path(__file__).parent}"
+    script = [sys.executable, str(Path(__file__).parent / "cuda_kit.py"), *words]
+    subprocess.run(script, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": paths}, check=True, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", range(10))
+def test_two_hundred_random_graphs(share: int) -> None:
+    simulated("hetero", *map(str, range(share, 100, 10)), "homo", *map(str, range(share, 100, 10)))
+
+
+@pytest.mark.slow
+def test_batches_of_every_type_of_rows() -> None:
+    simulated("batches", *map(str, range(12)), "links", "1", "2", "training", "1")
+
+
+def test_the_place_of_the_topology_follows_from_its_bytes() -> None:
+    free = (10**9, 0), (10**8, 2 * 10**9), (10**8, 10**9)
+    places = [TopologyPlan.choose(10**9, 2 * 10**9, *each).place for each in free]
+    assert places == ["device", "pinned", None]
+    why = TopologyPlan.choose(10**9, 2 * 10**9, 10**8, 10**9).why
+    assert "1.0 GB fits neither in the 100 MB that may be used on the device nor, as 2.0 GB, in the 1.0 GB of" in why
+    assert [pinned_bytes(size) for size in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
+
+
+def test_rows_that_do_not_fit_in_pinned_memory_are_gathered_by_the_cpu(tmp_path: Path) -> None:
+    store = open_graph(write_parts(tmp_path / "parts")).store
+    needed = 2**15  # the next power of two after 600 rows of 48 bytes
+    assert PinnedPlan.choose(store, {HOMO_NODE: ("x",)}, needed).pinned == ((HOMO_NODE, "x"),)
+    small = PinnedPlan.choose(store, {HOMO_NODE: ("x",)}, needed - 1)
+    assert small.pinned == () and small.why.startswith("x of node gathered by the CPU: 0 MB are more than the 0 MB")
+
+
+def test_sampling_on_the_cpu_imports_no_kernels(tmp_path: Path) -> None:
+    parts = write_parts(tmp_path / "parts")
+    code = f"""
+import sys
+from pathlib import Path
+from trainer.train.job import train
+from trainer.train.settings import TrainJob, TrainSettings
+train(TrainJob(TrainSettings(fanouts=(2,), epochs=1, hidden=4), Path({str(parts)!r}), Path({str(tmp_path)!r})))
+loaded = [name for name in sys.modules if name.startswith(("numba.cuda", "trainer.cuda"))]
+assert loaded == ["trainer.cuda", "trainer.cuda.availability"], loaded
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=120)
+
+
+def test_what_the_device_cannot_sample_is_named(tmp_path: Path) -> None:
+    graph = open_graph(write_parts(tmp_path / "parts", 2))
+    loaders = {"train": BatchLoader(graph, LoaderSettings("train", (2,), 64), 0, graph.layout)}
+    assert choose_sampling(graph, loaders, "auto", CPU).why == ""
+    assert not choose_sampling(graph, loaders, "cpu", torch.device("cuda", 0)).on_device
+    with pytest.raises(SettingsError, match="sampling: cuda is not possible on this rank: this rank trains on the CPU"):
+        choose_sampling(graph, loaders, "cuda", CPU)
+    partitioned = hosts(tmp_path / "parts", 2, "partitioned")[0]
+    assert why_not(partitioned, torch.device("cuda", 0)) == (
+        "the edges of 1 of 2 parts are not on this host (data.topology: replicated)"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_driver_is_named() -> None:
+    assert why_no_kernels(torch.device("cuda", 0)).startswith("numba-cuda finds no usable CUDA driver")
+
+
+def test_tensors_are_passed_to_kernels_without_copies() -> None:
+    from trainer.cuda.launch import _DeviceView
+
+    strided = torch.arange(12, dtype=torch.float32).reshape(3, 4)[:, ::2]
+    view = _DeviceView(strided).__cuda_array_interface__
+    assert view["data"] == (strided.data_ptr(), False) and view["strides"] == (16, 8) and view["typestr"] == "<f4"
+    assert _DeviceView(torch.zeros(2, dtype=torch.bfloat16)).__cuda_array_interface__["typestr"] == "<u2"
+    empty = _DeviceView(torch.empty(0, dtype=torch.int32)).__cuda_array_interface__
+    assert empty["shape"] == (0,) and empty["data"][0] != 0

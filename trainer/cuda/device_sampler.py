@@ -1,0 +1,147 @@
+"""Makes batches on a CUDA device: samples, gathers rows and cuts blocks there, on a stream of each sampler thread.
+
+The thread waits for its stream several times in a batch, to read back the sizes of tensors, and at its end, so that a
+finished batch can be used on any stream. Training steps do not wait: they run on another stream, meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.batch_cost import Cost
+from trainer.core.schema import AnyType, NodeType
+from trainer.cuda.array_ops import TorchOps
+from trainer.cuda.features import FeatureRows
+from trainer.cuda.gather_kernels import take_numbers
+from trainer.cuda.hop_sampling import DeviceHops
+from trainer.cuda.relabel import DeviceTables
+from trainer.cuda.topology import DeviceTopology
+from trainer.sampler.multi_hop import sample_multi_hop
+from trainer.sampler.subgraph_sampler import SampledBatch, SubgraphSampler
+from trainer.sampler.types import RowRequest, SampledSubgraph, SeedSet
+from trainer.store.part_store import PartStore
+
+
+@dataclass
+class DeviceSampler:
+    """A ``Sampler`` whose batches are on a device, and equal those of ``host`` bit for bit. Thread-safe.
+
+    Rows of ``x`` and of edge features are float32. Labels are gathered by the CPU, as are rows that no kernel can read.
+    """
+
+    host: SubgraphSampler  #: its settings, attributes and labels are those of the batches
+    store: PartStore
+    topology: DeviceTopology
+    features: Mapping[tuple[AnyType, str], FeatureRows]
+    device: torch.device
+    _hops: DeviceHops = field(init=False, repr=False)
+    _ops: TorchOps = field(init=False, repr=False)
+    _local: threading.local = field(default_factory=threading.local, repr=False)
+
+    def __post_init__(self) -> None:
+        self._hops, self._ops = DeviceHops(self.topology, self.store, self.device), TorchOps(self.device)
+
+    def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
+        """Sample a subgraph around ``seeds`` and gather the rows of its nodes and edges. Raises ``ServiceError``."""
+        access = self.host.access
+        access.take_cost()
+        began = time.perf_counter()
+        with self._stream():
+            subgraph = self._subgraph(seeds, key)
+            found_at = time.perf_counter()
+            rows = self._rows(subgraph)
+            labels = self._labels(seeds)
+        cost = access.take_cost()
+        seconds = Cost(sample_s=found_at - began, gather_s=time.perf_counter() - found_at - cost.wait_s)
+        return SampledBatch(subgraph, rows, labels, self._counted(cost, subgraph) + seconds)
+
+    def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
+        """Sample a subgraph around ``seeds`` without gathering rows."""
+        with self._stream():
+            return self._subgraph(seeds, key)
+
+    def _subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
+        tables = DeviceTables(self.host.schema, self._ops)
+        return sample_multi_hop(self._hops, self.host.schema, seeds, self.host.settings, key, tables)
+
+    def _rows(self, subgraph: SampledSubgraph) -> dict[AnyType, dict[str, Array]]:
+        """Return the attributes of nodes and edges, as tensors on the device."""
+        rows: dict[AnyType, dict[str, Any]] = {}
+        for of, nodes in subgraph.nodes.items():
+            ids: Any = nodes.ids
+            rows[of] = {"orig_id": self._orig_ids(of, ids)}
+            if "in_degree" in self.host.attrs.get(of, ()):
+                rows[of]["in_degree"] = self._in_degree(of, ids)
+        far: list[tuple[FeatureRows, Tensor, Tensor, RowRequest]] = []
+        for (kind, name), feature in self.features.items():
+            wanted: Any = _ids_of(subgraph, kind)
+            out, missing = feature.take(wanted)
+            rows.setdefault(kind, {})[name] = out
+            if len(missing):
+                far.append((feature, out, missing, RowRequest(kind, wanted[missing].cpu().numpy(), (name,))))
+        if far:
+            found = self.host.access.gather([request for *_, request in far])
+            for (feature, out, missing, request), answer in zip(far, found, strict=True):
+                feature.join(out, missing, answer[request.attrs[0]])
+        return rows
+
+    def _orig_ids(self, of: NodeType, ids: Tensor) -> Tensor:
+        out = torch.empty(len(ids), dtype=torch.int64, device=self.device)
+        take_numbers(len(ids), self.topology.nodes[of].argument, ids, out)
+        return out
+
+    def _in_degree(self, of: NodeType, ids: Tensor) -> Tensor:
+        """Return the in-degrees of nodes over all edge types, int64 [n]. All edge types must be sampled."""
+        degree = torch.zeros(len(ids), dtype=torch.int64, device=self.device)
+        for edge_type, edges in self.topology.edges.items():
+            if edge_type[2] == of:
+                ends = torch.empty((2, len(ids)), dtype=torch.int64, device=self.device)
+                take_numbers(len(ids), edges.indptr.argument, ids, ends[0])
+                take_numbers(len(ids), edges.indptr.argument, ids + 1, ends[1])
+                degree += ends[1] - ends[0]
+        return degree
+
+    def _labels(self, seeds: SeedSet) -> Mapping[str, Array]:
+        of, names = self.host.labels
+        if not names:
+            return {}
+        (found,) = self.host.access.gather([RowRequest(of, np.asarray(seeds.nodes[of]), names)])
+        return found
+
+    def _counted(self, cost: Cost, subgraph: SampledSubgraph) -> Cost:
+        """Return the cost of all rows: that of ``access`` counts only the rows that the CPU gathered."""
+        if not getattr(self.host.access, "remotes", {}):
+            return cost
+        with_ids = [edges.edge for edges in subgraph.edges.values() if edges.edge is not None]
+        return replace(cost, rows=sum(len(nodes.ids) for nodes in subgraph.nodes.values()) + sum(map(len, with_ids)))
+
+    @contextmanager
+    def _stream(self) -> Iterator[None]:
+        """Use this thread's own stream, and wait for it at the end."""
+        if self.device.type != "cuda":
+            yield
+            return
+        if not hasattr(self._local, "stream"):
+            self._local.stream = torch.cuda.Stream(self.device)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._local.stream):
+            yield
+            self._local.stream.synchronize()
+
+
+def _ids_of(subgraph: SampledSubgraph, of: AnyType) -> Ids:
+    """Return the global ids of the sampled nodes or edges of a type."""
+    if isinstance(of, str):
+        return subgraph.nodes[of].ids
+    edge = subgraph.edges[of].edge
+    assert edge is not None, "edge features need edge ids"
+    return edge

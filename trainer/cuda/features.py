@@ -1,0 +1,172 @@
+"""Rows of attributes where a CUDA device can read them: in a cache on the device, and in pinned memory of the host.
+
+Rows that are in neither (of other hosts, or too many for pinned memory) are gathered by the CPU and joined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.core.arrays import Array
+from trainer.core.memory import available_memory, size_text
+from trainer.core.schema import AnyType, type_name
+from trainer.cuda import gather_kernels
+from trainer.cuda.launch import Mapped
+from trainer.cuda.topology import load_array, pinned_bytes
+from trainer.store.manifest import AttrSpec
+from trainer.store.part_store import EdgePart, NodePart, PartStore
+
+PINNED_SHARE = 0.5  #: largest share of the host's available memory for pinned rows of all its ranks
+
+_KINDS = "biuf"  #: kinds of dtypes that kernels convert to float32
+
+
+@dataclass(frozen=True)
+class PinnedRows:
+    """The rows of one attribute in the parts of this host, joined."""
+
+    table: Tensor  #: [rows, width] in the stored dtype, pinned
+    scales: Tensor | None  #: float32 [rows, 1], pinned, for rows stored as int8
+    bases: Tensor  #: int64 [parts], on the device: the first row of each part, -1 for parts of other hosts
+
+
+@dataclass(frozen=True)
+class DeviceCache:
+    """Rows of one attribute that are cached on the device."""
+
+    slots: Tensor  #: int32 [N], on the device: row of each global id, -1 for none
+    rows: Tensor  #: float32 [k, width], on the device
+
+
+class FeatureRows:
+    """Gathers the rows of one attribute of one type, as float32, in one kernel and perhaps a copy."""
+
+    def __init__(
+        self, store: PartStore, of: AnyType, name: str, device: torch.device, *, pinned: PinnedRows | None,
+        cache: DeviceCache | None,
+    ):  # fmt: skip
+        spec = store.manifest.nodes[of] if isinstance(of, str) else store.manifest.edges[of]
+        self.of, self.name, self.spec = of, name, spec.attrs[name]
+        self._width, self._device = math.prod(self.spec.shape[1:]), device
+        self._offsets = torch.tensor(spec.offsets, dtype=torch.int64, device=device)
+        self._bases = pinned.bases if pinned else torch.full_like(self._offsets[:-1], -1)
+        self._pinned = pinned
+        self._slots = cache.slots if cache else torch.empty(0, dtype=torch.int32, device=device)
+        empty = torch.empty((0, self._width), dtype=torch.float32, device=device)
+        self._cached = cache.rows.reshape(-1, self._width) if cache else empty
+        self._all_near = pinned is not None and bool((pinned.bases >= 0).all())
+
+    def take(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather the rows of ``ids``, int64 [n] on the device, that kernels can read.
+
+        Returns the rows, float32 [n, …], and the positions of the rows that ``join`` must fill, int64 [m], for which
+        this waits for the stream.
+        """
+        sources = torch.empty(len(ids), dtype=torch.int64, device=self._device)
+        out = torch.empty((len(ids), self._width), dtype=torch.float32, device=self._device)
+        gather_kernels.locate_rows(len(ids), ids, self._slots, self._offsets, self._bases, sources)
+        self._copy_near(sources, out)
+        missing = ids[:0] if self._all_near else torch.nonzero(sources == gather_kernels.ELSEWHERE).flatten()
+        return out.reshape(len(ids), *self.spec.shape[1:]), missing
+
+    def join(self, out: Tensor, missing: Tensor, rows: Array) -> None:
+        """Copy rows that the CPU gathered, in the stored dtype, to the positions ``missing`` of ``out``."""
+        out.index_copy_(0, missing, as_float32(rows, self.spec).to(self._device))  # waits: the rows may be freed then
+
+    def _copy_near(self, sources: Tensor, out: Tensor) -> None:
+        size = out.numel()
+        if self._pinned is None:
+            gather_kernels.take_rows(size, sources, self._cached[:0], self._cached, out)
+            return
+        table = Mapped(self._pinned.table)
+        if self._pinned.scales is not None:
+            scales = Mapped(self._pinned.scales)
+            gather_kernels.take_scaled_rows(size, sources, table, scales, self._cached, out)
+        elif self.spec.dtype == "bfloat16":
+            bits = self._cached.view(torch.uint32), out.view(torch.uint32)
+            gather_kernels.take_bfloat16_rows(size, sources, table, *bits)
+        else:
+            gather_kernels.take_rows(size, sources, table, self._cached, out)
+
+
+@dataclass(frozen=True)
+class PinnedPlan:
+    """Which attributes are copied to pinned memory."""
+
+    pinned: tuple[tuple[AnyType, str], ...]
+    why: str  #: for people: the sizes that decided; '' without attributes
+
+    @classmethod
+    def of(cls, store: PartStore, wanted: Mapping[AnyType, tuple[str, ...]], ranks_here: int) -> PinnedPlan:
+        """Choose by the memory of this host that is available now, of which each rank of the host uses a share."""
+        return cls.choose(store, wanted, int((available_memory() or 0) * PINNED_SHARE / ranks_here))
+
+    @classmethod
+    def choose(cls, store: PartStore, wanted: Mapping[AnyType, tuple[str, ...]], limit: int) -> PinnedPlan:
+        """Choose the attributes that fit in ``limit`` bytes, the largest rows first."""
+        sizes = {(of, name): _num_bytes(store, of, name) for of, names in wanted.items() for name in names}
+        sizes = {key: size for key, size in sizes.items() if _spec(store, *key).stored.kind in _KINDS}
+        chosen, left = [], limit
+        for key, size in sorted(sizes.items(), key=lambda each: -each[1]):
+            if size <= left:
+                chosen.append(key)
+                left -= size
+        others = [key for key in sizes if key not in chosen]
+        text = []
+        if chosen:
+            text.append(f"rows of {size_text(limit - left)} in pinned host memory")
+        if others:
+            names = ", ".join(f"{name} of {of if isinstance(of, str) else type_name(of)}" for of, name in others)
+            text.append(
+                f"{names} gathered by the CPU: {size_text(sum(sizes[key] for key in others))} are more than the "
+                f"{size_text(limit)} that this process may pin"
+            )
+        return cls(tuple(chosen), "; ".join(text))
+
+
+def pin_rows(store: PartStore, of: AnyType, name: str, device: torch.device) -> PinnedRows:
+    """Copy the rows of an attribute in the parts of this host to pinned memory."""
+    parts = [_table(store, part_id, of) for part_id in store.parts]
+    spec, bases, count = _spec(store, of, name), [-1] * store.manifest.num_parts, 0
+    for part_id, part in zip(store.parts, parts, strict=True):
+        bases[part_id] = count
+        count += len(part.attrs[name])
+    first = parts[0].attrs[name] if parts else np.empty(0, spec.in_files)
+    dtype = torch.from_numpy(np.empty(0, first.dtype)).dtype
+    shape = (count, math.prod(spec.shape[1:]))
+    table = load_array(
+        [part.attrs[name].reshape(len(part.attrs[name]), -1) for part in parts], shape, dtype, device, "pinned"
+    )  # fmt: skip
+    scales = None
+    if spec.kept:
+        scales = load_array([part.scales[name] for part in parts], (count, 1), torch.float32, device, "pinned")
+    return PinnedRows(table, scales, torch.tensor(bases, dtype=torch.int64, device=device))
+
+
+def as_float32(rows: Array, spec: AttrSpec) -> Tensor:
+    """Convert gathered rows in the stored dtype to a float32 tensor. Their memory may be shared."""
+    if spec.dtype == "bfloat16":
+        return torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16).float()
+    return torch.from_numpy(rows).float()
+
+
+def _table(store: PartStore, part_id: int, of: AnyType) -> NodePart | EdgePart:
+    part = store.parts[part_id]
+    return part.nodes[of] if isinstance(of, str) else part.edges[of]
+
+
+def _spec(store: PartStore, of: AnyType, name: str) -> AttrSpec:
+    manifest = store.manifest
+    return manifest.nodes[of].attrs[name] if isinstance(of, str) else manifest.edges[of].attrs[name]
+
+
+def _num_bytes(store: PartStore, of: AnyType, name: str) -> int:
+    tables = [_table(store, part_id, of) for part_id in store.parts]
+    scales = sum(getattr(table.scales.get(name), "nbytes", 0) for table in tables)
+    return pinned_bytes(sum(table.attrs[name].nbytes for table in tables)) + pinned_bytes(scales)

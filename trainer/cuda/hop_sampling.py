@@ -1,0 +1,194 @@
+"""Samples hops on the device, for ``sample_multi_hop``: requests and answers have tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.core.errors import DataError
+from trainer.cuda import neighbor_kernels
+from trainer.cuda.array_ops import begins_of
+from trainer.cuda.gather_kernels import take_numbers
+from trainer.cuda.topology import DeviceEdges, DeviceTopology
+from trainer.sampler.neighbor import MOST_EDGES, invalid_weight, too_many_edges
+from trainer.sampler.types import HopRequest, HopSample
+from trainer.store.part_store import PartStore
+
+
+@dataclass
+class _Hop:
+    """One request while it is answered. Tensors are on the device; n is the number of its nodes."""
+
+    request: HopRequest
+    edges: DeviceEdges
+    trees: Tensor  #: int64 [n], empty if not disjoint
+    excluded: tuple[Tensor, Tensor, Tensor]  #: sources, and their range for each node; empty without exclusions
+    counts: Tensor  #: int32 [n] edges to draw
+    work: Tensor  #: int64 [n] work entries needed
+    work_begin: Tensor  #: int64 [n]
+    slots: Tensor  #: int64, work entries
+    values: Tensor  #: float64, work entries, if draws have conditions
+    found: Tensor  #: int64 [n] candidates
+
+
+class DeviceHops:
+    """Answers requests for sampled neighbours from a topology on the device. Implements ``HopSource``.
+
+    Runs on torch's current stream. Reads back the number of edges of all requests of a call, and for conditional draws
+    the number of work entries, as these are sizes of tensors.
+    """
+
+    def __init__(self, topology: DeviceTopology, store: PartStore, device: torch.device):
+        self._topology, self._store, self._device = topology, store, device
+        self._no_ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._no_values = torch.empty(0, dtype=torch.float64, device=device)
+        self._no_bits = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
+        """Return sampled neighbours, one answer per request, with the same edges as ``LocalGraph.sample_hops``.
+
+        Raises ``PartitionError`` for more than ``MOST_EDGES`` edges of a request, and ``DataError`` for a weight that
+        is negative or not finite.
+        """
+        hops = [self._counted(request) for request in requests]
+        self._collect(hops)
+        begins = [begins_of(hop.counts) for hop in hops]
+        totals = self._read([hop.counts.sum(dtype=torch.int64) for hop in hops])
+        return [self._drawn(*each) for each in zip(hops, begins, totals, strict=True)]
+
+    def _counted(self, request: HopRequest) -> _Hop:
+        """Count the edges to draw without conditions, and the work entries."""
+        assert request.sources is None, "induced subgraphs are sampled by the CPU"
+        nodes: Any = request.nodes
+        size = len(nodes)
+        trees: Any = self._no_ids if request.trees is None else request.trees
+        hop = _Hop(
+            request, self._topology.edges[request.edge_type], trees, self._excluded(request),
+            torch.empty(size, dtype=torch.int32, device=self._device),
+            torch.empty(size, dtype=torch.int64, device=self._device),
+            self._no_ids, self._no_ids, self._no_values, self._no_ids,
+        )  # fmt: skip
+        _, begin, end = hop.excluded
+        neighbor_kernels.count_picks(
+            size, hop.edges.indptr.argument, nodes, request.fanout, request.replace, _conditional(request), begin, end,
+            hop.counts, hop.work,
+        )  # fmt: skip
+        return hop
+
+    def _collect(self, hops: Sequence[_Hop]) -> None:
+        """Give work memory to the hops that need some, and list the candidates of conditional draws."""
+        needy = [hop for hop in hops if _needs_work(hop.request)]
+        totals = self._read([hop.work.sum() for hop in needy])
+        for hop, total in zip(needy, totals, strict=True):
+            hop.work_begin = begins_of(hop.work)
+            hop.slots = torch.empty(total, dtype=torch.int64, device=self._device)
+        conditional = [hop for hop in needy if _may_have_conditions(hop.request)]
+        for hop in conditional:
+            self._list_candidates(hop)
+        wrong = self._read([hop.found.min() for hop in conditional if len(hop.found)])
+        if any(number < 0 for number in wrong):
+            self._raise_wrong_weight(conditional)
+
+    def _list_candidates(self, hop: _Hop) -> None:
+        request, (excluded, begin, end) = hop.request, hop.excluded
+        nodes: Any = request.nodes
+        hop.values = torch.empty(len(hop.slots), dtype=torch.float64, device=self._device)
+        hop.found = torch.empty(len(nodes), dtype=torch.int64, device=self._device)
+        bounds: Any = self._no_ids if request.bound is None else request.bound.times
+        neighbor_kernels.collect(
+            len(nodes), hop.edges.indptr.argument, hop.edges.indices.argument, nodes, request.fanout, request.shuffle,
+            request.replace, request.bound is not None and request.bound.last, request.weight is not None,
+            self._times(hop), bounds, excluded, begin, end, self._weights(hop), self._no_bits, hop.work,
+            hop.work_begin, hop.slots, hop.values, hop.found, hop.counts,
+        )  # fmt: skip
+
+    def _drawn(self, hop: _Hop, begins: Tensor, total: int) -> HopSample:
+        request = hop.request
+        if total > MOST_EDGES:
+            raise too_many_edges(request)
+        picks = torch.empty(total, dtype=torch.int64, device=self._device)
+        self._draw(hop, begins, picks)
+        src = torch.empty(total, dtype=hop.edges.indices.tensor.dtype, device=self._device)
+        take_numbers(total, hop.edges.indices.argument, picks, src)
+        counts: Any = hop.counts
+        sources: Any = src
+        edge: Any = picks if request.with_edge else None
+        return HopSample(counts, sources, edge)
+
+    def _draw(self, hop: _Hop, begins: Tensor, picks: Tensor) -> None:
+        request, nodes = hop.request, hop.request.nodes
+        size, key = len(nodes), np.uint64(request.key)
+        orig_id = self._topology.nodes[request.edge_type[2]].argument
+        if not _may_have_conditions(request):
+            neighbor_kernels.draw_picks(
+                size, hop.edges.indptr.argument, nodes, orig_id, hop.trees, request.fanout, request.shuffle,
+                request.replace, key, hop.counts, begins, hop.work, self._begins(hop), hop.slots, picks,
+            )  # fmt: skip
+            return
+        bound = request.bound
+        neighbor_kernels.draw_conditional(
+            size, hop.edges.indptr.argument, nodes, orig_id, hop.trees, request.fanout, request.shuffle,
+            request.replace, bound is not None and bound.last, request.weight is not None, bound is not None, key,
+            self._times(hop), hop.found, hop.counts, begins, hop.work, hop.work_begin, hop.slots, hop.values,
+            hop.values.view(torch.int64), picks,
+        )  # fmt: skip
+
+    def _begins(self, hop: _Hop) -> Tensor:
+        return hop.work_begin if _needs_work(hop.request) else hop.work  # zeros, as no node has work
+
+    def _times(self, hop: _Hop) -> Any:
+        return self._no_ids if hop.request.bound is None or hop.edges.times is None else hop.edges.times.argument
+
+    def _weights(self, hop: _Hop) -> Any:
+        unweighted = hop.request.weight is None or hop.edges.weights is None
+        return self._no_values if unweighted or hop.edges.weights is None else hop.edges.weights.argument
+
+    def _excluded(self, request: HopRequest) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sources of excluded edges, sorted by target and source, and their range for each node."""
+        if request.exclude is None:
+            return (self._no_ids,) * 3
+        targets, sources = request.exclude
+        order = np.lexsort((sources, targets))
+        ordered = torch.from_numpy(targets[order]).to(self._device)
+        nodes: Any = request.nodes
+        return (
+            torch.from_numpy(sources[order]).to(self._device),
+            torch.searchsorted(ordered, nodes),
+            torch.searchsorted(ordered, nodes, right=True),
+        )
+
+    def _read(self, numbers: Sequence[Tensor]) -> list[int]:
+        """Copy single numbers to the host, all at once. Waits for the stream."""
+        return torch.stack(list(numbers)).tolist() if numbers else []
+
+    def _raise_wrong_weight(self, hops: Sequence[_Hop]) -> None:
+        for hop in hops:
+            wrong = torch.nonzero(hop.found < 0).flatten().tolist()
+            if wrong:
+                raise _wrong_weight(self._store, hop.request, -1 - int(hop.found[wrong[0]]))
+
+
+def _conditional(request: HopRequest) -> bool:
+    """Return whether the draws of every node have conditions."""
+    return request.bound is not None or request.weight is not None
+
+
+def _may_have_conditions(request: HopRequest) -> bool:
+    return _conditional(request) or request.exclude is not None
+
+
+def _needs_work(request: HopRequest) -> bool:
+    many = request.fanout > neighbor_kernels.LIST_PICKS and not request.replace
+    return many or _may_have_conditions(request)
+
+
+def _wrong_weight(store: PartStore, request: HopRequest, edge: int) -> DataError:
+    """Return the error for the global id of an edge whose weight is negative or not finite."""
+    of = request.edge_type
+    part = store.topology[int(store.books[of].part_of(np.array([edge]))[0])].edges[of]
+    return invalid_weight(request, part, edge - part.start)

@@ -1,0 +1,204 @@
+"""Compiles CUDA kernels with numba-cuda and launches them on torch tensors, without copies.
+
+A kernel is a function with a grid-stride loop, decorated with ``kernel``. It is compiled on its first launch, for the
+dtypes of its arguments, and runs on torch's current stream. In numba's simulator (``NUMBA_ENABLE_CUDASIM=1``) the same
+function runs in Python on CPU tensors.
+
+Kernels add no floating-point operations that the CPU does not have, but the compiler may contract ``a * b + c`` into
+one rounding, as may LLVM's; code that must be equal on both has no such expressions.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from numba.core import types
+from numba.core.dispatcher import Dispatcher
+from torch import Tensor
+
+from trainer.core import rng
+
+_config: Any = import_module("numba.cuda.core.config")
+
+if "NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS" not in os.environ:
+    _config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # the last kernels of a hop or a small batch have few blocks
+
+cuda: Any = import_module("numba.cuda")  #: kernels import this name, which the simulator replaces while they run
+
+THREADS = 128  #: threads of a block, unless a kernel asks for others
+
+_MOST_BLOCKS = 1 << 20  #: blocks of a launch; each thread loops over the rest
+
+_SIMULATED_BLOCKS = _SIMULATED_THREADS = 2  #: the simulator starts a Python thread per CUDA thread
+
+#: Element types by dtype, as in ``__array_interface__``. bfloat16 is passed as its bits.
+_TYPESTR = {
+    torch.float64: "<f8", torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<u2", torch.int64: "<i8",
+    torch.int32: "<i4", torch.int16: "<i2", torch.int8: "|i1", torch.uint64: "<u8", torch.uint32: "<u4",
+    torch.uint16: "<u2", torch.uint8: "|u1", torch.bool: "|b1",
+}  # fmt: skip
+
+_one_launch = threading.Lock()  #: the simulator runs one kernel at a time
+
+
+def simulated() -> bool:
+    """Return whether kernels run in numba's simulator, on CPU tensors."""
+    return bool(_config.ENABLE_CUDASIM)
+
+
+def kernel(function: Callable[..., None]) -> Kernel:
+    """Decorate a CUDA kernel: a function that stores its results in its arguments and returns nothing.
+
+    The function loops over items as ``for i in range(cuda.grid(1), n, cuda.gridsize(1))``, with ``n`` among its
+    arguments, and refers to ``numba.cuda`` by the global name ``cuda``.
+    """
+    return Kernel(function)
+
+
+class Kernel:
+    """A CUDA kernel, compiled for the dtypes of its arguments when it is first launched."""
+
+    def __init__(self, function: Callable[..., None]):
+        self.function = function
+        self._compiled: Any = None
+
+    def __call__(self, items: int, *args: Any, threads: int = THREADS) -> None:
+        """Launch the kernel over ``items`` items on torch's current stream; no items, no launch. Does not wait.
+
+        ``args``: tensors, of any strides; on a device those of one device and ``Mapped`` tensors. Numbers: int becomes
+        int64, float float64; numpy scalars keep their type. Tensors of bfloat16 are passed as uint16 bits.
+        """
+        if items <= 0:
+            return
+        if simulated():
+            self.launch(min(_SIMULATED_BLOCKS, items), min(_SIMULATED_THREADS, items), *args)
+        else:
+            self.launch(min(_MOST_BLOCKS, -(-items // threads)), threads, *args)
+
+    def launch(self, blocks: int, threads: int, *args: Any) -> None:
+        """Launch exactly ``blocks`` blocks of ``threads`` threads, as kernels with shared memory need."""
+        if self._compiled is None:
+            self._compiled = cuda.jit(self.function)
+        if simulated():
+            with _one_launch:
+                self._compiled[blocks, threads](*(_simulated_argument(arg) for arg in args))
+            return
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        with torch.cuda.device(device):
+            stream = _stream(device, torch.cuda.current_stream(device).cuda_stream)
+            self._compiled[blocks, threads, stream](*(_device_argument(arg) for arg in args))
+
+
+def device_function(function: Any) -> Any:
+    """Return a function that kernels can call, compiled from the source of ``function``.
+
+    A function of the CPU (``numba.njit``) is converted together with the functions that it calls. Any other function
+    may use ``numba.cuda`` if it is in the same file as the kernels that call it. The simulator runs functions as
+    Python, except those of ``core.rng``, which it calls as compiled for the CPU.
+    """
+    if isinstance(function, Dispatcher):
+        return _converted(function)
+    return function if simulated() else cuda.jit(device=True)(function)
+
+
+@cache
+def _converted(function: Dispatcher) -> Any:
+    source = function.py_func
+    if simulated() and source.__module__ == rng.__name__:
+        return _boxed(function)
+    known = dict(source.__globals__)
+    for name in source.__code__.co_names:
+        if isinstance(known.get(name), Dispatcher):
+            known[name] = _converted(known[name])
+    copy = FunctionType(source.__code__, known, source.__name__, source.__defaults__, source.__closure__)
+    copy.__module__, copy.__qualname__ = source.__module__, source.__qualname__
+    return copy if simulated() else cuda.jit(device=True)(copy)
+
+
+def _boxed(function: Dispatcher) -> Callable[..., Any]:
+    """Return ``function`` for calls from Python: a uint64 result stays one, where Numba returns a Python int."""
+
+    def call(*args: Any) -> Any:
+        result = function(*args)
+        unsigned = function.nopython_signatures[0].return_type == types.uint64
+        return np.uint64(result) if unsigned else result
+
+    return call
+
+
+class Mapped:
+    """A pinned CPU tensor that kernels read or write over the bus, at its host address.
+
+    The caller must keep it until the kernels that use it have run.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+
+class _DeviceView:
+    """The memory of a tensor for numba, which does not wait for streams or convert anything."""
+
+    __slots__ = ("__cuda_array_interface__", "owner")
+
+    def __init__(self, tensor: Tensor):
+        size, contiguous = tensor.element_size(), tensor.is_contiguous()
+        self.owner = tensor if tensor.numel() else _anchor(tensor.device)  # a null pointer belongs to no device
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": _TYPESTR[tensor.dtype],
+            "data": (self.owner.data_ptr(), False),
+            "strides": None if contiguous else tuple(step * size for step in tensor.stride()),
+            "stream": None,
+            "version": 3,
+        }
+
+
+@cache
+def _anchor(device: torch.device) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device=device)
+
+
+def _device_argument(arg: Any) -> Any:
+    if isinstance(arg, Mapped):
+        return _DeviceView(arg.tensor)
+    return _DeviceView(arg.detach()) if isinstance(arg, Tensor) else arg
+
+
+def _simulated_argument(arg: Any) -> Any:
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    tensor = arg.tensor if isinstance(arg, Mapped) else arg
+    if not isinstance(tensor, Tensor):
+        return tensor
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return FakeCUDAArray(tensor.numpy())
+
+
+@cache
+def _stream(device: torch.device, handle: int) -> Any:
+    """Return torch's stream for numba. Streams of torch are never destroyed."""
+    return cuda.external_stream(handle) if handle else 0
+
+
+def works(device: torch.device) -> bool:
+    """Compile and run a kernel on a device. Returns whether its result is right; raises errors of several types."""
+    numbers = torch.arange(300, device=device)
+    _double(len(numbers), numbers)
+    return bool(numbers.sum() == 300 * 299)
+
+
+@kernel
+def _double(numbers: Any) -> None:
+    for i in range(cuda.grid(1), len(numbers), cuda.gridsize(1)):
+        numbers[i] = 2 * numbers[i]

@@ -1,0 +1,147 @@
+"""CUDA kernels that draw neighbours: the same picks as those of ``trainer.sampler``, one thread per node.
+
+Nodes are global ids, and rows of the CSC of a whole edge type (``topology.DeviceEdges``). The functions that draw are
+compiled from the sources of the CPU's kernels. A sum of candidates' weights, and arrival times of weighted draws, are
+float64 computed in the same order; only ``log1p`` may differ from the CPU's in the last bit, which decides between two
+edges whose arrival times are that close (about one weighted batch in 10^9).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trainer.core import rng
+from trainer.cuda.launch import cuda, device_function, kernel
+from trainer.sampler import neighbor_kernels, weighted_temporal
+from trainer.sampler.weighted_temporal import Conditions, Draws
+
+#: Up to this many picks of a longer row, displaced positions are searched in a list of the thread; else in work memory.
+LIST_PICKS = 64
+
+_draw = device_function(rng.draw)
+_node_key = device_function(rng.node_key)
+_tree_key = device_function(rng.tree_key)
+_shuffle_listed = device_function(neighbor_kernels._shuffle_listed)
+_collect_candidates = device_function(weighted_temporal.collect_candidates)
+_count_drawn = device_function(weighted_temporal.count_drawn)
+_draw_candidates = device_function(weighted_temporal.draw_candidates)
+
+
+@kernel
+def count_picks(
+    indptr: Any, nodes: Any, fanout: Any, replace: Any, conditional: Any, excluded_begin: Any, excluded_end: Any,
+    counts: Any, work: Any,
+) -> None:  # fmt: skip
+    """Fill ``counts`` int32 [n] with the number of neighbours to draw per node, if there are no conditions.
+
+    Fills ``work`` int64 [n] with the number of work entries that the node needs: its degree, if its draws have
+    conditions or need more memory than a thread has, else 0. Each node has its range of excluded sources.
+    """
+    for i in range(cuda.grid(1), len(nodes), cuda.gridsize(1)):
+        degree = indptr[nodes[i] + 1] - indptr[nodes[i]]
+        count = degree
+        if fanout >= 0 and (degree > fanout or replace):
+            count = fanout if degree > 0 else 0
+        counts[i] = count
+        shuffled = count > LIST_PICKS and count < degree and not replace
+        excludes = len(excluded_begin) > 0 and excluded_begin[i] < excluded_end[i]
+        work[i] = degree if conditional or excludes or shuffled else 0
+
+
+@kernel
+def collect(
+    indptr: Any, indices: Any, nodes: Any, fanout: Any, shuffle: Any, replace: Any, last: Any, weighted: Any,
+    times: Any, bounds: Any, excluded: Any, excluded_begin: Any, excluded_end: Any, weights: Any, allowed: Any,
+    work: Any, work_begin: Any, slots: Any, values: Any, found: Any, counts: Any,
+) -> None:  # fmt: skip
+    """List the candidates of each node with ``work``: their edges in ``slots`` and their weights in ``values``.
+
+    Fills ``found`` int64 [n] with their number, or -1 - edge for an edge with an invalid weight, and corrects
+    ``counts``. The ranges of nodes begin at ``work_begin``.
+    """
+    draws = Draws(fanout, shuffle, replace, last, weighted, np.uint64(0))
+    conditions = Conditions(times, bounds, excluded, excluded_begin, excluded_end, allowed, weights)
+    for i in range(cuda.grid(1), len(nodes), cuda.gridsize(1)):
+        found[i] = 0
+        if work[i] > 0:
+            begin, end = work_begin[i], work_begin[i] + work[i]
+            listed = _collect_candidates(
+                indptr, indices, nodes[i], i, conditions, weighted, slots[begin:end], values[begin:end]
+            )
+            found[i] = listed
+            counts[i] = _count_drawn(max(listed, 0), draws)
+
+
+@kernel
+def draw_picks(
+    indptr: Any, nodes: Any, orig_id: Any, trees: Any, fanout: Any, shuffle: Any, replace: Any, key: Any, counts: Any,
+    begins: Any, work: Any, work_begin: Any, slots: Any, picks: Any,
+) -> None:  # fmt: skip
+    """Draw the edges of each node without conditions, and write them to ``picks`` from ``begins`` on."""
+    for i in range(cuda.grid(1), len(nodes), cuda.gridsize(1)):
+        drawn = _node_key(key, orig_id[nodes[i]])
+        if len(trees) > 0:
+            drawn = _tree_key(drawn, trees[i])
+        row_picks = picks[begins[i] : begins[i] + counts[i]]
+        own_slots = slots[work_begin[i] : work_begin[i] + work[i]]
+        first = indptr[nodes[i]]
+        _draw_row(row_picks, first, indptr[nodes[i] + 1] - first, fanout, shuffle, replace, drawn, own_slots)
+
+
+@kernel
+def draw_conditional(
+    indptr: Any, nodes: Any, orig_id: Any, trees: Any, fanout: Any, shuffle: Any, replace: Any, last: Any,
+    weighted: Any, timed: Any, key: Any, times: Any, found: Any, counts: Any, begins: Any, work: Any, work_begin: Any,
+    slots: Any, values: Any, ranks: Any, picks: Any,
+) -> None:  # fmt: skip
+    """As ``draw_picks``, for nodes with ``work`` among the candidates that ``collect`` has listed.
+
+    ``ranks``: the memory of ``values`` as int64.
+    """
+    draws = Draws(fanout, shuffle, replace, last, weighted, key)
+    for i in range(cuda.grid(1), len(nodes), cuda.gridsize(1)):
+        drawn = _node_key(key, orig_id[nodes[i]])
+        if len(trees) > 0:
+            drawn = _tree_key(drawn, trees[i])
+        row_picks = picks[begins[i] : begins[i] + counts[i]]
+        first, begin = indptr[nodes[i]], work_begin[i]
+        if work[i] > 0:
+            end = begin + found[i]
+            _draw_candidates(
+                times, timed, draws, first, drawn, slots[begin:end], values[begin:end], ranks[begin:end], row_picks
+            )
+        else:
+            degree = indptr[nodes[i] + 1] - first
+            _draw_row(row_picks, first, degree, fanout, shuffle, replace, drawn, slots[:0])
+
+
+def _draw_row_of(
+    picks: Any, first: Any, degree: Any, fanout: Any, shuffle: Any, replace: Any, drawn: Any, slots: Any
+) -> None:  # fmt: skip
+    """Draw the edges of one node, whose first edge is ``first``, as ``trainer.sampler``'s ``draw_edges``."""
+    count = len(picks)
+    if replace and fanout >= 0:
+        for j in range(count):
+            picks[j] = first + _draw(drawn, j, degree)
+    elif count == degree:
+        for j in range(count):
+            picks[j] = first + j
+        for j in range(min(shuffle, degree - 1)):
+            other = j + _draw(drawn, j, degree - j)
+            picks[j], picks[other] = picks[other], picks[j]
+    elif count <= LIST_PICKS:
+        where = cuda.local.array(LIST_PICKS, np.int64)
+        what = cuda.local.array(LIST_PICKS, np.int64)
+        _shuffle_listed(picks, first, degree, drawn, where, what)
+    else:
+        for j in range(degree):
+            slots[j] = first + j
+        for j in range(count):
+            other = j + _draw(drawn, j, degree - j)
+            slots[j], slots[other] = slots[other], slots[j]
+            picks[j] = slots[j]
+
+
+_draw_row = device_function(_draw_row_of)

@@ -1,0 +1,215 @@
+"""The topology of a graph on a CUDA device: edges, original ids, times and weights of all parts.
+
+Arrays of all parts are joined, so that global ids index them. They are copied to the device if they fit there, else to
+pinned memory of the host that the device reads over the bus (UVA). Memory-mapped files cannot be registered with the
+driver in general, so they are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.core.arrays import Array
+from trainer.core.memory import available_memory, size_text
+from trainer.core.schema import EdgeType, NodeType
+from trainer.cuda.launch import Mapped, simulated
+from trainer.sampler.settings import bound_here
+from trainer.sampler.types import SampleSettings
+from trainer.store.part_store import EdgePart, PartStore
+
+Place = Literal["device", "pinned"]  #: device memory, or pinned memory of the host
+
+_DEVICE_SHARE = 0.5  #: largest share of a device's free memory for topology; the rest is for model and batches
+
+_PINNED_SHARE = 0.5  #: largest share of the host's available memory for the arrays of all its ranks
+
+_CHUNK_BYTES = 64 << 20  #: bytes of a file that are copied at once
+
+_SINGLE_EXACT = {"b1", "i1", "u1", "i2", "u2", "f2", "f4"}  #: dtypes whose values float32 holds exactly
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """An array of all parts, where kernels can read it."""
+
+    tensor: Tensor  #: on the device, or pinned on the host
+    place: Place
+
+    @property
+    def argument(self) -> Any:
+        """The argument for kernels."""
+        return Mapped(self.tensor) if self.place == "pinned" else self.tensor
+
+
+@dataclass(frozen=True)
+class DeviceEdges:
+    """The edges of one type in CSC, with a row per node of the target type. The slot of an edge is its global id."""
+
+    indptr: DeviceArray  #: int64 [n + 1]
+    indices: DeviceArray  #: int32|int64 [e] global ids of sources
+    times: DeviceArray | None = None  #: int32|int64 [e], with temporal sampling
+    weights: DeviceArray | None = None  #: float32|float64 [e], with weighted sampling
+
+
+@dataclass(frozen=True)
+class DeviceTopology:
+    """The part of a graph that sampling reads."""
+
+    nodes: Mapping[NodeType, DeviceArray]  #: int32|int64 [num_nodes] original ids
+    edges: Mapping[EdgeType, DeviceEdges]
+    num_bytes: int
+    place: Place
+
+
+@dataclass(frozen=True)
+class TopologyPlan:
+    """Which arrays sampling with some settings reads, and where they are put."""
+
+    num_bytes: int
+    place: Place | None  #: None: they fit neither on the device nor in pinned memory
+    why: str  #: for people: the sizes that decided
+
+    @classmethod
+    def of(
+        cls, store: PartStore, settings: Sequence[SampleSettings], device: torch.device, ranks_here: int = 1
+    ) -> TopologyPlan:  # fmt: skip
+        """Choose the place by the bytes that are free now on the device, and on the host for each of its ranks."""
+        sizes = [one.num_bytes for one in _sources(store, settings)]
+        needed = sum(sizes)
+        if device.type != "cuda":
+            return cls(needed, "device", f"topology of {size_text(needed)} in the simulator's memory")
+        on_device = int(torch.cuda.mem_get_info(device)[0] * _DEVICE_SHARE)
+        on_host = int((available_memory() or 0) * _PINNED_SHARE / ranks_here)
+        return cls.choose(needed, sum(map(pinned_bytes, sizes)), on_device, on_host)
+
+    @classmethod
+    def choose(cls, needed: int, pinned: int, on_device: int, on_host: int) -> TopologyPlan:
+        """Choose the place of ``needed`` bytes, which take ``pinned`` bytes in pinned memory, given the bytes that may
+        be used on the device and on the host.
+        """
+        size = f"topology of {size_text(needed)}"
+        if needed <= on_device:
+            return cls(needed, "device", f"{size} in device memory (up to {size_text(on_device)} may be used)")
+        if pinned <= on_host:
+            return cls(
+                needed, "pinned",
+                f"{size} in pinned host memory, read over the bus: more than the {size_text(on_device)} that may be "
+                "used on the device",
+            )  # fmt: skip
+        return cls(
+            needed, None,
+            f"{size} fits neither in the {size_text(on_device)} that may be used on the device nor, as "
+            f"{size_text(pinned)}, in the {size_text(on_host)} of pinned host memory that may be used",
+        )  # fmt: skip
+
+
+def pinned_bytes(size: int) -> int:
+    """Return the bytes that torch allocates for ``size`` bytes of pinned memory: the next power of two."""
+    return 1 << max(0, size - 1).bit_length() if size else 0
+
+
+def load_topology(
+    store: PartStore, settings: Sequence[SampleSettings], device: torch.device, place: Place
+) -> DeviceTopology:  # fmt: skip
+    """Copy the topology that sampling with ``settings`` reads. The store must have the whole topology."""
+    loaded: dict[tuple[Any, str], DeviceArray] = {}
+    total = 0
+    for source in _sources(store, settings):
+        loaded[source.of, source.name] = DeviceArray(source.load(device, place), place)
+        total += source.num_bytes
+    edges = {
+        of: DeviceEdges(
+            loaded[of, "indptr"], loaded[of, "indices"], loaded.get((of, "times")), loaded.get((of, "weights"))
+        )
+        for of in store.manifest.edges
+        if (of, "indptr") in loaded
+    }
+    return DeviceTopology({of: loaded[of, "orig_id"] for of in store.manifest.nodes}, edges, total, place)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """An array of all parts, to be joined."""
+
+    of: Any  #: node type or edge type
+    name: str
+    pieces: Sequence[Array]  #: of each part
+    dtype: torch.dtype
+    size: int  #: number of elements
+    shift: Sequence[int] = field(default=())  #: numbers to add to the elements of each piece; default: 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def load(self, device: torch.device, place: Place) -> Tensor:
+        return load_array(self.pieces, (self.size,), self.dtype, device, place, self.shift)
+
+
+def load_array(
+    pieces: Sequence[Array], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, place: Place,
+    shift: Sequence[int] = (), bits: Callable[[Array], Array] = np.asarray,
+) -> Tensor:  # fmt: skip
+    """Join arrays of parts to one tensor on the device or in pinned memory, a chunk at a time.
+
+    ``shift``: numbers to add to the elements of each piece. ``bits``: converts a chunk for ``torch.from_numpy``.
+    """
+    if place == "pinned":
+        out = torch.empty(shape, dtype=dtype, pin_memory=not simulated())
+    else:
+        out = torch.empty(shape, dtype=dtype, device=device)
+    at = 0
+    for number, piece in enumerate(pieces):
+        step = max(1, _CHUNK_BYTES // max(1, piece[:1].nbytes))
+        for begin in range(0, len(piece), step):
+            chunk = torch.from_numpy(np.array(bits(piece[begin : begin + step]))).to(dtype)
+            out[at : at + len(chunk)] = chunk + shift[number] if shift and shift[number] else chunk
+            at += len(chunk)
+    if at < shape[0]:  # the last offset of a CSC
+        out[at:] = shift[-1] if shift else 0
+    return out
+
+
+def _sources(store: PartStore, settings: Sequence[SampleSettings]) -> Iterator[_Source]:
+    manifest, parts = store.manifest, list(store.topology.values())
+    for of, nodes in manifest.nodes.items():
+        ids = [part.nodes[of].orig_id for part in parts]
+        yield _Source(of, "orig_id", ids, _widest(ids), nodes.num_nodes)
+    sampled = {of for one in settings for of, fanouts in one.fanouts.items() if any(fanouts)}
+    for edge_type in manifest.edges:
+        if edge_type in sampled:
+            yield from _edge_sources(store, edge_type, [part.edges[edge_type] for part in parts], settings)
+
+
+def _edge_sources(
+    store: PartStore, of: EdgeType, parts: Sequence[EdgePart], settings: Sequence[SampleSettings]
+) -> Iterator[_Source]:  # fmt: skip
+    spec = store.manifest.edges[of]
+    firsts = [part.start for part in parts]
+    yield _Source(
+        of, "indptr", [part.indptr[:-1] for part in parts], torch.int64, store.manifest.nodes[of[2]].num_nodes + 1,
+        [*firsts, spec.num_edges],
+    )  # fmt: skip
+    indices = [part.indices for part in parts]
+    yield _Source(of, "indices", indices, _widest(indices), spec.num_edges)
+    for one in settings:
+        if one.time is not None and bound_here(one.time, spec):
+            times = [(part.src_times if one.time.on == "node" else part.attrs)[one.time.attr] for part in parts]
+            yield _Source(of, "times", times, torch.int64, spec.num_edges)
+            break
+    for one in settings:
+        if one.weight is not None and one.weight in spec.attrs:
+            weights = [part.attrs[one.weight] for part in parts]
+            exact = all(piece.dtype.str[1:] in _SINGLE_EXACT for piece in weights)
+            yield _Source(of, "weights", weights, torch.float32 if exact else torch.float64, spec.num_edges)
+            break
+
+
+def _widest(pieces: Sequence[Array]) -> torch.dtype:
+    return torch.int64 if any(piece.dtype.itemsize > 4 for piece in pieces) else torch.int32

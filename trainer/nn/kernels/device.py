@@ -1,0 +1,28 @@
+"""Chooses how operations of layers run: Numba kernels on a CPU, kernels of numba-cuda or torch operations on a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from trainer.cuda.availability import simulator_wanted, why_no_kernels
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32)
+
+_SIMULATED = simulator_wanted()
+
+_TORCH_ONLY = os.environ.get("GNNFLEET_TORCH_OPS") == "1"  #: leave kernels of numba-cuda out of layers
+
+
+def runs_cuda_kernels(rows: Tensor) -> bool:
+    """Return whether kernels of numba-cuda compute on ``rows``: on a CUDA device, or in numba's simulator.
+
+    ``rows``: floating-point rows, or int32 indices of a block.
+
+    False without numba-cuda, and if the environment variable GNNFLEET_TORCH_OPS is 1; torch operations are then used.
+    """
+    if not (rows.is_cuda or _SIMULATED) or _TORCH_ONLY:
+        return False
+    return rows.dtype in _DTYPES and not why_no_kernels(rows.device)

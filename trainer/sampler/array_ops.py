@@ -1,0 +1,65 @@
+"""Operations on the arrays of a growing subgraph: in numpy here, and in torch where a CUDA device samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.core.arrays import Array, read_only
+from trainer.sampler import neighbor_kernels
+
+
+class ArrayOps(Protocol):
+    """What ``multi_hop`` and ``cut_block`` do with arrays. Arrays of a device are torch tensors of the same dtypes."""
+
+    def own(self, values: Array) -> Array:
+        """Return a numpy array as an array of this kind; its memory may be shared."""
+
+    def zeros(self, size: int, dtype: Any) -> Array:
+        """Return an array of zeros of a numpy dtype."""
+
+    def arange(self, size: int) -> Array:
+        """Return 0, 1, … as int32 [size]."""
+
+    def concatenate(self, arrays: Sequence[Array], dtype: Any) -> Array:
+        """Concatenate arrays, perhaps none, to one of a numpy dtype. Of a single one, its memory may be shared."""
+
+    def begins(self, counts: Array, first: int) -> Array:
+        """Return where runs of these lengths begin if the first begins at ``first``: int64 [n]."""
+
+    def block_rows(self, begin: Array, count: Array, fanout: int, values: Array) -> tuple[Array, Array]:
+        """Return a CSR, int32, of the first ``fanout`` values of each row (-1: of all): offsets [n + 1] and values.
+
+        Row i has the ``count[i]`` values from position ``begin[i]`` on.
+        """
+
+
+class NumpyOps:
+    """``ArrayOps`` for numpy arrays."""
+
+    def own(self, values: Array) -> Array:
+        return values
+
+    def zeros(self, size: int, dtype: Any) -> Array:
+        return np.zeros(size, dtype)
+
+    def arange(self, size: int) -> Array:
+        return np.arange(size, dtype=np.int32)
+
+    def concatenate(self, arrays: Sequence[Array], dtype: Any) -> Array:
+        return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype)
+
+    def begins(self, counts: Array, first: int) -> Array:
+        found: npt.NDArray[np.int64] = first + np.cumsum(counts, dtype=np.int64) - counts
+        return found
+
+    def block_rows(self, begin: Array, count: Array, fanout: int, values: Array) -> tuple[Array, Array]:
+        indptr = np.empty(len(begin) + 1, np.int32)
+        indices = neighbor_kernels.block_rows(read_only(begin), read_only(count), fanout, read_only(values), indptr)
+        return indptr, indices
+
+
+NUMPY = NumpyOps()

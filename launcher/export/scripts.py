@@ -276,6 +276,8 @@ def _notes(config: ResolvedConfig, plan: LaunchPlan) -> tuple[str, ...]:
     different = [k for k in range(1, len(config.nodes)) if interpreter(config, k) != interpreter(config, 0)]
     if different:
         notes.append(f"node{different[0]} uses another Python or setup than node0: change the script on that node")
+    if any(str(device).startswith("MIG") for node in config.nodes for device in node.devices):
+        notes.append("a process sees one MIG instance only: set CUDA_VISIBLE_DEVICES for each rank in the script")
     if plan.own_command:
         notes.append("your script and run.files are not copied: the script runs in the folder of the exported file")
     return tuple(notes)

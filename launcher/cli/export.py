@@ -113,7 +113,7 @@ def _cluster(own: dict[str, Any]) -> Cluster:
 def sbatch_options(texts: Sequence[str]) -> dict[str, str]:
     """Return options of sbatch by name, of texts as ``partition=gpu,time=2:00:00,exclusive``. Raises UsageError."""
     found: dict[str, str] = {}
-    for item in filter(None, ",".join(texts).split(",")):
+    for item in filter(None, re.split(r",(?![^\[]*\])", ",".join(texts))):
         name, _, value = item.partition("=")
         if not re.fullmatch(r"[a-z][a-z-]*", name):
             raise UsageError(f"--slurm {item}: give long options of sbatch without --, as partition=gpu,time=2:00:00")

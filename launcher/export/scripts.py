@@ -86,15 +86,26 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
         )
     values = {**_run_values(request, plan, output), **_node_values(config, plan, hosts, kind)}
     if slurm:
-        values["sbatch"] = sbatch_lines({**_job_options(config), **sbatch})
+        values["sbatch"] = sbatch_lines(_job_options(config, sbatch))
     template = _environment().get_template("slurm.sh.j2" if slurm else "node.sh.j2")
     key = json.dumps(new_key_pair()) if plan.encrypted else ""
     return Script(template.render(values, kind=kind), key, _notes(config, plan))
 
 
 def sbatch_lines(options: Mapping[str, str]) -> list[str]:
-    """Return the ``#SBATCH`` lines of a batch script; an option with the value '' is a flag."""
-    return [f"#SBATCH --{name}{f'={value}' if value else ''}" for name, value in options.items()]
+    """Return the ``#SBATCH`` lines of a batch script.
+
+    An option with the value '', true, yes or on is a flag; with false, no or off it is left out. Values with spaces are
+    put in double quotes, as sbatch has no escapes.
+    """
+    lines = []
+    for name, value in options.items():
+        if value.lower() in ("", "true", "yes", "on"):
+            lines.append(f"#SBATCH --{name}")
+        elif value.lower() not in ("false", "no", "off"):
+            text = f'"{value}"' if re.search(r"[\s#;']", value) else value
+            lines.append(f"#SBATCH --{name}={text}")
+    return lines
 
 
 def _environment() -> Environment:
@@ -125,11 +136,18 @@ def _check_equal_nodes(config: ResolvedConfig) -> None:
         )
 
 
-def _job_options(config: ResolvedConfig) -> dict[str, str]:
+def _job_options(config: ResolvedConfig, given: Mapping[str, str]) -> dict[str, str]:
+    """Return all options of sbatch. Raises UsageError for a ``given`` one that contradicts cluster.yml."""
     node = config.nodes[0]
     options = {"job-name": config.name, "nodes": str(len(config.nodes)), "ntasks-per-node": str(node.nproc)}
     options |= {"gpus-per-node": str(len(node.devices))} if node.devices else {}
-    return {**options, "output": "%x-%j.log", "open-mode": "append"}
+    for name in ("nodes", "ntasks-per-node", "gpus-per-node"):
+        if given.get(name, options.get(name)) != options.get(name):
+            raise UsageError(
+                f"--slurm {name}={given[name]}: cluster.yml gives {options.get(name, 'none')}; change `nodes`, `procs` "
+                "or `devices` there"
+            )
+    return {**options, "output": "%x-%j.log", "open-mode": "append", **given}
 
 
 def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None) -> dict[str, Any]:

@@ -14,13 +14,14 @@ import pytest
 import yaml
 
 from golden_kit import GOLDEN, check_text
+from launcher.cli.export import sbatch_options
 from launcher.cli.main import run
 from launcher.config.loader import load_config
 from launcher.config.resolve import resolve_run
 from launcher.errors import UsageError
 from launcher.export.kubernetes import Cluster, Exported, export_kubernetes, resource_name
 from launcher.export.placed_plan import ExportRequest
-from launcher.export.scripts import export_script
+from launcher.export.scripts import export_script, sbatch_lines
 
 TWO = """
 name: products
@@ -159,6 +160,12 @@ def test_golden_scripts(kind: str, tmp_path: Path) -> None:
     subprocess.run(["bash", "-n"], input=script.text, text=True, check=True)
 
 
+def test_options_of_sbatch() -> None:
+    given = sbatch_options(["nodelist=gpu[01,03-04],requeue", "comment=two words,exclusive=true,overcommit=no"])
+    lines = ["nodelist=gpu[01,03-04]", "requeue", 'comment="two words"', "exclusive"]
+    assert sbatch_lines(given) == [f"#SBATCH --{line}" for line in lines]
+
+
 @pytest.mark.parametrize("kind", ["bash", "torchrun"])
 def test_scripts_of_several_roles(kind: str, tmp_path: Path) -> None:
     text = export_script(kind, request(ROLES, tmp_path), {}, Path("run.sh")).text
@@ -195,6 +202,7 @@ MESSAGES = {
     "--to bash --image a": "--image is for --to kubernetes, not for --to bash",
     "--to torchrun --slurm time=1": "--slurm is for --to slurm, not for --to torchrun",
     "--to slurm --slurm=-p,gpu": "--slurm -p: give long options of sbatch without --",
+    "--to slurm -o x --slurm nodes=4": "--slurm nodes=4: cluster.yml gives 2; change `nodes`",
     "--to kubernetes --image a --claim data": "--claim data: give NAME=PATH",
     "--to kubernetes --image a --set data.mode=verify": "data.folder: /scratch/parts is on no volume of the pods",
     "--to bash --set data.serving=other": "cannot attach to serving cluster other",

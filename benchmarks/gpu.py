@@ -28,7 +28,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 #: Tests that run on a CUDA device if there is one.
-TESTS = ("tests/trainer/test_device.py", "tests/trainer/test_device_step.py", "tests/trainer/test_cuda_step.py")
+TESTS = tuple(
+    f"tests/trainer/test_{name}.py"
+    for name in ("device", "device_step", "device_sampling", "cuda_step", "cuda_compile")
+)
 
 UNITS = ("M edges/s", "GB/s", "ms", "s")  #: of the bars in the plot, one chart each
 
@@ -66,7 +69,7 @@ def main(small: bool, simulated: bool, with_tests: bool, out: Path) -> None:
 
 def run_tests() -> None:
     """Run the tests on the device. Ends the program with their exit status if one fails."""
-    words = [sys.executable, "-m", "pytest", "-q", "-k", "gpu or cuda or device", *TESTS]
+    words = [sys.executable, "-m", "pytest", "-q", *TESTS]
     status = subprocess.run(words, cwd=HERE.parent, check=False).returncode
     if status:
         raise click.ClickException(f"tests failed on this device (pytest exit status {status}); nothing was measured")

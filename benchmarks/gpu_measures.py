@@ -278,7 +278,7 @@ def step_seconds(
 
 
 def with_degree(setup: Setup, batch: Batch, model: str) -> Batch:
-    """Return the batch with in-degrees, which gcn needs; those of 1 do for a measurement."""
+    """For gcn, return the batch with all in-degrees set to 1, as only the time is measured; else the batch itself."""
     if model != "gcn":
         return batch
     return replace(batch, degree=torch.ones_like(batch.n_id))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from partition_kit import with_nodes
 from partitions import random_graph, store_of
 from sample_kit import KINDS, WRITES, random_seeds, random_settings, some_key, to_global, typed_graph
 from train_kit import job
-from trainer.core.errors import DataError
+from trainer.core.errors import DataError, TrainingError
 from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.cuda import gather_kernels
 from trainer.cuda.array_ops import TorchOps
 from trainer.cuda.availability import simulator_wanted
 from trainer.cuda.hop_sampling import DeviceHops
@@ -32,6 +34,7 @@ from trainer.cuda.topology import load_topology
 from trainer.graph.cache_fill import device_rows
 from trainer.graph.open import open_graph
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.edge_endpoints import all_times
 from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
 from trainer.loader.link_seeds import link_inputs
 from trainer.partition.assign import assign_parts
@@ -146,6 +149,17 @@ def check_errors(seed):
     assert texts[0] == texts[1] and "has the weight -1.0" in texts[0], texts
 
 
+def check_wrong_batch(seed):
+    """Let a kernel write other rows than the CPU's: the choice of the device must be refused."""
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        graph = open_graph(folder_of(root, seed, "synthetic", "float32", 1))
+        loader = BatchLoader(graph, LoaderSettings("train", (2,), 3, seed=seed), 0, graph.layout)
+        patch.setattr(gather_kernels, "take_rows", lambda items, sources, table, cached, out: out.fill_(0.5))
+        with pytest.raises(TrainingError, match="the first batch that the GPU sampled differs from the CPU's"):
+            choose_sampling(graph, {"train": loader}, "cuda", DEVICE)
+        assert isinstance(loader.sample(next(loader.shares(1))).rows[HOMO_NODE]["x"], np.ndarray)
+
+
 def features_of(kind, data):
     """Return the dataset with rows ``x`` of another type, and the type to which the partition rounds them."""
     of = next(of for of, nodes in data.nodes.items() if "x" in nodes.attrs)
@@ -194,15 +208,18 @@ def check_batches(seed):
 
 
 def check_links(seed):
-    """Compare batches of links, which exclude their own edges."""
+    """Compare batches of links, which exclude their own edges, without and with times."""
     with tempfile.TemporaryDirectory() as root:
         graph = open_graph(folder_of(root, seed, "synthetic", "float32", 1))
-        links, settings = link_inputs(graph, None), LoaderSettings("train", (3, 2), 9, seed=seed)
+        for attr in (None, "edge_time"):
+            times = None if attr is None else all_times(graph, HOMO_EDGE, attr)
+            links = link_inputs(graph, None, edge_label_time=times)
+            settings = LoaderSettings("train", (3, 2), 9, seed=seed, time_attr=attr)
+            same_batches(partial(_link_loader, links, settings), graph, limit=1)
 
-        def make(one):
-            return LinkBlockLoader(one, settings, links, LinkBlockSettings(4, True), 0, one.layout)
 
-        same_batches(make, graph, limit=1)
+def _link_loader(links, settings, graph):
+    return LinkBlockLoader(graph, settings, links, LinkBlockSettings(4, True), 0, graph.layout)
 
 
 def check_training(seed):
@@ -218,7 +235,7 @@ def check_training(seed):
 
 CHECKS = {
     "hetero": check_hetero, "homo": check_homo, "hubs": check_hubs, "errors": check_errors,
-    "batches": check_batches, "links": check_links, "training": check_training,
+    "batches": check_batches, "wrong-batch": check_wrong_batch, "links": check_links, "training": check_training,
 }  # fmt: skip
 
 

@@ -146,5 +146,5 @@ def move_module(module: torch.nn.Module) -> None:
 
 
 def read(value: Any) -> Any:
-    """Return the values of tensors on the fake device, as a GPU's would be read after the step."""
+    """Return the values of tensors on the fake device. Unlike in a step, this is not an error."""
     return tree_map(lambda each: each.values if isinstance(each, DeviceTensor) else each, value)

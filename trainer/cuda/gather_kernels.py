@@ -37,10 +37,12 @@ def locate_rows(ids: Any, slots: Any, offsets: Any, bases: Any, sources: Any) ->
 
 @kernel
 def take_rows(sources: Any, table: Any, cached: Any, out: Any) -> None:
-    """Copy rows to ``out`` float32 [n, width], converted from the type of ``table`` [rows, width].
+    """Gather n rows into ``out`` float32 [n, width].
 
-    ``cached``: float32 [k, width]. One thread per element, so that neighbouring threads read neighbouring addresses.
+    ``sources[i]``, int64, is even for row ``sources[i] // 2`` of ``table`` [rows, width], odd for that row of
+    ``cached`` float32 [k, width], and negative for no row. Values of ``table`` are converted.
     """
+    # one thread per element, so that neighbouring threads read neighbouring addresses
     width = out.shape[1]
     for k in range(cuda.grid(1), len(sources) * width, cuda.gridsize(1)):
         i, column = k // width, k % width

@@ -39,8 +39,8 @@ class _Hop:
 class DeviceHops:
     """Answers requests for sampled neighbours from a topology on the device. Implements ``HopSource``.
 
-    Runs on torch's current stream. Reads back the number of edges of all requests of a call, and for conditional draws
-    the number of work entries, as these are sizes of tensors.
+    Runs on torch's current stream. Each call waits for the device to learn the sizes of the tensors to allocate: the
+    number of drawn edges, and for draws with weights, times or excluded edges the size of their work memory.
     """
 
     def __init__(self, topology: DeviceTopology, store: PartStore, device: torch.device):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from types import FunctionType
 from typing import Any
@@ -68,7 +68,6 @@ class Kernel:
 
     def __init__(self, function: Callable[..., None]):
         self.function = function
-        self._compiled: Any = None
 
     def __call__(self, items: int, *args: Any, threads: int = THREADS) -> None:
         """Launch the kernel over ``items`` items on torch's current stream; no items, no launch. Does not wait.
@@ -85,8 +84,6 @@ class Kernel:
 
     def launch(self, blocks: int, threads: int, *args: Any) -> None:
         """Launch exactly ``blocks`` blocks of ``threads`` threads, as kernels with shared memory need."""
-        if self._compiled is None:
-            self._compiled = cuda.jit(self.function)
         if simulated():
             with _one_launch:
                 self._compiled[blocks, threads](*(_simulated_argument(arg) for arg in args))
@@ -95,6 +92,10 @@ class Kernel:
         with torch.cuda.device(device):
             stream = _stream(device, torch.cuda.current_stream(device).cuda_stream)
             self._compiled[blocks, threads, stream](*(_device_argument(arg) for arg in args))
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return cuda.jit(self.function)
 
 
 def device_function(function: Any) -> Any:
@@ -124,7 +125,7 @@ def _converted(function: Dispatcher) -> Any:
 
 
 def _boxed(function: Dispatcher) -> Callable[..., Any]:
-    """Return ``function`` for calls from Python: a uint64 result stays one, where Numba returns a Python int."""
+    """Wrap ``function`` so that a uint64 result is a ``numpy.uint64``; Numba itself returns a Python int."""
 
     def call(*args: Any) -> Any:
         result = function(*args)
@@ -145,7 +146,7 @@ class Mapped:
 
 
 class _DeviceView:
-    """The memory of a tensor for numba, which does not wait for streams or convert anything."""
+    """Passes a tensor's device memory to a numba kernel, without waiting for streams and without conversion."""
 
     __slots__ = ("__cuda_array_interface__", "owner")
 

@@ -117,8 +117,8 @@ class BlockLoader(ABC):
         assert isinstance(self.sampler, SubgraphSampler)
         return self.sampler
 
-    def sample_with(self, sampler: Sampler) -> None:
-        """Make batches with ``sampler``, which samples on a device. They equal those of this loader's own sampler."""
+    def sample_with(self, sampler: Sampler | None) -> None:
+        """Make batches with ``sampler``, which samples on a device, or with this loader's own sampler if it is None."""
         self._device_sampler = sampler
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:

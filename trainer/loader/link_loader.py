@@ -395,7 +395,9 @@ def _reverse_type(graph: Any, edge_type: EdgeType, exclude: str | None, given: A
         raise SettingsError(f"exclude {exclude!r}; expected None, 'self' or 'both'")
     if exclude != "both":
         if given is not None:
-            raise SettingsError("reverse_type has no effect without exclude='both'; pass both or neither")
+            raise SettingsError(
+                "reverse_type has no effect without exclude='both'; set exclude too, or leave reverse_type out"
+            )
         return None
     if given is not None:
         reverse = canonical(graph, given)

@@ -1,10 +1,11 @@
-"""Reports that a GPU's memory is exhausted as an error that says what to lower."""
+"""A GPU's memory: how much of it is used, and an error that says what to lower when it is exhausted."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -36,4 +37,28 @@ def _lowered(settings: TrainSettings) -> list[str]:
     cache = CacheSize.parse(settings.device_cache)
     cached = [f"device_cache ({settings.device_cache})"] if cache != CacheSize() else []
     precision = [] if settings.precision == "bfloat16" else ["precision (to bfloat16)"]
-    return [*cached, *batch, f"hidden ({settings.hidden})", *precision, f"eval_batch_size ({settings.eval_batch_size})"]
+    sampling = [] if settings.sampling == "cpu" else ["sampling (to cpu)"]
+    return [
+        *cached,
+        *batch,
+        f"hidden ({settings.hidden})",
+        *precision,
+        f"eval_batch_size ({settings.eval_batch_size})",
+        *sampling,
+    ]
+
+
+def memory_fields(device: torch.device) -> dict[str, Any]:
+    """Return the field ``device`` of a ``step`` metrics line: the device's memory in bytes. {} on the CPU.
+
+    The numbers are those of torch's allocator, which the host knows without waiting for the device.
+    """
+    if device.type != "cuda":
+        return {}
+    return {
+        "device": {
+            "allocated_bytes": torch.cuda.memory_allocated(device),
+            "peak_bytes": torch.cuda.max_memory_allocated(device),
+            "total_bytes": torch.cuda.get_device_properties(device).total_memory,
+        }
+    }

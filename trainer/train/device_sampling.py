@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from trainer.core.errors import SettingsError
+from trainer.core.errors import SettingsError, TrainingError
 from trainer.core.schema import AnyType
 from trainer.cuda.availability import simulator_wanted, why_no_kernels
+from trainer.graph.device import tensors_of
 from trainer.graph.open import Graph
 from trainer.loader.block_loader import BlockLoader
 from trainer.sampler.subgraph_sampler import SubgraphSampler
@@ -37,23 +38,48 @@ def choose_sampling(
 ) -> SamplingChoice:  # fmt: skip
     """Let ``device`` make the batches of all loaders, if ``wanted`` and possible. Batches are the same either way.
 
-    Copies the topology to the device or to pinned memory, and rows of features to pinned memory as far as they fit.
-    Raises ``SettingsError`` if ``wanted`` is ``cuda`` and it is not possible.
+    Copies the topology to the device or to pinned memory, and rows of features to pinned memory as far as they fit. The
+    first batch is made by the CPU too, and compared.
+
+    Raises ``SettingsError`` if ``wanted`` is ``cuda`` and it is not possible, and ``TrainingError`` if the batches
+    differ then. With ``auto``, the CPU makes the batches in these cases, and if the device cannot be prepared.
     """
     if wanted == "cpu" or (wanted == "auto" and device.type != "cuda"):
         return SamplingChoice(False, "")
     reason = why_not(graph, device)
     if not reason:
-        from trainer.cuda.topology import TopologyPlan  # imports numba-cuda
-
-        settings = [loader.host_sampler.settings for loader in loaders.values()]
-        plan = TopologyPlan.of(graph.store, settings, device, graph.ranks.local_world_size)
-        if plan.place is not None:
-            return SamplingChoice(True, "; ".join(filter(None, [plan.why, _use_device(graph, loaders, device, plan)])))
-        reason = plan.why
+        try:
+            choice = _try_device(graph, loaders, device)
+        except Exception as error:  # of CUDA, torch or numba-cuda, of many types
+            for loader in loaders.values():
+                loader.sample_with(None)
+            if wanted == "cuda":
+                raise
+            return SamplingChoice(False, f"the GPU cannot be prepared: {' '.join(str(error).split())[:300]}")
+        if choice.on_device:
+            return choice
+        reason = choice.why
     if wanted == "cuda":
         raise SettingsError(f"sampling: cuda is not possible on this rank: {reason}; use sampling: auto or cpu")
     return SamplingChoice(False, reason)
+
+
+def _try_device(graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.device) -> SamplingChoice:
+    from trainer.cuda.topology import TopologyPlan  # imports numba-cuda
+
+    settings = [loader.host_sampler.settings for loader in loaders.values()]
+    plan = TopologyPlan.of(graph.store, settings, device, graph.ranks.local_world_size)
+    if plan.place is None:
+        return SamplingChoice(False, plan.why)
+    first = next(iter(loaders.values()))
+    share = next(first.shares(1))
+    expected = first.load(share).to(device)
+    pinned = _use_device(graph, loaders, device, plan)
+    found = first.load(share).to(device)
+    pairs = zip(tensors_of(found), tensors_of(expected), strict=True)
+    if not all(torch.equal(one, other) for one, other in pairs):
+        raise TrainingError("the first batch that the GPU sampled differs from the CPU's; use sampling: cpu")
+    return SamplingChoice(True, "; ".join(filter(None, [plan.why, pinned])))
 
 
 def why_not(graph: Graph, device: torch.device) -> str:

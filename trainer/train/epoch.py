@@ -17,6 +17,7 @@ from trainer.core.errors import TrainingError
 from trainer.core.ranks import RankGroup
 from trainer.graph.device import feed
 from trainer.train.checkpoint import PartialEpoch
+from trainer.train.device_memory import memory_fields
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.step_timing import Phase, StepTimer, StepTimes, by_host, traffic
@@ -152,7 +153,7 @@ def train_epoch(
             timer.step()
             tally.add(batch, loss)
             if due:
-                metrics.write("step", **_step_line(tally, timer, batch, epoch, steps))
+                metrics.write("step", **_step_line(tally, timer, batch, epoch, steps), **memory_fields(group.device))
             metrics.at(epoch, batch.step + 1, "load")
             del batch, loss  # frees their memory before the next batch is requested
             if after_step is not None and tally.steps < steps:

@@ -33,7 +33,10 @@ class Crew:
         return not self.last_copies(k, gone) and self._clients_have_others(k, gone)
 
     def spare(self, gone: Collection[int] = ()) -> list[int]:
-        """Return each node without which the run can continue, if no other is lost too. gone: nodes lost before."""
+        """Return the nodes that the run could lose and still continue, each taken alone.
+
+        gone: nodes that were lost earlier.
+        """
         return [k for k in range(len(self.roles)) if k not in gone and self.can_lose(k, gone)]
 
     def last_copies(self, k: int, gone: Collection[int] = ()) -> list[int]:
@@ -262,9 +265,9 @@ def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
 
 
 def fatal(cause: Cause, config: PeerConfig, gone: Collection[int]) -> Cause:
-    """Return ``cause``; if a server failed or was lost, add the parts that no other node holds to the reason.
+    """Return ``cause``. If a server failed or was lost, its reason also names the parts that no remaining node holds.
 
-    gone: nodes lost before.
+    gone: nodes that were lost earlier.
     """
     if cause["kind"] not in ("failure", "lost"):
         return cause

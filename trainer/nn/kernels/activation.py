@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from trainer.core.compiled import njit
-from trainer.core.rng import column_bits, mix
+from trainer.core.rng import LOW_A, LOW_B, STRIDE, mix
 from trainer.nn.kernels.device import runs_cuda_kernels
 from trainer.nn.kernels.dropout import hash_dropout, stream, threshold_of
 from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
+
+_STRIDE, _LOW_A, _LOW_B = np.uint32(STRIDE), np.uint32(LOW_A), np.uint32(LOW_B)
+
+_S15, _S16 = np.uint32(15), np.uint32(16)
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,11 @@ def _activate(
                 value = wide(row[k]) + bias[k]
                 row[k] = narrow(zero if value <= zero else value, row[k])
             continue
-        for k in range(len(bias)):  # a loop of its own, so that both loops are vectorised
-            bits[k] = column_bits(state, k)
+        for k in range(len(bias)):  # ``rng.column_bits`` in a loop of its own, so that both loops are vectorised
+            hashed = np.uint32(state + np.uint32(np.uint32(k) * _STRIDE))
+            hashed = np.uint32(np.uint32(hashed ^ (hashed >> _S16)) * _LOW_A)
+            hashed = np.uint32(np.uint32(hashed ^ (hashed >> _S15)) * _LOW_B)
+            bits[k] = np.uint32(hashed ^ (hashed >> _S16))
         for k in range(len(bias)):
             value = wide(row[k]) + bias[k]
             value = zero if value <= zero else value * factor

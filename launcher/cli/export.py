@@ -14,8 +14,8 @@ from launcher.cli.options import GroupedOptions, examples
 from launcher.errors import UsageError
 
 if TYPE_CHECKING:
-    from launcher.export.kubernetes import Cluster
     from launcher.export.placed_plan import ExportRequest
+    from launcher.export.pods import Cluster
 
 _KINDS = ("kubernetes", "slurm", "torchrun", "bash")
 
@@ -94,7 +94,7 @@ def _exported(
 
 
 def _cluster(own: dict[str, Any]) -> Cluster:
-    from launcher.export.kubernetes import Cluster
+    from launcher.export.pods import Cluster
 
     if not own["image"]:
         raise UsageError(

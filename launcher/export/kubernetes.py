@@ -1,7 +1,7 @@
 """Writes a run as Kubernetes manifests: a JobSet, or Indexed Jobs with a headless service, whose pods run the same
 supervisors as hosts behind SSH (``launcher/node/supervisor/pod.py``).
 
-References: batch/v1 Job (Indexed completion mode, podFailurePolicy, backoffLimitPerIndex) and jobset.x-k8s.io/v1alpha2.
+Reference: jobset.x-k8s.io/v1alpha2.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import posixpath
 import re
 import secrets
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -26,6 +25,17 @@ from launcher.command import Secret
 from launcher.config.resolve import ResolvedConfig
 from launcher.errors import UsageError
 from launcher.export.placed_plan import ExportRequest, Place, check_exportable, placed_plan
+from launcher.export.pods import (
+    HOME,
+    WAIT,
+    Cluster,
+    Group,
+    Manifest,
+    claim_mounts,
+    claim_volumes,
+    job_spec,
+    metadata_of,
+)
 from launcher.node.supervisor import pod
 from launcher.plan.files import code_digest
 from launcher.plan.model import LaunchPlan, NodePlan
@@ -33,42 +43,11 @@ from launcher.plan.partition import partitioning
 from launcher.plan.serialize import run_json
 from launcher.plan.service_key import new_key_pair
 
-HOME = "/gnnfleet"  #: mount path of the volume with runs, parts and compiled kernels
-
-RUN, SECRETS = "/etc/gnnfleet/run", "/etc/gnnfleet/secrets"  #: mount paths of ConfigMap and Secret
-
-WAIT = 1800  #: seconds that a pod waits for the parts and for the other pods
-
 _MOST_CONFIG = 1 << 20  # bytes of a ConfigMap
 
 _MOST_NAME = 40  # characters of the run's name in names of pods, which have at most 63
 
 _LOCAL_FILES = ("file", "tables", "partition")  # datasets that are files on the launching machine
-
-Manifest = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Settings of the Kubernetes cluster that cluster.yml does not have."""
-
-    image: str  #: container image with gnnfleet and its packages
-    kind: Literal["jobset", "job"] = "jobset"
-    claims: tuple[tuple[str, str], ...] = ()  #: existing PersistentVolumeClaims: name and mount path
-    storage: str = "50Gi"  #: size of the claim that is created if none is mounted at ``HOME``
-    namespace: str = ""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Consecutive nodes with equal pods: one Indexed Job."""
-
-    name: str
-    nodes: tuple[NodePlan, ...]
-
-    @property
-    def first(self) -> NodePlan:
-        return self.nodes[0]
 
 
 @dataclass(frozen=True)
@@ -177,27 +156,23 @@ def _parts_folder(config: ResolvedConfig, cluster: Cluster) -> str:
 # Manifests.
 
 
-def _metadata(name: str, **more: Any) -> Manifest:
-    return {"name": name, "labels": {"app.kubernetes.io/name": "gnnfleet", "gnnfleet/run": name}, **more}
-
-
 def _service(name: str) -> Manifest:
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"gnnfleet/run": name}}
-    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(name), "spec": spec}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata_of(name), "spec": spec}
 
 
 def _claim(name: str, cluster: Cluster) -> list[Manifest]:
     if any(path == HOME for _, path in cluster.claims):
         return []
     spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": cluster.storage}}}
-    return [{"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": _metadata(name), "spec": spec}]
+    return [{"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata_of(name), "spec": spec}]
 
 
 def _secret(plan: LaunchPlan, metadata: Manifest) -> Manifest:
     data = {"token": secrets.token_hex(16)}
     if plan.encrypted:
         data["service.key"] = json.dumps(new_key_pair())
-    metadata = {**_metadata(plan.run_id), **metadata}
+    metadata = {**metadata_of(plan.run_id), **metadata}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "stringData": data}
 
 
@@ -235,7 +210,7 @@ def _config_map(plan: LaunchPlan, request: ExportRequest, code_dir: str) -> Mani
             f"the files of this run take {size:,} bytes, but a ConfigMap of Kubernetes holds {_MOST_CONFIG:,}; put the "
             "files of run.files into the image, or use fewer nodes"
         )
-    manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(plan.run_id), "data": data}
+    manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata_of(plan.run_id), "data": data}
     return {**manifest, "binaryData": binary} if binary else manifest
 
 
@@ -268,107 +243,21 @@ def _jobset(
         job: Manifest = {"name": group.name, "replicas": 1}
         if partition:
             job["dependsOn"] = [{"name": "partition", "status": "Complete"}]
-        jobs.append({**job, "template": {"spec": _job_spec(plan, group, config, cluster)}})
+        jobs.append({**job, "template": {"spec": job_spec(plan, group, config, cluster)}})
     spec = {
         "network": {"enableDNSHostnames": True, "subdomain": plan.run_id, "publishNotReadyAddresses": True},
         "failurePolicy": {"maxRestarts": 0},  # the Jobs start failed pods again
         "replicatedJobs": jobs,
     }
-    metadata = _metadata(plan.run_id)
+    metadata = metadata_of(plan.run_id)
     return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}]
 
 
 def _job(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cluster) -> Manifest:
-    metadata = {**_metadata(plan.run_id), "name": f"{plan.run_id}-{group.name}"}
-    spec = _job_spec(plan, group, config, cluster)
+    metadata = {**metadata_of(plan.run_id), "name": f"{plan.run_id}-{group.name}"}
+    spec = job_spec(plan, group, config, cluster)
     spec["template"]["spec"]["subdomain"] = plan.run_id
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
-
-
-def _job_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cluster) -> Manifest:
-    return {
-        "completionMode": "Indexed",
-        "completions": len(group.nodes),
-        "parallelism": len(group.nodes),
-        "backoffLimitPerIndex": config.run.restarts,
-        "maxFailedIndexes": 0,
-        "podFailurePolicy": {
-            "rules": [
-                # a run that cannot work as it was exported is not tried again
-                {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [2]}},
-                # an evicted pod, or one on a drained node, does not count
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            ]
-        },
-        "template": {
-            "metadata": {"labels": _metadata(plan.run_id)["labels"]},
-            "spec": _pod_spec(plan, group, config, cluster),
-        },
-    }
-
-
-def _pod_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cluster) -> Manifest:
-    devices = len(group.first.devices)
-    program = ["python3", "-m", "launcher.node.supervisor.pod"]
-    alive = {"exec": {"command": [*program, "--alive", RUN]}, "timeoutSeconds": 15}
-    container: Manifest = {
-        "name": "node",
-        "image": cluster.image,
-        "command": [*program, RUN, SECRETS],
-        "env": [
-            {"name": "GNNFLEET_FIRST_NODE", "value": str(group.first.node_rank)},
-            {"name": "GNNFLEET_KERNELS", "value": f"{HOME}/kernels"},
-        ],
-        "ports": _ports(plan, group),
-        "startupProbe": {**alive, "periodSeconds": 10, "failureThreshold": math.ceil((WAIT * 3 + 60) / 10)},
-        "livenessProbe": {**alive, "periodSeconds": 30, "failureThreshold": 4},
-        "volumeMounts": [
-            {"name": "run", "mountPath": RUN, "readOnly": True},
-            {"name": "secrets", "mountPath": SECRETS, "readOnly": True},
-            *_mounts(plan.run_id, cluster),
-        ],
-    }
-    volumes: list[Manifest] = [
-        {"name": "run", "configMap": {"name": plan.run_id}},
-        {"name": "secrets", "secret": {"secretName": plan.run_id, "defaultMode": 0o440}},
-        *_volumes(plan.run_id, cluster),
-    ]
-    if devices:
-        container["resources"] = {"limits": {"nvidia.com/gpu": devices}}
-        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})  # NCCL needs more than 64 MiB
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
-    return {
-        "restartPolicy": "Never",
-        "enableServiceLinks": False,
-        "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": math.ceil(config.run.grace) + 30,
-        "containers": [container],
-        "volumes": volumes,
-    }
-
-
-def _ports(plan: LaunchPlan, group: Group) -> list[Manifest]:
-    found = {f"graph-{node.node_rank}"[:15]: node.service_port for node in group.nodes if node.server}
-    if plan.nodes[plan.lead] in group.nodes:
-        found |= {"master": plan.master_port}
-        found |= {"control": plan.control_port} if plan.control_port else {}
-    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in found.items()]
-
-
-def _claims(name: str, cluster: Cluster) -> list[tuple[str, str]]:
-    own = [] if any(path == HOME for _, path in cluster.claims) else [(name, HOME)]
-    return [*own, *cluster.claims]
-
-
-def _mounts(name: str, cluster: Cluster) -> list[Manifest]:
-    return [{"name": f"data{k}", "mountPath": path} for k, (_, path) in enumerate(_claims(name, cluster))]
-
-
-def _volumes(name: str, cluster: Cluster) -> list[Manifest]:
-    return [
-        {"name": f"data{k}", "persistentVolumeClaim": {"claimName": claim}}
-        for k, (claim, _) in enumerate(_claims(name, cluster))
-    ]
 
 
 def _partition_job(config: ResolvedConfig, name: str, folder: str, cluster: Cluster) -> Manifest | None:
@@ -383,17 +272,17 @@ def _partition_job(config: ResolvedConfig, name: str, folder: str, cluster: Clus
         "image": cluster.image,
         "command": ["python3", *argv[1:]],
         "env": [{"name": "GNNFLEET_KERNELS", "value": f"{HOME}/kernels"}],
-        "volumeMounts": _mounts(name, cluster),
+        "volumeMounts": claim_mounts(name, cluster),
     }
     spec = {
         "restartPolicy": "Never",
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
         "containers": [container],
-        "volumes": _volumes(name, cluster),
+        "volumes": claim_volumes(name, cluster),
     }
     job = {"completions": 1, "backoffLimit": 2, "template": {"spec": spec}}
-    metadata = {**_metadata(name), "name": f"{name}-partition"}
+    metadata = {**metadata_of(name), "name": f"{name}-partition"}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job}
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from launcher.config.loader import load_config
 from launcher.config.resolve import resolve_run
-from launcher.export.kubernetes import Cluster, export_kubernetes
+from launcher.export.kubernetes import export_kubernetes
 from launcher.export.placed_plan import ExportRequest
+from launcher.export.pods import Cluster
 from netns import NetCluster
 from pod_kit import Kubelet, Pod
 from waiting import wait_until

@@ -19,8 +19,9 @@ from launcher.cli.main import run
 from launcher.config.loader import load_config
 from launcher.config.resolve import resolve_run
 from launcher.errors import UsageError
-from launcher.export.kubernetes import Cluster, Exported, export_kubernetes, resource_name
+from launcher.export.kubernetes import Exported, export_kubernetes, resource_name
 from launcher.export.placed_plan import ExportRequest
+from launcher.export.pods import Cluster
 from launcher.export.scripts import export_script, sbatch_lines
 
 TWO = """

@@ -18,7 +18,7 @@ MODULES = read_modules(REPOSITORY)
 ORDER = {
     "launcher": (
         "errors", "command", "hostlist", "files", "text", "yaml_tree", "node", "config", "transport",
-        "plan", "export", "preflight", "report", "sync", "run", "manage", "serving", "init", "cli",
+        "plan", "export", "preflight", "report", "sync", "run", "manage", "serving", "setup", "init", "cli",
     ),
     "trainer": (
         "core", "store", "data", "sources", "partition", "sampler", "cuda", "service", "graph", "loader", "nn",
@@ -34,6 +34,8 @@ FOREIGN = {
     "trainer.core.rng": ["torch"],
     "trainer.core.arrays": ["torch"],
 }
+#: Installed packages that a module of launcher.node may import.
+PACKAGES_ON_NODES = {"launcher.node.remote_folder": ["fsspec"]}
 #: Modules that users import or run; no other module imports them.
 ENTRIES = {"trainer.__main__"}
 
@@ -79,8 +81,8 @@ def test_foreign_packages_are_not_imported(package: str) -> None:
 
 
 def test_node_programs_use_the_standard_library_only() -> None:
-    allowed = {*sys.stdlib_module_names, "__future__"}
     for module in (name for name in MODULES if within(name, "launcher.node")):
+        allowed = {*sys.stdlib_module_names, "__future__", *PACKAGES_ON_NODES.get(module, ())}
         for name in imports_of(module):
             assert name.split(".")[0] in allowed or within(name, "launcher.node"), f"{module} imports {name}"
 

@@ -33,10 +33,11 @@ from launcher.cli.options import (
     show,
     with_options,
 )
+from launcher.cli.partition_store import STORE_COMMANDS
 from launcher.errors import ConfigError, FleetError, Interrupted, PreflightRefused, UsageError
 from launcher.run.options import LaunchOptions, choose_run_id, read_config
 
-_EPILOG = """Exit status: 0 done, 1 failed, 2 bad usage, 3 refused, 130 stopped.
+_EPILOG = """Exit status: 0 done, 1 failed, 2 usage, 3 preflight refused, 130 stopped.
 
 \b
 Examples:
@@ -48,7 +49,7 @@ _MOST_USED = ("config", "sets", "detach", "dry_run", "version", "help")
 
 #: Commands in the order in which a user needs them; commands not listed here follow.
 _ORDER = (
-    *("init", "import", "check", "plan", "launch", "export", "partition"),
+    *("init", "setup", "import", "check", "plan", "launch", "export", "partition"),
     *("status", "logs", "follow", "attach", "stop", "collect", "resume"),
     *("runs", "profile", "report", "compare", "serve", "completion"),
 )
@@ -128,6 +129,8 @@ class PartitionCommand(GroupedOptions):
         return super().parse_args(ctx, args)
 
 
+_TRAINER_ACTIONS = ("make", "convert", "repartition", "diff", "verify", "inspect", "tables")
+
 _CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_option_names": ["-h", "--help"]}
 
 launch_options = with_options(DETACH, *LIVE, DRY_RUN)
@@ -144,7 +147,7 @@ launch_options = with_options(DETACH, *LIVE, DRY_RUN)
 @click.version_option(__version__, message="gnnfleet %(version)s", help="Show the version and exit.")
 @click.pass_context
 def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
-    """Train graph neural networks on several hosts over SSH. With --config and no command, gnnfleet launches a run."""
+    """Train graph neural networks on several hosts. --config FILE launches a run."""
     if ctx.invoked_subcommand is not None:
         ctx.obj = values
         return
@@ -212,10 +215,11 @@ gnnfleet.add_command(export_command(config_options))
         "partition repartition parts parts-8 --num-parts 8",
         "partition diff parts parts-8",
         "partition tables shop/",
+        "partition push parts s3://bucket/products",
     ),
-    short_help="Cut a graph into parts, or convert, compare and check parts.",
+    short_help="Cut a graph into parts; convert, check or upload parts.",
 )
-@click.argument("what", type=click.Choice(["make", "convert", "repartition", "diff", "verify", "inspect", "tables"]))
+@click.argument("what", type=click.Choice([*_TRAINER_ACTIONS, *STORE_COMMANDS]))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 @with_options(CONFIG, SET, *HOST_FILTERS)
 @click.pass_context
@@ -232,7 +236,8 @@ def partition(
 
     make cuts a graph into parts. convert reads the parts of torch_geometric, GLT or DGL, or writes those of
     torch_geometric. repartition changes the number of parts. diff compares two folders of parts, verify checks one,
-    inspect describes it. tables drafts the section `data` for tables.
+    inspect describes it. tables drafts the section `data` for tables. push uploads parts to an object store, fetch
+    downloads them.
 
     With --config the graph and the folder come from the file. Other words are passed to
     `python -m trainer partition`; `partition make --help` shows its options.
@@ -245,6 +250,9 @@ def partition(
         joined(before, name, words) for name, words in (("sets", sets), ("include", include), ("exclude", exclude))
     )
     cluster = read_config(LaunchOptions(config, sets, include, exclude)) if config else None
+    if command := STORE_COMMANDS.get(what):
+        command.main([*words], f"gnnfleet partition {what}", standalone_mode=False, obj=cluster)
+        ctx.exit(0)
     ctx.exit(run_trainer(partition_command(what, cluster, words)))
 
 
@@ -281,9 +289,10 @@ def with_all_commands() -> click.Group:
     from launcher.cli.report import compare, report
     from launcher.cli.runs import register_commands
     from launcher.cli.serve import serve
+    from launcher.cli.setup import setup
 
     register_commands(gnnfleet)
-    for command in (report, compare, serve, completion, init, explain):
+    for command in (report, compare, serve, completion, init, setup, explain):
         gnnfleet.add_command(command)
     return gnnfleet
 

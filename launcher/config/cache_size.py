@@ -1,4 +1,4 @@
-"""Sizes of row caches, as a share or in bytes."""
+"""Sizes in config values: of row caches, as a share or in bytes, and of disk space."""
 
 from __future__ import annotations
 
@@ -39,3 +39,11 @@ class CacheSize:
         """Return the maximum size in bytes of a cache for ``num_remote`` rows of ``row_bytes`` bytes each."""
         total = num_remote * row_bytes
         return round(self.share * total if self.bytes is None else min(self.bytes, total))
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of a size such as ``500GB``. Raises ValueError."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or found[2] == "%":
+        raise ValueError(f"expected a size (500GB), found `{text}`")
+    return int(float(found[1]) * _UNITS[found[2].upper()])

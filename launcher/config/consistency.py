@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from launcher.config.roles import host_key
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, node_workdir
+from launcher.config.store_consistency import check_store
 from launcher.config.train_consistency import check_cache_size, check_training
 from launcher.config.validation import Reader
 from launcher.text import count
@@ -212,6 +213,7 @@ def _data(config: ClusterConfig, reader: Reader) -> None:
         )
     check_cache_size("data.cache", data.cache, "the remote rows", reader)
     _memory(data.partition.memory, reader)
+    check_store(config, reader)
     if data.serving:
         _serving(config, reader)
     elif not data.dataset and ("data",) not in reader.bad and reader.good(("data", "dataset"), ("data", "serving")):
@@ -236,7 +238,8 @@ def _serving(config: ClusterConfig, reader: Reader) -> None:
         return
     folder = os.path.normpath(reader.origin(("data", "folder")).folder / DataConfig.folder)
     standard = DataConfig(folder=folder)
-    for name in ("folder", "num_parts", "replicas", "mode", "partition", "topology", "cache"):
+    names = ("folder", "num_parts", "replicas", "mode", "partition", "topology", "cache", "store")
+    for name in names:
         if reader.given(("data", name)) and getattr(config.data, name) != getattr(standard, name):
             reader.report(
                 ("data", name),

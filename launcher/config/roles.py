@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import node_label
+from launcher.node.remote_folder import PACKAGES, scheme_of
 
 
 def host_key(config: ClusterConfig, node: NodeConfig) -> str:
@@ -43,6 +44,14 @@ class ServingCluster:
 class HeldParts:
     parts: tuple[int, ...] = ()  #: all of them, ascending
     copies: tuple[int, ...] = ()  #: the replicas among ``parts``, whose first holder is another node
+
+
+def store_packages(config: ClusterConfig) -> tuple[str, ...]:
+    """Return the packages with which nodes that hold parts read ``data.store``; () without a store."""
+    if config.data.store is None:
+        return ()
+    special = PACKAGES.get(scheme_of(config.data.store))
+    return ("fsspec", special[0]) if special else ("fsspec",)
 
 
 def lead(config: ClusterConfig) -> int:

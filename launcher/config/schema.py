@@ -197,6 +197,21 @@ class DataConfig:
         "set `false` if that takes longer than `run.start_timeout`.",
         True,
     )
+    store: str | None = setting(
+        "URL of a folder, as `s3://bucket/products`, `gs://…` or `file:///…`: parts are uploaded there once, and each "
+        "node fetches its own (mode sync).",
+        None,
+    )
+    store_options: Mapping[str, Any] = setting(
+        "Options of fsspec for the store, for instance endpoint_url of an S3 server; credentials come from the "
+        "environment of each machine.",
+        dict,
+    )
+    store_limit: str | None = setting(
+        "Most disk space for fetched parts in each node's workdir (500GB); the least recently used ones that no run "
+        "needs are deleted. Default: no limit.",
+        None,
+    )
 
 
 @dataclass(frozen=True)

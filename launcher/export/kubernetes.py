@@ -288,6 +288,8 @@ def _partition_job(config: ResolvedConfig, name: str, folder: str, cluster: Clus
 
 def _notes(config: ResolvedConfig, plan: LaunchPlan, folder: str, made: bool) -> tuple[str, ...]:
     notes = []
+    if config.data.store is not None:
+        notes.append(f"data.store is not used: the pods read the parts from {folder} on their volume")
     if config.data.mode == "sync" and not made:
         notes.append(f"copy the parts into the volume before the pods start: {config.data.folder} -> {folder}")
     if made and config.data.topology == "auto" and plan.topology.choice == "partitioned":

@@ -291,6 +291,8 @@ def _double_quoted(text: str) -> str:
 
 def _notes(config: ResolvedConfig, plan: LaunchPlan) -> tuple[str, ...]:
     notes = ["every node needs the key file, too; keep it private"] if plan.encrypted else []
+    if config.data.store is not None:
+        notes.append("data.store is not used: every node needs the parts in the folder that the script names")
     different = [k for k in range(1, len(config.nodes)) if interpreter(config, k) != interpreter(config, 0)]
     if different:
         notes.append(f"node{different[0]} uses another Python or setup than node0: change the script on that node")

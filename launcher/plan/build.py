@@ -247,7 +247,8 @@ def _notes(
             "processes)"
         )
     if config.makes_parts and usable is None:
-        notes.append("the parts will be made at launch; their files, sizes and digests are not known yet")
+        how = f"read from {config.data.store}, or made and uploaded there," if config.data.store else "made"
+        notes.append(f"the parts will be {how} at launch; their files, sizes and digests are not known yet")
         if manifest:
             notes.append(
                 f"{config.data.folder} has {manifest.num_parts} parts, but the config needs {config.num_parts}"
@@ -286,7 +287,8 @@ def offline_plan(
     The arguments are those of ``make_plan``, and ``to_train``: whether to raise UsageError if the bundled trainer
     cannot train on the graph, as far as its types are known.
     """
-    _check_source(config)
+    if config.data.store is None:  # else the parts may exist there
+        check_source(config)
     manifest = None
     if config.makes_parts and not outdated(config):
         manifest = read_partition_files(Path(config.data.folder).expanduser())
@@ -302,7 +304,8 @@ def offline_plan(
     )
 
 
-def _check_source(config: ResolvedConfig) -> None:
+def check_source(config: ResolvedConfig) -> None:
+    """Raise UsageError if the files from which the graph is partitioned do not exist on this machine."""
     source = config.data.source
     read_here = config.makes_parts and config.data.dataset in ("file", "tables", "partition")
     if read_here and source and not os.path.exists(os.path.expanduser(source)):

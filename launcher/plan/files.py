@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from launcher.command import Command, Secret, render
+from launcher.config.cache_size import parse_bytes
 from launcher.config.roles import ServingCluster
 from launcher.errors import node_label
 from launcher.files import CODE_ROOT, file_sha256
 from launcher.plan.commands import NodeCommands, PlanContext
 from launcher.plan.model import PlannedFile, copied, generated, target_text
-from launcher.plan.partition import PartitionFiles
+from launcher.plan.partition import PartFile, PartitionFiles
 from launcher.plan.placement import Site, endpoint, node_login
+
+FETCH_SPEC = "fetch.json"  #: file of a run folder: what ``launcher/node/store/fetch_parts.py`` fetches
 
 
 def code_files() -> list[Path]:
@@ -74,7 +77,8 @@ def node_files(
     """
     files = [_below(site.code_dir, file) for file in shared.code]
     if manifest and site.parts:
-        files += _part_files(site, manifest, context.topology.replicated)
+        parts = manifest.of_parts(site.parts, replicated=context.topology.replicated)
+        files += _part_files(context, site, manifest.folder, parts)
     if context.own and site.ranks:
         files += [_below(f"{site.run_dir}/files", file) for file in context.own.files]
     if context.resume and site.ranks:
@@ -84,14 +88,36 @@ def node_files(
 
 def _below(folder: str, file: PlannedFile) -> PlannedFile:
     dest = f"{folder}/{file.dest}"  # the call below is three times as fast as dataclasses.replace
-    return PlannedFile(dest, file.bytes, file.source, file.content, file.sha256, file.mode, file.secret)
+    return PlannedFile(dest, file.bytes, file.source, file.content, file.sha256, file.mode, file.secret, file.url)
 
 
-def _part_files(site: Site, manifest: PartitionFiles, replicated: bool) -> list[PlannedFile]:
-    return [
-        PlannedFile(f"{site.data_dir}/{file.path}", file.bytes, f"{manifest.folder}/{file.path}", "", file.sha256)
-        for file in manifest.of_parts(site.parts, replicated=replicated)
+def _part_files(context: PlanContext, site: Site, folder: str, files: tuple[PartFile, ...]) -> list[PlannedFile]:
+    """Return the files of a node's parts: sent from ``folder``, or fetched by the node with ``fetch.json``."""
+    url = context.config.data.store
+    if url is None:
+        return [
+            PlannedFile(f"{site.data_dir}/{file.path}", file.bytes, f"{folder}/{file.path}", "", file.sha256)
+            for file in files
+        ]
+    url = url.rstrip("/")
+    fetched = [
+        PlannedFile(f"{site.data_dir}/{file.path}", file.bytes, sha256=file.sha256, url=f"{url}/{file.path}")
+        for file in files
     ]
+    spec = json.dumps(_fetch_spec(context, site, url, files))
+    return [*fetched, generated(f"{site.run_dir}/{FETCH_SPEC}", spec, mode=0o600)]
+
+
+def _fetch_spec(context: PlanContext, site: Site, url: str, files: tuple[PartFile, ...]) -> Mapping[str, Any]:
+    data = context.config.data
+    return {
+        "url": url,
+        "options": data.store_options,
+        "folder": site.data_dir,
+        "files": [[file.path, file.bytes, file.sha256] for file in files],
+        "run_dir": site.run_dir,
+        "limit": None if data.store_limit is None else parse_bytes(data.store_limit),
+    }
 
 
 def _generated(context: PlanContext, site: Site, commands: NodeCommands, shared: SharedFiles) -> list[PlannedFile]:

@@ -114,6 +114,7 @@ class Partitioning:
     source: str  #: the graph: ``data.source``, else ``data.dataset``
     method: str
     graph: tuple[str, ...]  #: arguments for graph and method, without the folder; equal for equal parts
+    store: str = ""  #: ``data.store``, to which the parts are uploaded; '' if they are sent from the folder
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class Login:
 class PlannedFile:
     """A file that a node needs before its processes start.
 
-    Either ``source`` or ``content`` is set; neither for files created at launch (run.json, service.key).
+    One of ``source``, ``content`` and ``url`` is set; none for files created at launch (run.json, service.key).
     """
 
     dest: str  #: path on the node
@@ -193,6 +194,7 @@ class PlannedFile:
     sha256: str = ""  #: '' if created at launch
     mode: int = 0o644
     secret: bool = False
+    url: str = ""  #: place in ``data.store``, from which the node fetches the file itself
 
 
 def generated(dest: str, content: str, *, mode: int = 0o644, secret: bool = False) -> PlannedFile:

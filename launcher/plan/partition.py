@@ -34,7 +34,8 @@ def partitioning(config: ResolvedConfig) -> Partitioning:
     for name, value in data.options.items():
         options += ["--option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     command = _trainer_partition("make", *cut, "--out", folder, *options)
-    return Partitioning(command, folder, data.source or data.dataset, data.partition.method, (*cut, *options))
+    graph = (*cut, *options)
+    return Partitioning(command, folder, data.source or data.dataset, data.partition.method, graph, data.store or "")
 
 
 def _trainer_partition(*words: str) -> Command:

@@ -247,6 +247,11 @@ def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, st
     total = sum(_total(node.files) for node in plan.nodes)
     yield "code", f"digest {plan.code_digest[:16]}"
     yield "transfer", f"{decimal(total)} in {count(sum(len(node.files) for node in plan.nodes), 'file')} to all nodes"
+    if fetched := sum(file.bytes for node in plan.nodes for file in node.files if file.url):
+        yield (
+            "store",
+            f"{decimal(fetched)} of it fetched by the nodes from {plan.partition.store if plan.partition else ''}",
+        )
     if plan.control_port:
         yield "control", f"node{plan.lead}, port {plan.control_port}"
     yield "results", f"{plan.runs_dir}/{plan.run_id} on this machine"
@@ -264,6 +269,8 @@ def _describe_partitioning(plan: LaunchPlan, made: Partitioning) -> str:
     """Return the sentence ``synthetic is partitioned into 3 parts (metis) in parts/toy on this machine, …``."""
     parts = count(plan.num_parts, "part")
     where = f"{made.folder} on this machine"
+    if made.store:
+        where += f" and uploaded to {made.store}"
     if made.method == "keep":
         return f"the {parts} in {made.source} are converted to {where}, unless they exist"
     return f"{made.source} is partitioned into {parts} ({made.method}) in {where}, unless they exist"

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from launcher.config.roles import store_packages
 from launcher.node.programs import packages
 from launcher.preflight.finding import Finding, Severity, Survey, listed
 from launcher.text import OWN_VENV, index, new_venv
@@ -49,12 +50,17 @@ RULES = (
     Rule("numba", 2, "bundled"),
     Rule("numpy", 2, "bundled"),
     Rule("msgspec", 0, "bundled"),
+    Rule("click", 0, "bundled"),
+    Rule("rich", 0, "bundled"),
     Rule("cuda", 1, devices=True),
     Rule("nccl", ALL, devices=True),
     Rule("driver", 0, devices=True),
     Rule("build", 0),
     Rule("glibc", 0),
     Rule("arch", 0),
+    Rule("fsspec", 0),
+    Rule("s3fs", 0),
+    Rule("gcsfs", 0),
 )
 
 _SPOKEN = {"cuda": "torch's CUDA", "nccl": "NCCL", "build": "torch build", "arch": "processor"}
@@ -107,7 +113,7 @@ def differences(rule: Rule, versions: Mapping[int, str]) -> dict[int, Difference
     return found
 
 
-PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "msgspec")
+PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "msgspec", "click", "rich")
 
 OLDEST_PYTHON = (3, 10)
 
@@ -160,7 +166,7 @@ def _python(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Findi
 
 
 def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Finding]:
-    missing = [name for name in PACKAGES if not survey.version(k, name)]
+    missing = [name for name in _needed(survey, k) if not survey.version(k, name)]
     differing = [one for one in odd if one.blocks and one.name != "python"]
     words = [f"{listed(missing)} not installed for {survey.probes[k]['python']}"] if missing else []
     words += [f"{one.spoken} {one.found}, but {one.usual} on {survey.labels(one.others)}" for one in differing]
@@ -180,6 +186,10 @@ def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Fin
         yield survey.finding(k, severity, "packages", "; ".join(words), remedy, command)
 
 
+def _needed(survey: Survey, k: int) -> tuple[str, ...]:
+    return (*PACKAGES, *(store_packages(survey.config) if survey.config.nodes[k].holds else ()))
+
+
 def _has_system_python(survey: Survey, k: int) -> bool:
     # pip should not install packages into the operating system's Python.
     return not survey.version(k, "torch") and survey.probes[k]["python"].startswith(_SYSTEM)
@@ -194,7 +204,7 @@ def _use_new_environment(survey: Survey) -> str:
 
 
 def _new_environment(survey: Survey, k: int) -> str:
-    pins = [_pin(survey, k, name) for name in PACKAGES]
+    pins = [_pin(survey, k, name) for name in _needed(survey, k)]
     return "; ".join([*survey.config.nodes[k].setup, new_venv(OWN_VENV, pins, _torch_tag(survey, k))])
 
 
@@ -213,7 +223,8 @@ def _breaks(
     """
     if not survey.own_command or survey.config.nodes[k].role == "server":
         return any([*missing, *differing, *without_cuda])
-    return any(name in _OWN_NEEDS for name in missing) or any(one.rule.needed_by == "all" for one in differing)
+    needed = (*_OWN_NEEDS, *store_packages(survey.config))
+    return any(name in needed for name in missing) or any(one.rule.needed_by == "all" for one in differing)
 
 
 def _summary(survey: Survey, k: int, odd: Sequence[Difference]) -> str:
@@ -256,7 +267,7 @@ def _launcher_version(survey: Survey, k: int, name: str) -> str:
 
 @cache
 def _own() -> dict[str, str]:
-    return packages.versions()
+    return packages.versions(("fsspec", "s3fs", "gcsfs"))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from launcher.preflight.connectivity import Connectivity, ConnectivityTest, conn
 from launcher.preflight.finding import Finding, Survey, connect_finding
 from launcher.preflight.preflight_report import PreflightReport
 from launcher.preflight.shared_folder import SharedFolderTest
+from launcher.preflight.store_access import store_findings
 from launcher.preflight.survey import Inquiry
 from launcher.transport.base import Transport
 from launcher.transport.fanout import Answers, on_nodes
@@ -77,6 +78,8 @@ def run_preflight(
         findings = [connect_finding(config, k, errors[k]) for k in sorted(errors)]
         findings += all_findings(survey)
         working = {k: agents[k] for k in facts}
+        if config.data.store is not None:
+            findings += store_findings(survey, working)
         if config.data.mode == "verify":
             findings += SharedFolderTest(survey, working).findings()
         if config.transport != "local" and len(facts) > 1:

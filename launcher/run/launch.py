@@ -25,7 +25,6 @@ from launcher.errors import FleetError, Interrupted, OutOfReach, PreflightRefuse
 from launcher.files import write_whole
 from launcher.plan.build import final_plan, offline_plan
 from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan
-from launcher.plan.partition import ensure_parts
 from launcher.plan.render import print_placement
 from launcher.plan.script_imports import unsent_modules
 from launcher.plan.serialize import run_json
@@ -42,6 +41,7 @@ from launcher.run.interrupts import Interrupts
 from launcher.run.lifecycle import FollowContext, View, conduct
 from launcher.run.options import LaunchOptions, choose_run_id, run_folder
 from launcher.run.tmux_session import start_session
+from launcher.sync.parts_store import ensure_parts_of
 from launcher.sync.progress import transfer_progress
 from launcher.sync.push import sync
 from launcher.sync.verify_parts import PartsDiffer, verify
@@ -202,7 +202,7 @@ def require_preflight(
     report = _preflight(context.config, attempts, draft, context.options.own_command, run_id=run_id)
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:
-        _print_findings(replace(report, findings=tuple(noteworthy)), context.console)
+        _print_findings(replace(report, findings=tuple(noteworthy)), context.options.config, context.console)
     context.notes = tuple(finding.line() for finding in noteworthy if finding.severity == "block")
     if context.options.as_json:
         report.refuse_if_blocked()  # its error lists the findings; the table is not part of the JSON
@@ -271,7 +271,7 @@ def partition_and_plan(
     context: LaunchContext, facts: Mapping[int, NodeFacts], attached: Attachment | None = None
 ) -> LaunchPlan:
     context.enter_stage("partition")
-    manifest = ensure_parts(context.config, context.console) if context.config.makes_parts else None
+    manifest = ensure_parts_of(context.config, context.console)
     if manifest is not None and not context.options.own_command:
         check_trainable(context.config, manifest)
     return final_plan(
@@ -344,12 +344,22 @@ def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int
     with transfer_progress(context.console, labels) as progress:
         report = sync(plan, transports, progress, connect_timeout=context.config.run.connect_timeout)
     need = sum(file.bytes for node in plan.nodes for file in node.files)
-    packed = " (code packed)" if report.bytes_sent + report.bytes_present < need else ""
-    sizes = f"{decimal(report.bytes_sent)} sent{packed}, {decimal(report.bytes_present)} already there"
+    packed = " (code packed)" if report.bytes_sent + report.bytes_present + report.bytes_fetched < need else ""
+    fetched = (
+        f", {decimal(report.bytes_fetched)} fetched from {context.config.data.store}"
+        if context.config.data.store
+        else ""
+    )
+    sizes = f"{decimal(report.bytes_sent)} sent{packed}{fetched}, {decimal(report.bytes_present)} already there"
     context.say(f"synced {decimal(need)} of files: {sizes}")
     for node in report.nodes:
         context.events.add(
-            "synced", node_rank=node.node_rank, files=node.files_sent, bytes=node.bytes_sent, seconds=node.seconds
+            "synced",
+            node_rank=node.node_rank,
+            files=node.files_sent,
+            bytes=node.bytes_sent,
+            fetched=node.bytes_fetched,
+            seconds=node.seconds,
         )
 
 
@@ -365,7 +375,7 @@ def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -
             report = replace(report, findings=(*report.findings, *found))
     finally:
         close_all(attempts)
-    _print_findings(report, console)
+    _print_findings(report, options.config, console)
     console.print(Text(verdict(report, len(resolved.nodes)), "bold red" if report.blocked else "bold green"))
     if options.as_json:
         click.echo(json.dumps(asdict(report), indent=1))
@@ -396,9 +406,13 @@ def _some(texts: Sequence[str], most: int = 4) -> str:
     return "\n".join([*texts[:most], *more])
 
 
-def _print_findings(report: PreflightReport, console: Console) -> None:
-    # With ``gnnfleet explain`` commands for findings that block the run.
+def _print_findings(report: PreflightReport, file: Path, console: Console) -> None:
+    # With the command that installs packages, and ``gnnfleet explain`` commands for findings that block the run.
     print_findings(report, console)
+    repairable = any(one.severity == "block" and one.check in ("python", "packages") for one in report.findings)
+    if repairable and file.is_file():
+        text = f"To install the versions of this machine on all hosts: gnnfleet setup --config {file}"
+        console.print(Text(text, "bold"), soft_wrap=True)
     if more := hint(*(finding.message for finding in report.findings if finding.severity == "block")):
         console.print(Text(more, "dim"))
 

@@ -12,10 +12,10 @@ from launcher.config.schema import NodeConfig
 from launcher.errors import TransportError
 from launcher.plan.build import final_plan
 from launcher.plan.model import KeptServers, LaunchPlan, NodeFacts, NodePlan, target_text
-from launcher.plan.partition import ensure_parts
 from launcher.plan.placement import node_login
 from launcher.report.run_folder import user_at_host
 from launcher.serving.cluster_state import ServeContext, ServerState, read_description
+from launcher.sync.parts_store import ensure_parts_of
 from launcher.transport.base import Transport
 
 Connections = Mapping[int, Transport | TransportError]
@@ -150,7 +150,7 @@ def cluster_plan(
         _addressed(found, facts),
         run_id=context.run_id,
         facts=facts,
-        manifest=ensure_parts(config, context.console) if config.makes_parts else None,
+        manifest=ensure_parts_of(config, context.console),
         operator=user_at_host(),
         kept=_kept_servers(found, held, facts),
         service_key=service_key(found),

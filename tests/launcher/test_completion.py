@@ -117,7 +117,7 @@ def test_a_shell_completes(shell: str, folder: Path, capsys: pytest.CaptureFixtu
     ("typed", "offered"),
     [
         (["compare", "toy-alpha", ""], {"toy-beta"}),
-        (["partition", ""], {"make", "convert", "repartition", "diff", "verify", "inspect", "tables"}),
+        (["partition", ""], {"make", "convert", "repartition", "diff", "verify", "inspect", "tables", "push", "fetch"}),
         (["-c", "damaged.yml", "--include", ""], set()),
         (["completion", ""], {"bash", "zsh", "fish"}),
     ],

@@ -10,26 +10,27 @@ import sys
 
 TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to start
 if TYPE_CHECKING:
-    from typing import Any
+    from typing import Any, Sequence
 
-PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "msgspec")
+PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "msgspec", "click", "rich")
 
 NCCL = ("nvidia_nccl_cu11", "nvidia_nccl_cu12", "nvidia_nccl_cu13")
 
 
-def versions() -> dict[str, str]:
+def versions(more: Sequence[str] = ()) -> dict[str, str]:
     """Return versions by name; '' for what is absent.
 
-    Names are "python", PACKAGES, "cuda" (that torch was built for), "nccl", "glibc", and "arch" (the architecture).
+    Names are "python", PACKAGES and ``more``, "cuda" (that torch was built for), "nccl", "glibc", and "arch" (the
+    architecture).
     """
-    there = installed()
-    if sys.flags.no_site and not all(map(there.get, PACKAGES)):
+    there, wanted = installed(), (*PACKAGES, *more)
+    if sys.flags.no_site and not all(map(there.get, wanted)):
         import site  # .pth files may add folders with the missing packages
 
         site.main()
         there = installed()
     found = {"python": "%d.%d.%d" % sys.version_info[:3]}
-    for package in PACKAGES:
+    for package in wanted:
         found[package] = there.get(package) or by_metadata(package)
     cuda = torch_cuda() if found["torch"] else ""
     major = "nvidia_nccl_cu%s" % cuda.split(".")[0]

@@ -7,8 +7,8 @@
 - "workdir", "run_dir", "session": work folder; run folder and tmux session that a run will create, or ""
 - "ports": ports that must be free
 - "manifest": path of the manifest.json of a partition folder, or ""
-- optional: "devices": whether to list CUDA devices; "names": host names to resolve; "code": digest of the code of
-  gnnfleet; "parts": folder with parts sent earlier
+- optional: "devices": whether to list CUDA devices; "packages": further packages to look for; "names": host names to
+  resolve; "code": digest of the code of gnnfleet; "parts": folder with parts sent earlier
 
 It runs on all nodes at once and must be fast: it imports and examines only what the answer needs.
 """
@@ -48,7 +48,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         "addresses": own,
         "interface": interface_of(address, own),
         "python": sys.executable,
-        "versions": packages.versions(),
+        "versions": packages.versions(request.get("packages", [])),
         "boot_id": machine.read("/proc/sys/kernel/random/boot_id").strip(),
         "leases": leases,
         "lease_error": lease_error,

@@ -1,0 +1,32 @@
+"""Program: fetches the files of a node's parts from a store. ``fetch_parts.py SPEC`` prints ``progress_lines``.
+
+SPEC is a JSON file: ``url`` and ``options`` of the store, ``folder`` (the partition folder on this machine), ``files``
+(list of [path, bytes, sha256]), ``run_dir`` (of the run that needs them; '' for none) and ``limit`` (most bytes of all
+fetched partition folders; null: none). Ends when its stdin does.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from launcher.node.remote_folder import RemoteFolder
+from launcher.node.store.fetch import Wanted, fetch
+from launcher.node.store.parts_cache import claim
+from launcher.node.store.progress_lines import ProgressLines, run_program
+
+
+def fetch_parts(spec: dict[str, Any], lines: ProgressLines) -> int:
+    """Fetch the files of a specification; return how many were not there yet. Raises StoreError and OSError."""
+    store, folder = RemoteFolder(spec["url"], spec["options"]), os.path.expanduser(spec["folder"])
+    files = [Wanted(*file) for file in spec["files"]]
+    if spec["run_dir"]:
+        need = sum(file.bytes for file in files)
+        run_dir = os.path.expanduser(spec["run_dir"])
+        for name in claim(folder, store.url, run_dir, need, spec["limit"]):
+            lines.put("note", text=f"deleted {os.path.dirname(folder)}/{name} to stay below data.store_limit")
+    return fetch(store, folder, files, lines)
+
+
+if __name__ == "__main__":
+    run_program(fetch_parts)

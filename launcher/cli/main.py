@@ -15,6 +15,7 @@ from click.shell_completion import CompletionItem
 
 from launcher import __version__
 from launcher.cli.completion import runs_or_files, serving_names
+from launcher.cli.export import export_command
 from launcher.cli.launch_compat import foreign_options, import_command, joined, options_of, without_remote
 from launcher.cli.options import (
     CONFIG,
@@ -48,7 +49,7 @@ _MOST_USED = ("config", "sets", "detach", "dry_run", "version", "help")
 
 #: Commands in the order in which a user needs them; commands not listed here follow.
 _ORDER = (
-    *("init", "setup", "import", "check", "plan", "launch", "partition"),
+    *("init", "setup", "import", "check", "plan", "launch", "export", "partition"),
     *("status", "logs", "follow", "attach", "stop", "collect", "resume"),
     *("runs", "profile", "report", "compare", "serve", "completion"),
 )
@@ -146,7 +147,7 @@ launch_options = with_options(DETACH, *LIVE, DRY_RUN)
 @click.version_option(__version__, message="gnnfleet %(version)s", help="Show the version and exit.")
 @click.pass_context
 def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
-    """Train graph neural networks on several hosts over SSH. With --config and no command, gnnfleet launches a run."""
+    """Train graph neural networks on several hosts. --config FILE launches a run."""
     if ctx.invoked_subcommand is not None:
         ctx.obj = values
         return
@@ -200,6 +201,7 @@ for _param in check.params:
         _param.hidden = True  # accepted, but check prints no plan
 
 gnnfleet.add_command(import_command(config_options))
+gnnfleet.add_command(export_command(config_options))
 
 
 @gnnfleet.command(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.completion import host_names, template_names
-from launcher.cli.options import GroupedOptions, console_of
+from launcher.cli.options import GroupedOptions, console_of, program_name
 from launcher.errors import UsageError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def init(ctx: click.Context, **values: Any) -> None:
     if ask:
         request = _ask_missing(request)
     as_json = bool(values["as_json"])
-    options = InitOptions(console_of(as_json), ask, not values["no_check"], as_json, _program(ctx))
+    options = InitOptions(console_of(as_json), ask, not values["no_check"], as_json, program_name(ctx))
     ctx.exit(write_config(request, dest, options))
 
 
@@ -155,9 +155,3 @@ def _copy(name: str, dest: Path, force: bool, ask: bool) -> None:
     check_writable(dest, force, ask)
     write_whole(dest, copy_of(template, dest))
     click.echo(f"Wrote {dest}: {template.about}.\nIts first lines explain what to change and how to launch it.")
-
-
-def _program(ctx: click.Context) -> str:
-    """Return the command that started this program, ``gnnfleet`` or ``python launch.py``."""
-    name = ctx.find_root().info_name or "gnnfleet"
-    return "python launch.py" if name.endswith("launch.py") else "gnnfleet"

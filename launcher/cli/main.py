@@ -35,7 +35,7 @@ from launcher.cli.options import (
 from launcher.errors import ConfigError, FleetError, Interrupted, PreflightRefused, UsageError
 from launcher.run.options import LaunchOptions, choose_run_id, read_config
 
-_EPILOG = """Exit status: 0 done, 1 failed, 2 bad usage, 3 preflight refused, 130 stopped.
+_EPILOG = """Exit status: 0 done, 1 failed, 2 usage, 3 preflight refused, 130 stopped.
 
 \b
 Examples:
@@ -47,7 +47,7 @@ _MOST_USED = ("config", "sets", "detach", "dry_run", "version", "help")
 
 #: Commands in the order in which a user needs them; commands not listed here follow.
 _ORDER = (
-    *("init", "import", "check", "plan", "launch", "partition"),
+    *("init", "setup", "import", "check", "plan", "launch", "partition"),
     *("status", "logs", "follow", "attach", "stop", "collect", "resume"),
     *("runs", "profile", "report", "compare", "serve", "completion"),
 )
@@ -295,9 +295,10 @@ def with_all_commands() -> click.Group:
     from launcher.cli.report import compare, report
     from launcher.cli.runs import register_commands
     from launcher.cli.serve import serve
+    from launcher.cli.setup import setup
 
     register_commands(gnnfleet)
-    for command in (report, compare, serve, completion, init, explain):
+    for command in (report, compare, serve, completion, init, setup, explain):
         gnnfleet.add_command(command)
     return gnnfleet
 

@@ -22,6 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _HEADINGS = {
     "Config": ("config", "sets"),
     "Hosts": ("more_hosts", "nodes", "include", "exclude", "group", "venv", "conda", "python"),
+    "Packages": ("packages", "build"),
     "SSH login": ("user", "key", "password", "host_keys"),
     "Graph and training": (
         *("dataset", "source", "shared", "serving"),
@@ -165,3 +166,9 @@ def show(plan: LaunchPlan, *, as_json: bool, verbose: bool) -> None:
         click.echo(to_json(plan))
     else:
         print_plan(plan, console_of(False), every=verbose)
+
+
+def program_name(ctx: click.Context) -> str:
+    """Return the command that started this program, ``gnnfleet`` or ``python launch.py``."""
+    name = ctx.find_root().info_name or "gnnfleet"
+    return "python launch.py" if name.endswith("launch.py") else "gnnfleet"

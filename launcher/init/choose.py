@@ -97,8 +97,11 @@ def shared_environments(facts: Mapping[int, HostFacts]) -> tuple[SharedEnvironme
 
 
 def devices(host: HostFacts, environment: Environment | None) -> tuple[Gpu, ...]:
-    """Return the free GPUs of the host; none if the environment's torch is built without CUDA."""
-    if environment is None or not environment.versions.get("cuda"):
+    """Return the GPUs that a node may use: the free ones, or none if the environment's torch is built without CUDA.
+
+    Without an environment these are the free ones, too: ``gnnfleet setup`` installs a build of torch with CUDA there.
+    """
+    if environment is not None and not environment.versions.get("cuda"):
         return ()
     return tuple(gpu for gpu in host.gpus if free(gpu))
 

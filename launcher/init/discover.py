@@ -14,6 +14,7 @@ from launcher.config.resolve import ResolvedConfig
 from launcher.config.schema import node_workdir
 from launcher.errors import FleetError, NodeError, TransportError
 from launcher.init.request import InitRequest
+from launcher.plan.placement import MORE_PYTHONS
 from launcher.preflight.check_packages import OLDEST_PYTHON, PACKAGES, RULES, leading
 from launcher.preflight.preflight import open_agents
 from launcher.transport.base import Transport
@@ -21,12 +22,6 @@ from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import NodeAgent, program_source
 
 _TIMEOUT = 120.0  # seconds; Python starts slowly from a network disk
-
-#: Appended to PATH: the only Python of a host may be that of conda or of an environment made by gnnfleet.
-_PATH = 'export PATH="$PATH:' + ":".join(
-    [f"$HOME/{name}/bin" for name in ("gnnfleet-venv", "miniconda3", "miniforge3", "anaconda3", "mambaforge")]
-    + ["/opt/conda/bin", "/opt/miniconda3/bin", "/usr/local/bin"]
-) + '"'  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,7 +122,7 @@ def _python(request: InitRequest) -> Command:
         return Command((sys.executable,))
     folders = [f"{text.rstrip('/')}/bin" for text in (request.venv, request.conda) if text and "/" in text]
     given = [f'export PATH="$PATH":{quote(folder)}' for folder in folders]
-    return Command((request.python or "python3",), setup=(_PATH, *given))
+    return Command((request.python or "python3",), setup=(MORE_PYTHONS, *given))
 
 
 def _host_facts(request: InitRequest, config: ResolvedConfig, k: int, agent: NodeAgent) -> HostFacts:

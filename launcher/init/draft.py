@@ -150,7 +150,7 @@ def _defaults(draft: Draft) -> Iterator[Line]:
     elif default:
         yield Line(f"  {default.key}: {value(default.path)}", _versions(default))
     else:
-        yield Line(f"  venv: {OWN_VENV}", "create it on the hosts: no Python with torch was found")
+        yield Line(f"  venv: {OWN_VENV}", "made by `gnnfleet setup`: no Python with torch was found")
     yield Line("  workdir: ~/gnnfleet/node{node_rank}", "folder on the node for code, parts and runs")
     yield Line("  # procs: 2", "training processes on a node without devices; default: 1")
 

@@ -24,10 +24,9 @@ from launcher.init.draft import Draft, is_unedited, text_of
 from launcher.init.questions import ask_access, ask_environment, common_remedy, reason, reasons
 from launcher.init.request import InitRequest, config_of, in_flags
 from launcher.node.exit_description import size
-from launcher.node.programs import packages
 from launcher.preflight.finding import Finding
 from launcher.run.options import LaunchOptions, read_config
-from launcher.text import OWN_VENV, count, new_venv
+from launcher.text import count
 from launcher.transport import Opened, close_all, connect_all
 from launcher.transport.base import Transport
 
@@ -60,7 +59,7 @@ def write_config(request: InitRequest, dest: Path, options: InitOptions) -> int:
         checked = _check(draft, dest, opened, options) if options.check else {}
     if options.as_json:
         click.echo(json.dumps({"file": str(dest), "hosts": hosts, **checked}, indent=1))
-    _print_next(dest, options, bool(checked.get("blocked")))
+    _print_next(dest, options, bool(checked.get("blocked")), setup=bool(_lacking(draft)))
     return 3 if discovery.errors or checked.get("blocked") else 0
 
 
@@ -74,9 +73,12 @@ def _validate(text: str, dest: Path) -> None:
             raise in_flags(error.problems) from None
 
 
-def _print_next(dest: Path, options: InitOptions, blocked: bool) -> None:
-    command = f"{options.program} check --config {dest}" if blocked else f"{options.program} --config {dest}"
-    first = "Fix the problems above" if blocked else "Read it"
+def _print_next(dest: Path, options: InitOptions, blocked: bool, setup: bool) -> None:
+    """Print which file was written, and the command to run next. ``setup``: packages are missing on a host."""
+    command = f"{options.program} --config {dest}"
+    if blocked or setup:
+        command = f"{options.program} {'setup' if setup else 'check'} --config {dest}"
+    first = "Fix the problems above" if blocked and not setup else "Read it"
     options.console.print(f"Wrote [bold]{escape(str(dest))}[/]. {first}, then run: {escape(command)}", soft_wrap=True)
 
 
@@ -157,6 +159,7 @@ def _hosts_json(draft: Draft) -> list[dict[str, Any]]:
 
 
 def _show(draft: Draft, console: Console) -> None:
+    """Print a table of the hosts, why hosts were left out, and the command that installs missing packages."""
     table = Table("Host", "CPUs", "Memory", "GPUs", "Python", box=SIMPLE_HEAD)
     for column in table.columns:
         column.overflow = "fold"
@@ -169,11 +172,19 @@ def _show(draft: Draft, console: Console) -> None:
         console.print(f"To accept the unknown keys, {escape(remedy)}", soft_wrap=True)
     if not draft.shared_confirmed:
         console.print(f"[yellow]{escape(str(draft.request.shared))} is not the same writable folder[/] on all hosts")
-    lacking = [draft.request.hosts[k] for k, one in draft.chosen.items() if one is None or one.lacking]
-    if lacking:
+    if lacking := _lacking(draft):
         hosts = escape(", ".join(lacking))
-        console.print(f"[yellow]No Python with all packages[/] on {hosts}. To create one, run there:", soft_wrap=True)
-        console.print(f"  {escape(_install(draft))}", soft_wrap=True)
+        command = escape(_setup_command(draft))
+        console.print(f"[yellow]No Python with all packages[/] on {hosts}. To install them: {command}", soft_wrap=True)
+
+
+def _lacking(draft: Draft) -> list[str]:
+    """Return the hosts that lack Python packages."""
+    return [draft.request.hosts[k] for k, one in draft.chosen.items() if one is None or one.lacking]
+
+
+def _setup_command(draft: Draft) -> str:
+    return f"{draft.program} setup --config {draft.file}"
 
 
 def _cells(draft: Draft, k: int) -> tuple[str, ...]:
@@ -184,14 +195,6 @@ def _cells(draft: Draft, k: int) -> tuple[str, ...]:
     gpus = f"{used} of {len(facts.gpus)} × {facts.gpus[0].name}" if facts.gpus else "none"
     python = f"{chosen.path}: torch {chosen.versions['torch']}" if chosen else "none with torch"
     return str(facts.cpus), size(facts.memory), gpus, python
-
-
-def _install(draft: Draft) -> str:
-    # The versions are those of a host that has all packages, else those of this machine.
-    versions = next((one.versions for one in draft.chosen.values() if one and one.complete), packages.versions())
-    pins = [f"{name}=={version.partition('+')[0]}" for name in packages.PACKAGES if (version := versions.get(name))]
-    cpu = not any(facts.gpus for facts in draft.discovery.facts.values())
-    return new_venv(draft.request.venv or OWN_VENV, pins, "cpu" if cpu else "")
 
 
 def _check(draft: Draft, dest: Path, opened: Opened, options: InitOptions) -> dict[str, Any]:
@@ -219,10 +222,7 @@ def _with_remedy(draft: Draft, finding: Finding) -> Finding:
     chosen = draft.chosen[list(draft.discovery.facts)[finding.node_rank]]
     if chosen is not None or finding.check not in ("python", "packages"):
         return finding
-    again = f"run `{draft.program} init` again" + (
-        "" if draft.request.environment else " (with --venv DIR if it is in another folder)"
-    )
-    remedy = f"create the environment as shown above, then {again}; or name another environment in the file"
+    remedy = f"run `{_setup_command(draft)}`, or name another environment in the file"
     return replace(finding, remedy=remedy, command="", login=())
 
 

@@ -36,6 +36,13 @@ _REQUIRE_CONDA = (
 )
 
 
+#: Appended to PATH: the only Python of a host may be that of conda or of an environment made by gnnfleet.
+MORE_PYTHONS = 'export PATH="$PATH:' + ":".join(
+    [f"$HOME/{name}/bin" for name in ("gnnfleet-venv", "miniconda3", "miniforge3", "anaconda3", "mambaforge")]
+    + ["/opt/conda/bin", "/opt/miniconda3/bin", "/usr/local/bin"]
+) + '"'  # fmt: skip
+
+
 def session_name(run_id: str, node_rank: int) -> str:
     return "gnnfleet-" + re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_id}-node{node_rank}")
 

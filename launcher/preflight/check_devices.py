@@ -18,7 +18,7 @@ _IDLE = 16  # MiB that nvidia-smi may show as used on an idle device
 _MIB = 1 << 20
 
 #: Oldest driver for each major version of CUDA (NVIDIA's table of minor version compatibility).
-_OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
+OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _mixed(survey: Survey, k: int) -> Iterator[Finding]:
 
 def _driver(survey: Survey, k: int) -> Iterator[Finding]:
     cuda, driver = survey.version(k, "cuda"), str(survey.probes[k]["driver"])
-    oldest = _OLDEST_DRIVER.get(cuda.split(".")[0], 0)
+    oldest = OLDEST_DRIVER.get(cuda.split(".")[0], 0)
     if driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < oldest:
         message = f"driver {driver} is too old for torch's CUDA {cuda}, which needs {oldest} or newer"
         yield survey.finding(k, "block", "devices", message, "update the driver, or install torch for an older CUDA")

@@ -49,6 +49,8 @@ RULES = (
     Rule("numba", 2, "bundled"),
     Rule("numpy", 2, "bundled"),
     Rule("msgspec", 0, "bundled"),
+    Rule("click", 0, "bundled"),
+    Rule("rich", 0, "bundled"),
     Rule("cuda", 1, devices=True),
     Rule("nccl", ALL, devices=True),
     Rule("driver", 0, devices=True),
@@ -107,7 +109,7 @@ def differences(rule: Rule, versions: Mapping[int, str]) -> dict[int, Difference
     return found
 
 
-PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "msgspec")
+PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "msgspec", "click", "rich")
 
 OLDEST_PYTHON = (3, 10)
 

@@ -228,7 +228,7 @@ def require_preflight(
     report = _preflight(context.config, attempts, draft, context.options.own_command, run_id=run_id)
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:
-        _print_findings(replace(report, findings=tuple(noteworthy)), context.console)
+        _print_findings(replace(report, findings=tuple(noteworthy)), context.options.config, context.console)
     context.notes = tuple(finding.line() for finding in noteworthy if finding.severity == "block")
     if context.options.as_json:
         report.refuse_if_blocked()  # its error lists the findings; the table is not part of the JSON
@@ -393,7 +393,7 @@ def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -
             report = replace(report, findings=(*report.findings, *found))
     finally:
         close_all(attempts)
-    _print_findings(report, console)
+    _print_findings(report, options.config, console)
     console.print(Text(verdict(report, len(resolved.nodes)), "bold red" if report.blocked else "bold green"))
     if options.as_json:
         click.echo(json.dumps(asdict(report), indent=1))
@@ -424,9 +424,13 @@ def _some(texts: Sequence[str], most: int = 4) -> str:
     return "\n".join([*texts[:most], *more])
 
 
-def _print_findings(report: PreflightReport, console: Console) -> None:
-    # With ``gnnfleet explain`` commands for findings that block the run.
+def _print_findings(report: PreflightReport, file: Path, console: Console) -> None:
+    # With the command that installs packages, and ``gnnfleet explain`` commands for findings that block the run.
     print_findings(report, console)
+    repairable = any(one.severity == "block" and one.check in ("python", "packages") for one in report.findings)
+    if repairable and file.is_file():
+        text = f"To install the versions of this machine on all hosts: gnnfleet setup --config {file}"
+        console.print(Text(text, "bold"), soft_wrap=True)
     if more := hint(*(finding.message for finding in report.findings if finding.severity == "block")):
         console.print(Text(more, "dim"))
 

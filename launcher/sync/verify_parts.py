@@ -12,7 +12,7 @@ from typing import Any
 from launcher.errors import RemoteFileError, SyncError
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.partition import MOST_MANIFEST, PartFile, PartitionFiles, parse_manifest
-from launcher.sync.push import ask_files, hash_time
+from launcher.sync.transfer import ask_files, hash_time
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 

@@ -15,7 +15,7 @@ from operator_kit import end_processes
 HERE = Path(__file__).parent
 
 #: Files whose tests start no process of the trainer and need not wait until its kernels are compiled.
-WITHOUT_TRAINER = ("test_bastion", "test_netns", "test_ssh_parity", "test_tasks", "test_wiring")
+WITHOUT_TRAINER = ("test_bastion", "test_netns", "test_setup", "test_ssh_parity", "test_tasks", "test_wiring")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

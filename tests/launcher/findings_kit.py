@@ -13,7 +13,7 @@ from launcher.preflight.preflight_report import PreflightReport
 
 VERSIONS = {
     "python": "3.11.2", "torch": "2.13.0+cpu", "torch_geometric": "2.8.1", "numba": "0.68.1", "numpy": "2.4.6",
-    "msgspec": "0.22.0", "cuda": "", "nccl": "", "glibc": "2.36", "arch": "x86_64",
+    "msgspec": "0.22.0", "click": "8.5.1", "rich": "15.0.0", "cuda": "", "nccl": "", "glibc": "2.36", "arch": "x86_64",
 }  # fmt: skip
 GB = 10**9
 HEALTHY: dict[str, Any] = {

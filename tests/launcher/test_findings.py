@@ -87,7 +87,7 @@ def test_no_packages_are_installed_into_a_system_python(monkeypatch: pytest.Monk
         "launcher.preflight.check_packages._own", lambda: {**VERSIONS, "torch": "2.12.1", "cuda": "12.6"}
     )
     bare = versions(**dict.fromkeys(PACKAGES, ""))
-    new, rest = "python3 -m venv ~/gnnfleet-venv && ~/gnnfleet-venv/bin/pip install torch==", "msgspec==0.22.0"
+    new, rest = "python3 -m venv ~/gnnfleet-venv && ~/gnnfleet-venv/bin/pip install torch==", "rich==15.0.0"
     cpu = "--extra-index-url https://download.pytorch.org/whl/cpu"
     finding = the_one(3, {2: bare})
     assert finding.command.startswith(f"{new}2.13.0+cpu ") and finding.command.endswith(f" {rest} {cpu}")

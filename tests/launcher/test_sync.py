@@ -19,7 +19,7 @@ from launcher.errors import ConnectionLost, RemoteFileError, SyncError
 from launcher.node.programs import files
 from launcher.node.programs.files import PART_SUFFIX, sha256_of
 from launcher.plan.model import LaunchPlan
-from launcher.sync import push as sync_module
+from launcher.sync import transfer as transfer_module
 from launcher.sync.progress import TransferProgress
 from launcher.sync.push import sync
 from launcher.sync.verify_parts import verify
@@ -58,7 +58,7 @@ class Breaking(LocalTransport):
 
 @pytest.fixture(autouse=True)
 def quick_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync_module, "_BACK_OFF", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(transfer_module, "_BACK_OFF", (0.01, 0.01, 0.01))
 
 
 def transports(plan: LaunchPlan, **kinds: Breaking) -> dict[int, Transport]:

@@ -12,7 +12,7 @@ TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to s
 if TYPE_CHECKING:
     from typing import Any
 
-PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "msgspec")
+PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "msgspec", "click", "rich")
 
 NCCL = ("nvidia_nccl_cu11", "nvidia_nccl_cu12", "nvidia_nccl_cu13")
 

@@ -1,0 +1,128 @@
+"""Node program: downloads files in the background, and resumes cut downloads. Standard library only.
+
+``main(request)`` answers one request, by its "op":
+
+- ``reach``: {"reached": [whether this host can download from each of ``urls``]}
+- ``fetch``: starts to download the ``wheels`` ({"file", "url", "sha256"}) to ``folder``
+- ``fetched``: {"bytes", "total", "done", "error"} of these downloads, when they have ended or after ``seconds``
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+from launcher.node.programs.files import sha256_of
+
+REACH_SECONDS = 5.0  # timeout of a request that tests whether a server can be reached
+
+STALL_SECONDS = 60.0  # a download that receives nothing for so long has failed
+
+AT_ONCE = 4  # downloads at a time
+
+CHUNK = 1 << 18  # bytes
+
+
+def main(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer one request; the docstring of the module lists them."""
+    operation = request["op"]
+    if operation == "reach":
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            return {"reached": list(pool.map(reach, request["urls"]))}
+    if operation == "fetch":
+        DOWNLOADS.start(os.path.expanduser(request["folder"]), request["wheels"])
+        return {}
+    return DOWNLOADS.state(request["seconds"])
+
+
+def reach(url: str) -> bool:
+    """Whether a download from ``url`` would begin."""
+    try:
+        with urlopen(Request(url, method="HEAD"), timeout=REACH_SECONDS) as answer:
+            return bool(answer.status == 200)
+    except (OSError, ValueError):  # URLError and SSL errors are OSErrors
+        return False
+
+
+class Downloads:
+    """Downloads in the background. A file is complete when it has its final name; cut ones are resumed."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.waiting: list[dict[str, Any]] = []
+        self.threads: list[threading.Thread] = []
+        self.bytes = self.total = 0
+        self.error = ""
+
+    def start(self, folder: str, wheels: list[dict[str, Any]]) -> None:
+        """Begin to download ``wheels`` to ``folder``."""
+        os.makedirs(folder, exist_ok=True)
+        self.bytes, self.total, self.error = 0, 0, ""
+        self.waiting = [dict(one, path=os.path.join(folder, one["file"])) for one in reversed(wheels)]
+        self.threads = [threading.Thread(target=self.work, daemon=True) for _ in range(AT_ONCE)]
+        for thread in self.threads:
+            thread.start()
+
+    def state(self, seconds: float) -> dict[str, Any]:
+        """Progress, when all downloads have ended or after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        done = not any(thread.is_alive() for thread in self.threads)
+        return {"bytes": self.bytes, "total": self.total, "done": done, "error": self.error}
+
+    def work(self) -> None:
+        while not self.error:
+            with self.lock:
+                if not self.waiting:
+                    return
+                one = self.waiting.pop()
+            try:
+                self.download(one)
+            except (OSError, ValueError) as error:
+                reason = error.reason if isinstance(error, URLError) else error
+                self.error = "%s: %s" % (one["url"], reason)
+
+    def download(self, one: dict[str, Any]) -> None:
+        """Download a wheel, compare its digest and give it its final name. Raises OSError and ValueError."""
+        path, part = one["path"], one["path"] + ".part"
+        if os.path.exists(path) and sha256_of(path) == one["sha256"]:
+            return
+        have = os.path.getsize(part) if os.path.exists(part) else 0
+        headers = {"Range": "bytes=%d-" % have} if have else {}
+        try:
+            answer = urlopen(Request(one["url"], headers=headers), timeout=STALL_SECONDS)
+        except URLError as error:
+            if getattr(error, "code", 0) != 416:  # 416: the file is complete, or longer than the original
+                raise
+            os.unlink(part)
+            answer = urlopen(Request(one["url"]), timeout=STALL_SECONDS)
+        with answer, open(part, "ab" if answer.status == 206 else "wb") as out:
+            expected = int(answer.headers.get("Content-Length") or 0)
+            self.count(total=expected)
+            while True:
+                data = answer.read(CHUNK)
+                if not data:
+                    break
+                out.write(data)
+                expected -= len(data)
+                self.count(len(data))
+        if expected > 0:
+            raise ValueError("the connection was closed %d bytes before the end" % expected)
+        if sha256_of(part) != one["sha256"]:
+            os.unlink(part)
+            raise ValueError("the downloaded file has another digest than the one that was resolved")
+        os.replace(part, path)
+
+    def count(self, received: int = 0, total: int = 0) -> None:
+        with self.lock:
+            self.bytes += received
+            self.total += total
+
+
+DOWNLOADS = Downloads()

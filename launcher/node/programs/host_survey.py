@@ -1,0 +1,171 @@
+"""Node program: finds out what ``gnnfleet setup`` needs to know about a host. Python 3.8, standard library only.
+
+``main(request)`` answers one request, by its "op":
+
+- ``survey``: facts about the host and about the folder ``environment``, as returned by ``survey``
+- ``mark``: creates the empty file ``name`` in the nearest existing folder above ``environment``
+- ``marks``: {"names"} of the files there that begin with ``prefix``; hosts that share the folder see the same
+- ``unmark``: removes the file that ``mark`` created; the end of the process does so, too
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from launcher.node.programs import machine, packages
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+SECONDS = 20.0  # timeout of one Python; it may be on a slow network disk
+
+NAMES = ("python3", "python3.10", "python3.11", "python3.12", "python3.13", "python3.14")
+
+ABOUT = "import sys, venv; print('%d.%d.%d' % sys.version_info[:3])"
+
+#: Package manager → command that installs tmux, for root; others need sudo
+TMUX = {
+    "apt-get": "apt-get install -y tmux",
+    "dnf": "dnf install -y tmux",
+    "yum": "yum install -y tmux",
+    "zypper": "zypper install -y tmux",
+    "pacman": "pacman -S --noconfirm tmux",
+    "apk": "apk add tmux",
+}
+
+AGENT = ["-S", "-c"]  # first arguments of node/programs/agent.py, whose processes end within seconds
+
+MARKS = []  # type: list[str]  # files that ``mark`` created
+
+
+def main(request: dict[str, Any]) -> dict[str, Any]:
+    """Answer one request; the docstring of the module lists them."""
+    operation = request["op"]
+    if operation == "survey":
+        return survey(os.path.expanduser(request["environment"]))
+    if operation == "mark":
+        return mark(nearest(os.path.dirname(request["environment"])), request["name"])
+    if operation == "marks":
+        return marks(nearest(os.path.dirname(request["environment"])), request["prefix"])
+    leave()
+    return {}
+
+
+def survey(environment: str) -> dict[str, Any]:
+    """Return facts about this host. environment: folder of the environment, or '' if the cluster file names none."""
+    usable = bool(environment) and os.access(os.path.join(environment, "bin", "python"), os.X_OK)
+    gpus = machine.output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).split()
+    return {
+        "home": os.path.expanduser("~"),
+        "arch": os.uname().machine,
+        "glibc": packages.glibc(),
+        "pythons": [] if usable else pythons(),
+        "uv": uv(),
+        "gpus": len(gpus),
+        "driver": gpus[0] if gpus else "",
+        "tmux": machine.on_path("tmux"),
+        "tmux_line": tmux_line(),
+        "path": os.path.abspath(environment) if environment else "",
+        "exists": bool(environment) and os.path.lexists(environment),
+        "usable": usable,
+        "error": why_not_writable(environment),
+        "in_use": in_use(environment),
+    }
+
+
+def pythons() -> list[dict[str, str]]:
+    """Return the Pythons on PATH that can make virtual environments, as {"program", "version"}, each version once."""
+    found: dict[str, str] = {}
+    for name in NAMES:
+        for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+            program = os.path.join(folder, name)
+            if not folder.startswith("/") or not os.access(program, os.X_OK):
+                continue
+            try:
+                done = subprocess.run(
+                    [program, "-c", ABOUT],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS,
+                )  # fmt: skip
+            except (OSError, subprocess.TimeoutExpired):
+                continue
+            if done.returncode == 0:
+                found.setdefault(done.stdout.decode().strip(), program)
+                break
+    return [{"program": program, "version": version} for version, program in found.items()]
+
+
+def uv() -> str:
+    """Path of uv on PATH or where its installer puts it; '' if it is not installed."""
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    for folder in [*folders, os.path.expanduser("~/.local/bin"), os.path.expanduser("~/.cargo/bin")]:
+        if folder.startswith("/") and os.access(os.path.join(folder, "uv"), os.X_OK):
+            return os.path.join(folder, "uv")
+    return ""
+
+
+def tmux_line() -> str:
+    """The command that installs tmux with the package manager of this host; '' if none is known."""
+    for manager, line in TMUX.items():
+        if machine.on_path(manager):
+            return line if os.getuid() == 0 else "sudo " + line
+    return "conda install -y -c conda-forge tmux" if machine.on_path("conda") else ""
+
+
+def why_not_writable(environment: str) -> str:
+    """Why nothing can be written to the folder, or to the nearest one above it that exists; '' if it can."""
+    if not environment:
+        return ""
+    if os.path.lexists(environment) and not os.path.isdir(environment):
+        return "%s is no folder" % environment
+    folder = nearest(environment)
+    return "" if os.access(folder, os.W_OK) else "%s is not writable" % folder
+
+
+def nearest(path: str) -> str:
+    """The folder ``path``, or the nearest one above it that exists."""
+    folder = os.path.abspath(path)
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+def in_use(environment: str) -> list[str]:
+    """Processes that run a Python of the environment, each as its pid and the start of its command."""
+    programs = os.path.join(os.path.abspath(environment), "bin") + os.sep if environment else ""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc") if programs else []):
+        words = machine.read("/proc/%s/cmdline" % pid).split("\0")
+        if words[0].startswith(programs) and int(pid) != os.getpid() and words[1:3] != AGENT:
+            found.append("pid %s: %s" % (pid, " ".join(words).strip()[:60]))
+    return found
+
+
+def mark(folder: str, name: str) -> dict[str, Any]:
+    """Create an empty file; {"marked": whether that worked}."""
+    path = os.path.join(folder, name)
+    try:
+        with open(path, "x"):
+            MARKS.append(path)
+    except OSError:
+        return {"marked": False}
+    return {"marked": True}
+
+
+def marks(folder: str, prefix: str) -> dict[str, Any]:
+    """{"names": the files in ``folder`` that begin with ``prefix``}."""
+    try:
+        return {"names": sorted(name for name in os.listdir(folder) if name.startswith(prefix))}
+    except OSError:
+        return {"names": []}
+
+
+def leave() -> None:
+    """Remove the files that ``mark`` created; also called when the process ends."""
+    while MARKS:
+        try:
+            os.unlink(MARKS.pop())
+        except OSError as error:
+            print(error, file=sys.stderr)

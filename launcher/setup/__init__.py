@@ -1,0 +1,1 @@
+"""``gnnfleet setup``: makes or repairs the Python environment of each host, with the versions of this machine."""

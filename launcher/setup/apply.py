@@ -1,0 +1,147 @@
+"""Carries out a ``SetupPlan``: brings the wheels to the hosts and installs them, on all hosts in parallel."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.command import Command
+from launcher.node.programs.packages import PACKAGES
+from launcher.plan.model import PlannedFile
+from launcher.setup.plan import HostPlan, SetupPlan
+from launcher.setup.wheels import SetupError, Wheel
+from launcher.sync.progress import TransferProgress
+from launcher.sync.transfer import FileTransfer, Stopped
+from launcher.text import count
+from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
+from launcher.transport.rpc import NodeAgent
+
+_POLL = 1.0  # seconds between progress reports of downloads
+
+_CALL_TIMEOUT = 120.0  # seconds
+
+_INSTALL_TIMEOUT = 5400.0  # seconds; longer than the timeouts of node/programs/install.py together
+
+
+@dataclass(frozen=True)
+class Connections:
+    """What reaches the nodes, by node_rank."""
+
+    transports: Mapping[int, Transport]
+    agents: Mapping[int, NodeAgent]
+    pythons: Mapping[int, Command]  #: commands that start some Python there
+    connect_timeout: float  #: seconds
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished installation on one host."""
+
+    seconds: float
+    tool: str  #: uv or pip
+    cuda: bool  #: whether torch can use CUDA there
+
+
+@dataclass(frozen=True)
+class _Receiver:
+    node_rank: int
+    label: str
+    python: Command
+
+
+class _WheelTransfer(FileTransfer):
+    """The transfer of wheels to one host."""
+
+    def __init__(self, files: list[PlannedFile], *rest: Any):
+        super().__init__(*rest)
+        self.files = files
+
+    def send_all(self) -> None:
+        self.send_files(list(zip(self.files, self.inventory(self.files)["files"], strict=True)))
+
+
+def apply(
+    plan: SetupPlan, paths: Mapping[Wheel, Path], connections: Connections, progress: TransferProgress
+) -> tuple[dict[int, Result], dict[int, Exception]]:
+    """Install on all hosts of ``plan.work``; a failure on one host stops no other.
+
+    Returns results and errors by node_rank. ``paths``: where this machine has the wheels to be sent.
+    """
+    stop = threading.Event()
+    hosts = {host.state.node_rank: host for host in plan.work}
+    try:
+        answers = on_nodes(hosts, lambda k: _set_up(hosts[k], paths, connections, progress, stop))
+    finally:
+        stop.set()  # Ctrl-C: threads of hosts that receive wheels end
+    return answers.values, answers.errors
+
+
+def setup_folder(environment: str) -> str:
+    """Return the temporary folder on a host, beside its environment; removed when the installation is complete."""
+    return f"{environment}.setup"
+
+
+def _set_up(
+    host: HostPlan,
+    paths: Mapping[Wheel, Path],
+    connections: Connections,
+    progress: TransferProgress,
+    stop: threading.Event,
+) -> Result:
+    k = host.state.node_rank
+    wheels = f"{setup_folder(host.state.environment)}/wheels"
+    if host.fetched:
+        _fetch(host, connections.agents[k], wheels, progress, stop)
+    if host.sent:
+        files = [
+            PlannedFile(f"{wheels}/{wheel.file}", paths[wheel].stat().st_size, str(paths[wheel]), sha256=wheel.sha256)
+            for wheel in host.sent
+        ]
+        node = _Receiver(k, host.state.label, connections.pythons[k])
+        transport = connections.transports[k]
+        _WheelTransfer(files, node, transport, progress, stop, connections.connect_timeout).run()
+    if stop.is_set():
+        raise Stopped("stopped")
+    progress.note(k, f"installing {count(len(host.changes), 'package')} in {host.state.environment}")
+    answer = connections.agents[k].call("install", _request(host), _INSTALL_TIMEOUT)
+    if answer["error"]:
+        raise SetupError(f"{host.state.label}: {answer['error']}")
+    return Result(answer["seconds"], answer["tool"], answer["cuda"])
+
+
+def _fetch(host: HostPlan, agent: NodeAgent, folder: str, progress: TransferProgress, stop: threading.Event) -> None:
+    """Let the host download its wheels; counts their bytes as progress."""
+    wheels = [{"file": wheel.file, "url": wheel.url, "sha256": wheel.sha256} for wheel in host.fetched]
+    agent.call("downloads", {"op": "fetch", "folder": folder, "wheels": wheels}, _CALL_TIMEOUT)
+    k, received, total = host.state.node_rank, 0, 0
+    while not stop.is_set():
+        state = agent.call("downloads", {"op": "fetched", "seconds": _POLL}, _CALL_TIMEOUT)
+        progress.start(k, state["total"] - total)
+        progress.advance(k, state["bytes"] - received)
+        received, total = state["bytes"], state["total"]
+        if state["done"]:
+            if state["error"]:
+                raise SetupError(f"{host.state.label}: a download failed: {state['error']}. Run gnnfleet setup again")
+            return
+
+
+def _request(host: HostPlan) -> dict[str, Any]:
+    """Return the request to ``node/programs/install.py``."""
+    assert host.lock is not None
+    uv = host.lock.uv if host.lock.uv in host.wheels else None
+    changed = {change.name for change in host.changes}
+    return {
+        "op": "install",
+        "environment": host.state.environment,
+        "folder": setup_folder(host.state.environment),
+        "base": host.base,
+        "requirements": [wheel.pin for wheel in host.lock.wheels if wheel.name in changed],
+        "uv": host.state.uv,
+        "tool": uv.file if uv else "",
+        "pip": host.lock.pip.file,
+        "imports": [name for name in PACKAGES if name.replace("_", "-") in host.lock.versions],
+    }

@@ -1,0 +1,264 @@
+"""Decides what each host needs: Python, build of torch, packages, and where their wheels come from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from packaging.version import InvalidVersion, Version
+
+from launcher.config.resolve import ResolvedConfig
+from launcher.config.schema import NodeConfig
+from launcher.preflight.check_devices import OLDEST_DRIVER
+from launcher.preflight.check_packages import OLDEST_PYTHON
+from launcher.setup.requirements import Requirements, Target
+from launcher.setup.survey import HostState, minor
+from launcher.setup.wheels import Wheel, WheelLock
+from launcher.text import OWN_VENV
+
+Action = Literal["make", "repair", "none", "shared", "refused"]
+
+LockOf = Callable[[Target], WheelLock]
+
+_PIP_TOO = "pip"  # not compared in environments that exist: any pip will do
+
+
+@dataclass(frozen=True)
+class Change:
+    """A package to install."""
+
+    name: str
+    found: str  #: its version in the environment; '' if it is missing
+    wanted: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.found} → {self.wanted}" if self.found else f"{self.name} {self.wanted}"
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """What is to be done for one node."""
+
+    state: HostState
+    action: Action
+    why: str = ""  #: why it is refused, or another note
+    base: str = ""  #: Python that makes the new environment; '' to repair
+    lock: WheelLock | None = None  #: None if refused
+    changes: tuple[Change, ...] = ()
+    fetched: tuple[Wheel, ...] = ()  #: wheels that the host downloads itself
+    sent: tuple[Wheel, ...] = ()  #: wheels that this machine sends
+
+    @property
+    def acts(self) -> bool:
+        """Whether something is to be installed by this node."""
+        return self.action in ("make", "repair")
+
+    @property
+    def wheels(self) -> tuple[Wheel, ...]:
+        """The wheels that the installation needs: those of the changes, pip's, and uv's if the host has no uv."""
+        if self.lock is None:
+            return ()
+        names = {change.name for change in self.changes} | {"pip"}
+        uv = [self.lock.uv] if self.lock.uv and not self.state.uv else []
+        return (*(wheel for wheel in self.lock.wheels if wheel.name in names), *uv)
+
+
+@dataclass(frozen=True)
+class SetupPlan:
+    """What ``gnnfleet setup`` does, by node_rank."""
+
+    hosts: tuple[HostPlan, ...]
+
+    @property
+    def work(self) -> tuple[HostPlan, ...]:
+        return tuple(host for host in self.hosts if host.acts)
+
+    @property
+    def refused(self) -> tuple[HostPlan, ...]:
+        return tuple(host for host in self.hosts if host.action == "refused")
+
+    @property
+    def without_tmux(self) -> tuple[HostState, ...]:
+        return tuple(host.state for host in self.hosts if not host.state.tmux)
+
+
+def make_plan(
+    config: ResolvedConfig,
+    states: Mapping[int, HostState],
+    requirements: Requirements,
+    lock_of: LockOf,
+    own_python: str,
+    build: str | None = None,
+) -> SetupPlan:
+    """Decide what each host needs. The sources of wheels are not decided yet; see ``with_sources``.
+
+    Args:
+        states: the hosts that answered, by node_rank.
+        lock_of: resolves the wheels of a target; raises SetupError.
+        own_python: version of the launching machine's Python, which is preferred.
+        build: build of torch for hosts with GPUs; None: chosen by ``_cuda_build``.
+    """
+    states = {k: replace(state, in_use=_users(state, states.values())) for k, state in states.items()}
+    problems = {k: why for k, state in states.items() if (why := _problem(state))}
+    usable = {k: state for k, state in states.items() if k not in problems}
+    python = _common_python(usable.values(), minor(own_python))
+    cuda = build if build is not None else _cuda_build(usable.values(), requirements)
+    plans = []
+    for k, state in states.items():
+        if k in problems:
+            plans.append(HostPlan(state, "refused", problems[k]))
+        elif state.builder != k and state.builder in usable:
+            plans.append(HostPlan(state, "shared", f"the folder of {states[state.builder].label}"))
+        else:
+            plans.append(_host_plan(config.nodes[k], state, python, cuda, lock_of))
+    return SetupPlan(tuple(plans))
+
+
+def with_sources(plan: SetupPlan, reached: Mapping[int, Mapping[str, bool]]) -> SetupPlan:
+    """Return the plan with the source of each wheel: hosts download from servers that they reach.
+
+    ``reached``: by node_rank whether the host can download from a server (``Wheel.server``).
+    """
+
+    def sourced(host: HostPlan) -> HostPlan:
+        direct = reached.get(host.state.node_rank, {})
+        fetched = tuple(wheel for wheel in host.wheels if direct.get(wheel.server))
+        return replace(host, fetched=fetched, sent=tuple(wheel for wheel in host.wheels if wheel not in fetched))
+
+    return SetupPlan(tuple(sourced(host) if host.acts else host for host in plan.hosts))
+
+
+def _users(state: HostState, states: Iterable[HostState]) -> tuple[str, ...]:
+    """Return the processes that use the environment of a host, on all hosts that see its folder."""
+    return tuple(dict.fromkeys(user for one in states if one.builder == state.builder for user in one.in_use))
+
+
+def _problem(state: HostState) -> str:
+    """Why no environment can be made or repaired on a host; ''."""
+    if state.error:
+        return f"{state.error}; correct `venv` of this node"
+    if not state.environment:
+        return ""  # the system's Python may have all packages
+    if state.installed is None and state.exists:
+        return f"{state.environment} exists but has no working bin/python; remove it, or name another folder in `venv`"
+    return ""
+
+
+def _common_python(states: Iterable[HostState], own: str) -> str:
+    """Return the Python version (two numbers) that all hosts should have.
+
+    It is that of most existing environments, else this machine's if all hosts have it, else the newest that all have.
+    '' if no version is on all hosts.
+    """
+    states = [state for state in states if state.environment]
+    existing = Counter(minor(state.installed.python) for state in states if state.installed)
+    existing = Counter({version: number for version, number in existing.items() if _numbers(version) >= OLDEST_PYTHON})
+    if existing:
+        return max(existing, key=lambda version: (existing[version], version == own))
+    available = [{one.minor for one in state.pythons if _numbers(one.minor) >= OLDEST_PYTHON} for state in states]
+    common = set.intersection(*available) if available else set()
+    return own if own in common else max(common, key=_numbers, default="")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in version.split("."))
+
+
+def _cuda_build(states: Iterable[HostState], requirements: Requirements) -> str:
+    """Return the build of torch for hosts with GPUs: that of most of these hosts, else this machine's, else ''."""
+    tags = Counter(
+        state.installed.versions.get("torch", "").partition("+")[2]
+        for state in states
+        if state.gpus and state.installed and state.installed.cuda
+    )
+    if tags:
+        return max(tags, key=lambda tag: tags[tag])
+    own = requirements.pins.get("torch", "").partition("+")[2]
+    return own if own.startswith("cu") else ""
+
+
+def _host_plan(node: NodeConfig, state: HostState, python: str, cuda: str, lock_of: LockOf) -> HostPlan:
+    installed = state.installed
+    build = cuda if state.gpus else "cpu"
+    if installed is None and not state.environment:
+        return HostPlan(state, "refused", f"no Python at `python` or `conda`; set `venv: {OWN_VENV}`")
+    if installed is None:
+        base = next((one for one in state.pythons if one.minor == python), None)
+        if base is None:
+            return HostPlan(state, "refused", _no_python(state, python))
+        lock = lock_of(Target(python, state.arch, state.glibc, build))
+        changes = tuple(Change(wheel.name, "", wheel.version) for wheel in lock.wheels)
+        return _checked(HostPlan(state, "make", base=base.program, lock=lock, changes=changes))
+    if _numbers(minor(installed.python)) < OLDEST_PYTHON or (python and minor(installed.python) != python):
+        needed = python or ".".join(map(str, OLDEST_PYTHON))
+        why = f"its Python is {installed.python}, but {needed} is needed; remove {installed.prefix}, then run again"
+        return HostPlan(state, "refused", why)
+    lock = lock_of(Target(minor(installed.python), state.arch, state.glibc, build))
+    changes = tuple(_changes(node, state, lock))
+    return _checked(HostPlan(state, "repair" if changes else "none", lock=lock, changes=changes))
+
+
+def _no_python(state: HostState, python: str) -> str:
+    found = ", ".join(one.version for one in state.pythons) or "none"
+    if not python:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        return f"no Python version of {oldest} or newer is on all hosts (here: {found}); install one on all of them"
+    return f"no Python {python}, which the other hosts use (here: {found}); install it there"
+
+
+def _changes(node: NodeConfig, state: HostState, lock: WheelLock) -> Iterator[Change]:
+    """Yield the packages of an environment that are missing, have another version or were not installed completely."""
+    installed = state.installed
+    assert installed is not None
+    for wheel in lock.wheels:
+        found = installed.versions.get(wheel.name, "")
+        again = wheel.name in installed.unfinished or "?" in installed.unfinished
+        if wheel.name == _PIP_TOO:
+            continue
+        if again or not _same(found, wheel.version, wheel.name) or _wrong_build(node, state, lock, wheel.name):
+            yield Change(wheel.name, found, wheel.version)
+
+
+def _same(found: str, wanted: str, name: str) -> bool:
+    if name == "torch":  # see _wrong_build
+        found, wanted = found.partition("+")[0], wanted.partition("+")[0]
+    try:
+        return Version(found) == Version(wanted)
+    except InvalidVersion:
+        return found == wanted
+
+
+def _wrong_build(node: NodeConfig, state: HostState, lock: WheelLock, name: str) -> bool:
+    """Whether torch is built for no CUDA, or for another version, on a node that uses devices.
+
+    On other nodes each build of torch will do.
+    """
+    assert state.installed is not None
+    if name != "torch" or not node.devices:
+        return False
+    found, build = state.installed.cuda, lock.target.build
+    return found.split(".")[0] != lock.cuda or bool(build and lock.cuda and f"cu{found.replace('.', '')}" != build)
+
+
+def _checked(plan: HostPlan) -> HostPlan:
+    """Return the plan, or its refusal if the packages cannot be installed or used on the host."""
+    state, lock = plan.state, plan.lock
+    assert lock is not None
+    oldest = OLDEST_DRIVER.get(lock.cuda, 0)
+    driver = state.driver.split(".")[0]
+    if plan.changes and driver.isdigit() and int(driver) < oldest:
+        why = (
+            f"driver {state.driver} is too old for CUDA {lock.cuda} of this torch, which needs {oldest} or newer; "
+            "update it, or choose a build with --torch, such as --torch cu126"
+        )
+        return HostPlan(state, "refused", why)
+    if plan.changes and state.installed and state.installed.kind == "python":
+        why = f"{state.installed.prefix} belongs to the system; set `venv: {OWN_VENV}` (in `defaults`, for all nodes)"
+        return HostPlan(state, "refused", why)
+    if plan.changes and state.in_use:
+        more = f" and {len(state.in_use) - 1} more" if len(state.in_use) > 1 else ""
+        why = f"{state.environment} is in use by {state.in_use[0]}{more}; end that first, or name another `venv`"
+        return HostPlan(state, "refused", why)
+    return plan

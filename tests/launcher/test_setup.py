@@ -1,0 +1,333 @@
+"""Tests of ``gnnfleet setup`` on this machine, with tiny wheels, and of its decisions for hosts of all kinds."""
+
+from __future__ import annotations
+
+import ast
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.cli.main import run
+from launcher.config.resolve import resolve
+from launcher.config.schema import NodeConfig
+from launcher.node.programs import downloads, host_survey, install
+from launcher.node.programs.packages import PACKAGES
+from launcher.setup import setup as program
+from launcher.setup.plan import Action, HostPlan, make_plan, with_sources
+from launcher.setup.render import shown_changes
+from launcher.setup.requirements import Requirements, Target, closure, required
+from launcher.setup.survey import HostState, Interpreter
+from launcher.setup.wheels import SetupError, lock_of
+from plan_kit import cluster
+from setup_kit import OTHER, REQUIREMENTS, CutServer, host_state, installed, lock_for, make_index, served
+
+CPU = Target("3.11", "x86_64", "2.36", "cpu")
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_index(tmp_path_factory.mktemp("index"))
+
+
+@pytest.fixture(autouse=True)
+def only_the_index(index: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pip see only the tiny wheels. The cache of locks and wheels is that of the module."""
+    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(index), "CONFIG_FILE": "/dev/null"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(index.parent / "cache"))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")  # without pyenv's slow shims
+    monkeypatch.setattr(program, "required", lambda more: REQUIREMENTS)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """Return a cluster file with two local nodes that use the same environment, which does not exist yet."""
+    file = tmp_path / "cluster.yml"
+    node = f"{{host: localhost, venv: {tmp_path}/env}}"
+    file.write_text(f"transport: local\nnodes: [{node}, {node}]\ndata: {{dataset: synthetic}}\n")
+    return file
+
+
+def setup(config: Path, *words: str) -> int:
+    return run(["setup", "--config", str(config), *words])
+
+
+def site_packages(environment: Path) -> Path:
+    return next(environment.glob("lib/python*/site-packages"))
+
+
+def versions_in(environment: Path) -> dict[str, str]:
+    names = (path.name.removesuffix(".dist-info") for path in site_packages(environment).glob("*.dist-info"))
+    return dict(name.split("-") for name in names)  # type: ignore[misc]
+
+
+def test_environments_are_made_kept_and_repaired(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = tmp_path / "env"
+    (tmp_path / "env.setup/env/bin").mkdir(parents=True)  # as an interrupted setup leaves it
+    assert setup(config, "--yes") == 0
+    shown = capsys.readouterr().out
+    assert "make it: 3 packages, torch 9.1.0+cpu; sent from this machine" in shown
+    assert "the folder of node0 (localhost)" in shown and "Set up 1 host. Next: gnnfleet check" in shown
+    assert versions_in(environment) == REQUIREMENTS.pins
+    script = subprocess.run([environment / "bin/torchrun"], capture_output=True, text=True, check=True)
+    assert script.stdout == "9.1.0+cpu\n"  # its first line names the final folder
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.yml", "env"]
+
+    assert setup(config) == 0
+    assert "Nothing to do: 2 nodes complete." in capsys.readouterr().out
+
+    packages = site_packages(environment)
+    (packages / "graphdep-1.2.0.dist-info").rename(packages / "graphdep-1.3.0.dist-info")
+    (packages / "mine-1.0.dist-info").mkdir()
+    (environment / install.UNFINISHED).write_text('["torch"]')  # as an interrupted repair leaves it
+    (packages / "torch.py").unlink()
+    assert setup(config, "--yes") == 0
+    changes = "install graphdep 1.3.0 → 1.2.0, torch 9.1.0+cpu → 9.1.0+cpu; sent from this machine"
+    assert changes in capsys.readouterr().out
+    assert versions_in(environment) == {**REQUIREMENTS.pins, "mine": "1.0"}
+    assert (packages / "torch.py").exists() and not (environment / install.UNFINISHED).exists()
+
+
+def test_a_dry_run_and_a_refused_question_change_nothing(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert setup(config, "--dry-run", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [(host["action"], host["python"]) for host in answer["hosts"]] == [
+        ("make", ".".join(map(str, sys.version_info[:2]))), ("shared", "–")
+    ]  # fmt: skip
+    assert answer["hosts"][0]["packages"] == REQUIREMENTS.pins
+    assert setup(config) == 2
+    assert "no terminal to ask on whether to install this; give --yes" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.yml"]
+
+
+@pytest.mark.slow
+def test_a_failed_installation_leaves_no_environment(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = make_index(tmp_path / "broken", torch="raise ImportError('libcuda.so.1: cannot open shared object file')")
+    with served(broken) as url, monkeypatch.context() as patched:
+        patched.setenv("PIP_FIND_LINKS", f"{url}/")
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        assert setup(config, "--yes") == 1
+    shown = capsys.readouterr().out
+    assert "make it: 3 packages, torch 9.1.0+cpu; the host downloads them" in shown
+    assert "node0 (localhost): " in shown and "ImportError: libcuda.so.1: cannot open shared object file" in shown
+    assert not (tmp_path / "env").exists()
+
+
+def test_a_cut_download_is_resumed_and_a_wrong_file_refused(tmp_path: Path, index: Path) -> None:
+    wheel = next(index.glob("pip-*.whl"))
+    with served(index, CutServer) as url:
+        asked = {"file": wheel.name, "url": f"{url}/{wheel.name}", "sha256": downloads.sha256_of(str(wheel))}
+
+        def fetch(**changes: str) -> str:
+            started = downloads.Downloads()
+            started.start(str(tmp_path), [{**asked, **changes}])
+            state = started.state(30)
+            assert state["done"]
+            return str(state["error"])
+
+        assert "the connection was closed" in fetch()
+        half = (tmp_path / f"{wheel.name}.part").stat().st_size
+        assert 0 < half < wheel.stat().st_size
+        assert fetch() == "" and CutServer.ranges[-1] == f"bytes={half}-"
+        assert (tmp_path / wheel.name).read_bytes() == wheel.read_bytes()
+        assert "another digest" in fetch(sha256="0" * 64, file="other.whl")
+        assert not (tmp_path / "other.whl").exists()
+
+
+# -- decisions -----------------------------------------------------------
+
+
+def planned(
+    *states: HostState, node: NodeConfig | None = None, build: str | None = None, own: str = "3.11.7"
+) -> list[HostPlan]:
+    config = resolve(cluster(*(node or NodeConfig(f"gnn{k}") for k in range(len(states)))))
+    by_rank = {k: replace(state, node_rank=k, builder=k) for k, state in enumerate(states)}
+    return list(make_plan(config, by_rank, REQUIREMENTS, lock_for, own, build).hosts)
+
+
+def pythons(*versions: str) -> tuple[Interpreter, ...]:
+    return tuple(Interpreter(f"/usr/bin/python{version}", f"{version}.1") for version in versions)
+
+
+@pytest.mark.parametrize(
+    ("states", "own", "chosen"),
+    [
+        pytest.param([host_state()], "3.11.7", ["3.11"], id="that of this machine"),
+        pytest.param([host_state(), host_state(pythons=pythons("3.12"))], "3.11.7", ["3.12"] * 2, id="on all hosts"),
+        pytest.param([host_state(), host_state(pythons=pythons("3.10", "3.12"))], "3.13.1", ["3.12"] * 2, id="newest"),
+        pytest.param([host_state(), host_state(installed=installed(python="3.12.0"))], "3.11.7", ["3.12"] * 2, id="is"),
+    ],
+)  # fmt: skip
+def test_all_hosts_get_the_same_python(states: list[HostState], own: str, chosen: list[str]) -> None:
+    assert [host.lock.target.python for host in planned(*states, own=own) if host.lock] == chosen
+
+
+GPU = {"gpus": 2, "driver": "580.1"}
+CU126 = {"torch": "9.1.0+cu126", "graphdep": OTHER, "nvidia-cudnn-cu12": "9.0"}
+
+
+@pytest.mark.parametrize(
+    ("state", "node", "action", "words"),
+    [
+        (host_state(), {}, "make", "graphdep 1.2.0, pip 23.0, torch 9.1.0+cpu"),
+        (host_state(**GPU), {}, "make", "graphdep 1.2.0, pip 23.0, torch 9.1.0, nvidia-cudnn-cu13 9.0"),
+        (host_state(installed=installed()), {}, "none", ""),
+        (host_state(installed=installed(versions={"torch": "9.1.0"}, cuda="13.0")), {}, "repair", "graphdep 1.2.0"),
+        (host_state(installed=installed(), **GPU), {"devices": (0,)}, "repair",
+         "torch 9.1.0+cpu → 9.1.0, nvidia-cudnn-cu13 9.0"),
+        (host_state(installed=installed(versions=CU126, cuda="12.6"), **GPU), {"devices": (0,)}, "none", ""),
+        (host_state(installed=installed(versions=CU126, cuda="12.6"), **GPU), {}, "none", ""),
+        (host_state(installed=installed(unfinished=("?",))), {}, "repair",
+         "graphdep 1.2.0 → 1.2.0, torch 9.1.0+cpu → 9.1.0+cpu"),
+    ],
+)  # fmt: skip
+def test_what_is_installed(state: HostState, node: dict[str, object], action: Action, words: str) -> None:
+    [host] = planned(state, node=NodeConfig("gnn0", **node))  # type: ignore[arg-type]
+    assert (host.action, shown_changes(host.changes)) == (action, words)
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (host_state(error="/data is not writable"), "/data is not writable; correct `venv` of this node"),
+        (host_state(exists=True),
+         "~/env exists but has no working bin/python; remove it, or name another folder in `venv`"),
+        (host_state(environment=""), "no Python at `python` or `conda`; set `venv: ~/gnnfleet-venv`"),
+        (host_state(environment="", installed=installed(kind="python", prefix="/usr", versions={})),
+         "/usr belongs to the system; set `venv: ~/gnnfleet-venv` (in `defaults`, for all nodes)"),
+        (host_state(pythons=pythons("3.8")),
+         "no Python version of 3.10 or newer is on all hosts (here: 3.8.1); install one on all of them"),
+        (host_state(installed=installed(python="3.9.2")),
+         "its Python is 3.9.2, but 3.11 is needed; remove /home/me/env, then run again"),
+        (host_state(installed=installed(versions={}), in_use=("pid 7: ~/env/bin/python train.py", "pid 8")),
+         "~/env is in use by pid 7: ~/env/bin/python train.py and 1 more; end that first, or name another `venv`"),
+        (host_state(gpus=1, driver="535.2"),
+         "driver 535.2 is too old for CUDA 13 of this torch, which needs 580 or newer; update it, or choose a build "
+         "with --torch, such as --torch cu126"),
+    ],
+)  # fmt: skip
+def test_refused_hosts(state: HostState, why: str) -> None:
+    [host] = planned(state)
+    assert (host.action, host.why) == ("refused", why)
+
+
+def test_a_build_given_by_hand_replaces_another() -> None:
+    state = host_state(installed=installed(versions=CU126, cuda="12.6"), **GPU)
+    [host] = planned(state, node=NodeConfig("gnn0", devices=(0,)), build="cu128")
+    assert shown_changes(host.changes) == "torch 9.1.0+cu126 → 9.1.0+cu128"
+
+
+def test_an_environment_is_in_use_if_a_process_of_any_host_that_sees_it_runs() -> None:
+    mine, other = host_state(0, installed=installed(versions={})), host_state(1, installed=installed(), builder=0)
+    states = {0: mine, 1: replace(other, in_use=("pid 5: ~/env/bin/python",))}
+    plan = make_plan(resolve(cluster()), states, REQUIREMENTS, lock_for, "3.11.7")
+    assert [host.action for host in plan.hosts] == ["refused", "shared"] and "pid 5" in plan.hosts[0].why
+
+
+def test_wheels_come_from_servers_that_a_host_reaches() -> None:
+    config = resolve(cluster())
+    states = {0: host_state(0), 1: host_state(1)}
+    plan = make_plan(config, states, REQUIREMENTS, lock_for, "3.11.7")
+    near, far = with_sources(plan, {0: {"https://files": True}, 1: {"https://files": False}}).hosts
+    assert (len(near.fetched), len(near.sent)) == (3, 0) and (len(far.fetched), len(far.sent)) == (0, 3)
+
+
+# -- packages ------------------------------------------------------------
+
+
+def test_requirements_are_those_of_the_target() -> None:
+    about = {
+        "torch": ['toolkit[blas]==13.0; platform_system == "Linux"', "jinja2", 'colorama; sys_platform == "win32"'],
+        "toolkit": ['blas==13.0.*; extra == "blas"', 'fft; extra == "fft"', 'old; python_version < "3.11"'],
+        "jinja2": ["Blas>=13", "not a requirement"],
+    }
+    found = closure(["torch"], lambda name: about.get(name, ()), CPU)
+    assert found == {"torch": "torch", "toolkit": "toolkit==13.0", "jinja2": "jinja2", "blas": "blas==13.0.*,>=13"}
+    older = closure(["torch"], lambda name: about.get(name, ()), replace(CPU, python="3.10"))
+    assert set(older) - set(found) == {"old"}
+
+
+def test_pip_is_asked_for_wheels_of_the_target() -> None:
+    words = CPU.pip_words
+    platforms = [words[i + 1] for i, word in enumerate(words) if word == "--platform"]
+    assert platforms[0] == "manylinux_2_36_x86_64" and platforms[-1] == "linux_x86_64"
+    assert {"manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_5_x86_64"} <= set(platforms)
+    assert words[-2:] == ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
+    assert "manylinux_2_12_aarch64" not in replace(CPU, arch="aarch64").pip_words
+    assert REQUIREMENTS.line("torch", replace(CPU, build="cu126")) == "torch===9.1.0+cu126"
+    assert REQUIREMENTS.line("torch", replace(CPU, build="")) == "torch===9.1.0"
+
+
+def test_a_package_without_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = Requirements(("graphdep",), {"graphdep": "7.7"})
+    with pytest.raises(SetupError, match=r"no wheels for Python 3.11 on x86_64 .* found for graphdep==7\.7\. Check"):
+        lock_of(wanted, CPU)
+
+
+#: Packages of the trainer that the launching machine runs: reading and partitioning of graphs.
+ELSEWHERE = ("data", "partition", "sources")
+
+
+def test_hosts_get_what_the_trainer_imports() -> None:
+    trainer = Path(__file__).resolve().parents[2] / "trainer"
+    files = [
+        path for path in trainer.rglob("*.py") if path.parts[len(trainer.parts)] not in ("partition", "sources", "data")
+    ]
+    imported = {
+        name.partition(".")[0]
+        for path in files
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+    }
+    assert len(files) > 50 and "torch" in imported
+    assert imported - set(sys.stdlib_module_names) - {"trainer", "gnnfleet"} <= {
+        *PACKAGES,
+        "llvmlite",
+    }  # a part of numba
+    assert set(required(["Some_Thing"]).roots) >= {"torch-geometric", "some-thing", "pip"}
+
+
+# -- hosts ---------------------------------------------------------------
+
+
+def test_the_survey_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{Path(sys.executable).parent}")
+    for name in ("dnf", "uv"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "file").touch()
+    facts = host_survey.main({"op": "survey", "environment": str(tmp_path / "new/env")})
+    assert facts["tmux_line"].endswith("dnf install -y tmux") and not facts["tmux"] and facts["uv"].endswith("bin/uv")
+    assert [one["version"] for one in facts["pythons"]] == [platform.python_version()]
+    assert (facts["exists"], facts["usable"], facts["error"], facts["in_use"]) == (False, False, "", [])
+    assert host_survey.survey(str(tmp_path / "file"))["error"] == f"{tmp_path}/file is no folder"
+    used = host_survey.survey(sys.prefix)["in_use"]
+    assert all(line.startswith("pid ") for line in used)
+
+
+@pytest.fixture
+def marks(tmp_path: Path) -> Iterator[str]:
+    yield str(tmp_path / "not/yet/env")
+    host_survey.leave()
+
+
+def test_hosts_that_share_a_folder_see_each_others_marks(marks: str, tmp_path: Path) -> None:
+    for name in (".m-0", ".m-2"):
+        assert host_survey.main({"op": "mark", "environment": marks, "name": name}) == {"marked": True}
+    assert host_survey.main({"op": "marks", "environment": marks, "prefix": ".m-"}) == {"names": [".m-0", ".m-2"]}
+    host_survey.main({"op": "unmark"})
+    assert list(tmp_path.iterdir()) == []

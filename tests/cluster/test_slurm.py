@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.command import Command
+from launcher.errors import CommandTimeout
+from launcher.transport.local import LocalTransport
+from launcher.transport.slurm import SlurmTransport, open_job
 from launching import REPOSITORY, SYNTHETIC, Launched, Running, launch
 from netns import NetCluster
 from slurm_hosts import SlurmHosts, slurm_unavailable
@@ -115,6 +120,28 @@ def lab(slurm: SlurmHosts) -> Iterator[Lab]:
     slurm.cancel_all()
 
 
+def test_commands_and_files_of_job_steps(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", lab.env["SLURM_CONF"])
+    lab.slurm.run("salloc", "-N2", "--no-shell")
+    (job,) = lab.slurm.jobs()
+    hosts = lab.slurm.cluster.hosts
+    for host, transport in zip(hosts, open_job(job, [host.name for host in hosts]).values(), strict=True):
+        assert isinstance(transport, SlurmTransport)
+        done = transport.run(Command(("bash", "-c", "hostname; cat; exit 3")), stdin=b"in", timeout=20)
+        assert (done.returncode, done.stdout) == (3, f"{host.name}\nin".encode())
+        transport.write(b"content", f"/tmp/{host.name}", mode=0o600)
+        assert host.root_path(f"/tmp/{host.name}").read_bytes() == b"content"
+        transport.download(f"/tmp/{host.name}", tmp_path / "back")
+        assert (tmp_path / "back").read_bytes() == b"content"
+        with pytest.raises(CommandTimeout):
+            transport.run(Command(("sleep", "77")), timeout=0.5)
+        wait_until(lambda host=host: not any("sleep 77" in each.cmdline for each in host.processes()), 20)
+    lab.slurm.run("scancel", job)
+    assert isinstance(open_job(job, ["any"])[0], LocalTransport)
+    assert transport.run(Command(("hostname",)), timeout=20).stdout.decode().strip() == socket.gethostname()
+
+
+@pytest.mark.slow
 def test_a_submitted_command_waits_runs_on_every_node_and_is_reported(lab: Lab) -> None:
     config = lab.config("hello")
     (config.parent / "hello.py").write_text(HELLO)

@@ -49,6 +49,7 @@ def options_of(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
         verbose=bool(merged["verbose"]),
         plain=bool(merged.get("plain")),
         detach=bool(merged.get("detach")),
+        resumed_from=merged.get("resumed_from"),
         flags=flags_of(merged, remote),
     )
 

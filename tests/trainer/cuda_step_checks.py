@@ -59,9 +59,9 @@ def there(value: Any) -> Any:
 
 
 def same(own: Tensor, cpu: Tensor, exact: bool = True) -> None:
-    """Assert that a result of the device equals that of the CPU.
+    """Assert that a result of the device equals the CPU's; in the simulator, always bit for bit.
 
-    exact: bit for bit on a GPU too, as there is no sum of products.
+    exact: bit for bit on a GPU too. Only for results without sums of products.
     """
     assert own.device.type == DEVICE.type and own.dtype == cpu.dtype and own.shape == cpu.shape
     if exact or SIMULATED:
@@ -72,13 +72,13 @@ def same(own: Tensor, cpu: Tensor, exact: bool = True) -> None:
 
 
 def on_cpu(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function`` with the CPU's kernels."""
+    """Call ``function`` so that it uses the CPU's kernels, and return its result."""
     with mock.patch.object(trainer.nn.kernels.device, "_SIMULATED", False):
         return function(*args)
 
 
 def compare(function: Callable[..., Tensor], *args: Any, exact: bool = False) -> Tensor:
-    """Assert that ``function`` has the same result on the device and on the CPU, and return that of the CPU."""
+    """Assert that ``function`` has the same result on the device and on the CPU. Returns the CPU's result."""
     cpu: Tensor = on_cpu(function, *args)
     same(function(*map(there, args)), cpu, exact)
     return cpu

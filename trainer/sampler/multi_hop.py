@@ -40,7 +40,7 @@ class Relabelling(Protocol):
     ops: ArrayOps  #: for the arrays of requests, answers and subgraphs
 
     def growth(self, of: NodeType, disjoint: bool) -> NodeGrowth:
-        """Return an empty set of sampled nodes of one type; ``disjoint``: with a tree per seed."""
+        """Return an empty set of sampled nodes of one type. ``disjoint``: a node may be in it once per tree."""
 
 
 class HopSource(Protocol):

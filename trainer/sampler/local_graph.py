@@ -173,7 +173,7 @@ class LocalGraph:
         return {name: slabs.empty((len(request.ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
 
     def no_rows(self, request: RowRequest) -> dict[str, Array]:
-        """Return read-only arrays like those of ``new_rows``, but without memory for the rows."""
+        """Return read-only arrays with the shapes and dtypes of ``new_rows`` that take no memory."""
         specs = self._row_specs(request)
         return {name: blank_rows(len(request.ids), *spec) for name, spec in specs.items()}
 
@@ -204,9 +204,9 @@ class LocalGraph:
                     put_rows(_column(table, name), rows, values)
 
     def by_part(self, of: AnyType, ids: Ids) -> Mapping[int, RowPlacement]:
-        """Group ids by part, including parts of which only the topology is on this host.
+        """Group ids by part. Their parts, or at least the topology of these, must be on this host.
 
-        Raises ``PartitionError`` for other parts.
+        Raises ``PartitionError`` if they are not.
         """
         return self._by_part(of, ids, self._topology)
 

@@ -278,7 +278,7 @@ def step_seconds(
 
 
 def with_degree(setup: Setup, batch: Batch, model: str) -> Batch:
-    """Return the batch; for gcn, which needs in-degrees, with made-up ones: they do not change the time."""
+    """Return the batch. For gcn, add made-up in-degrees: the model needs some, and they do not change the time."""
     if model != "gcn":
         return batch
     return replace(batch, degree=torch.ones_like(batch.n_id))

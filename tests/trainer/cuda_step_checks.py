@@ -1,5 +1,6 @@
-"""Checks of the CUDA kernels of layers against those of the CPU: on a GPU, or with NUMBA_ENABLE_CUDASIM=1 in numba's
-simulator, which must be set before numba is imported. ``test_cuda_step`` runs them in a process of their own.
+"""Compares the CUDA kernels of layers with those of the CPU, on a GPU or in numba's simulator.
+
+The simulator needs NUMBA_ENABLE_CUDASIM=1 before numba is imported, so ``test_cuda_step`` runs this in a new process.
 
 On a GPU, ``a * b + c`` may be rounded once, so sums of products are compared with a tolerance there.
 """

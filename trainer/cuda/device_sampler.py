@@ -1,7 +1,7 @@
 """Makes batches on a CUDA device: samples, gathers rows and cuts blocks there.
 
-Each sampler thread has a stream of its own. It waits for this stream several times per batch, to read the sizes of
-tensors, and when the batch is finished, so that the batch can be used on any stream. Meanwhile, training steps run on
+Each sampler thread has a stream of its own. The thread waits for its stream several times per batch, to read the sizes
+of tensors, and once at the end of the batch, which can then be used on any stream. Meanwhile, training steps run on
 another stream and do not wait.
 """
 
@@ -102,7 +102,7 @@ class DeviceSampler:
         return out
 
     def _in_degree(self, of: NodeType, ids: Tensor) -> Tensor:
-        """Return the in-degrees of nodes over all edge types, int64 [n]. The device must have all edge types."""
+        """Return the in-degrees of nodes over all edge types, int64 [n]. The topology must contain all of these."""
         degree = torch.zeros(len(ids), dtype=torch.int64, device=self.device)
         for edge_type, edges in self.topology.edges.items():
             if edge_type[2] == of:

@@ -174,7 +174,7 @@ class DeviceHops:
 
 
 def _conditional(request: HopRequest) -> bool:
-    """Return whether all draws have conditions. With excluded edges alone, only those of some nodes have."""
+    """Return whether the draws of every node have conditions: weights or times. Exclusions concern some nodes only."""
     return request.bound is not None or request.weight is not None
 
 

@@ -36,9 +36,9 @@ def count_picks(
 ) -> None:  # fmt: skip
     """Fill ``counts`` int32 [n] with the number of neighbours to draw per node, ignoring conditions.
 
-    Fills ``work`` int64 [n] with the entries of work memory that each node needs: its degree if its draws have
-    conditions or need more memory than a thread has, else 0. ``excluded_begin``, ``excluded_end``: int64 [n], range of
-    each node among the excluded sources.
+    Conditions are weights, times and excluded edges. Fills ``work`` int64 [n] with the entries of work memory that each
+    node needs: its degree if its draws have conditions or need more memory than a thread has, else 0.
+    ``excluded_begin``, ``excluded_end``: int64 [n], range of each node among the excluded sources.
     """
     for i in range(cuda.grid(1), len(nodes), cuda.gridsize(1)):
         degree = indptr[nodes[i] + 1] - indptr[nodes[i]]
@@ -97,7 +97,7 @@ def draw_conditional(
     weighted: Any, timed: Any, key: Any, times: Any, found: Any, counts: Any, begins: Any, work: Any, work_begin: Any,
     slots: Any, values: Any, ranks: Any, picks: Any,
 ) -> None:  # fmt: skip
-    """As ``draw_picks``, but for nodes with work memory draw among the candidates that ``collect`` listed.
+    """As ``draw_picks``, but draw only among the candidates that ``collect`` listed, for nodes with work memory.
 
     ``ranks``: a view of ``values`` as int64.
     """

@@ -1,4 +1,4 @@
-"""Maps global ids to batch positions on the device, in the same order of first appearance as ``trainer.sampler``.
+"""Maps global ids to batch positions on the device, in the order in which sampling first meets them, as on the CPU.
 
 Each batch has a hash table per node type, with open addressing and linear probing, at most half full. A thread claims
 the slot of an id by compare-and-swap. The slot then gets, by atomic minimum, the smallest index at which the id occurs,

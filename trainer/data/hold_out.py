@@ -47,8 +47,8 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
     The options state which share of the links to move. The graph attribute ``held_out_type`` names the edge type.
 
     Without ``hold_out_time``, a hash of source and target decides whether a link is moved. Copies of an edge are
-    therefore moved together, as are both directions if the ends have the same node type; self loops are then not moved.
-    In ``val_links`` and ``test_links``, each link occurs once, and they are sorted by source, then target.
+    therefore moved together. If the ends have the same node type, so are both directions, and self loops are not moved.
+    ``val_links`` and ``test_links`` contain each link once, sorted by source, then target.
 
     With ``hold_out_time``, an integer attribute of the edges, the latest edges are moved: the last ones for test, and
     the ones just before them for validation; ``split_times`` chooses the limits. Copies of an edge with different times
@@ -56,10 +56,12 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
     ``test_link_times`` contain their times, and ``held_out_time`` the name of the edge attribute.
 
     If there is a reverse edge type, ``rev_<relation>`` (or ``<relation>`` for an edge type ``rev_<relation>``), the
-    reverses of the moved links are removed from it; with ``hold_out_time``, its edges from the same times on.
-    If the two node types differ, any other edge type between them in the reverse direction also loses the reverses, if
-    it contains all of them. If it contains only some, it is left unchanged, and the dataset gets a note. Raises
-    ``DataError`` for an unknown edge type or attribute, for shares out of range, and for times that cannot be split.
+    reverses of the moved links are removed from it; with ``hold_out_time``, its edges from the same times on are
+    removed. If the two node types differ, any other edge type from the target type to the source type also loses the
+    reverses, if it contains all of them. If it contains only some, it is left unchanged, and the dataset gets a note.
+
+    Raises ``DataError`` for an unknown edge type or attribute, for shares out of range, and for times that cannot be
+    split.
     """
     if options.hold_out is None:
         if options.hold_out_time is not None:

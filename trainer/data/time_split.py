@@ -14,7 +14,7 @@ from trainer.core.errors import DataError
 class TimeSplit:
     """The times from which on edges are for validation and for test. Earlier edges are for training.
 
-    None: no edges are for this split.
+    A time is None if no edges are for its split.
     """
 
     val: int | None
@@ -38,7 +38,7 @@ def split_times(times: Array, val: float, test: float, where: str) -> TimeSplit:
         times: Integers [E].
         val: Wanted share of the edges for validation, 0 to 1; 0: none.
         test: As ``val``.
-        where: Begins messages: names the edges and the attribute.
+        where: Names the edges and the attribute at the beginning of messages.
 
     Raises ``DataError`` if there are fewer different times than splits, training included.
     """

@@ -135,7 +135,7 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def with_tensors(value: Any, tensors: dict[int, Tensor]) -> Any:
-    """Return a copy of ``value`` in which ``tensors[id(tensor)]``, where it exists, replaces each tensor."""
+    """Return a copy of ``value`` with each tensor t replaced by ``tensors[id(t)]``, if there is such an entry."""
     if isinstance(value, Tensor):
         return tensors.get(id(value), value)
     if is_dataclass(value) and not isinstance(value, type):

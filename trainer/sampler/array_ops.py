@@ -25,7 +25,7 @@ class ArrayOps(Protocol):
         """Return 0, 1, … as int32 [size]."""
 
     def concatenate(self, arrays: Sequence[Array], dtype: Any) -> Array:
-        """Concatenate any number of arrays to one of a numpy dtype. A single array may share its memory with it."""
+        """Concatenate any number of arrays to one of a numpy dtype. The result may share memory with a single array."""
 
     def begins(self, counts: Array, first: int) -> Array:
         """Return where each of n consecutive ranges of lengths ``counts`` begins, the first at ``first``: int64 [n]."""

@@ -184,8 +184,8 @@ class LocalGraph:
     def fill(self, of: AnyType, out: Mapping[str, Array], placed: Mapping[int, RowPlacement]) -> None:
         """Copy rows of parts on this host into the arrays ``out`` [n, …].
 
-        ``placed``: for each part, its rows and their positions in ``out``. Raises ``PartitionError`` for a part that is
-        not on this host.
+        ``placed``: for each part, which rows to copy, and to which positions. Raises ``PartitionError`` for a part that
+        is not on this host.
         """
         all_1d = all(values.ndim == 1 for values in out.values())
         parts = self.store.topology if all_1d else self.store.parts
@@ -204,9 +204,9 @@ class LocalGraph:
                     put_rows(_column(table, name), rows, values)
 
     def by_part(self, of: AnyType, ids: Ids) -> Mapping[int, RowPlacement]:
-        """Group ids by part. Their parts, or at least the topology of these, must be on this host.
+        """Group ids by part. Each part, or at least its topology, must be on this host.
 
-        Raises ``PartitionError`` if they are not.
+        Raises ``PartitionError`` for other parts.
         """
         return self._by_part(of, ids, self._topology)
 

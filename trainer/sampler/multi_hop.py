@@ -86,7 +86,7 @@ def cut_block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> tuple
 
 
 def block_edges(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> Positions:
-    """Return the position in the subgraph's edge arrays of each edge of a block, int32, in the block's order."""
+    """Return for each edge of a block its position in the subgraph's edge arrays, int32."""
     return _block_rows(subgraph, edge_type, hop, subgraph.ops.arange(len(subgraph.edges[edge_type].src)))[1]
 
 

@@ -17,7 +17,7 @@ from trainer.sampler.types import GraphAccess, GraphSchema, RowRequest, SampledS
 
 
 class CountedAccess(GraphAccess, Protocol):
-    """A ``GraphAccess`` that counts, for each thread, bytes and rows of its requests to other hosts: ``DistGraph``."""
+    """A ``GraphAccess``, such as ``DistGraph``, that counts bytes and rows from other hosts for each thread."""
 
     def take_cost(self) -> Cost: ...
 

@@ -54,11 +54,11 @@ def pick_candidates(
     indptr: Any, indices: Any, rows: Any, orig_id: Any, trees: Any, conditions: Any, draws: Any, longest: int,
     counts: Any, most: int,
 ) -> Any:  # fmt: skip
-    """Draw in-edges of the nodes ``rows`` that meet the conditions, and fill ``counts`` int32 [n] with their numbers.
+    """Draw in-edges of the nodes ``rows`` that meet the conditions. Fills ``counts`` int32 [n]: edges per node.
 
-    Returns the slots of the drawn edges, int64, grouped by node, and -1. Instead, returns an empty array and the slot of
-    an edge whose weight is invalid, or an empty array and ``TOO_MANY`` if more than ``most`` edges would be drawn.
-    ``longest``: the highest degree of a node.
+    Returns the slots of the drawn edges, int64, grouped by node, and -1. On an error, returns an empty array, and the
+    slot of an edge with an invalid weight, or ``TOO_MANY`` if more than ``most`` edges would be drawn. ``longest``: the
+    highest degree of a node.
 
     With times, a node of which all candidates are taken has them sorted by time, as in torch_geometric, unless a later
     hop uses only the first of them (``draws.shuffle`` > 0).

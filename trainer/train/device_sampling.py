@@ -41,8 +41,8 @@ def choose_sampling(
     Copies the topology to the device or to pinned memory, and rows of features to pinned memory as far as they fit. The
     first batch is made by device and CPU, and compared.
 
-    If ``device`` cannot make the batches, or its first one differs, the CPU makes all batches with ``wanted`` ``auto``.
-    With ``cuda``, raises ``SettingsError`` if it is not possible, and ``TrainingError`` if the first batches differ.
+    With ``auto``, the CPU makes the batches if ``device`` cannot make them, or makes a different first batch. With
+    ``cuda``, the first case raises ``SettingsError`` and the second ``TrainingError``.
     """
     if wanted == "cpu" or (wanted == "auto" and device.type != "cuda"):
         return SamplingChoice(False, "")

@@ -73,7 +73,7 @@ _mask_rows = by_dtype(_make_mask_rows)
 
 
 def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int, threshold: int) -> Tensor:
-    """Return ``h`` times its dropout mask, equal bit for bit on the CPU. ``threshold``: ``dropout.threshold_of(p)``."""
+    """Return ``h`` times its dropout mask, bit for bit as on the CPU. ``threshold``: ``dropout.threshold_of(p)``."""
     h = h.detach()
     out = torch.empty_like(h, memory_format=torch.contiguous_format)
     factor, zero = scalar(1.0 / (1.0 - p), h.dtype), scalar(0.0, h.dtype)

@@ -58,7 +58,13 @@ def joined(before: Mapping[str, Any], name: str, after: Sequence[str]) -> tuple[
     return (*(before.get(name) or ()), *after)
 
 
-_ACCEPT_REMOTE = ("launch", "plan", "check", "import")  #: commands that accept torch_geometric's quoted command
+_ACCEPT_REMOTE = (
+    "launch",
+    "plan",
+    "check",
+    "import",
+    "rehearse",
+)  #: commands that accept torch_geometric's quoted command
 
 _REMOTE = re.compile(r"(?!-).*\bpython[0-9.]*\s.*", re.DOTALL)
 

@@ -11,7 +11,7 @@ import click
 from launcher.cli.launch_compat import options_of
 from launcher.cli.options import GroupedOptions, console_of, examples
 
-_EPILOG = "Exit status: as that of a run; 1 also if the run ended before the step of --fault.\n\n" + examples(
+_EPILOG = "Exit status: that of the run; 1 if it ended before the step of --fault.\n\n" + examples(
     "rehearse --config cluster.yml --fault rank1:kill@step20"
 )
 
@@ -25,7 +25,7 @@ _SHOWN = (
 
 
 @click.command(cls=GroupedOptions, epilog=_EPILOG, short_help="Run the same plan on this machine, also with a fault.")
-@click.option("--fault", metavar="FAULT", help="rankR or serverK, :kill or :freeze, @stepN; see the example.")
+@click.option("--fault", metavar="FAULT", help="rankR or serverK, :kill or :freeze, @stepN.")
 @click.option(
     "--vertices",
     type=click.IntRange(100),

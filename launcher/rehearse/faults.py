@@ -108,14 +108,12 @@ class FaultInjector:
     def _count(self) -> None:
         # The progress file has the epoch and its step; only metrics lines have the number of steps per epoch.
         for line in self._tail.lines():
-            epoch, step, per_epoch = line.get("epoch"), line.get("step"), line.get("steps")
-            if line["kind"] == "step" and _naturals(epoch, step, per_epoch):
-                self._per_epoch = per_epoch
-                self.steps = max(self.steps, (epoch - 1) * per_epoch + step + 1)
+            if line["kind"] == "step" and _naturals(line.get("epoch"), line.get("step"), line.get("steps")):
+                self._per_epoch = line["steps"]
+                self.steps = max(self.steps, (line["epoch"] - 1) * self._per_epoch + line["step"] + 1)
         progress = read_progress(self._progress)
         if self._per_epoch and progress and progress[2] in ("load", "compute", "reduce"):
-            epoch, step, _ = progress
-            self.steps = max(self.steps, (epoch - 1) * self._per_epoch + step)
+            self.steps = max(self.steps, (progress[0] - 1) * self._per_epoch + progress[1])
 
     def _inject(self) -> bool:
         pid = self._rank_pid() if self.fault.target == "rank" else self._server_pid()

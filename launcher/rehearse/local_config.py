@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ def local_config(config: ClusterConfig, folder: Path, vertices: int) -> ClusterC
         name=f"{config.name}-rehearsal",
         transport="local",
         nodes=tuple(_node(node, folder) for node in config.nodes),
-        data=_data(config.data, folder, vertices),
+        data=_data(config.data, len(config.holders), folder, vertices),
         train=_train(config.train),
         run=_run(config.run, encrypt=config.run.encrypt == "auto" and config.transport != "local"),
     )
@@ -54,17 +56,20 @@ def _node(node: NodeConfig, folder: Path) -> NodeConfig:
     )
 
 
-def _data(data: DataConfig, folder: Path, vertices: int) -> DataConfig:
+def _data(data: DataConfig, nodes: int, folder: Path, vertices: int) -> DataConfig:
     if data.serving:
         raise UsageError(
             f"data.serving: the graph of `{data.serving}` exists only on its servers, so this config cannot be "
             "rehearsed; rehearse the config of the serving cluster, or give a graph with --dataset and --set "
             "data.serving=null"
         )
+    options = thinned_options(data, vertices)
+    made_of = [data.dataset, data.source, options, data.num_parts, nodes, asdict(data.partition)]
+    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True, default=str).encode()).hexdigest()
     return replace(
         data,
-        options=thinned_options(data, vertices),
-        folder=f"{folder}/parts",
+        options=options,
+        folder=f"{folder}/parts-{digest[:12]}",  # the partitioner does not replace the parts of another graph
         mode="sync",
         store=None,
         store_options={},

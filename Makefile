@@ -17,7 +17,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # A file stays with one worker, which makes what its tests share once.
 WORKERS = $(if $(findstring .py,$(ARGS)),,-n auto --dist loadfile --no-loadscope-reorder)
-HOST_TOOLS := sshd:openssh-server ssh:openssh-client ip:iproute2 sshfs:sshfs
+HOST_TOOLS := sshd:openssh-server ssh:openssh-client ip:iproute2 sshfs:sshfs \
+  slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Set, it would have each of the hundreds of processes that tests start compile our code again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -66,7 +67,7 @@ clean: ## remove the virtual environment and caches; runs and parts stay
 	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# sshd, network tools and sshfs serve the tests on namespaced hosts, which only root can make.
+# sshd, network tools, sshfs and Slurm serve the tests on namespaced hosts, which only root can make.
 tools-demo:
 	@sh .ci/need tmux:tmux
 

@@ -4,9 +4,9 @@ python benchmarks/gpu.py                      tests on the device, then all meas
 python benchmarks/gpu.py --small              a smaller graph
 python benchmarks/gpu.py --small --simulated  tiny sizes in numba's simulator on the CPU, to check that everything runs
 
-Needs this repository with its packages and a torch for CUDA (`pip install -e '.[cuda13,test]'`, or cuda12); rows of
-torch_geometric's NeighborLoader need pyg-lib as well. Writes gpu.json, gpu.md and, if matplotlib is installed, gpu.svg
-into the folder --out.
+Needs this repository with its packages and a torch for CUDA (`pip install -e '.[cuda13,test]'`, or cuda12). The
+comparison with torch_geometric's NeighborLoader is made only where pyg-lib is installed. Writes gpu.json,
+gpu.md and, if matplotlib is installed, gpu.svg into the folder --out.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _markdown(machine: str, found: dict[str, list[Row]]) -> list[str]:
 
 
 def plot(found: dict[str, list[Row]], path: Path) -> None:
-    """Write a bar chart for each unit. Prints a line instead if matplotlib is not installed."""
+    """Write one file with a bar chart per unit. Without matplotlib, only print that there is no plot."""
     try:
         from matplotlib import pyplot
     except ImportError:
@@ -129,7 +129,7 @@ def plot(found: dict[str, list[Row]], path: Path) -> None:
 
 
 def _bars(row: Row) -> list[tuple[str, float, bool]]:
-    """Return the bars of a row: name, value, and whether it is ours."""
+    """Return (label, value, whether this project was measured) for each bar of a table row."""
     other = [] if row.other is None else [(f"{row.what}: {row.against}", row.other, False)]
     return [(row.what, row.value, True), *other]
 

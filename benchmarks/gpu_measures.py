@@ -1,4 +1,4 @@
-"""The measurements of benchmarks/gpu.py: each section yields rows of a table."""
+"""The measurements of benchmarks/gpu.py, in sections. Each section yields the rows of one result table."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured, and where."""
+    """The graph, model size and device with which everything is measured."""
 
     device: torch.device
     graph: Graph
@@ -65,7 +65,7 @@ class Setup:
     @classmethod
     @contextmanager
     def of(cls, device: torch.device, small: bool, simulated: bool) -> Iterator[Setup]:
-        """Open the graph: the benchmarks' large or small one, or a tiny one for the simulator."""
+        """Open a graph: a tiny one if ``simulated``, else the small or the large one of all benchmarks."""
         if not simulated:
             with open_graph(partitioned(small, 1)) as graph:
                 yield cls(device, graph, simulated, FANOUTS, BATCH, 256, 8, 5)
@@ -97,12 +97,12 @@ class Setup:
 
     @cached_property
     def held(self) -> list[Batch]:
-        """Batches on the device, sampled by the CPU."""
+        """The batches of ``shares``, sampled by the CPU and copied to the device."""
         bring: Any = feed(self.device)
         return [bring(self.loaders["cpu"].load(share)) for share in self.shares]
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return the median seconds of a call of ``work`` until the device has finished it, after one warm-up call."""
+        """Return the median time of a call of ``work``, until the device has finished. One warm-up call comes first."""
         work()
         return median(self._once(work) for _ in range(self.repeats))
 
@@ -153,7 +153,7 @@ def batches(setup: Setup) -> Iterator[Row]:
 
 
 def sampling(setup: Setup) -> Iterator[Row]:
-    """Measure sampled edges per second, and batches with their rows."""
+    """Measure sampled edges per second, and the time of whole batches: sampling, gathering and the copy."""
     loaders, edges = setup.loaders, sum(len(block.indices) for batch in setup.held for block in batch.blocks)
     works = {
         name: lambda sampler=sampler: [
@@ -176,7 +176,7 @@ def sampling(setup: Setup) -> Iterator[Row]:
 
 
 def neighbor_loader(setup: Setup) -> Any:
-    """Return torch_geometric's NeighborLoader of the same graph, in this process."""
+    """Return a NeighborLoader of torch_geometric for the same graph, without worker processes."""
     from torch_geometric.loader import NeighborLoader
 
     return NeighborLoader(
@@ -198,7 +198,7 @@ def whole_graph(setup: Setup) -> Data:
 
 
 def gathering(setup: Setup) -> Iterator[Row]:
-    """Measure GB/s of rows of ``x``, from pinned memory of the host and from a cache on the device."""
+    """Measure at how many GB/s rows of ``x`` are gathered from pinned host memory, and from a cache on the device."""
     graph, device = setup.graph, setup.device
     sampler: Any = setup.loaders["cuda"]._device_sampler
     ids = [batch.n_id for batch in setup.held]  # one part: global and original ids are the same rows in another order
@@ -223,7 +223,7 @@ def gathering(setup: Setup) -> Iterator[Row]:
 
 
 def copied(setup: Setup, pinned: bool) -> float:
-    """Return the GB/s at which a large block of memory is copied to the device, from pinned memory or on the device."""
+    """Return the GB/s of copying a large block to device memory: from ``pinned`` host memory, or from device memory."""
     size = 1 << (12 if setup.simulated else 28)
     source = torch.empty(size, dtype=torch.uint8, device=CPU if pinned else setup.device)
     source = source.pin_memory() if pinned and not setup.simulated else source
@@ -278,7 +278,7 @@ def step_seconds(
 
 
 def with_degree(setup: Setup, batch: Batch, model: str) -> Batch:
-    """For gcn, return the batch with all in-degrees set to 1, as only the time is measured; else the batch itself."""
+    """Return the batch. For gcn, add made-up in-degrees: the model needs some, and they do not change the time."""
     if model != "gcn":
         return batch
     return replace(batch, degree=torch.ones_like(batch.n_id))
@@ -286,19 +286,19 @@ def with_degree(setup: Setup, batch: Batch, model: str) -> Batch:
 
 @contextmanager
 def cpu_kernels(wanted: bool) -> Iterator[None]:
-    """Compute on the CPU with the CPU's kernels also in the simulator, if ``wanted``."""
+    """If ``wanted``, let CPU tensors use the CPU's kernels, even where the simulator is on."""
     with mock.patch.object(kernels_device, "_SIMULATED", kernels_device._SIMULATED and not wanted):
         yield
 
 
 def torch_only(setup: Setup, model: str) -> float:
-    """Return the seconds of a training step without kernels of numba-cuda."""
+    """Return the seconds of a training step that uses torch operations in place of CUDA kernels."""
     with mock.patch.object(kernels_device, "_TORCH_ONLY", True):
         return step_seconds(setup, model)
 
 
 def pyg_step_seconds(setup: Setup) -> float:
-    """Return the seconds of a step of torch_geometric's GraphSAGE on the edges of the same number of seeds."""
+    """Return the seconds of a training step of torch_geometric's GraphSAGE, on batches of the same size."""
     facts = facts_of(setup.graph.manifest)
     model = GraphSAGE(facts.in_dims[facts.target], setup.hidden, len(setup.fanouts), facts.num_classes)
     model = model.to(setup.device)
@@ -323,7 +323,7 @@ def product_seconds(setup: Setup, m: int, k: int, n: int) -> float:
 
 
 def synchronisations(setup: Setup) -> int:
-    """Count the calls in a training step for which the host waits for the device. 0 in the simulator."""
+    """Count the calls in a training step that make the host wait for the device. The simulator counts none."""
     work = model_step(setup, "sage", setup.device)
     work(setup.held[0])  # compiles kernels
     if setup.device.type != "cuda":
@@ -347,7 +347,7 @@ def epochs(setup: Setup) -> Iterator[Row]:
 
 
 def epoch_seconds(setup: Setup, sampling: str, device: torch.device | None = None) -> float:
-    """Return the seconds of an epoch, after one that warms up."""
+    """Return the seconds of a training epoch. An unmeasured warm-up epoch comes first."""
     on = device or setup.device
     loader, bring, work = setup.loaders[sampling], feed(on), model_step(setup, "sage", on)
     return setup.seconds(lambda: [work(bring(batch)) for batch in loader.epoch(1)])  # type: ignore[arg-type, type-var]

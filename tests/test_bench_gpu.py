@@ -1,4 +1,4 @@
-"""Tests that benchmarks/gpu.py runs: in numba's simulator, on tiny sizes."""
+"""Tests that benchmarks/gpu.py runs, with tiny sizes in numba's simulator."""
 
 from __future__ import annotations
 

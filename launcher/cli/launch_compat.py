@@ -49,6 +49,7 @@ def options_of(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
         verbose=bool(merged["verbose"]),
         plain=bool(merged.get("plain")),
         detach=bool(merged.get("detach")),
+        resumed_from=merged.get("resumed_from"),
         flags=flags_of(merged, remote),
     )
 
@@ -58,13 +59,8 @@ def joined(before: Mapping[str, Any], name: str, after: Sequence[str]) -> tuple[
     return (*(before.get(name) or ()), *after)
 
 
-_ACCEPT_REMOTE = (
-    "launch",
-    "plan",
-    "check",
-    "import",
-    "rehearse",
-)  #: commands that accept torch_geometric's quoted command
+#: Commands that accept torch_geometric's quoted command.
+_ACCEPT_REMOTE = ("launch", "plan", "check", "import", "rehearse")
 
 _REMOTE = re.compile(r"(?!-).*\bpython[0-9.]*\s.*", re.DOTALL)
 

@@ -15,6 +15,7 @@ from click.shell_completion import CompletionItem
 
 from launcher import __version__
 from launcher.cli.completion import runs_or_files, serving_names
+from launcher.cli.export import export_command
 from launcher.cli.launch_compat import foreign_options, import_command, joined, options_of, without_remote
 from launcher.cli.options import (
     CONFIG,
@@ -49,7 +50,7 @@ _MOST_USED = ("config", "sets", "detach", "version", "help")
 
 #: Commands in the order in which a user needs them; commands not listed here follow.
 _ORDER = (
-    *("init", "setup", "import", "check", "plan", "rehearse", "launch", "partition"),
+    *("init", "setup", "import", "check", "plan", "rehearse", "launch", "export", "partition"),
     *("status", "logs", "follow", "attach", "stop", "collect", "resume"),
     *("runs", "profile", "report", "compare", "serve", "completion"),
 )
@@ -133,7 +134,13 @@ _TRAINER_ACTIONS = ("make", "convert", "repartition", "diff", "verify", "inspect
 
 _CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_option_names": ["-h", "--help"]}
 
-launch_options = with_options(DETACH, *LIVE, DRY_RUN)
+launch_options = with_options(
+    click.option("--slurm", metavar="KEY=VALUE,…", help="Submit a Slurm job: partition=gpu,nodes=4,time=2:00:00."),
+    DETACH,
+    *LIVE,
+    DRY_RUN,
+    click.option("--resumed-from", metavar="RUN", hidden=True),  # set in the batch script of a resumed run
+)
 
 
 @click.group(
@@ -147,7 +154,7 @@ launch_options = with_options(DETACH, *LIVE, DRY_RUN)
 @click.version_option(__version__, message="gnnfleet %(version)s", help="Show the version and exit.")
 @click.pass_context
 def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
-    """Train graph neural networks on several hosts over SSH. With --config and no command, gnnfleet launches a run."""
+    """Train graph neural networks on several hosts. --config FILE launches a run."""
     if ctx.invoked_subcommand is not None:
         ctx.obj = values
         return
@@ -168,8 +175,7 @@ def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
 def launch(ctx: click.Context, dry_run: bool, **values: Any) -> None:
     """Launch a run: check the hosts, send code and parts, train, report.
 
-    --config FILE without a command does the same. Words after -- are your own training command, which
-    replaces the bundled trainer.
+    `gnnfleet --config FILE` does it, too. Words after -- are your own command.
     """
     (show_plan if dry_run else run_launch)(options_of(ctx, values))
 
@@ -201,6 +207,7 @@ for _param in check.params:
         _param.hidden = True  # accepted, but check prints no plan
 
 gnnfleet.add_command(import_command(config_options))
+gnnfleet.add_command(export_command(config_options))
 gnnfleet.add_command(rehearse_command(config_options))
 
 
@@ -258,6 +265,7 @@ def partition(
 
 def show_plan(options: LaunchOptions) -> None:
     from launcher.config.resolve import resolve_run
+    from launcher.manage.submit import in_queue, script_of
     from launcher.plan.build import offline_plan
     from launcher.serving.attach_run import known_serving
 
@@ -265,16 +273,26 @@ def show_plan(options: LaunchOptions) -> None:
     run_id = choose_run_id(config, options.run_id)
     made = offline_plan(resolve_run(config), run_id, options.own_command, serving=known_serving(config), to_train=True)
     show(made, as_json=options.as_json, verbose=options.verbose)
+    if in_queue(config) and not options.as_json:
+        click.echo(f"\nbatch script:\n{script_of(config, options, run_id)}")
 
 
 def run_launch(options: LaunchOptions) -> NoReturn:
     """Launch, follow and report a run; exit with its status. --json prints one event per line and the report last."""
     import json
 
+    from launcher.manage.requeue import resumed_after_requeue
+    from launcher.manage.submit import in_queue, submit_and_follow
     from launcher.run.launch import launch as launch_run
     from launcher.serving.attach_run import attach_of
 
     config, console = read_config(options), console_of(options.as_json)
+    if in_queue(config):
+        raise click.exceptions.Exit(submit_and_follow(config, options, console))
+    options, message = resumed_after_requeue(config, options, os.environ)
+    if message:
+        console.print(message, soft_wrap=True, markup=False)
+        config = read_config(options)
     report = launch_run(config, options, console, attach_of(config, options.config, console))
     if options.as_json:
         click.echo(json.dumps({"kind": "report", **report.to_json()}))

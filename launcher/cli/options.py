@@ -29,7 +29,7 @@ _HEADINGS = {
         *("dataset", "source", "shared", "serving"),
         *("epochs", "batch_size", "num_neighbors", "num_training_procs", "resume"),
     ),
-    "Run": ("name", "run_id", "runs_dir", "master_addr", "master_port", "detach", "on_interrupt", "dry_run"),
+    "Run": ("name", "run_id", "runs_dir", "master_addr", "master_port", "slurm", "detach", "on_interrupt", "dry_run"),
     "Lines to show": ("node", "rank", "since", "last", "every"),
 }
 

@@ -264,6 +264,7 @@ def resume(
     the options change. --exclude leaves out a lost host; it also applies when the new run is resumed.
     """
     from launcher.manage.resume import go_to, needs_no_node, prepare
+    from launcher.manage.submit import in_queue, submit_and_follow
     from launcher.run.launch import launch
     from launcher.serving.attach_run import attach_of
 
@@ -288,6 +289,8 @@ def resume(
         console.print(text, soft_wrap=True, markup=False)
     config = read_config(again.options)
     go_to(again.cwd)
+    if in_queue(config):
+        ctx.exit(submit_and_follow(config, again.options, console))
     report = launch(config, again.options, console, attach_of(config, again.options.config, console))
     if as_json:
         click.echo(json.dumps({"kind": "report", **report.to_json()}))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from launcher.config.allocation import with_allocation
 from launcher.config.consistency import check, check_nodes
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.config.validation import KeyPath, Reader, dotted
@@ -213,11 +214,22 @@ def overridden(path: Path, overrides: Sequence[str], foreign: Foreign | None, re
 
     foreign = foreign or read_foreign(path)
     tree = foreign.tree if foreign else _read_file(path, report)
-    for override in overrides:
+    for override in filter(_decides_nodes, overrides):
         tree = apply_override(tree, override, report)
+    tree = with_allocation(tree, os.environ, report)
+    for override in overrides:
+        if not _decides_nodes(override):
+            tree = apply_override(tree, override, report)
     if foreign:
         graph_is_named(foreign, tree, path)
     return tree
+
+
+def _decides_nodes(override: str) -> bool:
+    """Whether an override can change which nodes there are; it is then applied before those of single nodes."""
+    key, equals, _ = override.partition("=")
+    key = key.strip() if equals else ""
+    return key in ("nodes", "transport", "slurm_job") or key.partition(".")[0] == "slurm"
 
 
 def world_size(tree: Section, choose: Choose) -> int:

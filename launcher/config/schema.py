@@ -58,7 +58,8 @@ class NodeConfig:
     )
     password: bool = setting("Ask for an SSH password once, when a command starts, without echo.", False)
     python: str = setting(
-        "Python on the node if neither venv nor conda is given; with `transport: local` the default is the launcher's.",
+        "Python on the node if neither venv nor conda is given; with `transport: local` or `slurm` the default is the "
+        "launcher's.",
         "python3",
     )
     venv: str | None = setting("Virtual environment on the node: the folder that contains bin/python.", None)
@@ -410,9 +411,16 @@ class ClusterConfig:
     data: DataConfig = setting("The graph, and where its parts are stored.")
     train: TrainConfig = setting("Settings of the bundled trainer.", TrainConfig)
     run: RunConfig = setting("Ports, timeouts and failure handling of a run.", RunConfig)
-    transport: Literal["ssh", "local"] = setting(
-        "`ssh`, or `local`: all nodes run on this machine, without SSH.", "ssh"
+    transport: Literal["ssh", "local", "slurm"] = setting(
+        "`ssh`; `local`: all nodes run on this machine, without SSH; `slurm`: the nodes are those of a Slurm job.",
+        "ssh",
     )
+    slurm: Mapping[str, str] = setting(
+        "With `transport: slurm`, options of sbatch for the job to submit, as `{partition: gpu, nodes: 4, time: "
+        '"2:00:00", requeue: true}`; `--slurm` sets them, too.',
+        dict,
+    )
+    slurm_job: str | None = setting("Id of the Slurm job that has the nodes; set by gnnfleet inside a job.", None)
     host_keys: HostKeys = setting(
         "Unknown SSH host keys: `strict` refuses them, `accept-new` stores them, `insecure` accepts any key; "
         "`auto`: as StrictHostKeyChecking in ssh_config says, else `strict`.",

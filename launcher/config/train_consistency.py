@@ -1,4 +1,4 @@
-"""Checks ``train`` of a config: settings that contradict each other, or do not fit the nodes."""
+"""Checks that the settings in ``train`` of a config do not contradict each other, and fit the nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from launcher.config.validation import Reader
 
 
 def check_training(config: ClusterConfig, reader: Reader) -> None:
-    """Report settings in ``train`` that contradict each other, or the nodes."""
+    """Report settings in ``train`` that contradict each other, or do not fit the nodes."""
     train = config.train
     check_cache_size("train.device_cache", train.device_cache, "all rows", reader)
     for name in ("fanouts", "eval_fanouts"):
@@ -77,7 +77,7 @@ def _layers(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _model(config: ClusterConfig, reader: Reader) -> None:
-    """Report widths and edge features that the bundled model does not support."""
+    """Report a number of heads or an edge feature setting that does not fit ``train.model``."""
     train = config.train
     if train.model in ("gat", "hgt") and train.hidden % train.heads and reader.good(("train", "heads")):
         reader.report(
@@ -93,7 +93,10 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
 
 
 def check_cache_size(key: str, text: str, rows: str, reader: Reader) -> None:
-    """Report a cache size that cannot be parsed. ``key``: its path in the config; ``rows``: what a share refers to."""
+    """Report a cache size that cannot be parsed.
+
+    ``key``: its path in the config. ``rows``: for messages, the rows of which a percentage is a share.
+    """
     place = tuple(key.split("."))
     try:
         CacheSize.parse(text, rows)

@@ -14,8 +14,9 @@ from launcher.config.resolve import ResolvedConfig
 from launcher.config.schema import node_workdir
 from launcher.errors import FleetError, NodeError, TransportError
 from launcher.init.request import InitRequest
+from launcher.node.programs.packages import PACKAGES
 from launcher.plan.placement import MORE_PYTHONS
-from launcher.preflight.check_packages import OLDEST_PYTHON, PACKAGES, RULES, leading
+from launcher.preflight.check_packages import OLDEST_PYTHON, RULES, leading
 from launcher.preflight.preflight import open_agents
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes

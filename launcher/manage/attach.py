@@ -15,7 +15,7 @@ from libtmux.constants import PaneDirection
 
 from launcher.config.resolve import ResolvedConfig
 from launcher.config.schema import NodeConfig
-from launcher.errors import FleetError, SessionError
+from launcher.errors import FleetError, SessionError, UsageError
 from launcher.plan.model import NodePlan
 from launcher.report.run_folder import FoundRun
 
@@ -47,8 +47,14 @@ class Pane:
 
 
 def panes_of(found: FoundRun) -> list[Pane]:
+    """Return one pane for each node, in order of node_rank. Raises UsageError for a run in a Slurm job."""
     config = found.needed_config
     nodes = found.needed_plan.nodes
+    if any(node.slurm_job for node in nodes):
+        raise UsageError(
+            f"run {found.run_id} is in a Slurm job and has no tmux sessions; see its output with "
+            f"`gnnfleet logs {found.words} -f`"
+        )
     return [Pane(node.label, attach_argv(config, node)) for node in nodes]
 
 

@@ -63,10 +63,12 @@ def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> PreparedRes
         found = replace(read_folder(collected.folder), launch=found.launch)
     elif found.launch is not None and found.result is None and found.launch.alive():
         raise UsageError(f"run {found.run_id} is still being prepared; `gnnfleet stop {found.words}` stops it")
-    return _prepared(found, options, notes)
+    return prepare_offline(found, options, notes)
 
 
-def _prepared(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -> PreparedResume:
+def prepare_offline(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...] = ()) -> PreparedResume:
+    """Return the launch that resumes a run whose files are on this machine. ``options`` and errors are those of
+    ``prepare``."""
     folder = found.folder
     _ = found.needed_config
     assert folder is not None
@@ -76,6 +78,8 @@ def _prepared(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -
     _check_not_done(found, options, own)
     checkpoint = folder / "checkpoints" / "last.pt"
     overrides: tuple[str, ...] = (f"run.runs_dir={folder.parent.absolute()}",)
+    if found.config is not None and found.config.slurm_job:
+        overrides += ("slurm_job=",)  # the nodes are those of the job that resumes the run
     message = f"run {found.run_id} left no checkpoint; the new run starts from the beginning"
     if own and not checkpoint.is_file():
         message += ", unless its command reads files of its own (StepLog.restore saves checkpoints)"

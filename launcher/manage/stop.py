@@ -18,17 +18,20 @@ from launcher.manage.collect_run import CollectResult, collect_run, folder_for
 from launcher.manage.node_views import OpenRun, if_run_exists, run_was_absent
 from launcher.plan.model import NodePlan
 from launcher.report.run_folder import FoundRun, LaunchFile, user_at_host
-from launcher.report.verdict import NodeView, from_here, known_without_nodes
+from launcher.report.verdict import NodeView, from_here, known_without_nodes, launcher_name
 from launcher.run.tmux_session import how_to_stop, stop_report
 from launcher.text import count
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
+from launcher.transport.slurm_client import cancel, job_status
 
 _EXTRA = 10.0  # seconds beyond run.grace that a node may take to stop before its processes are killed
 
 _NOW = 5.0  # seconds used instead of run.grace + _EXTRA with --now, in which the supervisor kills all processes
 
 _ANSWER = 20.0  # seconds beyond these for control.py to exit
+
+_JOB_WAIT = 60.0  # seconds for a cancelled Slurm job to end
 
 _LAUNCHER_WAIT = 15.0  # seconds for a launcher to exit after SIGTERM
 
@@ -156,7 +159,7 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
     clean = all(one.clean for one in stopped)
     launch = run.found.launch
     if launch is not None and launch.alive():  # two processes must not write the same result.json
-        console.print(Text(f"its launcher (pid {launch.pid}) collects and reports"), soft_wrap=True)
+        console.print(Text(f"its launcher ({launcher_name(launch)}) collects and reports"), soft_wrap=True)
         return StopResult(run.found.run_id, message, tuple(stopped), clean, None)
     collected = collect_run(run, folder_for(run, runs_dir))
     for line in (collected.message, *collected.notes, f"run folder: {collected.folder}"):
@@ -170,6 +173,8 @@ def _end_here(found: FoundRun) -> StopResult:
     if found.plan_is_missing:
         raise FleetError(found.without_plan.replace("gnnfleet status", "gnnfleet stop"))
     launch = found.launch
+    if found.result is None and launch is not None and launch.alive() and launch.slurm_job:
+        return _end_job(found, launch.slurm_job)
     if found.result is None and launch is not None and launch.alive():
         if not stop_launcher(launch):
             raise FleetError(
@@ -180,3 +185,15 @@ def _end_here(found: FoundRun) -> StopResult:
         )
         return StopResult(found.run_id, message, (), True, None)
     return StopResult(found.run_id, f"nothing to stop: {from_here(found).sentence}", (), True, None)
+
+
+def _end_job(found: FoundRun, job: str) -> StopResult:
+    """Cancel the Slurm job of a run that has no processes on its nodes yet, and wait for its end."""
+    cancel(job)
+    end = time.monotonic() + _JOB_WAIT
+    while not job_status(job).ended:
+        if time.monotonic() > end:
+            raise FleetError(f"Slurm job {job} did not end within {_JOB_WAIT:g} s; see `squeue -j {job}`")
+        time.sleep(0.5)
+    message = f"run {found.run_id}: Slurm job {job} was cancelled; nothing had been started on the nodes"
+    return StopResult(found.run_id, message, (), True, None)

@@ -209,6 +209,7 @@ def _node_plan(context: PlanContext, site: Site, shared: SharedFiles, manifest: 
         home=site.home,
         trainer_index=context.trainer_index(site),
         topology_bytes=manifest.topology_bytes_except(site.parts) if manifest and replicated else 0,
+        slurm_job=context.config.slurm_job or ("%j" if context.config.transport == "slurm" else ""),
     )
 
 

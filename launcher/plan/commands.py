@@ -164,6 +164,8 @@ def _run_env(context: PlanContext, site: Site) -> dict[str, str]:
     }
     if not context.config.data.digests:
         env["GNNFLEET_DIGESTS"] = "0"
+    if context.config.transport == "slurm":  # Slurm sends SIGTERM to all processes of a job at once
+        env["GNNFLEET_SAVE_ON_TERM"] = f"{0.6 * context.config.run.grace:g}"
     if context.encrypted:
         env["GNNFLEET_SERVICE_KEY"] = f"{site.run_dir}/service.key"
     return env

@@ -49,8 +49,8 @@ class NodePlan:
     run_dir: str  #: <workdir>/runs/<run_id>/node<k>
     master_port: int
     service_port: int
-    session: str  #: tmux session name
-    start: Command  #: the supervisor, run by tmux
+    session: str  #: name of the tmux session, or of the step of the Slurm job
+    start: Command  #: the supervisor, run by tmux or as that step
     server: Command | None  #: the graph server, which the supervisor starts first; None: no server
     trainer: Command | None  #: the rank runner with its command, started once per rank; None: the node does not train
     files: tuple[PlannedFile, ...]
@@ -60,6 +60,8 @@ class NodePlan:
     home: str = ""  #: label of the graph server that a client asks first
     trainer_index: int | None = None  #: index among the nodes that train (GROUP_RANK)
     topology_bytes: int = 0  #: replicated topology: bytes of edges sent to the node for parts that it does not hold
+    #: Slurm job of the node, of which the supervisor is a step; '%j': not submitted yet; '': it runs in a tmux session
+    slurm_job: str = ""
 
     @property
     def target(self) -> str:

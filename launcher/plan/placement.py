@@ -146,7 +146,8 @@ def interpreter(config: ClusterConfig, node_rank: int) -> Command:
     elif node.conda:
         python, conda = "python", (_SOURCE_CONDA, _REQUIRE_CONDA, f"conda activate {shlex.quote(node.conda)}")
     else:
-        python = sys.executable if config.transport == "local" and node.python == "python3" else node.python
+        shared = config.transport in ("local", "slurm")  # nodes of a Slurm job see the launcher's files
+        python = sys.executable if shared and node.python == "python3" else node.python
     path = (f'export PATH={quote(posixpath.dirname(python))}:"$PATH"',) if "/" in python else ()
     return Command((python,), setup=(*node.setup, *conda, *path))
 

@@ -157,7 +157,8 @@ def _title(nodes: Sequence[NodePlan]) -> str:
     session = nodes[0].session
     if len(nodes) > 1:
         session = session[: -len(str(nodes[0].node_rank))] + "{node_rank}"
-    return f"{ranks}  {targets}  tmux session {session}"
+    kind = f"step of job {nodes[0].slurm_job}:" if nodes[0].slurm_job else "tmux session"
+    return f"{ranks}  {targets}  {kind} {session}"
 
 
 def print_placement(plan: LaunchPlan, console: Console) -> None:

@@ -20,11 +20,12 @@ _HETERO = {"synthetic-hetero": True, "synthetic": False, "ogbn-mag": True}  #: d
 
 
 def check_trainable(config: ClusterConfig, parts: PartitionFiles | None) -> None:
-    """Raise UsageError if the bundled trainer would refuse the graph: its model is for another kind of graph, or there
-    are no train seeds.
+    """Raise UsageError if the bundled trainer would refuse the graph.
 
-    ``parts``: the parts of the graph; None if they are not known yet, or are those of a serving cluster. Then only the
-    model is checked, if the dataset's kind is known.
+    It refuses a graph of a kind that ``train.model`` does not support, and one without train seeds.
+
+    ``parts``: None if the parts are not made yet, or belong to a serving cluster. Then seeds are not checked, and the
+    model only if the config tells whether the graph is heterogeneous.
     """
     _check_model(config, parts)
     if parts is not None:
@@ -43,7 +44,7 @@ def _check_model(config: ClusterConfig, parts: PartitionFiles | None) -> None:
 
 
 def is_hetero(data: DataConfig) -> bool | None:
-    """Return whether the dataset of ``data`` is heterogeneous; None if only the partitioner can tell."""
+    """Return whether the dataset of ``data`` is heterogeneous; None if the config does not tell."""
     if data.serving:
         return None
     if data.dataset == "tables":
@@ -58,7 +59,7 @@ def is_hetero(data: DataConfig) -> bool | None:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """Return an option that is given as a mapping or as JSON text; {} if it is neither."""
+    """Return an option as a mapping, parsed if it is JSON text; {} if it is neither a mapping nor JSON."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -68,7 +69,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
-    """Raise UsageError if the parts have no train seeds, unless the task is to predict links, which needs none.
+    """Raise UsageError if the parts have no train seeds and the task needs some: link prediction needs none.
 
     If ``train.target`` is set, only train seeds of this node type count.
     """

@@ -113,8 +113,6 @@ def differences(rule: Rule, versions: Mapping[int, str]) -> dict[int, Difference
     return found
 
 
-PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "msgspec", "click", "rich")
-
 OLDEST_PYTHON = (3, 10)
 
 _OWN_NEEDS = ("torch",)  # packages that every user's own command is assumed to need
@@ -187,7 +185,7 @@ def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Fin
 
 
 def _needed(survey: Survey, k: int) -> tuple[str, ...]:
-    return (*PACKAGES, *(store_packages(survey.config) if survey.config.nodes[k].holds else ()))
+    return (*packages.PACKAGES, *(store_packages(survey.config) if survey.config.nodes[k].holds else ()))
 
 
 def _has_system_python(survey: Survey, k: int) -> bool:

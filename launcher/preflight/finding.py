@@ -109,9 +109,11 @@ class Survey:
 
 
 def login_words(config: ClusterConfig, node: NodeConfig, *options: str) -> tuple[str, ...]:
-    """Return the ssh command that logs in to a node; () for transport ``local``."""
+    """Return the words of the command that runs a command on a node, as ``ssh gnn2``; () for transport ``local``."""
     if config.transport == "local":
         return ()
+    if config.transport == "slurm":
+        return ("srun", "--overlap", f"--jobid={config.slurm_job}", f"--nodelist={node.host}")
     port = ("-p", str(node.port)) if node.port else ()
     key = ("-i", node.key) if node.key else ()
     return ("ssh", *options, *port, *key, f"{node.user}@{node.host}" if node.user else node.host)

@@ -37,6 +37,8 @@ def local_config(config: ClusterConfig, folder: Path, vertices: int) -> ClusterC
         config,
         name=f"{config.name}-rehearsal",
         transport="local",
+        slurm={},
+        slurm_job=None,
         nodes=tuple(_node(node, folder) for node in config.nodes),
         data=_data(config.data, len(config.holders), folder, vertices),
         train=_train(config.train),

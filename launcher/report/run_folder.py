@@ -33,14 +33,21 @@ from launcher.node.json_reader import (
 )
 from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import read_run
+from launcher.transport.slurm_client import job_status
 
-Stage = Literal["connect", "preflight", "partition", "sync", "start", "train", "collect", "end"]
+Stage = Literal["queue", "connect", "preflight", "partition", "sync", "start", "train", "collect", "end"]
 
 NAME = "launch.json"
 
 _MARKS = (NAME, "run.json")  # a folder with one of these files is a run folder
 
-BEFORE_NODES = ("connect", "preflight", "partition", "sync")  #: stages in which no process of a run runs on its nodes
+BEFORE_NODES = (
+    "queue",
+    "connect",
+    "preflight",
+    "partition",
+    "sync",
+)  #: stages in which no process of a run runs on its nodes
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -74,6 +81,7 @@ class LaunchFile:
     since: float  #: when the stage began
     detached: bool = False  #: the launcher ended while the run continued
     resumed_from: str | None = None  #: id of the run that was resumed
+    slurm_job: str = ""  #: batch job of Slurm whose script is the launcher, or will be; '': none
 
     @classmethod
     def mine(
@@ -85,6 +93,8 @@ class LaunchFile:
         own_command: Sequence[str] = (),
         overrides: Sequence[str] = (),
         resumed_from: str | None = None,
+        slurm_job: str = "",
+        stage: Stage = "connect",
     ) -> LaunchFile:
         """Return the content of ``launch.json`` for a launch that begins now, in this process."""
         now = time.time()
@@ -102,9 +112,10 @@ class LaunchFile:
             start_ticks=_start_ticks(os.getpid()),
             boot_id=boot_id(),
             started=now,
-            stage="connect",
+            stage=stage,
             since=now,
             resumed_from=resumed_from,
+            slurm_job=slurm_job,
         )
 
     def at(self, stage: Stage, *, detached: bool = False) -> LaunchFile:
@@ -144,12 +155,46 @@ class LaunchFile:
         """Return whether the launching process still runs; None if it is on another machine.
 
         A machine is recognised by its boot id, as its name may change. A container has the boot id of its host, but
-        another name.
+        another name. A launcher in a batch job is alive until the job has ended.
         """
+        if self.slurm_job:
+            return self._job_alive()
+        return self._process_alive()
+
+    @property
+    def requeued(self) -> bool:
+        """Whether the batch job that launched the run waits in its queue again; its next start resumes the run."""
+        try:
+            return bool(self.slurm_job) and self.stage != "queue" and job_status(self.slurm_job).state == "PENDING"
+        except FleetError:
+            return False
+
+    def _job_alive(self) -> bool | None:
+        try:
+            return not job_status(self.slurm_job).ended
+        except FleetError:
+            return None  # this machine is not in the cluster, or Slurm does not answer
+
+    def _process_alive(self) -> bool | None:
         this_boot, this_name = self.boot_id == boot_id(), self.host == socket.gethostname()
         if this_boot and procs.alive(self.pid, self.start_ticks):
             return True
         return False if this_name else None
+
+
+def waits_for_job(folder: Path, job: str) -> bool:
+    """Return whether the launch that created the folder waits for the start of this Slurm job."""
+    try:
+        launch = LaunchFile.read(folder)
+    except FleetError:
+        return False
+    return launch is not None and launch.stage == "queue" and launch.slurm_job == job
+
+
+def attempts(folder: Path) -> list[Path]:
+    """Return the run folders of a job: that of its first start, then those after each time that it was requeued."""
+    again = sorted(folder.parent.glob(f"{folder.name}-r[0-9]*"), key=lambda path: (len(path.name), path.name))
+    return [folder, *(path for path in again if path.name[len(folder.name) + 2 :].isdecimal())]
 
 
 def register(run_id: str, folder: Path) -> str:
@@ -254,7 +299,7 @@ _LAUNCH = Record(
         **dict.fromkeys(("started", "since"), moment),
         "stage": one_of(*get_args(Stage)),
     },
-    {"detached": (flag, False), "resumed_from": (none_or(text), None)},
+    {"detached": (flag, False), "resumed_from": (none_or(text), None), "slurm_job": (text, "")},
     {},
 )
 
@@ -333,6 +378,11 @@ class FoundRun:
         """The plan of the run. Raises FleetError if this machine does not have it."""
         if self.plan_is_missing:
             raise FleetError(self.without_plan)
+        if self.plan is None and self.result is None and self.launch is not None and self.launch.slurm_job:
+            raise FleetError(
+                f"run {self.run_id} has started nothing on its nodes yet; see `gnnfleet status {self.run_id}`, and the "
+                f"output of Slurm job {self.launch.slurm_job} in {self.folder}/slurm.log"
+            )
         if self.plan is None:
             raise FleetError(
                 f"run {self.run_id} started nothing on its nodes: its launcher ended before it had made a plan; "

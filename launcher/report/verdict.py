@@ -11,7 +11,7 @@ from launcher.node.peers import model
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import hub_was_cut_off, last_attempt
 from launcher.report.report import excluded_names, resume_command
-from launcher.report.run_folder import BEFORE_NODES, FoundRun, LaunchFile, last_sign
+from launcher.report.run_folder import BEFORE_NODES, FoundRun, LaunchFile, attempts, last_sign
 from launcher.report.task_metric import metric_of, score_text
 from launcher.text import count
 
@@ -87,6 +87,7 @@ EXIT_STATUS: Mapping[State, int] = {
 }
 
 _DOING = {
+    "queue": "waiting in the queue of Slurm",
     "connect": "connecting to its nodes",
     "preflight": "checking its nodes",
     "partition": "making its parts",
@@ -253,6 +254,9 @@ def _after(
         return (*collect, f"gnnfleet serve --config FILE --name {found.run_id}")
     if state == "done":
         return collect
+    later = attempts(found.folder)[1:] if found.folder is not None else []
+    if later:  # its Slurm job was requeued
+        return (*collect, f"gnnfleet status {later[-1].name}")
     report = (f"gnnfleet report {found.words}",) if (found.result or {}).get("nodes") else ()
     return (*collect, *_resume(found, unreachable), *report)
 
@@ -266,7 +270,7 @@ def _resume(found: FoundRun, unreachable: Sequence[NodeView]) -> tuple[str, ...]
 
 def _preparing(found: FoundRun, launch: LaunchFile) -> Verdict:
     sentence = (
-        f"run {found.run_id} is being prepared: its launcher ({_launcher(launch)}) has been {_DOING[launch.stage]} "
+        f"run {found.run_id} is being prepared: its launcher ({launcher_name(launch)}) has been {_DOING[launch.stage]} "
     )
     sentence += f"since {clock(launch.since)}; it has no processes on the nodes yet"
     return Verdict("preparing", sentence, (), (f"gnnfleet status {found.words}", f"gnnfleet stop {found.words}"))
@@ -282,7 +286,9 @@ def launcher_words(found: FoundRun) -> str:
     launch = found.launch
     if launch is None:
         return "it was launched from another machine"
-    who, alive = _launcher(launch), launch.alive()
+    who, alive = launcher_name(launch), launch.alive()
+    if launch.requeued:
+        return f"its launcher ({who}) waits in the queue of Slurm and will resume it"
     if launch.stage == "end":
         return f"its launcher ({who}) has ended"
     if launch.detached:
@@ -295,8 +301,9 @@ def launcher_words(found: FoundRun) -> str:
     return f"its launcher ({who}) died while {_DOING[launch.stage]} (last update {last})"
 
 
-def _launcher(launch: LaunchFile) -> str:
-    return f"{launch.who}, pid {launch.pid}"
+def launcher_name(launch: LaunchFile) -> str:
+    """Return who runs the launcher, and as which process or job: ``alice@laptop, pid 71``."""
+    return f"{launch.who}, Slurm job {launch.slurm_job}" if launch.slurm_job else f"{launch.who}, pid {launch.pid}"
 
 
 def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:

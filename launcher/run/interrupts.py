@@ -43,6 +43,8 @@ class Interrupts:
         self.exit_message = ""  #: printed when a second signal ends the program; '': a default text
         self.exit_on_next = False  #: the run is being stopped: the next signal ends the program
         self.double_press = False  #: pressing Ctrl-C twice has a meaning
+        self.cause = ""  #: what has sent SIGTERM, for the report; '': unknown
+        self.patient = False  #: SIGTERM comes from Slurm, several times, and does not end what is left to do
         self.ignore_hangup = False  #: SIGHUP does not interrupt: the remaining work needs no terminal
         self._raised = False
         self._last = 0.0  # monotonic seconds of the last signal
@@ -77,6 +79,8 @@ class Interrupts:
             _silence(self._terminals)
             if self.ignore_hangup or self.exit_on_next:
                 return
+        if number == signal.SIGTERM and self.patient and (self._raised or self.exit_on_next):
+            return
         now = time.monotonic()
         if now - self._last < (_TAP if self.double_press else _ECHO):
             return

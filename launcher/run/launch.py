@@ -26,6 +26,7 @@ from launcher.files import write_whole
 from launcher.plan.build import final_plan, offline_plan
 from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan
 from launcher.plan.render import print_placement
+from launcher.plan.sbatch import is_on
 from launcher.plan.script_imports import unsent_modules
 from launcher.plan.serialize import run_json
 from launcher.plan.trainable import check_trainable
@@ -38,6 +39,7 @@ from launcher.report.metrics import Metrics
 from launcher.report.report import RunReport, RunState
 from launcher.report.run_folder import LaunchFile, Stage, clear, register, user_at_host
 from launcher.run.interrupts import Interrupts
+from launcher.run.job_warning import JobWarning, in_batch_job, request_checkpoint
 from launcher.run.lifecycle import FollowContext, View, conduct
 from launcher.run.options import LaunchOptions, choose_run_id, run_folder
 from launcher.run.tmux_session import start_session
@@ -48,6 +50,7 @@ from launcher.sync.verify_parts import PartsDiffer, verify
 from launcher.text import count
 from launcher.transport import Opened, close_all, connect_all
 from launcher.transport.base import Transport
+from launcher.transport.slurm_client import requeue
 
 
 @dataclass
@@ -81,6 +84,7 @@ class LaunchContext:
             own_command=options.own_command,
             overrides=options.overrides,
             resumed_from=options.resumed_from,
+            slurm_job=config.slurm_job or "" if in_batch_job() else "",
         )
         self.started = self.file.started
         self.notes: tuple[str, ...] = ()  #: findings that block the launch, for result.json
@@ -152,13 +156,14 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
     # finds mistakes in the own command and in local parts before any connection is made
     draft = offline_plan(resolved, run_id, options.own_command, to_train=True)
     context = LaunchContext(resolved, options, run_id, console)
-    with Interrupts() as interrupts, closing(context.events):
+    with Interrupts() as interrupts, closing(context.events), JobWarning(interrupts) as warning:
         try:
             with attach(run_id) if attach else nullcontext() as attached, connected(context) as attempts:
                 facts, transports = require_preflight(context, attempts, draft)
                 plan = partition_and_plan(context, facts, attached)
                 if attached:
                     check_attachment(context, attached, plan, transports)
+                warning.save = partial(request_checkpoint, plan, transports, context.say)
                 report = execute_plan(context, plan, facts, transports, interrupts)
                 if attached:
                     attached.run_continues = report.state == "detached"
@@ -171,7 +176,28 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
         except FleetError as error:
             context.give_up("failed", str(error), error.exit_status)
             raise
+    if in_batch_job() and (_lost_a_node(report) or (warning.received and report.state == "stopped")):
+        _requeue(context)
     return report
+
+
+def _lost_a_node(report: RunReport) -> bool:
+    return report.state == "failed" and report.first_failure is not None and report.first_failure.name == "node"
+
+
+def _requeue(context: LaunchContext) -> None:
+    """Put the Slurm job of this launcher back into its queue, if the config says so and the run has a checkpoint, from
+    which the job then resumes it."""
+    job = context.config.slurm_job
+    if job is None:  # a launch by SSH from a job; its nodes are not those of the job
+        return
+    if not is_on(context.config.slurm, "requeue"):
+        context.say(f"the job is not requeued (slurm: requeue); `gnnfleet resume {context.run_id}` resumes the run")
+    elif not (context.folder / "checkpoints" / "last.pt").is_file():
+        context.say("the job is not requeued, as the run has saved no checkpoint in its time", "yellow")
+    else:
+        context.say(f"requeueing job {job}, which will resume the run")
+        requeue(job)
 
 
 @contextmanager
@@ -317,7 +343,9 @@ def execute_plan(
 
 def start_and_conduct(context: LaunchContext, following: FollowContext, interrupts: Interrupts) -> RunReport:
     plan = following.plan
-    where = f"{count(len(plan.nodes), 'node')}, node {plan.lead} in tmux session {plan.nodes[plan.lead].session}"
+    lead = plan.nodes[plan.lead]
+    place = f"job {lead.slurm_job}" if lead.slurm_job else f"tmux session {lead.session}"
+    where = f"{count(len(plan.nodes), 'node')}, node {plan.lead} in {place}"
     context.say(f"starting {count(plan.world_size, 'process', 'es')} on {where}")
     context.enter_stage("start")
 

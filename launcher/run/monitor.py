@@ -163,7 +163,7 @@ class RunFollower:
                 self.live.say("detaching as soon as every node has started", "bold yellow")
             self._detaching = "asked"
         elif action == "stop" and not self.followed.interrupted:
-            self.interrupt(prompt.cause)
+            self.interrupt(interrupts.cause or prompt.cause)
         interrupts.exit_on_next = bool(self._stop_reason)
 
     def _over(self) -> bool:

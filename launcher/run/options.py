@@ -23,7 +23,7 @@ from launcher.config.importers.base import (
 from launcher.config.importers.partition_folder import named_parts
 from launcher.config.schema import ClusterConfig
 from launcher.errors import UsageError
-from launcher.report.run_folder import never_ran
+from launcher.report.run_folder import never_ran, waits_for_job
 from launcher.text import count
 
 if TYPE_CHECKING:
@@ -80,8 +80,24 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, .
     parts = named_parts(values.get("workspace"), values.get("part_config"), values.get("dataset_root_dir"))
     dataset = named_dataset_overrides(values.get("dataset"), parts)
     keys = {**SHORT_KEYS, **FLAG_KEYS}
+    job = slurm_overrides(values["slurm"]) if values.get("slurm") else ()
     short = (f"{key}={values[name]}" for name, key in keys.items() if values.get(name) not in (None, ""))
-    return (*nodes, *dataset, *sets, *environment, *short)
+    return (*nodes, *dataset, *sets, *environment, *job, *short)
+
+
+def slurm_overrides(text: str) -> tuple[str, ...]:
+    """Return the config overrides of ``--slurm partition=gpu,nodes=4,requeue``; a comma in brackets separates nothing.
+
+    Raises UsageError for an option without a name.
+    """
+    overrides = ["transport=slurm"]
+    for word in re.split(r",(?![^\[]*\])", text):
+        name, equals, value = word.strip().partition("=")
+        if not re.fullmatch(r"[A-Za-z][\w-]*", name):
+            raise UsageError(f"--slurm {text}: expected options of sbatch, as partition=gpu,nodes=4,time=2:00:00")
+        quoted = value.replace("'", "''")
+        overrides.append(f"slurm.{name}='{quoted}'" if equals else f"slurm.{name}='true'")
+    return tuple(overrides)
 
 
 def read_config(options: LaunchOptions) -> ClusterConfig:
@@ -140,7 +156,8 @@ def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:
         return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     check_run_id(wanted, "--run-id")
     folder = run_folder(config, wanted)
-    if folder.exists() and not never_ran(folder):
+    mine = config.slurm_job is not None and waits_for_job(folder, config.slurm_job)
+    if folder.exists() and not mine and not never_ran(folder):
         raise UsageError(f"--run-id {wanted}: {folder} exists already; choose another id")
     return wanted
 

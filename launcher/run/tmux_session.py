@@ -1,8 +1,12 @@
-"""Starts, watches and stops the tmux session of a node. tmux keeps its supervisor alive when the launcher exits."""
+"""Starts, watches and stops the tmux session of a node. tmux keeps its supervisor alive when the launcher exits.
+
+In a Slurm job the supervisor runs in a job step instead.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 
 from launcher.command import Command, quote
@@ -12,7 +16,7 @@ from launcher.node.json_reader import Damaged, message_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import Limits
 from launcher.report.run_folder import user_at_host
-from launcher.transport.base import Completed, Transport
+from launcher.transport.base import Completed, Session, Transport
 
 _TMUX_TIMEOUT = 20.0  # seconds one tmux command may take on a busy node
 
@@ -47,6 +51,22 @@ exit 0
 
 _NO_TMUX, _TMUX_FAILED, _ENDED, _LATE = 127, 10, 11, 12
 
+#: Waits for a supervisor that runs without tmux. $1: run folder, $2: timeout in seconds. Exit status and output are
+#: those of ``_START``; the caller sees whether the supervisor has ended.
+_AWAIT = """
+run=$1 end=$((SECONDS + $2))
+until [ -e "$run/state.json" ]; do
+  if [ "$SECONDS" -ge "$end" ]; then
+    tail -n 20 "$run/logs/start.log" 2>/dev/null
+    [ "$(stat -f -c %a "$run")" -gt 4 ] || echo "the disk of $run is full"
+    exit 12
+  fi
+  sleep 0.05
+done
+"""
+
+_STEP_TURN = 3.0  # seconds of one wait for a supervisor without tmux
+
 
 @dataclass(frozen=True)
 class StopReport:
@@ -68,10 +88,31 @@ def start_session(transport: Transport, node: NodePlan, *, start_timeout: float)
     Raises SessionError if tmux is missing, the session exists, or state.json is missing after ``start_timeout``
     seconds.
     """
+    session = transport.start_session(node.session, Command(("bash", "-c", _RUN, "bash", node.run_dir)))
+    if session is not None:
+        _await_supervisor(transport, node, session, start_timeout)
+        return
     words = ("bash", "-c", _START, "bash", node.run_dir, node.session, str(max(1, round(start_timeout))))
     done = transport.run(Command((*words, *new_session_argv(node))), timeout=start_timeout + 2 * _TMUX_TIMEOUT)
     if done.returncode != 0:
         raise SessionError(f"{node.label}: {_why_not_started(transport, node, done, start_timeout)}")
+
+
+def _await_supervisor(transport: Transport, node: NodePlan, session: Session, start_timeout: float) -> None:
+    """Wait until a supervisor that was started without tmux runs; ends it and raises SessionError if it does not."""
+    deadline = time.monotonic() + start_timeout
+    while True:
+        running = session.running()
+        turn = min(_STEP_TURN, deadline - time.monotonic()) if running else 0.0
+        words = ("bash", "-c", _AWAIT, "bash", node.run_dir, str(max(0, round(turn))))
+        done = transport.run(Command(words), timeout=turn + _TMUX_TIMEOUT)
+        if done.returncode == 0:
+            return
+        if not running or time.monotonic() >= deadline:
+            break
+    session.end()
+    late = Completed(_LATE if running else _ENDED, done.stdout, done.stderr)
+    raise SessionError(f"{node.label}: {_why_not_started(transport, node, late, start_timeout)}")
 
 
 #: Prepares the run folder $1 of a node for a supervisor that takes part in the next restart of the run.
@@ -168,6 +209,8 @@ def stop_node(node: NodePlan, transport: Transport, limits: Limits, why: str = "
 
 def how_to_stop(node: NodePlan) -> str:
     command = f"tmux kill-session -t '={node.session}'"  # without =, tmux matches prefixes of names
+    if node.slurm_job:
+        return f"To stop its processes: scancel {node.slurm_job}"
     if node.login is None:
         return f"To stop its processes: {command}"
     port = f"-p {node.login.port} " if node.login.port else ""

@@ -16,6 +16,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from launcher.config.resolve import ResolvedConfig
+from launcher.config.roles import store_packages
 from launcher.errors import FleetError, NodeError, TransportError, UsageError
 from launcher.preflight.preflight import open_agents
 from launcher.setup.apply import Connections, Result, apply
@@ -75,7 +76,7 @@ def set_up(config: ResolvedConfig, options: SetupOptions) -> int:
 
 def config_packages(config: ResolvedConfig, more: Sequence[str]) -> tuple[str, ...]:
     """Return the packages that the config needs besides those of every run, and ``more``."""
-    return (*(["tensorboard"] if config.train.tensorboard else []), *more)
+    return (*(["tensorboard"] if config.train.tensorboard else []), *store_packages(config), *more)
 
 
 @contextmanager

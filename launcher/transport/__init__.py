@@ -13,6 +13,7 @@ from launcher.errors import PasswordRefused, TransportError
 from launcher.transport.base import Completed, Talk, Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.local import LocalTransport
+from launcher.transport.slurm import open_job, open_slurm
 
 if TYPE_CHECKING:
     from launcher.transport.auth import AskPassword, Credentials, Passwords
@@ -40,6 +41,8 @@ def ask_password(prompt: str) -> Secret:
 def open_transport(config: ClusterConfig, node_rank: int, credentials: Credentials | None = None) -> Transport:
     if config.transport == "local":
         return LocalTransport(node_rank)
+    if config.transport == "slurm":
+        return open_slurm(config.slurm_job, config.nodes[node_rank].host, node_rank)
     from launcher.transport.fallback import open_over_ssh
 
     return open_over_ssh(config, node_rank, credentials)
@@ -53,6 +56,8 @@ def connect_all(config: ClusterConfig, ask: AskPassword = ask_password) -> Opene
     ranks = range(len(config.nodes))
     if config.transport == "local":
         return {rank: LocalTransport(rank) for rank in ranks}
+    if config.transport == "slurm":
+        return {**open_job(config.slurm_job, [node.host for node in config.nodes])}
     from launcher.transport.auth import Passwords
 
     passwords = Passwords(config, ask)

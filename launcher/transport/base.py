@@ -57,6 +57,18 @@ class Talk(ABC):
         self.close()
 
 
+class Session(ABC):
+    """A command that continues when the launcher exits, started by the machinery of the cluster instead of tmux."""
+
+    @abstractmethod
+    def running(self) -> bool:
+        """Whether the command is still running."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the command if it is still running."""
+
+
 class Transport(ABC):
     """A connection to one node. Methods may be called from several threads at once.
 
@@ -90,6 +102,10 @@ class Transport(ABC):
 
         Closing the ``Talk`` or losing the connection gives the command end of file on stdin.
         """
+
+    def start_session(self, name: str, command: Command) -> Session | None:
+        """Start a command that continues when the launcher exits. None: the caller starts it in a tmux session."""
+        return None
 
     @abstractmethod
     def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:

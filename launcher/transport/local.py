@@ -37,7 +37,7 @@ class LocalTransport(ProcessTransport):
         """Do nothing."""
 
     def _begin(self, command: Command, deadline: float) -> Process:
-        return _LocalProcess(command)
+        return LocalProcess(command)
 
     def _kill(self, process: Process) -> None:
         process.close()
@@ -84,7 +84,9 @@ class LocalTransport(ProcessTransport):
             ) from error
 
 
-class _LocalProcess(PipeProcess):
+class LocalProcess(PipeProcess):
+    """A command on the launching machine, in a process group of its own."""
+
     def __init__(self, command: Command):
         super().__init__(["/bin/sh", "-c", shell_line(command)], Path.home())
         self.pid = self.process.pid

@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -141,11 +141,12 @@ class Process(ABC):
 class PipeProcess(Process):
     """A subprocess of the launcher: a local command, or an ssh client that runs a remote one."""
 
-    def __init__(self, argv: Sequence[str], cwd: Path | None = None):
+    def __init__(self, argv: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None):
         super().__init__()
         self.process = subprocess.Popen(
             argv,
             cwd=cwd,
+            env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

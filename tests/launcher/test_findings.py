@@ -11,7 +11,7 @@ import pytest
 from findings_kit import GB, VERSIONS, cluster, found, gpu, survey_of, versions, with_gpus
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
 from launcher.node.exit_description import size
-from launcher.preflight.check_packages import PACKAGES
+from launcher.node.programs.packages import PACKAGES
 from launcher.preflight.finding import Finding, GraphSize, Survey
 from launcher.preflight.preflight import all_findings
 

@@ -15,7 +15,7 @@ import pytest
 
 from launcher.cli.main import run
 from launcher.config.resolve import resolve
-from launcher.config.schema import NodeConfig
+from launcher.config.schema import DataConfig, NodeConfig
 from launcher.node.programs import downloads, host_survey, install
 from launcher.node.programs.packages import PACKAGES
 from launcher.setup import setup as program
@@ -278,6 +278,12 @@ def test_a_package_without_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 #: Packages of the trainer that the launching machine runs: reading and partitioning of graphs.
 ELSEWHERE = ("data", "partition", "sources")
+
+
+def test_hosts_get_what_reads_the_store() -> None:
+    stored = cluster(data=DataConfig(dataset="synthetic", store="s3://bucket/parts"))
+    assert program.config_packages(resolve(stored), ("scipy",)) == ("fsspec", "s3fs", "scipy")
+    assert program.config_packages(resolve(cluster()), ()) == ()
 
 
 def test_hosts_get_what_the_trainer_imports() -> None:

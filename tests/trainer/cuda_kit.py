@@ -52,7 +52,7 @@ DEVICE = CPU if simulator_wanted() else torch.device("cuda", 0)
 
 
 def sources_of(store, settings):
-    """Return what answers requests, and relabels: of the CPU, and of the kernels."""
+    """Return two pairs (graph, relabelling tables) to sample with: for the CPU, and for the kernels."""
     place = "pinned" if store.manifest.num_parts == 2 else "device"
     hops = DeviceHops(load_topology(store, [settings], DEVICE, place), store, DEVICE)
     tables = DeviceTables(store.manifest, TorchOps(DEVICE))
@@ -60,7 +60,7 @@ def sources_of(store, settings):
 
 
 def both(store, seeds, settings, key):
-    """Return the subgraph that the CPU samples, and that of the kernels."""
+    """Sample one subgraph twice: by the CPU, and by the kernels."""
     return [
         sample_multi_hop(source, store.manifest, seeds, settings, key, tables)
         for source, tables in sources_of(store, settings)
@@ -125,7 +125,7 @@ def check_homo(seed):
 
 
 def check_hubs(seed):
-    """Compare on nodes with more picks than a thread lists, which use work memory."""
+    """Compare on nodes with so many drawn edges that a kernel draws them in global memory."""
     rng = np.random.default_rng(seed)
     edge_index = np.stack([rng.integers(0, 40, 400), rng.integers(0, 2, 400)])
     store = store_of(edge_index, 40, 2)
@@ -150,7 +150,7 @@ def check_errors(seed):
 
 
 def check_wrong_batch(seed):
-    """Let a kernel write other rows than the CPU's: the choice of the device must be refused."""
+    """Let a kernel write wrong rows, and check that ``choose_sampling`` refuses the device."""
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         graph = open_graph(folder_of(root, seed, "synthetic", "float32", 1))
         loader = BatchLoader(graph, LoaderSettings("train", (2,), 3, seed=seed), 0, graph.layout)
@@ -161,7 +161,7 @@ def check_wrong_batch(seed):
 
 
 def features_of(kind, data):
-    """Return the dataset with rows ``x`` of another type, and the type to which the partition rounds them."""
+    """Return the dataset with ``x`` converted to ``kind``, and the argument ``rows`` for ``write_partition``."""
     of = next(of for of, nodes in data.nodes.items() if "x" in nodes.attrs)
     rows = data.nodes[of].attrs["x"]
     if kind == "bfloat16":
@@ -174,7 +174,7 @@ def features_of(kind, data):
 
 
 def folder_of(root, seed, name, kind, num_parts, **options):
-    """Write a small partition with rows of type ``kind``."""
+    """Write a small partition whose ``x`` is stored as ``kind``. Returns its folder."""
     given = {"num_nodes": 40, "avg_degree": 4, "num_features": 5, "num_classes": 3, "edge_weight": True, **options}
     data, rows = features_of(kind, load_dataset(name, options={**given, "time": True, "seed": seed}))
     folder = Path(root) / f"{name}-{seed}-{kind}"
@@ -183,7 +183,10 @@ def folder_of(root, seed, name, kind, num_parts, **options):
 
 
 def same_batches(make, graph, cache="0", limit=None):
-    """Compare the first batches of two loaders from ``make``: of the CPU, and of the kernels with cached rows."""
+    """Compare the first batches of two loaders from ``make``: one samples on the CPU, the other with the kernels.
+
+    ``cache``: share of the rows that the second loader caches on the device.
+    """
     plain, loader = make(graph), make(graph)
     if cache != "0":
         loader.keep(device_rows(graph, batch_plan(graph, loader), CacheSize.parse(cache), DEVICE))
@@ -194,7 +197,7 @@ def same_batches(make, graph, cache="0", limit=None):
 
 
 def check_batches(seed):
-    """Compare batches: types of rows, cached rows, rows of other hosts, in-degrees, edge features."""
+    """Compare batches with several dtypes of rows, cached rows, rows of another host, in-degrees and edge features."""
     kinds = ("float32", "float16", "bfloat16", "float64", "uint8", "int8")
     kind, more = kinds[seed % len(kinds)], [{}, {"edge_attr": "edge_weight"}, {"weight": "edge_weight"}][seed % 3]
     with tempfile.TemporaryDirectory() as root:
@@ -208,7 +211,7 @@ def check_batches(seed):
 
 
 def check_links(seed):
-    """Compare batches of links, which exclude their own edges, without and with times."""
+    """Compare batches of links, without and with times. The edges of a batch's own links are excluded."""
     with tempfile.TemporaryDirectory() as root:
         graph = open_graph(folder_of(root, seed, "synthetic", "float32", 1))
         for attr in (None, "edge_time"):
@@ -240,7 +243,7 @@ CHECKS = {
 
 
 def main(words):
-    """Run checks, each named before its seeds."""
+    """Run checks. ``words``: the name of a check, its random seeds, the next name and so on."""
     check = None
     for word in words:
         if word in CHECKS:

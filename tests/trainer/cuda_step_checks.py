@@ -1,5 +1,6 @@
-"""Checks of the CUDA kernels of layers against those of the CPU: on a GPU, or with NUMBA_ENABLE_CUDASIM=1 in numba's
-simulator, which must be set before numba is imported. ``test_cuda_step`` runs them in a process of their own.
+"""Compares the CUDA kernels of layers with those of the CPU, on a GPU or in numba's simulator.
+
+The simulator needs NUMBA_ENABLE_CUDASIM=1 before numba is imported, so ``test_cuda_step`` runs this in a new process.
 
 On a GPU, ``a * b + c`` may be rounded once, so sums of products are compared with a tolerance there.
 """
@@ -59,9 +60,9 @@ def there(value: Any) -> Any:
 
 
 def same(own: Tensor, cpu: Tensor, exact: bool = True) -> None:
-    """Assert that a result of the device equals that of the CPU.
+    """Assert that a result of the device equals the CPU's; in the simulator, always bit for bit.
 
-    exact: bit for bit on a GPU too, as there is no sum of products.
+    exact: bit for bit on a GPU too. Only for results without sums of products.
     """
     assert own.device.type == DEVICE.type and own.dtype == cpu.dtype and own.shape == cpu.shape
     if exact or SIMULATED:
@@ -72,13 +73,13 @@ def same(own: Tensor, cpu: Tensor, exact: bool = True) -> None:
 
 
 def on_cpu(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function`` with the CPU's kernels."""
+    """Call ``function`` so that it uses the CPU's kernels, and return its result."""
     with mock.patch.object(trainer.nn.kernels.device, "_SIMULATED", False):
         return function(*args)
 
 
 def compare(function: Callable[..., Tensor], *args: Any, exact: bool = False) -> Tensor:
-    """Assert that ``function`` has the same result on the device and on the CPU, and return that of the CPU."""
+    """Assert that ``function`` has the same result on the device and on the CPU. Returns the CPU's result."""
     cpu: Tensor = on_cpu(function, *args)
     same(function(*map(there, args)), cpu, exact)
     return cpu

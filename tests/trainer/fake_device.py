@@ -1,7 +1,7 @@
-"""A device made of CPU memory on which a synchronisation of the host is an error, to test steps without a GPU.
+"""A fake device, to test without a GPU that training steps never wait for the device: waiting is an error.
 
-A ``DeviceTensor`` has its values in a CPU tensor and says that it is on another device (``meta``), so code takes the
-paths for GPUs. Operations that would read the device's memory on the host raise ``Synchronised``: reading a number,
+A ``DeviceTensor`` has its values in a CPU tensor but reports another device (``meta``), so the tested code runs as for
+a GPU. Operations that would read the device's memory on the host raise ``Synchronised``: reading a number,
 results whose shape depends on values, copies to the host, and copies from pageable memory.
 """
 
@@ -30,7 +30,7 @@ _SYNCHRONISING = {
 
 
 class Synchronised(AssertionError):
-    """An operation would wait for the device."""
+    """Raised by an operation for which the host would have to wait for a real device."""
 
 
 class DeviceTensor(Tensor):
@@ -92,7 +92,7 @@ def _check(function: Any, args: Any, kwargs: Any) -> None:
 
 
 class _Factories(TorchDispatchMode):
-    """Makes new tensors for the fake device."""
+    """Within this mode, ``torch.zeros(..., device=DEVICE)`` and the like return a ``DeviceTensor``."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -103,7 +103,7 @@ class _Factories(TorchDispatchMode):
 
 
 class _Copies(TorchFunctionMode):
-    """Refuses tensors on the fake device that are made of values of the host."""
+    """Within this mode, copying values of the host to the fake device raises ``Synchronised``."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -123,7 +123,7 @@ def _target(args: Any, kwargs: Any) -> torch.device | None:
 
 @contextmanager
 def without_synchronisation() -> Iterator[None]:
-    """Raise ``Synchronised`` in the block when an operation on the fake device would wait for it."""
+    """Within this context, an operation that would wait for the fake device raises ``Synchronised``."""
     without_autocast = mock.patch.object(torch, "is_autocast_enabled", lambda device: False)  # unknown for ``meta``
     with _Factories(), _Copies(), without_autocast:
         yield
@@ -146,5 +146,5 @@ def move_module(module: torch.nn.Module) -> None:
 
 
 def read(value: Any) -> Any:
-    """Return the values of tensors on the fake device. Unlike in a step, this is not an error."""
+    """Replace each ``DeviceTensor`` in ``value`` by its values. Tests may do this; a training step may not."""
     return tree_map(lambda each: each.values if isinstance(each, DeviceTensor) else each, value)

@@ -1,7 +1,7 @@
 """Compiles the CUDA kernels of sampling and layers to PTX: needs NVVM (extra ``cuda12`` or ``cuda13``), but no GPU.
 
-The simulator runs kernels in Python. Only the compiler finds what Python allows and a device does not, and mixtures of
-signed and unsigned integers, whose type is float64.
+The simulator runs kernels in Python. Only the compiler finds code that Python runs but a device cannot, and
+expressions that mix signed and unsigned integers, which it computes in float64.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def signatures() -> list[tuple[Kernel, tuple[Any, ...], bool]]:
 
 
 def layer_signatures() -> list[tuple[Kernel, tuple[Any, ...], bool]]:
-    """As ``signatures``, for the kernels of layers: float32 and float64 rows, and the bits of bfloat16 rows."""
+    """As ``signatures``, for the kernels of layers with rows of float32, float64 and bfloat16 (as uint16 bits)."""
     t, found = types, []
     number, ids, places = t.int64, t.int64[::1], t.int32[::1]
     for dtype, stored, total in (

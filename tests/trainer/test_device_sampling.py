@@ -28,7 +28,7 @@ _RUN = "import numba.core.config as c; c.reload_config(); import sys, cuda_kit; 
 
 
 def simulated(*words: str) -> None:
-    """Run checks of ``cuda_kit`` in a forked process, whose Numba reads the variable again."""
+    """Run checks of ``cuda_kit`` in a forked process, in which the simulator is on."""
     paths = f"{REPOSITORY}:{REPOSITORY / 'tests'}:{Path(__file__).parent}"
     process = fork(["-c", _RUN, *words], {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": paths})
     process.wait(280)

@@ -1,8 +1,8 @@
-"""Tests that a training step never waits for the device, on a fake device, and that it computes the CPU's losses.
+"""Tests, on a fake device, that a training step never waits for the device and has the same loss as on the CPU.
 
-Some code synchronises on purpose and is not covered: a loss that is read for a metrics line (once a second), sums at
-the end of an epoch or an evaluation, checkpoints, and embeddings of nodes without features, whose ranks exchange rows
-on the host.
+Some code waits for the device on purpose and is not covered: a loss that is read for a metrics line (once a second),
+sums at the end of an epoch or an evaluation, checkpoints, and embeddings of nodes without features, whose ranks
+exchange rows on the host.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Quiet(MetricsLog):
-    """A log that writes no lines of steps, as within a second of the last one."""
+    """A metrics log in which no step is due to be logged: logging a step reads its loss."""
 
     def step_due(self) -> bool:
         return False
@@ -84,7 +84,7 @@ def moved(fit: Fit, settings: TrainSettings) -> None:
 
 
 def fake_feed(device: torch.device) -> Any:
-    """Return a function that copies batches as ``CudaFeed`` does: the small arrays in one buffer."""
+    """Return a function that copies batches to the fake device, in place of ``CudaFeed``."""
 
     def bring(batch: Any) -> Any:
         there = {id(tensor): on_device(tensor) for tensor in tensors_of(batch)}
@@ -95,7 +95,7 @@ def fake_feed(device: torch.device) -> Any:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankGroup]:
-    """A rank on the fake device. Losses are read when an epoch has ended."""
+    """A rank whose device is the fake one. The losses of an epoch may be read at its end."""
     report = epoch_module._report
 
     def read_report(tally: Any, *args: Any) -> EpochReport:
@@ -177,7 +177,7 @@ def test_an_evaluation_waits_only_at_its_end(
 
 
 class Counted:
-    """Batches, and the number of those that were used up."""
+    """Batches that count how many of them were used."""
 
     def __init__(self, batches: Any):
         self._batches, self.used = batches, 0

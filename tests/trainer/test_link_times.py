@@ -1,4 +1,4 @@
-"""Tests of link prediction with times: no batch sees what is later than a link, for any number of parts and ranks."""
+"""Tests of link prediction with times: no link is scored with later edges, for any number of parts and ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with partitions ``<edge type>-<number of parts>``."""
+    """A folder of partitions, named ``<edge type of the links>-<number of parts>``."""
     folder = tmp_path_factory.mktemp("timed")
     for name, dataset in GRAPHS.items():
         for number in (1, 2):
@@ -55,8 +55,9 @@ def loaders(opened: Graph, name: str, rank: int = 0, layout: RankLayout | None =
 
 
 def seen(loader: LinkBlockLoader, share: Any) -> tuple[list[tuple[int, int, int, int]], list[np.ndarray]]:
-    """Return the sampled edges of the links' type as (tree, time, source, target) in original ids, and the trees of
-    each link: its source, its target and its negatives.
+    """Return the sampled edges of the links' type, and for each link the trees that it is scored with.
+
+    An edge is (tree, time, source, target) with original ids. A link has the trees of its source, target and negatives.
     """
     of = loader.links.edge_type
     seeds, ends = loader._seeded(share)
@@ -185,7 +186,7 @@ def test_links_held_out_at_random_have_no_times(tmp_path: Path) -> None:
 
 
 def shop(folder: Path) -> None:
-    """Write tables of users, items and ratings. The latest ratings are of other items than the first ones."""
+    """Write tables of users, items and ratings. Later ratings are of other items than earlier ones."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     users, items = [f"u-{k:03d}" for k in range(60)], [f"sku {k}" for k in range(40)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from kill_kit import killed_run
 from train_kit import curve, job, metrics, run_ranks, write_parts
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.train.checkpoint import load_checkpoint, position_of
-from trainer.train.checkpoint_writer import SHARE, CheckpointSchedule
+from trainer.train.checkpoint_writer import SHARE, CheckpointRequest, CheckpointSchedule, CheckpointWriter
 from trainer.train.job import train
 
 ALONE = RankGroup(Ranks(), torch.device("cpu"))
@@ -139,3 +140,24 @@ def test_an_interval_of_zero_saves_nothing_within_an_epoch() -> None:
 def test_names_of_files_are_positions() -> None:
     assert position_of("epoch-0007.pt") == (7, 0) and position_of("epoch-0007-step-000120.pt") == (7, 120)
     assert position_of("last.pt") is None and position_of(".epoch-0007.pt.12.34") is None
+
+
+def test_a_checkpoint_that_the_launcher_asks_for_is_saved_within_a_second(tmp_path: Path) -> None:
+    clock, request = Clock(), CheckpointRequest(tmp_path)
+    schedule = CheckpointSchedule(60.0, ALONE, clock, request)
+    assert saved_at(schedule, clock, [0.1] * 100) == []
+    (tmp_path / "control").mkdir()
+    (tmp_path / "control/checkpoint").touch()
+    writer, begun, written = CheckpointWriter(tmp_path, request), clock.now, threading.Event()
+    steps = 0
+    while not schedule.due():
+        clock.now += 0.1
+        steps += 1
+    assert steps <= 20 and clock.now - begun <= 2.0
+    writer._begin(written.wait)
+    assert request.pending(), "the checkpoint is not on the disk yet"
+    written.set()
+    writer.finish()
+    assert not request.pending()
+    schedule.saved()
+    assert saved_at(schedule, clock, [0.1] * 100) == []

@@ -19,6 +19,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer.core.collectives import broadcast_value, gather_values
 from trainer.core.errors import PeerError, SettingsError, TrainerError
+from trainer.core.launchers import number, torchrun_variables
 
 T = TypeVar("T")
 
@@ -73,32 +74,34 @@ class Ranks:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Ranks:
-        """Read the environment variables that torchrun sets.
+        """Read the environment variables of torchrun, Open MPI's mpirun, Slurm's srun, or an Indexed Job of Kubernetes.
 
         Args:
             environ: Environment variables, usually ``os.environ``.
 
         Returns:
-            The ranks of this process; a single process if neither ``RANK`` nor ``WORLD_SIZE`` is set.
+            The ranks of this process; a single process if no launcher has set a rank and a world size.
 
         Raises:
             SettingsError: A variable is missing or is not a whole number, or ``RANK`` is not below ``WORLD_SIZE``.
         """
+        environ = torchrun_variables(environ)
         if "RANK" not in environ and "WORLD_SIZE" not in environ:
-            return cls(node_rank=_number(environ, "NODE_RANK"), host=socket.gethostname())
+            return cls(node_rank=number(environ, "NODE_RANK"), host=socket.gethostname())
         missing = [name for name in _NEEDED if not environ.get(name)]
         if missing:
             raise SettingsError(
-                f"{', '.join(missing)} not set; start the trainer with torchrun, or unset RANK and WORLD_SIZE"
+                f"{', '.join(missing)} not set; start the trainer with torchrun, srun or mpirun, or unset RANK and "
+                "WORLD_SIZE"
             )
         ranks = cls(
-            rank=_number(environ, "RANK"),
-            world_size=_number(environ, "WORLD_SIZE"),
-            local_rank=_number(environ, "LOCAL_RANK"),
-            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", 1),
-            node_rank=_number(environ, "NODE_RANK" if "NODE_RANK" in environ else "GROUP_RANK"),
+            rank=number(environ, "RANK"),
+            world_size=number(environ, "WORLD_SIZE"),
+            local_rank=number(environ, "LOCAL_RANK"),
+            local_world_size=number(environ, "LOCAL_WORLD_SIZE", 1),
+            node_rank=number(environ, "NODE_RANK" if "NODE_RANK" in environ else "GROUP_RANK"),
             master_addr=environ["MASTER_ADDR"],
-            master_port=_number(environ, "MASTER_PORT"),
+            master_port=number(environ, "MASTER_PORT"),
             host=socket.gethostname(),
         )
         if not 0 <= ranks.rank < ranks.world_size:
@@ -259,11 +262,12 @@ def _error_text(error: Exception) -> str:
 def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.device:
     """Return ``cuda:LOCAL_RANK`` when this node has a CUDA device for each of its processes, else the CPU.
 
-    Raises ``SettingsError`` when CUDA_VISIBLE_DEVICES names devices that torch does not find, or fewer devices than
-    processes.
+    A task of Slurm that has devices of its own (``--gpus-per-task``) uses the first of them. Raises ``SettingsError``
+    when CUDA_VISIBLE_DEVICES names devices that torch does not find, or fewer devices than processes.
     """
     devices, given = torch.cuda.device_count(), environ.get("CUDA_VISIBLE_DEVICES", "")
-    if devices == 1 and _one_instance(given):
+    own = "RANK" not in environ and bool(environ.get("SLURM_GPUS_PER_TASK"))
+    if (devices and own) or (devices == 1 and _one_instance(given)):
         return torch.device("cuda", 0)
     if devices >= ranks.local_world_size:
         return torch.device("cuda", ranks.local_rank)
@@ -398,11 +402,3 @@ def _gradient_group(device: torch.device, backend: str, size: int, timeout: floa
     if backend == "gloo" or (backend == "auto" and set(kinds) != {"cuda"}):
         return None
     return dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))
-
-
-def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
-    text = environ.get(name) or str(default)
-    try:
-        return int(text)
-    except ValueError:
-        raise SettingsError(f"{name}={text!r} in the environment is not a whole number") from None

@@ -15,13 +15,13 @@ _DTYPES = {np.int64: torch.int64, np.int32: torch.int32}
 
 
 class TorchOps:
-    """``ArrayOps`` for tensors of one device. Methods are annotated as those for numpy; arrays are tensors."""
+    """``ArrayOps`` on one device: where the protocol has arrays, these methods take and return tensors."""
 
     def __init__(self, device: torch.device):
         self.device = device
 
     def own(self, values: Any) -> Any:
-        """Copy a numpy array to the device. Of a device, the copy waits: the memory is pageable."""
+        """Copy a numpy array to the device. With CUDA this waits for the stream, as the array is in pageable memory."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
     def zeros(self, size: int, dtype: Any) -> Any:
@@ -48,13 +48,13 @@ class TorchOps:
 
 
 def begins_of(counts: Tensor) -> Tensor:
-    """Return where consecutive runs of these lengths begin: int64 [n]."""
+    """Return where each of several consecutive ranges begins, int64 [n]. ``counts``: their lengths."""
     return torch.cumsum(counts, 0, dtype=torch.int64) - counts
 
 
 @kernel
 def copy_rows(begin: Any, indptr: Any, values: Any, indices: Any) -> None:
-    """Copy to each row of a CSR the values from position ``begin[row]`` on. One thread per row."""
+    """Fill each row of a CSR with the values from position ``begin[row]`` on, by one thread per row."""
     for row in range(cuda.grid(1), len(begin), cuda.gridsize(1)):
         first = begin[row]
         start = indptr[row]

@@ -1,4 +1,4 @@
-"""Whether kernels of numba-cuda can run, found without importing it: CPU-only runs never load it."""
+"""Tells whether kernels of numba-cuda can run. Does not import numba-cuda for runs on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INSTALL = "pip install 'gnnfleet[cuda12]' or, for CUDA 13, 'gnnfleet[cuda13]'"
 
 
 def simulator_wanted() -> bool:
-    """Return whether kernels run in numba's simulator, on CPU tensors: for tests on machines without a GPU."""
+    """Return whether NUMBA_ENABLE_CUDASIM=1 asks to run kernels in numba's simulator on CPU tensors, for tests."""
     return os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
 

@@ -1,7 +1,8 @@
-"""Makes batches on a CUDA device: samples, gathers rows and cuts blocks there, on a stream of each sampler thread.
+"""Makes batches on a CUDA device: samples, gathers rows and cuts blocks there.
 
-The thread waits for its stream several times in a batch, to read back the sizes of tensors, and at its end, so that a
-finished batch can be used on any stream. Training steps do not wait: they run on another stream, meanwhile.
+Each sampler thread has a stream of its own. The thread waits for its stream several times per batch, to read the sizes
+of tensors, and once at the end of the batch, which can then be used on any stream. Meanwhile, training steps run on
+another stream and do not wait.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class DeviceSampler:
         return SampledBatch(subgraph, rows, labels, self._counted(cost, subgraph) + seconds)
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
-        """Sample a subgraph around ``seeds`` without gathering rows."""
+        """Sample a subgraph around ``seeds``, without attributes."""
         with self._stream():
             return self._subgraph(seeds, key)
 
@@ -75,7 +76,7 @@ class DeviceSampler:
         return sample_multi_hop(self._hops, self.host.schema, seeds, self.host.settings, key, tables)
 
     def _rows(self, subgraph: SampledSubgraph) -> dict[AnyType, dict[str, Array]]:
-        """Return the attributes of nodes and edges, as tensors on the device."""
+        """Gather the attributes of all sampled nodes and edges, as tensors on the device."""
         rows: dict[AnyType, dict[str, Any]] = {}
         for of, nodes in subgraph.nodes.items():
             ids: Any = nodes.ids
@@ -101,7 +102,7 @@ class DeviceSampler:
         return out
 
     def _in_degree(self, of: NodeType, ids: Tensor) -> Tensor:
-        """Return the in-degrees of nodes over all edge types, int64 [n]. All edge types must be sampled."""
+        """Return the in-degrees of nodes over all edge types, int64 [n]. The topology must contain all of these."""
         degree = torch.zeros(len(ids), dtype=torch.int64, device=self.device)
         for edge_type, edges in self.topology.edges.items():
             if edge_type[2] == of:
@@ -119,7 +120,7 @@ class DeviceSampler:
         return found
 
     def _counted(self, cost: Cost, subgraph: SampledSubgraph) -> Cost:
-        """Return the cost of all rows: that of ``access`` counts only the rows that the CPU gathered."""
+        """Return ``cost`` with the number of all rows of the batch: ``access`` counted only what the CPU gathered."""
         if not getattr(self.host.access, "remotes", {}):
             return cost
         with_ids = [edges.edge for edges in subgraph.edges.values() if edges.edge is not None]
@@ -127,7 +128,7 @@ class DeviceSampler:
 
     @contextmanager
     def _stream(self) -> Iterator[None]:
-        """Use this thread's own stream, and wait for it at the end."""
+        """Within this context, use this thread's own CUDA stream. Waits for the stream at the end."""
         if self.device.type != "cuda":
             yield
             return

@@ -1,6 +1,6 @@
-"""Rows of attributes where a CUDA device can read them: in a cache on the device, and in pinned memory of the host.
+"""Gathers rows of attributes on a CUDA device, from a cache on the device and from pinned memory of the host.
 
-Rows that are in neither (of other hosts, or too many for pinned memory) are gathered by the CPU and joined.
+The CPU gathers the rows that are in neither: rows of other hosts, and attributes too large for pinned memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS = "biuf"  #: kinds of dtypes that kernels convert to float32
 
 @dataclass(frozen=True)
 class PinnedRows:
-    """The rows of one attribute in the parts of this host, joined."""
+    """One attribute of all parts on this host, joined to one array in pinned memory."""
 
     table: Tensor  #: [rows, width] in the stored dtype, pinned
     scales: Tensor | None  #: float32 [rows, 1], pinned, for rows stored as int8
@@ -38,14 +38,14 @@ class PinnedRows:
 
 @dataclass(frozen=True)
 class DeviceCache:
-    """Rows of one attribute that are cached on the device."""
+    """Those rows of one attribute that are kept on the device for the whole run."""
 
     slots: Tensor  #: int32 [N], on the device: row of each global id, -1 for none
     rows: Tensor  #: float32 [k, width], on the device
 
 
 class FeatureRows:
-    """Gathers the rows of one attribute of one type, as float32, in one kernel and perhaps a copy."""
+    """Gathers rows of one attribute of one node or edge type, as float32."""
 
     def __init__(
         self, store: PartStore, of: AnyType, name: str, device: torch.device, *, pinned: PinnedRows | None,
@@ -63,10 +63,10 @@ class FeatureRows:
         self._all_near = pinned is not None and bool((pinned.bases >= 0).all())
 
     def take(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather the rows of ``ids``, int64 [n] on the device, that kernels can read.
+        """Gather those rows of ``ids``, int64 [n] on the device, that the device can read.
 
-        Returns the rows, float32 [n, …], and the positions of the rows that ``join`` must fill, int64 [m], for which
-        this waits for the stream.
+        Returns all rows, float32 [n, …], and the positions of the missing ones, int64 [m], which ``join`` must fill.
+        Waits for the stream if rows can be missing.
         """
         sources = torch.empty(len(ids), dtype=torch.int64, device=self._device)
         out = torch.empty((len(ids), self._width), dtype=torch.float32, device=self._device)
@@ -104,12 +104,12 @@ class PinnedPlan:
 
     @classmethod
     def of(cls, store: PartStore, wanted: Mapping[AnyType, tuple[str, ...]], ranks_here: int) -> PinnedPlan:
-        """Choose by the memory of this host that is available now, of which each rank of the host uses a share."""
+        """Choose the attributes that fit in this rank's share of the memory that the host has available now."""
         return cls.choose(store, wanted, int((available_memory() or 0) * PINNED_SHARE / ranks_here))
 
     @classmethod
     def choose(cls, store: PartStore, wanted: Mapping[AnyType, tuple[str, ...]], limit: int) -> PinnedPlan:
-        """Choose the attributes that fit in ``limit`` bytes, the largest rows first."""
+        """Choose the attributes that fit in ``limit`` bytes, the largest attributes first."""
         sizes = {(of, name): _num_bytes(store, of, name) for of, names in wanted.items() for name in names}
         sizes = {key: size for key, size in sizes.items() if _spec(store, *key).stored.kind in _KINDS}
         chosen, left = [], limit
@@ -131,7 +131,7 @@ class PinnedPlan:
 
 
 def pin_rows(store: PartStore, of: AnyType, name: str, device: torch.device) -> PinnedRows:
-    """Copy the rows of an attribute in the parts of this host to pinned memory."""
+    """Copy one attribute of all parts on this host to pinned memory."""
     parts = [_table(store, part_id, of) for part_id in store.parts]
     spec, bases, count = _spec(store, of, name), [-1] * store.manifest.num_parts, 0
     for part_id, part in zip(store.parts, parts, strict=True):
@@ -150,7 +150,7 @@ def pin_rows(store: PartStore, of: AnyType, name: str, device: torch.device) -> 
 
 
 def as_float32(rows: Array, spec: AttrSpec) -> Tensor:
-    """Convert gathered rows in the stored dtype to a float32 tensor. Their memory may be shared."""
+    """Convert gathered rows in the stored dtype to a float32 tensor, which may share their memory."""
     if spec.dtype == "bfloat16":
         return torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16).float()
     return torch.from_numpy(rows).float()

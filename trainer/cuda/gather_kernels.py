@@ -1,4 +1,4 @@
-"""CUDA kernels that gather rows: from a cache on the device, from device memory, or from pinned memory of the host."""
+"""CUDA kernels that gather rows: from a cache on the device, or from a table, which may be in pinned host memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ ELSEWHERE = -1  #: source of a row that kernels cannot read
 
 @kernel
 def locate_rows(ids: Any, slots: Any, offsets: Any, bases: Any, sources: Any) -> None:
-    """Find where to read each row: ``2 * row`` of the table, ``2 * slot + 1`` of the cache, or ``ELSEWHERE``.
+    """Fill ``sources`` int64 [n] with the place of each row.
 
+    The place is ``2 * row`` for a row of the table, ``2 * slot + 1`` for a slot of the cache, or ``ELSEWHERE``.
     ``slots``: int32 [N] slot of each global id in the cache, -1 for none; empty without a cache. ``offsets``: int64
-    [P + 1] first id of each part. ``bases``: int64 [P] row of that id in the table, -1 for parts that are not in it.
+    [P + 1] first id of each part. ``bases``: int64 [P] first row of each part in the table, -1 for a part not there.
     """
     for i in range(cuda.grid(1), len(ids), cuda.gridsize(1)):
         slot = np.int64(-1)
@@ -39,8 +40,9 @@ def locate_rows(ids: Any, slots: Any, offsets: Any, bases: Any, sources: Any) ->
 def take_rows(sources: Any, table: Any, cached: Any, out: Any) -> None:
     """Gather n rows into ``out`` float32 [n, width].
 
-    ``sources[i]``, int64, is even for row ``sources[i] // 2`` of ``table`` [rows, width], odd for that row of
-    ``cached`` float32 [k, width], and negative for no row. Values of ``table`` are converted.
+    ``sources``: int64 [n], from ``locate_rows``. An even number s stands for row ``s // 2`` of ``table`` [rows, width],
+    whose values are converted to float32, and an odd one for row ``s // 2`` of ``cached`` float32 [k, width]. For a
+    negative number, the row of ``out`` is not changed.
     """
     # one thread per element, so that neighbouring threads read neighbouring addresses
     width = out.shape[1]
@@ -57,7 +59,7 @@ def take_rows(sources: Any, table: Any, cached: Any, out: Any) -> None:
 
 @kernel
 def take_bfloat16_rows(sources: Any, table: Any, cached: Any, out: Any) -> None:
-    """As ``take_rows`` for bits: of bfloat16 in ``table`` (uint16), of float32 in ``cached`` and ``out`` (uint32)."""
+    """As ``take_rows`` for a bfloat16 ``table``. It is passed as uint16 bits, ``cached`` and ``out`` as uint32 bits."""
     width = out.shape[1]
     for k in range(cuda.grid(1), len(sources) * width, cuda.gridsize(1)):
         i, column = k // width, k % width
@@ -72,7 +74,7 @@ def take_bfloat16_rows(sources: Any, table: Any, cached: Any, out: Any) -> None:
 
 @kernel
 def take_scaled_rows(sources: Any, table: Any, scales: Any, cached: Any, out: Any) -> None:
-    """As ``take_rows`` for int8 rows: a value is its code times the row's scale, float32 [rows, 1]."""
+    """As ``take_rows`` for an int8 ``table``. Each row is multiplied by its scale. ``scales``: float32 [rows, 1]."""
     width = out.shape[1]
     for k in range(cuda.grid(1), len(sources) * width, cuda.gridsize(1)):
         i, column = k // width, k % width

@@ -1,4 +1,4 @@
-"""Samples hops on the device, for ``sample_multi_hop``: requests and answers have tensors."""
+"""Samples neighbours on the device, one hop per call. Requests and answers contain tensors in place of arrays."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from trainer.store.part_store import PartStore
 
 @dataclass
 class _Hop:
-    """One request while it is answered. Tensors are on the device; n is the number of its nodes."""
+    """The intermediate results of one request. Tensors are on the device; n is the number of requested nodes."""
 
     request: HopRequest
     edges: DeviceEdges
     trees: Tensor  #: int64 [n], empty if not disjoint
     excluded: tuple[Tensor, Tensor, Tensor]  #: sources, and their range for each node; empty without exclusions
     counts: Tensor  #: int32 [n] edges to draw
-    work: Tensor  #: int64 [n] work entries needed
-    work_begin: Tensor  #: int64 [n]
-    slots: Tensor  #: int64, work entries
-    values: Tensor  #: float64, work entries, if draws have conditions
-    found: Tensor  #: int64 [n] candidates
+    work: Tensor  #: int64 [n] entries of work memory that each node needs
+    work_begin: Tensor  #: int64 [n] first entry of each node in the work memory
+    slots: Tensor  #: int64, work memory for slots
+    values: Tensor  #: float64, work memory for weights, if draws have conditions
+    found: Tensor  #: int64 [n] number of candidates
 
 
 class DeviceHops:
     """Answers requests for sampled neighbours from a topology on the device. Implements ``HopSource``.
 
-    Runs on torch's current stream. Each call waits for the device to learn the sizes of the tensors to allocate: the
-    number of drawn edges, and for draws with weights, times or excluded edges the size of their work memory.
+    Runs on torch's current stream. Each call waits for the stream, as it must read how large the next tensors will be:
+    the number of drawn edges, and the size of the work memory that some draws need.
     """
 
     def __init__(self, topology: DeviceTopology, store: PartStore, device: torch.device):
@@ -62,7 +62,7 @@ class DeviceHops:
         return [self._drawn(*each) for each in zip(hops, begins, totals, strict=True)]
 
     def _counted(self, request: HopRequest) -> _Hop:
-        """Count the edges to draw without conditions, and the work entries."""
+        """Count for each node the edges to draw, ignoring conditions, and the work memory that it needs."""
         assert request.sources is None, "induced subgraphs are sampled by the CPU"
         nodes: Any = request.nodes
         size = len(nodes)
@@ -81,7 +81,7 @@ class DeviceHops:
         return hop
 
     def _collect(self, hops: Sequence[_Hop]) -> None:
-        """Give work memory to the hops that need some, and list the candidates of conditional draws."""
+        """Allocate work memory for the requests that need it, and list the candidates of draws with conditions."""
         needy = [hop for hop in hops if _needs_work(hop.request)]
         totals = self._read([hop.work.sum() for hop in needy])
         for hop, total in zip(needy, totals, strict=True):
@@ -149,7 +149,7 @@ class DeviceHops:
         return self._no_values if unweighted or hop.edges.weights is None else hop.edges.weights.argument
 
     def _excluded(self, request: HopRequest) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sources of excluded edges, sorted by target and source, and their range for each node."""
+        """Return the sources of excluded edges, sorted by target and source, and begin and end of each node's range."""
         if request.exclude is None:
             return (self._no_ids,) * 3
         targets, sources = request.exclude
@@ -163,7 +163,7 @@ class DeviceHops:
         )
 
     def _read(self, numbers: Sequence[Tensor]) -> list[int]:
-        """Copy single numbers to the host, all at once. Waits for the stream."""
+        """Copy tensors of one number each to the host, in one copy. Waits for the stream."""
         return torch.stack(list(numbers)).tolist() if numbers else []
 
     def _raise_wrong_weight(self, hops: Sequence[_Hop]) -> None:
@@ -174,7 +174,7 @@ class DeviceHops:
 
 
 def _conditional(request: HopRequest) -> bool:
-    """Return whether the draws of every node have conditions."""
+    """Return whether the draws of every node have conditions: weights or times. Exclusions concern some nodes only."""
     return request.bound is not None or request.weight is not None
 
 
@@ -188,7 +188,7 @@ def _needs_work(request: HopRequest) -> bool:
 
 
 def _wrong_weight(store: PartStore, request: HopRequest, edge: int) -> DataError:
-    """Return the error for the global id of an edge whose weight is negative or not finite."""
+    """Return the error for an edge, given by global id, whose weight is negative or not finite."""
     of = request.edge_type
     part = store.topology[int(store.books[of].part_of(np.array([edge]))[0])].edges[of]
     return invalid_weight(request, part, edge - part.start)

@@ -4,8 +4,8 @@ A kernel is a function with a grid-stride loop, decorated with ``kernel``. It is
 dtypes of its arguments, and runs on torch's current stream. In numba's simulator (``NUMBA_ENABLE_CUDASIM=1``) the same
 function runs in Python on CPU tensors.
 
-Kernels add no floating-point operations that the CPU does not have, but the compiler may contract ``a * b + c`` into
-one rounding, as may LLVM's; code that must be equal on both has no such expressions.
+A kernel computes the same floating-point operations as the CPU's code, but either compiler may round ``a * b + c`` once
+instead of twice. Code whose results must be equal on both therefore has no such expressions.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class Kernel:
         self.function = function
 
     def __call__(self, items: int, *args: Any, threads: int = THREADS) -> None:
-        """Launch the kernel over ``items`` items on torch's current stream; no items, no launch. Does not wait.
+        """Launch the kernel over ``items`` items on torch's current stream, without waiting. Does nothing for 0 items.
 
-        ``args``: tensors, of any strides; on a device those of one device and ``Mapped`` tensors. Numbers: int becomes
-        int64, float float64; numpy scalars keep their type. Tensors of bfloat16 are passed as uint16 bits.
+        ``args``: numbers, tensors of one device with any strides, and ``Mapped`` tensors. int is passed as int64, float
+        as float64, a numpy scalar with its own type, and a bfloat16 tensor as uint16 bits.
         """
         if items <= 0:
             return
@@ -101,9 +101,9 @@ class Kernel:
 def device_function(function: Any) -> Any:
     """Return a function that kernels can call, compiled from the source of ``function``.
 
-    A function of the CPU (``numba.njit``) is converted together with the functions that it calls. Any other function
-    may use ``numba.cuda`` if it is in the same file as the kernels that call it. The simulator runs functions as
-    Python, except those of ``core.rng``, which it calls as compiled for the CPU.
+    A function that is compiled for the CPU (``numba.njit``) is compiled again for the device, as are the functions that
+    it calls. Any other function may use ``numba.cuda`` if it is in the same file as the kernels that call it. The
+    simulator runs all functions as Python, except those of ``core.rng``, for which it uses the CPU's compiled code.
     """
     if isinstance(function, Dispatcher):
         return _converted(function)
@@ -188,7 +188,7 @@ def _simulated_argument(arg: Any) -> Any:
 
 @cache
 def _stream(device: torch.device, handle: int) -> Any:
-    """Return torch's stream for numba. Streams of torch are never destroyed."""
+    """Return a stream of torch as numba's object. It is cached, as torch never destroys streams."""
     return cuda.external_stream(handle) if handle else 0
 
 

@@ -1,9 +1,9 @@
-"""CUDA kernels that draw neighbours: the same picks as those of ``trainer.sampler``, one thread per node.
+"""CUDA kernels that draw neighbours, one thread per node. They draw the same edges as the CPU's kernels.
 
-Nodes are global ids, and rows of the CSC of a whole edge type (``topology.DeviceEdges``). The functions that draw are
-compiled from the sources of the CPU's kernels. A sum of candidates' weights, and arrival times of weighted draws, are
-float64 computed in the same order; only ``log1p`` may differ from the CPU's in the last bit, which decides between two
-edges whose arrival times are that close (about one weighted batch in 10^9).
+Nodes are global ids, which are also their rows in the CSC arrays of an edge type (``topology.DeviceEdges``). The
+functions that draw are compiled from the sources of the CPU's kernels, so weighted draws compute the same float64
+operations in the same order. Only ``log1p`` may differ from the CPU's in the last bit. This changes a draw only if two
+edges have almost equal arrival times: in about one weighted batch of 10^9.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer.cuda.launch import cuda, device_function, kernel
 from trainer.sampler import neighbor_kernels, weighted_temporal
 from trainer.sampler.weighted_temporal import Conditions, Draws
 
-#: Up to this many picks of a longer row, displaced positions are searched in a list of the thread; else in work memory.
+#: Up to this many edges of a longer row are drawn with a list in the thread's own memory, more with work memory.
 LIST_PICKS = 64
 
 _draw = device_function(rng.draw)
@@ -34,10 +34,11 @@ def count_picks(
     indptr: Any, nodes: Any, fanout: Any, replace: Any, conditional: Any, excluded_begin: Any, excluded_end: Any,
     counts: Any, work: Any,
 ) -> None:  # fmt: skip
-    """Fill ``counts`` int32 [n] with the number of neighbours to draw per node, if there are no conditions.
+    """Fill ``counts`` int32 [n] with the number of neighbours to draw per node, ignoring conditions.
 
-    Fills ``work`` int64 [n] with the number of work entries that the node needs: its degree, if its draws have
-    conditions or need more memory than a thread has, else 0. Each node has its range of excluded sources.
+    Conditions are weights, times and excluded edges. Fills ``work`` int64 [n] with the entries of work memory that each
+    node needs: its degree if its draws have conditions or need more memory than a thread has, else 0.
+    ``excluded_begin``, ``excluded_end``: int64 [n], range of each node among the excluded sources.
     """
     for i in range(cuda.grid(1), len(nodes), cuda.gridsize(1)):
         degree = indptr[nodes[i] + 1] - indptr[nodes[i]]
@@ -56,10 +57,10 @@ def collect(
     times: Any, bounds: Any, excluded: Any, excluded_begin: Any, excluded_end: Any, weights: Any, allowed: Any,
     work: Any, work_begin: Any, slots: Any, values: Any, found: Any, counts: Any,
 ) -> None:  # fmt: skip
-    """List the candidates of each node with ``work``: their edges in ``slots`` and their weights in ``values``.
+    """List the candidates of each node that has work memory: their edges in ``slots``, their weights in ``values``.
 
-    Fills ``found`` int64 [n] with their number, or -1 - edge for an edge with an invalid weight, and corrects
-    ``counts``. The ranges of nodes begin at ``work_begin``.
+    Node i uses both arrays from ``work_begin[i]`` on. Fills ``found`` int64 [n] with the numbers of candidates, or with
+    -1 - edge for an edge with an invalid weight, and corrects ``counts`` for these nodes.
     """
     draws = Draws(fanout, shuffle, replace, last, weighted, np.uint64(0))
     conditions = Conditions(times, bounds, excluded, excluded_begin, excluded_end, allowed, weights)
@@ -79,7 +80,7 @@ def draw_picks(
     indptr: Any, nodes: Any, orig_id: Any, trees: Any, fanout: Any, shuffle: Any, replace: Any, key: Any, counts: Any,
     begins: Any, work: Any, work_begin: Any, slots: Any, picks: Any,
 ) -> None:  # fmt: skip
-    """Draw the edges of each node without conditions, and write them to ``picks`` from ``begins`` on."""
+    """Draw edges without conditions. Writes those of node i to ``picks``, from ``begins[i]`` on."""
     for i in range(cuda.grid(1), len(nodes), cuda.gridsize(1)):
         drawn = _node_key(key, orig_id[nodes[i]])
         if len(trees) > 0:
@@ -96,9 +97,9 @@ def draw_conditional(
     weighted: Any, timed: Any, key: Any, times: Any, found: Any, counts: Any, begins: Any, work: Any, work_begin: Any,
     slots: Any, values: Any, ranks: Any, picks: Any,
 ) -> None:  # fmt: skip
-    """As ``draw_picks``, for nodes with ``work`` among the candidates that ``collect`` has listed.
+    """As ``draw_picks``, but draw only among the candidates that ``collect`` listed, for nodes with work memory.
 
-    ``ranks``: the memory of ``values`` as int64.
+    ``ranks``: a view of ``values`` as int64.
     """
     draws = Draws(fanout, shuffle, replace, last, weighted, key)
     for i in range(cuda.grid(1), len(nodes), cuda.gridsize(1)):
@@ -120,7 +121,7 @@ def draw_conditional(
 def _draw_row_of(
     picks: Any, first: Any, degree: Any, fanout: Any, shuffle: Any, replace: Any, drawn: Any, slots: Any
 ) -> None:  # fmt: skip
-    """Draw the edges of one node, whose first edge is ``first``, as ``trainer.sampler``'s ``draw_edges``."""
+    """Draw edges of one node, the same ones as ``draw_edges`` on the CPU. ``first``: the node's first edge."""
     count = len(picks)
     if replace and fanout >= 0:
         for j in range(count):

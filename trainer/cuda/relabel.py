@@ -1,8 +1,8 @@
-"""Maps global ids to batch positions on the device, in the same order of first appearance as ``trainer.sampler``.
+"""Maps global ids to batch positions on the device, in the order in which sampling first meets them, as on the CPU.
 
-Each batch has a hash table per node type, with open addressing and linear probing, at most half full. An id's slot is
-claimed by compare-and-swap, and its position is the smallest index at which the id occurs, by atomic minimum; new ids
-are then numbered in the order of these indices. The result does not depend on the order in which threads run.
+Each batch has a hash table per node type, with open addressing and linear probing, at most half full. A thread claims
+the slot of an id by compare-and-swap. The slot then gets, by atomic minimum, the smallest index at which the id occurs,
+and new ids are numbered in the order of these indices. The result does not depend on the order in which threads run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _mix = device_function(rng.mix)
 
 
 class DeviceTables:
-    """Makes the tables of a batch. They belong to the batch, so that threads share nothing."""
+    """Makes the hash tables of one batch. Every batch has its own, so that threads share none."""
 
     def __init__(self, schema: GraphSchema, ops: TorchOps):
         self.ops: ArrayOps = ops
@@ -40,15 +40,15 @@ class DeviceTables:
         self._sizes = {of: spec.num_nodes for of, spec in schema.nodes.items()}
 
     def growth(self, of: NodeType, disjoint: bool) -> NodeGrowth:
-        """Return an empty set of sampled nodes of one type; ``disjoint``: with a tree per seed."""
+        """Return an empty set of sampled nodes of one type. ``disjoint``: a node may be in it once per tree."""
         found: Any = DeviceGrowth(self._sizes[of], disjoint, self._torch)  # implements NodeGrowth, with tensors
         return found  # type: ignore[no-any-return]
 
 
 class DeviceGrowth:
-    """The nodes of one type in a subgraph that grows hop by hop, as ``NodeGrowth`` and ``TreeGrowth``.
+    """The nodes of one type in a subgraph that grows hop by hop: ``NodeGrowth`` and ``TreeGrowth`` on a device.
 
-    The key of a node is its global id, and in disjoint sampling ``tree * num_nodes + id``.
+    A node's key in the hash table is its global id, or ``tree * num_nodes + id`` in disjoint sampling.
     """
 
     def __init__(self, num_nodes: int, disjoint: bool, ops: TorchOps):
@@ -60,20 +60,21 @@ class DeviceGrowth:
         self.level_starts = [0]
 
     def enter(self, seeds: Tensor, first_tree: int) -> None:
-        """Add the seeds. A repeated seed keeps the position of its first occurrence, or is in another tree."""
+        """Add the seeds. A repeated seed has the position of its first occurrence, except in disjoint sampling."""
         trees = torch.arange(first_tree, first_tree + len(seeds), dtype=torch.int32, device=self._ops.device)
         if self._disjoint and self._num_nodes * max(1, first_tree + len(seeds)) >= _LAST:
             raise SettingsError(
-                f"{len(seeds)} disjoint trees in a graph of {self._num_nodes} nodes have no 62-bit ids; "
-                "sample on the CPU (sampling: cpu)"
+                f"{len(seeds)} disjoint trees in a graph of {self._num_nodes} nodes are too many for the GPU, "
+                "whose ids have 62 bits; sample on the CPU (sampling: cpu)"
             )
         self._enter(self._keys_of(seeds, trees))
         self._append(seeds, trees)
 
     def meet(self, src: Tensor, counts: Tensor, trees: Tensor | None) -> Tensor:
-        """Return the batch positions of the nodes ``src`` (int32), and append those that are not in the subgraph yet.
+        """Return the batch position of each node in ``src``, int32. New nodes are appended to the subgraph.
 
-        ``counts``: the number of consecutive nodes in ``src`` of each of ``trees``. Reads back how many are new.
+        ``src`` contains ``counts[0]`` nodes of tree ``trees[0]``, then ``counts[1]`` nodes of ``trees[1]`` and so on.
+        Waits for the device, to read how many nodes are new.
         """
         size, known = len(src), len(self._ids)
         device = self._ops.device
@@ -124,7 +125,7 @@ class DeviceGrowth:
         return trees.long() * self._num_nodes + ids if self._disjoint else ids
 
     def _make_room(self, more: int) -> None:
-        """Grow the table, so that ``more`` ids fit."""
+        """Make the table larger if ``more`` ids do not fit."""
         wanted = 2 * (len(self._ids) + more)
         if len(self._keys) < wanted:
             self._keys = _empty_keys((wanted - 1).bit_length(), self._ops.device)
@@ -132,7 +133,7 @@ class DeviceGrowth:
             self._enter(self._keys_of(self._ids, self._trees))
 
     def _enter(self, keys: Tensor) -> None:
-        """Enter keys into the empty table, each with its smallest index as position."""
+        """Enter keys into the empty table. The position of a key is the smallest index at which it occurs."""
         if 2 * len(keys) > len(self._keys):
             self._keys = _empty_keys((2 * len(keys) - 1).bit_length(), self._ops.device)
             self._positions = torch.full_like(self._keys, _LAST)
@@ -145,7 +146,10 @@ def _empty_keys(bits: int, device: torch.device) -> Tensor:
 
 @kernel
 def insert(keys: Any, first: Any, table: Any, positions: Any, slots: Any) -> None:
-    """Enter keys into the table, and write their slots. Key i gets the position ``first + i``, if it has no smaller."""
+    """Enter keys into the table. Key i gets the position ``first + i``, unless it has a smaller one.
+
+    Fills ``slots`` with the slot of each key.
+    """
     mask = np.uint64(len(table) - 1)
     for i in range(cuda.grid(1), len(keys), cuda.gridsize(1)):
         key = np.int64(keys[i])
@@ -160,20 +164,20 @@ def insert(keys: Any, first: Any, table: Any, positions: Any, slots: Any) -> Non
 
 @kernel
 def mark_new(slots: Any, first: Any, positions: Any, new: Any) -> None:
-    """Set ``new`` to 1 where a key that was not in the table before occurs first, else to 0."""
+    """Set ``new[i]`` to 1 if key i is not in an earlier hop and no smaller index has the same key, else to 0."""
     for i in range(cuda.grid(1), len(slots), cuda.gridsize(1)):
         new[i] = 1 if positions[slots[i]] == first + i else 0
 
 
 @kernel
 def number(at: Any, slots: Any, first: Any, positions: Any) -> None:
-    """Number the new keys, at the ascending indices ``at``, from ``first`` on."""
+    """Give new keys their final positions: key ``at[k]`` gets ``first + k``. ``at``: their indices, ascending."""
     for k in range(cuda.grid(1), len(at), cuda.gridsize(1)):
         positions[slots[at[k]]] = first + k
 
 
 @kernel
 def look_up(slots: Any, positions: Any, local: Any) -> None:
-    """Read the position of each key."""
+    """Fill ``local`` with the position of each key."""
     for i in range(cuda.grid(1), len(slots), cuda.gridsize(1)):
         local[i] = positions[slots[i]]

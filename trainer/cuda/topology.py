@@ -1,8 +1,8 @@
 """The topology of a graph on a CUDA device: edges, original ids, times and weights of all parts.
 
-Arrays of all parts are joined, so that global ids index them. They are copied to the device if they fit there, else to
-pinned memory of the host that the device reads over the bus (UVA). Memory-mapped files cannot be registered with the
-driver in general, so they are copied.
+The arrays of all parts are joined, so that global ids index them. They are copied to the device if they fit there, else
+to pinned memory of the host, which the device reads over the bus (UVA). The mapped files themselves cannot be used, as
+the driver cannot pin them in general.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _SINGLE_EXACT = {"b1", "i1", "u1", "i2", "u2", "f2", "f4"}  #: dtypes whose valu
 
 @dataclass(frozen=True)
 class DeviceArray:
-    """An array of all parts, where kernels can read it."""
+    """An array that kernels can read, joined from those of all parts."""
 
     tensor: Tensor  #: on the device, or pinned on the host
     place: Place
 
     @property
     def argument(self) -> Any:
-        """The argument for kernels."""
+        """The array in the form in which it is passed to kernels."""
         return Mapped(self.tensor) if self.place == "pinned" else self.tensor
 
 
 @dataclass(frozen=True)
 class DeviceEdges:
-    """The edges of one type in CSC, with a row per node of the target type. The slot of an edge is its global id."""
+    """The edges of one type of the whole graph in CSC: grouped by target. An edge's slot is its global id."""
 
     indptr: DeviceArray  #: int64 [n + 1]
     indices: DeviceArray  #: int32|int64 [e] global ids of sources
@@ -69,7 +69,7 @@ class DeviceTopology:
 
 @dataclass(frozen=True)
 class TopologyPlan:
-    """Which arrays sampling with some settings reads, and where they are put."""
+    """The size of the arrays that sampling reads, and where they are put."""
 
     num_bytes: int
     place: Place | None  #: None: they fit neither on the device nor in pinned memory
@@ -79,7 +79,7 @@ class TopologyPlan:
     def of(
         cls, store: PartStore, settings: Sequence[SampleSettings], device: torch.device, ranks_here: int = 1
     ) -> TopologyPlan:  # fmt: skip
-        """Choose the place by the bytes that are free now on the device, and on the host for each of its ranks."""
+        """Choose the place by the memory that is free now: the device's, and this rank's share of the host's."""
         sizes = [one.num_bytes for one in _sources(store, settings)]
         needed = sum(sizes)
         if device.type != "cuda":
@@ -90,8 +90,9 @@ class TopologyPlan:
 
     @classmethod
     def choose(cls, needed: int, pinned: int, on_device: int, on_host: int) -> TopologyPlan:
-        """Choose the place of ``needed`` bytes, which take ``pinned`` bytes in pinned memory, given the bytes that may
-        be used on the device and on the host.
+        """Choose the place of arrays that take ``needed`` bytes on the device or ``pinned`` bytes in pinned memory.
+
+        ``on_device``, ``on_host``: number of bytes that may be used there.
         """
         size = f"topology of {size_text(needed)}"
         if needed <= on_device:
@@ -135,14 +136,14 @@ def load_topology(
 
 @dataclass(frozen=True)
 class _Source:
-    """An array of all parts, to be joined."""
+    """One array of the topology, in pieces that are to be joined."""
 
     of: Any  #: node type or edge type
     name: str
     pieces: Sequence[Array]  #: of each part
     dtype: torch.dtype
     size: int  #: number of elements
-    shift: Sequence[int] = field(default=())  #: numbers to add to the elements of each piece; default: 0
+    shift: Sequence[int] = field(default=())  #: for each piece, a number to add to its elements; default: 0
 
     @property
     def num_bytes(self) -> int:
@@ -158,7 +159,7 @@ def load_array(
 ) -> Tensor:  # fmt: skip
     """Join arrays of parts to one tensor on the device or in pinned memory, a chunk at a time.
 
-    ``shift``: numbers to add to the elements of each piece. ``bits``: converts a chunk for ``torch.from_numpy``.
+    ``shift``: for each piece, a number to add to its elements. ``bits``: converts each chunk to a dtype that torch has.
     """
     if place == "pinned":
         out = torch.empty(shape, dtype=dtype, pin_memory=not simulated())

@@ -44,23 +44,24 @@ class HoldOut(Protocol):
 def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
     """Move some links of the edge type ``hold_out`` to the graph attributes ``val_links`` and ``test_links``.
 
-    The graph attribute ``held_out_type`` names the edge type.
+    The options state which share of the links to move. The graph attribute ``held_out_type`` names the edge type.
 
-    The options state the shares of the links to move. Without ``hold_out_time``, a hash of source and target decides
-    whether a link is moved, so all copies of an edge are moved together, and so are both directions if the ends have
-    the same node type. Self loops between nodes of one type are not moved. The links are sorted by source, then target,
-    each once.
+    Without ``hold_out_time``, a hash of source and target decides whether a link is moved. Copies of an edge are
+    therefore moved together. If the ends have the same node type, so are both directions, and self loops are not moved.
+    ``val_links`` and ``test_links`` contain each link once, sorted by source, then target.
 
     With ``hold_out_time``, an integer attribute of the edges, the latest edges are moved: the last ones for test, and
     the ones just before them for validation; ``split_times`` chooses the limits. Copies of an edge with different times
-    are different links. The links are sorted by time, source and target. ``val_link_times`` and ``test_link_times`` are
-    their times, and ``held_out_time`` names the attribute.
+    are different links. Links are sorted by time, source and target. The graph attributes ``val_link_times`` and
+    ``test_link_times`` contain their times, and ``held_out_time`` the name of the edge attribute.
 
-    The reverses of the moved links are removed from the reverse edge type, ``rev_<relation>`` (or ``<relation>`` for an
-    edge type ``rev_<relation>``), if it exists; with ``hold_out_time``, the times of the reverse edges decide which.
-    They are also removed from any other edge type, from the target type to the source type, that contains all of them.
-    A type that contains only some of them is left unchanged, and the dataset gets a note. Raises ``DataError`` for an
-    unknown edge type or attribute, for shares out of range, and for times that cannot be split.
+    If there is a reverse edge type, ``rev_<relation>`` (or ``<relation>`` for an edge type ``rev_<relation>``), the
+    reverses of the moved links are removed from it; with ``hold_out_time``, its edges from the same times on are
+    removed. If the two node types differ, any other edge type from the target type to the source type also loses the
+    reverses, if it contains all of them. If it contains only some, it is left unchanged, and the dataset gets a note.
+
+    Raises ``DataError`` for an unknown edge type or attribute, for shares out of range, and for times that cannot be
+    split.
     """
     if options.hold_out is None:
         if options.hold_out_time is not None:
@@ -217,7 +218,7 @@ def _check(dataset: Dataset, options: HoldOut) -> None:
     if existing := {VAL_LINKS, TEST_LINKS, VAL_TIMES, TEST_TIMES, HELD_OUT, HELD_OUT_TIME} & set(dataset.graph_attrs):
         raise DataError(
             f"{dataset.name}: graph attribute {sorted(existing)[0]} already exists; leave out option hold_out, or "
-            "rename it"
+            "rename the attribute"
         )
 
 

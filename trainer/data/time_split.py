@@ -12,32 +12,35 @@ from trainer.core.errors import DataError
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """The first time of each split of edges; None: the split is empty. Earlier edges are for training."""
+    """The times from which on edges are for validation and for test. Earlier edges are for training.
+
+    A time is None if no edges are for its split.
+    """
 
     val: int | None
     test: int | None
 
     def of(self, times: Array) -> tuple[Array, Array]:
-        """Return two masks of edges with these times: for validation, and for test, bool [E] each."""
+        """Return two masks, bool [E]: the edges for validation, and those for test. ``times``: the edges' times."""
         test = np.zeros(len(times), bool) if self.test is None else times >= self.test
         later = test if self.val is None else times >= self.val
         return later & ~test, test
 
 
 def split_times(times: Array, val: float, test: float, where: str) -> TimeSplit:
-    """Choose the first times of validation and test.
+    """Choose the times at which the validation and the test split of edges begin.
 
-    Edges of equal time are in the same split. A split therefore begins at the time for which its size is nearest to the
-    wanted one (of two such times, the earlier), and has at least one time, as training has. The result depends on the
-    times only, not on the order of the edges.
+    Edges of equal time are in the same split, so the sizes may differ from the wanted ones. Each split begins at the
+    time that brings its size nearest to the wanted one; if two times do, at the earlier one. Training and every wanted
+    split get at least one time. The result does not depend on the order of the edges.
 
     Args:
         times: Integers [E].
         val: Wanted share of the edges for validation, 0 to 1; 0: none.
         test: As ``val``.
-        where: Edges and attribute, for messages.
+        where: Names the edges and the attribute at the beginning of messages.
 
-    Raises ``DataError`` if there are fewer different times than splits.
+    Raises ``DataError`` if there are fewer different times than splits, training included.
     """
     known, counts = np.unique(times, return_counts=True)
     least = 1 + (val > 0) + (test > 0)
@@ -58,5 +61,5 @@ def split_times(times: Array, val: float, test: float, where: str) -> TimeSplit:
 
 
 def _nearest(sizes: Array, begin: int, end: int, wanted: float) -> int:
-    """Return the first position from ``begin`` to ``end - 1`` at which ``sizes`` is nearest to ``wanted``."""
+    """Return the first of the positions from ``begin`` to ``end - 1`` whose size is nearest to ``wanted``."""
     return begin + int(np.argmin(np.abs(sizes[begin:end] - wanted)))

@@ -1,7 +1,7 @@
 """Moves batches to the device of the model.
 
-With CUDA, a batch is copied on a separate stream while the device works on the previous batch, its small arrays in one
-buffer. The most requested rows of ``x`` can be kept on the device.
+With CUDA, a batch is copied on a separate stream while the device works on the previous batch. Its small arrays are
+copied together, in one buffer. The most requested rows of ``x`` can be kept on the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.store.row_cache import CachedRows
 def as_tensor(values: Array | Tensor, spec: AttrSpec) -> Tensor:
     """Return gathered rows as a tensor of dtype ``spec.dtype`` that shares their memory.
 
-    Rows that a device gathered are returned unchanged: they are float32 tensors.
+    Rows that a device gathered are float32 tensors already, and are returned unchanged.
     """
     if isinstance(values, Tensor):
         return values
@@ -35,7 +35,7 @@ def as_tensor(values: Array | Tensor, spec: AttrSpec) -> Tensor:
 
 
 def tensor_of(values: Array | Tensor) -> Tensor:
-    """Return an array as a tensor that shares its memory. Arrays of a device are tensors already."""
+    """Return a NumPy array as a tensor that shares its memory. A tensor is returned unchanged."""
     return values if isinstance(values, Tensor) else torch.from_numpy(values)
 
 
@@ -101,10 +101,9 @@ _ALIGNED = 256  #: bytes; kernels read rows in units of up to 16 bytes, and CUDA
 
 
 def packed_batch(batch: B, device: torch.device, new_buffer: Callable[[int], Tensor]) -> tuple[B, Tensor | None]:
-    """Copy the arrays of ``batch`` that are not in pinned memory to ``device``, in one copy.
+    """Copy the tensors of ``batch`` that are in pageable memory to ``device``, all in one copy.
 
-    Copies from pageable memory would each wait for the stream. Arrays in pinned memory, and those on a device, are left
-    where they are.
+    Copied one by one, each would wait for the stream. Tensors in pinned memory or on a device are left there.
 
     Args:
         batch: A batch, made of nested dataclasses, dicts, lists and tuples.
@@ -112,8 +111,8 @@ def packed_batch(batch: B, device: torch.device, new_buffer: Callable[[int], Ten
         new_buffer: Allocates pinned memory, uint8 [size].
 
     Returns:
-        The batch with views of the copied buffer, and the buffer, which must be kept until the copy has finished. It is
-        None if there was nothing to copy.
+        The batch, in which views of one buffer on ``device`` replace these tensors; and the pinned buffer, which must
+        be kept until the copy has finished, or None if there was nothing to copy.
     """
     small = [tensor for tensor in tensors_of(batch) if tensor.device.type == "cpu" and not tensor.is_pinned()]
     starts = [0]
@@ -136,7 +135,7 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def with_tensors(value: Any, tensors: dict[int, Tensor]) -> Any:
-    """Return ``value`` with each tensor replaced by ``tensors[id(tensor)]``, if that exists."""
+    """Return a copy of ``value`` with each tensor t replaced by ``tensors[id(t)]``, if there is such an entry."""
     if isinstance(value, Tensor):
         return tensors.get(id(value), value)
     if is_dataclass(value) and not isinstance(value, type):

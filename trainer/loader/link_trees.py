@@ -1,10 +1,10 @@
-"""Seeds of temporal batches of links: each end of a link has a subgraph of its own, its tree, limited in time.
+"""Seeds of temporal batches of links: each end of a link is the seed of a tree without edges later than the link.
 
-The negatives of a step are shared by its links, which have different times. Sampling around each negative for each link
-would be far too much, so the links of a step form few groups of similar time, and a negative has one tree per group,
-limited by the earliest time of the group. The target of a link is limited by the same time: otherwise a model would
-learn to tell the target from the negatives by its later neighbours. The source of a link is limited by the link's time.
-No tree that a link is scored with has an edge later than the link.
+All links of a step are scored with the same negatives, but have different times. A tree for each pair of negative and
+link would take too long to sample. Therefore the links of a step are divided into a few groups of similar time, and
+each negative has one tree per group, whose edges are not later than the earliest link of the group. The tree of a
+link's target has the same limit, as a model could otherwise tell targets from negatives by their later edges. The tree
+of a link's source is limited by the link's own time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class TimeGroups:
 
     @classmethod
     def by_time(cls, times: Ids) -> TimeGroups:
-        """Group links with the given times, int64 [n]: at most ``MOST_GROUPS`` groups of about equal size. Links of
-        equal time are in the same group. The groups do not depend on the order of the links.
+        """Divide links with the given times, int64 [n], into at most ``MOST_GROUPS`` groups of about equal size.
+
+        Links of equal time are in the same group. The groups do not depend on the order of the links.
         """
         count = min(MOST_GROUPS, len(times))
         first = np.unique(np.sort(times)[np.arange(count) * len(times) // max(count, 1)])
@@ -56,9 +57,9 @@ class TimedLinks:
 def tree_seeds(edge_type: EdgeType, links: TimedLinks, store: PartStore) -> tuple[SeedSet, LinkEnds]:
     """Return the seeds of a temporal batch, and the positions of link ends and negatives among them.
 
-    Seeds of a type are the links' sources, their targets, and the negatives of each group that this rank has links of.
-    The key of a tree depends on the link's place in the global batch, or on the negative and its group, and so neither
-    on ranks nor on parts.
+    Seeds of the source type are the links' sources. Seeds of the target type are the links' targets, and all negatives
+    once for each group that has links on this rank. The random key of a tree depends on the link's place in the global
+    batch, or on the negative and the group, but not on the numbers of ranks and parts.
     """
     groups, group = np.unique(links.groups.of[links.places], return_inverse=True)
     num_links, num_negatives = len(links.src), len(links.negatives)

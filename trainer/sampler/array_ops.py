@@ -13,10 +13,10 @@ from trainer.sampler import neighbor_kernels
 
 
 class ArrayOps(Protocol):
-    """What ``multi_hop`` and ``cut_block`` do with arrays. Arrays of a device are torch tensors of the same dtypes."""
+    """The array operations of ``multi_hop``, for one kind of arrays: numpy arrays, or torch tensors on a device."""
 
     def own(self, values: Array) -> Array:
-        """Return a numpy array as an array of this kind; its memory may be shared."""
+        """Convert a numpy array to an array of this kind, which may share its memory."""
 
     def zeros(self, size: int, dtype: Any) -> Array:
         """Return an array of zeros of a numpy dtype."""
@@ -25,15 +25,15 @@ class ArrayOps(Protocol):
         """Return 0, 1, … as int32 [size]."""
 
     def concatenate(self, arrays: Sequence[Array], dtype: Any) -> Array:
-        """Concatenate arrays, perhaps none, to one of a numpy dtype. Of a single one, its memory may be shared."""
+        """Concatenate any number of arrays to one of a numpy dtype. The result may share memory with a single array."""
 
     def begins(self, counts: Array, first: int) -> Array:
-        """Return where runs of these lengths begin if the first begins at ``first``: int64 [n]."""
+        """Return where each of n consecutive ranges of lengths ``counts`` begins, the first at ``first``: int64 [n]."""
 
     def block_rows(self, begin: Array, count: Array, fanout: int, values: Array) -> tuple[Array, Array]:
-        """Return a CSR, int32, of the first ``fanout`` values of each row (-1: of all): offsets [n + 1] and values.
+        """Return an int32 CSR (offsets [n + 1], values) with the first ``fanout`` values of each row, all for -1.
 
-        Row i has the ``count[i]`` values from position ``begin[i]`` on.
+        The values of row i are the ``count[i]`` elements of ``values`` from position ``begin[i]`` on.
         """
 
 

@@ -86,8 +86,8 @@ class _EdgeSlice:
 class DistGraph:
     """Access to the whole graph: splits each request by the host that owns its rows, and merges the answers.
 
-    If a host is lost, its rows are requested from the next holder of their part, or from the same host once it is back.
-    This is tried for up to ``server_wait`` seconds. ``turn``: a number that differs between nodes, so that they do not
+    If a host is lost, its rows are requested from the next holder of their part, or from the same host once it is back,
+    for up to ``server_wait`` seconds. ``turn``: a number that differs between the nodes of a run, so that they do not
     all ask the same holder first.
 
     ``held``: number of batches whose remote rows are kept for reuse. ``wire_rows``: dtype to which other hosts round
@@ -186,7 +186,7 @@ class DistGraph:
         return [*columns]
 
     def pieces(self, requests: Sequence[RowRequest], cache: RowCache | None, held: HeldRows) -> list[GatherPiece]:
-        """Return where ``gather`` would read each row from, given ``cache`` and ``held``, without sending a request.
+        """Return from where ``gather`` would read each row, given ``cache`` and ``held``, without sending a request.
 
         The arrays in the result have no values and take no memory. Raises ``PartitionError`` for an unknown type or
         attribute, or an id outside all parts.
@@ -291,7 +291,7 @@ class DistGraph:
         return self._received(piece, edge_type, host, self._ask_slice(piece, edge_type, host))
 
     def take_cost(self) -> Cost:
-        """Return bytes, rows by source and waiting time of the calling thread's requests since its last call.
+        """Return the cost of this thread's requests since its last call: bytes, waiting time and rows by source.
 
         Rows are counted only if there are other hosts.
         """

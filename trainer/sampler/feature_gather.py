@@ -62,7 +62,7 @@ class _HeldKind:
 class HeldRows:
     """Keeps the newest answers of other hosts, by type and attributes, for reuse by the next batches. Thread-safe.
 
-    The number of rows is limited to the number of remote rows in the last ``batches`` batches.
+    At most as many rows are kept as the last ``batches`` batches had remote rows.
     """
 
     def __init__(self, batches: int = HELD_BATCHES):
@@ -75,7 +75,7 @@ class HeldRows:
         return HeldAnswers() if kept is None else kept.held
 
     def add(self, columns: ColumnKey, needed: int, answers: Sequence[HostRows]) -> None:
-        """Keep the answers of other hosts for a batch. ``needed``: number of remote rows in the batch."""
+        """Keep the answers that other hosts sent for a batch. ``needed``: number of remote rows in the batch."""
         if self._batches == 0 or needed == 0:
             return
         with self._lock:
@@ -171,7 +171,7 @@ class GatherPiece:
 
 
 class GatherPlan:
-    """Divides the requests of one ``gather`` call into pieces, by where their attributes are stored.
+    """Divides the requests of one ``gather`` call into pieces: attributes that are stored in the same places.
 
     ``hosts``: the host that answers for each part (``PartHolders.table``).
     """
@@ -238,5 +238,5 @@ class GatherPlan:
 
 
 def _width(out: Columns, names: Sequence[str]) -> int:
-    """Return the bytes that the attributes ``names`` of one node or edge take."""
+    """Return the number of bytes of the attributes ``names`` of one node or edge."""
     return sum(math.prod(out[name].shape[1:]) * out[name].itemsize for name in names)

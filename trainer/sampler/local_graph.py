@@ -173,7 +173,7 @@ class LocalGraph:
         return {name: slabs.empty((len(request.ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
 
     def no_rows(self, request: RowRequest) -> dict[str, Array]:
-        """Return read-only arrays like those of ``new_rows``, but without memory for the rows."""
+        """Return read-only arrays with the shapes and dtypes of ``new_rows`` that take no memory."""
         specs = self._row_specs(request)
         return {name: blank_rows(len(request.ids), *spec) for name, spec in specs.items()}
 
@@ -184,8 +184,8 @@ class LocalGraph:
     def fill(self, of: AnyType, out: Mapping[str, Array], placed: Mapping[int, RowPlacement]) -> None:
         """Copy rows of parts on this host into the arrays ``out`` [n, …].
 
-        ``placed``: for each part, its rows and their positions in ``out``. Raises ``PartitionError`` for a part that is
-        not on this host.
+        ``placed``: for each part, which rows to copy, and to which positions. Raises ``PartitionError`` for a part that
+        is not on this host.
         """
         all_1d = all(values.ndim == 1 for values in out.values())
         parts = self.store.topology if all_1d else self.store.parts
@@ -204,7 +204,7 @@ class LocalGraph:
                     put_rows(_column(table, name), rows, values)
 
     def by_part(self, of: AnyType, ids: Ids) -> Mapping[int, RowPlacement]:
-        """Group ids by part, including parts of which only the topology is on this host.
+        """Group ids by part. Each part, or at least its topology, must be on this host.
 
         Raises ``PartitionError`` for other parts.
         """

@@ -1,8 +1,8 @@
 """Samples all hops of a batch: the node ids and edges of a subgraph around the seeds.
 
 The neighbours of a node are requested once per edge type, in the hop after the node was added, and again only if a
-later hop has a larger fanout. The blocks of later hops are cut from the same answer: neighbours drawn with a smaller
-fanout are a prefix of those drawn with a larger one.
+later hop has a larger fanout. A later hop with a smaller fanout f needs no request: its neighbours are the first f
+neighbours of the earlier answer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Relabelling(Protocol):
     ops: ArrayOps  #: for the arrays of requests, answers and subgraphs
 
     def growth(self, of: NodeType, disjoint: bool) -> NodeGrowth:
-        """Return an empty set of sampled nodes of one type; ``disjoint``: with a tree per seed."""
+        """Return an empty set of sampled nodes of one type. ``disjoint``: a node may be in it once per tree."""
 
 
 class HopSource(Protocol):
@@ -54,8 +54,8 @@ def sample_multi_hop(
 ) -> SampledSubgraph:
     """Sample a subgraph around ``seeds``.
 
-    ``RelabelTables`` must be all zeros, and are so again after the call. ``seeds`` has numpy arrays; requests, answers
-    and the result have those of ``tables.ops``.
+    ``tables``: on the CPU, must be all zeros, and are so again after the call. ``seeds`` contains numpy arrays. The
+    arrays of requests, answers and the result are those that ``tables.ops`` makes: numpy arrays or tensors.
 
     Raises:
         ServiceError: A host that is needed does not answer.
@@ -77,8 +77,8 @@ def cut_block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> tuple
     """Return the block of one edge type and hop as CSR: indptr, indices and the number of sources.
 
     Rows are targets, indices are sources, as batch positions in int32. Targets are all nodes that the subgraph had
-    before the hop, with ``fanouts[hop]`` edges each; sources are all that it had after the hop. In an induced subgraph,
-    the block of every hop is the whole subgraph.
+    before the hop, with up to ``fanouts[hop]`` edges each; sources are all nodes that it had after the hop. In an
+    induced subgraph, the block of every hop has all nodes and edges.
     """
     src_per_hop = subgraph.nodes[edge_type[0]].per_hop
     num_src = sum(src_per_hop) if subgraph.induced else sum(src_per_hop[: hop + 2])
@@ -86,7 +86,7 @@ def cut_block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> tuple
 
 
 def block_edges(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> Positions:
-    """Return the position in the subgraph's edge arrays of each edge of a block, int32, in the block's order."""
+    """Return for each edge of a block its position in the subgraph's edge arrays, int32."""
     return _block_rows(subgraph, edge_type, hop, subgraph.ops.arange(len(subgraph.edges[edge_type].src)))[1]
 
 
@@ -291,10 +291,10 @@ class _EdgeGrowth:
 
 
 def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
-    """Return the first level of nodes whose neighbours ``hop`` must request.
+    """Return the first level of nodes whose neighbours must be requested for ``hop``.
 
-    Level 0 is the seeds, level n the nodes that hop n - 1 added. For lower levels, earlier hops have requested enough
-    neighbours.
+    Level 0 is the seeds, level n the nodes that hop n - 1 added. Nodes of lower levels than the returned one have
+    enough neighbours from requests of earlier hops.
     """
     for earlier in reversed(range(hop)):
         if fanouts[earlier] < 0 or 0 <= fanouts[hop] <= fanouts[earlier]:

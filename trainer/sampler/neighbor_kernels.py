@@ -19,7 +19,7 @@ _READ, _EVERY_CACHE, _DATA = 0, 3, 1
 
 
 def _prefetch(_typing: Any, array: Any, at: Any) -> Any:
-    """``prefetch(array, at)`` loads ``array[at]`` of a 1-d array into the CPU cache. Any value of ``at`` is safe."""
+    """Define ``prefetch(array, at)``, which loads ``array[at]`` into the CPU cache. ``at`` may be out of range."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -37,7 +37,7 @@ prefetch: Any = intrinsic(_prefetch)
 
 _jit = njit(boundscheck=False)
 
-#: With up to _LIST_PICKS picks from a row longer than _LONG, displaced positions are kept in a list and searched.
+#: Up to _LIST_PICKS edges of a row longer than _LONG are drawn with a list of exchanged positions, not an array of all.
 _LIST_PICKS, _LONG = 64, 4096
 
 _AT_ONCE = 256  #: number of slots drawn before the first of them is read
@@ -69,9 +69,9 @@ def draw_edges(
 ) -> None:  # fmt: skip
     """Draw in-edges of ``nodes``. Fills ``src`` [counts.sum()] with sources and ``edge``, unless empty, with edge ids.
 
-    Without replacement, the picks for a smaller count are a prefix of those for a larger count. If all edges of a node
-    are taken, only the first ``shuffle`` places are shuffled. ``trees``: int64 [n], tree of each node in disjoint
-    sampling, else empty.
+    Without replacement, the edges drawn for a smaller count are the first ones drawn for a larger count. If all edges
+    of a node are taken, only the first ``shuffle`` places are shuffled. ``trees``: int64 [n], tree of each node in
+    disjoint sampling, else empty.
     """
     slots = np.empty(_AT_ONCE + (max(longest, fanout) if replace else longest), np.int64)
     order, moved = np.empty(longest, np.int32), np.empty(longest, np.int32)
@@ -249,7 +249,7 @@ def write_ends(src: Any, counts: Any, ends: Any) -> None:
 
 @_jit
 def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any) -> None:
-    """For each k in turn, copy the next ``counts[k]`` values to ``out``, from ``begins[positions[k]]`` on."""
+    """For each k, copy the next ``counts[k]`` elements of ``values`` to ``out``, from ``begins[positions[k]]`` on."""
     cursor = 0
     for k in range(len(positions)):
         begin = begins[positions[k]]

@@ -204,7 +204,7 @@ def _empty_pairs(room: int) -> TreePairs:
 
 
 def _pairs_with_room(pairs: TreePairs, used: int, more: int) -> TreePairs:
-    """Return ``pairs``, or a larger copy if there is no room for ``more`` pairs besides the ``used`` pairs."""
+    """Return ``pairs``, or a larger copy if it has no room for ``more`` pairs. ``used``: number of pairs in it."""
     if len(pairs) >= 4 * (used + more):
         return pairs
     larger = _empty_pairs(used + more)
@@ -216,7 +216,7 @@ def _pairs_with_room(pairs: TreePairs, used: int, more: int) -> TreePairs:
 def _relabel_pairs(
     src: Any, counts: Any, trees: Any, pairs: Any, first_new: int, local: Any, new: Any, new_trees: Any
 ) -> int:  # fmt: skip
-    """Map (node, tree) pairs to batch positions, numbering new pairs from ``first_new`` on. Returns their number.
+    """Map (node, tree) pairs to batch positions, numbering new pairs from ``first_new`` on. Returns how many are new.
 
     ``src`` holds global ids: ``counts[0]`` nodes of tree ``trees[0]``, then ``counts[1]`` nodes of ``trees[1]``, and so
     on. Fills ``local`` int32 [len(src)] with positions, and the beginning of ``new`` and ``new_trees`` with the new
@@ -296,7 +296,7 @@ class NodeGrowth:
         self._tables.table(self._of).enter(seeds)
 
     def meet(self, src: Array, _counts: Positions, _trees: Positions | None) -> Positions:
-        """Return the batch positions of the nodes ``src`` (int32). New nodes are appended to the subgraph."""
+        """Return the batch position of each node in ``src``, int32. New nodes are appended to the subgraph."""
         local = np.empty(len(src), np.int32)
         new = slabs.empty(len(src), np.int64)
         found = self._tables.table(self._of).relabel(src, self._count, local, new)

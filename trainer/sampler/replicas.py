@@ -70,7 +70,7 @@ class PartHolders:
         self.set_remotes(remotes)
 
     def set_remotes(self, remotes: Mapping[int, RemoteHost]) -> None:
-        """Use only these other hosts for future requests. Earlier requests to removed hosts may still be answered."""
+        """Send future requests to these hosts only. Hosts that are left out may still answer earlier requests."""
         with self._lock:
             # Requests to removed hosts may be in flight.
             self._lost = {
@@ -83,8 +83,8 @@ class PartHolders:
     def table(self) -> Array:
         """Return the host that answers for each part, int16 [num_parts + 2]: that of part p at index p + 1.
 
-        The first and last entries are ``NOBODY``. If all holders of a part are lost, its entry is the holder that is
-        tried first.
+        The first and last entries, for ids in no part, are ``NOBODY``. If all holders of a part are lost, its entry is
+        the holder that is tried first.
         """
         if self._lost:
             self._check_lost()

@@ -21,7 +21,7 @@ Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 class RequestSplit:
     """Splits the arrays of one call by the host that answers for each id.
 
-    Use an instance only while the arrays of its call exist: they are identified by ``id()``.
+    Make an instance per call: it identifies the arrays by ``id()``, which Python reuses once they are deleted.
     """
 
     def __init__(self, group: Callable[[BookKey, Ids], Groups]):
@@ -47,7 +47,7 @@ class RequestSplit:
         return self._cuts[key]
 
     def hop(self, request: HopRequest, host: int, at: Array) -> HopRequest:
-        """Return the share of a request that ``host`` answers: nodes at positions ``at``, and their excluded edges."""
+        """Return the share of a request that ``host`` answers. ``at``: positions of its nodes, from ``groups``."""
         bound = request.bound
         return replace(
             request,
@@ -82,9 +82,9 @@ def _exclusions_of(nodes: Ids, targets: Ids, sources: Ids) -> tuple[Ids, Ids] | 
 
 
 def merge_samples(num_rows: int, answers: Sequence[tuple[Array, HopSample]], with_edge: bool) -> HopSample:
-    """Merge the answers to disjoint shares of a request into one answer, in request order.
+    """Merge the answers to the shares of a request into one answer, in request order.
 
-    ``answers``: (positions of the share's nodes in the request, sample).
+    ``answers``: for each share, the positions of its nodes in the request, and the answer.
     """
     counts = np.zeros(num_rows, np.int32)
     for positions, sample in answers:

@@ -56,7 +56,7 @@ class IdIndex:
         return read_only(np.cumsum([len(ids) for ids in arrays], dtype=np.int64))
 
     def with_more(self, arrays: Sequence[Ids]) -> IdIndex | None:
-        """Return a copy that also has the ids of these arrays, or None if the table would be more than half full."""
+        """Return a copy with the ids of more arrays, or None if its table would then be more than half full."""
         total = int(self.ends[-1]) if len(self.ends) else 0
         if 2 * (total + sum(map(len, arrays))) > len(self.slots):
             return None
@@ -78,7 +78,7 @@ NO_INDEX = IdIndex(read_only(np.empty(0, np.uint64)), read_only(np.empty(0, np.i
 class SourceCodes:
     """Integer codes for the sources of rows, in this order: parts of this host, cache, held answers, other hosts.
 
-    A negative code means that the part of the row does not exist.
+    A negative code stands for a row in no part.
     """
 
     num_parts: int
@@ -111,14 +111,14 @@ class SourceCodes:
 def locate(
     ids: Ids, offsets: Ids, of_part: Array, codes: SourceCodes, slots: Array | None = None, held: IdIndex = NO_INDEX
 ) -> tuple[int, Mapping[int, RowPlacement]]:
-    """Find the source of each row. Returns -1 and a placement per source code.
+    """Find the source of each row. Returns -1, and for each source code the rows to copy from this source.
 
-    If an id is in no part, returns the position of the id and an empty dict.
+    If an id is in no part, returns its position in ``ids`` and an empty mapping instead.
 
     Args:
         ids: int64 [n], global ids.
         offsets: first global id of each part, as in ``PartitionBook``.
-        of_part: source code of each part, from ``SourceCodes.of_parts``.
+        of_part: source code of the rows of each part, from ``SourceCodes.of_parts``.
         codes: the source codes.
         slots: row in the cache of each global id, -1 if not cached. Used for remote rows only.
         held: index of the ids in held answers. Used for remote rows only.

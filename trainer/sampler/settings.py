@@ -97,7 +97,7 @@ def _names(specs: Mapping[NodeType, NodeSpec] | Mapping[EdgeType, EdgeSpec]) -> 
 
 
 def bound_here(rule: TimeRule, spec: EdgeSpec) -> bool:
-    """Return whether the time rule restricts edges of this type: whether they have the time attribute."""
+    """Return whether edges of this type have the time attribute; if not, the time rule does not restrict them."""
     return rule.attr in (spec.src_times if rule.on == "node" else spec.attrs)
 
 

@@ -17,14 +17,14 @@ from trainer.sampler.types import GraphAccess, GraphSchema, RowRequest, SampledS
 
 
 class CountedAccess(GraphAccess, Protocol):
-    """A ``GraphAccess`` that counts bytes and rows from other hosts, per thread. ``DistGraph`` implements it."""
+    """A ``GraphAccess``, such as ``DistGraph``, that counts bytes and rows from other hosts for each thread."""
 
     def take_cost(self) -> Cost: ...
 
 
 @dataclass(frozen=True)
 class BatchWork:
-    """Everything besides the graph that determines a batch."""
+    """All arguments with which a batch is made from a graph."""
 
     settings: SampleSettings
     seeds: SeedSet
@@ -79,7 +79,7 @@ class SubgraphSampler:
         return self.multi_hop(seeds, self.settings, key)
 
     def requests(self, seeds: SeedSet, key: int) -> list[RowRequest]:
-        """Sample a subgraph and return the requests for its attributes. Raises ``ServiceError``."""
+        """Sample a subgraph and return the requests for its attributes, unsent. Raises ``ServiceError``."""
         self.access.take_cost()
         subgraph = self.subgraph(seeds, key)
         return [*self._requests(subgraph, self._slots(subgraph)), *self._label_requests(seeds)]

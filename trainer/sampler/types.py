@@ -2,7 +2,7 @@
 
 Node ids are global ids of their node type, edge ids are global ids of their edge type.
 
-Where a CUDA device samples, requests, answers and subgraphs have torch tensors of the same dtypes for numpy arrays.
+Where a CUDA device samples, requests, answers and subgraphs contain torch tensors in place of numpy arrays.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class GraphSchema(Protocol):
 
 @dataclass(frozen=True)
 class TimeBound:
-    """Restricts the neighbours of each node to edges up to a time given for the node."""
+    """Restricts the sampled edges of each node to those not later than a time given for the node."""
 
-    times: Ids  #: int64 [n] latest time of each row
+    times: Ids  #: int64 [n] latest time for each node
     attr: str  #: integer attribute
-    on: Literal["node", "edge"]  #: whether the time is that of the edge's source node or of the edge
+    on: Literal["node", "edge"]  #: whether an edge has the time of its source node, or its own
     last: bool = False  #: return the latest edges instead of drawing; of edges with equal times, the last
 
 
@@ -53,12 +53,12 @@ class HopRequest:
 
     edge_type: EdgeType
     nodes: Ids  #: int64 [n] global ids of the edge type's target type
-    fanout: int  #: edges per row; -1 takes all candidates
-    shuffle: int  #: number of leading picks that must be in drawn order, because a later hop may use a prefix
+    fanout: int  #: edges per node; -1 takes all candidates
+    shuffle: int  #: number of leading edges that must be in the order of drawing, as a later hop may use only these
     key: int  #: uint64: ``rng.batch_key(...)``, salted with ``schema.edge_salt(edge_type)``
     replace: bool = False
     with_edge: bool = False  #: also return edge ids
-    trees: Ids | None = None  #: int64 [n] which subgraph a row belongs to (disjoint sampling)
+    trees: Ids | None = None  #: int64 [n] tree to which each node belongs (disjoint sampling)
     bound: TimeBound | None = None
     weight: str | None = None  #: float or integer edge attribute; an edge's chance is proportional to it
     exclude: tuple[Ids, Ids] | None = None  #: (targets, sources), int64 [m] each: edges between them are not candidates
@@ -69,7 +69,7 @@ class HopRequest:
 class HopSample:
     """The answer to a ``HopRequest``: edges grouped by target, targets in request order."""
 
-    counts: npt.NDArray[np.int32]  #: int32 [n] number of edges per row
+    counts: npt.NDArray[np.int32]  #: int32 [n] number of edges per node
     src: Array  #: int32|int64 [counts.sum()] global ids of sources
     edge: Array | None  #: int32|int64 [counts.sum()] global ids of edges, if requested
 
@@ -144,7 +144,7 @@ Positions = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class TimeRule:
-    """The rule of temporal sampling: an edge in a tree must not be later than the tree's seed."""
+    """The rule of temporal sampling: an edge in a tree must not be later than the time of the tree's seed."""
 
     attr: str  #: integer attribute
     on: Literal["node", "edge"]  #: whether it is an attribute of source nodes or of edges
@@ -174,7 +174,7 @@ class SampleSettings:
 
 @dataclass(frozen=True)
 class SeedSet:
-    """The seeds of one call of the sampler. They are numbered over all types, in the order of ``nodes``."""
+    """The seeds of one call of the sampler, numbered consecutively over all types, in the order of ``nodes``."""
 
     nodes: Mapping[NodeType, Ids]  #: int64 global ids; repeats allowed
     #: int64 per seed, for disjoint sampling: the seed's place in the *global* batch. It is part of the random key of
@@ -225,13 +225,13 @@ class EdgeSet:
     whole: EdgeRanges | None = None
 
     def dst(self) -> Positions:
-        """Return the target of each edge, int32 [e]. Valid only if no node's neighbours were requested twice."""
+        """Return the target of each edge, int32 [e]. Wrong if the neighbours of a node were requested twice."""
         return np.repeat(np.arange(len(self.row_count), dtype=np.int32), self.row_count)
 
     def ends(self) -> npt.NDArray[np.int64]:
         """Return the source and target of each edge, int64 [2, e].
 
-        Valid only if no node's neighbours were requested twice.
+        Wrong if the neighbours of a node were requested twice.
         """
         found: npt.NDArray[np.int64] = slabs.empty((2, len(self.src)), np.int64)
         neighbor_kernels.write_ends(read_only(self.src), read_only(self.row_count), found)

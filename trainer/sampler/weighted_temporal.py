@@ -28,13 +28,13 @@ _ROUNDING = 1.0 + 1e-12
 class Conditions(NamedTuple):
     """Conditions that edges must meet to be candidates. An empty array means no condition.
 
-    Lengths: e edges of the part, n requested nodes.
+    e: number of edges of the part; n: number of requested nodes.
     """
 
     times: Any  #: integer [e]
-    bounds: Any  #: int64 [n] latest time of each row
-    excluded: Any  #: int64 [m] excluded sources, ascending within a row
-    excluded_begin: Any  #: int64 [n] first position in ``excluded`` of each row's sources
+    bounds: Any  #: int64 [n] latest time for each node
+    excluded: Any  #: int64 [m] excluded sources, ascending for each node
+    excluded_begin: Any  #: int64 [n] first position in ``excluded`` of each node's sources
     excluded_end: Any  #: int64 [n]
     allowed: Any  #: uint8: one bit per source node
     weights: Any  #: number [e]
@@ -54,13 +54,13 @@ def pick_candidates(
     indptr: Any, indices: Any, rows: Any, orig_id: Any, trees: Any, conditions: Any, draws: Any, longest: int,
     counts: Any, most: int,
 ) -> Any:  # fmt: skip
-    """Draw in-edges of the nodes ``rows`` that meet the conditions, and fill ``counts`` int32 [n] with their numbers.
+    """Draw in-edges of the nodes ``rows`` that meet the conditions. Fills ``counts`` int32 [n]: edges per node.
 
-    Returns the slots of the drawn edges, int64, grouped by node, and -1. On failure returns an empty array and the slot
-    of an edge with an invalid weight, or ``TOO_MANY`` for more than ``most`` edges. ``longest``: the highest degree of
-    a node.
+    Returns the slots of the drawn edges, int64, grouped by node, and -1. On an error, returns an empty array, and the
+    slot of an edge with an invalid weight, or ``TOO_MANY`` if more than ``most`` edges would be drawn. ``longest``: the
+    highest degree of a node.
 
-    With times, if all candidates of a node are taken, they are sorted by time, as in torch_geometric, unless a later
+    With times, a node of which all candidates are taken has them sorted by time, as in torch_geometric, unless a later
     hop uses only the first of them (``draws.shuffle`` > 0).
     """
     slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
@@ -128,9 +128,9 @@ def allow(sources: Any, bits: Any) -> None:
 def collect_candidates(
     indptr: Any, indices: Any, row: int, i: int, conditions: Any, weighted: bool, slots: Any, values: Any
 ) -> int:
-    """Write the slots and weights of a node's candidates to ``slots`` and ``values``. Returns their number.
+    """Write the slots and weights of a node's candidates to ``slots`` and ``values``. Returns the number of candidates.
 
-    Returns -1 - slot for an edge with an invalid weight.
+    If an edge has an invalid weight, returns -1 - slot of this edge instead.
     """
     timed, chosen = len(conditions.bounds) > 0, len(conditions.allowed) > 0
     low, high = 0, 0
@@ -219,7 +219,7 @@ def _arrival(drawn: Any, place: Any) -> Any:
 
 @_jit
 def _take_last(times: Any, slots: Any, ranks: Any, shuffle: int, picks: Any) -> None:
-    """Take the latest edges, the latest first. Of edges with equal times, the one stored later comes first."""
+    """Take the latest edges, the latest first. Among edges of equal time, those with higher slots come first."""
     wanted = len(picks)
     if wanted and (wanted < len(slots) or shuffle > 0):
         for k in range(len(slots)):

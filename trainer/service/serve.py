@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class ServeJob:
 
 
 def serve(job: ServeJob) -> None:
-    """Serve parts of a partition folder until SIGTERM or SIGINT.
+    """Serve parts of a partition folder until SIGTERM or SIGINT, and then for ``GNNFLEET_SAVE_ON_TERM`` seconds.
 
     Writes ``job.ready_file`` (``{"endpoint", "pid"}``, atomically) once the server answers requests. Raises
     ``SettingsError``, ``PartitionError`` or ``ServiceError`` if the server cannot start, and ``ServiceError`` if one of
@@ -91,6 +92,8 @@ def serve(job: ServeJob) -> None:
         peers.follow(routed.set_remotes)
     if not stopping.is_set():
         raise ServiceError(f"graph server at {server.endpoint} stopped because of an error; see the traceback above")
+    if linger := float(os.environ.get("GNNFLEET_SAVE_ON_TERM") or 0):
+        time.sleep(linger)  # ranks got SIGTERM as well, and need batches until they have saved a checkpoint
     done = server.stats()
     print(
         f"stopping after {done.requests:,} requests ({done.errors:,} errors), {done.malformed:,} malformed messages, "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -19,20 +21,54 @@ SHARE = 0.02  #: largest share of the time that saving may take from the trainin
 
 _EVERY = 1.0  # seconds between broadcasts of rank 0
 
+_EVERY_BEFORE_END = 0.25  # the same, if SIGTERM asks for a checkpoint, as little time is left then
+
+
+class CheckpointRequest:
+    """A request of the launcher to save a checkpoint now: the file ``control/checkpoint`` in a node's run folder.
+
+    The file is deleted when a checkpoint that was begun after the request is on the disk. After ``save_on_term``
+    SIGTERM is such a request, too, and the last one: the process ends after the checkpoint.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._path = run_dir / "control" / "checkpoint"
+        self.handles_term = self.last = False  #: whether SIGTERM is a request; whether it has come
+
+    def save_on_term(self) -> None:
+        """Handle SIGTERM from now on. To be called in the main thread."""
+        signal.signal(signal.SIGTERM, self._on_term)
+        self.handles_term = True
+
+    def _on_term(self, number: int, frame: FrameType | None) -> None:
+        self.last = True
+
+    def pending(self) -> bool:
+        return self.last or self._path.exists()
+
+    def fulfil(self) -> None:
+        self._path.unlink(missing_ok=True)
+
 
 class CheckpointSchedule:
     """Decides after which steps all ranks save a checkpoint: about every ``interval`` seconds by rank 0's clock.
 
-    If saving is slow, the interval grows, so that saving takes at most ``SHARE`` of the time.
+    If saving is slow, the interval grows, so that saving takes at most ``SHARE`` of the time. A pending ``request`` is
+    due at rank 0's next broadcast.
 
     Args:
         interval: Seconds between checkpoints; 0: never.
         group: Ranks that save together.
         clock: Returns the time in seconds.
+        request: Request to save now; None if there can be none.
     """
 
-    def __init__(self, interval: float, group: RankGroup, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, interval: float, group: RankGroup, clock: Callable[[], float] = time.monotonic,
+        request: CheckpointRequest | None = None,
+    ):  # fmt: skip
         self.interval, self._group, self._clock = interval, group, clock
+        self._request = request
         self._saved = self._told = clock()  # times of the last checkpoint and of the last broadcast
         self._steps, self._next = 0, 1  # steps since the last broadcast, and number of steps until the next
 
@@ -49,9 +85,11 @@ class CheckpointSchedule:
         now = self._clock()
         left = self._saved + self.interval - now
         pace = max(now - self._told, 1e-9) / self._steps  # seconds per step
-        wait = _EVERY if left <= 0 else min(_EVERY, left)
+        every = _EVERY_BEFORE_END if self._request is not None and self._request.handles_term else _EVERY
+        wait = every if left <= 0 else min(every, left)
+        asked = self._request is not None and self._request.pending()
         # A broadcast in every step would be costly for short steps, so rank 0 broadcasts about once a second.
-        return left <= 0, max(1, round(wait / pace))
+        return left <= 0 or asked, max(1, round(wait / pace))
 
     def saved(self, seconds: float = 0.0) -> None:
         """Record that a checkpoint was saved within an epoch or at its end.
@@ -81,8 +119,10 @@ class CheckpointWriter:
     If the thread cannot write a checkpoint, it prints the error, and training continues.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, request: CheckpointRequest | None = None):
+        """request: fulfilled when a checkpoint that was begun after it is written."""
         self.folder = folder
+        self._request = request
         self._thread: threading.Thread | None = None
         self._failing = False  # whether writing the last checkpoint failed
         self._cleaned = False
@@ -108,7 +148,11 @@ class CheckpointWriter:
     def write(self, checkpoint: Checkpoint) -> Path:
         """Write a checkpoint and wait for the disk. Raises ``CheckpointError``."""
         self._await_turn()
-        return save_checkpoint(self.folder, checkpoint)
+        asked = self._request if self._request is not None and self._request.pending() else None
+        path = save_checkpoint(self.folder, checkpoint)
+        if asked is not None:
+            asked.fulfil()
+        return path
 
     def finish(self) -> None:
         if self._thread is not None:
@@ -117,7 +161,8 @@ class CheckpointWriter:
 
     def _begin(self, save: Callable[[], object]) -> None:
         self._await_turn()
-        self._thread = threading.Thread(target=self._write, args=(save,), name="checkpoint-writer")
+        asked = self._request if self._request is not None and self._request.pending() else None
+        self._thread = threading.Thread(target=self._write, args=(save, asked), name="checkpoint-writer")
         self._thread.start()
 
     def _await_turn(self) -> None:
@@ -126,10 +171,12 @@ class CheckpointWriter:
             self._cleaned = True
             remove_temporaries(self.folder)
 
-    def _write(self, save: Callable[[], object]) -> None:
+    def _write(self, save: Callable[[], object], asked: CheckpointRequest | None) -> None:
         failed_before, self._failing = self._failing, False
         try:
             save()
+            if asked is not None:
+                asked.fulfil()
         except CheckpointError as error:
             self._failing = True
             if not failed_before:

@@ -20,7 +20,7 @@ _EXHAUSTED = re.compile(r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUB
 
 @contextmanager
 def memory_errors(group: RankGroup, settings: TrainSettings) -> Iterator[None]:
-    """Raise ``TrainingError`` in place of an error by which CUDA reports that the device's memory is exhausted."""
+    """Within this context, an error of CUDA that the device's memory is exhausted becomes a ``TrainingError``."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -32,7 +32,7 @@ def memory_errors(group: RankGroup, settings: TrainSettings) -> Iterator[None]:
 
 
 def _lowered(settings: TrainSettings) -> list[str]:
-    """Return the settings that determine the use of memory, with their values, those with the largest effect first."""
+    """Return settings to lower, each with its value, as texts: those that save the most memory first."""
     batch = [f"batch_size ({settings.batch_size})", f"fanouts ({', '.join(map(str, settings.fanouts))})"]
     cache = CacheSize.parse(settings.device_cache)
     cached = [f"device_cache ({settings.device_cache})"] if cache != CacheSize() else []
@@ -49,7 +49,7 @@ def _lowered(settings: TrainSettings) -> list[str]:
 
 
 def memory_fields(device: torch.device) -> dict[str, Any]:
-    """Return the field ``device`` of a ``step`` metrics line: the device's memory in bytes. {} on the CPU.
+    """Return {"device": its memory in bytes} for a ``step`` line of the metrics log; {} on the CPU.
 
     The numbers are those of torch's allocator, which the host knows without waiting for the device.
     """

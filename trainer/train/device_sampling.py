@@ -39,10 +39,10 @@ def choose_sampling(
     """Let ``device`` make the batches of all loaders, if ``wanted`` and possible. Batches are the same either way.
 
     Copies the topology to the device or to pinned memory, and rows of features to pinned memory as far as they fit. The
-    first batch is made by the CPU too, and compared.
+    first batch is made by device and CPU, and compared.
 
-    Raises ``SettingsError`` if ``wanted`` is ``cuda`` and it is not possible, and ``TrainingError`` if the batches
-    differ then. With ``auto``, the CPU makes the batches in these cases, and if the device cannot be prepared.
+    With ``auto``, the CPU makes the batches if ``device`` cannot make them, or makes a different first batch. With
+    ``cuda``, the first case raises ``SettingsError`` and the second ``TrainingError``.
     """
     if wanted == "cpu" or (wanted == "auto" and device.type != "cuda"):
         return SamplingChoice(False, "")
@@ -83,7 +83,7 @@ def _try_device(graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.
 
 
 def why_not(graph: Graph, device: torch.device) -> str:
-    """Return why ``device`` cannot sample batches of this graph, or '' if it can, apart from its memory."""
+    """Return why ``device`` cannot sample batches of this graph, or '' if it can. Does not check its memory."""
     if device.type != "cuda" and not simulator_wanted():
         return f"this rank trains on the {device.type.upper()}"
     if graph.gateway:
@@ -96,7 +96,7 @@ def why_not(graph: Graph, device: torch.device) -> str:
 
 
 def _use_device(graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.device, plan: TopologyPlan) -> str:
-    """Prepare the device and let it make the batches of all loaders. Returns what was pinned, for people."""
+    """Prepare the device and let it make the batches of all loaders. Returns a text about the pinned rows."""
     from trainer.cuda.device_sampler import DeviceSampler
     from trainer.cuda.features import DeviceCache, FeatureRows, PinnedPlan, pin_rows
     from trainer.cuda.topology import load_topology
@@ -125,5 +125,5 @@ def _use_device(graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.
 
 
 def _features(sampler: SubgraphSampler) -> dict[AnyType, tuple[str, ...]]:
-    """Return the attributes that a sampler gathers besides those that it takes from the topology."""
+    """Return the attributes to gather, by type, without in-degrees: the device computes them from the topology."""
     return {of: tuple(name for name in names if name != "in_degree") for of, names in sampler.attrs.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from trainer.nn.sharded_embedding import (
     scatter_tables,
 )
 from trainer.train.checkpoint import BestEpoch, Checkpoint, file_name, settings_record
-from trainer.train.checkpoint_writer import CheckpointSchedule, CheckpointWriter, detached
+from trainer.train.checkpoint_writer import CheckpointRequest, CheckpointSchedule, CheckpointWriter, detached
 from trainer.train.epoch import Batches, EpochReport, EpochSums, Score, closed_after, evaluate, train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers, averaged
@@ -95,9 +96,10 @@ class Fit:
         self.optimizers = Optimizers.of(settings, model, embedding)
         self.progress = Progress()
         self.best_rows: torch.Tensor | None = None  #: this rank's embedding rows of the best epoch
-        self._writers, self._writer = writers, CheckpointWriter(folder)
+        self._request = CheckpointRequest(folder.parent)
+        self._writers, self._writer = writers, CheckpointWriter(folder, self._request)
         self._saving_s = 0.0  #: seconds by which checkpoints have delayed the current epoch
-        self._schedule = CheckpointSchedule(settings.checkpoint_seconds, group)
+        self._schedule = CheckpointSchedule(settings.checkpoint_seconds, group, request=self._request)
         self._prediction: Prediction | None = None  #: predicted traffic from other hosts to this rank
         self._starvation_printed = False
 
@@ -127,6 +129,8 @@ class Fit:
             epochs = f"epoch {self.progress.done} of {self.settings.epochs}"
             self._print(f"nothing to train: the checkpoint is at {epochs}; increase --epochs to train further")
         self._schedule.saved()
+        if os.environ.get("GNNFLEET_SAVE_ON_TERM") and self.settings.checkpoint_seconds:
+            self._request.save_on_term()
         while self.progress.done < self.settings.epochs or not self.progress.scored:
             if self.progress.scored:
                 self._train(wrapped)
@@ -157,6 +161,10 @@ class Fit:
         seconds = time.monotonic() - began
         self._saving_s += seconds
         self._schedule.saved(seconds)
+        if self._request.last:
+            self._writer.finish()
+            print("ended by SIGTERM; a checkpoint has been saved", flush=True)
+            os._exit(128 + signal.SIGTERM)  # without the destructors of process groups, which may wait for other ranks
 
     def _close_epoch(self) -> None:
         score = self._score_val()

@@ -16,7 +16,13 @@ from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.nn.sharded_embedding import ShardedEmbedding, embedding_state, load_embedding_state
 from trainer.train.checkpoint import Position, load_content
-from trainer.train.checkpoint_writer import CheckpointSchedule, CheckpointWriter, checkpoint_writers, cpu_copy
+from trainer.train.checkpoint_writer import (
+    CheckpointRequest,
+    CheckpointSchedule,
+    CheckpointWriter,
+    checkpoint_writers,
+    cpu_copy,
+)
 
 FORMAT = "gnnfleet-script-checkpoint"
 
@@ -99,10 +105,13 @@ class ScriptCheckpoints:
         self._objects = {name: _without_ddp(one) for name, one in others.items()}
         self._every_node = bool(int(environ.get("GNNFLEET_RESTARTS") or 0))
         self._saves = ranks.rank == 0 or (self._every_node and ranks.local_rank == 0)
-        self._writer, self._ranks, self._environ = CheckpointWriter(run_dir / "checkpoints"), ranks, environ
+        self._request = CheckpointRequest(run_dir)
+        self._writer = CheckpointWriter(run_dir / "checkpoints", self._request)
+        self._ranks, self._environ = ranks, environ
         self._writers: tuple[int, ...] = ()  #: ranks on which rows are gathered
         self._schedule: CheckpointSchedule | None = None  #: after which steps all ranks save together, if they do
         self._interval, self._clock, self._since = interval, clock, clock()
+        self._looked = self._since  # time of the last look for a request
         self.saved: Position | None = None  #: position of the last checkpoint that this rank has saved
 
     def restore(self) -> StartPosition:
@@ -118,7 +127,7 @@ class ScriptCheckpoints:
         if self._rows:
             self._writers = checkpoint_writers(group, True, self._every_node)
             self._saves = group.rank in self._writers
-            self._schedule = CheckpointSchedule(self._interval, group, self._clock)
+            self._schedule = CheckpointSchedule(self._interval, group, self._clock, self._request)
         if not path:
             return StartPosition()
         read = group.agree(lambda: self._read(path) if group.rank == 0 else None)
@@ -142,8 +151,18 @@ class ScriptCheckpoints:
                 begin = self._clock()
                 self._save((epoch - 1, step + 1))
                 self._schedule.saved(self._clock() - begin)
-        elif self._saves and 0 < self._interval <= self._clock() - self._since and not self._writer.busy:
+        elif self._saves and self._interval > 0 and self._due() and not self._writer.busy:
             self._save((epoch - 1, step + 1))
+
+    def _due(self) -> bool:
+        """Whether the interval since the last checkpoint is over, or the launcher asks for one (seen in a second)."""
+        now = self._clock()
+        if now - self._since >= self._interval:
+            return True
+        if now - self._looked < 1.0:
+            return False
+        self._looked = now
+        return self._request.pending()
 
     def after_epoch(self, epoch: int) -> None:
         """Save a checkpoint at the end of an epoch. ``epoch`` counts from 1.

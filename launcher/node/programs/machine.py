@@ -122,9 +122,11 @@ def capacity() -> dict[str, Any]:
 
 
 def cpus() -> int:
-    """Return the number of CPUs of this login, by CPU affinity and the limits of its cgroups; at least 1."""
+    """Return the number of CPUs of this login, by CPU affinity, limits of its cgroups and its Slurm job; at least 1."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shares = [float(own)]
+    allocated = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    shares += [float(allocated)] if allocated.isdigit() else []
     for line in read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":

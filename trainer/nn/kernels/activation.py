@@ -43,7 +43,7 @@ class Activation:
 
 
 class _Activate(torch.autograd.Function):
-    """Autograd function of ``Activation`` in kernels.
+    """``Activation`` as an autograd function that runs kernels.
 
     The backward pass needs only the saved result: the gradient is 0 where the result is not above 0.
     """
@@ -75,7 +75,7 @@ def pass_where_positive(grad: Tensor, out: Tensor, scale: float) -> Tensor:
 
 
 def activate_(h: Tensor, activation: Activation) -> Tensor:
-    """Compute ``dropout(relu(h + bias))`` in place of ``h`` (float or bfloat16 [n, f]) in kernels, without gradients.
+    """Overwrite ``h`` (float or bfloat16 [n, f]) with ``dropout(relu(h + bias))`` and return it, without gradients.
 
     If ``h`` is not contiguous, it is left unchanged, and the result is a new tensor.
     """

@@ -38,17 +38,17 @@ def to_bits(value):  # type: ignore[no-untyped-def]
 
 
 def by_dtype(make: Callable[[Any, Any], Callable[..., None]]) -> Callable[[torch.dtype], Kernel]:
-    """Return a function that returns the kernel for rows of a dtype.
+    """Return a function that takes the dtype of rows and returns the kernel for it.
 
-    ``make(load, store)`` returns the kernel's function; ``load`` and ``store`` convert the elements of rows from and to
-    the dtype of sums.
+    ``make(load, store)`` returns the kernel's Python function. ``load`` converts an element of a row to the dtype in
+    which it is computed, and ``store`` converts it back.
     """
     plain, bits = kernel(make(same, same)), kernel(make(from_bits, to_bits))
     return lambda dtype: bits if dtype == torch.bfloat16 else plain
 
 
 def launch(run: Kernel, items: int, *args: Any) -> None:
-    """Launch a kernel over ``items`` items; its first argument is their number."""
+    """Launch a kernel over ``items`` items, with this number as its first argument."""
     run(items, items, *args)
 
 
@@ -73,7 +73,7 @@ _mask_rows = by_dtype(_make_mask_rows)
 
 
 def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int, threshold: int) -> Tensor:
-    """Compute ``dropout.mask_rows``, bit for bit. ``threshold``: ``dropout.threshold_of(p)``."""
+    """Return ``h`` times its dropout mask, bit for bit as on the CPU. ``threshold``: ``dropout.threshold_of(p)``."""
     h = h.detach()
     out = torch.empty_like(h, memory_format=torch.contiguous_format)
     factor, zero = scalar(1.0 / (1.0 - p), h.dtype), scalar(0.0, h.dtype)
@@ -113,9 +113,9 @@ _activate = by_dtype(_make_activate)
 
 
 def activate_(out: Tensor, bias: Tensor, n_id: Tensor, threshold: int, stream_key: int, scale: float) -> None:
-    """Compute ``dropout(relu(out + bias))`` in place of ``out``, float or bfloat16 [n, f].
+    """Overwrite ``out`` (float or bfloat16 [n, f]) with ``dropout(relu(out + bias))``.
 
-    ``threshold``: ``dropout.threshold_of`` the probability.
+    ``threshold``: ``dropout.threshold_of(p)`` for the dropout probability p.
     """
     bias = bias.detach().to(sum_dtype(out.dtype))
     launch(

@@ -23,7 +23,7 @@ from trainer.nn.kernels.precision import for_sums, sum_dtype
 
 @device_function
 def _row_of(indptr, num_rows, entry):  # type: ignore[no-untyped-def]
-    """The row of a CSR entry, by binary search."""
+    """Return the row of a CSR to which the entry at index ``entry`` belongs."""
     low, high = 0, num_rows
     while high - low > 1:
         middle = (low + high) // 2
@@ -43,7 +43,7 @@ def _edge_targets(n, num_rows, indptr, edges, targets, places):  # type: ignore[
 
 
 def transpose(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``spmm.transpose``: torch's stable radix sort, and a kernel that finds the target of each edge."""
+    """Group the block's edges by source, as ``spmm.transpose``: torch sorts, and a kernel finds each edge's target."""
     sources, edges = torch.sort(block.indices, stable=True)
     bounds = torch.arange(block.num_src + 1, dtype=sources.dtype, device=sources.device)
     indptr = torch.searchsorted(sources, bounds, out_int32=True)
@@ -78,7 +78,7 @@ _sum_rows = {
 
 
 def sum_rows(indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None) -> Tensor:
-    """Compute ``spmm.sum_rows_cpu``, with the same order of additions."""
+    """Return the same weighted sums as ``spmm.sum_rows_cpu``, added in the same order."""
     x, dtype = x.detach(), sum_dtype(x.dtype)
     out = x.new_empty(len(indptr) - 1, x.shape[1], dtype=dtype)
     none = out.new_empty(0)
@@ -113,7 +113,7 @@ _weighted_rows = {
 
 
 def weighted_rows(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
-    """Compute ``spmm.weighted_rows_cpu``, with the same order of additions: all heads in one launch."""
+    """Return the same sums as ``spmm.weighted_rows_cpu``, added in the same order, for all heads in one launch."""
     weight, x = weight.detach(), x.detach()
     out = x.new_empty(len(indptr) - 1, *x.shape[1:], dtype=sum_dtype(x.dtype))
     run = _weighted_rows[weight.dtype == torch.bfloat16, x.dtype == torch.bfloat16, edges is not None]
@@ -140,7 +140,7 @@ _edge_dots = {(dst, src): kernel(_make_edge_dots(_LOADS[dst], _LOADS[src])) for 
 
 
 def edge_dots(block: Block, dst: Tensor, src: Tensor) -> Tensor:
-    """Compute ``spmm.edge_dots_cpu``, without a row per edge. One thread adds the products of an edge and a head."""
+    """Return the same dot products as ``spmm.edge_dots_cpu``. One thread computes that of one edge and head."""
     dst, src = dst.detach(), src.detach()
     out = src.new_empty(len(block.indices), src.shape[1], dtype=sum_dtype(src.dtype))
     run = _edge_dots[dst.dtype == torch.bfloat16, src.dtype == torch.bfloat16]
@@ -176,7 +176,7 @@ _mean_and_self = by_dtype(_make_mean_and_self)
 
 
 def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute ``sage.mean_and_self``. ``x`` has the dtype ``dtype``."""
+    """Return the same rows [mean | self] as ``sage.mean_and_self``. ``x`` is converted to ``dtype`` first."""
     x = x.detach().to(dtype)
     width = x.shape[1]
     out = x.new_empty(block.num_dst, 2 * width)
@@ -203,9 +203,9 @@ _sources = by_dtype(_make_sources)
 
 
 def sources_of(block: Block, transposed: tuple[Tensor, Tensor, Tensor], grad: Tensor) -> Tensor:
-    """Return the gradient of the rows ``x`` of ``mean_and_self``, [num_src, f], of the dtype of ``grad``.
+    """Return the gradient of ``x`` [num_src, f], given ``grad``, that of ``mean_and_self`` [num_dst, 2 f].
 
-    ``transposed``: ``transpose(block)``; ``grad``: gradient of the result, [num_dst, 2 f].
+    ``transposed``: ``transpose(block)``. The result has the dtype of ``grad``.
     """
     indptr, targets, _ = transposed
     width = grad.shape[1] // 2

@@ -19,9 +19,8 @@ _TORCH_ONLY = os.environ.get("GNNFLEET_TORCH_OPS") == "1"  #: leave kernels of n
 def runs_cuda_kernels(rows: Tensor) -> bool:
     """Return whether kernels of numba-cuda compute on ``rows``: on a CUDA device, or in numba's simulator.
 
-    ``rows``: floating-point rows, or int32 indices of a block.
-
-    False without numba-cuda, and if the environment variable GNNFLEET_TORCH_OPS is 1; torch operations are then used.
+    False where numba-cuda cannot run, or if the environment variable GNNFLEET_TORCH_OPS is 1: layers then use torch
+    operations. ``rows``: floating-point rows, or int32 indices of a block.
     """
     if not (rows.is_cuda or _SIMULATED) or _TORCH_ONLY:
         return False

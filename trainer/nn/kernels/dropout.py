@@ -60,7 +60,7 @@ class _HashDropout(torch.autograd.Function):
 
 
 def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """Return ``h`` times its dropout mask, by a kernel on CPU and CUDA, or else by torch operations."""
+    """Return ``h`` times its dropout mask. Uses torch operations where no kernel runs on the device of ``h``."""
     if runs_cuda_kernels(h):
         from trainer.nn.kernels import cuda_elements  # imported here because it imports numba-cuda
 
@@ -71,7 +71,7 @@ def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
 
 
 def mask_rows_cpu(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """Compute ``mask_rows`` by a Numba kernel."""
+    """Return ``h`` (on the CPU) times its dropout mask, by a Numba kernel."""
     out = torch.empty_like(h, memory_format=torch.contiguous_format)
     arrays = (as_array(h.contiguous()), n_id.contiguous().numpy(), as_array(out))
     factor = torch.tensor(1.0 / (1.0 - p), dtype=sum_dtype(h.dtype)).numpy()[()]
@@ -80,7 +80,7 @@ def mask_rows_cpu(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
 
 
 def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """Compute ``mask_rows`` in torch operations, for any device. Results are equal bit for bit."""
+    """As ``mask_rows_cpu``, bit for bit, but in torch operations and for any device."""
     state = _mix_tensor(n_id ^ _signed(stream_key))
     columns = torch.arange(h.shape[1], device=h.device)
     bits = (state[:, None] + columns * STRIDE) & MASK32

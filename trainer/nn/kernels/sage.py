@@ -1,4 +1,4 @@
-"""A GraphSAGE layer in kernels as one autograd operation: a dense product of the concatenated rows [mean | self]."""
+"""A GraphSAGE layer as one autograd operation: a kernel makes rows [mean | self] for one dense product."""
 
 from __future__ import annotations
 
@@ -80,8 +80,9 @@ def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
 def sources_of(block: Block, grad: Tensor, activated: Tensor | None, scale: float) -> Tensor:
     """Return the gradient of ``x`` [num_src, f], given the gradient of ``mean_and_self`` [num_dst, 2 f].
 
-    activated: rows after the activation [num_src, f], or None. If given, the result is the gradient before the
-    activation (0 where ``activated`` is not above 0, else multiplied by ``scale``) and may overwrite ``activated``.
+    activated: ``x`` itself if it is the result of an activation, else None. If given, returns the gradient of the
+    activation's input instead: 0 where ``activated`` is not above 0, else multiplied by ``scale``. May then overwrite
+    ``activated``.
     """
     indptr, targets, _ = transpose(block)
     if kernels := cuda_kernels(grad):

@@ -1,8 +1,8 @@
-"""Sums over a block's edges with gradients, without a row per edge in memory.
+"""Sums over a block's edges, with gradients. Needs no array with a row for each edge.
 
 ``aggregate`` is for layers whose edge weight is a factor per target times a factor per source (mean, symmetric
-normalisation), ``attend`` for a learnt weight per edge. CPU: Numba kernels; CUDA: kernels of numba-cuda that add in the
-same order (``cuda_sums``), or without numba-cuda torch's sparse CSR product.
+normalisation), ``attend`` for a learnt weight per edge. On the CPU, Numba kernels compute the sums. On a GPU, kernels
+of numba-cuda (``cuda_sums``) add in the same order; without numba-cuda, torch's sparse CSR product is used.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _EdgeDots(torch.autograd.Function):
 def transpose(block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """Group the block's edges by source.
 
-    Returns int32 indptr [num_src + 1], targets [num_edges], and positions of these edges in the block [num_edges].
+    Returns three int32 tensors: indptr [num_src + 1], the target of each edge, and its position in the block's edges.
     """
     found = block.__dict__.get("_transposed")  # two operations of a layer may need it
     if found is None:
@@ -131,14 +131,14 @@ def _transposed(block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def transpose_cpu(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``transpose`` by a Numba kernel."""
+    """As ``transpose``, by a Numba kernel."""
     arrays = _transpose(block.indptr.numpy(), block.indices.numpy(), block.num_src)
     indptr, targets, edges = (torch.from_numpy(array) for array in arrays)
     return indptr, targets, edges
 
 
 def transpose_torch(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``transpose`` in torch operations, for any device, without a host synchronisation."""
+    """As ``transpose``, in torch operations for any device, without waiting for it."""
     sources, edges = torch.sort(block.indices, stable=True)
     bounds = torch.arange(block.num_src + 1, dtype=sources.dtype, device=sources.device)
     indptr = torch.searchsorted(sources, bounds, out_int32=True)
@@ -151,7 +151,7 @@ def edge_targets(block: Block) -> Tensor:
 
 
 def sum_rows(indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None) -> Tensor:
-    """Compute the weighted sum of ``aggregate`` on CSR arrays, without gradients."""
+    """Compute ``out[i] = row_scale[i] * sum over j in row i of col_scale[j] * x[j]`` on a CSR, without gradients."""
     if kernels := cuda_kernels(x):
         return kernels.sum_rows(indptr, indices, x, row_scale, col_scale)
     run = sum_rows_cpu if x.device.type == "cpu" else sum_rows_torch
@@ -159,9 +159,9 @@ def sum_rows(indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | Non
 
 
 def weighted_rows(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
-    """Compute ``attend`` on CSR arrays, without gradients.
+    """Compute the sums of ``attend`` on a CSR, without gradients.
 
-    The weights of CSR entry e are ``weight[edges[e]]``, or ``weight[e]`` if ``edges`` is None.
+    The entry at index e has the weights ``weight[edges[e]]``, or ``weight[e]`` if ``edges`` is None.
     """
     if kernels := cuda_kernels(x):
         return kernels.weighted_rows(indptr, indices, edges, weight, x)
@@ -170,7 +170,7 @@ def weighted_rows(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight:
 
 
 def edge_dot_products(block: Block, dst: Tensor, src: Tensor) -> Tensor:
-    """Compute ``edge_dots`` without gradients."""
+    """As ``edge_dots``, without gradients."""
     if kernels := cuda_kernels(src):
         return kernels.edge_dots(block, dst, src)
     return (edge_dots_cpu if src.device.type == "cpu" else edge_dots_torch)(block, dst, src)

@@ -1,0 +1,151 @@
+"""``gnnfleet export``: writes a run for Kubernetes, Slurm, torchrun or plain shells."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from launcher.cli.launch_compat import options_of
+from launcher.cli.options import GroupedOptions, examples
+from launcher.errors import UsageError
+
+if TYPE_CHECKING:
+    from launcher.export.placed_plan import ExportRequest
+    from launcher.export.pods import Cluster
+
+_KINDS = ("kubernetes", "slurm", "torchrun", "bash")
+
+_OPTIONS = (
+    click.option("--to", "kind", type=click.Choice(_KINDS), required=True, metavar="KIND",
+                 help=f"{', '.join(_KINDS[:-1])} or {_KINDS[-1]}."),
+    click.option("--output", "-o", type=click.Path(path_type=Path), metavar="FILE",
+                 help="File to write; default: stdout."),
+    click.option("--force", is_flag=True, help="Overwrite existing files."),
+    click.option("--image", metavar="IMAGE", help="kubernetes: image with gnnfleet."),
+    click.option("--workload", type=click.Choice(["jobset", "job"]), default="jobset",
+                 metavar="KIND", help="kubernetes: jobset (default) or job."),
+    click.option("--claim", "claims", multiple=True, metavar="NAME=PATH",
+                 help="kubernetes: volume claim to mount; repeatable."),
+    click.option("--storage", default="50Gi", metavar="SIZE",
+                 help="kubernetes: size of a new claim; default: 50Gi."),
+    click.option("--namespace", default="", metavar="NAME", help="kubernetes: namespace."),
+    click.option("--slurm", "slurm", multiple=True, metavar="KEY=VALUE,…",
+                 help="slurm: options of sbatch, as time=2:00:00."),
+)  # fmt: skip
+
+_SHOWN = ("config", "sets", "run_id", *(
+    "kind", "output", "force", "image", "workload", "claims", "storage", "namespace", "slurm",
+))  # fmt: skip
+
+
+@click.command(
+    "export",
+    cls=GroupedOptions,
+    epilog="Exit status: 0 written; 2 bad usage or config.\n\n"
+    + examples(
+        "export -c cluster.yml --to kubernetes --image me/gnn:1 -o run.yml",
+        "export -c cluster.yml --to slurm -o run.sbatch",
+    ),
+    short_help="Write a run for Kubernetes, Slurm, torchrun or shells.",
+)
+@click.pass_context
+def _export(ctx: click.Context, kind: str, output: Path | None, force: bool, **values: Any) -> None:
+    """Write a run as Kubernetes manifests, an sbatch script, or a script for torchrun or bash.
+
+    The file starts the run without gnnfleet's launcher and without SSH; read it, change it, keep it. Words after -- are
+    your own training command.
+    """
+    from launcher.config.resolve import resolve_run
+    from launcher.export.placed_plan import ExportRequest
+    from launcher.run.options import choose_run_id, read_config
+
+    own = {name: values.pop(name) for name in ("image", "workload", "claims", "storage", "namespace", "slurm")}
+    options = options_of(ctx, values)
+    config = resolve_run(read_config(options))
+    run_id = choose_run_id(config, options.run_id)
+    request = ExportRequest(config, run_id, options.own_command, Path.cwd())
+    _write(*_exported(kind, request, own, output), output, force)
+
+
+def _exported(
+    kind: str, request: ExportRequest, own: dict[str, Any], output: Path | None
+) -> tuple[str, str, Sequence[str]]:
+    """Return the text of the exported run, the text of its secrets ('' if it has none), and notes for the user."""
+    for name, value in own.items():
+        of_kubernetes = name in ("image", "claims", "namespace")
+        if value and (kind != "kubernetes" if of_kubernetes else name == "slurm" and kind != "slurm"):
+            option = {"claims": "claim"}.get(name, name)
+            raise UsageError(
+                f"--{option} is for --to {'kubernetes' if of_kubernetes else 'slurm'}, not for --to {kind}"
+            )
+    if kind == "kubernetes":
+        from launcher.export.kubernetes import export_kubernetes
+
+        made = export_kubernetes(request, _cluster(own))
+        return made.text(), made.secret_text(), made.notes
+    from launcher.export.scripts import export_script
+
+    script = export_script(kind, request, sbatch_options(own["slurm"]), output)
+    return script.text, script.key, script.notes
+
+
+def _cluster(own: dict[str, Any]) -> Cluster:
+    from launcher.export.pods import Cluster
+
+    if not own["image"]:
+        raise UsageError(
+            "--to kubernetes needs --image: a container image in which gnnfleet is installed (docs/export.md has a "
+            "Dockerfile)"
+        )
+    claims = []
+    for text in own["claims"]:
+        name, _, path = text.partition("=")
+        if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", name) or not path.startswith("/"):
+            raise UsageError(f"--claim {text}: give NAME=PATH, as datasets=/data, with an absolute path in the pods")
+        claims.append((name, path.rstrip("/")))
+    return Cluster(own["image"], own["workload"], tuple(claims), own["storage"], own["namespace"])
+
+
+def sbatch_options(texts: Sequence[str]) -> dict[str, str]:
+    """Return options of sbatch by name, of texts as ``partition=gpu,time=2:00:00,exclusive``. Raises UsageError."""
+    found: dict[str, str] = {}
+    for item in filter(None, re.split(r",(?![^\[]*\])", ",".join(texts))):
+        name, _, value = item.partition("=")
+        if not re.fullmatch(r"[a-z][a-z-]*", name):
+            raise UsageError(f"--slurm {item}: give long options of sbatch without --, as partition=gpu,time=2:00:00")
+        found[name] = value
+    return found
+
+
+def _write(text: str, secret: str, notes: Sequence[str], output: Path | None, force: bool) -> None:
+    from launcher.export.scripts import key_path
+    from launcher.files import write_whole
+
+    if output is None:
+        click.echo(text + secret, nl=False)
+    else:
+        files = {output: text, **({key_path(output): secret} if secret else {})}
+        for path in files:
+            if path.exists() and not force:
+                raise UsageError(f"{path} exists already; choose another name, or give --force")
+        for path, content in files.items():
+            write_whole(path, content, private=path != output)
+        click.echo(f"wrote {', '.join(map(str, files))}", err=True)
+    for note in notes:
+        click.secho(f"note: {note}", fg="yellow", err=True)
+
+
+def export_command(config_options: Callable[[click.Command], click.Command]) -> click.Command:
+    """Return the click command ``gnnfleet export``. It accepts all options of a launch; its help lists some."""
+    command: Any = _export
+    for option in _OPTIONS:  # a Command appends them in this order
+        command = option(command)
+    command = config_options(command)
+    for param in command.params:
+        if isinstance(param, click.Option):
+            param.hidden = param.hidden or param.name not in _SHOWN
+    return command

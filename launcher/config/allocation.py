@@ -1,0 +1,127 @@
+"""Takes the nodes of a config with ``transport: slurm`` from the allocation of a Slurm job.
+
+Inside of an allocation the hosts are those of SLURM_JOB_NODELIST. Outside, before a job is submitted, they are
+placeholders, so that the config can be checked and planned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launcher.errors import Problem
+from launcher.hostlist import RangeError, expand
+from launcher.yaml_tree import Origin, Report, Scalar, Section, Tree, YamlSequence, expand_nodes, is_count
+
+_NOT_IN_JOB = (
+    "transport: slurm needs the nodes of a job: launch inside salloc or sbatch, or submit a job with --slurm nodes=4 "
+    "(or `slurm: {nodes: 4}`)"
+)
+
+_LIST_COMMA = re.compile(r",(?![^\[]*\])")  # a comma outside of brackets
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The resources of the Slurm job in which this process runs."""
+
+    job: str
+    hosts: tuple[str, ...]
+    devices: tuple[int, ...] = ()  #: CUDA device ids of this host, taken for those of each host
+
+
+def split_node_list(text: str) -> tuple[str, ...]:
+    """Return the host names of a node list as Slurm prints it, such as ``gpu[01-03,07],login``. Raises RangeError."""
+    return tuple(host for word in _LIST_COMMA.split(text) for host in expand(word))
+
+
+def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """Return the allocation of the Slurm job of this process; None outside of a job. Raises RangeError."""
+    job, hosts = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
+    if not job or not hosts:
+        return None
+    return Allocation(job, split_node_list(hosts), _devices(environ))
+
+
+def _devices(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the ids of the job's GPUs as processes on this node see them.
+
+    With cgroups (ConstrainDevices) they count from 0; otherwise CUDA_VISIBLE_DEVICES has those that Slurm has chosen.
+    """
+    if not environ.get("SLURM_GPUS_ON_NODE", "").isdecimal():
+        return ()
+    number, visible = int(environ["SLURM_GPUS_ON_NODE"]), environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if len(visible) == number and all(word.isdecimal() for word in visible):
+        return tuple(map(int, visible))
+    return tuple(range(number))
+
+
+def with_allocation(tree: Section, environ: Mapping[str, str], report: Report) -> Section:
+    """Return the config ``tree`` with the nodes of the allocation, if it has ``transport: slurm``.
+
+    ``nodes`` may be absent (all hosts), a number (that many), or a list, whose entries give the other settings of the
+    first, second … host; further hosts have those of the last entry. ``slurm_job`` is set to the job of the allocation.
+    A tree that has ``slurm_job`` already, as in the run folder of an earlier launch, is returned as it is.
+    """
+    transport, job = tree.items.get("transport"), tree.items.get("slurm_job")
+    if not isinstance(transport, Scalar) or transport.text != "slurm" or _filled(job):
+        return tree
+    nodes = tree.items.get("nodes", Scalar(transport.origin, "", "null"))
+    found, listed, problem = None, nodes, None
+    try:
+        found = current_allocation(environ)
+        listed = nodes if is_count(nodes) else expand_nodes(nodes)
+    except RangeError as error:
+        problem = Problem(transport.origin.file, transport.origin.line, f"SLURM_JOB_NODELIST or nodes: {error}")
+    wanted = int(nodes.text) if isinstance(nodes, Scalar) and is_count(nodes) and len(nodes.text) < 6 else 0
+    hosts = found.hosts if found else _placeholders(tree, listed, wanted)
+    if not hosts and problem is None:
+        problem = Problem(transport.origin.file, transport.origin.line, _NOT_IN_JOB)
+    if wanted > len(hosts) and problem is None:
+        text = f"nodes: {wanted} wanted, but the job has {len(hosts)}"
+        problem = Problem(nodes.origin.file, nodes.origin.line, text)
+    if problem is not None:
+        report(problem)
+        hosts, wanted = ("unknown",), 0
+    devices = found.devices if found and not _has_devices(tree) else ()
+    entries = _entries(listed, hosts[: wanted or None], transport.origin, devices)
+    items: dict[str, Tree] = {**tree.items, "nodes": YamlSequence(nodes.origin, entries)}
+    keys = {**tree.keys, "nodes": tree.keys.get("nodes", transport.origin)}
+    if found:
+        items["slurm_job"] = Scalar(transport.origin, found.job, "str", plain=False)
+        keys["slurm_job"] = transport.origin
+    return Section(tree.origin, items, keys)
+
+
+def _entries(listed: Tree, hosts: tuple[str, ...], origin: Origin, devices: tuple[int, ...]) -> tuple[Section, ...]:
+    """Return one entry of ``nodes`` per host, with the other settings of ``listed``."""
+    given = [one for one in listed.items if isinstance(one, Section)] if isinstance(listed, YamlSequence) else []
+    entries = []
+    for k, host in enumerate(hosts):
+        own = given[min(k, len(given) - 1)] if given else Section(origin, {}, {})
+        items = {**own.items, "host": Scalar(origin, host, "str")}
+        if devices and not {"devices", "procs"} & own.items.keys():
+            items["devices"] = YamlSequence(origin, tuple(Scalar(origin, str(n), "int") for n in devices))
+        entries.append(Section(own.origin, items, own.keys))
+    return tuple(entries)
+
+
+def _placeholders(tree: Section, listed: Tree, wanted: int) -> tuple[str, ...]:
+    """Return a placeholder for each node of a job that is submitted with this config; () if their number is unknown."""
+    options = tree.items.get("slurm")
+    number = options.items.get("nodes") if isinstance(options, Section) else None
+    if isinstance(number, Scalar) and number.text.isdecimal() and len(number.text) < 6:
+        nodes = int(number.text)
+    else:
+        nodes = wanted or (len(listed.items) if isinstance(listed, YamlSequence) else 0)
+    return tuple(f"slurm-node{k}" for k in range(nodes))
+
+
+def _has_devices(tree: Section) -> bool:
+    defaults = tree.items.get("defaults")
+    return isinstance(defaults, Section) and bool({"devices", "procs"} & defaults.items.keys())
+
+
+def _filled(tree: Tree | None) -> bool:
+    return isinstance(tree, Scalar) and not tree.empty

@@ -1,0 +1,302 @@
+"""Writes a run as Kubernetes manifests: a JobSet, or Indexed Jobs with a headless service, whose pods run the same
+supervisors as hosts behind SSH (``launcher/node/supervisor/pod.py``).
+
+Reference: jobset.x-k8s.io/v1alpha2.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import posixpath
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launcher import __version__
+from launcher.command import Secret
+from launcher.config.resolve import ResolvedConfig
+from launcher.errors import UsageError
+from launcher.export.placed_plan import ExportRequest, Place, check_exportable, placed_plan
+from launcher.export.pods import (
+    HOME,
+    WAIT,
+    Cluster,
+    Group,
+    Manifest,
+    claim_mounts,
+    claim_volumes,
+    job_spec,
+    metadata_of,
+)
+from launcher.node.supervisor import pod
+from launcher.plan.files import code_digest
+from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.plan.partition import partitioning
+from launcher.plan.serialize import run_json
+from launcher.plan.service_key import new_key_pair
+
+_MOST_CONFIG = 1 << 20  # bytes of a ConfigMap
+
+_MOST_NAME = 40  # characters of the run's name in names of pods, which have at most 63
+
+_LOCAL_FILES = ("file", "tables", "partition")  # datasets that are files on the launching machine
+
+
+@dataclass(frozen=True)
+class Exported:
+    manifests: tuple[Manifest, ...]
+    secret: Manifest
+    notes: tuple[str, ...]
+
+    def text(self) -> str:
+        return to_yaml(*self.manifests)
+
+    def secret_text(self) -> str:
+        return to_yaml(self.secret)
+
+
+def export_kubernetes(request: ExportRequest, cluster: Cluster) -> Exported:
+    """Return the manifests of a run. Raises UsageError if the run cannot work in the cluster."""
+    config = request.config
+    check_exportable(config, "Kubernetes")
+    name = resource_name(request.run_id)
+    groups = _group_names(config)
+    folder = _parts_folder(request.config, cluster)
+    hosts = _hostnames(name, groups, cluster.kind)
+    places = [Place(f"{host}.{name}", "0.0.0.0", HOME, pod.PYTHON, folder) for host in hosts]
+    digest = code_digest()
+    plan = placed_plan(replace(request, run_id=name), places, Secret(pod.TOKEN), digest)
+    made = tuple(
+        Group(group, tuple(node for node, other in zip(plan.nodes, groups, strict=True) if other == group))
+        for group in dict.fromkeys(groups)
+    )
+    partition = _partition_job(config, name, folder, cluster)
+    workload = _jobset(plan, made, config, cluster, partition) if cluster.kind == "jobset" else []
+    if cluster.kind == "job":
+        workload = [_service(name), *([partition] if partition else [])]
+        workload += [_job(plan, group, config, cluster) for group in made]
+    manifests = [*_claim(name, cluster), _config_map(plan, request, f"{HOME}/code/{digest[:16]}"), *workload]
+    notes = _notes(config, plan, folder, partition is not None)
+    metadata = {"namespace": cluster.namespace} if cluster.namespace else {}
+    for manifest in manifests:
+        manifest["metadata"] = {**manifest["metadata"], **metadata}
+    secret = _secret(plan, metadata)
+    return Exported(tuple(manifests), secret, notes)
+
+
+def resource_name(text: str) -> str:
+    """Return ``text`` as a name of Kubernetes resources: lower-case letters, digits and -, at most 40 characters."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    name = name if name[:1].isalpha() else f"run-{name}"
+    if len(name) > _MOST_NAME:
+        name = f"{name[: _MOST_NAME - 9].rstrip('-')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return name.strip("-")
+
+
+def to_yaml(*documents: Manifest) -> str:
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000, explicit_start=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+# Nodes and names.
+
+
+def _group_names(config: ResolvedConfig) -> list[str]:
+    """Return the group of each node. Consecutive nodes whose pods are equal belong to one group."""
+    names: list[str] = []
+    for _, members in groupby(config.nodes, key=lambda node: (node.role, len(node.devices))):
+        nodes = list(members)
+        role = f"{nodes[0].role}s"
+        others = sum(1 for group in dict.fromkeys(names) if group.startswith(role))
+        names += [f"{role}-{others}" if others else role] * len(nodes)
+    return names
+
+
+def _hostnames(name: str, groups: Sequence[str], kind: str) -> list[str]:
+    """Return the host names that an Indexed Job, or a JobSet with one replica of each Job, gives the pods."""
+    job = {group: f"{name}-{group}-0" if kind == "jobset" else f"{name}-{group}" for group in groups}
+    return [f"{job[group]}-{groups[:k].count(group)}" for k, group in enumerate(groups)]
+
+
+def _parts_folder(config: ResolvedConfig, cluster: Cluster) -> str:
+    """Return the partition folder in the pods. Raises UsageError if it is on none of their volumes."""
+    if config.data.mode == "sync":
+        words = "\0".join((config.data.dataset, *partitioning(config).graph))
+        dataset = re.sub(r"[^\w.-]+", "-", config.data.dataset)
+        return f"{HOME}/parts/{dataset}-{hashlib.sha256(words.encode()).hexdigest()[:12]}"
+    folder = config.data.folder
+    mounts = [HOME, *(path for _, path in cluster.claims)]
+    if not any(posixpath.commonpath([folder, path]) == path for path in mounts if folder.startswith("/")):
+        raise UsageError(
+            f"data.folder: {folder} is on no volume of the pods ({', '.join(mounts)}); mount the claim that has the "
+            f"parts with --claim NAME={posixpath.dirname(folder) if folder.startswith('/') else '/PATH'}"
+        )
+    return folder
+
+
+# Manifests.
+
+
+def _service(name: str) -> Manifest:
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"gnnfleet/run": name}}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata_of(name), "spec": spec}
+
+
+def _claim(name: str, cluster: Cluster) -> list[Manifest]:
+    if any(path == HOME for _, path in cluster.claims):
+        return []
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": cluster.storage}}}
+    return [{"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata_of(name), "spec": spec}]
+
+
+def _secret(plan: LaunchPlan, metadata: Manifest) -> Manifest:
+    data = {"token": secrets.token_hex(16)}
+    if plan.encrypted:
+        data["service.key"] = json.dumps(new_key_pair())
+    metadata = {**metadata_of(plan.run_id), **metadata}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "stringData": data}
+
+
+def _config_map(plan: LaunchPlan, request: ExportRequest, code_dir: str) -> Manifest:
+    indent = 1 if len(plan.nodes) <= 16 else None
+    data: dict[str, str] = {}
+    binary: dict[str, str] = {}
+    files: list[Manifest] = []
+    for node in plan.nodes:
+        contents = {posixpath.basename(file.dest): file for file in node.files if not file.source}
+        spec = json.loads(_plain(contents["node.json"].content))
+        if spec["trainer"] and "OMP_NUM_THREADS" not in request.config.nodes[node.node_rank].env:
+            del spec["trainer"]["env"]["OMP_NUM_THREADS"]
+        data[f"node{node.node_rank}.json"] = json.dumps({"env": dict(node.start.env), "spec": spec}, indent=indent)
+        data["cluster.json"] = contents["cluster.json"].content
+        if node.ranks and not files:
+            files = [_own_file(k, file, node, data, binary) for k, file in enumerate(_own_files(node))]
+    values = {
+        "format": pod.FORMAT,
+        "version": pod.VERSION,
+        "gnnfleet": __version__,
+        "lead": plan.lead,
+        "wait": WAIT,
+        "encrypted": plan.encrypted,
+        "addresses": [node.address for node in plan.nodes],
+        "run_dirs": [node.run_dir for node in plan.nodes],
+        "data_dirs": [node.data_dir for node in plan.nodes],
+        "files": files,
+    }
+    data = {"export.json": json.dumps(values, indent=indent), **data, "run.json": run_json(plan)}
+    data = {key: text.replace(code_dir, pod.CODE) for key, text in data.items()}
+    size = sum(map(len, (*data.values(), *binary.values())))
+    if size > _MOST_CONFIG:
+        raise UsageError(
+            f"the files of this run take {size:,} bytes, but a ConfigMap of Kubernetes holds {_MOST_CONFIG:,}; put the "
+            "files of run.files into the image, or use fewer nodes"
+        )
+    manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata_of(plan.run_id), "data": data}
+    return {**manifest, "binaryData": binary} if binary else manifest
+
+
+def _plain(text: str) -> str:
+    # Without secrets: the token of the plan is a placeholder.
+    return text.reveal() if isinstance(text, Secret) else text
+
+
+def _own_files(node: NodePlan) -> list[Any]:
+    return [file for file in node.files if file.source and file.dest.startswith(f"{node.run_dir}/files/")]
+
+
+def _own_file(k: int, file: Any, node: NodePlan, data: dict[str, str], binary: dict[str, str]) -> Manifest:
+    """Add the user's own file to the data of the ConfigMap; return its key, path below ``files/`` and mode."""
+    key, raw = f"file{k}", Path(file.source).read_bytes()
+    try:
+        data[key] = raw.decode()
+    except UnicodeDecodeError:
+        binary[key] = base64.b64encode(raw).decode()
+    return {"key": key, "path": posixpath.relpath(file.dest, f"{node.run_dir}/files"), "mode": file.mode}
+
+
+def _jobset(
+    plan: LaunchPlan, groups: Sequence[Group], config: ResolvedConfig, cluster: Cluster, partition: Manifest | None
+) -> list[Manifest]:
+    jobs = []
+    if partition:
+        jobs.append({"name": "partition", "replicas": 1, "template": {"spec": partition["spec"]}})
+    for group in groups:
+        job: Manifest = {"name": group.name, "replicas": 1}
+        if partition:
+            job["dependsOn"] = [{"name": "partition", "status": "Complete"}]
+        jobs.append({**job, "template": {"spec": job_spec(plan, group, config, cluster)}})
+    spec = {
+        "network": {"enableDNSHostnames": True, "subdomain": plan.run_id, "publishNotReadyAddresses": True},
+        "failurePolicy": {"maxRestarts": 0},  # the Jobs start failed pods again
+        "replicatedJobs": jobs,
+    }
+    metadata = metadata_of(plan.run_id)
+    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}]
+
+
+def _job(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cluster) -> Manifest:
+    metadata = {**metadata_of(plan.run_id), "name": f"{plan.run_id}-{group.name}"}
+    spec = job_spec(plan, group, config, cluster)
+    spec["template"]["spec"]["subdomain"] = plan.run_id
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def _partition_job(config: ResolvedConfig, name: str, folder: str, cluster: Cluster) -> Manifest | None:
+    """Return the Job that makes the parts, unless they exist or the graph is not available in the cluster."""
+    if config.data.mode != "sync" or config.data.dataset in _LOCAL_FILES:
+        return None
+    source = None if config.data.dataset == "synthetic" else f"{HOME}/datasets"
+    there = replace(config, data=replace(config.data, folder=folder, source=source))
+    argv = partitioning(there).command.argv
+    container = {
+        "name": "partition",
+        "image": cluster.image,
+        "command": ["python3", *argv[1:]],
+        "env": [{"name": "GNNFLEET_KERNELS", "value": f"{HOME}/kernels"}],
+        "volumeMounts": claim_mounts(name, cluster),
+    }
+    spec = {
+        "restartPolicy": "Never",
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": claim_volumes(name, cluster),
+    }
+    job = {"completions": 1, "backoffLimit": 2, "template": {"spec": spec}}
+    metadata = {**metadata_of(name), "name": f"{name}-partition"}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job}
+
+
+def _notes(config: ResolvedConfig, plan: LaunchPlan, folder: str, made: bool) -> tuple[str, ...]:
+    notes = []
+    if config.data.store is not None:
+        notes.append(f"data.store is not used: the pods read the parts from {folder} on their volume")
+    if config.data.mode == "sync" and not made:
+        notes.append(f"copy the parts into the volume before the pods start: {config.data.folder} -> {folder}")
+    if made and config.data.topology == "auto" and plan.topology.choice == "partitioned":
+        notes.append(
+            "data.topology: the size of the graph is not known yet, so each node gets the edges of its own parts; "
+            "--set data.topology=replicated saves traffic where the edges fit into memory"
+        )
+    if any(node.setup or node.venv or node.conda for node in config.nodes):
+        notes.append("setup, venv and conda of the nodes are left out: the image has the environment")
+    return tuple(notes)

@@ -1,0 +1,119 @@
+"""Builds the plan of a run whose hosts no preflight can ask: addresses, folders and interpreter are given instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.command import Secret
+from launcher.config.resolve import ResolvedConfig
+from launcher.config.schema import NodeConfig
+from launcher.errors import UsageError
+from launcher.plan.build import make_plan
+from launcher.plan.files import code_digest
+from launcher.plan.model import LaunchPlan, NodeFacts
+from launcher.plan.partition import PartitionFiles, read_partition_files
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one node of an exported run will be."""
+
+    address: str  #: host name or address at which the other nodes reach it
+    bind: str  #: address on which its services listen
+    workdir: str
+    python: str  #: interpreter, or a placeholder for it
+    data_folder: str  #: partition folder on the node
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What ``gnnfleet export`` writes, for every kind of launcher."""
+
+    config: ResolvedConfig
+    run_id: str
+    own_command: tuple[str, ...] = ()
+    cwd: Path = Path()
+
+    @property
+    def parts(self) -> PartitionFiles | None:
+        """The parts on this machine, if they have been made; their sizes decide ``data.topology: auto``."""
+        if not self.config.makes_parts:
+            return None
+        parts = read_partition_files(Path(self.config.data.folder).expanduser())
+        return parts if parts is not None and parts.num_parts == self.config.num_parts else None
+
+
+def check_exportable(config: ResolvedConfig, kind: str) -> None:
+    """Raise UsageError if the config needs what only a launch can do."""
+    if config.data.serving:
+        raise UsageError(
+            f"data.serving: an exported run ({kind}) cannot attach to serving cluster {config.data.serving}, whose "
+            "addresses and keys are looked up at launch; give data.dataset, or launch with gnnfleet"
+        )
+    if config.train.resume:
+        raise UsageError(
+            f"train.resume: an exported run ({kind}) gets no checkpoint of this machine; leave it out. The exported "
+            "run resumes from its own checkpoints"
+        )
+
+
+def placed_plan(request: ExportRequest, places: Sequence[Place], token: Secret, digest: str = "") -> LaunchPlan:
+    """Return the plan of a run at ``places``, by node_rank. Its ports are the preferred ones.
+
+    Parts are expected in each node's ``data_folder``. Node keys that describe the hosts of the config (user, port,
+    venv, conda, setup, address, …) are dropped; OMP_NUM_THREADS of the processes is 1. Raises UsageError for a missing
+    file of the own command.
+    """
+    config, parts = request.config, request.parts
+    nodes = tuple(_placed(node, place) for node, place in zip(config.nodes, places, strict=True))
+    run = replace(config.run, restarts=0, master_addr="auto")
+    data = replace(config.data, mode="verify")
+    placed = replace(config, nodes=nodes, run=run, data=data, transport="ssh")
+    size = parts.topology_bytes if parts else 0
+    facts = {k: _facts(k, place, size) for k, place in enumerate(places)}
+    return make_plan(
+        placed,
+        run_id=request.run_id,
+        code_digest=digest or code_digest(),
+        facts=facts,
+        own_command=request.own_command,
+        token=token,
+        cwd=request.cwd,
+    )
+
+
+def _placed(node: NodeConfig, place: Place) -> NodeConfig:
+    return NodeConfig(
+        host=place.address,
+        python=place.python,
+        workdir=place.workdir,
+        data_folder=place.data_folder,
+        role=node.role,
+        devices=tuple(range(len(node.devices))),
+        procs=node.procs,
+        address=place.address,
+        interface=node.interface,
+        env=node.env,
+    )
+
+
+def _facts(k: int, place: Place, topology_bytes: int) -> NodeFacts:
+    return NodeFacts(
+        node_rank=k,
+        hostname=place.address,
+        home="~",
+        address=place.bind,
+        interface="",
+        python=place.python,
+        versions={},
+        tmux="",
+        devices=(),
+        disk_free=0,
+        memory=0,
+        cpus=0,
+        clock_offset=0.0,
+        free_ports=(),
+        topology_bytes=topology_bytes,
+    )

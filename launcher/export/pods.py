@@ -1,0 +1,134 @@
+"""Job specifications and pod templates of an exported Kubernetes run.
+
+References: batch/v1 Job (Indexed completion mode, podFailurePolicy, backoffLimitPerIndex).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from launcher.config.resolve import ResolvedConfig
+from launcher.plan.model import LaunchPlan, NodePlan
+
+HOME = "/gnnfleet"  #: mount path of the volume with runs, parts and compiled kernels
+
+RUN, SECRETS = "/etc/gnnfleet/run", "/etc/gnnfleet/secrets"  #: mount paths of ConfigMap and Secret
+
+WAIT = 1800  #: seconds that a pod waits for the parts and for the other pods
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Settings of the Kubernetes cluster that cluster.yml does not have."""
+
+    image: str  #: container image with gnnfleet and its packages
+    kind: Literal["jobset", "job"] = "jobset"
+    claims: tuple[tuple[str, str], ...] = ()  #: existing PersistentVolumeClaims: name and mount path
+    storage: str = "50Gi"  #: size of the claim that is created if none is mounted at ``HOME``
+    namespace: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive nodes with equal pods: one Indexed Job."""
+
+    name: str
+    nodes: tuple[NodePlan, ...]
+
+    @property
+    def first(self) -> NodePlan:
+        return self.nodes[0]
+
+
+def metadata_of(name: str, **more: Any) -> Manifest:
+    return {"name": name, "labels": {"app.kubernetes.io/name": "gnnfleet", "gnnfleet/run": name}, **more}
+
+
+def job_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cluster) -> Manifest:
+    return {
+        "completionMode": "Indexed",
+        "completions": len(group.nodes),
+        "parallelism": len(group.nodes),
+        "backoffLimitPerIndex": config.run.restarts,
+        "maxFailedIndexes": 0,
+        "podFailurePolicy": {
+            "rules": [
+                # a run that cannot work as it was exported is not tried again
+                {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [2]}},
+                # an evicted pod, or one on a drained node, does not count
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": {
+            "metadata": {"labels": metadata_of(plan.run_id)["labels"]},
+            "spec": _pod_spec(plan, group, config, cluster),
+        },
+    }
+
+
+def _pod_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cluster) -> Manifest:
+    devices = len(group.first.devices)
+    program = ["python3", "-m", "launcher.node.supervisor.pod"]
+    alive = {"exec": {"command": [*program, "--alive", RUN]}, "timeoutSeconds": 15}
+    container: Manifest = {
+        "name": "node",
+        "image": cluster.image,
+        "command": [*program, RUN, SECRETS],
+        "env": [
+            {"name": "GNNFLEET_FIRST_NODE", "value": str(group.first.node_rank)},
+            {"name": "GNNFLEET_KERNELS", "value": f"{HOME}/kernels"},
+        ],
+        "ports": _ports(plan, group),
+        "startupProbe": {**alive, "periodSeconds": 10, "failureThreshold": math.ceil((WAIT * 3 + 60) / 10)},
+        "livenessProbe": {**alive, "periodSeconds": 30, "failureThreshold": 4},
+        "volumeMounts": [
+            {"name": "run", "mountPath": RUN, "readOnly": True},
+            {"name": "secrets", "mountPath": SECRETS, "readOnly": True},
+            *claim_mounts(plan.run_id, cluster),
+        ],
+    }
+    volumes: list[Manifest] = [
+        {"name": "run", "configMap": {"name": plan.run_id}},
+        {"name": "secrets", "secret": {"secretName": plan.run_id, "defaultMode": 0o440}},
+        *claim_volumes(plan.run_id, cluster),
+    ]
+    if devices:
+        container["resources"] = {"limits": {"nvidia.com/gpu": devices}}
+        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})  # NCCL needs more than 64 MiB
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    return {
+        "restartPolicy": "Never",
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": math.ceil(config.run.grace) + 30,
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _ports(plan: LaunchPlan, group: Group) -> list[Manifest]:
+    found = {f"graph-{node.node_rank}"[:15]: node.service_port for node in group.nodes if node.server}
+    if plan.nodes[plan.lead] in group.nodes:
+        found |= {"master": plan.master_port}
+        found |= {"control": plan.control_port} if plan.control_port else {}
+    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in found.items()]
+
+
+def _claims(name: str, cluster: Cluster) -> list[tuple[str, str]]:
+    own = [] if any(path == HOME for _, path in cluster.claims) else [(name, HOME)]
+    return [*own, *cluster.claims]
+
+
+def claim_mounts(name: str, cluster: Cluster) -> list[Manifest]:
+    return [{"name": f"data{k}", "mountPath": path} for k, (_, path) in enumerate(_claims(name, cluster))]
+
+
+def claim_volumes(name: str, cluster: Cluster) -> list[Manifest]:
+    return [
+        {"name": f"data{k}", "persistentVolumeClaim": {"claimName": claim}}
+        for k, (claim, _) in enumerate(_claims(name, cluster))
+    ]

@@ -1,0 +1,51 @@
+"""Resumes the run of a Slurm job that was requeued, in the second and later starts of its batch script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.config.schema import ClusterConfig
+from launcher.manage.collect_run import collect_run
+from launcher.manage.node_views import OpenRun
+from launcher.manage.resume import prepare_offline
+from launcher.report.run_folder import FoundRun, attempts, read_folder
+from launcher.run.options import LaunchOptions, run_folder
+from launcher.transport.local import LocalTransport
+
+
+def resumed_after_requeue(
+    config: ClusterConfig, options: LaunchOptions, environ: Mapping[str, str]
+) -> tuple[LaunchOptions, str]:
+    """Return the options of the launch that resumes the run of this job, and a message; or ``options`` and ''.
+
+    Start n of the script launches run ``<run id>-r<n>``, which resumes the attempt before from its newest checkpoint.
+    The files of that attempt are first collected from the shared file system, as its launcher may have been killed.
+    """
+    count = environ.get("SLURM_RESTART_COUNT", "0")
+    if not config.slurm_job or not options.run_id or not count.isdecimal() or int(count) == 0:
+        return options, ""
+    begun = [folder for folder in attempts(run_folder(config, options.run_id)) if (folder / "config.yml").is_file()]
+    if not begun:
+        return options, ""
+    found = _collected(read_folder(begun[-1]))
+    asked = LaunchOptions(
+        config=Path(),
+        run_id=f"{options.run_id}-r{count}",
+        own_command=options.own_command,
+        as_json=options.as_json,
+        plain=options.plain,
+    )
+    again = prepare_offline(found, asked)
+    return again.options, f"job {config.slurm_job} was requeued: {again.message}"
+
+
+def _collected(found: FoundRun) -> FoundRun:
+    """Collect the files of an earlier start of this job, if its launcher could not."""
+    assert found.folder is not None
+    if found.plan is None or (found.result is not None and not found.result["notes"]):
+        return found
+    run = OpenRun(found, {node.node_rank: LocalTransport(node.node_rank) for node in found.plan.nodes})
+    collect_run(run, found.folder)
+    return replace(read_folder(found.folder), launch=found.launch)

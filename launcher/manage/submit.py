@@ -1,0 +1,198 @@
+"""Submits a run as a Slurm job, and follows the job through the queue to the end of the run.
+
+The job's batch script is a launch with the run's config. This process only asks Slurm for the state of the job, and
+prints what the launch writes into ``slurm.log`` in the run folder, which all nodes must share with this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from launcher.config.loader import to_yaml
+from launcher.config.resolve import resolve_run
+from launcher.config.schema import ClusterConfig
+from launcher.errors import FleetError, UsageError
+from launcher.files import write_whole
+from launcher.plan.build import offline_plan
+from launcher.plan.sbatch import sbatch_script
+from launcher.report.run_folder import LaunchFile, attempts, read_result, register
+from launcher.run.options import LaunchOptions, choose_run_id, run_folder
+from launcher.text import count
+from launcher.transport.slurm_client import JobStatus, job_status, submit
+
+LOG, SCRIPT, CONFIG = "slurm.log", "job.sh", "submitted.yml"  #: files of the run folder
+
+_TURN = 0.5  # seconds between two looks at the log
+
+_ASK_FIRST, _ASK_LAST = 1.0, 10.0  # seconds between two questions to Slurm, growing
+
+
+@dataclass(frozen=True)
+class SubmittedRun:
+    """A run whose launch is a Slurm job."""
+
+    run_id: str
+    folder: Path
+    job: str
+
+
+def in_queue(config: ClusterConfig) -> bool:
+    """Whether a launch of the config submits a job, since this process is in no job whose nodes it could use."""
+    return config.transport == "slurm" and config.slurm_job is None
+
+
+def submit_run(config: ClusterConfig, options: LaunchOptions, console: Console) -> SubmittedRun:
+    """Check the config, write the batch script into a new run folder, and submit it.
+
+    Raises ConfigError, UsageError for mistakes that can be found without the nodes, and FleetError if sbatch refuses.
+    """
+    resolved = resolve_run(config)
+    run_id = choose_run_id(config, options.run_id)
+    plan = offline_plan(resolved, run_id, options.own_command, to_train=True)
+    folder = run_folder(config, run_id).absolute()
+    script = script_of(config, options, run_id)
+    try:
+        write_whole(folder / CONFIG, to_yaml(config), private=True)
+        write_whole(folder / SCRIPT, script)
+        try:
+            job = submit(folder / SCRIPT)
+        except FleetError:
+            for name in (CONFIG, SCRIPT):
+                (folder / name).unlink()
+            with suppress(OSError):  # it has files of an earlier launch
+                folder.rmdir()
+            raise
+        file = LaunchFile.mine(
+            run_id,
+            config.name,
+            config=str(options.config),
+            own_command=options.own_command,
+            overrides=options.overrides,
+            resumed_from=options.resumed_from,
+            slurm_job=job,
+            stage="queue",
+        )
+        if not (folder / "launch.json").exists():  # the job may have begun already
+            file.write(folder)
+    except OSError as error:
+        raise UsageError(
+            f"the run folder cannot be created: {error.filename or folder}: {error.strerror}; "
+            "choose another folder with --runs-dir (or `run.runs_dir`)"
+        ) from None
+    if why := register(run_id, folder):
+        console.print(Text(why, "yellow"), soft_wrap=True)
+    nodes = count(len(plan.nodes), "node")
+    text = f"submitted job {job}: run {run_id} on {nodes}; its output goes to {folder / LOG}"
+    console.print(Text(text), soft_wrap=True)
+    return SubmittedRun(run_id, folder, job)
+
+
+def script_of(config: ClusterConfig, options: LaunchOptions, run_id: str) -> str:
+    """Return the batch script that launches the run ``run_id``. Raises UsageError for an invalid option of sbatch."""
+    folder = run_folder(config, run_id).absolute()
+    words = launch_words(folder / CONFIG, run_id, folder.parent, options)
+    name = f"gnnfleet-{config.name}"
+    return sbatch_script(config, run_id=run_id, command=words, cwd=Path.cwd(), log=folder / LOG, job_name=name)
+
+
+def launch_words(config: Path, run_id: str, runs_dir: Path, options: LaunchOptions) -> tuple[str, ...]:
+    """Return the command of the batch script: a launch of the config on the nodes of the job."""
+    program = (sys.executable, os.path.abspath(sys.argv[0]))
+    words = ("launch", "--config", str(config), "--run-id", run_id, "--runs-dir", str(runs_dir), "--plain")
+    resumed = ("--resumed-from", options.resumed_from) if options.resumed_from else ()
+    own = ("--", *options.own_command) if options.own_command else ()
+    return (*program, *words, *resumed, *own)
+
+
+def follow_job(run: SubmittedRun, console: Console) -> dict[str, Any]:
+    """Print the state of the job and the output of its launch until the job has ended; returns the run's result.json.
+
+    Raises FleetError if the job ended without a result.
+    """
+    shown, at, wait, ask_at = "", 0, _ASK_FIRST, 0.0
+    log = run.folder / LOG
+    while True:
+        now = time.monotonic()
+        status = None
+        if now >= ask_at:
+            status = job_status(run.job)
+            line = _words(status)
+            wait = _ASK_FIRST if line != shown else min(_ASK_LAST, wait * 1.5)
+            ask_at = now + wait
+            if line != shown and not status.ended:
+                console.print(Text(line, "dim"), soft_wrap=True)
+            shown = line
+        at = _print_new(log, at, console)
+        if status is not None and status.ended:
+            break
+        time.sleep(_TURN)
+    _print_new(log, at, console)
+    result = newest_result(run)
+    if result is None:
+        raise FleetError(
+            f"job {run.job} of run {run.run_id} ended ({status.state.lower()}) without a result; its output is in {log}"
+        )
+    return result
+
+
+def newest_result(run: SubmittedRun) -> dict[str, Any] | None:
+    """Return the result.json of the last attempt of the job that has one; None if none has."""
+    results = [read_result(folder) for folder in attempts(run.folder)]
+    return next((result for result in reversed(results) if result is not None), None)
+
+
+def _words(status: JobStatus) -> str:
+    again = f", requeued {count(status.restarts, 'time')}" if status.restarts else ""
+    if status.state == "PENDING":
+        start = f", starts about {status.start}" if status.start else ""
+        return f"job {status.job} waits in the queue ({status.reason or 'no reason given'}{start}{again})"
+    on = f" on {status.nodes}" if status.nodes else ""
+    return f"job {status.job} is {status.state.lower().replace('_', ' ')}{on}{again}"
+
+
+def _print_new(log: Path, at: int, console: Console) -> int:
+    """Print the complete lines of ``log`` from byte ``at`` on; returns the byte after them."""
+    try:
+        with log.open("rb") as file:
+            file.seek(at)
+            data = file.read()
+    except FileNotFoundError:
+        return at
+    whole = data[: data.rfind(b"\n") + 1]
+    for line in whole.decode("utf-8", "replace").splitlines():
+        console.print(Text(line), soft_wrap=True)
+    return at + len(whole)
+
+
+def submit_and_follow(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
+    """Submit a run as a Slurm job and, unless ``options.detach``, follow it; returns the exit status.
+
+    Ctrl-C ends only the following; the job goes on.
+    """
+    run = submit_run(config, options, console)
+    result: Mapping[str, Any] = {"state": "detached", "exit_status": 0}
+    try:
+        if not options.detach:
+            result = follow_job(run, console)
+    except KeyboardInterrupt:
+        pass
+    if result["state"] == "detached":
+        for line in (
+            f"\nDetached: job {run.job} goes on.",
+            f"  gnnfleet status {run.run_id}    show its state; also: logs, follow, stop",
+        ):
+            console.print(Text(line), soft_wrap=True)
+    if options.as_json:
+        print(json.dumps({"kind": "report", "run_id": run.run_id, "slurm_job": run.job, **result}), flush=True)
+    return int(result["exit_status"])

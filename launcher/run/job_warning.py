@@ -1,0 +1,82 @@
+"""Handles the signal by which Slurm warns a batch job before its time limit or before preemption (SIGUSR1).
+
+The launcher, which is the batch script of the job, asks the run for a checkpoint, stops the run as SIGTERM does, and
+requeues the job if ``slurm: {requeue: true}``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from types import FrameType, TracebackType
+
+from launcher.command import Command
+from launcher.errors import FleetError
+from launcher.plan.model import LaunchPlan
+from launcher.run.interrupts import Interrupts
+from launcher.transport.base import Transport
+
+_CHECKPOINT_TIMEOUT = 60  # seconds to wait for the checkpoint; Slurm warns two minutes before it ends the job
+
+#: $1: run folder of the node with rank 0, $2: seconds. Waits until the trainer has saved a checkpoint.
+_REQUEST = """
+mkdir -p "$1/control" && : >"$1/control/checkpoint" || exit
+end=$((SECONDS + $2))
+while [ -e "$1/control/checkpoint" ]; do
+  [ "$SECONDS" -lt "$end" ] || exit 1
+  sleep 0.1
+done
+"""
+
+
+def in_batch_job(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process belongs to the batch script of a Slurm job, and not to an interactive one (salloc)."""
+    return environ.get("ENVIRONMENT") == "BATCH" and bool(environ.get("SLURM_JOB_ID"))
+
+
+class JobWarning:
+    """Context manager that handles SIGUSR1 in a batch job; without effect elsewhere."""
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self.interrupts, self.received = interrupts, False
+        self.save: Callable[[], object] | None = None  #: saves a checkpoint of the run; None while no run goes on
+        self._before: signal.Handlers | Callable[[int, FrameType | None], object] | int | None = None
+
+    def __enter__(self) -> JobWarning:
+        if in_batch_job():
+            self.interrupts.patient = True
+            self._before = signal.signal(signal.SIGUSR1, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a second warning must not end what is left to do
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.received:
+            self.received = True
+            self.interrupts.cause = f"Slurm (end of job {os.environ['SLURM_JOB_ID']})"
+            threading.Thread(target=self._act, name="job-warning", daemon=True).start()
+
+    def _act(self) -> None:
+        if self.save is not None:
+            self.save()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def request_checkpoint(plan: LaunchPlan, transports: Mapping[int, Transport], say: Callable[[str], object]) -> None:
+    """Ask the ranks to save a checkpoint, and wait up to a minute until it is on the disk. ``say`` gets the result."""
+    lead = plan.nodes[plan.lead]
+    command = Command(("bash", "-c", _REQUEST, "bash", lead.run_dir, str(_CHECKPOINT_TIMEOUT)))
+    say("Slurm ends the job soon: saving a checkpoint")
+    try:
+        done = transports[plan.lead].run(command, timeout=_CHECKPOINT_TIMEOUT + 10.0)
+    except FleetError as error:
+        say(f"no checkpoint could be saved now ({error}); the run resumes from an earlier one")
+        return
+    if done.returncode:
+        say(f"no checkpoint within {_CHECKPOINT_TIMEOUT} s; the run resumes from an earlier one")

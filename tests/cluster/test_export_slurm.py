@@ -1,0 +1,99 @@
+"""Tests of ``gnnfleet export --to slurm`` on a real Slurm: the exported batch script, and a job that is requeued."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launching import REPOSITORY
+from netns import NetCluster
+from waiting import wait_until
+
+slurm_hosts = pytest.importorskip("slurm_hosts", reason="tests/cluster/slurm_hosts.py starts Slurm")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(slurm_hosts.slurm_unavailable()), reason=str(slurm_hosts.slurm_unavailable())),
+]
+
+CONFIG = """
+name: toy
+nodes: [a, b]
+defaults: {{venv: {venv}, env: {{GNNFLEET_KERNELS: {kernels}}}}}
+data:
+  dataset: synthetic
+  options: {{num_nodes: 4000, avg_degree: 10, num_features: 16, num_classes: 4}}
+  folder: parts
+train: {{hidden: 32, fanouts: [5, 5], batch_size: 64, epochs: 6, dropout: 0.1}}
+"""
+
+
+class Jobs:
+    """Exports a run into a folder that all hosts see, and submits the batch script."""
+
+    def __init__(self, slurm: slurm_hosts.SlurmHosts, folder: Path) -> None:
+        self.slurm, self.folder = slurm, folder
+        text = CONFIG.format(venv=sys.prefix, kernels=os.environ["GNNFLEET_KERNELS"])
+        (folder / "cluster.yml").write_text(text)
+        words = ["export", "-c", "cluster.yml", "--to", "slurm", "--slurm", "time=10,requeue", "-o", "toy.sbatch"]
+        self.call(sys.executable, str(REPOSITORY / "launch.py"), *words, "--run-id", "exported")
+
+    def call(self, *argv: str) -> str:
+        return self.slurm.run(*argv, cwd=self.folder, timeout=120).stdout.strip()
+
+    def submit(self) -> str:
+        return self.call("sbatch", "--parsable", "toy.sbatch")
+
+    def begin_now(self, job: str) -> None:
+        """Start a requeued job, which Slurm would let wait for two minutes."""
+
+        def begins() -> bool:
+            self.slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
+            return self.state(job) != "PENDING"
+
+        wait_until(lambda: self.state(job) == "PENDING", 60)
+        wait_until(begins, 60)
+
+    def state(self, job: str) -> str:
+        return self.slurm.job(job).get("JobState", "")
+
+    def wait(self, job: str, seconds: float) -> str:
+        wait_until(lambda: self.state(job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), seconds)
+        return self.state(job)
+
+    def log(self, job: str) -> str:
+        return (self.folder / f"toy-{job}.log").read_text()
+
+    def path(self, job: str, name: str) -> Path:
+        return self.folder / f"runs/exported-{job}" / name
+
+    def losses(self, job: str) -> dict[int, float]:
+        lines = map(json.loads, self.path(job, "node0/metrics-rank0.jsonl").read_text().splitlines())
+        return {line["epoch"]: line["loss"] for line in lines if line["kind"] == "epoch"}
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, make_cluster: Callable[..., NetCluster]) -> Iterator[Jobs]:
+    cluster = make_cluster(2, shared_folder=tmp_path)
+    with slurm_hosts.SlurmHosts(cluster) as slurm:
+        yield Jobs(slurm, tmp_path)
+
+
+def test_a_requeued_job_has_the_losses_of_an_undisturbed_one(jobs: Jobs) -> None:
+    first = jobs.submit()
+    assert jobs.wait(first, 200) == "COMPLETED", jobs.log(first)
+    assert "serving parts 1 at tcp://0.0.0.0:29601" in jobs.path(first, "node1/server.log").read_text()
+
+    job = jobs.submit()
+    wait_until(lambda: jobs.path(job, "node0/checkpoints/epoch-0002.pt").exists(), 100)
+    jobs.call("scontrol", "requeue", job)
+    wait_until(lambda: jobs.slurm.job(job)["Restarts"] == "1", 60)
+    jobs.begin_now(job)
+    assert jobs.wait(job, 240) == "COMPLETED", jobs.log(job)
+    assert jobs.log(job).count("epoch 1/6") == 1
+    assert len(jobs.losses(first)) == 6
+    assert jobs.losses(job) == pytest.approx(jobs.losses(first), abs=1e-5)

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# the bundled trainer: 4 processes on 2 nodes
+# Written by gnnfleet export --to bash. On every node at about the same time, with the node's number:
+#   bash FILE NODE    (0 on gnn1, 1 on gnn2)
+# Every node needs gnnfleet in $PYTHON, the parts in $PARTS, the key file $KEY.
+# The parts are made once, and copied to the nodes unless they share the folder:
+#   "$PYTHON" -m trainer partition make --dataset ogbn-products --num-parts 2 --method auto --seed 0 \
+#       --balance types+seeds --out "$PARTS"
+set -euo pipefail
+NODE=${1:?usage: bash $0 NODE, the number of this node, 0 to 1}
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+export PATH=/opt/gnn/bin:"$PATH"
+PYTHON="/opt/gnn/bin/python"
+PARTS="/scratch/parts"
+RUN="$HOME/gnnfleet/runs/Products_1/node$NODE"  # logs, metrics, checkpoints
+KEY="$HERE/products.key"
+
+# By node:
+HOSTS=("gnn1" "gnn2")
+OWN=(0 1)  # parts
+PROCS=(2 2)  # processes
+FIRST_RANK=(0 2)
+DEVICES=("0,1" "0,1")  # CUDA
+
+mkdir -p "$RUN"
+cat >"$RUN/cluster.json" <<'END'
+{"run_id": "Products_1", "num_parts": 2, "version": 1, "serving": null, "nodes": [
+  {"node_rank": 0, "host": "gnn1", "role": "worker", "endpoint": "tcp://gnn1:29600", "parts": [0], "ranks": [0, 1]},
+  {"node_rank": 1, "host": "gnn2", "role": "worker", "endpoint": "tcp://gnn2:29601", "parts": [1], "ranks": [2, 3]}
+]}
+END
+
+export NODE_RANK=$NODE GNNFLEET_RUN_DIR="$RUN"
+export GNNFLEET_PARTS="$PARTS" GNNFLEET_PART_IDS="${OWN[NODE]}" GNNFLEET_CLUSTER="$RUN/cluster.json"
+export GNNFLEET_SERVICE_KEY="$KEY"
+export GNNFLEET_CACHE=10%
+export GNNFLEET_SERVER_WAIT=60
+export GNNFLEET_TOPOLOGY=partitioned
+export GNNFLEET_WIRE_ROWS=stored
+export TORCH_CPP_LOG_LEVEL=ERROR
+if [[ $NODE == 1 ]]; then export NCCL_DEBUG=INFO; fi
+export CUDA_VISIBLE_DEVICES="${DEVICES[NODE]}" CUDA_DEVICE_ORDER=PCI_BUS_ID
+threads=$(($(nproc) / (PROCS[NODE] > 0 ? PROCS[NODE] : 1)))
+export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
+# The network interface on the way to another node, for gloo and NCCL: a host's own name may mean 127.0.1.1.
+peer=$(getent ahosts "${HOSTS[NODE == 0 ? 1 : 0]}" | awk 'NR == 1 {print $1}')
+interface=$(ip -o route get "$peer" | grep -oP 'dev \K\S+') || true
+[[ -z $interface ]] || export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface
+cd "$RUN"
+
+pids=()
+trap 'kill "${pids[@]}" 2>/dev/null || true; wait' EXIT
+# The graph server of this node's parts.
+if [[ -n ${OWN[NODE]} ]]; then
+  export GNNFLEET_SERVER_READY="$RUN/server.ready"
+  rm -f "$RUN/server.ready"
+  CUDA_VISIBLE_DEVICES='' "$PYTHON" -m trainer serve --parts "$PARTS" --own "${OWN[NODE]}" --bind "tcp://0.0.0.0:$((29600 + NODE))" \
+      --cluster "$GNNFLEET_CLUSTER" --key-file "$KEY" --ready-file "$GNNFLEET_SERVER_READY" --node-rank "$NODE" \
+      --stats-file "$RUN/server_stats.json" --server-wait 60 \
+      >"$RUN/server.log" 2>&1 &
+  pids+=($!)
+  until [[ -e $RUN/server.ready ]]; do
+    kill -0 "${pids[0]}" 2>/dev/null || { tail "$RUN/server.log" >&2; exit 1; }
+    sleep 0.2
+  done
+fi
+
+# The ranks of this node. The first process that fails ends the script, and with it the others.
+export WORLD_SIZE=4 LOCAL_WORLD_SIZE=${PROCS[NODE]} MASTER_ADDR=gnn1 MASTER_PORT=29500
+for ((i = 0; i < PROCS[NODE]; i++)); do
+  RANK=$((FIRST_RANK[NODE] + i)) LOCAL_RANK=$i "$PYTHON" -m trainer train --model sage --task auto --hidden 256 --heads 4 --dropout 0.3 --fanouts 15,10,5 \
+      --temporal-strategy uniform --batch-size 1024 --eval-batch-size 4096 --negatives 128 \
+      --eval-negatives 1000 --epochs 3 --lr 0.004 --weight-decay 0.0 --seed 0 --eval-every 1 \
+      --checkpoint-every 1 --sampler-threads 1 --prefetch 2 --backend auto --timeout 120.0 &
+  pids+=($!)
+done
+for ((i = 0; i < PROCS[NODE]; i++)); do wait -n; done

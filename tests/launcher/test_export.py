@@ -1,0 +1,275 @@
+"""Tests of ``gnnfleet export``: golden files, schemas of Kubernetes, messages, scripts that run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from golden_kit import GOLDEN, check_text
+from launcher.cli.export import sbatch_options
+from launcher.cli.main import run
+from launcher.config.loader import load_config
+from launcher.config.resolve import resolve_run
+from launcher.errors import UsageError
+from launcher.export.kubernetes import Exported, export_kubernetes, resource_name
+from launcher.export.placed_plan import ExportRequest
+from launcher.export.pods import Cluster
+from launcher.export.scripts import export_script, sbatch_lines
+
+TWO = """
+name: products
+nodes:
+  - {host: gnn1, devices: [0, 1], venv: /opt/gnn}
+  - {host: gnn2, devices: [0, 1], venv: /opt/gnn, env: {NCCL_DEBUG: INFO}}
+data: {dataset: ogbn-products, folder: /scratch/parts}
+train: {epochs: 3}
+run: {restarts: 2}
+"""
+ROLES = """
+name: shop
+nodes:
+  - {host: mem1, role: server}
+  - {host: mem2, role: server}
+  - {host: gpu1, role: client, devices: [3]}
+  - {host: gpu2, role: client, devices: [0]}
+data: {dataset: "tables", source: /shop, mode: verify, folder: /data/parts}
+"""
+TOY = """
+transport: local
+nodes: 2
+data: {dataset: synthetic, options: {num_nodes: 2000, avg_degree: 8, num_features: 8, num_classes: 4}, folder: parts}
+train: {hidden: 16, fanouts: [4, 4], batch_size: 256, epochs: 2}
+"""
+
+
+def request(text: str, folder: Path, own: tuple[str, ...] = ()) -> ExportRequest:
+    (folder / "cluster.yml").write_text(text)
+    return ExportRequest(resolve_run(load_config(folder / "cluster.yml")), "Products_1", own, folder)
+
+
+def kubernetes(text: str, folder: Path, **more: Any) -> Exported:
+    own = more.pop("own", ())
+    return export_kubernetes(request(text, folder, own), Cluster("registry.lab/gnnfleet:1", **more))
+
+
+# Kubernetes
+
+
+def manifests_of(tmp_path: Path) -> dict[str, Exported]:
+    claims = (("datasets", "/data"),)
+    return {
+        "jobset": kubernetes(TWO, tmp_path),
+        "job": kubernetes(TWO, tmp_path, kind="job", namespace="gnn"),
+        "roles": kubernetes(ROLES, tmp_path, claims=claims),
+        "roles as jobs": kubernetes(ROLES, tmp_path, claims=claims, kind="job"),
+    }
+
+
+def without_plan(text: str) -> str:
+    """Return manifests without the content of the ConfigMap's files, which tests of the plan compare."""
+    documents = list(yaml.safe_load_all(text))
+    for each in documents:
+        if each["kind"] == "ConfigMap":
+            each["data"] = {key: f"{len(value) > 0}" for key, value in each["data"].items()}
+    return yaml.safe_dump_all(documents, sort_keys=False)
+
+
+@pytest.mark.parametrize("name", ["jobset", "job"])
+def test_golden_manifests(name: str, tmp_path: Path) -> None:
+    check_text(GOLDEN / f"export_{name}.yml", without_plan(manifests_of(tmp_path)[name].text()))
+
+
+def test_manifests_fit_the_schemas_of_kubernetes(tmp_path: Path) -> None:
+    """Every field exists, with the right type, in the OpenAPI schemas of Kubernetes and JobSet."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    jobset = pytest.importorskip("kubeflow_trainer_api.models.jobset_v1alpha2_job_set").JobsetV1alpha2JobSet
+    seen = set()
+    for made in manifests_of(tmp_path).values():
+        for each in yaml.safe_load_all(made.text() + made.secret_text()):
+            seen.add(each["kind"])
+            if each["kind"] != "JobSet":
+                schemas.validate(each, "1.31", strict=True)
+                continue
+            assert jobset.from_dict(each).to_dict() == each  # from_dict drops unknown fields
+            for job in each["spec"]["replicatedJobs"]:
+                whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **job["template"]}
+                schemas.validate(whole, "1.31", strict=True)
+    assert seen == {"JobSet", "Job", "Service", "ConfigMap", "PersistentVolumeClaim", "Secret"}
+
+
+def test_nodes_know_each_other_by_the_names_of_their_pods(tmp_path: Path) -> None:
+    documents = {each["kind"]: each for each in manifests_of(tmp_path)["roles"].manifests}
+    data = documents["ConfigMap"]["data"]
+    hosts = [node["host"] for node in json.loads(data["cluster.json"])["nodes"]]
+    assert hosts == [
+        f"products-1-{pod}.products-1" for pod in ("servers-0-0", "servers-0-1", "clients-0-0", "clients-0-1")
+    ]
+    spec = json.loads(data["node3.json"])["spec"]
+    assert spec["trainer"]["env"]["MASTER_ADDR"] == hosts[2]
+    assert spec["trainer"]["env"]["CUDA_VISIBLE_DEVICES"] == "0"
+    assert spec["control"] == {"node_rank": 2, "address": hosts[2], "bind": "0.0.0.0", "port": 29400}
+    servers, clients = documents["JobSet"]["spec"]["replicatedJobs"]
+    first = [
+        job["template"]["spec"]["template"]["spec"]["containers"][0]["env"][0]["value"] for job in (servers, clients)
+    ]
+    assert (first, documents["JobSet"]["spec"]["network"]["subdomain"]) == (["0", "2"], "products-1")
+
+
+def test_secrets_are_in_the_secret_only(tmp_path: Path) -> None:
+    made = kubernetes(TWO, tmp_path)
+    data = made.secret["stringData"]
+    assert set(data) == {"token", "service.key"}
+    assert not [value for value in (data["token"], *json.loads(data["service.key"]).values()) if value in made.text()]
+
+
+def test_own_files_travel_in_the_config_map(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('hi')\n")
+    (tmp_path / "more.bin").write_bytes(b"\xff\x00")
+    made = kubernetes(TWO, tmp_path, own=("python", "train.py", "more.bin"))
+    (config,) = [each for each in made.manifests if each["kind"] == "ConfigMap"]
+    export = json.loads(config["data"]["export.json"])
+    assert [(item["path"], item["mode"]) for item in export["files"]] == [("more.bin", 0o644), ("train.py", 0o644)]
+    assert (config["data"]["file1"], config["binaryData"]["file0"]) == ("print('hi')\n", "/wA=")
+    (tmp_path / "train.py").write_text("#" * (1 << 20))
+    with pytest.raises(UsageError, match="a ConfigMap of Kubernetes holds 1,048,576"):
+        kubernetes(TWO, tmp_path, own=("python", "train.py"))
+
+
+def test_names_of_resources() -> None:
+    names = {"Products_1": "products-1", "20 things": "run-20-things", "-": "run", "a" * 50: "a" * 31 + "-160b4e43"}
+    assert {text: resource_name(text) for text in names} == names
+    assert all(re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) and len(name) <= 40 for name in names.values())
+
+
+# Scripts
+
+
+@pytest.mark.parametrize("kind", ["bash", "torchrun", "slurm"])
+def test_golden_scripts(kind: str, tmp_path: Path) -> None:
+    output = Path("/jobs/products.sh")
+    script = export_script(kind, request(TWO, tmp_path), {"partition": "gpu", "exclusive": ""}, output)
+    assert json.loads(script.key).keys() == {"public", "secret"}
+    check_text(GOLDEN / f"export_{kind}.sh", script.text)
+    subprocess.run(["bash", "-n"], input=script.text, text=True, check=True)
+
+
+def test_options_of_sbatch() -> None:
+    given = sbatch_options(["nodelist=gpu[01,03-04],requeue", "comment=two words,exclusive=true,overcommit=no"])
+    lines = ["nodelist=gpu[01,03-04]", "requeue", 'comment="two words"', "exclusive"]
+    assert sbatch_lines(given) == [f"#SBATCH --{line}" for line in lines]
+
+
+@pytest.mark.parametrize("kind", ["bash", "torchrun"])
+def test_scripts_of_several_roles(kind: str, tmp_path: Path) -> None:
+    text = export_script(kind, request(ROLES, tmp_path), {}, Path("run.sh")).text
+    assert 'OWN=(0 1 "" "")  # parts' in text
+    assert "PROCS=(0 0 1 1)  # processes" in text
+    assert (
+        "export MASTER_ADDR=gpu1" in text
+        or "LOCAL_WORLD_SIZE=${PROCS[NODE]} MASTER_ADDR=gpu1" in text
+        or "--master-addr=gpu1" in text
+    )
+    assert "if [[ -z ${OWN[NODE]} ]]; then unset GNNFLEET_PARTS; fi" in text
+    assert "if [[ ${PROCS[NODE]} == 0 ]]; then wait; fi" in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_words_of_an_own_command_are_quoted(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    own = ("python", "train.py", "--name", "a $b `c` 'd'")
+    text = export_script("bash", request(TOY, tmp_path, own), {}, None).text
+    (line,) = [line for line in text.splitlines() if "train.py" in line and "LOCAL_RANK" in line]
+    printed = line.split("LOCAL_RANK=$i ")[1].removesuffix(" &")
+    done = subprocess.run(
+        ["bash", "-c", f"PYTHON=python; printf '%s|' {printed}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "python|train.py|--name|a $b `c` 'd'|"
+
+
+# The command
+
+
+MESSAGES = {
+    "--to kubernetes": "--to kubernetes needs --image",
+    "--to bash": "the script needs a key file for the encrypted graph service: give -o FILE",
+    "--to bash --image a": "--image is for --to kubernetes, not for --to bash",
+    "--to torchrun --slurm time=1": "--slurm is for --to slurm, not for --to torchrun",
+    "--to slurm --slurm=-p,gpu": "--slurm -p: give long options of sbatch without --",
+    "--to slurm -o x --slurm nodes=4": "--slurm nodes=4: cluster.yml gives 2; change `nodes`",
+    "--to kubernetes --image a --claim data": "--claim data: give NAME=PATH",
+    "--to kubernetes --image a --set data.mode=verify": "data.folder: /scratch/parts is on no volume of the pods",
+    "--to bash --set data.serving=other": "cannot attach to serving cluster other",
+    "--to bash --set train.resume=old.pt": "an exported run (bash) gets no checkpoint of this machine",
+    "--to slurm -o x --set nodes.0.devices=[0]": "all nodes must be workers with equal procs and devices",
+}
+
+
+@pytest.mark.parametrize("words", MESSAGES)
+def test_messages(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.yml").write_text(TWO)
+    assert run(["export", "-c", "cluster.yml", *words.split()]) == 2
+    captured = capsys.readouterr()
+    assert MESSAGES[words] in captured.err
+    assert captured.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.yml"]
+
+
+def test_files_and_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.yml").write_text(TWO)
+    words = ["export", "-c", "cluster.yml", "--to", "kubernetes", "--image", "a"]
+    assert run([*words, "-o", "run.yml"]) == 0
+    assert (tmp_path / "run.secret.yml").stat().st_mode & 0o777 == 0o600
+    assert "wrote run.yml, run.secret.yml" in capsys.readouterr().err
+    assert run([*words, "-o", "run.yml"]) == 2
+    assert "run.yml exists already; choose another name, or give --force" in capsys.readouterr().err
+    assert run([*words, "-o", "run.yml", "--force"]) == 0
+    capsys.readouterr()
+    assert run(words) == 0
+    kinds = [each["kind"] for each in yaml.safe_load_all(capsys.readouterr().out)]
+    assert kinds == ["PersistentVolumeClaim", "ConfigMap", "JobSet", "Secret"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bash", "torchrun"])
+def test_exported_scripts_train_with_the_losses_of_a_launch(
+    kind: str, tmp_path: Path, compiled_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.yml").write_text(TOY)
+    ports = ["--set", "run.encrypt=on", "--set", "defaults.procs=2"]
+    assert (
+        run(["-c", "cluster.yml", "--plain", "--run-id", "launched", *ports, "--set", "defaults.workdir=w{node_rank}"])
+        == 0
+    )
+    assert run(["export", "-c", "cluster.yml", "--to", kind, "-o", "run.sh", "--run-id", "exported", *ports]) == 0
+    started = [subprocess.Popen([shutil.which("bash"), "run.sh", str(k)], env=dict(os.environ)) for k in (1, 0)]
+    assert [process.wait(150) for process in started] == [0, 0]
+    metrics = {
+        "launched": tmp_path / "runs/launched/metrics.jsonl",
+        "exported": tmp_path / "gnnfleet/runs/exported/node0/metrics-rank0.jsonl",
+    }
+    losses = {
+        name: [
+            line["loss"]
+            for line in map(json.loads, path.read_text().splitlines())
+            if line.get("kind") == "epoch" and line.get("rank", 0) == 0
+        ]
+        for name, path in metrics.items()
+    }
+    assert len(losses["exported"]) == 2
+    assert losses["exported"] == pytest.approx(losses["launched"], abs=1e-6)

@@ -15,8 +15,8 @@ def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
     """Return the outcome of the process that failed first; None if none failed.
 
     Processes that were stopped, and failures that look like consequences, are only returned if there is no other
-    failure. A node that the run continued without counts only if there are other failures and all of them look like
-    consequences.
+    failure. The loss of a node after which the run continued is returned only if there are other failures, and all of
+    them look like consequences.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     serious = [outcome for outcome in failed if not outcome.done_without]

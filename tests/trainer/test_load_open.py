@@ -1,4 +1,4 @@
-"""Tests of opened graphs: properties as of torch_geometric data, and mistakes in opening graphs."""
+"""Tests of opened graphs: the same properties as torch_geometric's data objects, and mistakes in opening graphs."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class DeviceSampler:
         return found
 
     def _counted(self, cost: Cost, subgraph: SampledSubgraph) -> Cost:
-        """Return ``cost`` with the number of all rows of the batch: ``access`` counted only what the CPU gathered."""
+        """Return ``cost`` with all rows of the batch; before, it counts only those that the CPU gathered."""
         if not getattr(self.host.access, "remotes", {}):
             return cost
         with_ids = [edges.edge for edges in subgraph.edges.values() if edges.edge is not None]

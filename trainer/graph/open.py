@@ -44,7 +44,7 @@ class Graph:
         access: Reads edges and rows of all parts, also those on other hosts. In a client this is a ``Gateway``.
         clients: Connections to the graph servers of other hosts, by node rank.
         ranks: Rank and world size of this process.
-        placed: The ranks on the hosts of each part. Default: all ranks for every part.
+        placed: For each part, the ranks on hosts that store it. Default: every rank reads every part.
         source: The user's ``Data``, ``HeteroData`` or (feature store, graph store) if the graph was made from one.
 
     Example:
@@ -250,7 +250,7 @@ def open_graph(
 
     Args:
         cluster_file: ``cluster.json``; None if no other host serves parts.
-        placed: The ranks on the hosts of each part. Default: all ranks for every part.
+        placed: For each part, the ranks on hosts that store it. Default: every rank reads every part.
         remote_access: Topology, cache, rounding and waiting time for data of other hosts.
 
     Raises:

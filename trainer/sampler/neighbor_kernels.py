@@ -114,9 +114,11 @@ def draw_edges(
 
 @_jit
 def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order: Any, moved: Any) -> None:
-    """Shuffle the list begin, begin + 1, … by ``steps`` steps of Fisher-Yates, and write its first places to ``picks``.
+    """Shuffle the ``degree`` numbers from ``begin`` on by ``steps`` steps of Fisher-Yates, and write the first
+    ``len(picks)`` of the result to ``picks``.
 
-    ``order``, int32, must contain 0, 1, 2, …, and does so again after the call. ``moved``: work array.
+    ``drawn``: random key. ``order``, int32, must contain 0, 1, 2, …, and does so again after the call. ``moved``: work
+    array.
     """
     for j in range(steps):
         other = j + draw(drawn, j, degree - j)

@@ -18,7 +18,7 @@ MODULES = read_modules(REPOSITORY)
 ORDER = {
     "launcher": (
         "errors", "command", "hostlist", "files", "text", "yaml_tree", "node", "config", "transport",
-        "plan", "export", "preflight", "report", "sync", "run", "manage", "serving", "setup", "init", "cli",
+        "plan", "export", "preflight", "report", "sync", "run", "manage", "serving", "setup", "rehearse", "init", "cli",
     ),
     "trainer": (
         "core", "store", "data", "sources", "partition", "sampler", "cuda", "service", "graph", "loader", "nn",

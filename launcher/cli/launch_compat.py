@@ -59,7 +59,8 @@ def joined(before: Mapping[str, Any], name: str, after: Sequence[str]) -> tuple[
     return (*(before.get(name) or ()), *after)
 
 
-_ACCEPT_REMOTE = ("launch", "plan", "check", "import")  #: commands that accept torch_geometric's quoted command
+#: Commands that accept torch_geometric's quoted command.
+_ACCEPT_REMOTE = ("launch", "plan", "check", "import", "rehearse")
 
 _REMOTE = re.compile(r"(?!-).*\bpython[0-9.]*\s.*", re.DOTALL)
 

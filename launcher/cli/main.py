@@ -34,6 +34,7 @@ from launcher.cli.options import (
     with_options,
 )
 from launcher.cli.partition_store import STORE_COMMANDS
+from launcher.cli.rehearse import rehearse_command
 from launcher.errors import ConfigError, FleetError, Interrupted, PreflightRefused, UsageError
 from launcher.run.options import LaunchOptions, choose_run_id, read_config
 
@@ -45,11 +46,11 @@ Examples:
   gnnfleet --config cluster.yml --epochs 3 --set train.lr=0.01"""
 
 #: Options that `gnnfleet --help` lists.
-_MOST_USED = ("config", "sets", "detach", "dry_run", "version", "help")
+_MOST_USED = ("config", "sets", "detach", "version", "help")
 
 #: Commands in the order in which a user needs them; commands not listed here follow.
 _ORDER = (
-    *("init", "setup", "import", "check", "plan", "launch", "export", "partition"),
+    *("init", "setup", "import", "check", "plan", "rehearse", "launch", "export", "partition"),
     *("status", "logs", "follow", "attach", "stop", "collect", "resume"),
     *("runs", "profile", "report", "compare", "serve", "completion"),
 )
@@ -207,6 +208,7 @@ for _param in check.params:
 
 gnnfleet.add_command(import_command(config_options))
 gnnfleet.add_command(export_command(config_options))
+gnnfleet.add_command(rehearse_command(config_options))
 
 
 @gnnfleet.command(

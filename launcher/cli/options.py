@@ -21,6 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: Heading in the help of a command → parameter names of its options. Options without an entry go to _LAST_HEADING.
 _HEADINGS = {
     "Config": ("config", "sets"),
+    "Rehearsal": ("fault", "vertices", "folder"),
     "Hosts": ("more_hosts", "nodes", "include", "exclude", "group", "venv", "conda", "python"),
     "Packages": ("packages", "build"),
     "SSH login": ("user", "key", "password", "host_keys"),

@@ -42,6 +42,7 @@ exec {python} -c "from launcher.cli.main import main; main()" "$@"
 """
 TYPED = {
     "gnnfleet sto": "stop",
+    "gnnfleet reh": "rehearse",
     "gnnfleet export --to ku": "export --to kubernetes",
     "gnnfleet logs toy-a": "logs toy-alpha",
     "gnnfleet launch --conf": "launch --config",

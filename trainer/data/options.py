@@ -75,6 +75,7 @@ class SourceOptions:
     )
     target: str | None = None  #: node type of x, y and splits whose names have no type
     reverse_types: bool = False  #: with undirected: add rev_<relation> also for relations within one node type
+    subset: int | None = None  #: number of nodes to keep, with the edges between them; None: the whole graph
     hold_out: str | None = None  #: edge type whose links are partly moved to val_links and test_links
     hold_out_val: float = 0.05  #: share of the links in val_links
     hold_out_test: float = 0.1  #: share of the links in test_links

@@ -16,6 +16,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.hold_out import hold_out_links
 from trainer.data.options import SourceOptions, SyntheticHeteroOptions, SyntheticOptions, parse_options
 from trainer.data.raw_arrays import RawGraph
+from trainer.data.subset import subset_of
 from trainer.sources.file import read_files, source_files
 from trainer.sources.synthetic import make_synthetic, make_synthetic_hetero
 from trainer.sources.table_files import all_files
@@ -55,12 +56,13 @@ def _whole(name: str, source: str | None, options: Options, fingerprint: str, sc
 
         if scratch is None:
             raise ValueError("dataset tables needs a scratch folder")
-        return build_dataset(read_tables(source, options, scratch), options, fingerprint, scratch)
+        tables = build_dataset(read_tables(source, options, scratch), options, fingerprint, scratch)
+        return subset_of(tables, options.subset)
     if isinstance(options, SyntheticOptions):
         return make_synthetic(options, fingerprint)
     if isinstance(options, SyntheticHeteroOptions):
         return make_synthetic_hetero(options, fingerprint)
-    return build_dataset(_read(name, source, options), options, fingerprint)
+    return subset_of(build_dataset(_read(name, source, options), options, fingerprint), options.subset)
 
 
 def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[str, Any] | None = None) -> str:
@@ -73,6 +75,8 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
         (_place(path, source), path.stat().st_size, path.stat().st_mtime_ns) for path in _files(source, parsed, name)
     ]
     record = asdict(parsed)
+    if record.get("subset") is None:  # parts made before this option existed stay valid
+        record.pop("subset", None)
     if isinstance(parsed, TablesOptions):
         record |= {"edges": {type_name(of): asdict(table) for of, table in parsed.edges.items()}}
     text = json.dumps([_GENERATION, name, record, files], sort_keys=True)

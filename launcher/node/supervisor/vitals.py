@@ -52,7 +52,7 @@ class Vitals:
         self.label = label or f"node{node_rank}"
         self.ranks: dict[int, dict[str, Any]] = {}
         self.findings: list[dict[str, Any]] = []
-        self._tails = {rank: _Tail(os.path.join(run_dir, f"metrics-rank{rank}.jsonl"), at_end) for rank in ranks}
+        self._tails = {rank: LineTail(os.path.join(run_dir, f"metrics-rank{rank}.jsonl"), at_end) for rank in ranks}
         self._finite: dict[int, tuple[float, int]] = {}  # rank -> last loss that was a number, and its step
 
     def look(self, now: float, ended: Container[int] = ()) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ class Vitals:
             if (finding := self._take(rank, line, now)) is not None
         ]
         for rank, known in self.ranks.items():
-            at = _progress(os.path.join(self.run_dir, f"progress-rank{rank}"))
+            at = read_progress(os.path.join(self.run_dir, f"progress-rank{rank}"))
             known["done"] = at is not None and at[2] == DONE
             known["at"] = known["at"] if known["done"] else at
             known["ended"] = rank in ended
@@ -120,7 +120,9 @@ def largest(spent: Any) -> list[Any] | None:
     return [most[:_LONGEST_KIND], round(kinds[most] / whole, 3)]
 
 
-class _Tail:
+class LineTail:
+    """Reads the lines of JSON that are appended to a file; it skips lines without ``kind``."""
+
     def __init__(self, path: str, at_end: bool = False) -> None:
         self.path = path
         self._offset = os.path.getsize(path) if at_end and os.path.exists(path) else 0
@@ -159,7 +161,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     return line if isinstance(kind, str) and len(kind) <= _LONGEST_KIND else None
 
 
-def _progress(path: str) -> list[Any] | None:
+def read_progress(path: str) -> list[Any] | None:
     """Read ``[epoch, step, phase]`` from a rank's progress file; None when it does not exist or is incomplete."""
     try:
         with open(path, "rb", buffering=0) as file:

@@ -1,0 +1,127 @@
+"""Turns the config of a cluster into that of its rehearsal: the same nodes, ranks and settings on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
+from launcher.errors import UsageError
+
+#: Vertices of generated graphs whose options do not contain num_nodes; trainer/data/options.py has these defaults.
+_GENERATED = {"synthetic": 20_000, "synthetic-hetero": 10_000}
+
+#: Prefixes of environment variables that name devices or network interfaces of the real hosts.
+_HARDWARE = ("CUDA_", "GLOO_", "NCCL_")
+
+
+def local_config(config: ClusterConfig, folder: Path, vertices: int) -> ClusterConfig:
+    """Return the config of a rehearsal of ``config``.
+
+    Nodes, roles, processes per node and settings are the same. All nodes run on this machine, on the CPU, with the
+    Python of this program, on any free ports and without a checkpoint to resume from.
+
+    Args:
+        config: the config of the cluster, with the selected nodes only.
+        folder: absolute path of the folder for the parts and the nodes' work folders.
+        vertices: most vertices of the graph.
+
+    Raises:
+        UsageError: the graph belongs to a serving cluster, or cannot be thinned.
+    """
+    return replace(
+        config,
+        name=f"{config.name}-rehearsal",
+        transport="local",
+        slurm={},
+        slurm_job=None,
+        nodes=tuple(_node(node, folder) for node in config.nodes),
+        data=_data(config.data, len(config.holders), folder, vertices),
+        train=_train(config.train),
+        run=_run(config.run, encrypt=config.run.encrypt == "auto" and config.transport != "local"),
+    )
+
+
+def _node(node: NodeConfig, folder: Path) -> NodeConfig:
+    env = {name: value for name, value in node.env.items() if not name.startswith(_HARDWARE)}
+    return NodeConfig(
+        host="localhost",
+        role=node.role,
+        procs=node.nproc or None,
+        batch_share=node.batch_share,
+        workdir=f"{folder}/node{{node_rank}}",
+        env=env,
+    )
+
+
+def _data(data: DataConfig, nodes: int, folder: Path, vertices: int) -> DataConfig:
+    if data.serving:
+        raise UsageError(
+            f"data.serving: the graph of `{data.serving}` exists only on its servers, so this config cannot be "
+            "rehearsed; rehearse the config of the serving cluster, or give a graph with --dataset and --set "
+            "data.serving=null"
+        )
+    options = thinned_options(data, vertices)
+    made_of = [data.dataset, data.source, options, data.num_parts, nodes, asdict(data.partition)]
+    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True, default=str).encode()).hexdigest()
+    return replace(
+        data,
+        options=options,
+        folder=f"{folder}/parts-{digest[:12]}",  # the partitioner does not replace the parts of another graph
+        mode="sync",
+        store=None,
+        store_options={},
+        store_limit=None,
+    )
+
+
+def thinned_options(data: DataConfig, vertices: int) -> Mapping[str, Any]:
+    """Return ``data.options`` for a graph of at most ``vertices`` vertices.
+
+    Graphs that are generated become smaller; graphs that are read are reduced to a subset. Raises UsageError for a
+    partition folder.
+    """
+    if data.dataset == "partition":
+        raise UsageError(
+            "data.dataset: the graph of a partition folder cannot be thinned; rehearse on another graph, for instance "
+            "--dataset synthetic, with options as --set data.options.num_features=128"
+        )
+    if data.dataset not in _GENERATED:
+        return {**data.options, "subset": min(vertices, data.options.get("subset") or vertices)}
+    whole = _number(data.options.get("num_nodes"), _GENERATED[data.dataset])
+    size = min(int(whole), vertices)
+    counts = {name: _number(data.options.get(name), 0) for name in ("train", "val", "test")}
+    scaled = {name: max(1, int(count * size / whole)) for name, count in counts.items() if count >= 1 and size < whole}
+    return {**data.options, **scaled, "num_nodes": size}
+
+
+def _number(value: Any, default: float) -> float:
+    try:
+        return max(float(value), 0.0) or default
+    except (TypeError, ValueError):  # the trainer reports other values
+        return default
+
+
+def _train(train: TrainConfig) -> TrainConfig:
+    return replace(
+        train,
+        backend="gloo" if train.backend == "nccl" else train.backend,
+        sampling="cpu" if train.sampling == "cuda" else train.sampling,
+        device_cache="0",
+        resume=None,
+    )
+
+
+def _run(run: RunConfig, *, encrypt: bool) -> RunConfig:
+    return replace(
+        run,
+        master_addr="auto",
+        master_port="auto",
+        service_port="auto",
+        control_port="auto",
+        encrypt="on" if encrypt else run.encrypt,
+    )

@@ -1,0 +1,91 @@
+"""Rehearses a run: launches its plan on this machine, with a thinned graph and, on request, a fault."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from launcher.config.loader import load_config, to_yaml
+from launcher.config.resolve import ResolvedConfig, resolve_run
+from launcher.config.schema import ClusterConfig
+from launcher.errors import FleetError, UsageError
+from launcher.files import write_whole
+from launcher.plan.build import offline_plan
+from launcher.rehearse.faults import Fault, FaultInjector
+from launcher.rehearse.local_config import local_config
+from launcher.report.report import RunReport
+from launcher.run.launch import launch
+from launcher.run.options import LaunchOptions, choose_run_id, read_config
+from launcher.text import count
+
+
+@dataclass(frozen=True)
+class RehearseOptions:
+    launch: LaunchOptions
+    folder: Path  #: for the parts, the nodes' work folders, and the cluster.yml of the rehearsal
+    vertices: int  #: most vertices of the graph
+    fault: Fault | None = None
+
+
+def rehearse(options: RehearseOptions, console: Console) -> RunReport:
+    """Run a rehearsal to its end, and return the report of its run.
+
+    Writes ``folder/cluster.yml``, the config of the rehearsal; the run is launched from that file, so that all commands
+    on runs work on it. Raises UsageError and ConfigError for mistakes of the user, and FleetError if the run has ended
+    before the step of the fault.
+    """
+    folder = options.folder.expanduser().absolute()
+    config = read_config(options.launch)
+    file = folder / "cluster.yml"
+    _write(file, to_yaml(local_config(config, folder, options.vertices)))
+    rehearsed = load_config(file)
+    resolved = resolve_run(rehearsed)
+    if options.fault:
+        options.fault.check(resolved)
+    run_id = choose_run_id(rehearsed, options.launch.run_id)
+    _describe(config, resolved, file, console)
+    launched = replace(options.launch, config=file, overrides=(), include=(), exclude=(), run_id=run_id)
+    injector = _injector(options, resolved, run_id, console)
+    with injector or nullcontext():
+        report = launch(rehearsed, launched, console)
+    if injector and not injector.happened and report.state == "done":
+        raise FleetError(
+            f"the fault {options.fault} did not happen: the run ended after {count(injector.steps, 'step')}; name an "
+            "earlier step, or train more epochs (--epochs)"
+        )
+    return report
+
+
+def _injector(options: RehearseOptions, config: ResolvedConfig, run_id: str, console: Console) -> FaultInjector | None:
+    if options.fault is None:
+        return None
+    return FaultInjector(options.fault, offline_plan(config, run_id, options.launch.own_command), console)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        write_whole(file, text, private=True)
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename or file}: {error.strerror}; choose another folder for the rehearsal with --folder"
+        ) from None
+
+
+def _describe(config: ClusterConfig, rehearsed: ResolvedConfig, file: Path, console: Console) -> None:
+    if config.transport != "local":
+        shown = [f"node{k} stands for {node.host}" for k, node in enumerate(config.nodes[:8])]
+        more = [f"{len(config.nodes) - 8} more"] if len(config.nodes) > 8 else []
+        console.print(Text(f"rehearsal: {', '.join([*shown, *more])}"), soft_wrap=True)
+    size = rehearsed.data.options.get("num_nodes") or rehearsed.data.options.get("subset")
+    lines = [f"rehearsal: {rehearsed.data.dataset} with at most {size:,} vertices; its config is {file}"]
+    cpus = os.cpu_count() or 1
+    if rehearsed.world_size > cpus:
+        processes = count(rehearsed.world_size, "training process", "es")
+        lines.append(f"note: {processes} share {count(cpus, 'processor')}; times say nothing about the cluster")
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)

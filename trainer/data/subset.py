@@ -1,0 +1,119 @@
+"""Reduces a ``Dataset`` to a subset of its nodes and the edges between them, for rehearsals and first tries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.core.errors import DataError
+from trainer.core.schema import EdgeType, NodeType
+from trainer.data.dataset import Dataset, EdgeData, NodeData
+
+_Flags = npt.NDArray[np.bool_]
+
+_SEED = 0  # the same subset everywhere
+
+_FIRST_SHARE = 0.1  # share of the subset that is drawn before neighbours are added
+
+
+def subset_of(dataset: Dataset, num_nodes: int | None) -> Dataset:
+    """Return the subgraph that a snowball sample of at most ``num_nodes`` nodes induces; None: the whole graph.
+
+    A tenth of the nodes is drawn at random: of each split alike, or of all nodes of a graph without splits. Then
+    neighbours along incoming edges are added, hop by hop, and at last random nodes (L. A. Goodman, "Snowball
+    sampling", 1961). So the nodes in splits keep neighbours, of which an independent draw would leave few. The draw is
+    the same each time. Nodes keep their order; they are numbered anew, from 0.
+
+    Raises:
+        DataError: ``num_nodes`` is less than 1, or graph attributes hold links, whose ends would be missing.
+    """
+    if num_nodes is None or 0 < dataset.num_nodes <= num_nodes:
+        return dataset
+    if num_nodes < 1:
+        raise DataError(f"dataset {dataset.name}: option subset must be at least 1, not {num_nodes}")
+    links = [name for name in dataset.graph_attrs if name.endswith("_links")]
+    if links:
+        raise DataError(
+            f"dataset {dataset.name}: option subset cannot be used with {', '.join(links)}, as nodes of these links "
+            "would be missing"
+        )
+    kept = _snowball(dataset, num_nodes)
+    numbers = {of: np.cumsum(flags) - 1 for of, flags in kept.items()}
+    return replace(
+        dataset,
+        nodes={of: _kept_nodes(data, kept[of], numbers[of]) for of, data in dataset.nodes.items()},
+        edges={of: _kept_edges(of, data, kept, numbers) for of, data in dataset.edges.items()},
+        notes=(*dataset.notes, f"a subset of {num_nodes:,} of {dataset.num_nodes:,} nodes (option subset)"),
+    )
+
+
+def _snowball(dataset: Dataset, num_nodes: int) -> dict[NodeType, _Flags]:
+    """Return which nodes belong to the subset, bool [N] for each type; ``num_nodes`` of them are true."""
+    rng = np.random.default_rng(_SEED)
+    kept: dict[NodeType, _Flags] = {of: np.zeros(data.num_nodes, bool) for of, data in dataset.nodes.items()}
+    pools = [(of, ids) for of, data in dataset.nodes.items() for ids in data.splits.values() if len(ids)]
+    pools = pools or [(of, np.arange(data.num_nodes)) for of, data in dataset.nodes.items() if data.num_nodes]
+    for of, ids in pools:
+        wanted = max(1, int(num_nodes * _FIRST_SHARE / len(pools)))
+        _add(kept, {of: ids}, min(wanted, _left(kept, num_nodes)), rng)
+    while left := _left(kept, num_nodes):
+        near = _in_neighbors(dataset, kept)
+        if not near:
+            near = {of: np.flatnonzero(~flags) for of, flags in kept.items()}
+        _add(kept, near, left, rng)
+    return kept
+
+
+def _left(kept: Mapping[NodeType, _Flags], num_nodes: int) -> int:
+    return num_nodes - sum(int(np.count_nonzero(flags)) for flags in kept.values())
+
+
+def _in_neighbors(dataset: Dataset, kept: Mapping[NodeType, _Flags]) -> dict[NodeType, npt.NDArray[np.int64]]:
+    """Return the nodes outside the subset with an edge to a node inside, by type; types without any are left out."""
+    reached = {of: np.zeros(len(flags), bool) for of, flags in kept.items()}
+    for (source, _, target), data in dataset.edges.items():
+        reached[source][data.edge_index[0][kept[target][data.edge_index[1]]]] = True
+    found = {of: np.flatnonzero(flags & ~kept[of]) for of, flags in reached.items()}
+    return {of: ids for of, ids in found.items() if len(ids)}
+
+
+def _add(
+    kept: Mapping[NodeType, _Flags],
+    pools: Mapping[NodeType, npt.NDArray[np.int64]],
+    number: int,
+    rng: np.random.Generator,
+) -> None:
+    """Add at most ``number`` nodes, drawn at random from all ``pools`` together."""
+    types = list(pools)
+    ends = np.cumsum([len(pools[of]) for of in types])
+    chosen = np.arange(ends[-1]) if ends[-1] <= number else rng.choice(ends[-1], number, replace=False)
+    for k, of in enumerate(types):
+        first = ends[k] - len(pools[of])
+        kept[of][pools[of][chosen[(chosen >= first) & (chosen < ends[k])] - first]] = True
+
+
+def _kept_nodes(data: NodeData, kept: _Flags, numbers: npt.NDArray[np.int64]) -> NodeData:
+    return replace(
+        data,
+        num_nodes=int(np.count_nonzero(kept)),
+        attrs={name: values[kept] for name, values in data.attrs.items()},
+        splits={name: numbers[ids[kept[ids]]] for name, ids in data.splits.items()},
+    )
+
+
+def _kept_edges(
+    of: EdgeType,
+    data: EdgeData,
+    kept: Mapping[NodeType, _Flags],
+    numbers: Mapping[NodeType, npt.NDArray[np.int64]],
+) -> EdgeData:
+    inside = np.flatnonzero(kept[of[0]][data.edge_index[0]] & kept[of[2]][data.edge_index[1]])
+    ends = [numbers[of[end]][data.edge_index[row][inside]] for row, end in ((0, 0), (1, 2))]
+    return replace(
+        data,
+        edge_index=np.stack(ends).astype(data.edge_index.dtype),
+        attrs={name: values[inside] for name, values in data.attrs.items()},
+    )

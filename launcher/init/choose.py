@@ -99,7 +99,7 @@ def shared_environments(facts: Mapping[int, HostFacts]) -> tuple[SharedEnvironme
 def devices(host: HostFacts, environment: Environment | None) -> tuple[Gpu, ...]:
     """Return the GPUs that a node may use: the free ones, or none if the environment's torch is built without CUDA.
 
-    Without an environment these are the free ones, too: ``gnnfleet setup`` installs a build of torch with CUDA there.
+    If ``environment`` is None, the free GPUs are returned: ``gnnfleet setup`` will install a torch with CUDA there.
     """
     if environment is not None and not environment.versions.get("cuda"):
         return ()

@@ -47,8 +47,9 @@ class RunFileSeen:
 def discovered(config: ClusterConfig, config_path: Path, run: str | None) -> Iterator[OpenRun]:
     """Find a run on the hosts of ``config`` (read from ``config_path``) and open it.
 
-    ``run``: the run's id or a part of it; None: the newest run. ``config`` may list the hosts of
-    the run in another order than at launch, and further hosts. Raises UsageError if no run or several runs match, FleetError if no host can be reached.
+    ``run``: the run's id or a part of it; None: the newest run. ``config`` may list the run's hosts in another order
+    than at launch, and further hosts. Raises UsageError if no run or several runs match, FleetError if no host can be
+    reached.
     """
     attempts = connect_all(config)
     try:
@@ -135,7 +136,8 @@ def _read_plan(seen: list[RunFileSeen], attempts: Mapping[int, Transport | Trans
 def _match_hosts(plan: LaunchPlan, config: ClusterConfig, seen: list[RunFileSeen]) -> dict[int, int]:
     """Return, for each node_rank of the run, the index of its node in ``config``.
 
-    This is the node with the same login, else with the same host, else one whose host has files of this node_rank.
+    The node in ``config`` is one with the same login. If there is none, it is one with the same host, or else one on
+    whose host ``seen`` has files of this node_rank. A node_rank without such a node is left out.
     """
     logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
     hosts = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}

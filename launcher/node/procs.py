@@ -78,8 +78,9 @@ def descendants(pid: int, processes: Iterable[Process] | None = None) -> list[Pr
 
 
 def node_token(token: str, node_rank: int) -> str:
-    """Return GNNFLEET_TOKEN for the processes of a run on one node; it differs between nodes, which may share a
-    machine.
+    """Return the value of GNNFLEET_TOKEN for the processes of a run on one node.
+
+    Each node has another value, because two nodes may share a machine.
     """
     return f"{token}-node{node_rank}"
 

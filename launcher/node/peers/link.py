@@ -32,7 +32,8 @@ Message = dict[str, Any]
 class Link:
     """One end of a connection between two supervisors.
 
-    ``received(message)`` is called for each message; ``closed(reason)`` when the connection ends without ``close``.
+    ``received(message)`` is called for each message. ``closed(reason)`` is called if the connection ends without a call
+    of ``close``.
     """
 
     def __init__(

@@ -120,7 +120,8 @@ class Member:
     def table(self) -> dict[str, dict[str, Any]]:
         """The state of each other node, as the hub last reported it.
 
-        "age": seconds since the hub received a message of the node; for the hub itself, since this node received one.
+        "age": seconds since the hub last received a message from that node. For the hub itself: seconds since this node
+        last received a message from the hub.
         """
         now = time.monotonic()
         rows = {k: {**row, "age": _add(row["age"], now - self._peers_received)} for k, row in self._peers.items()}

@@ -168,7 +168,7 @@ def embed_all(graph, relation, options, encode):
 def evaluate(links, num_nodes, score):
     """Return MRR, Hits and AUC of the links: each target is ranked among 1,000 uniformly drawn nodes.
 
-    The drawn nodes are the same for any number of processes.
+    The drawn nodes are the same for any number of processes. ``score(src, dst)`` returns the scores of links.
     """
     sums, chunks = gf.nn.LinkSums(), torch.from_numpy(links.copy()).split(64, dim=1)
     for number in range(dist.get_rank(), len(chunks), dist.get_world_size()):

@@ -32,9 +32,10 @@ class SharedEnvironment:
 def choose(request: InitRequest, facts: Mapping[int, HostFacts]) -> Choice:
     """Return for each host the environment to use, or None if none is usable.
 
-    An environment that the request names is used. Otherwise environments with torch are ranked by: all packages
-    present, the versions that most hosts have, a CUDA build on hosts with GPUs, the path that most hosts have. Without
-    SSH, the Python of this process is used.
+    An environment that the request names is used. Otherwise, environments with torch are ranked by these criteria, the
+    most important first: all packages are present; the versions are those that most hosts have; torch is built with
+    CUDA if the host has GPUs, else without; the path is the one that most hosts have. Without SSH, the Python of this
+    process is used.
     """
     if request.local and not request.environment:  # the first environment is the Python of this process
         return {k: next(iter(host.environments), None) for k, host in facts.items()}

@@ -140,8 +140,7 @@ def send_group(pgid: int, number: int) -> None:
 
 
 def end(find: Callable[[], list[Process]], grace: float, wait: Callable[[], object] | None = None) -> list[Process]:
-    """Send SIGTERM to the processes that ``find`` returns, SIGKILL after ``grace`` seconds; return those that still
-    run.
+    """Send SIGTERM to the processes that ``find`` returns; after ``grace`` seconds, SIGKILL. Return those left.
 
     ``find`` is called repeatedly, so that processes started meanwhile are ended too. Gives up 5 s after the grace
     period. ``wait``: called between two calls of ``find``; by default it sleeps 50 ms.

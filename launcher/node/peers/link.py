@@ -53,8 +53,9 @@ class Link:
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Send a message, later if the socket is not writable; closes the connection at more than ``MAX_UNSENT`` unsent
-        bytes.
+        """Send a message; if the socket is not writable, later.
+
+        Closes the connection if more than ``MAX_UNSENT`` bytes are unsent.
         """
         if not self._open or self._broken:
             return

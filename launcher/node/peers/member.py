@@ -167,7 +167,7 @@ class Member:
         self.stacks_wanted, self._known_final, self._own = False, False, None
 
     def leave(self) -> None:
-        """Leave a hub that counts as lost: close the connection, but first tell the hub, as it may be alive."""
+        """Close the connection to a hub that counts as lost. The hub is told first, as it may be alive."""
         if self._proven is not None:
             self._proven.send({"away": 1})
         self.close()

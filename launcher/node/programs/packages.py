@@ -81,7 +81,7 @@ def folders() -> list[str]:
 
 
 def by_metadata(package: str) -> str:
-    """Return the version of a package that ``installed`` does not find (egg, develop link, zip file); '' if absent."""
+    """Return the version of a package that ``installed`` misses (egg, develop link, zip file); '' if it is absent."""
     from importlib import metadata
 
     try:

@@ -99,7 +99,10 @@ def _rows(case: Case, folder: Path, num_parts: int, method: str, held: int | Non
 
 
 def _epoch(case: Case, folder: Path, num_parts: int, held: int | None, size: str) -> tuple[Cost, float, float]:
-    """Load an epoch. Returns its ``Cost``, the predicted remote bytes, and the CPU seconds of filling the cache."""
+    """Load an epoch. Returns its ``Cost``, the predicted remote bytes, and the CPU seconds of filling the cache.
+
+    held: number of earlier batches whose remote rows are kept; None for the default. size: size of the row cache.
+    """
     graph = _host(folder, num_parts, held)
     loader = BatchLoader(graph, LoaderSettings("train", case.fanouts, case.batch), 0, graph.layout)
     group, began = RankGroup(Ranks(), torch.device("cpu")), time.process_time()

@@ -37,7 +37,10 @@ def run(small: bool) -> list[Row]:
 
 
 def in_process(way: str, small: bool) -> tuple[float, float, float]:
-    """Partition in a new process. Returns seconds, GB of additional peak memory, and the share of cut edges."""
+    """Partition in a new process. Returns seconds, GB of additional peak memory, and the share of cut edges.
+
+    way: partition method, or "pymetis alone".
+    """
     ours, theirs = SPAWN.Pipe()
     worker = SPAWN.Process(target=measure, args=(way, small, theirs))
     worker.start()

@@ -61,7 +61,7 @@ def phases(
 ) -> list[Row]:
     """Launch twice. Return the seconds of each phase of the second launch, and of all phases together.
 
-    torch: seconds of `import torch`, for comparison.
+    nodes, more: ``nodes`` and further sections of cluster.yml. torch: seconds of `import torch`, for comparison.
     """
     config = folder / "cluster.yml"
     data = {"dataset": "synthetic", "options": GRAPH, "folder": "parts"}

@@ -102,7 +102,7 @@ class Setup:
         return [bring(self.loaders["cpu"].load(share)) for share in self.shares]
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return the median time of a call of ``work``, until the device has finished. One warm-up call comes first."""
+        """Return the median seconds that ``work`` takes, work on the device included. An untimed call comes first."""
         work()
         return median(self._once(work) for _ in range(self.repeats))
 
@@ -198,7 +198,7 @@ def whole_graph(setup: Setup) -> Data:
 
 
 def gathering(setup: Setup) -> Iterator[Row]:
-    """Measure at how many GB/s rows of ``x`` are gathered from pinned host memory, and from a cache on the device."""
+    """Measure the GB/s of gathering rows of ``x``, from pinned host memory and from a cache on the device."""
     graph, device = setup.graph, setup.device
     sampler: Any = setup.loaders["cuda"]._device_sampler
     ids = [batch.n_id for batch in setup.held]  # one part: global and original ids are the same rows in another order

@@ -33,8 +33,9 @@ class Layers:
         return batch.x
 
     def layer(self, number, blocks, rows, num_dst, degree):
-        """Compute the output rows of some nodes from the input rows of all their neighbours. A block stores edges as
-        CSR by target.
+        """Return the rows that layer ``number`` computes for the first ``num_dst`` nodes, the targets.
+
+        rows: input of the targets and of all their neighbours. blocks: the edges, as CSR by target.
         """
         x, block = rows[gf.HOMO_NODE], blocks[gf.HOMO_EDGE]
         targets = torch.repeat_interleave(torch.arange(block.num_dst), block.indptr.diff())

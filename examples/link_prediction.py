@@ -47,7 +47,7 @@ class Model(nn.Module):
     def forward(self, batch, rows):
         """Return the scores of the links, [n], and of their negatives, [n, SHARED].
 
-        The negatives of a link are its own and those of the next SHARED - 1 links.
+        The batch has one negative target per link. A link also uses those of the next SHARED - 1 links.
         """
         src, dst = self.encode(batch, rows)
         src, ends = src[nodes(batch, self.source).src_index], nodes(batch, self.target)
@@ -148,7 +148,8 @@ def popularity(links, num_nodes):
 def embed_all(graph, relation, options, encode):
     """Return the embeddings of all nodes of the source type and of the target type, on every rank.
 
-    Each tensor takes nodes * hidden * 4 bytes of memory on every rank.
+    Each tensor takes nodes * hidden * 4 bytes of memory on every rank. ``encode(batch)`` returns the embeddings of a
+    batch's source and target nodes.
     """
     types = dict.fromkeys(relation[::2])
     seeds = dict.fromkeys(types) if graph.manifest.hetero else None
@@ -167,7 +168,7 @@ def embed_all(graph, relation, options, encode):
 def evaluate(links, num_nodes, score):
     """Return MRR, Hits and AUC of the links: each target is ranked among 1,000 uniformly drawn nodes.
 
-    The drawn nodes are the same for any number of processes.
+    The drawn nodes are the same for any number of processes. ``score(src, dst)`` returns the scores of links.
     """
     sums, chunks = gf.nn.LinkSums(), torch.from_numpy(links.copy()).split(64, dim=1)
     for number in range(dist.get_rank(), len(chunks), dist.get_world_size()):

@@ -45,7 +45,8 @@ def main() -> None:
 def weighted(relations: dict[str, np.ndarray], num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
     """Merge all relations into one undirected graph without self loops: edges int64 [2, E], weights float32 [E].
 
-    A pair of packages with several relations gets the largest of their weights.
+    ``relations``: pairs of packages, [2, n], by name of the relation. A pair with several relations gets the largest
+    of their weights.
     """
     keys, weights = [], []
     for name, (src, dst) in relations.items():

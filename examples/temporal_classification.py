@@ -27,9 +27,9 @@ def main() -> None:
 
 
 def look_ahead(graph, options, rule):
-    """Sample for all test seeds; return the number of sampled nodes later than their seed, and of all sampled nodes.
+    """Sample for all test seeds. Return how many sampled nodes are later than their seed, and how many there are.
 
-    Seeds do not count.
+    Both numbers leave out the seeds. ``rule``: more arguments of ``DistNeighborLoader``.
     """
     later = neighbours = 0
     for batch in gf.DistNeighborLoader(

@@ -1,4 +1,4 @@
-"""Weighted sampling: draws neighbours with probability proportional to edge weight. Compared with uniform sampling.
+"""Weighted sampling, compared with uniform: draws neighbours with probability proportional to edge weight.
 
     python -m trainer partition make --dataset synthetic --option edge_weight=true --out parts/weighted
     python examples/weighted_sampling.py --parts parts/weighted

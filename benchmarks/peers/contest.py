@@ -54,7 +54,7 @@ class Contender:
 
     @property
     def parts(self) -> Path | None:
-        """Folder of the partition that the system reads, made at the first access; None if it reads none."""
+        """Folder of the partition that the system reads, made at the first access; None if the system reads none."""
         return self.make_parts() if self.make_parts else None
 
     @property

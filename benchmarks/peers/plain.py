@@ -15,7 +15,7 @@ from trainer.sources.load import load_dataset
 def plain_graph(small: bool) -> Path:
     """Return the folder of the large or small benchmark graph. The first call writes it.
 
-    Files: edge_index.npy [2, E], x.npy, y.npy, train.npy, val.npy, test.npy; nodes have their original ids.
+    Files: edge_index.npy [2, E], x.npy, y.npy, train.npy, val.npy, test.npy. All of them use original ids.
     """
     return _written(CACHE / f"plain-{'small' if small else 'large'}", SMALL if small else LARGE)
 

@@ -44,7 +44,7 @@ def table(section: str, found: Found, took: float, floor: float | None) -> str:
 
 
 def floor_of(section: str, found: Found, layers: list[list[int]] | None, machine: Machine, size: str) -> float | None:
-    """Return a lower bound of a section's seconds, or None if sizes that it depends on were not measured.
+    """Return a lower bound of a section's seconds; None if a size needed for it was not measured.
 
     layers: [targets, sources, edges] of each layer in an epoch of gnnfleet's ``BatchLoader``.
     """

@@ -68,8 +68,8 @@ _REMOTE = re.compile(r"(?!-).*\bpython[0-9.]*\s.*", re.DOTALL)
 def foreign_options(command: F) -> F:
     """Decorator that adds the options for files of other launchers.
 
-    These are ``--nodes``, ``--dataset``, ``--group``, ``--venv`` and ``--conda``; hidden from ``--help`` are the flags
-    of torch_geometric's launch.py.
+    These are ``--nodes``, ``--dataset``, ``--group``, ``--venv`` and ``--conda``, and the flags of torch_geometric's
+    launch.py. ``--help`` does not show the latter.
     """
     given = (
         click.option(
@@ -108,9 +108,9 @@ def _hidden(name: str, **more: Any) -> Callable[[F], F]:
 
 
 def without_remote(ctx: click.Context, words: Sequence[str]) -> list[str]:
-    """Return the arguments ``words`` without the training command, which torch_geometric's launch.py takes in quotes.
+    """Return the arguments ``words`` without the quoted training command of torch_geometric's launch.py.
 
-    The command is stored in ``ctx.meta["remote"]``. ``--extra_envs A=1 B=2`` becomes
+    The training command is stored in ``ctx.meta["remote"]``. ``--extra_envs A=1 B=2`` becomes
     ``--extra-env A=1 --extra-env B=2``.
     """
     left: list[str] = []
@@ -199,9 +199,10 @@ def import_command(config_options: Callable[[click.Command], click.Command]) -> 
 
 
 def imported(options: LaunchOptions, folder: Path) -> str:
-    """Return the text of a cluster.yml in ``folder`` with the settings of another launcher's file and flags.
+    """Convert another launcher's file and flags; return the text of a cluster.yml.
 
-    Raises ConfigError for problems in the file, and UsageError if it is not a file of another launcher.
+    ``folder``: where the cluster.yml will be stored; its relative paths start there. Raises ConfigError for problems in
+    the launcher's file, and UsageError if the file is not one of another launcher.
     """
     from launcher.config.importers.detect import read_foreign
     from launcher.config.importers.export import cluster_yml

@@ -47,7 +47,7 @@ def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
 def _devices(environ: Mapping[str, str]) -> tuple[int, ...]:
     """Return the ids of the job's GPUs as processes on this node see them.
 
-    With cgroups (ConstrainDevices) they count from 0; otherwise CUDA_VISIBLE_DEVICES has those that Slurm has chosen.
+    They are the ids in CUDA_VISIBLE_DEVICES if it has one for each GPU of the job on this node, else 0, 1, ….
     """
     if not environ.get("SLURM_GPUS_ON_NODE", "").isdecimal():
         return ()
@@ -60,9 +60,9 @@ def _devices(environ: Mapping[str, str]) -> tuple[int, ...]:
 def with_allocation(tree: Section, environ: Mapping[str, str], report: Report) -> Section:
     """Return the config ``tree`` with the nodes of the allocation, if it has ``transport: slurm``.
 
-    ``nodes`` may be absent (all hosts), a number (that many), or a list, whose entries give the other settings of the
-    first, second … host; further hosts have those of the last entry. ``slurm_job`` is set to the job of the allocation.
-    A tree that has ``slurm_job`` already, as in the run folder of an earlier launch, is returned as it is.
+    ``nodes`` may be absent (all hosts are used), the number of hosts to use, or a list. Entry k of the list has the
+    other settings of host k; the last entry also applies to all further hosts. ``slurm_job`` is set to the job of the
+    allocation. A tree that has ``slurm_job`` already, as in the run folder of an earlier launch, is returned unchanged.
     """
     transport, job = tree.items.get("transport"), tree.items.get("slurm_job")
     if not isinstance(transport, Scalar) or transport.text != "slurm" or _filled(job):
@@ -108,7 +108,10 @@ def _entries(listed: Tree, hosts: tuple[str, ...], origin: Origin, devices: tupl
 
 
 def _placeholders(tree: Section, listed: Tree, wanted: int) -> tuple[str, ...]:
-    """Return a placeholder for each node of a job that is submitted with this config; () if their number is unknown."""
+    """Return a placeholder for each node of the future job of the config ``tree``; () if their number is unknown.
+
+    The number is ``slurm.nodes``, else ``wanted`` if it is not 0, else the length of the list ``listed``.
+    """
     options = tree.items.get("slurm")
     number = options.items.get("nodes") if isinstance(options, Section) else None
     if isinstance(number, Scalar) and number.text.isdecimal() and len(number.text) < 6:

@@ -128,7 +128,10 @@ def _with_devices(
 
 
 class _Names:
-    """The node_ranks for each name of a node: its host, with or without domain, user and port, or ``node3``."""
+    """Finds the node_ranks of nodes by name.
+
+    A node's name is its host, with or without domain, user and port, or ``node3`` for node_rank 3.
+    """
 
     def __init__(self, config: ClusterConfig) -> None:
         self.full: dict[str, list[int]] = {}

@@ -108,8 +108,8 @@ def _long_form(tree: Tree, path: str, word: str) -> Tree:
 def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:
     """Return ``config`` with relative paths made absolute, starting from the file that contains them.
 
-    ``runs_dir`` stays relative to the current directory. Reports as problems: a relative path on an SSH host, and a
-    missing file of ``run.files``.
+    ``runs_dir`` stays relative to the current directory. A relative path on an SSH host and a missing file of
+    ``run.files`` are reported as problems.
     """
     local = config.transport == "local"
     nodes = tuple(_node(node, k, local, reader) for k, node in enumerate(config.nodes))
@@ -183,8 +183,8 @@ def load_config(
 ) -> ClusterConfig:
     """Read the file, apply overrides, select nodes, and check the result.
 
-    Each node of the file is checked by itself, and then the cluster of the selected nodes as a whole. A file of another
-    launcher is converted first.
+    A file of another launcher is converted first. All nodes of the file are checked one by one; then the selected nodes
+    are checked together.
 
     ``choose``: returns the config with only the selected nodes. ``foreign``: the converted file, if the caller has
     converted it already. Raises ConfigError with all problems found.
@@ -226,7 +226,7 @@ def overridden(path: Path, overrides: Sequence[str], foreign: Foreign | None, re
 
 
 def _decides_nodes(override: str) -> bool:
-    """Whether an override can change which nodes there are; it is then applied before those of single nodes."""
+    """Whether an override can change which nodes the config has. Such overrides are applied before all others."""
     key, equals, _ = override.partition("=")
     key = key.strip() if equals else ""
     return key in ("nodes", "transport", "slurm_job") or key.partition(".")[0] == "slurm"

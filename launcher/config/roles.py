@@ -84,8 +84,8 @@ def gateways(config: ClusterConfig) -> tuple[int, ...]:
 def holdings(config: ClusterConfig) -> tuple[HeldParts, ...]:
     """Return the parts of each node.
 
-    Each holder has one block of consecutive part ids. With ``data.replicas`` > 1 it also has copies of the blocks of
-    the ``replicas - 1`` holders before it, cyclically.
+    Each holder has one block of consecutive part ids. With ``data.replicas`` > 1, a holder also has copies of the
+    blocks of the ``replicas - 1`` holders before it, counted in a circle.
     """
     holders, num_parts = config.holders, config.num_parts
     blocks = [part_block(i, len(holders), num_parts) for i in range(len(holders))]

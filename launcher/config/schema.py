@@ -41,7 +41,10 @@ Role = Literal["worker", "server", "client"]
 
 
 def login_text(user: str | None, host: str, port: int | None) -> str:
-    """Return ``user@host:port`` without the parts that are None. An IPv6 address before a port is put in brackets."""
+    """Return ``user@host:port``. A user or port that is None is left out.
+
+    An IPv6 address before a port is put in brackets.
+    """
     name = f"[{host}]:{port}" if port and ":" in host else f"{host}:{port}" if port else host
     return f"{user}@{name}" if user else name
 

@@ -95,7 +95,7 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
 def check_cache_size(key: str, text: str, rows: str, reader: Reader) -> None:
     """Report a cache size that cannot be parsed.
 
-    ``key``: its path in the config. ``rows``: for messages, the rows of which a percentage is a share.
+    ``key``: path of the cache size in the config. ``rows``: what its percentage refers to, for messages.
     """
     place = tuple(key.split("."))
     try:

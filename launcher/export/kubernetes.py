@@ -132,7 +132,10 @@ def _group_names(config: ResolvedConfig) -> list[str]:
 
 
 def _hostnames(name: str, groups: Sequence[str], kind: str) -> list[str]:
-    """Return the host names that an Indexed Job, or a JobSet with one replica of each Job, gives the pods."""
+    """Return the host name of each pod, as given by an Indexed Job or by a JobSet with one replica of each Job.
+
+    ``groups``: the Job of each pod. ``kind``: jobset, or another value for Indexed Jobs.
+    """
     job = {group: f"{name}-{group}-0" if kind == "jobset" else f"{name}-{group}" for group in groups}
     return [f"{job[group]}-{groups[:k].count(group)}" for k, group in enumerate(groups)]
 
@@ -224,7 +227,10 @@ def _own_files(node: NodePlan) -> list[Any]:
 
 
 def _own_file(k: int, file: Any, node: NodePlan, data: dict[str, str], binary: dict[str, str]) -> Manifest:
-    """Add the user's own file to the data of the ConfigMap; return its key, path below ``files/`` and mode."""
+    """Add file ``k`` of the user's command to the ConfigMap; return its key there, its path below ``files/`` and mode.
+
+    ``data`` and ``binary``: the ConfigMap's entries for UTF-8 files and for other files.
+    """
     key, raw = f"file{k}", Path(file.source).read_bytes()
     try:
         data[key] = raw.decode()
@@ -261,7 +267,7 @@ def _job(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cluste
 
 
 def _partition_job(config: ResolvedConfig, name: str, folder: str, cluster: Cluster) -> Manifest | None:
-    """Return the Job that makes the parts, unless they exist or the graph is not available in the cluster."""
+    """Return the Job that makes the parts; None if the parts exist or the graph is not available in the cluster."""
     if config.data.mode != "sync" or config.data.dataset in _LOCAL_FILES:
         return None
     source = None if config.data.dataset == "synthetic" else f"{HOME}/datasets"

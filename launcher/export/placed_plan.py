@@ -60,11 +60,11 @@ def check_exportable(config: ResolvedConfig, kind: str) -> None:
 
 
 def placed_plan(request: ExportRequest, places: Sequence[Place], token: Secret, digest: str = "") -> LaunchPlan:
-    """Return the plan of a run at ``places``, by node_rank. Its ports are the preferred ones.
+    """Return the plan of a run whose node k is at ``places[k]``. Its ports are the preferred ones, taken unchecked.
 
     Parts are expected in each node's ``data_folder``. Node keys that describe the hosts of the config (user, port,
-    venv, conda, setup, address, …) are dropped; OMP_NUM_THREADS of the processes is 1. Raises UsageError for a missing
-    file of the own command.
+    venv, conda, setup, address, …) are dropped. OMP_NUM_THREADS of the processes is 1. ``digest``: that of gnnfleet's
+    code; '' to compute it. Raises UsageError if a file of the user's command is missing.
     """
     config, parts = request.config, request.parts
     nodes = tuple(_placed(node, place) for node, place in zip(config.nodes, places, strict=True))

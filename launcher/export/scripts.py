@@ -229,7 +229,10 @@ def _exported(node: NodePlan, user: Mapping[str, str]) -> dict[str, str]:
 
 
 def _server(plan: LaunchPlan) -> str:
-    """Return the command of the graph servers; '' if there are none. Gateways have more options, which do no harm."""
+    """Return the one command that starts the graph server of any node; '' if the plan has no graph servers.
+
+    The command has the options of a gateway, which do no harm on other nodes.
+    """
     servers = [node for node in plan.nodes if node.server is not None]
     if not servers:
         return ""

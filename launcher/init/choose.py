@@ -32,9 +32,10 @@ class SharedEnvironment:
 def choose(request: InitRequest, facts: Mapping[int, HostFacts]) -> Choice:
     """Return for each host the environment to use, or None if none is usable.
 
-    An environment that the request names is used. Otherwise environments with torch are ranked by: all packages
-    present, the versions that most hosts have, a CUDA build on hosts with GPUs, the path that most hosts have. Without
-    SSH, the Python of this process is used.
+    An environment that the request names is used. Otherwise, environments with torch are ranked by these criteria, the
+    most important first: all packages are present; the versions are those that most hosts have; torch is built with
+    CUDA if the host has GPUs, else without; the path is the one that most hosts have. Without SSH, the Python of this
+    process is used.
     """
     if request.local and not request.environment:  # the first environment is the Python of this process
         return {k: next(iter(host.environments), None) for k, host in facts.items()}
@@ -99,7 +100,7 @@ def shared_environments(facts: Mapping[int, HostFacts]) -> tuple[SharedEnvironme
 def devices(host: HostFacts, environment: Environment | None) -> tuple[Gpu, ...]:
     """Return the GPUs that a node may use: the free ones, or none if the environment's torch is built without CUDA.
 
-    Without an environment these are the free ones, too: ``gnnfleet setup`` installs a build of torch with CUDA there.
+    If ``environment`` is None, the free GPUs are returned: ``gnnfleet setup`` will install a torch with CUDA there.
     """
     if environment is not None and not environment.versions.get("cuda"):
         return ()

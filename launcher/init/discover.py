@@ -166,9 +166,9 @@ def _shared(facts: Mapping[int, HostFacts], agents: Mapping[int, NodeAgent]) -> 
 
 
 def _is_shared(folder: str, agents: Mapping[int, NodeAgent], first: int, others: Sequence[int]) -> tuple[bool, bool]:
-    """Write a file on one host; return whether all other hosts see it, and whether this machine does.
+    """Write a file in ``folder`` on one host. Return whether all ``others`` see it, and whether this machine sees it.
 
-    The file is removed at the end.
+    The file is removed at the end. ``first``: the host that writes it.
     """
     name = f".gnnfleet-{secrets.token_hex(8)}"
 

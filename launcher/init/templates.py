@@ -54,7 +54,10 @@ def named(name: str) -> Template:
 
 
 def copy_of(template: Template, dest: Path) -> str:
-    """Return the template's text, with its file name replaced by ``dest`` and relative paths adapted to that folder."""
+    """Return the template's text as it will be stored in the file ``dest``.
+
+    Its file name is replaced by ``dest``; its relative paths are adapted to the folder of ``dest``.
+    """
     text = template.path.read_text(encoding="utf-8")
     text = re.sub(rf"(?<![\w/])(templates/)?{re.escape(template.path.name)}\b", str(dest), text)
     text = text.replace("../parts/", "parts/")

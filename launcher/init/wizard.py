@@ -43,8 +43,8 @@ class InitOptions:
 def write_config(request: InitRequest, dest: Path, options: InitOptions) -> int:
     """Query the hosts, write ``dest`` and check it; return the exit status.
 
-    This is 3 if a host was left out or the check found a problem that blocks a launch, else 0. Raises PreflightRefused
-    if no host could be queried, and ConfigError for invalid flags; ``dest`` is then not written.
+    The status is 3 if a host was left out or the check found a problem that blocks a launch, else 0. Raises
+    PreflightRefused if no host could be queried, and ConfigError for invalid flags; ``dest`` is then not written.
     """
     with _connected_hosts(request, options) as (request, discovery, opened):
         if not discovery.facts:

@@ -18,10 +18,10 @@ from launcher.transport.local import LocalTransport
 def resumed_after_requeue(
     config: ClusterConfig, options: LaunchOptions, environ: Mapping[str, str]
 ) -> tuple[LaunchOptions, str]:
-    """Return the options of the launch that resumes the run of this job, and a message; or ``options`` and ''.
+    """Return the options of a launch that resumes this job's run, and a message; if not requeued, ``options`` and ''.
 
-    Start n of the script launches run ``<run id>-r<n>``, which resumes the attempt before from its newest checkpoint.
-    The files of that attempt are first collected from the shared file system, as its launcher may have been killed.
+    After requeue n, the batch script launches run ``<run id>-r<n>``, which resumes the job's last run from the newest
+    checkpoint. The files of the last run are collected first, as its launcher may have been killed before it did so.
     """
     count = environ.get("SLURM_RESTART_COUNT", "0")
     if not config.slurm_job or not options.run_id or not count.isdecimal() or int(count) == 0:

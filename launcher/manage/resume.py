@@ -67,8 +67,10 @@ def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> PreparedRes
 
 
 def prepare_offline(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...] = ()) -> PreparedResume:
-    """Return the launch that resumes a run whose files are on this machine. ``options`` and errors are those of
-    ``prepare``."""
+    """Return the launch that resumes a run whose files are on this machine.
+
+    ``options`` and the errors raised are as in ``prepare``.
+    """
     folder = found.folder
     _ = found.needed_config
     assert folder is not None

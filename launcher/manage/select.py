@@ -136,7 +136,8 @@ def _read_plan(seen: list[RunFileSeen], attempts: Mapping[int, Transport | Trans
 def _match_hosts(plan: LaunchPlan, config: ClusterConfig, seen: list[RunFileSeen]) -> dict[int, int]:
     """Return, for each node_rank of the run, the index of its node in ``config``.
 
-    This is the node with the same login, else with the same host, else one whose host has files of this node_rank.
+    The node in ``config`` is one with the same login. If there is none, it is one with the same host, or else one on
+    whose host ``seen`` has files of this node_rank. A node_rank without such a node is left out.
     """
     logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
     hosts = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}

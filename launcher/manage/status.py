@@ -161,7 +161,7 @@ def _number(value: float | None, form: str) -> str:
 def _findings(status: Status) -> list[str]:
     """Return the texts of the findings of all nodes, in order of time and without duplicates.
 
-    Of a run that is over, leaves out findings that stopped it, and stragglers that later kept up again.
+    If the run is over, two kinds are left out: findings that stopped it, and stragglers that later kept up again.
     """
     reports = [view.report for view in status.views.values()] or [status.found.result or {}]
     found = [finding for report in reports for finding in report.get("findings") or ()]

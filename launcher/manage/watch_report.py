@@ -97,9 +97,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_dirs: Sequence[Path] = ()) -> None:
-    """Serve the report of the run until Ctrl-C; until the run ends, collect its files every ``EVERY`` seconds.
+    """Serve the report of the run until Ctrl-C.
 
-    ``port``: TCP port to listen on; None: any free port.
+    The run's files are collected every ``EVERY`` seconds until the run ends. ``port``: TCP port to listen on; None: any
+    free port.
     """
     over = known_without_nodes(run.found) or _update(run, folder)
     server = ReportServer(_rendered(folder, runs_dirs), port or 0)

@@ -141,9 +141,9 @@ def table(kind: Validator, key: str = r"\d{1,9}") -> Validator:
 class Record:
     """A validator for JSON objects with declared fields.
 
-    need: validator of each required field. may: validator of each optional field; invalid ones are removed. default:
-    (validator, default) of each further field; a missing or invalid field gets the default, or its result if it is
-    callable.
+    need: validator of each required field. may: validator of each optional field; an invalid one is removed.
+    default: (validator, default) of each further field. A missing or invalid one gets the default; if the default is
+    callable, what it returns.
     """
 
     def __init__(

@@ -264,7 +264,7 @@ def _alive(lease: Lease) -> bool:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it is missing, hidden or a zombie."""
+    """Return when a process started, in clock ticks since boot; None if the process is missing, hidden or a zombie."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

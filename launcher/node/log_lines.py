@@ -166,7 +166,7 @@ class LineLog:
 
 
 def _last_state(line: bytes) -> bytes:
-    """Return what a terminal shows at the end of a line redrawn with carriage returns; trailing ones are kept."""
+    """Return the last state of a line redrawn with carriage returns. Carriage returns at its end are kept."""
     return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
 
 

@@ -78,8 +78,9 @@ def descendants(pid: int, processes: Iterable[Process] | None = None) -> list[Pr
 
 
 def node_token(token: str, node_rank: int) -> str:
-    """Return GNNFLEET_TOKEN for the processes of a run on one node; it differs between nodes, which may share a
-    machine.
+    """Return the value of GNNFLEET_TOKEN for the processes of a run on one node.
+
+    Each node has another value, because two nodes may share a machine.
     """
     return f"{token}-node{node_rank}"
 
@@ -139,8 +140,7 @@ def send_group(pgid: int, number: int) -> None:
 
 
 def end(find: Callable[[], list[Process]], grace: float, wait: Callable[[], object] | None = None) -> list[Process]:
-    """Send SIGTERM to the processes that ``find`` returns, SIGKILL after ``grace`` seconds; return those that still
-    run.
+    """Send SIGTERM to the processes that ``find`` returns; after ``grace`` seconds, SIGKILL. Return those left.
 
     ``find`` is called repeatedly, so that processes started meanwhile are ended too. Gives up 5 s after the grace
     period. ``wait``: called between two calls of ``find``; by default it sleeps 50 ms.

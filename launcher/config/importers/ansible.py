@@ -104,7 +104,7 @@ def expand(source: Source, line: int, name: str) -> list[str]:
 
 
 def _middle(match: re.Match[str]) -> Sequence[str]:
-    """Return the first ``MOST + 1`` values of a range such as ``[01:03]``; empty if the range is invalid."""
+    """Return the values of a range such as ``[01:03]``, at most ``MOST + 1``; none if the range is invalid."""
     low, high, step = match[1], match[2], int(match[3] or 1) or 1
     if low.isdecimal() and high.isdecimal():
         width = len(low) if low.startswith("0") else 0

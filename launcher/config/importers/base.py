@@ -79,7 +79,7 @@ def section(origin: Origin, items: Mapping[str, Tree]) -> Section:
 
 
 def virtual_origin(words: str) -> Origin:
-    """Return the origin of a value that is in no file; messages show ``words`` instead of a file name."""
+    """Return the origin of a value that is in no file. In messages, ``words`` replaces the file name."""
     return Origin(words, 0, Path.cwd())
 
 
@@ -150,7 +150,10 @@ def named_dataset_overrides(dataset: str | None, parts: ForeignParts | None) -> 
 
 
 def parts_note(parts: ForeignParts | None, dataset: str | None, named: str) -> str:
-    """Return a note for the user that says whether ``parts`` are used; ``named``: flags or keys that name them."""
+    """Return a note for the user that says whether ``parts`` are used.
+
+    ``named``: the flags or keys that name the parts, for the note.
+    """
     if parts is None:
         return f"{named}: no parts on this machine; the graph is partitioned here, from the dataset"
     if parts.labelled or not dataset:

@@ -140,7 +140,7 @@ def _tree(theirs: Section, nodes: list[Section]) -> Section:
 def _data(dataset: Scalar) -> dict[str, Tree]:
     """Return the `data` section for a dataset name, or for the path of a graph or partition folder.
 
-    As in GLT's launcher, the parts of a dataset NAME are expected in ``../../data/NAME``, relative to the file.
+    As in GLT's launcher, the parts of a dataset NAME are expected in ``../../data/NAME``, relative to the YAML file.
     """
     origin, name = dataset.origin, dataset.text
     if (parts := _parts(dataset)) is not None:

@@ -58,7 +58,7 @@ def find_parts(path: str | Path) -> ForeignParts | None:
 
 
 def named_parts(workspace: str | None, *paths: str | None) -> ForeignParts | None:
-    """Return the partition folder at the first of ``paths`` that has one, or None.
+    """Return the partition folder at the first of ``paths`` that has one; None if none has.
 
     A relative path is looked up in ``workspace`` first, then in the current directory.
     """

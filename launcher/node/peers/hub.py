@@ -263,7 +263,8 @@ class Hub:
     def _take_state(self, member: MemberStatus, message: Message, ahead: float) -> None:
         """Store a member's report.
 
-        A stop or a failure in it ends the run, except the failure of a member that the run can lose.
+        A stop or failure in the report ends the run, except the failure of a member that the run can lose. ``ahead``:
+        seconds by which the member's clock is ahead of the hub's.
         """
         cause, member.ahead = received_cause(message["cause"], ahead), ahead
         member.state, member.trained = str(message["state"])[:20], message["trained"]
@@ -405,9 +406,10 @@ class Hub:
 
 
 def excused(when: float | None, pause: float, now: float) -> float | None:
-    """Return ``when``, the time of another node's last message, moved so that a pause does not count as silence.
+    """Return the time of another node's last message, ``when``, moved by ``pause`` but not beyond ``now``.
 
-    ``pause``: seconds for which this machine was suspended. The result is at most ``now``; None if ``when`` is None.
+    ``pause``: seconds for which this machine was suspended; they do not count as silence of the node. Returns None if
+    ``when`` is None.
     """
     return None if when is None else min(when + pause, now)
 

@@ -32,7 +32,8 @@ Message = dict[str, Any]
 class Link:
     """One end of a connection between two supervisors.
 
-    ``received(message)`` is called for each message; ``closed(reason)`` when the connection ends without ``close``.
+    ``received(message)`` is called for each message. ``closed(reason)`` is called if the connection ends without a call
+    of ``close``.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class Link:
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Send a message, later if the socket is not writable; closes the connection at more than ``MAX_UNSENT`` unsent
-        bytes.
+        """Send a message; if the socket is not writable, later.
+
+        Closes the connection if more than ``MAX_UNSENT`` bytes are unsent.
         """
         if not self._open or self._broken:
             return

@@ -120,7 +120,8 @@ class Member:
     def table(self) -> dict[str, dict[str, Any]]:
         """The state of each other node, as the hub last reported it.
 
-        "age": seconds since the hub received a message of the node; for the hub itself, since this node received one.
+        "age": seconds since the hub last received a message from that node. For the hub itself: seconds since this node
+        last received a message from the hub.
         """
         now = time.monotonic()
         rows = {k: {**row, "age": _add(row["age"], now - self._peers_received)} for k, row in self._peers.items()}
@@ -166,7 +167,7 @@ class Member:
         self.stacks_wanted, self._known_final, self._own = False, False, None
 
     def leave(self) -> None:
-        """Leave a hub that counts as lost: close the connection, but first tell the hub, as it may be alive."""
+        """Close the connection to a hub that counts as lost. The hub is told first, as it may be alive."""
         if self._proven is not None:
             self._proven.send({"away": 1})
         self.close()

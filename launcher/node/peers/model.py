@@ -33,7 +33,7 @@ class Crew:
         return not self.last_copies(k, gone) and self._clients_have_others(k, gone)
 
     def spare(self, gone: Collection[int] = ()) -> list[int]:
-        """Return the nodes that the run could lose and still continue, each taken alone.
+        """Return each node whose loss alone would not end the run.
 
         gone: nodes that were lost earlier.
         """

@@ -5,9 +5,9 @@ starting Python. Therefore messages are Python literals, and types of ``typing``
 
 Each line of stdin is a request ``{"program": name, "sources": {name: source}, "request": …}``. ``sources`` become
 importable as ``launcher.node.<name>``; then ``main(request)`` of ``launcher.node.programs.<program>`` is called. The
-answer is a line of stdout, ``MARKER{"reply": …, "times": [received, sent]}``, with ``"error": traceback`` in place of
-``"reply"`` after an exception, and with the times alone for a request without program. Times are in seconds since the
-epoch. Modules stay loaded between requests. When stdin closes, ``leave()`` of each module that defines it is called.
+answer is a line of stdout, ``MARKER{"reply": …, "times": [received, sent]}``. After an exception it has ``"error":
+traceback`` in place of ``"reply"``. A request without program gets only the times, in seconds since the epoch.
+Modules stay loaded between requests. When stdin closes, ``leave()`` of each module that defines it is called.
 """
 
 from __future__ import annotations

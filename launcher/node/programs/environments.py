@@ -5,7 +5,7 @@ Python 3.8, standard library only. ``main(request)`` takes {"packages": source o
 
 - "environments": [{"key": venv, conda or python, "path": value of that key in cluster.yml, with ~/ for the home
   folder, "versions": as from ``packages.versions``}]
-- "shares": [writable folders on network file systems, the home folder, and those of "shared"]
+- "shares": [writable folders on network file systems, the home folder, and the folders in "shared"]
 """
 
 from __future__ import annotations

@@ -75,10 +75,10 @@ class Failed(Exception):
 def install(request: dict[str, Any]) -> dict[str, Any]:
     """Make or repair an environment from wheels; {"error": text or '', "tool": uv or pip, "seconds", "cuda"}.
 
-    request: "environment": its folder; "base": the Python that makes a new one, '' to repair; "folder": temporary
-    folder with the wheels in ``wheels/``; "requirements": as ["torch==2.13.0"]; "uv": path of uv on this host, or
-    "tool": file name of uv's wheel, or neither; "pip": file name of pip's wheel; "imports": modules that must be
-    importable afterwards.
+    request: "environment": folder of the environment; "base": the Python that makes a new environment, '' to repair
+    one; "folder": temporary folder with the wheels in ``wheels/``; "requirements": list such as ["torch==2.13.0"];
+    "uv": path of uv on this host, or "tool": file name of uv's wheel, or neither; "pip": file name of pip's wheel;
+    "imports": modules that must be importable afterwards.
     """
     started = time.monotonic()
     environment, folder = os.path.expanduser(request["environment"]), os.path.expanduser(request["folder"])
@@ -97,7 +97,10 @@ def install(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def make(environment: str, folder: str, request: dict[str, Any]) -> tuple[str, bool]:
-    """Make a new environment beside its final place, then rename it. Returns (tool, whether torch can use CUDA)."""
+    """Make an environment in a temporary folder, then rename it to ``environment``.
+
+    Returns ("uv" or "pip", whether torch can use CUDA).
+    """
     if os.path.lexists(environment):
         raise Failed("%s exists by now; run gnnfleet setup again" % environment)
     new = os.path.join(folder, "env")
@@ -124,7 +127,7 @@ def repair(environment: str, folder: str, request: dict[str, Any]) -> tuple[str,
 
 
 def add_packages(environment: str, folder: str, request: dict[str, Any]) -> str:
-    """Install the wheels of ``folder`` with uv, or with pip where uv cannot run. Returns which one did it."""
+    """Install the wheels of ``folder`` with uv, or with pip where uv cannot run. Returns "uv" or "pip"."""
     wheels = os.path.join(folder, "wheels")
     check_room(environment, wheels)
     listed = os.path.join(folder, "requirements.txt")

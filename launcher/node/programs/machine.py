@@ -152,9 +152,9 @@ def group_cpus(root: str, path: str) -> list[float]:
 
 
 def group_memory() -> tuple[int, int]:
-    """Return (smallest memory limit, least free memory below a limit), in bytes, over the cgroups of this process.
+    """Return the smallest memory limit and the smallest free memory among the cgroups of this process, in bytes.
 
-    (0, 0) without a limit.
+    Only cgroups with a limit count; (0, 0) if there are none.
     """
     found = []
     for line in read("/proc/self/cgroup").splitlines():
@@ -170,8 +170,8 @@ def group_memory() -> tuple[int, int]:
 def group_limits(root: str, path: str, most: str, used: str, cache: str) -> list[tuple[int, int]]:
     """Return (memory limit, free memory) in bytes for a cgroup and each of its ancestors that has a limit.
 
-    Inactive page cache counts as free. most, used: names of the files with the limit and the usage. cache: name of the
-    inactive page cache in memory.stat.
+    Inactive page cache counts as free. root: where the cgroups are mounted. path: the cgroup, below root. most, used:
+    names of the files with the limit and the usage. cache: name of the inactive page cache in memory.stat.
     """
     found = []
     while True:
@@ -216,7 +216,7 @@ def look(listed: str) -> dict[str, Any]:
 
 
 def add_instances(gpus: list[dict[str, Any]], listed: str) -> None:
-    """Add the UUIDs of MIG instances, as ``nvidia-smi -L`` lists them below each GPU, to ``instances`` of the GPUs."""
+    """Add the UUIDs of each GPU's MIG instances to its "instances". listed: output of ``nvidia-smi -L``."""
     own: list[str] = []
     for line in listed.splitlines():
         uuid = line.rpartition("UUID: ")[2].rstrip(") ")

@@ -161,7 +161,7 @@ class Attempt:
         return self.socket.fileno()
 
     def read(self) -> str | None:
-        """Read more of the greeting: '' when it is complete and right, None while more may come, else the error."""
+        """Read more of the greeting; return '' once it is complete and right, None if more may come, else the error."""
         try:
             data = self.socket.recv(256)
         except BlockingIOError:
@@ -205,7 +205,7 @@ def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Atte
 def wait_for_ended(poll: Any, running: dict[int, Attempt]) -> list[tuple[int, str]]:
     """Wait until data arrives or a deadline passes; return (descriptor, error) of each attempt that has ended.
 
-    The error is '' if the attempt has succeeded.
+    The error is '' if the attempt has succeeded. ``running``: the attempts, by descriptor of their sockets.
     """
     if not running:
         return []
@@ -226,7 +226,7 @@ def wait_for_ended(poll: Any, running: dict[int, Attempt]) -> list[tuple[int, st
 
 
 def resolved(names: set[str]) -> dict[str, str]:
-    """Return the numeric address of each name, or '' when it does not resolve. Takes 10 s at most for all."""
+    """Return the numeric address of each name, '' if it does not resolve. All names together take 10 s at most."""
     found = {name: name if is_numeric(name) else "" for name in names}
     unknown = [name for name in names if not found[name]]
     if not unknown:

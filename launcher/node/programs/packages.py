@@ -18,10 +18,10 @@ NCCL = ("nvidia_nccl_cu11", "nvidia_nccl_cu12", "nvidia_nccl_cu13")
 
 
 def versions(more: Sequence[str] = ()) -> dict[str, str]:
-    """Return versions by name; '' for what is absent.
+    """Return versions by name; '' for a package that is absent.
 
-    Names are "python", PACKAGES and ``more``, "cuda" (that torch was built for), "nccl", "glibc", and "arch" (the
-    architecture).
+    The names are "python", the packages in PACKAGES and ``more``, "cuda" (for which torch was built), "nccl", "glibc",
+    and "arch" (the architecture).
     """
     there, wanted = installed(), (*PACKAGES, *more)
     if sys.flags.no_site and not all(map(there.get, wanted)):
@@ -81,7 +81,7 @@ def folders() -> list[str]:
 
 
 def by_metadata(package: str) -> str:
-    """Return the version of a package that ``installed`` does not find (egg, develop link, zip file); '' if absent."""
+    """Return the version of a package that ``installed`` misses (egg, develop link, zip file); '' if it is absent."""
     from importlib import metadata
 
     try:

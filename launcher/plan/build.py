@@ -159,9 +159,9 @@ def final_plan(
 
 
 def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPlan:
-    """Return the new plan of a serving cluster, in which nodes that already run keep their NodePlan.
+    """Return ``plan``, the new plan of a serving cluster, with the present NodePlans of nodes that already run.
 
-    ``running``: their NodePlans by node_rank. ``plan`` still determines their parts, cluster.json and run.json.
+    ``running``: these NodePlans by node_rank. The parts, cluster.json and run.json of the nodes are those of ``plan``.
     """
     cluster = next(file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json"))
 

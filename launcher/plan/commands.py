@@ -229,7 +229,8 @@ def _reach_env(context: PlanContext, site: Site) -> dict[str, str]:
 def _user_env(site: Site, ours: dict[str, str]) -> dict[str, str]:
     """Return the environment variables ``ours``, overridden by ``env`` in the node's config.
 
-    A PYTHONPATH in ``env`` is appended. Variables that gnnfleet sets for each rank are not replaced.
+    A PYTHONPATH in ``env`` is appended to the one in ``ours``. ``env`` does not override variables that gnnfleet sets
+    for each rank.
     """
     user = {name: value for name, value in site.node.env.items() if name not in RANK_VARIABLES}
     if "PYTHONPATH" in user:

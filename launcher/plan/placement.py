@@ -164,10 +164,10 @@ def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) 
 
 
 def _bind(address: str, fact: NodeFacts | None) -> str:
-    """Return the address at which a node listens, given the ``address`` at which others reach it.
+    """Return the address at which a node listens, given the ``address`` at which other nodes reach it.
 
-    After preflight, this is an IP address in place of a host name, and the wildcard address in place of an IP address
-    that none of the node's interfaces has (NAT).
+    Before preflight (``fact`` is None) this is ``address``. After preflight, a host name is replaced by an IP address
+    of the node. An IP address that none of the node's interfaces has (NAT) is replaced by the wildcard address.
     """
     if fact is None or (is_ip(address) and (address in fact.addresses or not fact.addresses)):
         return address

@@ -47,8 +47,8 @@ class Inquiry:
     def request(self, k: int, peer: str = "") -> dict[str, Any]:
         """Return the request to node ``k``.
 
-        ``peer``: address of another node; a node reached over loopback reports the address from which it would
-        connect there.
+        ``peer``: address of another node. A node that is reached over loopback reports from which of its addresses it
+        would connect to ``peer``.
         """
         config, node, run_id = self.config, self.config.nodes[k], self.run_id
         local = "127.0.0.1" if config.transport == "local" else ""

@@ -405,8 +405,8 @@ def _alike(comparison: Comparison) -> Iterator[str]:
 def _shown(section: Section, rows: Sequence[Row]) -> list[Row | None]:
     """Return the rows of a section that are printed.
 
-    Of many epochs, only the first and the last are printed, with None in place of the others; of package versions, only
-    those that differ.
+    Of many epochs, only the first and the last are printed; None stands for the others. Of package versions, only those
+    that differ are printed.
     """
     if section == "versions":
         return [row for row in rows if row.differs]

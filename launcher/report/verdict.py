@@ -347,9 +347,10 @@ def first_cause(views: Sequence[NodeView], hub: int) -> str:
 
 
 def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False) -> set[int]:
-    """Return the nodes that the run continued without and, unless ``only_gone``, those whose loss would not end it.
+    """Return the nodes that the run does not need: those that are lost, and those that it could lose.
 
-    With ``run.restarts`` this is true of every node, else of those that the lead node ``hub`` reports.
+    It could lose the nodes that the lead node reports or, with ``run.restarts``, every node. ``hub``: node_rank of the
+    lead node. ``only_gone``: return only the nodes that are lost and that the run continued without.
     """
     reports = {view.node.node_rank: view.report for view in views}
     lead = last_attempt(reports, hub)[1]

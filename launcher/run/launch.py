@@ -186,8 +186,10 @@ def _lost_a_node(report: RunReport) -> bool:
 
 
 def _requeue(context: LaunchContext) -> None:
-    """Put the Slurm job of this launcher back into its queue, if the config says so and the run has a checkpoint, from
-    which the job then resumes it."""
+    """Put the Slurm job of this launcher back into its queue, if the config says so and the run has a checkpoint.
+
+    The next start of the job resumes the run from the checkpoint.
+    """
     job = context.config.slurm_job
     if job is None:  # a launch by SSH from a job; its nodes are not those of the job
         return

@@ -86,7 +86,7 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, .
 
 
 def slurm_overrides(text: str) -> tuple[str, ...]:
-    """Return the config overrides of ``--slurm partition=gpu,nodes=4,requeue``; a comma in brackets separates nothing.
+    """Return the config overrides of ``--slurm partition=gpu,nodes=4,requeue``. Commas in brackets do not separate.
 
     Raises UsageError for an option without a name.
     """

@@ -64,8 +64,8 @@ class ProgressLines:
 def run_program(task: Callable[[dict[str, Any], ProgressLines], int]) -> NoReturn:
     """Run ``task`` with the specification in the file ``sys.argv[1]``, print its progress and end this process.
 
-    ``task`` returns the number of transferred files, or raises StoreError or OSError. The process also ends as soon as
-    stdin does: the launcher is gone, or the connection to it is lost.
+    ``task`` returns the number of transferred files, or raises StoreError or OSError. The process also ends when its
+    stdin is closed: then the launcher has ended, or the connection to the launcher is lost.
     """
     lines = ProgressLines()
     threading.Thread(target=_end_with_stdin, daemon=True).start()

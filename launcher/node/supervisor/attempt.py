@@ -59,8 +59,8 @@ def next_spec(first: NodeSpec, decision: Decision) -> NodeSpec:
 def returned(spec: NodeSpec) -> tuple[bool, NodeSpec]:
     """Return whether this supervisor replaces one that ended without a result, and the spec to continue with.
 
-    This is ``spec`` with the attempt number from ``returns.json``, the last ``state.json`` of the earlier supervisor.
-    Deletes ``returns.json``.
+    ``returns.json`` is the last ``state.json`` of the earlier supervisor. The returned spec is ``spec`` with the
+    attempt number from that file. Deletes the file.
     """
     path = os.path.join(spec.run_dir, "returns.json")
     try:
@@ -93,6 +93,8 @@ def _world(first: NodeSpec, decision: Decision, ranks: Mapping[int, tuple[int, .
     """Return the environment variables of this node's ranks in the next attempt.
 
     They are those of torchrun, the number of the restart, and the checkpoint from which to resume.
+
+    first: specification for the first attempt (node.json). ranks: the ranks of each node, by node_rank.
     """
     leader = int(decision["first"])
     world = str(sum(map(len, ranks.values())))

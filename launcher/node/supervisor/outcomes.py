@@ -201,7 +201,10 @@ class Ended(Exception):
         self.state, self.reason, self.cause = state, reason, cause
 
     def without_restart(self, why: str) -> Ended:
-        """Return a copy whose reason also says why there is no restart, unless ``why`` is '' or the node is done."""
+        """Return a copy whose reason also says why there is no restart.
+
+        Its reason is unchanged if ``why`` is '' or the node is done.
+        """
         if not why or self.state == "done":
             return self
         return Ended(self.state, f"{self.reason.rstrip('.')}; no restart: {why}", self.cause)

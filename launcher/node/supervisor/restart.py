@@ -72,11 +72,20 @@ class _NoRestart(Exception):
 def decide(end: AttemptEnd, now: float) -> Decision:
     """Decide whether and how the run starts again.
 
-    now: seconds since the epoch by the hub's clock. The result has "generation" (number of the next attempt),
-    "restart", "t", "lead" (the hub); without a restart "why" and "left" (other nodes may go on without this one); with
-    a restart "first" (node of rank 0), "nodes", "ranks" and "parts" (by node_rank), "checkpoint" ({"file", "epoch",
-    "step"} or null), "cause", "reason" (the cause as a sentence), "without" (nodes lost in this attempt) and "seconds"
-    since the failure.
+    now: seconds since the epoch by the hub's clock. The result always has "generation" (number of the next attempt),
+    "restart" (true or false), "t" and "lead" (node_rank of the hub).
+
+    Without a restart, it also has "why" and "left" (whether other nodes may go on without this one).
+
+    With a restart, it also has
+
+    - "first": node of rank 0
+    - "nodes": the nodes that take part
+    - "ranks", "parts": those of each node, by node_rank
+    - "checkpoint": {"file", "epoch", "step"} or null
+    - "cause", and "reason": the cause as a sentence
+    - "without": nodes lost in this attempt
+    - "seconds": time since the failure
     """
     spec = end.spec
     head = {"generation": spec.generation + 1, "lead": spec.node_rank, "leave": False, "t": now}

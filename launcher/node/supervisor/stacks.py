@@ -64,7 +64,10 @@ class _Traced:
 
 
 class _Rank:
-    """The processes of a rank or graph server. They get the signal one by one, as forked processes share a file."""
+    """The processes of a rank or graph server.
+
+    Forked processes write their stacks to the same file, so the signal is sent to one process after the other.
+    """
 
     def __init__(self, run_dir: str, rank: int, pid: int, processes: Sequence[procs.Process]) -> None:
         self.rank, self.run_dir = rank, run_dir

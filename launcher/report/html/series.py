@@ -18,7 +18,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """Curves of one run. Losses of steps have the number of epochs done as x: 1.5 is the middle of the second epoch."""
+    """Curves of one run. The x of a step's loss is the number of epochs done: 1.5 is the middle of the second epoch."""
 
     step_loss: tuple[Point, ...] = ()  #: (epochs done, loss of a global batch); many steps are averaged in groups
     epoch_loss: tuple[Point, ...] = ()  #: (epoch, mean loss)

@@ -155,8 +155,8 @@ def interpreter(config: ClusterConfig, node_rank: int) -> Command:
 def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> str:
     """Return the address at which other nodes reach a node.
 
-    The first of: the configured address, 127.0.0.1 with ``transport: local``, the one that preflight found, the host
-    name.
+    This is the configured address, if there is one. Otherwise it is 127.0.0.1 with ``transport: local``, else the
+    address that preflight found, or the host name before preflight.
     """
     node = config.nodes[node_rank]
     found = "127.0.0.1" if config.transport == "local" else fact.address if fact else node.host

@@ -171,7 +171,8 @@ def print_placement(plan: LaunchPlan, console: Console) -> None:
 def _placement(plan: LaunchPlan) -> list[Text]:
     """Return a table with a line for each node: target, ranks, devices, parts, address, files.
 
-    With other roles than worker, or copies of parts, it also has role, copies, bytes of parts and home server.
+    If nodes have other roles than worker, or parts have several holders, the table also shows role, copies, bytes of
+    parts and home server.
     """
     roles = _has_roles(plan)
     extra = ("role", "copies", "part data", "asks first") if roles else ("", "", "", "")

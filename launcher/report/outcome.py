@@ -76,8 +76,8 @@ class Outcome:
 
     @classmethod
     def of_finding(cls, finding: Mapping[str, Any], host: str, when: float) -> Outcome:
-        """Create the Outcome for a finding that ended the run although no process failed: a stall, or a non-finite
-        loss.
+        """Create the Outcome for a finding, a stall or a non-finite loss, that ended the run although no process
+        failed.
         """
         note = str(finding["text"])
         name = "node" if finding.get("rank") is None else f"rank{finding['rank']}"

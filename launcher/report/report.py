@@ -84,7 +84,7 @@ def _step(text: bytes) -> Mapping[str, Any]:
 
 
 def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
-    """Return values for ``--exclude`` that leave the nodes ``away`` out of a launch; () if no node would remain.
+    """Return values for ``--exclude``, so that a launch leaves out the nodes ``away``; () if no node would remain.
 
     A value is a host name, or ``user@host:port`` if other nodes of the host remain. A node that has the same
     ``user@host:port`` as a remaining node cannot be left out, so there is no value for it.

@@ -118,7 +118,7 @@ class Verdict:
 def known_without_nodes(found: FoundRun) -> bool:
     """Return whether the state of a run is known without its nodes.
 
-    True if no process can be left on a node or none can have started, or if the plan is unknown.
+    True if all its processes have certainly ended, if none can have started, or if its plan is unknown.
     """
     if found.plan is None:
         return True
@@ -322,7 +322,7 @@ def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
 def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
     """Return (epoch, step) of a rank, as its supervisor reports it; () before its first step.
 
-    ``at`` is used if present: it is newer than ``epoch`` and ``step``, which come from the metrics.
+    The report's ``at`` is preferred: it is newer than ``epoch`` and ``step``, which come from the metrics.
     """
     if any(rank.get(name) is None for name in ("epoch", "step", "steps")):
         return ()

@@ -1,8 +1,11 @@
 """Progress of a program that the launcher follows: one JSON object per line of stdout.
 
-``kind`` is ``start`` (``bytes`` to transfer, ``present``: bytes that need no transfer), ``bytes`` (``bytes`` since the
-last such line; negative if a file is transferred again), ``note`` (``text``), ``done`` (``files`` transferred) or
-``error`` (``text``).
+The other fields of a line depend on its ``kind``:
+
+- ``start``: ``bytes`` to transfer; ``present``, bytes that need no transfer
+- ``bytes``: ``bytes`` since the last line of this kind; negative if a file is transferred again
+- ``note``, ``error``: ``text``
+- ``done``: ``files``, the number of transferred files
 """
 
 from __future__ import annotations

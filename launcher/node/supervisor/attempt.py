@@ -92,7 +92,7 @@ def _with_env(command: Mapping[str, Any], env: Mapping[str, str]) -> Mapping[str
 def _world(first: NodeSpec, decision: Decision, ranks: Mapping[int, tuple[int, ...]]) -> dict[str, str]:
     """Return the environment variables of this node's ranks in the next attempt.
 
-    They are those of torchrun, the number of the restart, and the checkpoint from which to resume.
+    These are the variables of torchrun, the number of the restart, and the checkpoint from which to resume.
 
     first: specification for the first attempt (node.json). ranks: the ranks of each node, by node_rank.
     """

@@ -123,7 +123,7 @@ class Pod:
         return -1
 
     def await_names(self) -> None:
-        """Wait until the DNS names of all nodes have addresses, which is when their pods run. Raises TooLate."""
+        """Wait until the pods of all nodes run, which is when their DNS names have addresses. Raises TooLate."""
         for k, name in enumerate(self.export["addresses"]):
             self._wait(partial(_resolves, name), f"for node{k}: {name} has no address")
 
@@ -192,7 +192,10 @@ class Pod:
     # The supervisor.
 
     def supervise(self, env: Mapping[str, str]) -> int:
-        """Run the supervisor, print new lines of the other logs, and pass SIGTERM on to it; return 0 (done) or 1."""
+        """Run the supervisor to its end; return 0 (done) or 1.
+
+        Meanwhile, pass SIGTERM on to the supervisor, and print new lines of the logs of other processes.
+        """
         program = os.path.join(_CODE_FOLDER, "launcher", "node", "supervisor", "supervisor.py")
         argv = [sys.executable, program, self._path("node.json")]
         child = subprocess.Popen(argv, cwd=self.run_dir, env={**os.environ, **env})

@@ -176,8 +176,10 @@ def _check_nodes(end: AttemptEnd) -> list[int]:
 def _parts(end: AttemptEnd, nodes: Iterable[int]) -> dict[int, tuple[int, ...]]:
     """Return the parts that each node holds in the next attempt. Raises _NoRestart if a part is on no node.
 
-    A node keeps its parts; a node that was not in the last attempt gets its parts of the first attempt. Each remaining
-    part goes to a node that has it on its disk, the one with the fewest parts.
+    A node keeps its parts; a node that was not in the last attempt gets its parts of the first attempt. Any other part
+    goes to a node that has the part on its disk: to the one with the fewest parts, if several have it.
+
+    nodes: node_ranks of the nodes in the next attempt.
     """
     spec = end.spec
     holders = [k for k in nodes if end.first.role_of(k) in _HOLD]

@@ -81,7 +81,7 @@ class _Rank:
         self._begin = self._size = self._quiet = 0
 
     def turn(self) -> bool:
-        """Send the signal to the next process, or read the stacks that it writes; return whether all have answered."""
+        """Send the signal to the next process, or read the stacks of the last one; return whether all have answered."""
         if self._waiting and not self._sent:
             self._begin = self._size = _size(self.dump)
             self._quiet, self._sent = 0, True

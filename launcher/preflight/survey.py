@@ -75,8 +75,10 @@ class Inquiry:
         own_command: bool = False,
         bytes_needed: Mapping[int, int] | None = None,
     ) -> Survey:
-        """Build the ``Survey`` from the replies of all nodes. ``bytes_needed``: bytes that the plan stores on each
-        node.
+        """Build the ``Survey`` from the replies of all nodes.
+
+        ``probes``: the replies, by node_rank. ``own_command``: whether the run starts a user's own command.
+        ``bytes_needed``: bytes that the plan stores on each node.
         """
         graph = (
             self.parts.graph

@@ -57,7 +57,7 @@ class RunFigures:
     def by_epoch(self, what: Literal["seconds", "loss"]) -> dict[int, float]:
         """Return the duration in seconds or the loss of each epoch, from the epoch lines of rank 0.
 
-        The loss is the mean over all ranks.
+        ``what``: which of the two. The loss is the mean over all ranks.
         """
         lines = (line for line in self.metrics.of_kind("epoch") if line.get("rank") == 0)
         return _values_by_epoch(lines, what)

@@ -71,7 +71,10 @@ class Outcome:
 
     @classmethod
     def of_node(cls, node_rank: int, host: str, note: str, when: float, tail: Iterable[str] = ()) -> Outcome:
-        """Create the Outcome of a node that failed: its connection was lost, or its supervisor did not start."""
+        """Create the Outcome of a node that failed: its connection was lost, or its supervisor did not start.
+
+        note: why it counts as failed. tail: last lines of its output.
+        """
         return cls("node", node_rank, host, None, None, None, None, when, True, False, False, note, (), tuple(tail))
 
     @classmethod

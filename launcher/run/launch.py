@@ -223,7 +223,8 @@ def require_preflight(
 ) -> tuple[Mapping[int, NodeFacts], dict[int, Transport]]:
     """Run preflight; return the facts and the transports, both by node_rank. Raises PreflightRefused.
 
-    ``new_run``: also check that the nodes have no files of a run with this id.
+    ``attempts``: connection or error of each node, by node_rank. ``draft``: plan made before preflight. ``new_run``:
+    also check that the nodes have no files of a run with this id.
     """
     context.enter_stage("preflight")
     run_id = context.run_id if new_run else ""

@@ -45,7 +45,10 @@ class ProgressLines:
                 self._flush()
 
     def end(self, kind: str, status: int, **more: Any) -> NoReturn:
-        """Print the last line and end this process at once, even if threads still wait for the store."""
+        """Print the last line and end this process at once, even if threads still wait for the store.
+
+        kind, more: ``kind`` and the other fields of the line. status: exit status.
+        """
         with self._lock:
             self._flush()
             self._print(kind, **more)

@@ -81,7 +81,7 @@ def verdict(words: str) -> str:
 def describe(waits: Sequence[Wait], known: Processes) -> Culprit:
     """Return the process that caused expired waits; its ``text`` describes this process and the first of the waits.
 
-    waits: at least one.
+    waits: at least one. known: the processes of the run.
     """
     first = min(waits, key=lambda wait: float(wait["t"]))
     who = known.rank_name(first["rank"])

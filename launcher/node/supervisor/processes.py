@@ -84,7 +84,8 @@ def end_processes(
 ) -> list[procs.Process]:
     """End all processes of the run on this node; return those that still run after SIGKILL.
 
-    grace: seconds between SIGTERM and SIGKILL. ``idle(seconds)`` waits and keeps the supervisor's heartbeat running.
+    children: the supervisor's child processes. token: marks all processes of the run, in their environment. grace:
+    seconds between SIGTERM and SIGKILL. ``idle(seconds)`` waits and keeps the supervisor's heartbeat running.
     """
     book.stopping = True
     for child in children:

@@ -15,7 +15,10 @@ _S3_CLIENT = {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attemp
 
 
 class StoreError(Exception):
-    """An operation on a store failed. The text names the URL and what to do. ``retry``: repeating it may help."""
+    """An operation on a store failed. The text names the URL and what to do.
+
+    ``retry``: whether the operation may succeed when it is repeated.
+    """
 
     def __init__(self, text: str, *, retry: bool = False):
         super().__init__(text)
@@ -27,7 +30,10 @@ class NotStored(StoreError):
 
 
 class AccessDenied(StoreError):
-    """The credentials do not suffice. S3 also answers so for a missing file if they do not allow to list the bucket."""
+    """The credentials do not suffice.
+
+    S3 gives the same answer for a missing file if the credentials do not permit listing the bucket.
+    """
 
 
 def scheme_of(url: str) -> str:

@@ -219,7 +219,7 @@ def complete_lines(path: str, offset: int) -> bytes:
 def first_since(path: str, since: float) -> int:
     """Return the byte offset of the first line of a log that is not earlier than ``since``.
 
-    Searches binarily: lines are in order of time.
+    Uses binary search, as the lines are in order of time.
     """
     wanted = stamp(since)
     later: Callable[[bytes], bool] = (

@@ -129,8 +129,8 @@ def final_plan(
 ) -> LaunchPlan:
     """Build the plan that a launch carries out: with secrets, and with the content of every file.
 
-    The arguments are those of ``make_plan``, and ``service_key``: text of an existing key file of the graph service;
-    None to create a key pair.
+    Arguments as in ``make_plan``. ``service_key``: text of an existing key file of the graph service; None to create a
+    key pair.
     """
     plan = make_plan(
         config,
@@ -159,9 +159,9 @@ def final_plan(
 
 
 def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPlan:
-    """Return the new plan of a serving cluster, in which nodes that already run keep their NodePlan.
+    """Return ``plan``, the new plan of a serving cluster, with the present NodePlans of nodes that already run.
 
-    ``running``: their NodePlans by node_rank. ``plan`` still determines their parts, cluster.json and run.json.
+    ``running``: these NodePlans by node_rank. The parts, cluster.json and run.json of the nodes are those of ``plan``.
     """
     cluster = next(file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json"))
 
@@ -283,10 +283,11 @@ def offline_plan(
     serving: ServingCluster | None = None,
     to_train: bool = False,
 ) -> LaunchPlan:
-    """Build a plan without connecting to a node; it lists the parts' files if they are up to date on this machine.
+    """Build a plan without connecting to a node. The plan lists the parts' files if they are up to date on this
+    machine.
 
-    The arguments are those of ``make_plan``, and ``to_train``: whether to raise UsageError if the bundled trainer
-    cannot train on the graph, as far as its types are known.
+    Arguments as in ``make_plan``. ``to_train``: whether to raise UsageError if the bundled trainer cannot train on the
+    graph, as far as its types are known.
     """
     if config.data.store is None:  # else the parts may exist there
         check_source(config)

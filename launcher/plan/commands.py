@@ -105,7 +105,7 @@ def server_command(context: PlanContext, site: Site) -> Command:
 def trainer_command(context: PlanContext, site: Site) -> Command:
     """Build the command of the rank runner, a program that the supervisor starts once per rank.
 
-    It starts a user's own command when the graph server is ready, but the bundled trainer at once.
+    The rank runner starts the bundled trainer at once, but a user's own command only when the graph server is ready.
     """
     argv = [site.python, f"{site.code_dir}/launcher/node/supervisor/rank_runner.py", "--run-dir", site.run_dir]
     argv += ["--await-server"] if context.own and site.serves else []
@@ -132,8 +132,11 @@ _LEFT_OUT_AT_DEFAULT = ("precision", "device_cache", "sampling", "checkpoint_sec
 def train_flags(train: TrainConfig) -> list[str]:
     """Return the settings in ``train`` as command-line options of the trainer.
 
-    None and false become no option, true becomes an option without a value. Left out are ``resume`` (its path differs
-    between nodes) and settings in ``_LEFT_OUT_AT_DEFAULT`` that have their default.
+    A setting that is true becomes an option without a value. No option is made for
+
+    - a setting that is None or false
+    - ``resume``, as its path differs between nodes
+    - a setting in ``_LEFT_OUT_AT_DEFAULT`` that has its default value
     """
     flags: list[str] = []
     for field in fields(train):
@@ -229,7 +232,8 @@ def _reach_env(context: PlanContext, site: Site) -> dict[str, str]:
 def _user_env(site: Site, ours: dict[str, str]) -> dict[str, str]:
     """Return the environment variables ``ours``, overridden by ``env`` in the node's config.
 
-    A PYTHONPATH in ``env`` is appended. Variables that gnnfleet sets for each rank are not replaced.
+    A PYTHONPATH in ``env`` is appended to the one in ``ours``. ``env`` does not override variables that gnnfleet sets
+    for each rank.
     """
     user = {name: value for name, value in site.node.env.items() if name not in RANK_VARIABLES}
     if "PYTHONPATH" in user:

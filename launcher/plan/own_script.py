@@ -66,10 +66,9 @@ def _check_script(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -> 
 
 
 def resume_file(config: ClusterConfig, cwd: Path) -> PlannedFile | None:
-    """Return the checkpoint that ``train.resume`` gives by path or run id, or None; ``dest`` is relative to the run
-    folder.
+    """Return the checkpoint from which ``train.resume`` resumes, by path or run id; None if it is not set.
 
-    Raises UsageError if the checkpoint does not exist.
+    The ``dest`` of the file is relative to the run folder. Raises UsageError if the checkpoint does not exist.
     """
     wanted = config.train.resume
     if wanted is None:

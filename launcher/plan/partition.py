@@ -234,8 +234,8 @@ def outdated(config: ResolvedConfig) -> bool:
 def partition_command(action: str, config: ClusterConfig | None, words: Sequence[str]) -> Command:
     """Return the command ``trainer partition <action>`` with the arguments ``words``.
 
-    With ``config``, the command also gets its partition folder (for ``tables`` the folder of the tables) and, for
-    ``make``, the options of its graph.
+    ``config``: adds the partition folder of this config to the command; for ``tables`` the folder of its tables
+    instead, and for ``make`` also the options of its graph.
     """
     if config is not None and action == "make":
         made = partitioning(resolve(config)).command

@@ -155,8 +155,8 @@ def interpreter(config: ClusterConfig, node_rank: int) -> Command:
 def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> str:
     """Return the address at which other nodes reach a node.
 
-    The first of: the configured address, 127.0.0.1 with ``transport: local``, the one that preflight found, the host
-    name.
+    This is the configured address, if there is one. Otherwise it is 127.0.0.1 with ``transport: local``, else the
+    address that preflight found, or the host name before preflight.
     """
     node = config.nodes[node_rank]
     found = "127.0.0.1" if config.transport == "local" else fact.address if fact else node.host
@@ -164,10 +164,10 @@ def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) 
 
 
 def _bind(address: str, fact: NodeFacts | None) -> str:
-    """Return the address at which a node listens, given the ``address`` at which others reach it.
+    """Return the address at which a node listens, given the ``address`` at which other nodes reach it.
 
-    After preflight, this is an IP address in place of a host name, and the wildcard address in place of an IP address
-    that none of the node's interfaces has (NAT).
+    Before preflight (``fact`` is None) this is ``address``. After preflight, a host name is replaced by an IP address
+    of the node. An IP address that none of the node's interfaces has (NAT) is replaced by the wildcard address.
     """
     if fact is None or (is_ip(address) and (address in fact.addresses or not fact.addresses)):
         return address

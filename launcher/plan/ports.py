@@ -55,7 +55,10 @@ def _fixed_service_ports(config: ClusterConfig) -> range:
 
 
 def _untaken_ports(taken: Set[int | str], first: int) -> tuple[int, ...]:
-    """Return the ports ``first`` to ``first + 63`` that are not taken, else the next 64 that are not."""
+    """Return the ports from ``first`` to ``first + 63`` that are not in ``taken``.
+
+    If all of these are taken, returns the next 64 ports that are not.
+    """
     free = [port for port in range(first, first + _CANDIDATES) if port not in taken]
     following = (port for port in itertools.count(first + _CANDIDATES) if port not in taken)
     return tuple(free or itertools.islice(following, _CANDIDATES))
@@ -78,8 +81,8 @@ def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]
 def restart_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the candidates for the control port and for the master port of a node after a restart.
 
-    Empty if the run does not restart, or the node cannot become the hub or get rank 0. The lead node keeps its ports. A
-    port given in the config is also that of the first node on each other host.
+    There are none if the run does not restart, or the node cannot become the hub or get rank 0. The lead node keeps its
+    candidates. If the config gives a port, the first node on each other host uses the same port.
     """
     node = config.nodes[node_rank]
     if not config.run.restarts or not config.world_size:

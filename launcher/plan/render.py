@@ -46,7 +46,8 @@ class _SplitRows:
 def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
     """Group nodes whose lines in the plan differ only in their ``own_values``, in order of their first node.
 
-    ``listed``: each node with its lines. A Fold with the ``own_values`` of a node gives exactly that node's lines.
+    ``listed``: each node with its lines. If the ``own_values`` of a node are inserted into its Fold, the result is
+    exactly the lines of the node.
     """
     addresses = {node.address for node, _ in listed}
     alike: dict[object, list[_SplitRows]] = {}
@@ -61,7 +62,7 @@ def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
 def own_values(node: NodePlan) -> Mapping[str, str]:
     """Return the values that may differ between nodes of one ``Fold``, by placeholder such as ``{node_rank}``.
 
-    If some of the values are equal, the first placeholder is shown.
+    For equal values, the plan shows the placeholder that comes first in the result.
     """
     return {
         "{node_rank}": str(node.node_rank),
@@ -170,7 +171,8 @@ def print_placement(plan: LaunchPlan, console: Console) -> None:
 def _placement(plan: LaunchPlan) -> list[Text]:
     """Return a table with a line for each node: target, ranks, devices, parts, address, files.
 
-    With other roles than worker, or copies of parts, it also has role, copies, bytes of parts and home server.
+    If nodes have other roles than worker, or parts have several holders, the table also shows role, copies, bytes of
+    parts and home server.
     """
     roles = _has_roles(plan)
     extra = ("role", "copies", "part data", "asks first") if roles else ("", "", "", "")

@@ -53,7 +53,7 @@ def is_on(options: Mapping[str, str], name: str) -> bool:
 
 
 def warning_seconds(options: Mapping[str, str]) -> int:
-    """Return how many seconds before the time limit the job is warned: 120, or a tenth of a short limit."""
+    """Return how many seconds before its time limit the job is warned: 120, or about a tenth of a short limit."""
     limit = _seconds(options.get("time", ""))
     return _WARNING if limit is None else max(_LEAST_WARNING, min(_WARNING, limit // 10))
 
@@ -70,7 +70,10 @@ def _seconds(text: str) -> int | None:
 
 
 def _checked(options: Mapping[str, str]) -> dict[str, str]:
-    """Return the options of the user. Raises UsageError for one that is no long option of sbatch, or is set here."""
+    """Return the options of the user except ``nodes``.
+
+    Raises UsageError for a name that is not a long option of sbatch, and for an option that gnnfleet sets itself.
+    """
     found = {}
     for name, text in options.items():
         plain = name.replace("_", "-")

@@ -31,9 +31,10 @@ class UnsentModules:
 
 
 def unsent_modules(argv: Sequence[str], sent: Collection[Path], cwd: Path) -> list[UnsentModules]:
-    """Return the modules beside the script in ``argv`` that it imports, also indirectly, but that are not sent.
+    """Return modules that the script in ``argv`` imports, directly or indirectly, but that are not sent.
 
-    Examines ``python SCRIPT`` and ``python -m MODULE``, without running them. ``sent``: the files that are sent.
+    Only modules in the script's own folder are returned. Examines ``python SCRIPT`` and ``python -m MODULE``, without
+    running them. ``sent``: the files that are sent.
     """
     found = _script(argv, cwd)
     if found is None:

@@ -23,7 +23,7 @@ OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 
 @dataclass(frozen=True)
 class _Device:
-    """A device of the config, and the GPU that it is or, as a MIG instance, belongs to."""
+    """A device in the config, and its GPU: the device itself or, for a MIG instance, the GPU that contains it."""
 
     given: int | str  #: id or UUID, as in the config
     gpu: Mapping[str, Any]  #: the probe's facts
@@ -46,7 +46,10 @@ class _Device:
 
 
 def _find(device: int | str, gpus: Sequence[Mapping[str, Any]]) -> _Device | None:
-    """Return the device with this id or UUID, of which the first characters suffice; None if there is none."""
+    """Return a device of the config; None if there is none.
+
+    device: its index in ``gpus``, or the first characters of the UUID of a GPU or MIG instance.
+    """
     if isinstance(device, int):
         return _Device(device, gpus[device]) if device < len(gpus) else None
     for gpu in gpus:

@@ -216,8 +216,13 @@ def _breaks(
 ) -> bool:
     """Return whether the problems of a node's packages block the run.
 
-    For the bundled trainer and graph servers every problem blocks. For a user's own command, only a missing torch and a
-    differing version of a package that every command needs (``Rule.needed_by``) block.
+    For the bundled trainer and graph servers every problem blocks. For a user's own command, two kinds of problems
+    block:
+
+    - torch, or a package that reads ``data.store``, is missing.
+    - A package that every command needs (``Rule.needed_by``) has a differing version.
+
+    missing, without_cuda: names of packages.
     """
     if not survey.own_command or survey.config.nodes[k].role == "server":
         return any([*missing, *differing, *without_cuda])
@@ -288,7 +293,8 @@ def _nodes_like(survey: Survey, k: int) -> list[int]:
 def _torch_tag(survey: Survey, k: int) -> str:
     """Return the build tag of the torch for node ``k``: ``cu126``, ``cpu``, or '' for the build on PyPI.
 
-    It is the most frequent tag, of nodes with devices if node ``k`` has devices, else of nodes without devices.
+    The tag follows the torch that most nodes of the same kind have. There are two kinds: nodes with and without
+    devices.
     """
     like = [j for j in _nodes_like(survey, k) if survey.version(j, "torch")]
     if survey.config.nodes[k].devices:

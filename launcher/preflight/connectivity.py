@@ -94,8 +94,10 @@ class RequiredRoutes:
     def must_reach(self, source: int, target: int, use: str) -> bool:
         """Return whether node ``source`` must connect to the port of node ``target`` for ``use``, such as ``MASTER``.
 
-        For ``MASTER`` and ``CONTROL``, ``target`` must be the lead node or, with ``run.restarts``, any node that may
-        become it. A node must reach its own ports of these two kinds, too (``source == target``).
+        ``source`` may equal ``target``: for the uses ``MASTER`` and ``CONTROL``, a node must also reach its own port.
+
+        For these two uses, call this only with a ``target`` that is the lead node or, with ``run.restarts``, may become
+        the lead node.
         """
         if use in (MASTER, CONTROL):
             return use == CONTROL or source in self.trainers
@@ -117,9 +119,13 @@ class RequiredRoutes:
 def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopback: bool) -> tuple[str, ...]:
     """Return the IP addresses of node ``k`` for gloo and NCCL, in order of preference.
 
-    If the node has the configured ``address``, it is the only one; else if the configured ``interface`` has addresses,
-    only those are returned. The order is: the address at which SSH arrived; then real interfaces before virtual ones,
-    IPv4 before IPv6, private before public addresses. ``loopback``: include loopback addresses.
+    If the node has the configured ``address``, only that address is returned. Else, if the configured ``interface`` has
+    addresses, only these are returned.
+
+    The order is: the address at which SSH arrived; then real interfaces before virtual ones, IPv4 before IPv6, private
+    before public addresses.
+
+    ``probe``: the facts of the node. ``loopback``: include loopback addresses.
     """
     node = config.nodes[k]
     usable = [(name, address) for name, address in probe["addresses"] if loopback or not _is_loopback(address)]
@@ -136,9 +142,9 @@ def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopb
 
 
 def public_address(config: ClusterConfig, k: int, own: Collection[str]) -> str:
-    """Return the configured address of node ``k`` if none of its interfaces has it (a host name, or NAT), else ''.
+    """Return the configured address of node ``k`` if it is none of the node's own addresses, else ''.
 
-    ``own``: addresses of the interfaces.
+    Such an address is a host name or, behind NAT, a public address. ``own``: addresses of the node's interfaces.
     """
     given = config.nodes[k].address or ""
     return "" if given in own else given
@@ -390,9 +396,9 @@ def _node_names(ranks: Collection[int], all_of: int) -> str:
 
 
 def _port_text(result: Connectivity, group: Group) -> str:
-    """Return the port of the group's targets: ``:29500``, or ``(service ports)`` if they differ.
+    """Return the port of the group's targets: ``:29500``, or ``(service ports)`` if the targets have different ports.
 
-    '' if the group is about all ports or about free ports.
+    '' if the blocked routes of the group concern all ports, or the free ports that gloo and NCCL choose.
     """
     if group.use in (_ALL, FREE):
         return ""

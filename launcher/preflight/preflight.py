@@ -98,7 +98,7 @@ def _raise_unexpected(errors: Mapping[int, Exception]) -> None:
 
 @contextmanager
 def open_agents() -> Iterator[dict[int, NodeAgent]]:
-    """Yield an empty dict for agents by node_rank; close the agents in it at the end of the block."""
+    """Yield an empty dict, to which the caller adds agents by node_rank; close these agents at the end of the block."""
     agents: dict[int, NodeAgent] = {}
     try:
         yield agents

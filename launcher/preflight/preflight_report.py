@@ -129,7 +129,10 @@ def _rows(findings: Sequence[Finding]) -> dict[tuple[str, str, str], list[Findin
 
 
 def _remedies(findings: Sequence[Finding], everyone: Sequence[int]) -> Iterator[str]:
-    """Yield lines that say what the user can do, one per remedy. Commands are on lines of their own."""
+    """Yield lines that say what the user can do, one per remedy. Commands are on lines of their own.
+
+    ``everyone``: all node_ranks.
+    """
     same: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
         if finding.remedy or finding.command:

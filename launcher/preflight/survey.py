@@ -47,8 +47,8 @@ class Inquiry:
     def request(self, k: int, peer: str = "") -> dict[str, Any]:
         """Return the request to node ``k``.
 
-        ``peer``: address of another node; a node reached over loopback reports the address from which it would
-        connect there.
+        ``peer``: address of another node. A node that is reached over loopback reports from which of its addresses it
+        would connect to ``peer``.
         """
         config, node, run_id = self.config, self.config.nodes[k], self.run_id
         local = "127.0.0.1" if config.transport == "local" else ""
@@ -75,8 +75,10 @@ class Inquiry:
         own_command: bool = False,
         bytes_needed: Mapping[int, int] | None = None,
     ) -> Survey:
-        """Build the ``Survey`` from the replies of all nodes. ``bytes_needed``: bytes that the plan stores on each
-        node.
+        """Build the ``Survey`` from the replies of all nodes.
+
+        ``probes``: the replies, by node_rank. ``own_command``: whether the run starts a user's own command.
+        ``bytes_needed``: bytes that the plan stores on each node.
         """
         graph = (
             self.parts.graph

@@ -57,7 +57,7 @@ class RunFigures:
     def by_epoch(self, what: Literal["seconds", "loss"]) -> dict[int, float]:
         """Return the duration in seconds or the loss of each epoch, from the epoch lines of rank 0.
 
-        The loss is the mean over all ranks.
+        ``what``: which of the two. The loss is the mean over all ranks.
         """
         lines = (line for line in self.metrics.of_kind("epoch") if line.get("rank") == 0)
         return _values_by_epoch(lines, what)
@@ -405,8 +405,8 @@ def _alike(comparison: Comparison) -> Iterator[str]:
 def _shown(section: Section, rows: Sequence[Row]) -> list[Row | None]:
     """Return the rows of a section that are printed.
 
-    Of many epochs, only the first and the last are printed, with None in place of the others; of package versions, only
-    those that differ.
+    Of many epochs, only the first and the last are printed; None stands for the others. Of package versions, only those
+    that differ are printed.
     """
     if section == "versions":
         return [row for row in rows if row.differs]

@@ -68,10 +68,10 @@ class Followed:
 
 
 class ExpendableNodes:
-    """The expendable nodes of a run, lost or not: the run continues if one of them is lost.
+    """The expendable nodes of a run: the run continues if one of them is lost. Includes those already lost.
 
-    The lead node reports them; until its first report, the latest report of any node is used. In a serving cluster, and
-    with ``run.restarts`` until the run has ended, all nodes are expendable.
+    The lead node reports its expendable nodes; until its first report, the latest report of any node is used. All nodes
+    are expendable in a serving cluster and, until the run has ended, in a run with ``run.restarts``.
     """
 
     def __init__(self, plan: LaunchPlan, restarts: int = 0):
@@ -126,8 +126,8 @@ class ExpendableNodes:
 def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: int) -> bool:
     """Whether the lead node was cut off: it reports all other nodes lost, and they report it lost.
 
-    ``results``: content of ``result.json`` by node_rank, of at least two nodes besides the lead node ``hub``.
-    ``nodes``: number of nodes of the run.
+    False unless at least two other nodes have a result. ``results``: content of ``result.json`` by node_rank.
+    ``nodes``: number of nodes of the run. ``hub``: node_rank of the lead node.
     """
     others = {str(k) for k in range(nodes) if k != hub}
     if len(others) < 2 or hub not in results or set(nodes_reported_lost(results[hub])) != others:
@@ -159,8 +159,8 @@ def last_attempt(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> 
 def checkpoint_node(reports: Mapping[int, Mapping[str, Any] | None], lead: int) -> int | None:
     """Return the node from which the checkpoint of a run with ``run.restarts`` is fetched; None for other runs.
 
-    This is the node of rank 0 in the last attempt or, without a report from it, another node of that attempt. Arguments
-    as in ``last_attempt``.
+    This is the node of rank 0 in the last attempt or, without a report from it, another node of that attempt.
+    ``reports``: ``state.json`` or ``result.json`` by node_rank. ``lead``: hub of the first attempt.
     """
     heard = [k for k, report in sorted(reports.items()) if report and "restarts" in report]
     if not heard:
@@ -239,8 +239,8 @@ class Ending:
     def lost(self) -> dict[int, Lost]:
         """Return the nodes that the launcher or another node reports as lost.
 
-        Of the nodes' reports, those of the lead node count. If it has no result, or its network failed, only reports of
-        other nodes about it count.
+        Of the nodes' reports, only that of the lead node counts. If the lead node has no result or its network failed,
+        its report does not count; other nodes' reports then count only where they say that the lead node is lost.
         """
         found, hub = dict(self.followed.lost), self.hub
         trust_hub = hub in self.results and not hub_was_cut_off(self.results, len(self.plan.nodes), hub)
@@ -320,7 +320,10 @@ class Ending:
         return Crew(self.plan.lead, tuple(node.role for node in nodes), tuple(node.parts for node in nodes))
 
     def _with_parts(self, outcome: Outcome) -> Outcome:
-        """Add a note on the parts that no other node holds to the outcome of a failed graph server or node."""
+        """Return ``outcome`` with a longer note, if a graph server or a node failed.
+
+        The added text names the parts of this node that no other node holds.
+        """
         if not outcome.failed or outcome.stopped or outcome.name not in ("server", "node"):
             return outcome
         labels = [node_label(node.node_rank, node.target) for node in self.plan.nodes]
@@ -359,9 +362,11 @@ class Ending:
         return min(ended) - self.clock_offset(k) if ended else time.time()
 
     def _reported_by_others(self, node: NodePlan, records: Any) -> Iterator[Outcome]:
-        """Yield the Outcome of a process on ``node`` that ended the run, as another node reports it.
+        """Yield the Outcome of a process on ``node`` whose failure ended the run, from the report of another node.
 
-        Nothing if ``node`` itself left a record of it.
+        Yields nothing if ``node`` itself has recorded how the process ended.
+
+        records: the node's own records.
         """
         causes = [
             (by, result["cause"])

@@ -14,9 +14,11 @@ from launcher.text import count, spans
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
     """Return the outcome of the process that failed first; None if none failed.
 
-    Processes that were stopped, and failures that look like consequences, are only returned if there is no other
-    failure. The loss of a node after which the run continued is returned only if there are other failures, and all of
-    them look like consequences.
+    A failure that looks like a consequence is returned only if there is no other failure. A stopped process is returned
+    only if nothing else failed.
+
+    The loss of a node is ignored if the run continued after it. Exception: there are other failures, and all of them
+    look like consequences.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     serious = [outcome for outcome in failed if not outcome.done_without]

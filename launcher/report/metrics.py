@@ -50,8 +50,8 @@ class Metrics:
     def throughput(self) -> dict[int, float]:
         """Return each rank's mean seeds per second over its epochs.
 
-        The first of several epochs is left out, since it includes compilation. An epoch's duration is that of the rank
-        that began it last.
+        If there are several epochs, the first is left out, since it includes compilation. The duration of an epoch is
+        the shortest over all ranks: that of the rank that began the epoch last.
         """
         by_rank: dict[int, list[Mapping[str, Any]]] = {}
         lasted: dict[int, float] = {}

@@ -45,8 +45,9 @@ class Outcome:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], host: str, clock_offset: float = 0.0) -> Outcome:
-        """Create an Outcome from a node's record of a process. ``clock_offset``: its clock minus this machine's, in
-        seconds.
+        """Create an Outcome from a node's record of a process.
+
+        ``clock_offset``: the node's clock minus this machine's, in seconds.
         """
         here = {name: record[name] - clock_offset if record[name] else None for name in ("started", "ended")}
         code = record["returncode"]
@@ -70,13 +71,16 @@ class Outcome:
 
     @classmethod
     def of_node(cls, node_rank: int, host: str, note: str, when: float, tail: Iterable[str] = ()) -> Outcome:
-        """Create the Outcome of a node that failed: its connection was lost, or its supervisor did not start."""
+        """Create the Outcome of a node that failed: its connection was lost, or its supervisor did not start.
+
+        note: why it counts as failed. tail: last lines of its output.
+        """
         return cls("node", node_rank, host, None, None, None, None, when, True, False, False, note, (), tuple(tail))
 
     @classmethod
     def of_finding(cls, finding: Mapping[str, Any], host: str, when: float) -> Outcome:
-        """Create the Outcome for a finding that ended the run although no process failed: a stall, or a non-finite
-        loss.
+        """Create the Outcome for a finding, a stall or a non-finite loss, that ended the run although no process
+        failed.
         """
         note = str(finding["text"])
         name = "node" if finding.get("rank") is None else f"rank{finding['rank']}"
@@ -121,8 +125,9 @@ class Outcome:
 
     @property
     def own_status(self) -> int:
-        """The return code, at least 1, of a process that failed by itself; else 0, also if the run continued without
-        it.
+        """The return code, at least 1, of a process that failed by itself; 0 for any other process.
+
+        It is also 0 if the run continued without the process.
         """
         return max(1, self.returncode or 0) if self.failed and not self.stopped and not self.done_without else 0
 

@@ -105,8 +105,8 @@ class Analysis:
 def analyse(files: Iterable[Path], topology: str = "", *, own: bool = False) -> Analysis:
     """Analyse metrics files with ``trainer profile --json``. Files in a folder ``node<k>`` belong to node k.
 
-    ``topology``: replicated or partitioned, '' if unknown. ``own``: the run executes the user's own command. Raises
-    FleetError if the program fails.
+    ``topology``: replicated or partitioned, '' if unknown. ``own``: whether the run executes the user's own command.
+    Raises FleetError if the program fails.
     """
     paths = [str(file.absolute()) for file in files]
     if not paths:

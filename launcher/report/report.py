@@ -84,7 +84,7 @@ def _step(text: bytes) -> Mapping[str, Any]:
 
 
 def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
-    """Return values for ``--exclude`` that leave the nodes ``away`` out of a launch; () if no node would remain.
+    """Return values for ``--exclude``, so that a launch leaves out the nodes ``away``; () if no node would remain.
 
     A value is a host name, or ``user@host:port`` if other nodes of the host remain. A node that has the same
     ``user@host:port`` as a remaining node cannot be left out, so there is no value for it.
@@ -131,7 +131,8 @@ class RunReport:
     def exit_status(self) -> int:
         """Exit status of the command: 0 if the run is done or detached, 130 if it was stopped.
 
-        For a failed run the highest exit status of a process that failed by itself, as in Slurm; at least 1.
+        If the run failed, the status is at least 1: the highest exit status of the processes that failed by themselves,
+        as in Slurm.
         """
         own = [outcome.own_status for outcome in self.outcomes] if self.state == "failed" else []
         return max([_EXIT_STATUS[self.state], *own])
@@ -233,7 +234,10 @@ def _print_done(report: RunReport, console: Console) -> None:
 
 
 def _checkpoint_position(report: RunReport) -> str:
-    """Return where a user's script saved its last checkpoint within an epoch: ``epoch 3, step 40 of 80``; else ''."""
+    """Return where a user's script saved its last checkpoint: ``epoch 3, step 40 of 80``.
+
+    '' unless that was within an epoch.
+    """
     saving = [line for line in _last_steps(_last_files(report)) if len(line.get("saved", ())) == 2]
     if not saving:
         return ""

@@ -152,10 +152,13 @@ class LaunchFile:
         return self.host == socket.gethostname() or self.alive() is True
 
     def alive(self) -> bool | None:
-        """Return whether the launching process still runs; None if it is on another machine.
+        """Return whether the launching process still runs; None if that is unknown.
 
-        A machine is recognised by its boot id, as its name may change. A container has the boot id of its host, but
-        another name. A launcher in a batch job is alive until the job has ended.
+        It runs if this machine has the boot id of the launching machine and that process; the machine's name may have
+        changed. Otherwise it has ended if the name is the same. If the name differs, the result is None: the launching
+        machine is another one, or a container on this machine (with the same boot id).
+
+        A launcher in a batch job is alive until the job has ended.
         """
         if self.slurm_job:
             return self._job_alive()

@@ -34,7 +34,8 @@ _LISTED = 6
 def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
     """Find a run by its id, a part of its id, or its folder; None: the newest run.
 
-    Raises UsageError if no run matches, or several do.
+    ``runs_dirs``: folders whose subfolders are run folders; registered runs are searched, too. Raises UsageError if no
+    run matches, or several do.
     """
     if run is not None and "/" in run.rstrip("/"):
         return read_folder(_given_folder(Path(run).expanduser()))
@@ -56,9 +57,10 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
 
 
 def matching(ids: Sequence[str], wanted: str) -> tuple[str, list[str]]:
-    """Return (how, ids): the ids that equal ``wanted``, else begin with it, else end with it, else contain it.
+    """Return (how, matching ids). Tries four rules, and applies the first that any id satisfies.
 
-    ``how``: '' if they are equal, else ``is the start of``, ``is the end of`` or ``is in``. ('', []) for no match.
+    The rules: the id equals ``wanted``, begins with it, ends with it, or contains it. ``how`` names the rule: '' for an
+    equal id, else ``is the start of``, ``is the end of`` or ``is in``. Returns ('', []) if no id satisfies a rule.
     """
     rules: tuple[tuple[str, Callable[[str], bool]], ...] = (
         ("", lambda one: one == wanted),

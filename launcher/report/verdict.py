@@ -118,7 +118,7 @@ class Verdict:
 def known_without_nodes(found: FoundRun) -> bool:
     """Return whether the state of a run is known without its nodes.
 
-    True if no process can be left on a node or none can have started, or if the plan is unknown.
+    True if all its processes have certainly ended, if none can have started, or if its plan is unknown.
     """
     if found.plan is None:
         return True
@@ -322,7 +322,7 @@ def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
 def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
     """Return (epoch, step) of a rank, as its supervisor reports it; () before its first step.
 
-    ``at`` is used if present: it is newer than ``epoch`` and ``step``, which come from the metrics.
+    The report's ``at`` is preferred: it is newer than ``epoch`` and ``step``, which come from the metrics.
     """
     if any(rank.get(name) is None for name in ("epoch", "step", "steps")):
         return ()
@@ -347,9 +347,10 @@ def first_cause(views: Sequence[NodeView], hub: int) -> str:
 
 
 def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False) -> set[int]:
-    """Return the nodes that the run continued without and, unless ``only_gone``, those whose loss would not end it.
+    """Return the nodes that the run does not need: those that are lost, and those that it could lose.
 
-    With ``run.restarts`` this is true of every node, else of those that the lead node ``hub`` reports.
+    It could lose the nodes that the lead node reports or, with ``run.restarts``, every node. ``hub``: node_rank of the
+    lead node. ``only_gone``: return only the nodes that are lost and that the run continued without.
     """
     reports = {view.node.node_rank: view.report for view in views}
     lead = last_attempt(reports, hub)[1]

@@ -117,9 +117,11 @@ class Policy:
     def action(self, number: int, now: float) -> OnInterrupt:
         """Return ``stop``, ``detach`` or ``ask`` for signal ``number``, received at ``now`` (monotonic seconds).
 
-        SIGHUP detaches, and so does SIGTERM in a viewer (``gnnfleet follow``). For other signals, returns
-        ``on_interrupt``, but ``stop`` for a second signal within two seconds. Where the user cannot be asked (no
-        terminal, or not Ctrl-C), ``ask`` is replaced by ``stop``, and in a viewer by ``detach``.
+        SIGHUP detaches, and so does SIGTERM in a viewer (``gnnfleet follow``). For other signals the action is
+        ``on_interrupt``, with two exceptions:
+
+        - A second signal within two seconds stops the run.
+        - ``ask`` needs a terminal and Ctrl-C. Without these, a viewer detaches, and any other process stops the run.
         """
         if number == signal.SIGHUP or (self.viewer and number == signal.SIGTERM):
             return "detach"

@@ -186,8 +186,10 @@ def _lost_a_node(report: RunReport) -> bool:
 
 
 def _requeue(context: LaunchContext) -> None:
-    """Put the Slurm job of this launcher back into its queue, if the config says so and the run has a checkpoint, from
-    which the job then resumes it."""
+    """Put the Slurm job of this launcher back into its queue, if the config says so and the run has a checkpoint.
+
+    The next start of the job resumes the run from the checkpoint.
+    """
     job = context.config.slurm_job
     if job is None:  # a launch by SSH from a job; its nodes are not those of the job
         return
@@ -221,7 +223,8 @@ def require_preflight(
 ) -> tuple[Mapping[int, NodeFacts], dict[int, Transport]]:
     """Run preflight; return the facts and the transports, both by node_rank. Raises PreflightRefused.
 
-    ``new_run``: also check that the nodes have no files of a run with this id.
+    ``attempts``: connection or error of each node, by node_rank. ``draft``: plan made before preflight. ``new_run``:
+    also check that the nodes have no files of a run with this id.
     """
     context.enter_stage("preflight")
     run_id = context.run_id if new_run else ""

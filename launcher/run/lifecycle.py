@@ -73,8 +73,10 @@ def conduct(
     """Follow a run to its end, collect its files, and print and return its report.
 
     ``starts``: functions that start the nodes, by node_rank; None if this process only views a running run. In a view,
-    a signal or a closed output ends the view, not the run. The report of a detached run has the state ``detached``.
-    Raises OutOfReach when no node has answered for ``run.lost_after`` seconds.
+    a signal or a closed output ends the view, not the run. ``leave_when_trained``: detach once training has begun.
+
+    The report of a detached run has the state ``detached``. Raises OutOfReach when no node has answered for
+    ``run.lost_after`` seconds.
     """
     interrupts.exit_message = "\n  ".join(
         ["exited immediately; processes of the run may still be running.", *map(how_to_stop, context.plan.nodes)]

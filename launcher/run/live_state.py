@@ -70,8 +70,9 @@ class NodeRow:
     left: bool = False  #: the run goes on without this node
 
     def age(self, now: float) -> float | None:
-        """Seconds between the node's last heartbeat and ``now``; None before the first one and after the node has
-        ended.
+        """Seconds between the node's last heartbeat and ``now``.
+
+        None before the first heartbeat and after the node has ended.
         """
         return None if self.heard is None or self.over else max(0.0, now - self.heard)
 

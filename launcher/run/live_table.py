@@ -38,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table. If the table is too wide, the columns with the lowest ``worth`` are left out."""
+    """One column of the table, with a ``worth``: if the table is too wide, columns of the lowest worth are left out."""
 
     title: str
     text: Callable[[Line], str]  #: cell of a row

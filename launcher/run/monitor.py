@@ -1,7 +1,7 @@
 """Monitors a run on every node until it ends. A lost connection never ends a run.
 
-When one node fails, the supervisors stop the others; the launcher does so if they are too slow. At the end it cleans up
-every node.
+When one node fails, the supervisors stop the others; the launcher stops them if the supervisors are too slow. At the
+end the launcher cleans up every node.
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ _JOIN_TIMEOUT = 3.0  # seconds to wait for the node streams to end
 class RunFollower:
     """Follows all nodes of a run from start to the last result.
 
-    ``starts``: functions that start the nodes, by node_rank; None if the run has started already. ``tail``: number of
-    lines to show of what each log already contains; None: all. ``leave_when_trained``: detach after the first training
-    step; with the user's own command, two seconds after all ranks have started, if that is earlier. ``on_training``:
+    ``starts``: functions that start the nodes, by node_rank; None if the run has started already. ``on_training``:
     called when all ranks have started.
+
+    ``tail``: how many of the lines already in a log are shown, counted from its end; None: all.
+
+    ``leave_when_trained``: detach after the first training step; with the user's own command at the latest two seconds
+    after all ranks have started.
     """
 
     def __init__(
@@ -416,8 +419,9 @@ class RunFollower:
         self._bring_back()
 
     def _detach_if_due(self, now: float) -> None:
-        """Detach if the user has asked for it or, with ``--detach``, if training has begun; not before all nodes
-        started.
+        """Detach if the user has asked for it or, with ``--detach``, if training has begun.
+
+        Does nothing before all nodes have started, and after a failure or a stop request.
         """
         if self._stop_reason or self._failing or self._not_started:
             return

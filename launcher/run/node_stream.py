@@ -45,9 +45,10 @@ class NodeMessage:
 class NodeStream(threading.Thread):
     """Thread that passes the messages of one node to ``put`` until the node has ended or ``enough`` is set.
 
-    Reconnects after a lost connection and continues each file where it stopped (``offsets``, in bytes). ``tail``: begin
-    with the last ``tail`` lines of each file; None: all. ``start``: called first, to start the node, which may take
-    ``start_timeout`` seconds.
+    Reconnects after a lost connection, and continues each file at the byte in ``offsets``.
+
+    ``start``: function that starts the node, called first; it may take ``start_timeout`` seconds. ``tail``: begin with
+    the last ``tail`` lines of each file; None: all.
     """
 
     def __init__(

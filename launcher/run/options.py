@@ -73,7 +73,8 @@ class LaunchOptions:
 def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, ...]:
     """Return the config overrides, as ``key=value``, of the command line; later ones win.
 
-    ``--nodes`` and ``--dataset`` come first, then ``--set``, then all other options.
+    ``--nodes`` and ``--dataset`` come first, then ``--set``, then all other options. ``values``: values of all options,
+    by name. ``sets``: the values of ``--set``.
     """
     nodes = node_overrides(values["nodes"]) if values.get("nodes") and values["config"] != NODES_ONLY else ()
     environment = environment_overrides(values.get("venv"), values.get("conda"))
@@ -86,7 +87,7 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, .
 
 
 def slurm_overrides(text: str) -> tuple[str, ...]:
-    """Return the config overrides of ``--slurm partition=gpu,nodes=4,requeue``; a comma in brackets separates nothing.
+    """Return the config overrides of ``--slurm partition=gpu,nodes=4,requeue``. Commas in brackets do not separate.
 
     Raises UsageError for an option without a name.
     """

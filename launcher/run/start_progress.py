@@ -46,7 +46,9 @@ class StartProgress:
         return f"all {what}: {self._expected[kind]} in {now:.1f} s"
 
     def late(self, now: float, over: Collection[int] = ()) -> str:
-        """Return a message about the graph servers that are not ready; '' until the next time in ``_LATE``.
+        """Return a message about the graph servers that are not ready.
+
+        One message is due at each time in ``_LATE``; '' if none is due, or all servers are ready.
 
         ``over``: nodes that have ended; the message does not name their servers.
         """

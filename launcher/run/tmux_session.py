@@ -99,7 +99,10 @@ def start_session(transport: Transport, node: NodePlan, *, start_timeout: float)
 
 
 def _await_supervisor(transport: Transport, node: NodePlan, session: Session, start_timeout: float) -> None:
-    """Wait until a supervisor that was started without tmux runs; ends it and raises SessionError if it does not."""
+    """Wait until a supervisor that was started without tmux runs.
+
+    If it has ended, or does not run after ``start_timeout`` seconds, ends the session and raises SessionError.
+    """
     deadline = time.monotonic() + start_timeout
     while True:
         running = session.running()

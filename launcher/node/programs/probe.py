@@ -2,15 +2,19 @@
 
 ``main(request)`` returns a dict of facts. Fields of ``request``:
 
-- "peer": address of another node, or ""
 - "address": configured address or host name of this node, or ""
-- "workdir", "run_dir", "session": work folder; run folder and tmux session that a run will create, or ""
+- "peer": address of another node, or ""
+- "workdir": work folder
+- "run_dir", "session": run folder and tmux session of the planned run; "" if no run is planned
 - "ports": ports that must be free
 - "manifest": path of the manifest.json of a partition folder, or ""
-- optional: "devices": whether to list CUDA devices; "packages": further packages to look for; "names": host names to
-  resolve; "code": digest of the code of gnnfleet; "parts": folder with parts sent earlier
+- "devices" (optional): whether to list CUDA devices
+- "packages" (optional): further packages to look for
+- "names" (optional): host names to resolve
+- "code" (optional): digest of the code of gnnfleet
+- "parts" (optional): folder with parts sent earlier
 
-It runs on all nodes at once and must be fast: it imports and examines only what the answer needs.
+The program runs on all nodes at once and must be fast: it imports and examines only what the answer needs.
 """
 
 from __future__ import annotations
@@ -140,7 +144,7 @@ def existing_run(run_dir: str, session: str) -> str:
 def lease_facts() -> tuple[list[dict[str, Any]], str]:
     """Return the valid leases, and why leases cannot be read ('' if they can).
 
-    "words" of a lease: its description in messages.
+    Each lease is a dict of its fields; "words" has a description for messages.
     """
     try:
         if not os.listdir(os.environ.get("GNNFLEET_LEASES") or LEASES):
@@ -168,9 +172,9 @@ def leftovers(workdir: str) -> list[dict[str, Any]]:
 
 
 def gpus(started: dict[str, Any]) -> dict[str, Any]:
-    """Return {"devices": names, "gpus": [...], "driver"}, in the order of nvidia-smi (PCI bus).
+    """Return {"devices": names, "gpus": facts about each, "driver": version}, in the order of nvidia-smi (PCI bus).
 
-    started: running commands by name.
+    started: running commands by name; its "nvidia-smi" is read.
     """
     if "nvidia-smi" not in started:
         return {"devices": [], "gpus": [], "driver": ""}
@@ -237,7 +241,8 @@ def open_files(pid: str) -> set[str]:
 def of_runs(suspects: Iterable[Suspect]) -> list[dict[str, Any]]:
     """Return {"run_id", "pids", "commands"} for each run in ``suspects`` that has living processes.
 
-    Processes of a run are listed in its last state.json, or have its folder as GNNFLEET_RUN_DIR in their environment.
+    A process belongs to a run if the last state.json of the run lists it, or if GNNFLEET_RUN_DIR in its environment is
+    the folder of the run.
     """
     named = {one.run_dir: one for one in suspects}
     pids: dict[str, set[int]] = {folder: known(one) for folder, one in named.items()}

@@ -1,8 +1,10 @@
 """Makes Python processes of a rank or graph server write their stacks on a signal. Imported by Python at startup.
 
 On SIGRTMAX-4, faulthandler writes the stacks of all threads to ``procs/stacks-rank<r>`` or ``procs/stacks-server`` of
-the run folder, even while the process blocks in C code. At the end, this module runs the next ``sitecustomize`` on
-``sys.path``, which it hides, if there is one.
+the run folder, even while the process blocks in C code.
+
+Python imports only the first ``sitecustomize`` on ``sys.path``, which is this module. If there is another one, this
+module runs it.
 """
 
 from __future__ import annotations

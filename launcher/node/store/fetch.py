@@ -48,10 +48,10 @@ class _Chunk(NamedTuple):
 
 
 def fetch(store: RemoteFolder, folder: str, files: list[Wanted], lines: ProgressLines) -> int:
-    """Fetch ``files`` into ``folder``; return how many were fetched. Files that are there with their digest are kept.
+    """Fetch ``files`` into ``folder``, except those that are there with the right digest; return how many were fetched.
 
-    The manifest comes last: a folder with a manifest is complete. Another fetch into ``folder`` is waited for. Raises
-    StoreError and OSError.
+    The manifest is fetched last, so a folder with a manifest is complete. Waits while another process fetches into
+    ``folder``. Raises StoreError and OSError.
     """
     os.makedirs(folder, exist_ok=True)
     with _locked(folder, lines):
@@ -86,7 +86,10 @@ class _Transfer:
         self._complete: list[Wanted] = []
 
     def run(self, files: list[tuple[Wanted, int]]) -> list[tuple[Wanted, str]]:
-        """Fetch each file from its offset on; return the files whose digest is wrong, each with the reason."""
+        """Fetch the rest of each file; return the files whose digest is wrong, each with the reason.
+
+        files: each with the byte at which to continue.
+        """
         reads, checks = ThreadPoolExecutor(AHEAD), ThreadPoolExecutor(1)
         try:
             pending: list[Future[list[tuple[Wanted, str]]]] = []

@@ -1,8 +1,14 @@
 """Program: fetches the files of a node's parts from a store. ``fetch_parts.py SPEC`` prints ``progress_lines``.
 
-SPEC is a JSON file: ``url`` and ``options`` of the store, ``folder`` (the partition folder on this machine), ``files``
-(list of [path, bytes, sha256]), ``run_dir`` (of the run that needs them; '' for none) and ``limit`` (most bytes of all
-fetched partition folders; null: none). Ends when its stdin does.
+SPEC is a JSON file with
+
+- ``url`` and ``options`` of the store
+- ``folder``: the partition folder on this machine
+- ``files``: list of [path, bytes, sha256]
+- ``run_dir``: folder of the run that needs the files; '' for none
+- ``limit``: how many bytes all fetched partition folders may have together; null for no limit
+
+The program ends when its stdin is closed.
 """
 
 from __future__ import annotations

@@ -35,9 +35,10 @@ _OTHER_HOST = 14 * 86400.0  # seconds that a claim counts if it is of another ho
 def claim(folder: str, url: str, run_dir: str, need: int, limit: int | None) -> list[str]:
     """Record that the run of ``run_dir`` uses ``folder``, and make room for it; return the names of deleted folders.
 
-    need: bytes of all files that the run needs in ``folder``. limit: most bytes of all fetched folders beside it,
-    ``folder`` included; None for no limit. Raises StoreError if the folders of running runs leave too little room; then
-    nothing has been deleted or claimed.
+    url: that of the store. need: bytes of all files that the run needs in ``folder``. limit: how many bytes ``folder``
+    and the fetched folders beside it may have together; None for no limit.
+
+    Raises StoreError if the folders of running runs leave too little room; then nothing has been deleted or claimed.
     """
     top = os.path.dirname(folder)
     os.makedirs(top, exist_ok=True)
@@ -52,7 +53,11 @@ def claim(folder: str, url: str, run_dir: str, need: int, limit: int | None) -> 
 
 
 def _evictable(top: str, folder: str, need: int, limit: int) -> list[str]:
-    """Return the folders to delete so that the others and ``need`` bytes stay below ``limit``, oldest use first."""
+    """Return the folders in ``top`` to delete, so that ``folder`` and the remaining ones fit into ``limit`` bytes.
+
+    need: bytes of all files that the run needs in ``folder``. Chooses the least recently used folders that no run
+    needs. Raises StoreError if they do not suffice.
+    """
     others = {name: note for name, note in _notes(top).items() if name != os.path.basename(folder)}
     sizes = {name: stored(os.path.join(top, name)) for name in others}
     total, chosen = need + sum(sizes.values()), []

@@ -1,8 +1,11 @@
 """Progress of a program that the launcher follows: one JSON object per line of stdout.
 
-``kind`` is ``start`` (``bytes`` to transfer, ``present``: bytes that need no transfer), ``bytes`` (``bytes`` since the
-last such line; negative if a file is transferred again), ``note`` (``text``), ``done`` (``files`` transferred) or
-``error`` (``text``).
+The other fields of a line depend on its ``kind``:
+
+- ``start``: ``bytes`` to transfer; ``present``, bytes that need no transfer
+- ``bytes``: ``bytes`` since the last line of this kind; negative if a file is transferred again
+- ``note``, ``error``: ``text``
+- ``done``: ``files``, the number of transferred files
 """
 
 from __future__ import annotations
@@ -42,7 +45,10 @@ class ProgressLines:
                 self._flush()
 
     def end(self, kind: str, status: int, **more: Any) -> NoReturn:
-        """Print the last line and end this process at once, even if threads still wait for the store."""
+        """Print the last line and end this process at once, even if threads still wait for the store.
+
+        kind, more: ``kind`` and the other fields of the line. status: exit status.
+        """
         with self._lock:
             self._flush()
             self._print(kind, **more)
@@ -64,8 +70,8 @@ class ProgressLines:
 def run_program(task: Callable[[dict[str, Any], ProgressLines], int]) -> NoReturn:
     """Run ``task`` with the specification in the file ``sys.argv[1]``, print its progress and end this process.
 
-    ``task`` returns the number of transferred files, or raises StoreError or OSError. The process also ends as soon as
-    stdin does: the launcher is gone, or the connection to it is lost.
+    ``task`` returns the number of transferred files, or raises StoreError or OSError. The process also ends when its
+    stdin is closed: then the launcher has ended, or the connection to the launcher is lost.
     """
     lines = ProgressLines()
     threading.Thread(target=_end_with_stdin, daemon=True).start()

@@ -1,12 +1,18 @@
 """Program: uploads a partition folder to a store. ``push_parts.py SPEC`` prints ``progress_lines``.
 
-SPEC is a JSON file: ``url`` and ``options`` of the store, ``folder``, ``files`` (list of [path, bytes, sha256], the
-manifest last), ``made`` (arguments that the parts were made with; [] if unknown) and ``replace`` (whether parts of
-another partition in the store are replaced). Ends when its stdin does.
+SPEC is a JSON file with
+
+- ``url`` and ``options`` of the store
+- ``folder``: the partition folder on this machine
+- ``files``: list of [path, bytes, sha256], the manifest last
+- ``made``: arguments of the command that made the parts; [] if unknown
+- ``replace``: whether parts of another partition in the store are replaced
+
+The program ends when its stdin is closed.
 
 The store gets the files of the folder and ``.gnnfleet-pushed.json``: ``{"manifest": its sha256, "made"}``. That file
-comes first and the manifest last, so that parts in a store with a manifest are complete, and an interrupted upload of
-the same parts continues with the files that are missing.
+comes first and the manifest last. So parts in a store with a manifest are complete, and an interrupted upload of the
+same parts continues with the missing files.
 """
 
 from __future__ import annotations

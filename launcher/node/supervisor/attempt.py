@@ -59,8 +59,8 @@ def next_spec(first: NodeSpec, decision: Decision) -> NodeSpec:
 def returned(spec: NodeSpec) -> tuple[bool, NodeSpec]:
     """Return whether this supervisor replaces one that ended without a result, and the spec to continue with.
 
-    This is ``spec`` with the attempt number from ``returns.json``, the last ``state.json`` of the earlier supervisor.
-    Deletes ``returns.json``.
+    ``returns.json`` is the last ``state.json`` of the earlier supervisor. The returned spec is ``spec`` with the
+    attempt number from that file. Deletes the file.
     """
     path = os.path.join(spec.run_dir, "returns.json")
     try:
@@ -92,7 +92,9 @@ def _with_env(command: Mapping[str, Any], env: Mapping[str, str]) -> Mapping[str
 def _world(first: NodeSpec, decision: Decision, ranks: Mapping[int, tuple[int, ...]]) -> dict[str, str]:
     """Return the environment variables of this node's ranks in the next attempt.
 
-    They are those of torchrun, the number of the restart, and the checkpoint from which to resume.
+    These are the variables of torchrun, the number of the restart, and the checkpoint from which to resume.
+
+    first: specification for the first attempt (node.json). ranks: the ranks of each node, by node_rank.
     """
     leader = int(decision["first"])
     world = str(sum(map(len, ranks.values())))
@@ -168,8 +170,8 @@ def first_cluster(run_dir: str) -> dict[str, Any] | None:
 def standing_of(first: NodeSpec, stepped: bool, idle: Idle) -> Standing:
     """Return what this node can contribute to a restart: its newest checkpoint and its parts.
 
-    stepped: whether a rank of this node has trained a step in this attempt. ``idle(0.0)`` is called while a large file
-    is read, for the supervisor's heartbeat.
+    first: specification for the first attempt. stepped: whether a rank of this node has trained a step in this attempt.
+    ``idle(0.0)`` is called while a large file is read, for the supervisor's heartbeat.
     """
     return Standing(newest_checkpoint(first.run_dir, idle), parts_on_disk(first), stepped)
 
@@ -178,6 +180,7 @@ def newest_checkpoint(run_dir: str, idle: Idle = lambda seconds: None) -> dict[s
     """Return this node's newest undamaged checkpoint: {"file", "epoch", "step"}; None if there is none.
 
     The file's name contains epoch and step; its ZIP comment is the digest (see trainer/train/checkpoint.py).
+    ``idle(0.0)`` is called while a large file is read, for the supervisor's heartbeat.
     """
     folder = os.path.join(run_dir, "checkpoints")
     names: list[str] = []
@@ -216,7 +219,8 @@ def _is_whole(path: str, idle: Idle) -> bool:
 def parts_on_disk(first: NodeSpec) -> tuple[int, ...]:
     """Return the parts that this node can read.
 
-    These are its own parts and, if its partition folder was not sent by the launcher, all complete parts in there.
+    These are its own parts and, if its partition folder was not sent by the launcher, all other complete parts in that
+    folder. first: specification for the first attempt.
     """
     own = set(first.parts_of(first.node_rank))
     if not first.data_dir:

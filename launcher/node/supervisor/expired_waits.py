@@ -81,7 +81,7 @@ def verdict(words: str) -> str:
 def describe(waits: Sequence[Wait], known: Processes) -> Culprit:
     """Return the process that caused expired waits; its ``text`` describes this process and the first of the waits.
 
-    waits: at least one.
+    waits: at least one. known: the processes of the run.
     """
     first = min(waits, key=lambda wait: float(wait["t"]))
     who = known.rank_name(first["rank"])
@@ -117,7 +117,10 @@ def _waited_for(wait: Wait, known: Processes) -> tuple[str, int | None]:
 
 
 def _absent(waits: Sequence[Wait], first: Wait, known: Processes) -> list[int]:
-    """Return the ranks that others may wait for: no expired wait, and not at the line where ``first`` waits."""
+    """Return the ranks that may be what the others wait for.
+
+    These are the ranks without an expired wait whose stack is known and shows another line than that of ``first``.
+    """
     waiting = {wait["rank"] for wait in waits}
     return sorted(
         rank
@@ -133,7 +136,10 @@ def _where(rank: int, known: Processes) -> str:
 
 
 def server_lines(known: Processes, asked: int | None) -> list[str]:
-    """Return a line on each graph server that is stopped or blocked in the kernel, and on that of node ``asked``."""
+    """Return a line on the graph server of node ``asked``, and on each that is stopped or blocked in the kernel.
+
+    asked: node_rank; None for no node.
+    """
     return [
         f"graph server of {known.labels[node]}: {line}"
         for node, line in sorted(known.servers.items())

@@ -218,7 +218,7 @@ class DepartedNodes:
         self._reported: set[str] = set(peers.gone)  # reported in an earlier attempt
 
     def new_findings(self) -> list[dict[str, Any]]:
-        """Log and return a finding for each node that the run has continued without since the last call."""
+        """Return a finding for each node that departed since the last call, while the run continues; also log it."""
         found = []
         for k, gone in self._peers.gone.items():
             if k not in self._reported:

@@ -53,8 +53,9 @@ class OomWatch:
         return pid in killed_for_memory(log) or (counted and not log)
 
     def outcome_fields(self, pid: int) -> dict[str, Any]:
-        """Return ``oom`` and ``note`` for the outcome of a process ended by SIGKILL; {} if the OOM killer did not do
-        it.
+        """Return ``oom`` and ``note`` for the outcome of a process ended by SIGKILL.
+
+        {} if it was not the OOM killer that ended the process.
         """
         allowed = limit()
         if not self.killed(pid):
@@ -63,9 +64,9 @@ class OomWatch:
 
 
 def oom_kills(files: Sequence[str] = ()) -> int | None:
-    """Return how many processes the OOM killer has killed, from the first of ``files`` with this count, or None.
+    """Return how many processes the OOM killer has killed, as counted in the first of ``files`` that has such a count.
 
-    Default for ``files``: those of this process's cgroup, then that of the whole machine.
+    None if no file has one. Default for ``files``: those of this process's cgroup, then that of the whole machine.
     """
     return _counted(files)[1]
 
@@ -88,7 +89,10 @@ def _counted(files: Sequence[str]) -> tuple[str, int | None]:
 
 
 def limit(files: Sequence[str] = ()) -> int | None:
-    """Return the memory limit of this process's cgroup in bytes, from the first of ``files`` that has one, or None."""
+    """Return the memory limit of this process's cgroup in bytes, as given by the first of ``files`` that has a limit.
+
+    None if no file has one. Default for ``files``: those of the cgroup and of its ancestors.
+    """
     for path in files or _cgroup_files("memory.max", "memory.limit_in_bytes"):
         try:
             with open(path, encoding="ascii") as file:

@@ -128,7 +128,8 @@ class OutcomeBook:
 class Mailbox:
     """Receives records from rank runners that cannot write them to a file because the disk is full.
 
-    An abstract Unix datagram socket. Each record contains the run's token, so that records of other users are ignored.
+    The mailbox is an abstract Unix datagram socket. Each record contains the run's token; records without it, such as
+    those of other users, are ignored.
     """
 
     def __init__(self, loop: Loop, book: OutcomeBook, token: str, address: str) -> None:
@@ -201,7 +202,10 @@ class Ended(Exception):
         self.state, self.reason, self.cause = state, reason, cause
 
     def without_restart(self, why: str) -> Ended:
-        """Return a copy whose reason also says why there is no restart, unless ``why`` is '' or the node is done."""
+        """Return a copy whose reason also says why there is no restart.
+
+        Its reason is unchanged if ``why`` is '' or the node is done.
+        """
         if not why or self.state == "done":
             return self
         return Ended(self.state, f"{self.reason.rstrip('.')}; no restart: {why}", self.cause)
@@ -223,7 +227,7 @@ class Ended(Exception):
 
 
 def take_leases(spec: NodeSpec) -> list[leases.Lease]:
-    """Take all leases of the node, or none; return the leases of other runs that prevent it. Raises LeaseError."""
+    """Take all leases of the node, or none; return the leases of other runs that are in the way. Raises LeaseError."""
     if not spec.leases:
         return []
     return leases.take(spec.leases, leases.this_process(spec.run_id, spec.node_rank, spec.operator))

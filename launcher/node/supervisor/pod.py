@@ -4,9 +4,9 @@ RUN: folder with ``export.json``, ``node<k>.json``, ``cluster.json``, ``run.json
 files. SECRETS: folder with ``token`` and, if the graph service is encrypted, ``service.key``. The node is
 ``GNNFLEET_FIRST_NODE`` + ``JOB_COMPLETION_INDEX``.
 
-Waits for the parts, for the lead node's attempt and for the other pods' DNS names. Then prepares the node run folder,
-starts the supervisor, which prints its events, and prints the
-logs of its processes. ``pod.py --alive RUN`` only checks that the supervisor writes ``state.json``.
+First waits for the parts, for the lead node's attempt and for the other pods' DNS names. Then prepares the node run
+folder and starts the supervisor, which prints its events. Also prints the logs of the node's processes. ``pod.py
+--alive RUN`` only checks that the supervisor writes ``state.json``.
 
 Exit status: 0 (done), 1 (failed or stopped; another attempt resumes from the newest checkpoint), 2 (the run cannot work
 as it was exported).
@@ -95,11 +95,11 @@ class Pod:
             self._wait(lambda: os.path.exists(manifest), f"for the parts: there is no {manifest}")
 
     def begin_attempt(self) -> int:
-        """Return the number of this node's attempt, counted from 0, once the lead node takes part in it.
+        """Begin an attempt of this node and return its number, counted from 0. Raises TooLate.
 
-        The lead node begins an attempt. Every other node takes part in the first attempt of the lead node that is later
-        than its own last one, so that a pod that was started again does not meet supervisors that are about to end.
-        Moves the files of an earlier attempt to ``attempts/``. Raises TooLate.
+        The lead node begins its next attempt at once. Any other node waits until the lead node has an attempt with a
+        higher number than its own last one, and gets the same number. So a pod that was started again does not meet
+        supervisors that are about to end. Files of this node's last attempt are moved to ``attempts/``.
         """
         last = self._attempt(self.run_dir)
         if last >= 0:
@@ -123,7 +123,7 @@ class Pod:
         return -1
 
     def await_names(self) -> None:
-        """Wait until the DNS names of all nodes have addresses, which is when their pods run. Raises TooLate."""
+        """Wait until the pods of all nodes run, which is when their DNS names have addresses. Raises TooLate."""
         for k, name in enumerate(self.export["addresses"]):
             self._wait(partial(_resolves, name), f"for node{k}: {name} has no address")
 
@@ -192,7 +192,10 @@ class Pod:
     # The supervisor.
 
     def supervise(self, env: Mapping[str, str]) -> int:
-        """Run the supervisor, print new lines of the other logs, and pass SIGTERM on to it; return 0 (done) or 1."""
+        """Run the supervisor to its end; return 0 (done) or 1.
+
+        Meanwhile, pass SIGTERM on to the supervisor, and print new lines of the logs of other processes.
+        """
         program = os.path.join(_CODE_FOLDER, "launcher", "node", "supervisor", "supervisor.py")
         argv = [sys.executable, program, self._path("node.json")]
         child = subprocess.Popen(argv, cwd=self.run_dir, env={**os.environ, **env})
@@ -220,7 +223,7 @@ class Pod:
 
 
 class _LogPrinter(Watcher):
-    """Prints the new lines of the logs of a run folder as ``rank0 | line``, from its present end on."""
+    """Prints lines that are appended to the logs of a run folder from now on, as ``rank0 | line``."""
 
     def __init__(self, run_dir: str, only: tuple[str, ...]) -> None:
         super().__init__(run_dir, {}, only)
@@ -262,7 +265,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _cpus() -> int:
-    """Return the number of CPUs that this container may use: of its CPU mask, and of the quota of its cgroup."""
+    """Return the number of CPUs that this container may use: those in its CPU mask, at most the quota of its cgroup."""
     count = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):
         with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:

@@ -58,10 +58,10 @@ class RankRunners:
         return any(child.running() for child in self.children.values())
 
     def ended_badly(self) -> Child | None:
-        """Return a rank runner that failed by itself: it was not stopped, and its rank has not failed; None without
-        any.
+        """Return a rank runner that failed by itself while its rank did not fail; None if there is none.
 
-        To be called after ``OutcomeBook.look``, which reads the outcomes of the ranks.
+        A rank runner that was stopped does not count. To be called after ``OutcomeBook.look``, which reads the outcomes
+        of the ranks.
         """
         for rank, child in self.children.items():
             known = self._book.outcomes.get(f"rank{rank}", {})
@@ -84,7 +84,8 @@ def end_processes(
 ) -> list[procs.Process]:
     """End all processes of the run on this node; return those that still run after SIGKILL.
 
-    grace: seconds between SIGTERM and SIGKILL. ``idle(seconds)`` waits and keeps the supervisor's heartbeat running.
+    children: the supervisor's child processes. token: marks all processes of the run, in their environment. grace:
+    seconds between SIGTERM and SIGKILL. ``idle(seconds)`` waits and keeps the supervisor's heartbeat running.
     """
     book.stopping = True
     for child in children:

@@ -1,7 +1,7 @@
 """Runs one rank: ``rank_runner.py --run-dir R [--await-server] -- argv…``, started by the supervisor.
 
-Writes the rank's output to ``logs/rank<r>.log`` and its outcome to ``outcomes/rank<r>.json``, and ends all processes
-that the rank leaves behind. A rank that ends after a stop is marked ``stopped``.
+Writes the rank's output to ``logs/rank<r>.log`` and its outcome to ``outcomes/rank<r>.json``. Ends all processes that
+the rank leaves behind. A rank that ends because it was stopped is marked ``stopped``.
 """
 
 from __future__ import annotations

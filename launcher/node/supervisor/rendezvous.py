@@ -272,8 +272,8 @@ class Restarts:
     def next_attempt(self, spec: NodeSpec, peers: Peers) -> NodeSpec | None:
         """Prepare the next attempt that was decided: run folder, cluster.json, and the connections to the other nodes.
 
-        spec: specification of this node in the attempt that has ended. Returns its specification
-        for the next attempt; None if it does not take part.
+        spec: specification of this node in the attempt that has ended. Returns the specification of this node for the
+        next attempt; None if this node does not take part.
         """
         decision, guest = self.decision, self.guest
         self.rendezvous = self.guest = None

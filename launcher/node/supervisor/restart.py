@@ -72,11 +72,20 @@ class _NoRestart(Exception):
 def decide(end: AttemptEnd, now: float) -> Decision:
     """Decide whether and how the run starts again.
 
-    now: seconds since the epoch by the hub's clock. The result has "generation" (number of the next attempt),
-    "restart", "t", "lead" (the hub); without a restart "why" and "left" (other nodes may go on without this one); with
-    a restart "first" (node of rank 0), "nodes", "ranks" and "parts" (by node_rank), "checkpoint" ({"file", "epoch",
-    "step"} or null), "cause", "reason" (the cause as a sentence), "without" (nodes lost in this attempt) and "seconds"
-    since the failure.
+    now: seconds since the epoch by the hub's clock. The result always has "generation" (number of the next attempt),
+    "restart" (true or false), "t" and "lead" (node_rank of the hub).
+
+    Without a restart, it also has "why" and "left" (whether other nodes may go on without this one).
+
+    With a restart, it also has
+
+    - "first": node of rank 0
+    - "nodes": the nodes that take part
+    - "ranks", "parts": those of each node, by node_rank
+    - "checkpoint": {"file", "epoch", "step"} or null
+    - "cause", and "reason": the cause as a sentence
+    - "without": nodes lost in this attempt
+    - "seconds": time since the failure
     """
     spec = end.spec
     head = {"generation": spec.generation + 1, "lead": spec.node_rank, "leave": False, "t": now}
@@ -167,8 +176,10 @@ def _check_nodes(end: AttemptEnd) -> list[int]:
 def _parts(end: AttemptEnd, nodes: Iterable[int]) -> dict[int, tuple[int, ...]]:
     """Return the parts that each node holds in the next attempt. Raises _NoRestart if a part is on no node.
 
-    A node keeps its parts; a node that was not in the last attempt gets its parts of the first attempt. Each remaining
-    part goes to a node that has it on its disk, the one with the fewest parts.
+    A node keeps its parts; a node that was not in the last attempt gets its parts of the first attempt. Any other part
+    goes to a node that has the part on its disk: to the one with the fewest parts, if several have it.
+
+    nodes: node_ranks of the nodes in the next attempt.
     """
     spec = end.spec
     holders = [k for k in nodes if end.first.role_of(k) in _HOLD]

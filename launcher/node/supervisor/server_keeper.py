@@ -145,7 +145,7 @@ def _kernels(env: Mapping[str, str]) -> tuple[bool, str]:
 
 
 def _writable(folder: str) -> bool:
-    """Whether files can be created in ``folder`` or, while that does not exist, in the nearest folder above it."""
+    """Whether files can be created in ``folder`` or, if it does not exist, in the nearest existing folder above it."""
     while not os.path.exists(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)

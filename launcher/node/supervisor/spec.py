@@ -64,9 +64,10 @@ class NodeSpec:
             raise SystemExit(f"supervisor: {path} is damaged ({error}); launch the run again") from None
 
     def environment(self, command: Mapping[str, Any], supervisor: str) -> dict[str, str]:
-        """Return the environment of a process: variables of the supervisor, of the command, and of the run.
+        """Return the environment of a process: variables of the supervisor, of ``command``, and of the run.
 
-        Later ones override earlier ones. supervisor: ``pid:start_ticks`` of this supervisor.
+        Variables of ``command`` override those of the supervisor, and variables of the run override both. supervisor:
+        ``pid:start_ticks`` of this supervisor.
         """
         return {
             **os.environ,

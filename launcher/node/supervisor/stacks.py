@@ -64,7 +64,10 @@ class _Traced:
 
 
 class _Rank:
-    """The processes of a rank or graph server. They get the signal one by one, as forked processes share a file."""
+    """The processes of a rank or graph server.
+
+    Forked processes write their stacks to the same file, so the signal is sent to one process after the other.
+    """
 
     def __init__(self, run_dir: str, rank: int, pid: int, processes: Sequence[procs.Process]) -> None:
         self.rank, self.run_dir = rank, run_dir
@@ -78,7 +81,7 @@ class _Rank:
         self._begin = self._size = self._quiet = 0
 
     def turn(self) -> bool:
-        """Send the signal to the next process, or read the stacks that it writes; return whether all have answered."""
+        """Send the signal to the next process, or read the stacks of the last one; return whether all have answered."""
         if self._waiting and not self._sent:
             self._begin = self._size = _size(self.dump)
             self._quiet, self._sent = 0, True

@@ -42,8 +42,9 @@ _KINDS = ("start", "step", "epoch", "eval", "checkpoint", "result")  # order of 
 
 
 class StallDetector:
-    """Finds stalls and stragglers; ``look`` is called once a second. Ranks without metrics lines never count as
-    stalled.
+    """Finds stalls and stragglers; ``look`` is called once a second.
+
+    A rank without metrics lines never counts as stalled.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class StallDetector:
         return [*self._stall.look(now, ranks), *self._pace.look(now, ranks)]
 
     def without(self, exiting: Collection[int]) -> dict[str, Any] | None:
-        """Find the last stall again without the ranks ``exiting``; return its "node_rank", "rank" and "text".
+        """Return "node_rank", "rank" and "text" of the last stall, as they are if the ranks ``exiting`` are ignored.
 
-        None if the result is the same, or no other rank is left.
+        None if no rank of ``exiting`` was stalled, or if all stalled ranks are in ``exiting``.
         """
         return self._stall.without(exiting)
 

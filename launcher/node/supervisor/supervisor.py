@@ -136,7 +136,10 @@ class Supervisor:
         return self.attempt()
 
     def meet(self, end: Ended, state: str) -> Ended:
-        """Wait until a hub has decided whether the run starts again; return how this node ends without a restart."""
+        """Wait until a hub has decided whether the run starts again; return how this node ends without a restart.
+
+        end: how this node's attempt has ended. state: state of this node while it waits.
+        """
         stepped = self.health.stepped()
         self.set_state(state)
         self.restarts.standing = standing_of(self.first, stepped, self.idle)
@@ -178,7 +181,7 @@ class Supervisor:
     def open_peers_for_end(self, held: set[str]) -> None:
         """Connect to the other supervisors only to report this node's end.
 
-        Does nothing when another run holds the control port.
+        held: resources that other runs hold. Does nothing when one of them is the control port.
         """
         if self.spec.control is not None and f"port:{self.spec.control['port']}" not in held:
             with suppress(OSError):  # the other supervisors then wait for start_timeout
@@ -333,13 +336,19 @@ class Supervisor:
         return Ended("done" if needless else "stopped", reason, cause)
 
     def failed(self, name: str, words: str, t: float | None = None) -> Ended:
-        """Return how this node ends after a failure of process ``name``, "node" for the node as a whole."""
+        """Return how this node ends after a failure of process ``name``, "node" for the node as a whole.
+
+        words: what happened, without the process's name. t: time of the failure; None: now.
+        """
         cause = self.own_cause(name, "failure", words)
         who = "" if name == "node" else f"{name.replace('rank', 'rank ')} "
         return Ended("failed", who + words, {**cause, "t": t or cause["t"]})
 
     def fail_own(self, name: str, child: Child, note: str) -> NoReturn:
-        """Record the graph server or a rank runner as failed, whether it still runs or not, and raise Ended."""
+        """Record the graph server or a rank runner as failed, whether it still runs or not, and raise Ended.
+
+        note: why it counts as failed.
+        """
         child.pump()
         record = self.record(name, child, note=note)
         how = describe({**record, "note": record["note"] if record["oom"] else ""})

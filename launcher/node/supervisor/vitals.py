@@ -31,11 +31,15 @@ _NUMBERS = ("epoch", "step", "steps", "loss", "seeds_per_s", "remote_share", "ow
 class Vitals:
     """The last metrics of each rank of a node, read once a second; damaged and incomplete lines are skipped.
 
-    ``ranks[r]`` exists once the metrics file of rank r has a line. It has the last values of ``epoch``, ``step``,
-    ``steps``, ``loss``, ``seeds_per_s``, ``remote_share``, ``own_s``, ``step_s`` and ``batch_s`` (None: not written
-    yet); ``most``, the result of ``largest``; ``kind`` and ``t`` of the last line; ``at``, [epoch, step, phase] from
-    the progress file, or None; ``ended``, whether the rank has ended; and ``done``, whether the phase in its progress
-    file is "done".
+    ``ranks[r]`` exists once the metrics file of rank r has a line. It has
+
+    - the last values of ``epoch``, ``step``, ``steps``, ``loss``, ``seeds_per_s``, ``remote_share``, ``own_s``,
+      ``step_s`` and ``batch_s`` (None: not written yet)
+    - ``most``: the result of ``largest``
+    - ``kind`` and ``t`` of the last line
+    - ``at``: [epoch, step, phase] from the progress file, or None
+    - ``ended``: whether the rank has ended
+    - ``done``: whether the phase in its progress file is "done"
     """
 
     def __init__(

@@ -135,7 +135,10 @@ def spent_chart(profile: Profile) -> Chart:
 def pair_chart(
     key: str, title: str, to: Sequence[str], of: Sequence[str], z: Sequence[Sequence[float | None]], unit: str
 ) -> Chart:
-    """Return a heat map of pairs of nodes: rows are receiving nodes (``to``), columns are sending nodes (``of``)."""
+    """Return a heat map of pairs of nodes: rows are receiving nodes (``to``), columns are sending nodes (``of``).
+
+    z: rows of values. unit: unit of the values, or ``share``.
+    """
     texts = [["" if value is None else _short(value, unit) for value in row] for row in z]
     heat = {
         **_heat(of, to, z, {"title": {"text": unit}, "tickformat": ".0%" if unit == "share" else ".2s"}),
@@ -158,7 +161,10 @@ def bars(key: str, title: str, names: Sequence[str], values: Sequence[float], ax
 
 
 def resumed_at(record: RunRecord) -> float | None:
-    """Return the epochs done when this run resumed an earlier one; None if it resumed none or has no epoch."""
+    """Return how many epochs were done at the moment when this run resumed an earlier one.
+
+    None if this run resumed no other, or has completed no epoch.
+    """
     if record.found.launch is None or not record.found.launch.resumed_from:
         return None
     own = [number(line.get("epoch")) for line in record.series.epochs]

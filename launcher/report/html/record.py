@@ -70,7 +70,10 @@ class RunRecord:
 
 
 def read_record(folder: Path, *, runs_dirs: Sequence[Path] = ()) -> RunRecord:
-    """Read a run's folder. Raises FleetError if a file in it is damaged, or its metrics cannot be analysed."""
+    """Read a run's folder. Raises FleetError if a file in it is damaged, or its metrics cannot be analysed.
+
+    ``runs_dirs``: further folders in which to look for the run that this run resumed.
+    """
     found = read_folder(folder)
     topology = found.plan.topology.choice if found.plan else ""
     analysis = analyse(_metrics_files(folder), topology, own=found.own)

@@ -137,8 +137,8 @@ NAME = "report.html"
 def write_html(folder: Path, dest: Path | None = None, *, runs_dirs: Sequence[Path] = ()) -> Path:
     """Write the report of the run in ``folder`` to ``dest`` (default: ``folder/report.html``) and return its path.
 
-    The file has mode 0600, as it may contain log lines. Raises FleetError if the report cannot be built, OSError if it
-    cannot be written.
+    The file has mode 0600, as it may contain log lines. ``runs_dirs``: further folders in which to look for the run
+    that this run resumed. Raises FleetError if the report cannot be built, OSError if it cannot be written.
     """
     path = dest or folder / NAME
     write_whole(path, render(report_page(read_record(folder, runs_dirs=runs_dirs))), private=True)

@@ -18,7 +18,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """Curves of one run. Losses of steps have the number of epochs done as x: 1.5 is the middle of the second epoch."""
+    """Curves of one run. The x of a step's loss is the number of epochs done: 1.5 is the middle of the second epoch."""
 
     step_loss: tuple[Point, ...] = ()  #: (epochs done, loss of a global batch); many steps are averaged in groups
     epoch_loss: tuple[Point, ...] = ()  #: (epoch, mean loss)
@@ -134,7 +134,8 @@ class _Seen:
 def mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
     """Merge the points of all ranks into one curve.
 
-    Ranks log different steps, about one per second. Averages consecutive points of different ranks, for a smooth curve.
+    Each rank logs about one step per second, and ranks log different steps. For a smooth curve, consecutive points of
+    different ranks are averaged.
     """
     groups: list[dict[int, Point]] = [{}]
     for x, y, rank in sorted((x, y, rank) for rank, points in by_rank.items() for x, y in points):

@@ -392,9 +392,10 @@ class Passwords:
         return Credentials(key, secrets.get("Password"), secrets.get("Passphrase"))
 
     def ask_again(self, refused: Collection[int], wants_password: Collection[int]) -> None:
-        """Ask again for the refused passwords and passphrases.
+        """Ask again for the passwords or passphrases of the nodes ``refused``, whose hosts did not accept them.
 
-        The hosts of the nodes in ``wants_password`` accepted the key and also require a password.
+        Also asks for the passwords of the nodes ``wants_password``: their hosts accepted the key and require a password
+        as well.
         """
         for rank in wants_password:
             self._questions[rank] = (*self._questions[rank], _password_of(self._config.nodes[rank]))

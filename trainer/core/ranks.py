@@ -369,8 +369,8 @@ def run_store(ranks: Ranks, timeout: float) -> Store:
 def _listener(address: str, port: int) -> socket.socket | None:
     """Return a socket that listens on ``address`` only, or None if the store must listen on all addresses.
 
-    Returns None for a host name, for an address that is not this host's (NAT), and for a port in use; in the last case
-    the store then raises the error.
+    Returns None for a host name, for an address that is not this host's (NAT), and for a port in use. For a port in
+    use, the store raises an error later.
     """
     try:
         literal = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)

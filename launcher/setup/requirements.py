@@ -104,7 +104,7 @@ def required(more: Sequence[str] = ()) -> Requirements:
 def closure(roots: Iterable[str], requires: Callable[[str], Iterable[str]], target: Target) -> dict[str, str]:
     """Return the roots and all packages that they require on ``target``, directly or indirectly.
 
-    The result maps the name of a package to all limits on its version, such as ``nvidia-nvtx<14,>=13``.
+    The result maps the name of a package to the name with all limits on its version: ``nvidia-nvtx<14,>=13``.
     ``requires(name)``: the requirements of a package as text (PEP 508); () if they are unknown.
     """
     found = {name: SpecifierSet() for name in roots}

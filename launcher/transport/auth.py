@@ -165,8 +165,8 @@ class Login(AuthStrategy):
     def _keys(self) -> Iterator[tuple[paramiko.PKey, str]]:
         """Yield the keys to offer, each with its label.
 
-        Order: certificates; keys of the agent that are configured; other keys of the agent; key files. The ``key`` of
-        cluster.yml comes before the agent. Files without a usable private key are skipped.
+        Order: certificates; the ``key`` of cluster.yml; keys of the agent that a config names; other keys of the agent;
+        key files of ssh_config, unless cluster.yml has a ``key``. Files without a usable private key are skipped.
         """
         by_blob = {key.blob: key for key in self._agent_keys}
         signers: dict[bytes, paramiko.PKey] = dict(by_blob)

@@ -69,7 +69,7 @@ class RestartRun(Run):
 def await_attempt(
     node: RunFolder, rank: int, generation: int = 1, world: int | None = None, seconds: float = 30
 ) -> int:
-    """Wait until ``rank`` runs in the attempt after ``generation`` restarts. Return the rank's first step there.
+    """Wait until ``rank`` runs in the attempt after ``generation`` restarts. Return the rank's first step in it.
 
     world: number of ranks in this attempt, or None for any.
     """

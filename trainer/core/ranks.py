@@ -151,7 +151,7 @@ class RankGroup:
         All ranks must call this, because it creates a gloo group if the default backend is not gloo.
 
         Args:
-            ranks: Rank and world size of this process; replaced by those of the group.
+            ranks: Describes this process. Its rank and world size are replaced by those of the group.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls(replace(ranks, rank=0, world_size=1))
@@ -195,7 +195,7 @@ class RankGroup:
         """Return on every rank the ``value`` that the first rank of the group passed.
 
         Args:
-            value: As in ``gather``, but may contain tensors; ignored on the other ranks.
+            value: As in ``gather``, but it may contain tensors. Values on other ranks than the first are ignored.
 
         Raises:
             PeerError: The bytes of the first rank cannot be decoded.

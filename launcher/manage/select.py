@@ -47,8 +47,9 @@ class RunFileSeen:
 def discovered(config: ClusterConfig, config_path: Path, run: str | None) -> Iterator[OpenRun]:
     """Find a run on the hosts of ``config`` (read from ``config_path``) and open it.
 
-    ``run``: the run's id or a part of it; None: the newest run. ``config`` may list the hosts of
-    the run in another order than at launch, and further hosts. Raises UsageError if no run or several runs match, FleetError if no host can be reached.
+    ``run``: the run's id or a part of it; None: the newest run. ``config`` may list the run's hosts in another order
+    than at launch, and further hosts. Raises UsageError if no run or several runs match, FleetError if no host can be
+    reached.
     """
     attempts = connect_all(config)
     try:

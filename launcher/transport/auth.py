@@ -65,8 +65,8 @@ class LoginRefused(paramiko.AuthenticationException):
 class Offer(AuthSource):
     """One key or password to log in with.
 
-    ``attempt`` tries to log in; it returns the methods that the host requires in addition, [] once logged in. ``label``
-    names the key or password in messages.
+    ``attempt`` tries to log in. It returns [] if the login is complete, else the methods that the host also requires.
+    ``label`` names the key or password in messages.
     """
 
     def __init__(self, username: str, method: str, label: str, attempt: Callable[[paramiko.Transport], list[str]]):
@@ -81,7 +81,7 @@ class Login(AuthStrategy):
     """Authentication of one SSH login. ``authenticate`` raises LoginRefused, or SSHException for a closed connection.
 
     ``distrust`` returns an error if the host's key is not trusted, else None. A host that is not trusted gets no
-    password; if the login to it fails, the error of ``distrust`` is raised.
+    password. If the login to such a host needs a password, ``authenticate`` raises the error of ``distrust``.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class SeedOrder:
         return self.order(epoch)[:]
 
     def order(self, epoch: int) -> EpochOrder:
-        """Return the order of the seeds in an epoch as a sequence. Its slices are arrays of positions in the seed list."""
+        """Return the order of the seeds in an epoch: a sequence whose slices are positions in the seed list."""
         if not self.shuffle:
             return InOrder(self.num_seeds)
         key = batch_key(self.seed, self.stream, epoch, -1)

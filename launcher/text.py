@@ -29,7 +29,7 @@ class Column:
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A table with one line per row that leaves out or cuts columns to fit the width of the output."""
+    """A table with one line per row. To fit the width of the output, it leaves out columns or cuts them."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]

@@ -275,8 +275,8 @@ def _touches_a_word(mark: yaml.Mark) -> bool:
 def expand_nodes(tree: Tree) -> Tree:
     """Expand the value of ``nodes``: ``2`` to two entries for localhost, ``node[01-04]`` to four hosts.
 
-    Each node keeps the file and line of its entry. An invalid range is left for the config reader to report. Raises
-    RangeError for more than ``MOST`` nodes, or too many values.
+    Each node keeps the file and line of its entry. An invalid range is kept as written; the config reader reports
+    it. Raises RangeError for more than ``MOST`` nodes, or if the expanded list has too many values.
     """
     if isinstance(tree, Scalar) and is_count(tree):
         number = int(tree.text) if len(tree.text) < 10 else MOST + 1

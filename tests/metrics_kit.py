@@ -14,9 +14,9 @@ OLD = {"step_s": 0.12, "own_s": 0.1, "batch_s": 0.01, "seconds": 1.2, "seeds": 1
 
 
 def lines_of(rank: int, epochs: int = 3, **spent: float) -> list[dict[str, Any]]:
-    """Return a prediction, then a step line and an epoch line for each epoch.
+    """Return a line with the predicted traffic, then a step line and an epoch line for each epoch.
 
-    spent: seconds of a step by kind of work, in place of those in ``SPENT``.
+    spent: seconds of a step by kind of work; they replace those in ``SPENT``.
     """
     spent = {**SPENT, **spent}
     traffic = {"batches": 10, "remote_bytes": 1_000_000, "rows": 5000, "remote_rows": 2000, "cached_rows": 1000}

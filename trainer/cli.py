@@ -153,9 +153,9 @@ _REMOTE_ACCESS = tuple(field.name for field in fields(RemoteAccess))
 
 
 def _graph_options(function: F) -> F:
-    """Add the options that open a graph to a command.
+    """Decorate a command with the options about opening a graph.
 
-    ``function`` gets the options that are fields of ``RemoteAccess`` as one argument, ``remote_access``.
+    The options that are fields of ``RemoteAccess`` reach ``function`` as one argument, ``remote_access``.
     """
 
     @functools.wraps(function)

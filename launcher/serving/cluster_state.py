@@ -251,8 +251,8 @@ def open_named(
 class ServeContext(LaunchContext):
     """State of one ``gnnfleet serve`` command.
 
-    ``running``: whether the cluster was running before. If so, its recorded stage and result change only once all added
-    servers run.
+    ``running``: whether the cluster was running before the command. The recorded stage and result of a running cluster
+    change only once all added servers run.
     """
 
     def __init__(self, config: ResolvedConfig, options: LaunchOptions, name: str, console: Console, *, running: bool):

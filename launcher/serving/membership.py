@@ -54,7 +54,7 @@ class ServingState:
 
 @dataclass(frozen=True)
 class Roster:
-    """All nodes that a serving cluster shall have. Existing nodes keep their node_rank; new ones get the next."""
+    """All nodes of a serving cluster. Present nodes keep their node_rank; new nodes get the next ranks."""
 
     config: ResolvedConfig
     joined: tuple[int, ...] = ()  #: new nodes, which have no parts yet
@@ -69,7 +69,7 @@ def first_roster(wanted: ResolvedConfig) -> Roster:
 def roster_of(plan: LaunchPlan, known: ResolvedConfig | None, wanted: ResolvedConfig) -> Roster:
     """Compare the nodes in the cluster's ``plan`` with those of the config ``wanted``, by their logins.
 
-    ``known``: the config of ``plan``, or None. Nodes with the same login are matched in order.
+    ``known``: the config from which ``plan`` was made; None if unknown. Nodes with the same login are matched in order.
     """
     names = _numbered([target_text(node_login(wanted, node)) for node in wanted.nodes])
     unmatched = dict(zip(names, wanted.nodes, strict=True))
@@ -160,9 +160,10 @@ def cluster_plan(
 def _kept_servers(
     found: ServingState, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]
 ) -> KeptServers | None:
-    """Return what a new plan keeps of the cluster: parts, ports and running nodes; None for a new cluster.
+    """Return what a new plan keeps of the cluster: parts, ports and running nodes. None for a new cluster.
 
-    The version of the new plan is one above the highest so far.
+    Also returns the version of the new plan: the highest version of the cluster's plans, plus one.
+    ``facts``: the nodes that do not run yet, by node_rank.
     """
     if found.plan is None:
         return None

@@ -36,8 +36,8 @@ from launcher.transport.fanout import on_nodes
 def serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[ServingState]:
     """Find serving cluster ``name`` on this machine or on the hosts of ``wanted``, and connect to its nodes.
 
-    The files of a cluster that does not run are moved away if it holds other parts, or fewer copies, than ``wanted``
-    asks for; it then counts as new. Connections are closed on exit.
+    A cluster counts as new if it does not run and holds other parts, or fewer copies of parts, than ``wanted`` asks
+    for. Its files are then moved away. Connections are closed on exit.
     """
     folder = known_here(name, [Path(wanted.run.runs_dir).expanduser()])
     found = read_folder(folder) if folder is not None else None

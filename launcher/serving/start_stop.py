@@ -121,7 +121,7 @@ _UPDATED = ("run.json", "cluster.json")  # servers reload when cluster.json chan
 
 
 def update_running(plan: LaunchPlan, connections: Connections, excluded: Sequence[int]) -> list[str]:
-    """Write the new run.json and cluster.json to all nodes with parts that are not in ``excluded``.
+    """Write the new run.json and cluster.json to all nodes that hold parts, except the nodes ``excluded``.
 
     Returns a note for each failure.
     """
@@ -146,7 +146,7 @@ def stop_removed(
     removed: Sequence[int],
     grace: float,
 ) -> list[str]:
-    """Stop the nodes ``removed``, which the config no longer lists; return a note for each that may still run."""
+    """Stop the nodes ``removed``, which the config no longer lists. Return a note for each node that may still run."""
     alive = [k for k in removed if states[k].view.alive or states[k].view.unreachable]
     errors = on_connections(
         {k: connections[k] for k in alive}, lambda k, transport: _stop_node(nodes[k], transport, grace)

@@ -67,9 +67,9 @@ class _WheelTransfer(FileTransfer):
 def apply(
     plan: SetupPlan, paths: Mapping[Wheel, Path], connections: Connections, progress: TransferProgress
 ) -> tuple[dict[int, Result], dict[int, Exception]]:
-    """Install on all hosts of ``plan.work``; a failure on one host stops no other.
+    """Install on all hosts of ``plan.work``. A failure on one host does not stop the other hosts.
 
-    Returns results and errors by node_rank. ``paths``: where this machine has the wheels to be sent.
+    Returns results and errors by node_rank. ``paths``: files on this machine of the wheels that are to be sent.
     """
     stop = threading.Event()
     hosts = {host.state.node_rank: host for host in plan.work}

@@ -57,7 +57,7 @@ class HostPlan:
 
     @property
     def wheels(self) -> tuple[Wheel, ...]:
-        """The wheels that the installation needs: those of the changes, pip's, and uv's if the host has no uv."""
+        """The wheels that the installation needs: changed packages, pip and, if the host has no uv, uv."""
         if self.lock is None:
             return ()
         names = {change.name for change in self.changes} | {"pip"}
@@ -92,7 +92,7 @@ def make_plan(
     own_python: str,
     build: str | None = None,
 ) -> SetupPlan:
-    """Decide what each host needs. The sources of wheels are not decided yet; see ``with_sources``.
+    """Decide what each host needs. ``with_sources`` then decides where the wheels come from.
 
     Args:
         states: the hosts that answered, by node_rank.
@@ -117,9 +117,10 @@ def make_plan(
 
 
 def with_sources(plan: SetupPlan, reached: Mapping[int, Mapping[str, bool]]) -> SetupPlan:
-    """Return the plan with the source of each wheel: hosts download from servers that they reach.
+    """Return the plan with the source of each wheel.
 
-    ``reached``: by node_rank whether the host can download from a server (``Wheel.server``).
+    A host downloads a wheel itself if it reaches the wheel's server; otherwise this machine sends the wheel.
+    ``reached``: for each node_rank, a dict from server (``Wheel.server``) to whether the host reaches it.
     """
 
     def sourced(host: HostPlan) -> HostPlan:
@@ -149,8 +150,8 @@ def _problem(state: HostState) -> str:
 def _common_python(states: Iterable[HostState], own: str) -> str:
     """Return the Python version (two numbers) that all hosts should have.
 
-    It is that of most existing environments, else this machine's if all hosts have it, else the newest that all have.
-    '' if no version is on all hosts.
+    Preferred is the version of most existing environments, then ``own`` if all hosts have it, then the newest version
+    that all hosts have. Returns '' if there is none.
     """
     states = [state for state in states if state.environment]
     existing = Counter(minor(state.installed.python) for state in states if state.installed)
@@ -231,9 +232,9 @@ def _same(found: str, wanted: str, name: str) -> bool:
 
 
 def _wrong_build(node: NodeConfig, state: HostState, lock: WheelLock, name: str) -> bool:
-    """Whether torch is built for no CUDA, or for another version, on a node that uses devices.
+    """Whether the node uses CUDA devices and its torch is built for another CUDA version than ``lock``, or for none.
 
-    On other nodes each build of torch will do.
+    False if the package ``name`` is not torch.
     """
     assert state.installed is not None
     if name != "torch" or not node.devices:

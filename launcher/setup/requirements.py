@@ -82,9 +82,10 @@ class Requirements:
     requires: Callable[[str], Iterable[str]] = requires_here  #: what packages require, as far as known
 
     def line(self, name: str, target: Target, requirement: str = "") -> str:
-        """Return the requirement of one package for pip: its version on this machine, else ``requirement``.
+        """Return what pip is to install for package ``name``, such as ``numpy==2.1.0``.
 
-        torch has the build of the target instead of this machine's.
+        The version is that on this machine. If this machine lacks the package, returns ``requirement``. For torch, the
+        build (such as ``+cu126``) is that of ``target``.
         """
         version = self.pins.get(name, "")
         if name == "torch" and version:
@@ -101,10 +102,10 @@ def required(more: Sequence[str] = ()) -> Requirements:
 
 
 def closure(roots: Iterable[str], requires: Callable[[str], Iterable[str]], target: Target) -> dict[str, str]:
-    """Return the roots and all packages that they require on ``target``, each with all requirements on its version.
+    """Return the roots and all packages that they require on ``target``, directly or indirectly.
 
-    ``requires(name)``: the requirements of a package as text (PEP 508); () if they are unknown. A value of the result
-    is a requirement such as ``nvidia-nvtx<14,>=13``.
+    The result maps the name of a package to the name with all limits on its version: ``nvidia-nvtx<14,>=13``.
+    ``requires(name)``: the requirements of a package as text (PEP 508); () if they are unknown.
     """
     found = {name: SpecifierSet() for name in roots}
     waiting = [(name, "") for name in found]  # packages and their extras

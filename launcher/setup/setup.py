@@ -99,7 +99,7 @@ def _planned(
     agents: Mapping[int, NodeAgent],
     options: SetupOptions,
 ) -> SetupPlan:
-    """Return the plan. Resolves the wheels once for each kind of host, and asks hosts which servers they reach."""
+    """Return the plan. Resolves the wheels once per kind of host, and asks hosts which download servers they reach."""
     locks: dict[Target, WheelLock] = {}
 
     def resolved(target: Target) -> WheelLock:

@@ -130,7 +130,10 @@ def _folder(node: NodeConfig) -> str:
 
 
 def _builders(found: Mapping[int, dict[str, Any]], agents: Mapping[int, NodeAgent]) -> dict[int, int]:
-    """Return for each node the lowest node_rank that sees the same folder of the environment, by files made there."""
+    """Return for each node the lowest node_rank of the nodes that share the folder of its environment.
+
+    To find out, each node makes a file in the folder, and lists the files that the other nodes made.
+    """
     prefix = f".gnnfleet-setup-{secrets.token_hex(6)}-"
     ranks = [k for k in found if found[k]["path"]]
     if len(ranks) < 2:

@@ -226,7 +226,10 @@ def _pip(*words: str) -> str:
 
 @cache
 def _pip_command() -> tuple[str, ...]:
-    """Return the command that starts pip: this Python's, the one in its standard library, or the one that uv runs."""
+    """Return the command that starts pip.
+
+    It starts the pip installed for this Python; else the pip bundled with ``ensurepip``; else ``uv tool run pip``.
+    """
     from importlib.util import find_spec
     from shutil import which
 

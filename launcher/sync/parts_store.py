@@ -41,9 +41,10 @@ _LEFT_OUT = ("--source", "--memory")  # may differ between machines that make th
 
 
 def ensure_parts_of(config: ResolvedConfig, console: Console) -> PartitionFiles | None:
-    """Return the parts of a run or serving cluster: made on this machine unless they exist, and in ``data.store``.
+    """Return the parts of a run or serving cluster. Makes them on this machine if they do not exist yet.
 
-    None if the launching machine does not provide parts (mode ``verify``, ``data.serving``). Raises FleetError.
+    With ``data.store``, also uploads parts that the store lacks. Returns None if the launching machine does not provide
+    parts (mode ``verify``, ``data.serving``). Raises FleetError.
     """
     if not config.makes_parts:
         return None
@@ -68,7 +69,9 @@ def _ensure_stored(config: ResolvedConfig, console: Console) -> PartitionFiles:
 
 
 def stored_parts(url: str, options: Mapping[str, Any]) -> tuple[PartitionFiles | None, list[str]]:
-    """Read the manifest in a store; return its files (None if there is none) and the arguments that made the parts.
+    """Return the files that the manifest of a store lists, and the arguments that the parts were made with.
+
+    Without a manifest, the files are None and there are no arguments.
 
     Raises FleetError if the store cannot be read.
     """
@@ -178,7 +181,8 @@ def _file_list(files: Sequence[PartFile]) -> list[tuple[str, int, str]]:
 def run_here(program: str, spec: Mapping[str, Any], label: str, console: Console) -> StoreProgress:
     """Run ``launcher/node/store/<program>.py`` on this machine; return its progress. Raises FleetError.
 
-    A process of its own can be ended at once, while fsspec waits for the store.
+    The program runs in a new process, which can be killed even while fsspec waits for the store. ``spec``: input of the
+    program. ``label``: name of the transfer in the progress display.
     """
     script, stop = CODE_ROOT / "launcher/node/store" / f"{program}.py", threading.Event()
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:

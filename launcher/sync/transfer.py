@@ -147,7 +147,7 @@ class FileTransfer(ABC):
         self._commit(waiting)
 
     def _commit(self, files: list[PlannedFile]) -> None:
-        """Let the node check and rename uploaded files; a file with a wrong digest is sent once more."""
+        """Let the node check and rename uploaded files. Send a file with a wrong digest once more."""
         for file, error in self._commit_once(files):
             self._check_source(file)
             self.progress.start(self.receiver.node_rank, file.bytes)
@@ -184,7 +184,7 @@ class FileTransfer(ABC):
             ) from error
 
     def _is_there(self, file: PlannedFile) -> bool:
-        """Whether the node has the complete file. Waits for it up to two seconds, as another run may be sending it."""
+        """Whether the node has the complete file. Waits up to two seconds, as another run may be sending it."""
         for pause in _OTHERS_PAUSES:
             if self.inventory([file])["files"][0]["state"] == "present":
                 return True

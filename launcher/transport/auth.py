@@ -65,8 +65,8 @@ class LoginRefused(paramiko.AuthenticationException):
 class Offer(AuthSource):
     """One key or password to log in with.
 
-    ``attempt`` tries to log in; it returns the methods that the host requires in addition, [] once logged in. ``label``
-    names the key or password in messages.
+    ``attempt`` tries to log in. It returns [] if the login is complete, else the methods that the host also requires.
+    ``label`` names the key or password in messages.
     """
 
     def __init__(self, username: str, method: str, label: str, attempt: Callable[[paramiko.Transport], list[str]]):
@@ -81,7 +81,7 @@ class Login(AuthStrategy):
     """Authentication of one SSH login. ``authenticate`` raises LoginRefused, or SSHException for a closed connection.
 
     ``distrust`` returns an error if the host's key is not trusted, else None. A host that is not trusted gets no
-    password; if the login to it fails, the error of ``distrust`` is raised.
+    password. If the login to such a host needs a password, ``authenticate`` raises the error of ``distrust``.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class Login(AuthStrategy):
     def _keys(self) -> Iterator[tuple[paramiko.PKey, str]]:
         """Yield the keys to offer, each with its label.
 
-        Order: certificates; keys of the agent that are configured; other keys of the agent; key files. The ``key`` of
-        cluster.yml comes before the agent. Files without a usable private key are skipped.
+        Order: certificates; the ``key`` of cluster.yml; keys of the agent that a config names; other keys of the agent;
+        key files of ssh_config, unless cluster.yml has a ``key``. Files without a usable private key are skipped.
         """
         by_blob = {key.blob: key for key in self._agent_keys}
         signers: dict[bytes, paramiko.PKey] = dict(by_blob)
@@ -392,9 +392,10 @@ class Passwords:
         return Credentials(key, secrets.get("Password"), secrets.get("Passphrase"))
 
     def ask_again(self, refused: Collection[int], wants_password: Collection[int]) -> None:
-        """Ask again for the refused passwords and passphrases.
+        """Ask again for the passwords or passphrases of the nodes ``refused``, whose hosts did not accept them.
 
-        The hosts of the nodes in ``wants_password`` accepted the key and also require a password.
+        Also asks for the passwords of the nodes ``wants_password``: their hosts accepted the key and require a password
+        as well.
         """
         for rank in wants_password:
             self._questions[rank] = (*self._questions[rank], _password_of(self._config.nodes[rank]))

@@ -104,7 +104,10 @@ class Transport(ABC):
         """
 
     def start_session(self, name: str, command: Command) -> Session | None:
-        """Start a command that continues when the launcher exits. None: the caller starts it in a tmux session."""
+        """Start a command that continues when the launcher exits.
+
+        Returns None if the connection cannot do this. The caller then starts the command in a tmux session.
+        """
         return None
 
     @abstractmethod

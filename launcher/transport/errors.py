@@ -16,7 +16,7 @@ CONNECTION_ERRORS = (paramiko.SSHException, EOFError, OSError)
 
 
 class HopFailed(Exception):
-    """Connecting to ``host``, the node or one of its jump hosts, failed with ``error``.
+    """A connection to ``host`` failed with ``error``. ``host`` is the node or one of its jump hosts.
 
     ``reached``: whether the key exchange was complete and the connection still open.
     """

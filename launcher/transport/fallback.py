@@ -19,7 +19,7 @@ _SECOND_TRIES = threading.BoundedSemaphore(8)  # limits the ssh processes starte
 def open_over_ssh(config: ClusterConfig, node_rank: int, credentials: Credentials | None = None) -> RemoteTransport:
     """Connect to a node and return its transport.
 
-    Raises TransportError; if both clients fail, the error of paramiko, which is more precise.
+    Raises TransportError. If both clients fail, the error is that of paramiko, which is more precise.
     """
     node, timeout = config.nodes[node_rank], config.run.connect_timeout
     credentials = credentials or Credentials(os.path.expanduser(node.key) if node.key else None)

@@ -35,8 +35,8 @@ def on_nodes(
     """Run ``work(node_rank)`` for each node in its own daemon thread and wait for all of them.
 
     ``on_error`` is called for each failure as it happens, in the caller's thread. When no node has finished for
-    ``timeout`` seconds, the remaining ones get a TimeoutError. Ctrl-C ends the wait but not the threads, which the
-    caller must stop.
+    ``timeout`` seconds, the remaining nodes get a TimeoutError. Ctrl-C ends the wait, but the caller must stop the
+    threads.
     """
     ranks = list(node_ranks)
     done: queue.SimpleQueue[tuple[int, T | None, Exception | None]] = queue.SimpleQueue()

@@ -75,8 +75,8 @@ def checking_mode(host_keys: str, host: SshHost) -> str:
 class HostKeyCheck(paramiko.MissingHostKeyPolicy):
     """Accepts or refuses the key that a host presents.
 
-    Its errors name no node, as a jump host serves several. ``known``: the known_hosts lines for ``name`` (host and
-    port). As in OpenSSH, a line without the port also suffices.
+    Errors name no node, since several nodes may share a jump host. ``known``: the known_hosts lines for ``name`` (host
+    and port). If there are none, lines for the host without a port are used, as in OpenSSH.
     """
 
     def __init__(self, host: SshHost, host_keys: str):

@@ -137,9 +137,9 @@ class OpenSshTransport(RemoteTransport):
         raise Dropped(error) if output.lower().startswith(_DROPPED) else error
 
     def _askpass(self, folder: Path, host: SshHost) -> tuple[Mapping[str, str], Mapping[str, str]]:
-        """Return the options and environment by which ssh gets the password or passphrase.
+        """Return the ssh options and the environment variables by which ssh gets the password or passphrase.
 
-        If neither is given, ssh does not prompt; otherwise a script in ``folder`` (mode 0700) answers.
+        With neither of them, ssh does not prompt. Otherwise a script written to ``folder`` (mode 0700) answers ssh.
         """
         given = self.credentials
         secret, about = (given.passphrase, given.key) if given.passphrase is not None else (given.password, None)
@@ -240,7 +240,7 @@ class _SshProcess(PipeProcess):
 
 
 class _SftpPipe:
-    """The socket of ``ssh -s … sftp``, with the methods of a channel that paramiko's SFTP client calls."""
+    """The socket to ``ssh -s … sftp``. It has the methods of a paramiko channel that paramiko's SFTP client calls."""
 
     def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes]):
         self._sock, self._process = sock, process

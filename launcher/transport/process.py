@@ -47,7 +47,7 @@ _PRINT_PID = "echo gnnfleet-pid:$$ >&2"
 
 
 def with_pid(command: Command) -> str:
-    """Return a command line for a node's login shell that prints the command's pid to stderr and runs ``command``."""
+    """Return a command line for a node's login shell that runs ``command`` and first prints its pid to stderr."""
     return shell_line(replace(command, setup=(_PRINT_PID, *command.setup)))
 
 

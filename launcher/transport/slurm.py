@@ -40,14 +40,15 @@ _DOWNLOAD = (
 def open_slurm(job: str | None, host: str, node_rank: int) -> Transport:
     """Return a transport to a node of a job.
 
-    The files of a job that has ended, or that waits in its queue again, are read on this machine, through the shared
-    file system. Raises UnreachableError if the job is being started or ended, or Slurm does not answer.
+    If the job has ended, or waits in the queue again, the transport reads the files of the run on this machine, through
+    the shared file system. Raises UnreachableError if there is no job yet (``job`` is None), if the job is being
+    started or ended, or if Slurm does not answer.
     """
     return _opened(_status(job, host, node_rank), host, node_rank)
 
 
 def open_job(job: str | None, hosts: list[str]) -> dict[int, Transport | UnreachableError]:
-    """Return a transport, or the error of opening it, for each node of a job, by node_rank. Asks Slurm once."""
+    """Return, by node_rank, a transport to each node of a job, or the error of opening it. Asks Slurm only once."""
     try:
         status = _status(job, hosts[0], 0)
     except UnreachableError as error:

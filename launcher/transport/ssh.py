@@ -297,7 +297,7 @@ class _JumpHost:
 
 
 class _JumpHosts:
-    """Shares one connection per jump host: the first node behind it opens it, the last one closes it."""
+    """One connection per jump host, shared by the nodes behind it. The first node opens it, the last one closes it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

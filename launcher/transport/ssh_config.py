@@ -127,7 +127,7 @@ def ssh_program() -> str | None:
 
 
 def ssh_argv(user: str | None, port: int | None) -> list[str]:
-    """Return the ssh command up to the host name: user, port and, if ssh would not find it, the config file."""
+    """Return the ssh command up to the host name: user, port and, if ssh would not find the config file, its path."""
     argv = [ssh_program() or "ssh"]
     if not is_home_of_passwd():
         argv += ["-F", str(_user_config()) if _user_config().is_file() else "none"]
@@ -141,10 +141,11 @@ def is_home_of_passwd() -> bool:
 
 
 def config_lines(path: Path | None = None, depth: int = 0) -> Iterator[str]:
-    """Yield the lines of ~/.ssh/config and of included files.
+    """Yield the lines of the config file ``path`` (default: ~/.ssh/config) and of the files that it includes.
 
-    An ``Include`` below a ``Host`` or ``Match`` line applies only to the hosts of that line. It is yielded before the
-    included lines; after them, the ``Host`` or ``Match`` line is yielded again.
+    An ``Include`` below a ``Host`` or ``Match`` line applies only to the hosts of that line. Therefore the ``Include``
+    line is yielded as well, before the included lines, and the ``Host`` or ``Match`` line is repeated after them.
+    ``depth``: how deep ``path`` is nested in includes.
     """
     path = path or _user_config()
     if not path.is_file() or depth > _MAX_INCLUDES:
@@ -194,9 +195,10 @@ def _resolved(name: str, user: str | None, port: int | None) -> SshHost:
 
 
 def _lookup_key(name: str, blocks: Blocks | None) -> tuple[str, object]:
-    """Return the HostName of ``name``, and a key for the cache of options printed by ``ssh -G``.
+    """Return the HostName that ssh_config gives ``name``, and the key of its options in the cache.
 
-    Names whose options differ only in HostName share a key. ("", name) if the options cannot be shared.
+    The cache stores what ``ssh -G`` printed. Names whose options differ only in HostName have the same key. Returns
+    ("", name) if ``name`` cannot share options with other names.
     """
     if blocks is None or name != name.lower() or ssh_program() is None:
         return "", name

@@ -135,9 +135,9 @@ class FaultyRun:
         self._signal("job.py" if self.scenario.own else "trainer train", self.scenario.victim, signum)
 
     def _signal(self, words: str, rank: int | None = None, signum: int = signal.SIGKILL) -> None:
-        """Send a signal to the Python process that runs ``words``, or to that of ``rank``.
+        """Send signal ``signum`` to the Python process that was started with the arguments ``words``.
 
-        Waits up to 20 s for the process to start.
+        If ``rank`` is given, the process must also be that of this rank. Waits up to 20 s for the process to start.
         """
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:

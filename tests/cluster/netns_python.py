@@ -33,7 +33,7 @@ def own_python(host: Host, folder: str = "venv", *, conda: bool = False) -> str:
     """Create an interpreter in the host's home folder and return its path on the host.
 
     The interpreter has all packages of the tests' Python and an adjustable clock.
-    If ``conda`` is true, its folder looks like a conda prefix instead of a virtual environment.
+    If ``conda`` is true, the interpreter's folder looks like a conda prefix instead of a virtual environment.
     """
     top = host.folder / "home" / folder
     venv.create(top, symlinks=True)

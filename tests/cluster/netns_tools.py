@@ -154,7 +154,7 @@ def processes_of(init_pid: int) -> Iterator[Process]:
 def free_prefix(seed: int) -> str:
     """Return the first three numbers of an unused /24 network in 10.0.0.0/8.
 
-    seed: where the search starts, so that clusters that start together get different networks.
+    seed: number that determines where the search starts. Clusters that start together should pass different numbers.
     """
     routes = ip("-4 route show table all")
     for offset in range(1000):

@@ -101,7 +101,7 @@ class Kubelet:
         return [f"{name}={value}" for name, value in env.items()]
 
     def processes(self, pod: Pod) -> list[tuple[int, str]]:
-        """Return pid (on the test machine) and command line of each process of the pod that was started last."""
+        """Return pid (on the test machine) and command line of each process of the pod's last start."""
         found, pids = [], [self.running[pod].pid]
         for pid in pids:
             with suppress(OSError):  # it ends just now

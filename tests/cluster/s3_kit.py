@@ -29,10 +29,10 @@ class Request:
 
 @dataclass
 class S3Server:
-    """``endpoint``: URL of the proxy.
+    """An S3 server and the proxy in front of it. ``endpoint``: URL of the proxy.
 
-    ``cuts``: how many more replies the proxy cuts after ``cut_at`` bytes. ``held``: whether it holds back requests for
-    other bytes than the first ones of a file.
+    The proxy cuts the next ``cuts`` replies after ``cut_at`` bytes each. While ``held`` is true, the proxy holds back
+    each request that does not begin at the first byte of a file.
     """
 
     endpoint: str

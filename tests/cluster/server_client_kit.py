@@ -67,8 +67,8 @@ class Stage:
     ) -> Run:  # fmt: skip
         """Start a run.
 
-        data, run: settings of these sections of the cluster.yml. train: options of the trainer. pause: seconds after
-        each step.
+        data, run: settings in the sections ``data`` and ``run`` of the cluster.yml. train: options of the trainer.
+        pause: seconds that a rank waits after each step. replicas: number of copies of each part.
         """
         self.serial += 1
         folder = self.folder / f"{self.folder.name}-{self.serial}"

@@ -6,8 +6,8 @@
         slurm.run("srun", "-N2", "hostname").stdout
 
 The test machine is the login node: commands that run outside of the hosts with ``slurm.environment`` submit jobs. The
-cluster needs a shared folder for the output of jobs. Partitions: ``main`` (default), and ``urgent``, whose jobs preempt
-those of ``main``, which are requeued.
+cluster needs a shared folder for the output of jobs. Partitions: ``main`` (default) and ``urgent``. A job in ``urgent``
+preempts jobs in ``main``, and Slurm requeues the preempted jobs.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def run_section(scenario: Scenario, *, resumed: bool = False) -> dict[str, Any]:
 
 
 def job_words(scenario: Scenario, epochs: int = ENDLESS, pause: float = 0.05) -> list[str]:
-    """Return the launch arguments that name the user script; an empty list if the bundled trainer is to run."""
+    """Return the launch arguments that start the user script; [] if the scenario runs the bundled trainer."""
     words = ["--", "python", "job.py", str(epochs), json.dumps(scenario.sampler), str(pause)]
     return words if scenario.own else []
 

@@ -38,7 +38,10 @@ def _lines(path: Path) -> list[dict]:
 
 
 class Undisturbed:
-    """Loss curves of runs without a fault in one process, trained once for each graph, script and sampler."""
+    """Loss curves of runs in one process, without a fault.
+
+    Each combination of graph, script and sampler is trained only once.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -22,7 +22,7 @@ WARM_UP = 10  # number of runs after which code, parts and libraries are on all 
 def soak(minutes: float, seeds: Iterable[int], folder: Path, *, keep: bool = False) -> int:
     """Run the scenarios of ``seeds`` for ``minutes``, or until Ctrl-C or SIGTERM. Return the number of problems.
 
-    keep: leave the files of all runs in ``folder``, not only of wrong ones.
+    keep: leave the files of all runs in ``folder``, not only those of runs with a problem.
     """
     if reason := unavailable():
         print(f"no namespaced hosts: {reason}")

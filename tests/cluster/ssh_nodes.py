@@ -15,7 +15,7 @@ WORKDIR = DISK
 def ssh_nodes(cluster: NetCluster, procs: Sequence[int] = (), pythons: Sequence[str] = ()) -> list[dict]:
     """Return one node for each host, with one process and the Python of the tests.
 
-    procs: number of processes of each node; further hosts are left out. pythons: path of each node's Python.
+    procs: number of processes of each node; a host without a number gets no node. pythons: path of each node's Python.
     """
     return [
         {

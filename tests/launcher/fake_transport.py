@@ -218,7 +218,7 @@ class FakeTalk(Talk):
 
 
 def wire(closed: Callable[[int, int, str, int], str] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a fake of node/programs/network.py on a healthy node.
+    """Return a fake of the program node/programs/network.py on a healthy node: a function from request to reply.
 
     closed: function of (source, target, address, port). It returns why node ``source`` cannot connect to node
     ``target``, or "" if it can.

@@ -81,9 +81,9 @@ def with_gpus(*gpus: dict[str, Any], cuda: str = "12.6", driver: str = "560.35.0
 
 
 def survey_of(config: ClusterConfig, odd: Mapping[int, Mapping[str, Any]], **more: Any) -> Survey:
-    """Return a survey of the nodes of ``config``.
+    """Return a survey of the nodes of ``config``. Nodes are healthy except for the facts ``odd``.
 
-    odd: changed probe facts, by node rank. All other nodes are healthy.
+    odd: changed probe facts, by node rank. more: further fields of ``Survey``.
     """
     count = range(len(config.nodes))
     probes = {k: probe_of(k, **odd.get(k, {})) for k in count}
@@ -95,7 +95,7 @@ def found(
 ) -> list[Finding]:
     """Return the findings of preflight on ``count`` nodes, except those of severity "ok".
 
-    odd: changed probe facts, by node rank. All other nodes are healthy.
+    Nodes are healthy except for the facts ``odd``, by node rank. more: further fields of ``Survey``.
     """
     survey = survey_of(config or cluster(count), odd or {}, **more)
     return [finding for finding in all_findings(survey) if finding.severity != "ok"]

@@ -64,7 +64,7 @@ class LocalRun:
     def launched(self, stage: Stage, *, alive: bool = False, **more: Any) -> LocalRun:
         """Write the files of a launch that has reached ``stage``.
 
-        alive: whether launch.json names a launcher that still runs.
+        alive: whether launch.json names a launcher that still runs. more: other values in launch.json.
         """
         launch_file = LaunchFile.mine(self.run_id, "toy", config="cluster.yml").at(stage)
         gone = {} if alive else {"start_ticks": 1}

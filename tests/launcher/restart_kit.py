@@ -69,9 +69,9 @@ class RestartRun(Run):
 def await_attempt(
     node: RunFolder, rank: int, generation: int = 1, world: int | None = None, seconds: float = 30
 ) -> int:
-    """Wait until ``rank`` runs after ``generation`` restarts; return the step at which it began.
+    """Wait until ``rank`` runs in the attempt after ``generation`` restarts. Return the rank's first step in it.
 
-    world: number of ranks, or None for any.
+    world: number of ranks in this attempt, or None for any.
     """
     words = f"up attempt {generation} rank {rank} of {'' if world is None else world}"
     wait_until(node.says(f"rank{rank}", words), seconds)

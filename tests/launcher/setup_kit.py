@@ -150,7 +150,7 @@ def installed(**changes: Any) -> Installed:
 
 
 def lock_for(target: Target) -> WheelLock:
-    """Return a lock with tiny packages, and with one of CUDA 13 for builds of torch with CUDA."""
+    """Return a lock with tiny packages. For a build of torch with CUDA, the lock also has a package of CUDA."""
     cuda = target.build != "cpu"
     versions = {"graphdep": OTHER, "pip": "23.0", "torch": TORCH + (f"+{target.build}" if target.build else "")}
     versions |= {f"nvidia-cudnn-{(target.build or 'cu13')[:4]}": "9.0"} if cuda else {}

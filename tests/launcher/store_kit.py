@@ -27,7 +27,7 @@ class RecordedLines(ProgressLines):
 
 
 class FaultyStore(RemoteFolder):
-    """A store on this machine that records the reads. ``cuts``: how many reads fail before it answers again."""
+    """A store on this machine that records all reads. The next ``cuts`` reads fail."""
 
     def __init__(self, folder: Path, cuts: int = 0):
         super().__init__(f"file://{folder}", {})

@@ -33,7 +33,10 @@ def make_run(
     versions: dict[str, str] | None = None,
     **spent: float,
 ) -> Path:
-    """Write the run folder of a run with one rank, and with one epoch for each of ``losses``."""
+    """Write the run folder of a run with one rank, and with one epoch for each of ``losses``.
+
+    versions: versions of packages, by name. spent: seconds of a step, by kind of work.
+    """
     folder = top / "runs" / run_id
     replace(LaunchFile.mine(run_id, "toy", config="cluster.yml").at("end"), started=1.0).write(folder)
     (folder / "config.yml").write_text(to_yaml(config))

@@ -42,7 +42,7 @@ def env(path: str = "~/gnnfleet-venv", key: str = "venv", versions: Mapping[str,
 def machine(*found: dict[str, Any], shares: tuple[str, ...] = (), one: bool = True, **facts: Any) -> FakeTransport:
     """Return a fake host with the Python environments ``found`` and the network file systems ``shares``.
 
-    one: whether all hosts see the same files in ``shares``.
+    one: whether all hosts see the same files in ``shares``. facts: further results of the node program ``probe``.
     """
     k = next(_serial)
     addresses = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]

@@ -109,7 +109,7 @@ def test_launch_sends_the_files_and_processes_of_the_plan(own_script_run):
 
 
 def differs_from_plan(file):
-    """Return whether a file differs from the plan in content or size. A secret file is compared by mode only."""
+    """Return whether a sent file differs from the plan: in content or size, or for a secret file in its mode."""
     sent_file = Path(file.dest)
     if file.secret:
         return sent_file.stat().st_mode & 0o777 != 0o600

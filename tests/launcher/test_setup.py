@@ -37,7 +37,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def only_the_index(index: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let pip see only the tiny wheels. The cache of locks and wheels is that of the module."""
+    """Let pip see only the tiny wheels. All tests of this file share one cache of locks and wheels."""
     for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(index), "CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(index.parent / "cache"))

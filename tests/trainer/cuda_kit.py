@@ -92,7 +92,10 @@ def arrays_of(subgraph, settings):
 
 
 def same(cpu, device, settings):
-    """Assert that two subgraphs have equal values, and equal dtypes except that ids may be wider or narrower."""
+    """Assert that two subgraphs, sampled with ``settings``, have equal values and dtypes.
+
+    The dtypes of ids may differ in width.
+    """
     for (name, one), (_, other) in zip(arrays_of(cpu, settings), arrays_of(device, settings), strict=True):
         other = other.cpu().numpy() if isinstance(other, torch.Tensor) else other
         assert one.shape == other.shape, (name, one.shape, other.shape)
@@ -183,9 +186,10 @@ def folder_of(root, seed, name, kind, num_parts, **options):
 
 
 def same_batches(make, graph, cache="0", limit=None):
-    """Compare the first batches of two loaders from ``make``: one samples on the CPU, the other with the kernels.
+    """Assert that two loaders give equal batches: one samples on the CPU, the other with the kernels.
 
-    ``cache``: share of the rows that the second loader caches on the device.
+    ``make(graph)`` returns a loader. ``cache``: share of the rows that the second loader caches on the device.
+    ``limit``: number of batches to compare, or None for those of a whole epoch.
     """
     plain, loader = make(graph), make(graph)
     if cache != "0":

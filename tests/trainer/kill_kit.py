@@ -21,7 +21,7 @@ def train_until(words: list[str], every: int, last: int, newest: Path, steps: in
     """Run the trainer with a checkpoint after every ``every`` steps. After step ``last`` (0: never), wait until the
     file ``newest`` exists, then kill the process.
 
-    steps: number of steps of an epoch, to count its last step too.
+    steps: number of steps of an epoch. If it is 0, the last step of each epoch is not counted.
     """
     asked = itertools.count(1)
 

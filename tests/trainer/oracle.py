@@ -23,7 +23,10 @@ from trainer.service.wire.messages import HelloInfo
 
 @contextlib.contextmanager
 def hosts_of(data, num_parts, keys=None, make=parts_of):
-    """Yield the graph as each of ``num_parts`` hosts opens it: with one own part, and the others on graph servers."""
+    """Yield a list of graphs, one for each of ``num_parts`` hosts. Host k opens part k; graph servers serve the others.
+
+    keys: keys of the encrypted service, or None. make: function that cuts ``data`` into parts.
+    """
     with contextlib.ExitStack() as stack:
         stores = [make(data, num_parts, only=[part]).store for part in range(num_parts)]
         ends = [stack.enter_context(_served(store, part, keys)) for part, store in enumerate(stores)]

@@ -78,7 +78,10 @@ def row_key(key, e, node, tree_key):
 
 
 def pick(graph, e, node, rule, key, tree_key=None):
-    """Sample the in-edges of one target. Return edge ids in the order drawn, and whether all candidates were taken."""
+    """Sample in-edges of ``node`` of edge type ``e``, by the settings ``rule``, with the random numbers of ``key``.
+
+    Returns edge ids in the order drawn, and whether all candidates were taken.
+    """
     # with a time bound, unshuffled edges are sorted by time if all candidates are taken
     row = [int(edge) for edge in np.flatnonzero(graph.edges[e][1] == node)]
     candidates = [edge for edge in row if passes(graph, e, edge, rule)]

@@ -42,7 +42,10 @@ def arguments_of(data, how, load):
 
 @pytest.fixture(scope="module")
 def places():
-    """Return a function that takes a graph's name; returns its data, and the graph in one part and twice in four."""
+    """Return a function that takes the name of a graph.
+
+    The function returns the data, the graph in one part, and a list of two graphs: both cut the data into four parts.
+    """
     # two of the four parts of the second graph are empty
     with_wires = {}
 

@@ -135,9 +135,12 @@ def bounds(count, num_parts):
 
 
 def assert_bounded(assignment, dataset, balance):
-    """Assert that parts have almost equal numbers of train seeds and of other nodes, for each node type.
+    """Assert that the numbers of nodes in the parts are almost equal, for each node type.
 
-    balance: the numbers that are checked. They may differ by 3 % or one node from the mean.
+    They may differ from the mean by 3 % or one node.
+
+    balance: which nodes are counted: "seeds" (train seeds), "types" (all nodes), or "types+seeds" (train seeds and
+    other nodes, separately).
     """
     for of, nodes in dataset.nodes.items():
         seeds = np.isin(np.arange(nodes.num_nodes), nodes.splits.get("train", []) if "seeds" in balance else [])

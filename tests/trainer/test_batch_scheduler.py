@@ -71,7 +71,7 @@ def peer_of(number):
 def shares(sizes, rounds=4000, in_flight=4, threads=2):
     """Return the bytes that each client gets in ``rounds`` batches.
 
-    in_flight: number of batches for which each client waits at a time.
+    sizes: bytes of one batch, by client. in_flight: number of batches for which each client waits at a time.
     """
     driver, served, making = Driver(), Counter(), []
     for client, nbytes in sizes.items():

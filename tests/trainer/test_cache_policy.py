@@ -43,7 +43,10 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def filled(folder, topology, size, tmp_path, fanouts=FANOUTS, wire_rows="stored", **options):
-    """Fill the caches of two hosts with one rank each. Return lists of predictions and of loaders, by rank."""
+    """Fill the caches of two hosts with one rank each. Return lists of predictions and of loaders, by rank.
+
+    size: size of each cache, such as "30%". options: settings of the loaders.
+    """
     graphs = hosts(folder, 2, topology, wire_rows=wire_rows)
     loaders = [loader_of(graph, rank, fanouts, BATCH, **options) for rank, graph in enumerate(graphs)]
 

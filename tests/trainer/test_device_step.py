@@ -61,7 +61,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Quiet(MetricsLog):
-    """A metrics log in which no step is due to be logged: logging a step reads its loss."""
+    """A metrics log that never logs a step, since logging would read the loss from the device."""
 
     def step_due(self) -> bool:
         return False

@@ -57,9 +57,9 @@ def edited(folder, change):
 
 
 def put(*keys):
-    """Return a change for ``edited`` that sets a value.
+    """Return a function that sets one value in the JSON of a manifest, for ``edited``.
 
-    keys: the keys that lead to it, then the new value.
+    keys: the keys that lead to the value, from the outermost on, then the new value.
     """
 
     def change(raw):

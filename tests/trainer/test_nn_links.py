@@ -159,7 +159,10 @@ def test_unsupervised_graphsage_finds_planted_groups(form: str) -> None:
 
 
 def same_group_auc(h: Tensor, group: Tensor) -> float:
-    """Return the AUC with which dot products of rows tell pairs of nodes in one group from other pairs."""
+    """Return the AUC of scoring each pair of nodes by the dot product of their rows ``h``.
+
+    Pairs within one group are the positives, all other pairs the negatives.
+    """
     scores = h.detach() @ h.detach().t()
     same = (group[:, None] == group) & ~torch.eye(len(h), dtype=torch.bool)
     return metrics.auc(scores[same], scores[group[:, None] != group]).item()

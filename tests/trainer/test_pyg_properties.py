@@ -121,7 +121,7 @@ def test_excluded_links_are_not_sampled_and_do_not_use_up_the_fanout(case, fanou
 def _assert_filled(data, batch, of, fanout, barred, edges):
     """Assert that each seed has ``fanout`` edges of type ``of``, or all candidates if it has fewer.
 
-    barred: edges that are no candidates.
+    barred: (source, target) pairs that are not candidates.
     """
     store, num_seeds = batch[of[2]], batch[of[2]].num_sampled_nodes[0]
     found = torch.bincount(batch[of].edge_index[1], minlength=len(store.n_id))[:num_seeds]

@@ -1,7 +1,7 @@
-"""Tests of 30 random runs: a rank is killed, and the run resumes on as many, fewer or more hosts with equal losses.
+"""Tests of 30 random runs: a rank is killed, and the run resumes with equal losses.
 
-A host is a rank with a graph server for its parts; clients use two graph servers. GNNFLEET_KILLS_TABLE names a file for
-a table of the runs.
+The resumed run has the same number of hosts, fewer or more. A host is a rank with a graph server for its parts; clients
+use two graph servers. GNNFLEET_KILLS_TABLE names a file for a table of the runs.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ WORK = Cost(remote_bytes=100, rows=10, remote_rows=6, cached_rows=2, sample_s=0.
 
 
 class Batches(FewBatches):
-    """Batches that take ``load`` seconds to load and ``copy`` seconds to copy, and report ``cost`` as their cost."""
+    """Batches that take ``load`` seconds to load and ``copy`` seconds to copy, each with the cost ``cost``."""
 
     def __init__(self, load: float = 0.0, copy: float = 0.0, cost: Cost = WORK):
         super().__init__(steps=5)

@@ -128,7 +128,10 @@ def test_a_failing_rank_does_not_wait_forever_for_a_dead_one() -> None:
 
 
 def rank_without_memory(kind: type[Exception], waits: float) -> None:
-    """Run one of two ranks. Rank 0 raises ``kind`` in a collective step; rank 1 prints the error that it gets."""
+    """Run one of two ranks. Rank 0 raises ``kind`` in a collective step. Each rank prints the error that it gets.
+
+    waits: timeout of collective calls in seconds.
+    """
     ranks = Ranks.from_env(os.environ)
 
     def work() -> None:

@@ -64,8 +64,9 @@ class KeptRows:
 class LinkEnds:
     """The links of a batch of link prediction, as positions among the seed nodes of their types.
 
-    The seed nodes are the distinct ends of the links, and the negatives; ``num_seeds`` counts the links. With times,
-    nodes repeat: each end of each link is a seed, and each negative is a seed for each group of links of similar time.
+    The seed nodes are the distinct ends of the links, and the negatives. ``num_seeds`` is the number of links. In link
+    prediction with times, seed nodes repeat: once per link of which they are an end, and as negatives once per group of
+    links of similar time.
     """
 
     source: NodeType

@@ -160,8 +160,8 @@ def _file_of(module: str) -> str:
 def _usable_folder() -> Path | None:
     """Create the folder for compiled kernels, delete kernels that were not used for long, and return the folder.
 
-    If the folder cannot be written, or other users may write to it, warns and returns a temporary folder, or None if
-    that cannot be written either.
+    If the folder cannot be written, or other users may write to it, warns and returns a temporary folder instead.
+    Returns None if the temporary folder cannot be written either.
     """
     folder = kernels_folder()
     try:
@@ -201,9 +201,9 @@ def _private_folder() -> Path:
 
 
 def others_may_write(found: os.stat_result) -> bool:
-    """Return whether a user other than root and the user of this process owns a file or folder, or may write to it.
+    """Return whether users other than root and the user of this process may write to a file or folder, or own it.
 
-    ``found`` is the result of ``os.stat``. Write permission of the user's private group is allowed.
+    ``found``: the result of ``os.stat``. Members of the user's private group do not count as other users.
     """
     if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o002:
         return True

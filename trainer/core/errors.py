@@ -53,7 +53,7 @@ class PartitionError(TrainerError):
 class SettingsError(TrainerError, ValueError):
     """An argument, option or environment variable is invalid, or arguments contradict each other.
 
-    A ``ValueError`` too, the error that loaders of torch_geometric raise for invalid arguments.
+    A subclass of ``ValueError``, since loaders of torch_geometric raise ``ValueError`` for invalid arguments.
     """
 
     exit_status = 2

@@ -16,10 +16,10 @@ def torchrun_variables(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return ``environ`` with ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``NODE_RANK``,
     ``MASTER_ADDR`` and ``MASTER_PORT`` as the launcher of this process defines them.
 
-    ``environ`` is returned unchanged if it has ``RANK``, or if no known launcher started several processes. Otherwise
-    the first of these launchers counts whose variables are set: Open MPI (``OMPI_COMM_WORLD_*``), Slurm's srun
-    (``SLURM_STEP_NUM_TASKS``, ``SLURM_PROCID``, …), an Indexed Job of Kubernetes with ``WORLD_SIZE``
-    (``JOB_COMPLETION_INDEX``). Values of ``MASTER_ADDR``, ``MASTER_PORT`` and ``NODE_RANK`` in ``environ`` are kept.
+    ``environ`` is returned unchanged if it has ``RANK``, or if no known launcher started several processes. Launchers
+    are tried in this order: Open MPI (``OMPI_COMM_WORLD_*``), Slurm's srun (``SLURM_STEP_NUM_TASKS``, ``SLURM_PROCID``
+    …), an Indexed Job of Kubernetes (``WORLD_SIZE``, ``JOB_COMPLETION_INDEX``). The first whose variables are set is
+    used. Values of ``MASTER_ADDR``, ``MASTER_PORT`` and ``NODE_RANK`` in ``environ`` are kept.
 
     Raises ``SettingsError`` if a variable of the launcher is missing or is not a number.
     """
@@ -71,7 +71,10 @@ def _slurm(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _slurm_tasks(environ: Mapping[str, str], node: int) -> int:
-    """Return the number of tasks of this step on its node number ``node``, from a text such as ``2(x3),1``."""
+    """Return how many tasks of this Slurm step run on the step's node number ``node``.
+
+    Parses a text such as ``2(x3),1``: two tasks on each of three nodes, then one on the fourth.
+    """
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     counts: list[int] = []
     for item in text.split(","):

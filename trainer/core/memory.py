@@ -65,7 +65,8 @@ def _from_groups() -> Iterator[int]:
 def _left(top: Path, path: str, limit_file: str, used: str) -> Iterator[int]:
     """Yield the bytes left in control group ``path`` and in each group that contains it.
 
-    ``used``: the key of memory.stat under which the used bytes are.
+    ``top``: the folder at which control groups are mounted. ``limit_file``: name of the file with the limit in bytes.
+    ``used``: the key in memory.stat for the bytes in use.
     """
     folder = top / path.lstrip("/")
     for group in [folder, *folder.parents]:

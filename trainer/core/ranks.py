@@ -151,7 +151,7 @@ class RankGroup:
         All ranks must call this, because it creates a gloo group if the default backend is not gloo.
 
         Args:
-            ranks: Rank and world size of this process; replaced by those of the group.
+            ranks: Describes this process. Its rank and world size are replaced by those of the group.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls(replace(ranks, rank=0, world_size=1))
@@ -195,7 +195,7 @@ class RankGroup:
         """Return on every rank the ``value`` that the first rank of the group passed.
 
         Args:
-            value: As in ``gather``, but may contain tensors; ignored on the other ranks.
+            value: As in ``gather``, but it may contain tensors. Values on other ranks than the first are ignored.
 
         Raises:
             PeerError: The bytes of the first rank cannot be decoded.
@@ -369,8 +369,8 @@ def run_store(ranks: Ranks, timeout: float) -> Store:
 def _listener(address: str, port: int) -> socket.socket | None:
     """Return a socket that listens on ``address`` only, or None if the store must listen on all addresses.
 
-    Returns None for a host name, for an address that is not this host's (NAT), and for a port in use; in the last case
-    the store then raises the error.
+    Returns None for a host name, for an address that is not this host's (NAT), and for a port in use. For a port in
+    use, the store raises an error later.
     """
     try:
         literal = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)

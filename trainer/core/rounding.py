@@ -49,9 +49,10 @@ class Unroundable(DataError):
 
 
 def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> bool:
-    """Return whether rows of an attribute, ``dtype`` [n, …], are rounded when sent in ``form``.
+    """Return whether the rows of attribute ``name`` are rounded when they are sent in ``form``.
 
     Labels (``y``), 1-d attributes and integers are never rounded, nor are rows that would not become smaller.
+    ``dtype`` and ``shape`` [n, …] are those of the attribute.
     """
     kind = np.dtype(dtype)
     if form == "stored" or kind.kind != "f" or kind.itemsize not in (2, 4, 8) or len(shape) < 2 or name in _NEVER:

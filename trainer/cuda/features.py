@@ -63,10 +63,10 @@ class FeatureRows:
         self._all_near = pinned is not None and bool((pinned.bases >= 0).all())
 
     def take(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather those rows of ``ids``, int64 [n] on the device, that the device can read.
+        """Gather the rows of ``ids``, int64 [n] on the device, as far as the device can read them.
 
-        Returns all rows, float32 [n, …], and the positions of the missing ones, int64 [m], which ``join`` must fill.
-        Waits for the stream if rows can be missing.
+        Returns n rows, float32 [n, …], and the positions of those that the device cannot read, int64 [m]. ``join`` must
+        fill these positions. Waits for the stream, unless the device can read every row of the graph.
         """
         sources = torch.empty(len(ids), dtype=torch.int64, device=self._device)
         out = torch.empty((len(ids), self._width), dtype=torch.float32, device=self._device)

@@ -149,7 +149,10 @@ class DeviceHops:
         return self._no_values if unweighted or hop.edges.weights is None else hop.edges.weights.argument
 
     def _excluded(self, request: HopRequest) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sources of excluded edges, sorted by target and source, and begin and end of each node's range."""
+        """Return the sources of the excluded edges, sorted by target, then by source, and two tensors [n].
+
+        The two tensors state where the sources of each requested node begin and end.
+        """
         if request.exclude is None:
             return (self._no_ids,) * 3
         targets, sources = request.exclude

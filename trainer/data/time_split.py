@@ -30,9 +30,10 @@ class TimeSplit:
 def split_times(times: Array, val: float, test: float, where: str) -> TimeSplit:
     """Choose the times at which the validation and the test split of edges begin.
 
-    Edges of equal time are in the same split, so the sizes may differ from the wanted ones. Each split begins at the
-    time that brings its size nearest to the wanted one; if two times do, at the earlier one. Training and every wanted
-    split get at least one time. The result does not depend on the order of the edges.
+    Edges of equal time are in the same split, so the sizes of the splits may differ from the wanted sizes. Each split
+    begins at the time that makes its size nearest to the wanted size. If two times are equally good, the split begins
+    at the earlier time. Training and every wanted split get at least one time. The result does not depend on the order
+    of the edges.
 
     Args:
         times: Integers [E].

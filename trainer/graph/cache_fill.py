@@ -126,8 +126,8 @@ def device_rows(
 ) -> dict[NodeType, DeviceRows]:
     """Copy the rows of ``x`` that this rank's batches request most to ``device``, as float32.
 
-    A ``size`` given as a share is a share of all rows of the graph; for 0 the result is {}. Raises ``SettingsError`` in
-    a client, and ``ServiceError`` if a host does not answer.
+    ``size``: bytes, or a share of all rows of ``x`` in the graph. If it is 0, the result is {}. Raises
+    ``SettingsError`` in a client, and ``ServiceError`` if a host does not answer.
     """
     specs = graph.manifest.nodes
     widths = {of: 4 * int(np.prod(spec.attrs["x"].shape[1:])) for of, spec in specs.items() if "x" in spec.attrs}

@@ -103,7 +103,8 @@ _ALIGNED = 256  #: bytes; kernels read rows in units of up to 16 bytes, and CUDA
 def packed_batch(batch: B, device: torch.device, new_buffer: Callable[[int], Tensor]) -> tuple[B, Tensor | None]:
     """Copy the tensors of ``batch`` that are in pageable memory to ``device``, all in one copy.
 
-    Copied one by one, each would wait for the stream. Tensors in pinned memory or on a device are left there.
+    If the tensors were copied one by one, each copy would wait for the stream. Tensors in pinned memory or on a device
+    are left there.
 
     Args:
         batch: A batch, made of nested dataclasses, dicts, lists and tuples.

@@ -119,8 +119,8 @@ class Graph:
     def threads(self, threads: int, prefetch: int) -> int:
         """Return the number of sampler threads of a loader.
 
-        This is ``threads``, but at least ``prefetch`` in a client, and at least 2 if the parts are larger than the
-        memory.
+        ``threads`` is the wanted number. A client gets at least ``prefetch`` threads. Any other process gets at least 2
+        if the parts are larger than the memory.
         """
         if self.gateway:
             return max(threads, prefetch)

@@ -74,7 +74,7 @@ def saint_norm(
 
 
 def _estimate(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, group: RankGroup) -> tuple[SaintNorm, int]:
-    """Estimate the normalisation coefficients from sampled subgraphs. Returns also the number of subgraphs.
+    """Estimate the normalisation coefficients from sampled subgraphs. Returns them and the number of subgraphs.
 
     Samples until the subgraphs contain each node of the graph ``coverage`` times on average.
     """
@@ -266,7 +266,8 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
+        layout: For each part, the ranks on hosts that store it. Default: taken from the cluster file and the process
+            group.
         **kwargs: Arguments of torch's ``DataLoader``: as in ``DistNeighborLoader``; ``shuffle`` and ``drop_last`` have
             no effect. ``local=True`` makes a loader of this process alone: it yields all subgraphs, and other ranks
             need not iterate it.
@@ -330,7 +331,8 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
+        layout: For each part, the ranks on hosts that store it. Default: taken from the cluster file and the process
+            group.
         **kwargs: Arguments of torch's ``DataLoader``: as in ``DistNeighborLoader``; ``shuffle`` and ``drop_last`` have
             no effect. ``local=True`` makes a loader of this process alone: it yields all subgraphs, and other ranks
             need not iterate it.

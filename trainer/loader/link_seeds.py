@@ -100,7 +100,7 @@ def node_draws(
 
 
 def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Tensor | None:
-    """Return the labels of the positives; 1 is added to all if the lowest is 0, the label of negatives.
+    """Return the labels of the positives. If the lowest label is 0, 1 is added to all, as negatives have label 0.
 
     Raises ``SettingsError`` if labels are given with triplet negatives.
     """

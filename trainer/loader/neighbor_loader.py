@@ -73,7 +73,8 @@ class DistNeighborLoader(PyGLoader):
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
+        layout: For each part, the ranks on hosts that store it. Default: taken from the cluster file and the process
+            group.
         **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (per rank), ``shuffle``, ``drop_last``,
             ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
             (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process

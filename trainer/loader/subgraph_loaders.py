@@ -114,7 +114,8 @@ class DistShaDowKHopSampler(PyGLoader):
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
+        layout: For each part, the ranks on hosts that store it. Default: taken from the cluster file and the process
+            group.
         **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (per rank), ``shuffle``, ``drop_last``,
             ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
             (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process
@@ -237,7 +238,7 @@ def edges_within(
 def _visit(row_begin: Any, row_count: Any, src: Any, member: Any, ptr: Any, at: Any, found: Any) -> int:
     """Return the number of edges inside the groups, and write the edges to ``found`` [3, e] unless it is empty.
 
-    ``at`` [num_nodes]: a work array, all -1 before and after the call.
+    ``at`` [num_nodes]: a work array, all -1 before and after the call. Other arguments: as in ``edges_within``.
     """
     count, fill = 0, found.shape[1] > 0
     for group in range(len(ptr) - 1):
@@ -283,7 +284,8 @@ class DistClusterLoader(PyGLoader):
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
+        layout: For each part, the ranks on hosts that store it. Default: taken from the cluster file and the process
+            group.
         **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (clusters per rank), ``shuffle``, ``drop_last``,
             ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
             (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process

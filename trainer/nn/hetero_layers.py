@@ -240,9 +240,10 @@ class HGTConv(nn.Module):
     def _messages(
         self, of: NodeType, blocks: Blocks, own: Tensor, keys_values: Mapping[NodeType, tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Return the attention-weighted sums of values for nodes of type ``of``, [num_dst, heads * dim].
+        """Return the attention-weighted sums of the neighbours' values, [num_dst, heads * dim].
 
-        ``own``: input rows of these nodes.
+        ``of``: node type of the targets. ``own``: the targets' input rows. ``blocks``: block by edge type.
+        ``keys_values``: keys and values by source type.
         """
         used = [(number, name) for number, name in enumerate(self.need.edge_types) if name[2] == of]
         if not used:
@@ -290,7 +291,8 @@ def add_mean(out: Tensor, block: Block, x: Tensor, weight: Tensor) -> None:
 def targets_with_edges(block: Block) -> tuple[Tensor | None, Block]:
     """Return the int64 positions of the targets that have edges, and a block of only these targets.
 
-    If most targets have edges, or the block is on a GPU, where the search would synchronise: (None, ``block``).
+    Returns (None, ``block``) if most targets have edges. Returns the same for a block on a GPU, as the CPU would have
+    to wait for the GPU to find the targets.
     """
     if block.indptr.device.type != "cpu":
         return None, block

@@ -32,9 +32,10 @@ DENSE_PER_SPARSE = 30
 
 
 def linear_first(block: Block, in_dim: int, out_dim: int, needs_grad: bool) -> bool:
-    """Return whether it is cheaper to apply the linear layer to all sources before aggregation than after it.
+    """Return whether a layer should apply its linear map before aggregation, to all sources, as this is cheaper.
 
-    Compares multiply-adds of forward and backward pass. ``needs_grad``: the layer's input needs a gradient.
+    Otherwise the map is applied after aggregation, to the targets. Compares the multiply-adds of forward and backward
+    pass. ``needs_grad``: whether the layer's input needs a gradient.
     """
     edges, num_src, num_dst = len(block.indices) * DENSE_PER_SPARSE, block.num_src, block.num_dst
     dense = in_dim * out_dim * (3 if needs_grad else 2)

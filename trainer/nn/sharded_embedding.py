@@ -270,7 +270,7 @@ def _pieces(embedding: ShardedEmbedding) -> Iterator[tuple[int, int]]:
 
 
 def _of_rank(whole: Tensor, embedding: ShardedEmbedding, rank: int, first: int, count: int) -> Tensor:
-    """Return a view of the rows ``first … first + count`` of a rank's shard, or fewer at the shard's end.
+    """Return a view of ``count`` rows of a rank's shard, from row ``first`` on, or fewer at the shard's end.
 
     ``whole``: the tables of all node types, concatenated.
     """

@@ -78,11 +78,13 @@ def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sources_of(block: Block, grad: Tensor, activated: Tensor | None, scale: float) -> Tensor:
-    """Return the gradient of ``x`` [num_src, f], given the gradient of ``mean_and_self`` [num_dst, 2 f].
+    """Return the gradient of ``x``, the input of ``mean_and_self``, [num_src, f].
 
-    activated: ``x`` itself if it is the result of an activation, else None. If given, returns the gradient of the
-    activation's input instead: 0 where ``activated`` is not above 0, else multiplied by ``scale``. May then overwrite
-    ``activated``.
+    grad: the gradient of the output of ``mean_and_self``, [num_dst, 2 f]. activated: ``x`` itself if an activation
+    computed it, else None.
+
+    If ``activated`` is given, returns the gradient of the activation's input instead: the gradient of ``x`` times
+    ``scale`` where ``activated`` is above 0, and 0 elsewhere. ``activated`` may then be overwritten.
     """
     indptr, targets, _ = transpose(block)
     if kernels := cuda_kernels(grad):

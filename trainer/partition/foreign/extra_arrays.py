@@ -65,10 +65,10 @@ def with_extra_arrays(raw: RawGraph, files: list[ExtraFile]) -> RawGraph:
 
 
 def _named(name: str, found: Mapping[str, RawArray], raw: RawGraph) -> Iterator[tuple[NodeType | None, str, RawArray]]:
-    """Yield (node type or None, array name, array) of a file.
+    """Yield (node type, array name, array) for each array of a file. The type is None if it is not known.
 
-    ``name`` may be `<node type>__<array>`; ``found`` has the array by node type, or by '' if the file states none.
-    Raises ``DataError`` for an unknown type.
+    ``name``: name of the array, or `<node type>__<array name>`. ``found``: the arrays by node type; '' if the file
+    does not state the type. Raises ``DataError`` if the graph has no such type.
     """
     of_name, _, own = name.rpartition("__")
     for of_file, array in found.items():

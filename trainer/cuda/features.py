@@ -104,7 +104,10 @@ class PinnedPlan:
 
     @classmethod
     def of(cls, store: PartStore, wanted: Mapping[AnyType, tuple[str, ...]], ranks_here: int) -> PinnedPlan:
-        """Choose the attributes that fit in this rank's share of the memory that the host has available now."""
+        """Choose the attributes that fit in this rank's share of the memory that the host has available now.
+
+        ``wanted``: names of attributes by type. ``ranks_here``: number of ranks on this host, which get equal shares.
+        """
         return cls.choose(store, wanted, int((available_memory() or 0) * PINNED_SHARE / ranks_here))
 
     @classmethod

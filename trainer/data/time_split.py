@@ -62,5 +62,5 @@ def split_times(times: Array, val: float, test: float, where: str) -> TimeSplit:
 
 
 def _nearest(sizes: Array, begin: int, end: int, wanted: float) -> int:
-    """Return the first of the positions from ``begin`` to ``end - 1`` whose size is nearest to ``wanted``."""
+    """Return the first index i, ``begin <= i < end``, for which ``sizes[i]`` is nearest to ``wanted``."""
     return begin + int(np.argmin(np.abs(sizes[begin:end] - wanted)))

@@ -136,7 +136,10 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def with_tensors(value: Any, tensors: dict[int, Tensor]) -> Any:
-    """Return a copy of ``value`` with each tensor t replaced by ``tensors[id(t)]``, if there is such an entry."""
+    """Return a copy of ``value`` with some of its tensors replaced: tensor t by ``tensors[id(t)]``.
+
+    A tensor t is kept if ``tensors`` has no entry ``id(t)``.
+    """
     if isinstance(value, Tensor):
         return tensors.get(id(value), value)
     if is_dataclass(value) and not isinstance(value, type):

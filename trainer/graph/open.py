@@ -372,7 +372,7 @@ def _reachable_servers(endpoints: Sequence[str], keys: ServiceKeys | None, deadl
 def _say_hello(clients: Sequence[HostClient], patience: float) -> tuple[list[tuple[str, HelloInfo]], list[str]]:
     """Send the first request of a connection to all servers at once.
 
-    Returns (endpoint, answer) of the servers that answer, and error texts of the others.
+    Returns (endpoint, answer) of the servers that answer within ``patience`` seconds, and error texts of the others.
     """
     until = time.monotonic() + patience
     hellos = [(client, client.submit_hello()) for client in clients]

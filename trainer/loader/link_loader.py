@@ -105,9 +105,10 @@ def seeds_of(
 def excluded(
     edge_type: EdgeType, reverse: EdgeType | None, src: Ids, dst: Ids, store: PartStore
 ) -> dict[EdgeType, tuple[Ids, Ids]]:
-    """Return the value of ``SeedSet.exclude`` for the links ``src`` -> ``dst`` (original ids).
+    """Return the edges that sampling must leave out so that it does not find the links ``src`` -> ``dst``.
 
-    If ``reverse`` is given, the edges ``dst`` -> ``src`` of type ``reverse`` are excluded too.
+    ``src``, ``dst``: original ids. If ``reverse`` is given, the edges ``dst`` -> ``src`` of type ``reverse`` are left
+    out too. Returns (targets, sources) by edge type, global ids.
     """
     sources, targets = store.to_global(edge_type[0], src), store.to_global(edge_type[2], dst)
     pairs = {edge_type: [(targets, sources)]}
@@ -384,7 +385,11 @@ class DistLinkNeighborLoader(PyGLoader):
         return torch.cat([label, label.new_zeros((num_negatives, *label.shape[1:]))])
 
     def _by_link(self, batch: Any, index: LinkIndex) -> Any:
-        """Replace tree numbers (one tree per seed) by the index of the link that the seed belongs to."""
+        """Return for each node of a disjoint batch the index of the link that it was sampled for.
+
+        ``batch``: number of each node's tree; one tree per seed. In a heterogeneous graph, argument and result are by
+        node type.
+        """
         owners = torch.from_numpy(np.concatenate(list(index.owners.values())))
         if isinstance(batch, dict):
             return {of: owners[trees] for of, trees in batch.items()}

@@ -79,10 +79,10 @@ class NeighbourhoodSampler:
         return changed(sampled, subgraph=_joined(drawn, member, sampled.subgraph))
 
     def _drawn(self, seeds: SeedSet, key: int) -> tuple[NodeSet, SeedSet, Positions]:
-        """Sample the nodes around each seed.
+        """Sample the nodes around each seed. ``key``: random key of the batch.
 
-        Returns the nodes of all seeds one after the other, the distinct nodes among them as a ``SeedSet``, and for each
-        node its index in the distinct nodes.
+        Returns three things: the nodes around the first seed, then those around the second, and so on; the distinct
+        nodes among them as a ``SeedSet``; and for each node its index in the distinct nodes.
         """
         drawn = self._draw.subgraph(seeds, key).nodes[HOMO_NODE]
         distinct, member = np.unique(drawn.ids, return_inverse=True)

@@ -25,8 +25,8 @@ def inference(
 
     Args:
         model: A ``BasicGNN`` (GraphSAGE, GCN, GIN, …) in evaluation mode, with ``jk`` None or ``"last"``.
-        loader: Loader with ``num_neighbors=[-1]`` that yields every node once as a seed. Each layer iterates over it
-            once.
+        loader: Loader with ``num_neighbors=[-1]`` that yields every node once as a seed. Each layer iterates over the
+            loader once.
         device: Device on which the layers compute; default: the device of their inputs.
         embedding_device: Device that stores the rows of all nodes between layers: two float tensors [num_nodes, width]
             on every rank. ``gnnfleet.WholeGraph`` stores them in files instead.

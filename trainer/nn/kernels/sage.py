@@ -18,10 +18,12 @@ from trainer.nn.kernels.spmm import cuda_kernels, transpose
 def sage_rows(
     block: Block, x: Tensor, of_mean: Tensor, of_self: Tensor, before: Activation | None, dtype: torch.dtype
 ) -> Tensor:
-    """Compute ``mean of neighbours @ of_mean.t() + self @ of_self.t()``, after applying ``before`` to the rows.
+    """Compute ``mean of neighbours @ of_mean.t() + self @ of_self.t()`` from the rows ``x``: ``dtype`` [num_dst, g].
 
-    x: float or bfloat16 [num_src, f], overwritten if ``before`` is given; of_mean, of_self: [g, f]. Returns
-    ``dtype`` [num_dst, g]; sums are in float32 if ``dtype`` is bfloat16. With ``before``, backward can run only once.
+    x: float or bfloat16 [num_src, f]. of_mean, of_self: weights [g, f]. If ``dtype`` is bfloat16, sums are in float32.
+
+    If ``before`` is given, this activation is first applied to ``x``, which is overwritten. The backward pass can then
+    run only once.
     """
     bias = None if before is None else before.bias
     return _Sage.apply(x, of_mean, of_self, bias, block, before, dtype)  # type: ignore[no-any-return, no-untyped-call]

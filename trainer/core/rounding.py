@@ -1,7 +1,7 @@
 """Rounds floating-point rows to float16, or to int8 with one float32 scale per row.
 
-The values of an int8 row are ``code * scale``; the scale is the largest absolute value of the row / 127. Rounding rows
-that were rounded before gives the same codes and scales. All arithmetic is float32.
+The values of an int8 row are ``code * scale``. The scale is the row's largest absolute value, divided by 127. Rounding
+rows that were rounded before gives the same codes and scales. All arithmetic is float32.
 
 ``Unroundable`` is raised for a row with inf or NaN (int8), or with a finite number that float16 cannot represent.
 """

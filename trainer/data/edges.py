@@ -90,9 +90,9 @@ def _both_ways(lists: Sequence[EdgeList], dtype: np.dtype[Any]) -> Iterator[Reco
 
 
 def undirected(edge_index: Array, num_nodes: int) -> Array:
-    """Return both directions of every edge, without duplicates, sorted by source then target: int32|int64 [2, E'].
+    """Return both directions of every edge, sorted by source, then by target: int32|int64 [2, E'].
 
-    Each self loop is kept once.
+    Duplicates are left out, and each self loop is kept once.
     """
     loops = np.unique(edge_index[0][edge_index[0] == edge_index[1]])
     indptr, neighbours = symmetric_adjacency(edge_index, num_nodes, edge_index.dtype)

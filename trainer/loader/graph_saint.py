@@ -255,7 +255,7 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
         batch_size: Number of nodes drawn per subgraph; repeats count once.
         num_steps: Number of subgraphs per epoch and rank.
-        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0 disables it. The
+        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0: none. The
             ranks of a process group share the work, and all of them must make the loader.
         save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
         log: Print on rank 0 how many subgraphs were sampled to estimate the normalisation.
@@ -320,7 +320,7 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
         batch_size: Number of draws per subgraph. An edge may be drawn more than once.
         num_steps: Number of subgraphs per epoch and rank.
-        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0 disables it. The
+        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0: none. The
             ranks of a process group share the work, and all of them must make the loader.
         save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
         log: Print on rank 0 how many subgraphs were sampled to estimate the normalisation.
@@ -381,7 +381,7 @@ class DistGraphSAINTRandomWalkSampler(GraphSAINTSampler):
         batch_size: Number of walks per subgraph.
         walk_length: Number of steps of each walk.
         num_steps: Number of subgraphs per epoch and rank.
-        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0 disables it. The
+        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0: none. The
             ranks of a process group share the work, and all of them must make the loader.
         save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
         log: Print on rank 0 how many subgraphs were sampled to estimate the normalisation.

@@ -188,10 +188,10 @@ class DistLinkNeighborLoader(PyGLoader):
         num_neighbors: Number of neighbours per hop, starting at the links' ends; -1 takes all. A list, a mapping over
             all edge types, or torch_geometric's ``NumNeighbors``.
         edge_label_index: Seed links: None (all edges) or ids ``[2, n]``. For a heterogeneous graph an edge type, or
-            ``(edge type, None | ids)``. With None and ``shuffle``, 2^20 edges or more are in another order than the
-            same links given by ids.
+            ``(edge type, None | ids)``. With ``shuffle``, the order of 2^20 or more edges depends on whether they are
+            given as None or as ids.
         edge_label: Labels of the links, ``[n, ...]``.
-        edge_label_time: Times of the links, integer ``[n]``; must be given if ``time_attr`` is, and only then.
+        edge_label_time: Times of the links, integer ``[n]``. Required with ``time_attr``, not allowed without it.
         replace: Draw neighbours with replacement.
         subgraph_type: ``"directional"``, ``"bidirectional"`` or ``"induced"``.
         disjoint: Sample a subgraph of its own for each link end. Implied by ``time_attr``.

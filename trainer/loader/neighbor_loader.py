@@ -38,9 +38,11 @@ class DistNeighborLoader(PyGLoader):
     batches. A last global batch with fewer seeds than ranks is merged into the previous batch.
 
     Each iteration is the next epoch; ``set_epoch`` sets the epoch of the next iteration. ``loader(index)`` returns one
-    batch of the seeds at the positions ``index``, for this rank alone. Batches also have ``blocks``, a tuple with one
-    CSR block per layer, first layer first (if the graph is heterogeneous, with a mapping from edge types to blocks per
-    layer). Bidirectional and induced subgraphs, and batches with ``transform_sampler_output``, have no ``blocks``.
+    batch of the seeds at the positions ``index``, for this rank alone.
+
+    Batches also have ``blocks``, a tuple with one CSR block per layer, first layer first. In a heterogeneous graph, the
+    tuple has a mapping from edge types to blocks for each layer. Bidirectional and induced subgraphs, and batches with
+    ``transform_sampler_output``, have no ``blocks``.
 
     Args:
         data: An opened graph (``gnnfleet.open``), a ``Data`` or ``HeteroData`` in memory, or a ``(feature_store,

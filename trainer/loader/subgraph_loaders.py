@@ -265,8 +265,8 @@ _NODES_AT_ONCE = 1 << 22  #: nodes per request for their clusters
 class DistClusterLoader(PyGLoader):
     """Yield the subgraphs of several clusters, as torch_geometric's ``ClusterData`` and ``ClusterLoader`` together.
 
-    An epoch yields every cluster once over all ranks. Each rank takes the clusters of its own host's parts first, up
-    to an equal share; other ranks take the rest. All ranks get the same number of batches. A last step with fewer
+    An epoch yields every cluster once over all ranks. A rank gets clusters of the parts on its own host, up to an equal
+    share. The clusters left then go to other ranks. All ranks get the same number of batches. A last step with fewer
     clusters than ranks is merged into the previous step. A batch has all nodes of its clusters, sorted by cluster and
     then by id, and all edges between these nodes. ``loader(index)`` returns the clusters at the given positions;
     clusters without nodes have no position. Memory: 8 bytes per node.

@@ -80,7 +80,8 @@ class RGCNConv(nn.Module):
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
         """Return the output rows by target type, [num_dst[type], out_dim].
 
-        blocks: block by edge type. x: input rows by source type, those of the targets first.
+        blocks: block by edge type. x: input rows by source type; the rows of targets come first. num_dst: number of
+        targets by target type.
         """
         out = {of: for_sums(torch.addmm(self.bias, x[of][: num_dst[of]], self.root)) for of in self.need.targets}
         for edge_type, weight in zip(self.need.edge_types, self._weights(), strict=True):
@@ -143,7 +144,8 @@ class HeteroSAGEConv(nn.Module):
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
         """Return the output rows by target type, [num_dst[type], out_dim].
 
-        blocks: block by edge type. x: input rows by source type, those of the targets first.
+        blocks: block by edge type. x: input rows by source type; the rows of targets come first. num_dst: number of
+        targets by target type.
         """
         return {of: self._target(of, blocks, x, x[of][: num_dst[of]]) for of in self.need.targets}
 
@@ -215,7 +217,8 @@ class HGTConv(nn.Module):
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
         """Return the output rows by target type, [num_dst[type], out_dim].
 
-        blocks: block by edge type. x: input rows by source type, those of the targets first.
+        blocks: block by edge type. x: input rows by source type; the rows of targets come first. num_dst: number of
+        targets by target type.
         """
         used_as_source = {of[0] for of in self.need.edge_types}
         keys_values = {of: self._keys_values(of, x[of]) for of in self.need.sources if of in used_as_source}

@@ -75,8 +75,8 @@ def _layer(
 ) -> Tensor:  # fmt: skip
     """Compute one layer's output [num_nodes, f]: rows of this rank's seeds, 0 for all other nodes.
 
-    rows: output of the previous layer; None: the batches' ``x``. cached: ids and edges of all batches, which layer 0
-    appends and later layers read; None: each layer iterates over ``loader``.
+    rows: output of the previous layer; None: the batches' ``x``. cached: ids and edges of all batches. Layer 0 appends
+    them, and later layers read them instead of iterating over ``loader``. None: no layer does so.
     """
     found: Tensor | None = None
     for batch in cached if layer and cached is not None else loader:

@@ -147,7 +147,10 @@ class _Partition:
         return {"edge_index": RawArray(np.ascontiguousarray(edge_index), place), **attrs}
 
     def _own_edges(self, of: EdgeType, part_id: int) -> Ids:
-        """Return the edges of one type that a part owns, in order of DGL's edge ids: [2, e], node ids per type."""
+        """Return the edges of one type that a part owns, [2, e], in order of DGL's edge ids.
+
+        The node ids in the result count the nodes of one type only.
+        """
         graph, ranges, place = self._graphs[part_id], self.edges[of], str(self._file(part_id, "part_graph"))
         if not {"_ID", "inner_edge"} <= graph.edges.keys() or "_ID" not in graph.nodes:
             raise DataError(

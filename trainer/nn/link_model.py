@@ -31,7 +31,7 @@ class LinkModel(nn.Module):
         self.as_source, self.as_target = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, batch: Batch | HeteroBatch) -> Tensor:
-        """Return for each link its score, and the scores of its source with the m negatives: float [num_seeds, 1 + m]."""
+        """Return for each link its score, and those of its source with the m negatives: float [num_seeds, 1 + m]."""
         links = batch.links
         assert links is not None, "a batch of links"
         rows = self.encoder.seed_rows(batch)

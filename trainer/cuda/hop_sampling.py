@@ -151,7 +151,7 @@ class DeviceHops:
     def _excluded(self, request: HopRequest) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sources of the excluded edges, sorted by target, then by source, and two tensors [n].
 
-        The two tensors state where the sources of each requested node begin and end.
+        The two tensors state where the sources of each of the n requested nodes begin and end.
         """
         if request.exclude is None:
             return (self._no_ids,) * 3

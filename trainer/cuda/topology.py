@@ -95,8 +95,8 @@ class TopologyPlan:
     def choose(cls, needed: int, pinned: int, on_device: int, on_host: int) -> TopologyPlan:
         """Choose whether the arrays of the topology are stored on the device, or in pinned memory of the host.
 
-        ``needed``, ``pinned``: bytes that the arrays take on the device, and in pinned memory. ``on_device``,
-        ``on_host``: bytes that may be used there.
+        The place is None if the arrays fit in neither. ``needed``, ``pinned``: bytes that the arrays take on the
+        device, and in pinned memory. ``on_device``, ``on_host``: bytes that may be used there.
         """
         size = f"topology of {size_text(needed)}"
         if needed <= on_device:

@@ -175,8 +175,10 @@ def _belongs_to_nodes(name: str) -> bool:
 def _target(plain: RawArrays, counts: Mapping[NodeType, int], raw: RawGraph, options: SourceOptions) -> NodeType | None:
     """Return the node type of x, y and splits in ``plain``: option ``target``, or else the only type that fits.
 
-    A type fits if it has as many nodes as these arrays have rows. Returns None if ``plain`` has no such array and
-    ``target`` is not set. Raises ``DataError`` if no type or several types fit.
+    A type fits if it has as many nodes as these arrays have rows. ``counts``: number of nodes of each type.
+
+    Returns None if ``plain`` has no such array and ``target`` is not set. Raises ``DataError`` if no type or several
+    types fit.
     """
     if options.target is not None or not any(map(_belongs_to_nodes, plain)):
         return options.target

@@ -82,8 +82,10 @@ def fill_cache(
 ) -> FilledCache | None:
     """Cache the rows of other hosts that this host's ranks request most. All ranks must call this.
 
-    The first rank of each host presamples its own batches and writes the most requested rows into files in ``folder``.
-    All ranks of the host memory-map the files, which are then unlinked. ``node`` identifies the host.
+    The first rank of each host samples some of its batches in advance, without gathering rows. It writes the rows that
+    these request most into files in ``folder``. All ranks of the host memory-map the files, which are then unlinked.
+
+    ``plan``: the batches. ``node``: identifies the host. ``ranks``: the group of all ranks.
 
     Returns None if all parts are on this host, and in clients. Raises ``TrainerError`` on all ranks if one of them
     fails.

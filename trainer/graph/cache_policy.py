@@ -138,9 +138,9 @@ def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
 
 
 def counted_steps(steps: Sequence[PresampledStep], plan: BatchPlan) -> Sequence[PresampledStep]:
-    """Return those of the presampled ``steps`` by which the cached rows are chosen.
+    """Return the presampled steps whose requests decide which rows are cached.
 
-    If ``steps`` cover an epoch, these are all steps, else the first two thirds.
+    These are all ``steps`` if they cover an epoch, else the first two thirds of ``steps``.
     """
     # ``predict`` extrapolates from the last third, for which the cache must not be chosen.
     return steps if len(steps) >= plan.order.num_steps else steps[: len(steps) - _third(steps)]
@@ -215,7 +215,10 @@ def remote_ranges(store: PartStore, of: NodeType) -> list[tuple[int, int]]:
 
 
 def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, int]) -> int:
-    """Return the size of the cache in bytes. A share means a share of all rows of other hosts."""
+    """Return the size of the cache in bytes. If ``size`` is a share, it is a share of all rows of other hosts.
+
+    ``row_bytes``: size of a row of each node type.
+    """
     if size.bytes is not None:
         return size.bytes
     here = {of: [store.books[of].range_of(part) for part in store.parts] for of in row_bytes}

@@ -94,7 +94,7 @@ class BlockLoader(ABC):
         return self.order.num_steps
 
     def keep(self, rows: Mapping[NodeType, DeviceRows]) -> None:
-        """Leave the rows of ``x`` that the device caches out of batches. ``rows``: the cached rows.
+        """Make batches without those rows of ``x`` that the device caches. ``rows``: the cached rows.
 
         ``Batch.to`` adds the cached rows when it copies a batch to the device.
 

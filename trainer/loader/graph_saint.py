@@ -205,7 +205,7 @@ class GraphSAINTSampler(PyGLoader):
     def draws(self) -> str:
         """Return the class name and the number of draws as text.
 
-        Graph, seed, epoch, number of a subgraph and this text determine the subgraph.
+        A subgraph is determined by the graph, the seed, the epoch, the subgraph's number and this text.
         """
         return f"{type(self).__name__} {self.num_samples}"
 

@@ -76,7 +76,7 @@ def _layer(
     """Compute one layer's output [num_nodes, f]: rows of this rank's seeds, 0 for all other nodes.
 
     rows: output of the previous layer; None: the batches' ``x``. cached: ids and edges of all batches. Layer 0 appends
-    them, and later layers read them instead of iterating over ``loader``. None: no layer does so.
+    them, and later layers read them instead of iterating over ``loader``. If it is None, every layer iterates.
     """
     found: Tensor | None = None
     for batch in cached if layer and cached is not None else loader:

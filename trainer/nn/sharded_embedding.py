@@ -99,7 +99,7 @@ class ShardedEmbedding:
         return dict(zip(n_id, found.split([len(of) for of in ids]), strict=True))
 
     def sync_gradients(self) -> None:
-        """Send the gradients of rows to the ranks that store the rows: of all rows looked up since the last call.
+        """Send the gradient of each row that was looked up since the last call to the rank that stores the row.
 
         Adds the mean over ranks to ``weight.grad``, a sparse tensor. All ranks must call this after ``backward``.
         """

@@ -52,8 +52,8 @@ class DeviceHops:
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
         """Return sampled neighbours, one answer per request, with the same edges as ``LocalGraph.sample_hops``.
 
-        Raises ``PartitionError`` for more than ``MOST_EDGES`` edges of a request, and ``DataError`` for a weight that
-        is negative or not finite.
+        Raises ``PartitionError`` if more than ``MOST_EDGES`` edges are drawn for a request. Raises ``DataError`` if a
+        weight is negative or not finite.
         """
         hops = [self._counted(request) for request in requests]
         self._collect(hops)

@@ -45,7 +45,7 @@ class WeightedGraph:
 def clusters_of(graph: WeightedGraph, limit: int, seed: int) -> Array:
     """Divide the nodes into clusters, and return the cluster of each node, from 0, int32|int64 [N].
 
-    The node weights in a cluster add up to at most ``limit``. Takes 24 bytes of memory per node.
+    The node weights in a cluster add up to at most ``limit``. ``seed``: random seed. Takes 24 bytes of memory per node.
     """
     cluster = np.arange(graph.num_nodes, dtype=graph.neighbours.dtype)
     alone = np.flatnonzero(np.diff(graph.indptr) == 0)

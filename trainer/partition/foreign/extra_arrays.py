@@ -44,7 +44,10 @@ def extra_files(folder: Path, given: Mapping[str, str]) -> list[ExtraFile]:
 
 
 def with_extra_arrays(raw: RawGraph, files: list[ExtraFile]) -> RawGraph:
-    """Add the arrays in ``files`` to the nodes of a graph. Raises ``DataError`` if it already has a given array."""
+    """Add the arrays in ``files`` to the nodes of a graph.
+
+    Raises ``DataError`` if the graph already has an array that the user gave a file for.
+    """
     nodes: dict[NodeType, dict[str, RawArray]] = {of: dict(arrays) for of, arrays in raw.nodes.items()}
     plain, notes = dict(raw.plain), list(raw.notes)
     for file in files:

@@ -92,7 +92,7 @@ class EdgeCut:
         return np.dtype(id_dtype(self.edge_index.shape[1]))
 
     def sorted_edges(self, attrs: Sequence[Array] = (), scratch: Scratch | None = None) -> Iterator[SortedRows]:
-        """Yield all edges, sorted by global id of the target, then by original edge id, in groups of consecutive targets.
+        """Yield all edges in groups of consecutive targets, sorted by global id of the target, then original edge id.
 
         The columns are: global ids of the sources, original edge ids, and each of ``attrs`` [E, …].
         """

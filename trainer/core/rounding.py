@@ -1,7 +1,7 @@
 """Rounds floating-point rows to float16, or to int8 with one float32 scale per row.
 
-The values of an int8 row are ``code * scale``; the scale is the largest absolute value of the row / 127. Rounding rows
-that were rounded before gives the same codes and scales. All arithmetic is float32.
+The values of an int8 row are ``code * scale``. The scale is the row's largest absolute value, divided by 127. Rounding
+rows that were rounded before gives the same codes and scales. All arithmetic is float32.
 
 ``Unroundable`` is raised for a row with inf or NaN (int8), or with a finite number that float16 cannot represent.
 """
@@ -49,9 +49,10 @@ class Unroundable(DataError):
 
 
 def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> bool:
-    """Return whether rows of an attribute, ``dtype`` [n, …], are rounded when sent in ``form``.
+    """Return whether the rows of attribute ``name`` are rounded when they are sent in ``form``.
 
     Labels (``y``), 1-d attributes and integers are never rounded, nor are rows that would not become smaller.
+    ``dtype`` and ``shape`` [n, …] are those of the attribute.
     """
     kind = np.dtype(dtype)
     if form == "stored" or kind.kind != "f" or kind.itemsize not in (2, 4, 8) or len(shape) < 2 or name in _NEVER:

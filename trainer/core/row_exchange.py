@@ -51,9 +51,9 @@ class Route:
     group: Any = None  #: process group; None: the default one
 
     def fetch(self, answers: Tensor) -> Tensor:
-        """Send the rows that were requested from this rank, and return the rows that this rank requested, [n, …].
+        """Send ``answers`` to the ranks that requested them, and return the rows that this rank requested, [n, …].
 
-        ``answers``: [m, …], row i belongs to ``asked[i]``.
+        ``answers``: [m, …]; row i belongs to the id ``asked[i]``.
         """
         rows = torch.empty(len(self.order), *answers.shape[1:], dtype=answers.dtype, device=answers.device)
         rows[self.order.to(rows.device)] = _all_to_all(answers, self.asked_counts, self.counts, self.group)
@@ -62,8 +62,8 @@ class Route:
     def push(self, rows: Tensor) -> Tensor:
         """Send one row, such as a gradient, for each id that this rank requests to the rank that owns the id.
 
-        ``rows``: [n, …], in the order of the requested ids. Returns the rows received for the ids that this rank owns,
-        [m, …]; row i belongs to ``asked[i]``.
+        ``rows``: [n, …], in the order of the requested ids. Returns the rows that all ranks sent to this rank,
+        [m, …]; row i belongs to the id ``asked[i]``.
         """
         return _all_to_all(rows[self.order.to(rows.device)], self.counts, self.asked_counts, self.group)
 

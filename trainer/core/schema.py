@@ -69,9 +69,9 @@ def check_word(word: str, where: str) -> None:
 
 @functools.cache
 def edge_salt(edge_type: EdgeType) -> int:
-    """Return a uint64 to combine with a batch's random key, so that edge types have independent draws.
+    """Return a number of the edge type, uint64. It is combined with random keys, so that types draw independently.
 
-    0 for ``HOMO_EDGE``.
+    The number of ``HOMO_EDGE`` is 0.
     """
     if edge_type == HOMO_EDGE:
         return 0

@@ -86,9 +86,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def report_expired(error: BaseException, environ: Mapping[str, str] = os.environ) -> None:
-    """If a timeout led to ``error``, report it to the supervisor. Does nothing outside a run.
+    """If a timeout led to ``error``, report this to the supervisor, and give it time to end this process.
 
-    Then waits at most ``REPORTED_FOR`` seconds for the supervisor to end this process.
+    Waits at most ``REPORTED_FOR`` seconds after the report. Does nothing outside a run, or if no timeout led to
+    ``error``.
     """
     run_dir, rank = environ.get("GNNFLEET_RUN_DIR"), environ.get("RANK", "")
     if not run_dir or not rank.isdigit() or not environ.get("GNNFLEET_SUPERVISOR"):

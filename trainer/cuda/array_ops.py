@@ -54,7 +54,10 @@ def begins_of(counts: Tensor) -> Tensor:
 
 @kernel
 def copy_rows(begin: Any, indptr: Any, values: Any, indices: Any) -> None:
-    """Fill each row of a CSR with the values from position ``begin[row]`` on, by one thread per row."""
+    """Fill ``indices``, the entries of a CSR: each row gets the values from ``values[begin[row]]`` on.
+
+    One thread fills a row. ``indptr``: the CSR's row offsets.
+    """
     for row in range(cuda.grid(1), len(begin), cuda.gridsize(1)):
         first = begin[row]
         start = indptr[row]

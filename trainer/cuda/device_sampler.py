@@ -102,7 +102,7 @@ class DeviceSampler:
         return out
 
     def _in_degree(self, of: NodeType, ids: Tensor) -> Tensor:
-        """Return the in-degrees of nodes over all edge types, int64 [n]. The topology must contain all of these."""
+        """Return the in-degrees of nodes over all edge types, int64 [n]. The topology must contain all edge types."""
         degree = torch.zeros(len(ids), dtype=torch.int64, device=self.device)
         for edge_type, edges in self.topology.edges.items():
             if edge_type[2] == of:

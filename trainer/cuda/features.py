@@ -63,10 +63,10 @@ class FeatureRows:
         self._all_near = pinned is not None and bool((pinned.bases >= 0).all())
 
     def take(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather those rows of ``ids``, int64 [n] on the device, that the device can read.
+        """Gather the rows of ``ids``, int64 [n] on the device, as far as the device can read them.
 
-        Returns all rows, float32 [n, …], and the positions of the missing ones, int64 [m], which ``join`` must fill.
-        Waits for the stream if rows can be missing.
+        Returns n rows, float32 [n, …], and the positions of those that the device cannot read, int64 [m]. ``join`` must
+        fill these positions. Waits for the stream, unless the device can read every row of the graph.
         """
         sources = torch.empty(len(ids), dtype=torch.int64, device=self._device)
         out = torch.empty((len(ids), self._width), dtype=torch.float32, device=self._device)
@@ -104,7 +104,10 @@ class PinnedPlan:
 
     @classmethod
     def of(cls, store: PartStore, wanted: Mapping[AnyType, tuple[str, ...]], ranks_here: int) -> PinnedPlan:
-        """Choose the attributes that fit in this rank's share of the memory that the host has available now."""
+        """Choose the attributes that fit in this rank's share of the memory that the host has available now.
+
+        ``wanted``: names of attributes by type. ``ranks_here``: number of ranks on this host, which get equal shares.
+        """
         return cls.choose(store, wanted, int((available_memory() or 0) * PINNED_SHARE / ranks_here))
 
     @classmethod

@@ -13,11 +13,13 @@ ELSEWHERE = -1  #: source of a row that kernels cannot read
 
 @kernel
 def locate_rows(ids: Any, slots: Any, offsets: Any, bases: Any, sources: Any) -> None:
-    """Fill ``sources`` int64 [n] with the place of each row.
+    """Fill ``sources``, int64 [n], with the place where the row of each id is.
 
     The place is ``2 * row`` for a row of the table, ``2 * slot + 1`` for a slot of the cache, or ``ELSEWHERE``.
-    ``slots``: int32 [N] slot of each global id in the cache, -1 for none; empty without a cache. ``offsets``: int64
-    [P + 1] first id of each part. ``bases``: int64 [P] first row of each part in the table, -1 for a part not there.
+
+    ``ids``: global ids [n]. ``slots``: int32 [N], slot of each global id in the cache, -1 for none; empty without a
+    cache. ``offsets``: int64 [P + 1], first global id of each part. ``bases``: int64 [P], first row of each part in the
+    table, -1 for a part that is not in the table.
     """
     for i in range(cuda.grid(1), len(ids), cuda.gridsize(1)):
         slot = np.int64(-1)
@@ -38,11 +40,11 @@ def locate_rows(ids: Any, slots: Any, offsets: Any, bases: Any, sources: Any) ->
 
 @kernel
 def take_rows(sources: Any, table: Any, cached: Any, out: Any) -> None:
-    """Gather n rows into ``out`` float32 [n, width].
+    """Gather n rows into ``out``, float32 [n, width], from the places ``sources``.
 
-    ``sources``: int64 [n], from ``locate_rows``. An even number s stands for row ``s // 2`` of ``table`` [rows, width],
-    whose values are converted to float32, and an odd one for row ``s // 2`` of ``cached`` float32 [k, width]. For a
-    negative number, the row of ``out`` is not changed.
+    ``sources``: int64 [n], from ``locate_rows``. An even place s is row ``s // 2`` of ``table`` [rows, width]. An odd
+    place s is row ``s // 2`` of ``cached``, float32 [k, width]. Where the place is negative, ``out`` is not changed.
+    The values of ``table`` are converted to float32.
     """
     # one thread per element, so that neighbouring threads read neighbouring addresses
     width = out.shape[1]
@@ -59,7 +61,10 @@ def take_rows(sources: Any, table: Any, cached: Any, out: Any) -> None:
 
 @kernel
 def take_bfloat16_rows(sources: Any, table: Any, cached: Any, out: Any) -> None:
-    """As ``take_rows`` for a bfloat16 ``table``. It is passed as uint16 bits, ``cached`` and ``out`` as uint32 bits."""
+    """As ``take_rows`` for a bfloat16 table: ``table`` has its bits as uint16.
+
+    ``cached`` and ``out`` have the bits of their float32 values as uint32.
+    """
     width = out.shape[1]
     for k in range(cuda.grid(1), len(sources) * width, cuda.gridsize(1)):
         i, column = k // width, k % width

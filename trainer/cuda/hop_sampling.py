@@ -52,8 +52,8 @@ class DeviceHops:
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
         """Return sampled neighbours, one answer per request, with the same edges as ``LocalGraph.sample_hops``.
 
-        Raises ``PartitionError`` for more than ``MOST_EDGES`` edges of a request, and ``DataError`` for a weight that
-        is negative or not finite.
+        Raises ``PartitionError`` if more than ``MOST_EDGES`` edges are drawn for a request. Raises ``DataError`` if a
+        weight is negative or not finite.
         """
         hops = [self._counted(request) for request in requests]
         self._collect(hops)
@@ -149,7 +149,10 @@ class DeviceHops:
         return self._no_values if unweighted or hop.edges.weights is None else hop.edges.weights.argument
 
     def _excluded(self, request: HopRequest) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sources of excluded edges, sorted by target and source, and begin and end of each node's range."""
+        """Return the sources of the excluded edges, sorted by target, then by source, and two tensors [n].
+
+        The two tensors state where the sources of each of the n requested nodes begin and end.
+        """
         if request.exclude is None:
             return (self._no_ids,) * 3
         targets, sources = request.exclude

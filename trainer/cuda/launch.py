@@ -138,7 +138,7 @@ def _boxed(function: Dispatcher) -> Callable[..., Any]:
 class Mapped:
     """A pinned CPU tensor that kernels read or write over the bus, at its host address.
 
-    The caller must keep it until the kernels that use it have run.
+    The caller must keep the tensor until the kernels that use it have run.
     """
 
     def __init__(self, tensor: Tensor):

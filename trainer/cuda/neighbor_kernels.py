@@ -34,10 +34,14 @@ def count_picks(
     indptr: Any, nodes: Any, fanout: Any, replace: Any, conditional: Any, excluded_begin: Any, excluded_end: Any,
     counts: Any, work: Any,
 ) -> None:  # fmt: skip
-    """Fill ``counts`` int32 [n] with the number of neighbours to draw per node, ignoring conditions.
+    """Fill ``counts``, int32 [n], and ``work``, int64 [n].
 
-    Conditions are weights, times and excluded edges. Fills ``work`` int64 [n] with the entries of work memory that each
-    node needs: its degree if its draws have conditions or need more memory than a thread has, else 0.
+    ``counts`` gets the number of neighbours to draw for each node, as if there were no conditions. Conditions are
+    weights, times and excluded edges.
+
+    ``work`` gets the number of entries of work memory that each node needs. This is the node's degree if its draws have
+    conditions or need more memory than a thread has, else 0.
+
     ``excluded_begin``, ``excluded_end``: int64 [n], range of each node among the excluded sources.
     """
     for i in range(cuda.grid(1), len(nodes), cuda.gridsize(1)):
@@ -57,10 +61,11 @@ def collect(
     times: Any, bounds: Any, excluded: Any, excluded_begin: Any, excluded_end: Any, weights: Any, allowed: Any,
     work: Any, work_begin: Any, slots: Any, values: Any, found: Any, counts: Any,
 ) -> None:  # fmt: skip
-    """List the candidates of each node that has work memory: their edges in ``slots``, their weights in ``values``.
+    """List the candidates of each node that has work memory: the edges that it may draw.
 
-    Node i uses both arrays from ``work_begin[i]`` on. Fills ``found`` int64 [n] with the numbers of candidates, or with
-    -1 - edge for an edge with an invalid weight, and corrects ``counts`` for these nodes.
+    Writes the candidates of node i to ``slots``, and their weights to ``values``, both from ``work_begin[i]`` on. Fills
+    ``found``, int64 [n], with the number of candidates of each node, or with -1 - edge if an edge has an invalid
+    weight. Corrects ``counts``, the numbers of edges to draw, for nodes with work memory.
     """
     draws = Draws(fanout, shuffle, replace, last, weighted, np.uint64(0))
     conditions = Conditions(times, bounds, excluded, excluded_begin, excluded_end, allowed, weights)
@@ -97,9 +102,10 @@ def draw_conditional(
     weighted: Any, timed: Any, key: Any, times: Any, found: Any, counts: Any, begins: Any, work: Any, work_begin: Any,
     slots: Any, values: Any, ranks: Any, picks: Any,
 ) -> None:  # fmt: skip
-    """As ``draw_picks``, but draw only among the candidates that ``collect`` listed, for nodes with work memory.
+    """As ``draw_picks``, but a node with work memory draws only among the candidates that ``collect`` listed for it.
 
-    ``ranks``: a view of ``values`` as int64.
+    ``slots``, ``values``, ``found`` and ``counts``: as ``collect`` filled them. ``ranks``: a view of ``values`` as
+    int64.
     """
     draws = Draws(fanout, shuffle, replace, last, weighted, key)
     for i in range(cuda.grid(1), len(nodes), cuda.gridsize(1)):
@@ -121,7 +127,10 @@ def draw_conditional(
 def _draw_row_of(
     picks: Any, first: Any, degree: Any, fanout: Any, shuffle: Any, replace: Any, drawn: Any, slots: Any
 ) -> None:  # fmt: skip
-    """Draw edges of one node, the same ones as ``draw_edges`` on the CPU. ``first``: the node's first edge."""
+    """Draw ``len(picks)`` edges of one node, the same ones as ``draw_edges`` on the CPU.
+
+    ``first``: the node's first edge. ``drawn``: the node's random key. ``slots``: the node's work memory.
+    """
     count = len(picks)
     if replace and fanout >= 0:
         for j in range(count):

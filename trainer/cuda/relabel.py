@@ -40,7 +40,7 @@ class DeviceTables:
         self._sizes = {of: spec.num_nodes for of, spec in schema.nodes.items()}
 
     def growth(self, of: NodeType, disjoint: bool) -> NodeGrowth:
-        """Return an empty set of sampled nodes of one type. ``disjoint``: a node may be in it once per tree."""
+        """Return an empty set of sampled nodes of one type. ``disjoint``: the set may contain a node once per tree."""
         found: Any = DeviceGrowth(self._sizes[of], disjoint, self._torch)  # implements NodeGrowth, with tensors
         return found  # type: ignore[no-any-return]
 
@@ -133,7 +133,7 @@ class DeviceGrowth:
             self._enter(self._keys_of(self._ids, self._trees))
 
     def _enter(self, keys: Tensor) -> None:
-        """Enter keys into the empty table. The position of a key is the smallest index at which it occurs."""
+        """Enter keys into the empty table. A key's position is the smallest index at which ``keys`` contains it."""
         if 2 * len(keys) > len(self._keys):
             self._keys = _empty_keys((2 * len(keys) - 1).bit_length(), self._ops.device)
             self._positions = torch.full_like(self._keys, _LAST)
@@ -146,7 +146,7 @@ def _empty_keys(bits: int, device: torch.device) -> Tensor:
 
 @kernel
 def insert(keys: Any, first: Any, table: Any, positions: Any, slots: Any) -> None:
-    """Enter keys into the table. Key i gets the position ``first + i``, unless it has a smaller one.
+    """Enter keys into the table. Key i gets the position ``first + i``, unless it already has a smaller position.
 
     Fills ``slots`` with the slot of each key.
     """
@@ -164,7 +164,10 @@ def insert(keys: Any, first: Any, table: Any, positions: Any, slots: Any) -> Non
 
 @kernel
 def mark_new(slots: Any, first: Any, positions: Any, new: Any) -> None:
-    """Set ``new[i]`` to 1 if key i is not in an earlier hop and no smaller index has the same key, else to 0."""
+    """Set ``new[i]`` to 1 if key i occurs for the first time in this batch, else to 0.
+
+    ``first``: the number of nodes found before. ``positions``: as ``insert`` filled it.
+    """
     for i in range(cuda.grid(1), len(slots), cuda.gridsize(1)):
         new[i] = 1 if positions[slots[i]] == first + i else 0
 

@@ -79,7 +79,10 @@ class TopologyPlan:
     def of(
         cls, store: PartStore, settings: Sequence[SampleSettings], device: torch.device, ranks_here: int = 1
     ) -> TopologyPlan:  # fmt: skip
-        """Choose the place by the memory that is free now: the device's, and this rank's share of the host's."""
+        """Choose the place by the memory that is free now, on the device and on the host.
+
+        The ranks on this host, ``ranks_here``, share the host's memory equally.
+        """
         sizes = [one.num_bytes for one in _sources(store, settings)]
         needed = sum(sizes)
         if device.type != "cuda":
@@ -90,9 +93,10 @@ class TopologyPlan:
 
     @classmethod
     def choose(cls, needed: int, pinned: int, on_device: int, on_host: int) -> TopologyPlan:
-        """Choose the place of arrays that take ``needed`` bytes on the device or ``pinned`` bytes in pinned memory.
+        """Choose whether the arrays of the topology are stored on the device, or in pinned memory of the host.
 
-        ``on_device``, ``on_host``: number of bytes that may be used there.
+        The place is None if the arrays fit in neither. ``needed``, ``pinned``: bytes that the arrays take on the
+        device, and in pinned memory. ``on_device``, ``on_host``: bytes that may be used there.
         """
         size = f"topology of {size_text(needed)}"
         if needed <= on_device:
@@ -157,9 +161,10 @@ def load_array(
     pieces: Sequence[Array], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, place: Place,
     shift: Sequence[int] = (), bits: Callable[[Array], Array] = np.asarray,
 ) -> Tensor:  # fmt: skip
-    """Join arrays of parts to one tensor on the device or in pinned memory, a chunk at a time.
+    """Join ``pieces``, one array of each part, to one tensor on the device or in pinned memory.
 
-    ``shift``: for each piece, a number to add to its elements. ``bits``: converts each chunk to a dtype that torch has.
+    Copies a chunk at a time. ``bits`` converts a chunk to a dtype that torch has. ``shift``: for each piece, a number
+    to add to its elements.
     """
     if place == "pinned":
         out = torch.empty(shape, dtype=dtype, pin_memory=not simulated())

@@ -177,7 +177,8 @@ def _bfloat16(kept: RawArrays) -> frozenset[str]:
 def _attrs(arrays: RawArrays, needed: tuple[str, ...], rows: int, of: str, notes: list[str]) -> dict[str, RawArray]:
     """Return the arrays that have one row of numbers for each node or edge of a type.
 
-    Other arrays are left out, with a message in ``notes``. Raises ``DataError`` if one of them is named in ``needed``.
+    Other arrays are left out, with a message in ``notes``. Raises ``DataError`` if an array left out is named in
+    ``needed``. ``rows``: number of these nodes or edges. ``of``: their name in messages.
     """
     kept = {}
     for name, array in arrays.items():

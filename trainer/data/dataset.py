@@ -136,7 +136,7 @@ def _finite(rows: Array, bfloat16: bool) -> Array:
 def is_time(values: Array, bfloat16: bool) -> bool:
     """Return whether ``values`` are integers below 2**63 of shape [N] or [N, 1].
 
-    ``bfloat16``: ``values`` are the bits of bfloat16 numbers; then the result is False.
+    ``bfloat16``: whether ``values`` are the bits of bfloat16 numbers, for which the result is False.
     """
     integers = values.dtype.kind in "iu" and not bfloat16 and not (values.size and int(values.max()) >= 2**63)
     return integers and (values.ndim == 1 or values.shape[1:] == (1,))

@@ -38,11 +38,11 @@ def symmetric_adjacency(edge_index: Array, num_nodes: int, dtype: Any = np.int32
 def joint_adjacency(
     lists: Sequence[EdgeList], num_nodes: int, dtype: Any = np.int32, scratch: Scratch | None = None
 ) -> tuple[Array, Array]:
-    """Build one CSR, as ``symmetric_adjacency``, from the edges of several edge lists.
+    """Build one CSR from several edge lists, as ``symmetric_adjacency`` does from one.
 
-    ``lists``: edges [2, E] of each list, a number to add to the sources, and a number to add to the targets. With
-    ``scratch``, the neighbours are a memory-mapped file, and the memory needed is 24 bytes per node plus
-    ``scratch.memory``.
+    ``lists``: for each list, its edges [2, E], a number to add to the sources, and a number to add to the targets.
+    ``dtype``: dtype of the neighbours. With ``scratch``, the neighbours are a memory-mapped file, and the memory needed
+    is 24 bytes per node plus ``scratch.memory``.
     """
     indptr = np.zeros(num_nodes + 1, np.int64)
     for edges, source, target in lists:
@@ -90,9 +90,9 @@ def _both_ways(lists: Sequence[EdgeList], dtype: np.dtype[Any]) -> Iterator[Reco
 
 
 def undirected(edge_index: Array, num_nodes: int) -> Array:
-    """Return both directions of every edge, without duplicates, sorted by source then target: int32|int64 [2, E'].
+    """Return both directions of every edge, sorted by source, then by target: int32|int64 [2, E'].
 
-    Each self loop is kept once.
+    Duplicates are left out, and each self loop is kept once.
     """
     loops = np.unique(edge_index[0][edge_index[0] == edge_index[1]])
     indptr, neighbours = symmetric_adjacency(edge_index, num_nodes, edge_index.dtype)

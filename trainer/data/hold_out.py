@@ -121,13 +121,13 @@ class _Rule(Protocol):
     def of(self, data: EdgeData, *, backward: bool) -> tuple[_Flags, _Flags]:
         """Return two masks, bool [E]: the edges held out for validation, and those for test.
 
-        ``backward``: ``data`` are the edges of the reverse type.
+        ``backward``: whether ``data`` are the edges of the reverse type.
         """
 
     def links(self, data: EdgeData, chosen: _Flags, names: tuple[str, str]) -> dict[str, Array]:
         """Return the edges where ``chosen`` is true, sorted and without duplicates, as graph attributes.
 
-        ``names``: the names of the attributes with the links and with their times.
+        ``names``: the name of the attribute for the links, and that for their times.
         """
 
     def notes(self, of: EdgeType, val: _Flags, test: _Flags) -> list[str]:

@@ -175,8 +175,10 @@ def _belongs_to_nodes(name: str) -> bool:
 def _target(plain: RawArrays, counts: Mapping[NodeType, int], raw: RawGraph, options: SourceOptions) -> NodeType | None:
     """Return the node type of x, y and splits in ``plain``: option ``target``, or else the only type that fits.
 
-    A type fits if it has as many nodes as these arrays have rows. Returns None if ``plain`` has no such array and
-    ``target`` is not set. Raises ``DataError`` if no type or several types fit.
+    A type fits if it has as many nodes as these arrays have rows. ``counts``: number of nodes of each type.
+
+    Returns None if ``plain`` has no such array and ``target`` is not set. Raises ``DataError`` if no type or several
+    types fit.
     """
     if options.target is not None or not any(map(_belongs_to_nodes, plain)):
         return options.target
@@ -204,8 +206,8 @@ def _num_nodes(raw: RawGraph, of: NodeType) -> int:
 def _known_nodes(raw: RawGraph, of: NodeType) -> int | None:
     """Return the number of nodes of a type, or None if it is unknown.
 
-    This is the number that the source states, else the number of rows of x or y, else that of the other attributes if
-    all have equally many rows.
+    The number is the one that the source states, else the number of rows of x or y. If there is none of these, it is
+    the number of rows of the other attributes, provided that all have equally many.
     """
     if of in raw.num_nodes:
         return raw.num_nodes[of]

@@ -30,9 +30,10 @@ class TimeSplit:
 def split_times(times: Array, val: float, test: float, where: str) -> TimeSplit:
     """Choose the times at which the validation and the test split of edges begin.
 
-    Edges of equal time are in the same split, so the sizes may differ from the wanted ones. Each split begins at the
-    time that brings its size nearest to the wanted one; if two times do, at the earlier one. Training and every wanted
-    split get at least one time. The result does not depend on the order of the edges.
+    Edges of equal time are in the same split, so the sizes of the splits may differ from the wanted sizes. Each split
+    begins at the time that makes its size nearest to the wanted size. If two times are equally good, the split begins
+    at the earlier time. Training and every wanted split get at least one time. The result does not depend on the order
+    of the edges.
 
     Args:
         times: Integers [E].
@@ -61,5 +62,5 @@ def split_times(times: Array, val: float, test: float, where: str) -> TimeSplit:
 
 
 def _nearest(sizes: Array, begin: int, end: int, wanted: float) -> int:
-    """Return the first of the positions from ``begin`` to ``end - 1`` whose size is nearest to ``wanted``."""
+    """Return the first index i, ``begin <= i < end``, for which ``sizes[i]`` is nearest to ``wanted``."""
     return begin + int(np.argmin(np.abs(sizes[begin:end] - wanted)))

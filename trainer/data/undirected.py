@@ -24,10 +24,10 @@ def both_ways(
 ) -> dict[EdgeType, EdgeData]:  # fmt: skip
     """Add the reverse of every edge, as torch_geometric's ``ToUndirected`` does.
 
-    An edge type ``(a, r, b)`` between two node types gets the new type ``(b, rev_r, a)``, with the edges in the same
-    order. If both ends have the same node type, the reverse edges are added to the type itself, unless
-    ``reverse_types`` is set. With ``scratch``, new arrays are memory-mapped files in its folder. Raises ``DataError``
-    when a type to be added exists already.
+    The reverse edges of a type ``(a, r, b)`` become the new edge type ``(b, rev_r, a)``, in the same order. But if both
+    ends have the same node type, the reverse edges are added to the type itself, unless ``reverse_types`` is set. With
+    ``scratch``, new arrays are memory-mapped files in its folder. Raises ``DataError`` if a new type already exists.
+    ``where``: beginning of its message.
     """
     result = dict(edges)
     for of, data in edges.items():
@@ -53,7 +53,7 @@ def reverse(data: EdgeData, scratch: Scratch | None = None) -> EdgeData:
 
 
 def merged(data: EdgeData, num_nodes: int, scratch: Scratch | None = None) -> EdgeData:
-    """Return both directions of every edge, without duplicates, sorted by source then target.
+    """Return both directions of every edge, without duplicates, sorted by source, then by target.
 
     A repeated edge gets the attributes of its first occurrence in ``data``, or of the first reversed edge if ``data``
     does not contain the edge itself.

@@ -82,8 +82,10 @@ def fill_cache(
 ) -> FilledCache | None:
     """Cache the rows of other hosts that this host's ranks request most. All ranks must call this.
 
-    The first rank of each host presamples its own batches and writes the most requested rows into files in ``folder``.
-    All ranks of the host memory-map the files, which are then unlinked. ``node`` identifies the host.
+    The first rank of each host samples some of its batches in advance, without gathering rows. It writes the rows that
+    these request most into files in ``folder``. All ranks of the host memory-map the files, which are then unlinked.
+
+    ``plan``: the batches. ``node``: identifies the host. ``ranks``: the group of all ranks.
 
     Returns None if all parts are on this host, and in clients. Raises ``TrainerError`` on all ranks if one of them
     fails.
@@ -126,8 +128,8 @@ def device_rows(
 ) -> dict[NodeType, DeviceRows]:
     """Copy the rows of ``x`` that this rank's batches request most to ``device``, as float32.
 
-    A ``size`` given as a share is a share of all rows of the graph; for 0 the result is {}. Raises ``SettingsError`` in
-    a client, and ``ServiceError`` if a host does not answer.
+    ``size``: bytes, or a share of all rows of ``x`` in the graph. If it is 0, the result is {}. Raises
+    ``SettingsError`` in a client, and ``ServiceError`` if a host does not answer.
     """
     specs = graph.manifest.nodes
     widths = {of: 4 * int(np.prod(spec.attrs["x"].shape[1:])) for of, spec in specs.items() if "x" in spec.attrs}

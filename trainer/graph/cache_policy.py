@@ -138,9 +138,9 @@ def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
 
 
 def counted_steps(steps: Sequence[PresampledStep], plan: BatchPlan) -> Sequence[PresampledStep]:
-    """Return the steps from which the cached rows are chosen.
+    """Return the presampled steps whose requests decide which rows are cached.
 
-    These are all ``steps`` if they cover an epoch, else the first two thirds.
+    These are all ``steps`` if they cover an epoch, else the first two thirds of ``steps``.
     """
     # ``predict`` extrapolates from the last third, for which the cache must not be chosen.
     return steps if len(steps) >= plan.order.num_steps else steps[: len(steps) - _third(steps)]
@@ -175,9 +175,11 @@ def most_requested(
 ) -> dict[NodeType, Ids]:  # fmt: skip
     """Choose the rows with most requests per byte, up to ``budget`` bytes in total. Returns ascending global ids.
 
-    Ties go to the earlier type, then to the lower id. If all rows in ``counts`` fit, the rest of the budget is filled
-    with rows that were not requested: the first ones in ``candidates``, half-open ranges of global ids. Memory: 8 bytes
-    per counted and per chosen row.
+    ``counts``: number of requests of each requested row. ``row_bytes``: size of a row of each type. Between rows with
+    equally many requests per byte, the earlier type is preferred, then the lower id.
+
+    If all requested rows fit, the rest of the budget is filled with other rows, in the order of ``candidates(type)``,
+    which returns half-open ranges of global ids. Memory: 8 bytes per requested and per chosen row.
     """
     types = [of for of in row_bytes if of in counts and len(counts[of].ids)]
     chosen, left = {}, budget
@@ -213,7 +215,10 @@ def remote_ranges(store: PartStore, of: NodeType) -> list[tuple[int, int]]:
 
 
 def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, int]) -> int:
-    """Return the size of the cache in bytes. A share means a share of all rows of other hosts."""
+    """Return the size of the cache in bytes. If ``size`` is a share, it is a share of all rows of other hosts.
+
+    ``row_bytes``: size of a row of each node type.
+    """
     if size.bytes is not None:
         return size.bytes
     here = {of: [store.books[of].range_of(part) for part in store.parts] for of in row_bytes}
@@ -224,8 +229,8 @@ def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, in
 def predict(access: DistGraph, plan: BatchPlan, steps: Sequence[PresampledStep], cache: RowCache | None) -> Prediction:
     """Predict the bytes that a rank receives in an epoch, with and without ``cache``, from the presampled steps.
 
-    Only steps of epoch 1 are used. If they are not the whole epoch, the remaining steps are assumed to cost as much as
-    the last third of them.
+    Only presampled steps of epoch 1 are used. If the epoch has more steps, each further step is assumed to cost as much
+    as the mean of the last third of the presampled steps.
     """
     steps = steps[: plan.order.num_steps]
     without = _Replay(access, None, plan.threads)

@@ -103,7 +103,8 @@ _ALIGNED = 256  #: bytes; kernels read rows in units of up to 16 bytes, and CUDA
 def packed_batch(batch: B, device: torch.device, new_buffer: Callable[[int], Tensor]) -> tuple[B, Tensor | None]:
     """Copy the tensors of ``batch`` that are in pageable memory to ``device``, all in one copy.
 
-    Copied one by one, each would wait for the stream. Tensors in pinned memory or on a device are left there.
+    If the tensors were copied one by one, each copy would wait for the stream. Tensors in pinned memory or on a device
+    are left there.
 
     Args:
         batch: A batch, made of nested dataclasses, dicts, lists and tuples.
@@ -135,7 +136,10 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def with_tensors(value: Any, tensors: dict[int, Tensor]) -> Any:
-    """Return a copy of ``value`` with each tensor t replaced by ``tensors[id(t)]``, if there is such an entry."""
+    """Return a copy of ``value`` with some of its tensors replaced: tensor t by ``tensors[id(t)]``.
+
+    A tensor t is kept if ``tensors`` has no entry ``id(t)``.
+    """
     if isinstance(value, Tensor):
         return tensors.get(id(value), value)
     if is_dataclass(value) and not isinstance(value, type):

@@ -130,10 +130,10 @@ def _check_in_run(environ: Mapping[str, str]) -> None:
 
 
 def _layout_of_run(cluster: str | Path, ranks: Ranks) -> RankLayout | None:
-    """Return which ranks run on the hosts of each part.
+    """Return, for each part, the ranks on hosts that store it, as the cluster file states.
 
-    Returns None for a single process that is given the cluster file of a run with several ranks. Raises
-    ``SettingsError`` if the cluster file has another number of ranks than ``ranks``.
+    Returns None if this process is the only rank, but the file is of a run with several ranks. Raises ``SettingsError``
+    if the numbers of ranks differ in another way.
     """
     layout = RankLayout.from_cluster(read_cluster(cluster))
     if layout.world_size == ranks.world_size:

@@ -119,8 +119,8 @@ class Graph:
     def threads(self, threads: int, prefetch: int) -> int:
         """Return the number of sampler threads of a loader.
 
-        This is ``threads``, but at least ``prefetch`` in a client, and at least 2 if the parts are larger than the
-        memory.
+        ``threads`` is the wanted number. A client gets at least ``prefetch`` threads. Any other process gets at least 2
+        if the parts are larger than the memory.
         """
         if self.gateway:
             return max(threads, prefetch)
@@ -372,7 +372,7 @@ def _reachable_servers(endpoints: Sequence[str], keys: ServiceKeys | None, deadl
 def _say_hello(clients: Sequence[HostClient], patience: float) -> tuple[list[tuple[str, HelloInfo]], list[str]]:
     """Send the first request of a connection to all servers at once.
 
-    Returns (endpoint, answer) of the servers that answer, and error texts of the others.
+    Returns (endpoint, answer) of the servers that answer within ``patience`` seconds, and error texts of the others.
     """
     until = time.monotonic() + patience
     hellos = [(client, client.submit_hello()) for client in clients]

@@ -74,7 +74,7 @@ class SeedOrder:
     def step(self, order: EpochOrder, step: int) -> Ids:
         """Return the seeds of one global batch: positions in the seed list, int64.
 
-        ``order``: the result of ``epoch()`` or ``order()``.
+        ``order``: the order of the seeds in the epoch, from the method ``epoch`` or ``order``.
         """
         joins_rest = step == self.num_steps - 1 and not self.drop_last
         return order[step * self.global_batch : None if joins_rest else (step + 1) * self.global_batch]
@@ -86,7 +86,7 @@ class SeedOrder:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """For each part, the ranks that preferably get its seeds: those on hosts that hold the part.
+    """States for each part which ranks preferably get its seeds: the ranks on hosts that hold the part.
 
     Args:
         world_size: Number of ranks.
@@ -171,8 +171,8 @@ def shares(
 def split_step(parts: Ids, layout: RankLayout) -> Ids:
     """Assign the seeds of a global batch, given the part of each, to ranks: returns the rank of each, int64 [n].
 
-    Every rank gets its quota of seeds. Within it, a seed goes to a rank on a host that holds its part. The remaining
-    seeds go, in order, to ranks with free quota.
+    Every rank gets its quota of seeds. A seed goes to a rank on a host that holds its part, if that rank's quota is not
+    used up. The remaining seeds go, in order, to the ranks whose quota is not used up.
     """
     n = len(parts)
     room, rank_of = quotas(n, layout), np.full(n, -1)
@@ -196,9 +196,10 @@ def quotas(n: int, layout: RankLayout) -> Ids:
 
 @njit()
 def _assign(parts: Any, ranks_of_part: Any, room: Any, rank_of: Any) -> None:
-    """Write the rank of each seed to ``rank_of``, and subtract the assigned seeds from ``room``.
+    """Write the rank of each seed to ``rank_of``. ``parts``: the part of each seed.
 
-    ``room``: the number of seeds that each rank may still get. Its sum is the number of seeds.
+    ``ranks_of_part``: the ranks of each part, padded with -1. ``room``: the number of seeds that each rank may get, in
+    total the number of all seeds; it is overwritten.
     """
     n = len(parts)
     for i in range(n):

@@ -94,9 +94,9 @@ class BlockLoader(ABC):
         return self.order.num_steps
 
     def keep(self, rows: Mapping[NodeType, DeviceRows]) -> None:
-        """Leave ``rows``, the rows of ``x`` that the device caches, out of batches.
+        """Make batches without those rows of ``x`` that the device caches. ``rows``: the cached rows.
 
-        ``Batch.to`` adds these rows when it copies a batch to the device.
+        ``Batch.to`` adds the cached rows when it copies a batch to the device.
 
         Raises:
             SettingsError: This process is a client.
@@ -118,7 +118,7 @@ class BlockLoader(ABC):
         return self.sampler
 
     def sample_with(self, sampler: Sampler | None) -> None:
-        """Make batches with ``sampler``, which samples on a device, or with this loader's own sampler if it is None."""
+        """Make batches with ``sampler``, which samples on a device. None: with this loader's own sampler."""
         self._device_sampler = sampler
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
@@ -229,7 +229,7 @@ class BatchLoader(BlockLoader):
         graph: An opened graph.
         settings: What to load, and how far ahead.
         rank: Rank of this process in ``layout``.
-        layout: The ranks on the hosts of each part.
+        layout: For each part, the ranks on hosts that store it.
 
     Raises:
         SettingsError: The settings do not fit the graph.

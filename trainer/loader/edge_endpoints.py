@@ -97,9 +97,9 @@ def all_times(graph: Graph, edge_type: EdgeType, attr: str) -> Ids:
 
 
 def edges_in_order(ends: EdgeEndpoints, at_once: int = EDGES_AT_ONCE) -> Iterator[tuple[int, Ids, Ids]]:
-    """Yield all edges in order of position, ``at_once`` at a time: the first position, sources and targets.
+    """Yield all edges in order of position, in groups of ``at_once`` edges.
 
-    Raises ``ServiceError``.
+    A group is (position of its first edge, sources, targets). Raises ``ServiceError``.
     """
     for first in range(0, len(ends), at_once):
         yield first, *ends.ends_of(np.arange(first, min(first + at_once, len(ends))))

@@ -74,7 +74,7 @@ def saint_norm(
 
 
 def _estimate(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, group: RankGroup) -> tuple[SaintNorm, int]:
-    """Estimate the normalisation coefficients from sampled subgraphs. Returns also the number of subgraphs.
+    """Estimate the normalisation coefficients from sampled subgraphs. Returns them and the number of subgraphs.
 
     Samples until the subgraphs contain each node of the graph ``coverage`` times on average.
     """
@@ -205,7 +205,7 @@ class GraphSAINTSampler(PyGLoader):
     def draws(self) -> str:
         """Return the class name and the number of draws as text.
 
-        Graph, seed, epoch, number of a subgraph and this text determine the subgraph.
+        A subgraph is determined by the graph, the seed, the epoch, the subgraph's number and this text.
         """
         return f"{type(self).__name__} {self.num_samples}"
 
@@ -255,7 +255,7 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
         batch_size: Number of nodes drawn per subgraph; repeats count once.
         num_steps: Number of subgraphs per epoch and rank.
-        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0 disables it. The
+        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0: none. The
             ranks of a process group share the work, and all of them must make the loader.
         save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
         log: Print on rank 0 how many subgraphs were sampled to estimate the normalisation.
@@ -266,7 +266,8 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
+        layout: For each part, the ranks on hosts that store it. Default: taken from the cluster file and the process
+            group.
         **kwargs: Arguments of torch's ``DataLoader``: as in ``DistNeighborLoader``; ``shuffle`` and ``drop_last`` have
             no effect. ``local=True`` makes a loader of this process alone: it yields all subgraphs, and other ranks
             need not iterate it.
@@ -319,7 +320,7 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
         batch_size: Number of draws per subgraph. An edge may be drawn more than once.
         num_steps: Number of subgraphs per epoch and rank.
-        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0 disables it. The
+        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0: none. The
             ranks of a process group share the work, and all of them must make the loader.
         save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
         log: Print on rank 0 how many subgraphs were sampled to estimate the normalisation.
@@ -330,7 +331,8 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
+        layout: For each part, the ranks on hosts that store it. Default: taken from the cluster file and the process
+            group.
         **kwargs: Arguments of torch's ``DataLoader``: as in ``DistNeighborLoader``; ``shuffle`` and ``drop_last`` have
             no effect. ``local=True`` makes a loader of this process alone: it yields all subgraphs, and other ranks
             need not iterate it.
@@ -379,7 +381,7 @@ class DistGraphSAINTRandomWalkSampler(GraphSAINTSampler):
         batch_size: Number of walks per subgraph.
         walk_length: Number of steps of each walk.
         num_steps: Number of subgraphs per epoch and rank.
-        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0 disables it. The
+        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0: none. The
             ranks of a process group share the work, and all of them must make the loader.
         save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
         log: Print on rank 0 how many subgraphs were sampled to estimate the normalisation.

@@ -95,7 +95,10 @@ class LinkBlockLoader(BlockLoader):
 def distinct_ends(
     edge_type: EdgeType, src: Ids, dst: Ids, negatives: Ids, store: PartStore
 ) -> tuple[SeedSet, LinkEnds]:  # fmt: skip
-    """Return the distinct ends of links and negatives as seeds, and the position of each end among the seeds."""
+    """Return the distinct ends of links and negatives as seeds, and the position of each end among the seeds.
+
+    ``src``, ``dst``: sources and targets of the links. ``negatives``: nodes of the target type. All are original ids.
+    """
     groups: dict[NodeType, list[Ids]] = {edge_type[0]: [src]}
     groups.setdefault(edge_type[2], []).extend([dst, negatives])
     nodes: dict[NodeType, Ids] = {}

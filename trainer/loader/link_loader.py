@@ -105,9 +105,10 @@ def seeds_of(
 def excluded(
     edge_type: EdgeType, reverse: EdgeType | None, src: Ids, dst: Ids, store: PartStore
 ) -> dict[EdgeType, tuple[Ids, Ids]]:
-    """Return the value of ``SeedSet.exclude`` for the links ``src`` -> ``dst`` (original ids).
+    """Return the edges that sampling must leave out so that it does not find the links ``src`` -> ``dst``.
 
-    If ``reverse`` is given, the edges ``dst`` -> ``src`` of type ``reverse`` are excluded too.
+    ``src``, ``dst``: original ids. If ``reverse`` is given, the edges ``dst`` -> ``src`` of type ``reverse`` are left
+    out too. Returns (targets, sources) by edge type, global ids.
     """
     sources, targets = store.to_global(edge_type[0], src), store.to_global(edge_type[2], dst)
     pairs = {edge_type: [(targets, sources)]}
@@ -187,10 +188,10 @@ class DistLinkNeighborLoader(PyGLoader):
         num_neighbors: Number of neighbours per hop, starting at the links' ends; -1 takes all. A list, a mapping over
             all edge types, or torch_geometric's ``NumNeighbors``.
         edge_label_index: Seed links: None (all edges) or ids ``[2, n]``. For a heterogeneous graph an edge type, or
-            ``(edge type, None | ids)``. With None and ``shuffle``, 2^20 edges or more are in another order than the
-            same links given by ids.
+            ``(edge type, None | ids)``. With ``shuffle``, the order of 2^20 or more edges depends on whether they are
+            given as None or as ids.
         edge_label: Labels of the links, ``[n, ...]``.
-        edge_label_time: Times of the links, integer ``[n]``; must be given if ``time_attr`` is, and only then.
+        edge_label_time: Times of the links, integer ``[n]``. Required with ``time_attr``, not allowed without it.
         replace: Draw neighbours with replacement.
         subgraph_type: ``"directional"``, ``"bidirectional"`` or ``"induced"``.
         disjoint: Sample a subgraph of its own for each link end. Implied by ``time_attr``.
@@ -222,7 +223,8 @@ class DistLinkNeighborLoader(PyGLoader):
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
+        layout: For each part, the ranks on hosts that store it. Default: taken from the cluster file and the process
+            group.
         **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (per rank), ``shuffle``, ``drop_last``,
             ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
             (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process
@@ -383,7 +385,11 @@ class DistLinkNeighborLoader(PyGLoader):
         return torch.cat([label, label.new_zeros((num_negatives, *label.shape[1:]))])
 
     def _by_link(self, batch: Any, index: LinkIndex) -> Any:
-        """Replace tree numbers (one tree per seed) by the index of the link that the seed belongs to."""
+        """Return for each node of a disjoint batch the index of the link that it was sampled for.
+
+        ``batch``: number of each node's tree; one tree per seed. In a heterogeneous graph, argument and result are by
+        node type.
+        """
         owners = torch.from_numpy(np.concatenate(list(index.owners.values())))
         if isinstance(batch, dict):
             return {of: owners[trees] for of, trees in batch.items()}

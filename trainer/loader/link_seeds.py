@@ -54,8 +54,10 @@ def link_inputs(
     """Return the links that ``edge_label_index`` describes.
 
     Homogeneous graph: None (all edges) or ids [2, n]. Heterogeneous graph: an edge type, or (edge type, None | ids). An
-    edge type given with ids may have no edges in the graph. Raises ``SettingsError``, and ``ServiceError`` if a host
-    fails while all edges are read (no ids, partition without endpoints).
+    edge type given with ids may have no edges in the graph.
+
+    If no ids are given and the partition was made without endpoints, all edges are read. Raises ``ServiceError`` if a
+    host fails meanwhile, and ``SettingsError`` for invalid arguments.
     """
     edge_type, given = _typed(graph, edge_label_index)
     ends = all_edges(graph, edge_type) if given is None else _given_links(graph, edge_type, given)
@@ -100,7 +102,7 @@ def node_draws(
 
 
 def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Tensor | None:
-    """Return the labels of the positives; 1 is added to all if the lowest is 0, the label of negatives.
+    """Return the labels of the positives. If the lowest label is 0, 1 is added to all, as negatives have label 0.
 
     Raises ``SettingsError`` if labels are given with triplet negatives.
     """

@@ -1,10 +1,11 @@
 """Seeds of temporal batches of links: each end of a link is the seed of a tree without edges later than the link.
 
 All links of a step are scored with the same negatives, but have different times. A tree for each pair of negative and
-link would take too long to sample. Therefore the links of a step are divided into a few groups of similar time, and
-each negative has one tree per group, whose edges are not later than the earliest link of the group. The tree of a
-link's target has the same limit, as a model could otherwise tell targets from negatives by their later edges. The tree
-of a link's source is limited by the link's own time.
+link would take too long to sample. Therefore the links of a step are divided into a few groups of similar time. Each
+negative has one tree per group, whose edges are not later than the earliest link of the group.
+
+The tree of a link's target has the same limit: if it had later edges, a model could tell targets from negatives by
+these edges. The tree of a link's source has edges up to the link's own time.
 """
 
 from __future__ import annotations
@@ -58,8 +59,10 @@ def tree_seeds(edge_type: EdgeType, links: TimedLinks, store: PartStore) -> tupl
     """Return the seeds of a temporal batch, and the positions of link ends and negatives among them.
 
     Seeds of the source type are the links' sources. Seeds of the target type are the links' targets, and all negatives
-    once for each group that has links on this rank. The random key of a tree depends on the link's place in the global
-    batch, or on the negative and the group, but not on the numbers of ranks and parts.
+    once for each time group that has links on this rank.
+
+    The random key of a link end's tree depends on the link's place in the global batch. That of a negative's tree
+    depends on the negative and the group. Neither depends on the numbers of ranks and parts.
     """
     groups, group = np.unique(links.groups.of[links.places], return_inverse=True)
     num_links, num_negatives = len(links.src), len(links.negatives)

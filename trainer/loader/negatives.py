@@ -38,7 +38,10 @@ class NegativeRule:
         return math.ceil(self.amount)
 
     def owners(self, places: Ids, global_size: int) -> tuple[Ids, Ids]:
-        """Return for each negative (i, j) the index of i in ``places``, and j: int64 [m] each.
+        """Return the negatives of the positives at ``places`` in the global batch, as two arrays, int64 [m] each.
+
+        The first array has the index in ``places`` of each negative's positive. The second has the number j of each
+        negative, counted from 0 for each positive.
 
         The global batch has ceil(amount * global_size) negatives. With a fractional amount, positives at the first
         places of the batch have one negative more than the others.
@@ -72,7 +75,8 @@ class NegativeDraw:
     def draw(self, keys: npt.NDArray[np.uint64], times: Ids | None = None) -> Ids:
         """Draw one original id per key, int64 [n].
 
-        If ``times`` [n] is given, draws the i-th among nodes whose time is at most ``times[i]``. Raises ``DataError``.
+        If ``times`` [n] is given, the i-th id is drawn among the nodes whose time is at most ``times[i]``. Raises
+        ``DataError`` if there is no such node.
         """
         if len(keys) == 0:
             return np.empty(0, np.int64)
@@ -95,10 +99,13 @@ def draw_negatives(
 ) -> tuple[Ids, Ids]:  # fmt: skip
     """Draw negatives. Returns original ids (sources, targets), int64 [m] each.
 
-    ``places`` [n]: the places of the positives in the global batch. ``owner`` and ``j``: the result of ``rule.owners``.
-    ``positives``: sources and targets of the positives, original ids. ``times`` [n]: times of the positives. In
-    triplets, a negative has the source of its positive. With ``rule.avoid_links``, raises ``DataError`` if 64 draws of
-    a negative are all links of the graph.
+    In triplets, a negative has the source of its positive. With ``rule.avoid_links``, raises ``DataError`` if 64 draws
+    of a negative are all links of the graph.
+
+    ``key``: random key of the batch. ``places`` [n]: places of the positives in the global batch. ``owner`` and ``j``:
+    the result of ``rule.owners``. ``positives``: sources and targets of the positives, original ids. ``ends``: draw
+    sources and targets. ``is_link``: whether pairs of nodes are links of the graph. ``times`` [n]: times of the
+    positives.
     """
     src = np.empty(len(owner), np.int64)
     dst = np.empty(len(owner), np.int64)

@@ -38,9 +38,11 @@ class DistNeighborLoader(PyGLoader):
     batches. A last global batch with fewer seeds than ranks is merged into the previous batch.
 
     Each iteration is the next epoch; ``set_epoch`` sets the epoch of the next iteration. ``loader(index)`` returns one
-    batch of the seeds at the positions ``index``, for this rank alone. Batches also have ``blocks``, a tuple with one
-    CSR block per layer, first layer first (if the graph is heterogeneous, with a mapping from edge types to blocks per
-    layer). Bidirectional and induced subgraphs, and batches with ``transform_sampler_output``, have no ``blocks``.
+    batch of the seeds at the positions ``index``, for this rank alone.
+
+    Batches also have ``blocks``, a tuple with one CSR block per layer, first layer first. In a heterogeneous graph, the
+    tuple has a mapping from edge types to blocks for each layer. Bidirectional and induced subgraphs, and batches with
+    ``transform_sampler_output``, have no ``blocks``.
 
     Args:
         data: An opened graph (``gnnfleet.open``), a ``Data`` or ``HeteroData`` in memory, or a ``(feature_store,
@@ -73,7 +75,8 @@ class DistNeighborLoader(PyGLoader):
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
+        layout: For each part, the ranks on hosts that store it. Default: taken from the cluster file and the process
+            group.
         **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (per rank), ``shuffle``, ``drop_last``,
             ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
             (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process

@@ -39,8 +39,8 @@ class NodeInputs:
     def split(self, positions: Ids) -> dict[NodeType, tuple[Ids, Ids]]:
         """Split seed positions by node type.
 
-        Returns two arrays for each node type: where its seeds are in ``positions``, and their indices among all seeds
-        of the type.
+        Returns two arrays for each node type. The first states which elements of ``positions`` are seeds of the type,
+        the second has the indices of these seeds among all seeds of the type.
         """
         begin, found = 0, {}
         for of, inputs in self.of.items():
@@ -62,7 +62,8 @@ def node_inputs(graph: Graph, input_nodes: Any, input_time: Any = None, input_id
     """Return the seeds that ``input_nodes`` describes.
 
     Homogeneous graph: None (all nodes), ids, a boolean mask, or the name of a split. Heterogeneous graph: a node type,
-    (type, None | ids | mask | split), or a mapping of types to these. Raises ``SettingsError``.
+    (type, None | ids | mask | split), or a mapping of types to these. ``input_time``, ``input_id``: times of the seeds
+    and ids that batches report, as in ``DistNeighborLoader``. Raises ``SettingsError``.
     """
     forms = _forms(graph, input_nodes)
     is_mapping = isinstance(input_nodes, Mapping)

@@ -41,8 +41,8 @@ Output: TypeAlias = "SamplerOutput | HeteroSamplerOutput"
 def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, copy_ids: bool) -> Output:
     """Return a subgraph as torch_geometric's sampler output: nodes as original ids, edges as batch positions.
 
-    An induced subgraph has no numbers of nodes and edges per hop. With ``copy_ids`` the ids are copies that a transform
-    may overwrite.
+    ``induced``: leave out the numbers of nodes and edges per hop, which induced subgraphs do not have. ``copy_ids``:
+    copy the ids, so that a transform may overwrite them.
     """
     from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput  # slow, and not needed for blocks
 

@@ -79,10 +79,10 @@ class NeighbourhoodSampler:
         return changed(sampled, subgraph=_joined(drawn, member, sampled.subgraph))
 
     def _drawn(self, seeds: SeedSet, key: int) -> tuple[NodeSet, SeedSet, Positions]:
-        """Sample the nodes around each seed.
+        """Sample the nodes around each seed. ``key``: random key of the batch.
 
-        Returns the nodes of all seeds one after the other, the distinct nodes among them as a ``SeedSet``, and for each
-        node its index in the distinct nodes.
+        Returns three things: the nodes around the first seed, then those around the second, and so on; the distinct
+        nodes among them as a ``SeedSet``; and for each node its index in the distinct nodes.
         """
         drawn = self._draw.subgraph(seeds, key).nodes[HOMO_NODE]
         distinct, member = np.unique(drawn.ids, return_inverse=True)
@@ -114,7 +114,8 @@ class DistShaDowKHopSampler(PyGLoader):
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
+        layout: For each part, the ranks on hosts that store it. Default: taken from the cluster file and the process
+            group.
         **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (per rank), ``shuffle``, ``drop_last``,
             ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
             (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process
@@ -237,7 +238,7 @@ def edges_within(
 def _visit(row_begin: Any, row_count: Any, src: Any, member: Any, ptr: Any, at: Any, found: Any) -> int:
     """Return the number of edges inside the groups, and write the edges to ``found`` [3, e] unless it is empty.
 
-    ``at`` [num_nodes]: a work array, all -1 before and after the call.
+    ``at`` [num_nodes]: a work array, all -1 before and after the call. Other arguments: as in ``edges_within``.
     """
     count, fill = 0, found.shape[1] > 0
     for group in range(len(ptr) - 1):
@@ -264,8 +265,8 @@ _NODES_AT_ONCE = 1 << 22  #: nodes per request for their clusters
 class DistClusterLoader(PyGLoader):
     """Yield the subgraphs of several clusters, as torch_geometric's ``ClusterData`` and ``ClusterLoader`` together.
 
-    An epoch yields every cluster once over all ranks. Each rank takes the clusters of its own host's parts first, up
-    to an equal share; other ranks take the rest. All ranks get the same number of batches. A last step with fewer
+    An epoch yields every cluster once over all ranks. A rank gets clusters of the parts on its own host, up to an equal
+    share. The clusters left then go to other ranks. All ranks get the same number of batches. A last step with fewer
     clusters than ranks is merged into the previous step. A batch has all nodes of its clusters, sorted by cluster and
     then by id, and all edges between these nodes. ``loader(index)`` returns the clusters at the given positions;
     clusters without nodes have no position. Memory: 8 bytes per node.
@@ -283,7 +284,8 @@ class DistClusterLoader(PyGLoader):
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
         rank: Rank of this process in ``layout``. Default: the rank of the process group.
-        layout: Which ranks run on the hosts of each part. Default: taken from the cluster file and the process group.
+        layout: For each part, the ranks on hosts that store it. Default: taken from the cluster file and the process
+            group.
         **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (clusters per rank), ``shuffle``, ``drop_last``,
             ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
             (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process

@@ -80,7 +80,8 @@ class RGCNConv(nn.Module):
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
         """Return the output rows by target type, [num_dst[type], out_dim].
 
-        blocks: block by edge type. x: input rows by source type, those of the targets first.
+        blocks: block by edge type. x: input rows by source type; the rows of targets come first. num_dst: number of
+        targets by target type.
         """
         out = {of: for_sums(torch.addmm(self.bias, x[of][: num_dst[of]], self.root)) for of in self.need.targets}
         for edge_type, weight in zip(self.need.edge_types, self._weights(), strict=True):
@@ -143,7 +144,8 @@ class HeteroSAGEConv(nn.Module):
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
         """Return the output rows by target type, [num_dst[type], out_dim].
 
-        blocks: block by edge type. x: input rows by source type, those of the targets first.
+        blocks: block by edge type. x: input rows by source type; the rows of targets come first. num_dst: number of
+        targets by target type.
         """
         return {of: self._target(of, blocks, x, x[of][: num_dst[of]]) for of in self.need.targets}
 
@@ -215,7 +217,8 @@ class HGTConv(nn.Module):
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
         """Return the output rows by target type, [num_dst[type], out_dim].
 
-        blocks: block by edge type. x: input rows by source type, those of the targets first.
+        blocks: block by edge type. x: input rows by source type; the rows of targets come first. num_dst: number of
+        targets by target type.
         """
         used_as_source = {of[0] for of in self.need.edge_types}
         keys_values = {of: self._keys_values(of, x[of]) for of in self.need.sources if of in used_as_source}
@@ -240,9 +243,10 @@ class HGTConv(nn.Module):
     def _messages(
         self, of: NodeType, blocks: Blocks, own: Tensor, keys_values: Mapping[NodeType, tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Return the attention-weighted sums of values for nodes of type ``of``, [num_dst, heads * dim].
+        """Return the attention-weighted sums of the neighbours' values, [num_dst, heads * dim].
 
-        ``own``: input rows of these nodes.
+        ``of``: node type of the targets. ``own``: the targets' input rows. ``blocks``: block by edge type.
+        ``keys_values``: keys and values by source type.
         """
         used = [(number, name) for number, name in enumerate(self.need.edge_types) if name[2] == of]
         if not used:
@@ -290,7 +294,8 @@ def add_mean(out: Tensor, block: Block, x: Tensor, weight: Tensor) -> None:
 def targets_with_edges(block: Block) -> tuple[Tensor | None, Block]:
     """Return the int64 positions of the targets that have edges, and a block of only these targets.
 
-    If most targets have edges, or the block is on a GPU, where the search would synchronise: (None, ``block``).
+    Returns (None, ``block``) if most targets have edges. Returns the same for a block on a GPU, as the CPU would have
+    to wait for the GPU to find the targets.
     """
     if block.indptr.device.type != "cpu":
         return None, block

@@ -25,8 +25,8 @@ def inference(
 
     Args:
         model: A ``BasicGNN`` (GraphSAGE, GCN, GIN, …) in evaluation mode, with ``jk`` None or ``"last"``.
-        loader: Loader with ``num_neighbors=[-1]`` that yields every node once as a seed. Each layer iterates over it
-            once.
+        loader: Loader with ``num_neighbors=[-1]`` that yields every node once as a seed. Each layer iterates over the
+            loader once.
         device: Device on which the layers compute; default: the device of their inputs.
         embedding_device: Device that stores the rows of all nodes between layers: two float tensors [num_nodes, width]
             on every rank. ``gnnfleet.WholeGraph`` stores them in files instead.
@@ -75,8 +75,8 @@ def _layer(
 ) -> Tensor:  # fmt: skip
     """Compute one layer's output [num_nodes, f]: rows of this rank's seeds, 0 for all other nodes.
 
-    rows: output of the previous layer; None: the batches' ``x``. cached: ids and edges of all batches, which layer 0
-    appends and later layers read; None: each layer iterates over ``loader``.
+    rows: output of the previous layer; None: the batches' ``x``. cached: ids and edges of all batches. Layer 0 appends
+    them, and later layers read them instead of iterating over ``loader``. If it is None, every layer iterates.
     """
     found: Tensor | None = None
     for batch in cached if layer and cached is not None else loader:

@@ -32,9 +32,10 @@ DENSE_PER_SPARSE = 30
 
 
 def linear_first(block: Block, in_dim: int, out_dim: int, needs_grad: bool) -> bool:
-    """Return whether it is cheaper to apply the linear layer to all sources before aggregation than after it.
+    """Return whether a linear map costs less before aggregation, on all sources, than after it, on the targets.
 
-    Compares multiply-adds of forward and backward pass. ``needs_grad``: the layer's input needs a gradient.
+    The cost is the number of multiply-adds in the forward and the backward pass. ``in_dim``, ``out_dim``: width of the
+    rows before and after the map. ``needs_grad``: whether the layer's input needs a gradient.
     """
     edges, num_src, num_dst = len(block.indices) * DENSE_PER_SPARSE, block.num_src, block.num_dst
     dense = in_dim * out_dim * (3 if needs_grad else 2)

@@ -99,7 +99,7 @@ class ShardedEmbedding:
         return dict(zip(n_id, found.split([len(of) for of in ids]), strict=True))
 
     def sync_gradients(self) -> None:
-        """Send the gradients of all rows looked up since the last call to the ranks that store them.
+        """Send the gradient of each row that was looked up since the last call to the rank that stores the row.
 
         Adds the mean over ranks to ``weight.grad``, a sparse tensor. All ranks must call this after ``backward``.
         """
@@ -270,7 +270,7 @@ def _pieces(embedding: ShardedEmbedding) -> Iterator[tuple[int, int]]:
 
 
 def _of_rank(whole: Tensor, embedding: ShardedEmbedding, rank: int, first: int, count: int) -> Tensor:
-    """Return a view of the rows ``first … first + count`` of a rank's shard, or fewer at the shard's end.
+    """Return a view of ``count`` rows of a rank's shard, from row ``first`` on, or fewer at the shard's end.
 
     ``whole``: the tables of all node types, concatenated.
     """

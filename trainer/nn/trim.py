@@ -338,7 +338,8 @@ class Hops:
     def of(cls, batch: Data | HeteroData, rows: Any, indices: Any, attrs: Any, num_layers: int) -> Hops:
         """Make the inputs: cut off hops that no layer reads, and add empty hops if there are too few.
 
-        Raises ``SettingsError`` for a batch without counts per hop.
+        ``rows``: node rows. ``indices``: the edges. ``attrs``: edge attributes. Raises ``SettingsError`` for a batch
+        without counts per hop.
         """
         nodes, edges = _hop_counts(batch)
         hops = len(next(iter(nodes.values())) if isinstance(nodes, Mapping) else nodes) - 1
@@ -347,7 +348,7 @@ class Hops:
         return cls(_fitted(nodes, num_layers + 1), _fitted(edges, num_layers), rows, indices, attrs)
 
     def through(self, model: nn.Module, edge_arg: str | None) -> Any:
-        """Call ``model``, whose arguments are named as those of torch_geometric's ``BasicGNN``, with these inputs.
+        """Call ``model`` with these inputs. Its arguments must be named as those of torch_geometric's ``BasicGNN``.
 
         ``edge_arg``: name of the argument for the edge attributes; None to leave them out.
         """

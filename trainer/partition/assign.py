@@ -48,10 +48,10 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def method_options(method: str, **given: Any) -> dict[str, Any]:
-    """Return all options of ``method`` with defaults, as JSON values.
+    """Return the value of each option of ``method``, as JSON values.
 
-    An option that is None gets its default; one that ``method`` does not use is left out. Raises ``PartitionError`` for
-    an unknown method, option or value.
+    ``given``: options by name. An option that is missing or None gets its default. An option that ``method`` does not
+    use is left out. Raises ``PartitionError`` for an unknown method, option or value.
     """
     if method not in METHODS:
         raise PartitionError(f"unknown partition method {method!r}; choose one of {', '.join(METHODS)}")

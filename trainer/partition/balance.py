@@ -152,9 +152,10 @@ def _move(
 
 @njit()
 def _gains(indptr: Array, neighbours: Array, part: Array, of: Array, receivers: Array, nodes: Array) -> Array:
-    """Return by how many edges the cut decreases if a node moves to its best receiver, int64 [nodes].
+    """Return for each of ``nodes`` by how many edges the cut decreases if only this node moves, int64 [nodes].
 
-    ``receivers``, bool [classes, num_parts]: the parts that may receive nodes of each class.
+    The node moves to the part that decreases the cut most. ``receivers``, bool [classes, num_parts]: the parts that may
+    receive nodes of each class. ``part`` and ``of``: part and class of every node.
     """
     gains = np.zeros(len(nodes), np.int64)
     links = np.zeros(receivers.shape[1], np.int64)

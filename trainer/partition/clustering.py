@@ -45,7 +45,7 @@ class WeightedGraph:
 def clusters_of(graph: WeightedGraph, limit: int, seed: int) -> Array:
     """Divide the nodes into clusters, and return the cluster of each node, from 0, int32|int64 [N].
 
-    The node weights in a cluster add up to at most ``limit``. Takes 24 bytes of memory per node.
+    The node weights in a cluster add up to at most ``limit``. ``seed``: random seed. Takes 24 bytes of memory per node.
     """
     cluster = np.arange(graph.num_nodes, dtype=graph.neighbours.dtype)
     alone = np.flatnonzero(np.diff(graph.indptr) == 0)
@@ -106,10 +106,11 @@ def _rank(key: int, node: int, cluster: int) -> int:
 
 
 def contracted(graph: WeightedGraph, cluster: Array, scratch: Scratch, name: str) -> WeightedGraph:
-    """Return a graph with one node per cluster, and the total weight of the edges between two clusters as edge weight.
+    """Return a graph with one node per cluster. ``cluster``: the cluster of each node.
 
-    Neighbours and weights are memory-mapped files ``<name>.*`` in the folder of ``scratch``. Takes 32 bytes of memory
-    per cluster, and ``scratch.memory``.
+    The weight of an edge is the total weight of the edges between its two clusters. Neighbours and weights are
+    memory-mapped files ``<name>.*`` in the folder of ``scratch``. Takes 32 bytes of memory per cluster, and
+    ``scratch.memory``.
     """
     count = int(cluster.max()) + 1
     node_weight = np.bincount(cluster, graph.node_weight, count).astype(np.int64)
@@ -163,9 +164,8 @@ def _links(graph: WeightedGraph, cluster: Array) -> Iterator[Records]:
 def _merge(limits: Array, to: Array, weights: Array, place: Array) -> Array:
     """Merge edges to the same neighbour in each CSR row, adding up their weights. Returns the new row offsets.
 
-    ``limits``: the row offsets. ``to`` and ``weights``: neighbour and weight of each edge, overwritten.
-
-    ``place`` [clusters] is a work array, initially -1.
+    ``limits``: the row offsets. ``to`` and ``weights``: neighbour and weight of each edge, overwritten. ``place``
+    [clusters]: a work array, initially -1.
     """
     ends = np.zeros(len(limits), np.int64)
     end = 0

@@ -25,7 +25,7 @@ def convert_partition(
     """Convert the partition folder of another program to ``folder``. Every node stays in its part.
 
     ``options``: as for ``open_source``; ``rows`` and ``force``: as in ``PartitionSpec``. Raises ``DataError`` or
-    ``PartitionError``; then no files are left.
+    ``PartitionError``. After an error, no new files are left.
     """
     found = open_source(source, options)
     if found.format is None:
@@ -43,7 +43,7 @@ def convert_partition(
 def export_partition(source: str | Path, folder: str | Path, say: Callable[[str], None] = print) -> None:
     """Write the partition folder ``source`` to ``folder`` in the layout of torch_geometric.distributed.
 
-    Raises ``PartitionError``; then no files are left.
+    Raises ``PartitionError``. After an error, no new files are left.
     """
     target, stages = Path(folder), StageTimer(say)
     check_empty(target)

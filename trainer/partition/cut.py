@@ -92,7 +92,7 @@ class EdgeCut:
         return np.dtype(id_dtype(self.edge_index.shape[1]))
 
     def sorted_edges(self, attrs: Sequence[Array] = (), scratch: Scratch | None = None) -> Iterator[SortedRows]:
-        """Yield all edges, sorted by global id of the target, then by original id, in groups of consecutive targets.
+        """Yield all edges in groups of consecutive targets, sorted by global id of the target, then original edge id.
 
         The columns are: global ids of the sources, original edge ids, and each of ``attrs`` [E, …].
         """
@@ -120,7 +120,10 @@ class EdgeCut:
         return self.indptr[low : high + 1] - self.indptr[low]
 
     def part_spans(self, group: SortedRows) -> Iterator[Span]:
-        """Yield (part, begin, end) for each part that owns edges of ``group``: those at positions begin to end - 1."""
+        """Yield (part, begin, end) for each part that owns edges of ``group``.
+
+        The part owns the edges at positions begin to end - 1 of the group.
+        """
         start = int(self.indptr[group.first])
         limits = np.clip(self.offsets - start, 0, int(group.limits[-1])).tolist()
         for part_id, (begin, end) in enumerate(zip(limits, limits[1:], strict=False)):

@@ -201,9 +201,10 @@ def _same_order(a: Dataset, b: Dataset) -> bool:
 
 
 def _moved(a: PartitionedGraph, b: PartitionedGraph) -> float:
-    """Return the smallest share of nodes in another part, over all ways to match the parts of ``a`` and ``b``.
+    """Return the share of nodes whose part in ``b`` does not correspond to their part in ``a``.
 
-    Returns nan if the graphs have different nodes.
+    Each part of ``a`` is matched with at most one part of ``b``, so that this share is smallest. Returns nan if the
+    graphs have different nodes.
     """
     counts = [{of: nodes.num_nodes for of, nodes in graph.dataset.nodes.items()} for graph in (a, b)]
     if counts[0] != counts[1] or not a.dataset.num_nodes:

@@ -35,9 +35,11 @@ _OUR_NOTES = "gnnfleet-"  #: prefix, after leading dots, of hidden files that th
 def reusable(folder: Path, fingerprint: str, say: Callable[[str], None] = lambda line: None) -> Manifest | None:
     """Return the manifest of ``folder`` if the partition is complete and has this fingerprint, else None.
 
-    In a complete partition each file has the size that the manifest states and, in partitions of up to 4 GiB, also the
-    digest. ``say`` is called with a message about damaged files. Raises ``PartitionError`` if ``folder`` is no
-    partition folder, or would have to be replaced but contains other files.
+    In a complete partition, each file has the size that the manifest states. Partitions of up to 4 GiB must also have
+    the digests that the manifest states. ``say`` is called with a message about damaged files.
+
+    Raises ``PartitionError`` if ``folder`` is no partition folder. Also raises it if the partition cannot be reused and
+    ``folder`` contains other files, which replacing the folder would remove.
     """
     _check_kind(folder)
     with contextlib.suppress(PartitionError):
@@ -154,9 +156,9 @@ def _raw_manifest(folder: Path) -> dict[str, Any] | None:
 def staged(folder: Path, kept: Path | None = None) -> Iterator[Path]:
     """Yield a staging folder, which replaces ``folder`` at the end of the ``with`` block.
 
-    The staging folder is ``kept`` if given, and stays there after an error. Default: a new folder beside ``folder``,
-    removed after an error. Also removes staging folders of killed processes. Raises ``PartitionError`` when the disk
-    cannot be written, or ``folder`` holds files other than a partition.
+    The staging folder is ``kept`` if this is given; after an error, ``kept`` is not removed. Otherwise it is a new
+    folder beside ``folder``, which is removed after an error. Staging folders of killed processes are removed too.
+    Raises ``PartitionError`` when the disk cannot be written, or ``folder`` holds files other than a partition.
     """
     staging = kept or folder.parent / f".{folder.name}.{socket.gethostname()}.{os.getpid()}"
     try:

@@ -63,7 +63,10 @@ class _Activate(torch.autograd.Function):
 
 
 def pass_where_positive(grad: Tensor, out: Tensor, scale: float) -> Tensor:
-    """Return ``grad * scale`` where ``out`` is above 0, and else 0. grad, out: float or bfloat16 [n, f], contiguous."""
+    """Return ``grad * scale`` where ``out`` is above 0, and 0 elsewhere.
+
+    ``grad`` and ``out``: float or bfloat16 [n, f], contiguous.
+    """
     if runs_cuda_kernels(out):
         from trainer.nn.kernels import cuda_elements  # imported here because it imports numba-cuda
 

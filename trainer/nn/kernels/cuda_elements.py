@@ -38,10 +38,10 @@ def to_bits(value):  # type: ignore[no-untyped-def]
 
 
 def by_dtype(make: Callable[[Any, Any], Callable[..., None]]) -> Callable[[torch.dtype], Kernel]:
-    """Return a function that takes the dtype of rows and returns the kernel for it.
+    """Return a function that takes the dtype of rows and returns the kernel for rows of this dtype.
 
-    ``make(load, store)`` returns the kernel's Python function. ``load`` converts an element of a row to the dtype in
-    which it is computed, and ``store`` converts it back.
+    ``make(load, store)`` returns the kernel's Python function. That function calls ``load`` to convert an element of a
+    row to the dtype of the computation, and ``store`` to convert a result to the dtype of the rows.
     """
     plain, bits = kernel(make(same, same)), kernel(make(from_bits, to_bits))
     return lambda dtype: bits if dtype == torch.bfloat16 else plain
@@ -115,7 +115,8 @@ _activate = by_dtype(_make_activate)
 def activate_(out: Tensor, bias: Tensor, n_id: Tensor, threshold: int, stream_key: int, scale: float) -> None:
     """Overwrite ``out`` (float or bfloat16 [n, f]) with ``dropout(relu(out + bias))``.
 
-    ``threshold``: ``dropout.threshold_of(p)`` for the dropout probability p.
+    ``n_id``: original ids of the rows. ``threshold``: ``dropout.threshold_of(p)`` for the dropout probability p.
+    ``stream_key``: key of the dropout mask. ``scale``: factor of the elements that dropout keeps.
     """
     bias = bias.detach().to(sum_dtype(out.dtype))
     launch(
@@ -138,7 +139,7 @@ _pass_where_positive = by_dtype(_make_pass_where_positive)
 
 
 def pass_where_positive(grad: Tensor, out: Tensor, scale: float) -> Tensor:
-    """Return ``grad * scale`` where ``out`` is above 0, else 0. ``grad`` and ``out``: [n, f], of one dtype."""
+    """Return ``grad * scale`` where ``out`` is above 0, and 0 elsewhere. ``grad``, ``out``: [n, f], of one dtype."""
     before = torch.empty_like(out)
     launch(
         _pass_where_positive(out.dtype),

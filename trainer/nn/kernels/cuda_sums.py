@@ -203,9 +203,9 @@ _sources = by_dtype(_make_sources)
 
 
 def sources_of(block: Block, transposed: tuple[Tensor, Tensor, Tensor], grad: Tensor) -> Tensor:
-    """Return the gradient of ``x`` [num_src, f], given ``grad``, that of ``mean_and_self`` [num_dst, 2 f].
+    """Return the gradient of the input of ``mean_and_self``, [num_src, f], in the dtype of ``grad``.
 
-    ``transposed``: ``transpose(block)``. The result has the dtype of ``grad``.
+    ``grad``: the gradient of its output, [num_dst, 2 f]. ``transposed``: the result of ``transpose(block)``.
     """
     indptr, targets, _ = transposed
     width = grad.shape[1] // 2

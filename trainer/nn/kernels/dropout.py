@@ -42,7 +42,10 @@ def stream(key: int, layer: int) -> int:
 
 @functools.cache
 def node_salt(node_type: NodeType) -> int:
-    """Return a uint64 to xor into a batch's key, so that node types have different masks. 0 for a homogeneous graph."""
+    """Return a number of the node type, uint64; 0 for the type of a homogeneous graph.
+
+    It is combined with a batch's key by xor, so that node types have different dropout masks.
+    """
     if node_type == HOMO_NODE:
         return 0
     return int.from_bytes(hashlib.sha256(node_type.encode()).digest()[:8], "little")
@@ -60,7 +63,10 @@ class _HashDropout(torch.autograd.Function):
 
 
 def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """Return ``h`` times its dropout mask. Uses torch operations where no kernel runs on the device of ``h``."""
+    """Return ``h`` times its dropout mask. Uses torch operations where no kernel runs on the device of ``h``.
+
+    ``n_id``: original ids of the rows. ``p``: dropout probability. ``stream_key``: key of the mask, from ``stream``.
+    """
     if runs_cuda_kernels(h):
         from trainer.nn.kernels import cuda_elements  # imported here because it imports numba-cuda
 

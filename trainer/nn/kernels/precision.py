@@ -34,7 +34,7 @@ def in_own_precision(forward: Forward) -> Forward:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a matrix product of ``x`` is computed: autocast's if enabled, else that of ``x``."""
+    """Return the dtype of a matrix product with ``x``: the dtype of autocast if it is enabled, else that of ``x``."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -49,7 +49,10 @@ def for_sums(rows: Tensor) -> Tensor:
 
 
 def why_slow(precision: str, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Return why ``precision`` is probably slower than float32 on this processor, or None if no reason is known."""
+    """Return why ``precision`` is probably slower than float32 on this processor, or None if no reason is known.
+
+    ``device``: device of the model. ``cpuinfo``: file that lists the features of the processor.
+    """
     if precision == "float32" or device.type != "cpu" or not cpuinfo.exists():
         return None
     if _CPU_FLAGS & set(cpuinfo.read_text().split()):

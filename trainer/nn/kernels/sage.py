@@ -18,10 +18,12 @@ from trainer.nn.kernels.spmm import cuda_kernels, transpose
 def sage_rows(
     block: Block, x: Tensor, of_mean: Tensor, of_self: Tensor, before: Activation | None, dtype: torch.dtype
 ) -> Tensor:
-    """Compute ``mean of neighbours @ of_mean.t() + self @ of_self.t()``, after applying ``before`` to the rows.
+    """Compute ``mean of neighbours @ of_mean.t() + self @ of_self.t()`` from the rows ``x``: ``dtype`` [num_dst, g].
 
-    x: float or bfloat16 [num_src, f], overwritten if ``before`` is given; of_mean, of_self: [g, f]. Returns
-    ``dtype`` [num_dst, g]; sums are in float32 if ``dtype`` is bfloat16. With ``before``, backward can run only once.
+    x: float or bfloat16 [num_src, f]. of_mean, of_self: weights [g, f]. If ``dtype`` is bfloat16, sums are in float32.
+
+    If ``before`` is given, this activation is first applied to ``x``, which is overwritten. The backward pass can then
+    run only once.
     """
     bias = None if before is None else before.bias
     return _Sage.apply(x, of_mean, of_self, bias, block, before, dtype)  # type: ignore[no-any-return, no-untyped-call]
@@ -78,11 +80,13 @@ def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sources_of(block: Block, grad: Tensor, activated: Tensor | None, scale: float) -> Tensor:
-    """Return the gradient of ``x`` [num_src, f], given the gradient of ``mean_and_self`` [num_dst, 2 f].
+    """Return the gradient of ``x``, the input of ``mean_and_self``, [num_src, f].
 
-    activated: ``x`` itself if it is the result of an activation, else None. If given, returns the gradient of the
-    activation's input instead: 0 where ``activated`` is not above 0, else multiplied by ``scale``. May then overwrite
-    ``activated``.
+    grad: the gradient of the output of ``mean_and_self``, [num_dst, 2 f]. activated: ``x`` itself if an activation
+    computed it, else None.
+
+    If ``activated`` is given, returns the gradient of the activation's input instead: the gradient of ``x`` times
+    ``scale`` where ``activated`` is above 0, and 0 elsewhere. ``activated`` may then be overwritten.
     """
     indptr, targets, _ = transpose(block)
     if kernels := cuda_kernels(grad):

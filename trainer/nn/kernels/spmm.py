@@ -151,7 +151,10 @@ def edge_targets(block: Block) -> Tensor:
 
 
 def sum_rows(indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None) -> Tensor:
-    """Compute ``out[i] = row_scale[i] * sum over j in row i of col_scale[j] * x[j]`` on a CSR, without gradients."""
+    """Compute ``out[i] = row_scale[i] * sum over j in row i of col_scale[j] * x[j]`` on a CSR, without gradients.
+
+    A scale that is None means 1.
+    """
     if kernels := cuda_kernels(x):
         return kernels.sum_rows(indptr, indices, x, row_scale, col_scale)
     run = sum_rows_cpu if x.device.type == "cpu" else sum_rows_torch

@@ -106,7 +106,11 @@ class _Partition:
         return {key: [read_tensor_file(self._file(part_id, key)) for part_id in parts] for key in keys}
 
     def _original(self, name: str, types: Mapping[Any, IdRanges]) -> dict[Any, Ids]:
-        """Return the ids in the input graph, by type and in order of DGL's ids; {} without files ``<name>.dgl``."""
+        """Return the ids that nodes or edges have in the input graph, by type, in order of DGL's ids.
+
+        The ids are read from the files ``<name>.dgl``. Returns {} if a part has no such file. ``types``: DGL's id
+        ranges of each type.
+        """
         files = [self._file(part_id, "part_graph").with_name(f"{name}.dgl") for part_id in range(self.num_parts)]
         if not all(file.exists() for file in files):
             return {}
@@ -143,7 +147,10 @@ class _Partition:
         return {"edge_index": RawArray(np.ascontiguousarray(edge_index), place), **attrs}
 
     def _own_edges(self, of: EdgeType, part_id: int) -> Ids:
-        """Return the edges of one type that a part owns, in order of DGL's edge ids: [2, e], node ids per type."""
+        """Return the edges of one type that a part owns, [2, e], in order of DGL's edge ids.
+
+        The node ids in the result count the nodes of one type only.
+        """
         graph, ranges, place = self._graphs[part_id], self.edges[of], str(self._file(part_id, "part_graph"))
         if not {"_ID", "inner_edge"} <= graph.edges.keys() or "_ID" not in graph.nodes:
             raise DataError(

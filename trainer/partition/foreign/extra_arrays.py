@@ -44,7 +44,10 @@ def extra_files(folder: Path, given: Mapping[str, str]) -> list[ExtraFile]:
 
 
 def with_extra_arrays(raw: RawGraph, files: list[ExtraFile]) -> RawGraph:
-    """Add the arrays in ``files`` to the nodes of a graph. Raises ``DataError`` if it already has a given array."""
+    """Add the arrays in ``files`` to the nodes of a graph.
+
+    Raises ``DataError`` if the graph already has an array that the user gave a file for.
+    """
     nodes: dict[NodeType, dict[str, RawArray]] = {of: dict(arrays) for of, arrays in raw.nodes.items()}
     plain, notes = dict(raw.plain), list(raw.notes)
     for file in files:
@@ -65,10 +68,10 @@ def with_extra_arrays(raw: RawGraph, files: list[ExtraFile]) -> RawGraph:
 
 
 def _named(name: str, found: Mapping[str, RawArray], raw: RawGraph) -> Iterator[tuple[NodeType | None, str, RawArray]]:
-    """Yield (node type or None, array name, array) of a file.
+    """Yield (node type, array name, array) for each array of a file. The type is None if it is not known.
 
-    ``name`` may be `<node type>__<array>`; ``found`` has the array by node type, or by '' if the file states none.
-    Raises ``DataError`` for an unknown type.
+    ``name``: name of the array, or `<node type>__<array name>`. ``found``: the arrays by node type; '' if the file
+    does not state the type. Raises ``DataError`` if the graph has no such type.
     """
     of_name, _, own = name.rpartition("__")
     for of_file, array in found.items():

@@ -126,9 +126,10 @@ def _interruptible() -> Iterator[None]:
 
 
 def _thin(indptr: Array, neighbours: Array) -> tuple[Array, Array]:
-    """Return the CSR of a sample of the edges, with both directions of an edge or neither.
+    """Return the CSR of a sample of the edges. Both directions of an edge are kept, or neither.
 
-    Edge (u, v) is kept with probability ``keep`` * (1/deg u + 1/deg v).
+    ``indptr`` and ``neighbours``: CSR of all edges. Edge (u, v) is kept with probability (1/deg u + 1/deg v) *
+    ``_MEAN_DEGREE`` / 2.
     """
     keep = _MEAN_DEGREE / 2
     thinned = _thin_count(indptr, neighbours, keep)

@@ -63,7 +63,7 @@ def _contracted_parts(graph: WeightedGraph, num_parts: int, seed: int, scratch: 
 def _heaviest(graph: WeightedGraph, memory: int) -> tuple[Array, Array, Array, Array]:
     """Return indptr, neighbours, edge weights and node weights of a graph for METIS.
 
-    The edges with the smallest weights are left out if METIS would need more than ``memory`` bytes for all.
+    The edges with the smallest weights are left out if METIS would need more than ``memory`` bytes for all edges.
     """
     weights = graph.weights
     if bytes_needed(len(weights)) <= memory:

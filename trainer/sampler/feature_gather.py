@@ -62,7 +62,7 @@ class _HeldKind:
 class HeldRows:
     """Keeps the newest answers of other hosts, by type and attributes, for reuse by the next batches. Thread-safe.
 
-    At most as many rows are kept as the last ``batches`` batches had remote rows.
+    The number of kept rows is at most the number of remote rows in the last ``batches`` batches.
     """
 
     def __init__(self, batches: int = HELD_BATCHES):
@@ -145,7 +145,7 @@ class GatherPiece:
             self._put(rows, placed)
 
     def put(self, host: str, rows: Columns, at: npt.NDArray[np.int32]) -> None:
-        """Copy rows from ``host`` to the positions ``at`` of ``out``.
+        """Copy rows that ``host`` sent to the positions ``at`` of the result arrays.
 
         Raises ``ServiceError`` for rows of a wrong dtype or shape.
         """

@@ -70,8 +70,9 @@ def draw_edges(
     """Draw in-edges of ``nodes``. Fills ``src`` [counts.sum()] with sources and ``edge``, unless empty, with edge ids.
 
     Without replacement, the edges drawn for a smaller count are the first ones drawn for a larger count. If all edges
-    of a node are taken, only the first ``shuffle`` places are shuffled. ``trees``: int64 [n], tree of each node in
-    disjoint sampling, else empty.
+    of a node are taken, only the first ``shuffle`` of them are in random order. ``first_edge``: id of the part's first
+    edge. ``longest``: highest degree of a node. ``trees``: int64 [n], tree of each node in disjoint sampling, else
+    empty.
     """
     slots = np.empty(_AT_ONCE + (max(longest, fanout) if replace else longest), np.int64)
     order, moved = np.empty(longest, np.int32), np.empty(longest, np.int32)
@@ -114,11 +115,10 @@ def draw_edges(
 
 @_jit
 def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order: Any, moved: Any) -> None:
-    """Shuffle the ``degree`` numbers from ``begin`` on by ``steps`` steps of Fisher-Yates, and write the first
-    ``len(picks)`` of the result to ``picks``.
+    """Write the first ``len(picks)`` of ``degree`` shuffled numbers to ``picks``.
 
-    ``drawn``: random key. ``order``, int32, must contain 0, 1, 2, …, and does so again after the call. ``moved``: work
-    array.
+    The numbers ``begin``, ``begin + 1``, … are shuffled by ``steps`` steps of Fisher-Yates. ``drawn``: random key.
+    ``order``, int32, must contain 0, 1, 2, …, and does so again after the call. ``moved``: work array.
     """
     for j in range(steps):
         other = j + draw(drawn, j, degree - j)

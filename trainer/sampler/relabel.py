@@ -308,7 +308,10 @@ class NodeGrowth:
         self.level_starts.append(self._count)
 
     def since(self, first: int) -> Ids:
-        """Return the global ids of the nodes from position ``first`` on, which must be the first node of a hop."""
+        """Return the global ids of the nodes from position ``first`` on.
+
+        The node at ``first`` must be the first node of a hop.
+        """
         return _from(self._ids, first, np.int64, self._ops)
 
     def trees_since(self, _first: int) -> Positions | None:

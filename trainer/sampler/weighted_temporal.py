@@ -56,12 +56,12 @@ def pick_candidates(
 ) -> Any:  # fmt: skip
     """Draw in-edges of the nodes ``rows`` that meet the conditions. Fills ``counts`` int32 [n]: edges per node.
 
-    Returns the slots of the drawn edges, int64, grouped by node, and -1. On an error, returns an empty array, and the
-    slot of an edge with an invalid weight, or ``TOO_MANY`` if more than ``most`` edges would be drawn. ``longest``: the
-    highest degree of a node.
+    Returns (slots, -1): the slots of the drawn edges, int64, grouped by node. On an error, the slots are empty, and the
+    second value is the slot of an edge with an invalid weight, or ``TOO_MANY`` if more than ``most`` edges would be
+    drawn. ``longest``: the highest degree of a node.
 
-    With times, a node of which all candidates are taken has them sorted by time, as in torch_geometric, unless a later
-    hop uses only the first of them (``draws.shuffle`` > 0).
+    If edges have times and all candidates of a node are taken, they are sorted by time, as in torch_geometric. They are
+    not sorted if a later hop uses only the first of them (``draws.shuffle`` > 0).
     """
     slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
     ranks = values.view(np.int64)

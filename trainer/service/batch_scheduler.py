@@ -174,7 +174,8 @@ class BatchScheduler(Generic[Work]):
     def submit(self, job: ScheduledRequest[Work]) -> str | None:
         """Queue a request. Returns None, or the reason why the request is rejected.
 
-        A request for a batch acknowledges earlier batches on the same connection, unless other requests are pending.
+        A request for a batch acknowledges earlier batches on its connection, unless the connection has other pending
+        requests.
         """
         with self._changed:
             refusal = self._queue_other(job) if job.client is None else self._queue_batch(job)

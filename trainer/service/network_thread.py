@@ -474,7 +474,10 @@ class NetworkThread(threading.Thread):
 
 
 class _Freed:
-    """Attached to a request: appends its host and size to ``to`` when the request is no longer referenced."""
+    """An object attached to a request.
+
+    When the request is no longer referenced, the object appends the request's host and size to ``to``.
+    """
 
     def __init__(self, to: deque[tuple[_Host, int]], host: _Host, size: int):
         self._to, self._freed = to, (host, size)

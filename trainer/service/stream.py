@@ -78,8 +78,8 @@ class Received:
 class MessageReader:
     """Splits the bytes received on a connection into messages.
 
-    Of a message of more than ``limit`` bytes, only the first part is kept, if it has at most 64 KiB. ``allocate``
-    returns memory for all parts except the first, uint8 [size].
+    If a message has more than ``limit`` bytes, only its first part is kept, and only if the part has at most 64 KiB.
+    ``allocate`` returns memory, uint8 [size], for each part except the first.
     """
 
     def __init__(

@@ -297,8 +297,8 @@ def _point_to(link: Path, target: Path) -> None:
 def _prune(folder: Path, newest: Position, best: int | None) -> None:
     """Delete old checkpoint files after the checkpoint at ``newest`` was written.
 
-    Keeps the ``KEPT`` newest files of whole epochs, the file of epoch ``best`` and, of the files within the current
-    epoch, the ``KEPT`` newest.
+    Keeps the ``KEPT`` newest files of whole epochs, the ``KEPT`` newest files within the current epoch, and the file of
+    epoch ``best``.
     """
     known = sorted(position for position, _ in files_of(folder) if position <= newest)
     epochs = [position for position in known if position[1] == 0]

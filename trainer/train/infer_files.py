@@ -153,7 +153,9 @@ def _convert(path: Path, target: Path, columns: Sequence[Column]) -> None:
 
 
 def writes_parquet(wanted: bool | None) -> bool:
-    """Return whether to write Parquet files: ``wanted``, or if it is None whether DuckDB is installed.
+    """Return whether to write Parquet files.
+
+    This is ``wanted`` or, if ``wanted`` is None, whether DuckDB is installed.
 
     Raises ``SettingsError`` if ``wanted`` is True and DuckDB is not installed.
     """

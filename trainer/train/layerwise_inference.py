@@ -48,7 +48,7 @@ class NodeRange:
 class NodeShares:
     """Assignment of the nodes of one type to ranks.
 
-    The nodes of a part are divided evenly among the ranks on its hosts.
+    The nodes of a part are divided evenly among the ranks on the hosts of the part.
     """
 
     def __init__(self, offsets: Sequence[int], layout: RankLayout):

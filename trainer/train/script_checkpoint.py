@@ -65,8 +65,8 @@ class _Rows:
     def load(self, state: Mapping[str, Any] | None, groups: list[dict[str, Any]]) -> None:
         """Restore the rows, and the state and options of their optimizer. Collective.
 
-        state: result of ``gather`` on rank 0, None on other ranks. groups: the result's ``optimizer_groups``, on all
-        ranks.
+        state: result of ``gather`` on rank 0, None on other ranks. groups: ``optimizer_groups`` in that result, given
+        on all ranks.
         """
         load_embedding_state(self.embedding, state, self.optimizer)
         if self.optimizer is not None:
@@ -155,7 +155,10 @@ class ScriptCheckpoints:
             self._save((epoch - 1, step + 1))
 
     def _due(self) -> bool:
-        """Whether the interval since the last checkpoint is over, or the launcher asks for one (seen in a second)."""
+        """Return whether the interval since the last checkpoint is over, or the launcher requests a checkpoint.
+
+        A request is noticed within a second.
+        """
         now = self._clock()
         if now - self._since >= self._interval:
             return True

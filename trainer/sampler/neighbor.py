@@ -139,9 +139,9 @@ def _weights(edges: EdgePart, request: HopRequest) -> Array:
 
 
 def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
-    """Return the sources of excluded edges, and for each requested node the begin and end of its range among them.
+    """Return the sources of excluded edges, and for each requested node where its own sources begin and end.
 
-    The sources are sorted by target and source.
+    The sources are sorted by target, and then by source.
     """
     if request.exclude is None:
         return (np.empty(0, np.int64),) * 3

@@ -47,7 +47,7 @@ class IdIndex:
 
     @classmethod
     def of(cls, arrays: Sequence[Ids]) -> IdIndex:
-        """Make an index of the ids in these arrays. Of a repeated id, the last position is found."""
+        """Make an index of the ids in these arrays. For a repeated id, the index has the last position."""
         bits = max(4, int(2 * sum(map(len, arrays))).bit_length())
         return cls(free_slots(bits), cls.ends_of(()))._entered(arrays)
 

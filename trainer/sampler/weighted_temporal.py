@@ -130,7 +130,7 @@ def collect_candidates(
 ) -> int:
     """Write the slots and weights of a node's candidates to ``slots`` and ``values``. Returns the number of candidates.
 
-    If an edge has an invalid weight, returns -1 - slot of this edge instead.
+    If an edge has an invalid weight, returns -1 - the edge's slot instead.
     """
     timed, chosen = len(conditions.bounds) > 0, len(conditions.allowed) > 0
     low, high = 0, 0
@@ -194,7 +194,8 @@ def _take_with_replacement(slots: Any, values: Any, weighted: bool, drawn: Any, 
 def _take_race(slots: Any, values: Any, ranks: Any, begin: int, shuffle: int, drawn: Any, picks: Any) -> None:
     """Draw by weight without replacement: an exponential race, which the edges with the earliest arrival times win.
 
-    ``begin``: slot of the node's first edge.
+    Fills ``picks`` with edges among the candidates ``slots`` of one node. ``begin``: slot of the node's first edge.
+    ``values``: weights; ``ranks``: the same memory as int64. Both are work arrays. ``drawn``: random key.
     """
     wanted = len(picks)
     if wanted and (wanted < len(slots) or shuffle > 0):
@@ -219,7 +220,10 @@ def _arrival(drawn: Any, place: Any) -> Any:
 
 @_jit
 def _take_last(times: Any, slots: Any, ranks: Any, shuffle: int, picks: Any) -> None:
-    """Take the latest edges, the latest first. Among edges of equal time, those with higher slots come first."""
+    """Fill ``picks`` with the latest edges in ``slots``, the latest first.
+
+    Among edges of equal time, those with higher slots come first.
+    """
     wanted = len(picks)
     if wanted and (wanted < len(slots) or shuffle > 0):
         for k in range(len(slots)):

@@ -152,9 +152,8 @@ _RECENT = 32  #: number of recent batches of all clients
 class BatchScheduler(Generic[Work]):
     """Queue of requests for the batch threads of a graph server. Thread-safe.
 
-    Requests for batches alternate with the other requests (``ScheduledRequest.client`` is None), whose connections are
-    served in turn.
-    ``clock``: returns the time in seconds.
+    Requests for batches alternate with the other requests, which have None as ``ScheduledRequest.client``. The
+    connections of these other requests are served in turn. ``clock``: returns the time in seconds.
     """
 
     def __init__(self, buffer_limit: int, clock: Callable[[], float] = time.monotonic):

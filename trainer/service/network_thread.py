@@ -110,8 +110,8 @@ class _Connection:
 class NetworkThread(threading.Thread):
     """The thread that owns all sockets of a graph server. Runs until ``stop()``.
 
-    Puts received requests into the queue ``short``. Each second, sends a keep-alive to every connection with requests
-    or unacknowledged batches in ``scheduler``. Closes a connection that sends an invalid message.
+    ``short`` and ``scheduler``: the queues of received requests. Each second, sends a keep-alive to every connection
+    with requests or unacknowledged batches in ``scheduler``. Closes a connection that sends an invalid message.
     """
 
     def __init__(

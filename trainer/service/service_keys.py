@@ -135,7 +135,8 @@ def _is_certificate(text: str) -> bool:
 def admit_guest(key_file: str | Path, name: str, public: str) -> Path:
     """Make servers that use ``key_file`` admit the certificate ``public`` within a second.
 
-    Returns the new file ``clients/<name>.key`` beside ``key_file``. Deleting it revokes the admission.
+    ``public``: in base64 (DER). Returns the new file ``clients/<name>.key`` beside ``key_file``. Deleting it revokes
+    the admission.
     """
     path = Path(key_file).parent / _GUESTS / f"{name}.key"
     path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -187,8 +187,8 @@ def _uniform(seed: np.uint64, counter: np.uint64) -> float:
 def _draw(drawn: Array, seed: np.uint64, homophily: float, cumulative: Array, bounds: Array, by_class: Array) -> None:
     """Draw edges and write their sources and targets to ``drawn`` [2, E].
 
-    ``by_class``: nodes sorted by class; ``cumulative``: sums of the expected degrees of these nodes; ``bounds``: values
-    of ``cumulative`` where classes begin and end.
+    ``by_class``: nodes sorted by class; ``cumulative``: running sum of the expected degrees of these nodes; ``bounds``:
+    values of ``cumulative`` where classes begin and end.
     """
     total, last = cumulative[-1], len(by_class) - 1
     for edge in range(drawn.shape[1]):

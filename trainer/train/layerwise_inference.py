@@ -209,7 +209,7 @@ class WholeGraph:
         graph: An opened graph.
         layout: The ranks of each part: ``graph.layout``.
         group: The ranks that call ``run`` together.
-        scratch: Folder for the rows of layers, which takes 4 bytes · own nodes · width for each of two layers.
+        scratch: Folder for the rows of two layers at a time. Each layer takes 4 bytes · own nodes · width.
         nodes_at_once: Number of nodes computed at a time; bounds memory.
         weight: Edge attribute; edges of weight 0 are left out, as in weighted sampling.
         edge_attr: Edge attribute that the layers read as features of edges.

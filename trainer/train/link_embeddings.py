@@ -54,7 +54,7 @@ class LinkEmbeddings:
     def metrics(self, settings: TrainSettings, task: Task, layout: RankLayout) -> dict[str, dict[str, float]]:
         """Return the metrics on each split of held-out links, with the same negatives as evaluations in training.
 
-        An embedding is computed from all edges of the graph, also with ``time_attr``.
+        Embeddings are computed from all edges of the graph, even if ``settings`` has a ``time_attr``.
         """
         (source, _, target), store = self.edge_type, self.graph.store
         timeless = replace(settings, time_attr=None)

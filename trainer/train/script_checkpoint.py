@@ -88,7 +88,7 @@ class ScriptCheckpoints:
     ``ShardedEmbedding``, at most two ranks save, and all ranks take part.
 
     Args:
-        objects: Objects to save, by name. Of a ``DistributedDataParallel``, the wrapped model is saved. The optimizer
+        objects: Objects to save, by name. For a ``DistributedDataParallel``, the model in it is saved. The optimizer
             of a ``ShardedEmbedding`` is saved together with its rows.
         run_dir: Run folder of the node.
         ranks: Rank of this process.
@@ -227,7 +227,7 @@ def _without_ddp(one: Stateful) -> Stateful:
 
 
 def _rows_of(objects: Mapping[str, Any]) -> tuple[dict[str, _Rows], dict[str, Stateful]]:
-    """Split ``objects`` into sharded embeddings, each with its optimizer if included, and all other objects.
+    """Split ``objects`` into sharded embeddings and other objects. An embedding's optimizer stays with it.
 
     Raises ``SettingsError`` if the optimizer of an embedding also updates other parameters.
     """

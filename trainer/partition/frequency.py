@@ -137,8 +137,9 @@ def frequency_assignment(
     """Return the part of each node, int32 [total].
 
     METIS assigns the train seeds, the same number to each part. Any other node is assigned to a part whose seeds visit
-    it with high probability. Memory: what METIS needs, and 4 bytes per node and part. Raises ``PartitionError`` when
-    the dataset has no train seeds.
+    it with high probability. ``balance``, such as ``types+seeds``: what distinguishes the classes of nodes of which all
+    parts get about the same number. Memory: what METIS needs, and 4 bytes per node and part. Raises ``PartitionError``
+    when the dataset has no train seeds.
     """
     seeds = {of: nodes.splits[TRAIN] for of, nodes in dataset.nodes.items() if len(nodes.splits.get(TRAIN, ()))}
     if not seeds:

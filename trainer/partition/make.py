@@ -177,7 +177,7 @@ def _loaded(spec: PartitionSpec, limit: int, work: WorkFolder) -> Dataset:
 
 
 def _memory_of_steps(dataset: Dataset, limit: int) -> int:
-    """Return how many of ``limit`` bytes are left for arrays. The process and the nodes need the others.
+    """Return the bytes that are left for arrays: ``limit`` minus what the process and the nodes need.
 
     Raises ``PartitionError`` if less than 64 MiB are left.
     """

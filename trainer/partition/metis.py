@@ -29,8 +29,9 @@ def metis_assignment(
 ) -> Part:
     """Assign nodes to parts by METIS, then balance the parts, and return the part of each node, int32 [total].
 
-    Edges of all types count as undirected. Raises ``PartitionError`` when METIS fails or returns an incomplete
-    partition.
+    Edges of all types count as undirected. ``balance``, such as ``types+seeds``: what distinguishes the classes of
+    nodes of which all parts get about the same number. ``slack``: allowed deviation from the mean. Raises
+    ``PartitionError`` when METIS fails or returns an incomplete partition.
     """
     indptr, neighbours = joined_adjacency(dataset, joined)
     part = _connected_parts(indptr, neighbours, num_parts, seed)

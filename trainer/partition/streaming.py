@@ -30,8 +30,9 @@ def streaming_assignment(
 ) -> Part:
     """Assign nodes to parts, and return the part of each node, int32 [total].
 
-    Memory: about 60 bytes per node, and ``scratch.memory``. Disk space in ``scratch.folder``: up to 24 bytes per edge
-    while the edges are sorted, then 8 bytes per edge.
+    ``balance``, such as ``types+seeds``: what distinguishes the classes of nodes of which all parts get about the same
+    number. Memory: about 60 bytes per node, and ``scratch.memory``. Disk space in ``scratch.folder``: up to 24 bytes
+    per edge while the edges are sorted, then 8 bytes per edge.
     """
     indptr, neighbours = joined_adjacency(dataset, joined, scratch)
     connected = np.diff(indptr) > 0

@@ -52,7 +52,7 @@ def mark(ids: Array, seen: Array) -> int:
 
 @njit()
 def mark_outside(ids: Array, low: int, high: int, seen: Array) -> tuple[int, int]:
-    """Set in the bit array ``seen`` the bit of each id that is below ``low``, or ``high`` or above.
+    """Set in the bit array ``seen`` the bit of each id that is not in ``low <= id < high``.
 
     Returns the number of these ids, and how many of their bits were not set before.
     """
@@ -335,7 +335,7 @@ def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, 
 
 
 def _listing(root: Path, manifest: Manifest, tops: Iterable[int | None]) -> Iterator[Finding]:
-    """Compare the files that a partition of these types needs, the files in the manifest, and the files on disk.
+    """Compare the files that this partition should have, the files in the manifest, and the files on disk.
 
     ``tops``: folders to check: part ids, and None for ``shared/``.
     """

@@ -171,9 +171,10 @@ class GatherPiece:
 
 
 class GatherPlan:
-    """Divides the requests of one ``gather`` call into pieces: attributes that are stored in the same places.
+    """Divides the requests of one ``gather`` call into pieces.
 
-    ``hosts``: the host that answers for each part (``PartHolders.table``).
+    The attributes of a piece are stored in the same places. ``hosts``: the host that answers for each part
+    (``PartHolders.table``).
     """
 
     def __init__(self, local: LocalGraph, hosts: Array, cache: RowCache | None, held: HeldRows):

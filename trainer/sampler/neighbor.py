@@ -139,7 +139,7 @@ def _weights(edges: EdgePart, request: HopRequest) -> Array:
 
 
 def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
-    """Return the sources of excluded edges, and for each requested node where its own sources begin and end.
+    """Return the sources of excluded edges, and where those of each requested node begin and end.
 
     The sources are sorted by target, and then by source.
     """

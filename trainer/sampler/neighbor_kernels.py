@@ -67,7 +67,7 @@ def draw_edges(
     indptr: Any, indices: Any, nodes: Any, first_node: int, orig_id: Any, trees: Any, counts: Any, replace: bool,
     fanout: int, shuffle: int, key: Any, longest: int, first_edge: int, src: Any, edge: Any,
 ) -> None:  # fmt: skip
-    """Draw in-edges of ``nodes``. Fills ``src`` [counts.sum()] with sources and ``edge``, unless empty, with edge ids.
+    """Draw ``counts`` in-edges of ``nodes``. Fills ``src`` with sources and ``edge``, unless empty, with edge ids.
 
     Without replacement, the edges drawn for a smaller count are the first ones drawn for a larger count. If all edges
     of a node are taken, only the first ``shuffle`` of them are in random order. ``first_edge``: id of the part's first

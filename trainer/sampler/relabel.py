@@ -219,8 +219,8 @@ def _relabel_pairs(
     """Map (node, tree) pairs to batch positions, numbering new pairs from ``first_new`` on. Returns how many are new.
 
     ``src`` holds global ids: ``counts[0]`` nodes of tree ``trees[0]``, then ``counts[1]`` nodes of ``trees[1]``, and so
-    on. Fills ``local`` int32 [len(src)] with positions, and the beginning of ``new`` and ``new_trees`` with the new
-    pairs.
+    on. ``pairs``: hash table of the known pairs, with room for the new ones. Fills ``local`` int32 [len(src)] with
+    positions, and the beginning of ``new`` and ``new_trees`` with the new pairs.
     """
     found = 0
     cursor = 0

@@ -96,7 +96,7 @@ class SourceCodes:
         return self.num_parts + 1 + self.num_held
 
     def of_parts(self, hosts: Array, here: int) -> Array:
-        """Return the source code of each part's rows, int32 [num_parts + 2], part p at index p + 1.
+        """Return the code of the source of each part's rows: int32 [num_parts + 2], that of part p at index p + 1.
 
         ``hosts``: result of ``PartHolders.table``, in which ``here`` stands for this host.
         """
@@ -111,15 +111,15 @@ class SourceCodes:
 def locate(
     ids: Ids, offsets: Ids, of_part: Array, codes: SourceCodes, slots: Array | None = None, held: IdIndex = NO_INDEX
 ) -> tuple[int, Mapping[int, RowPlacement]]:
-    """Find the source of each row. Returns -1, and for each source code the rows to copy from this source.
+    """Find the source of each row. Returns -1, and the rows to copy from each source, by the code of the source.
 
     If an id is in no part, returns its position in ``ids`` and an empty mapping instead.
 
     Args:
         ids: int64 [n], global ids.
         offsets: first global id of each part, as in ``PartitionBook``.
-        of_part: source code of the rows of each part, from ``SourceCodes.of_parts``.
-        codes: the source codes.
+        of_part: code of the source of each part's rows, from ``SourceCodes.of_parts``.
+        codes: the codes of all sources.
         slots: row in the cache of each global id, -1 if not cached. Used for remote rows only.
         held: index of the ids in held answers. Used for remote rows only.
     """

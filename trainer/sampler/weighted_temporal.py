@@ -60,8 +60,8 @@ def pick_candidates(
     second value is the slot of an edge with an invalid weight, or ``TOO_MANY`` if more than ``most`` edges would be
     drawn. ``longest``: the highest degree of a node.
 
-    If edges have times and all candidates of a node are taken, they are sorted by time, as in torch_geometric. They are
-    not sorted if a later hop uses only the first of them (``draws.shuffle`` > 0).
+    If edges have times and all candidates of a node are taken, the candidates are sorted by time, as in
+    torch_geometric. They are not sorted if a later hop uses only the first of them (``draws.shuffle`` > 0).
     """
     slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
     ranks = values.view(np.int64)

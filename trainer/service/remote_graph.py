@@ -129,9 +129,9 @@ class _PendingReply(Protocol[T_co]):
 class Gateway:
     """Access to the whole graph through graph servers, for a process without parts. Thread-safe.
 
-    Requests go to the home server, which is the first in the list. While it is unreachable, they go to the next server.
-    All methods raise ``ServiceError`` with the servers' names if all servers are unreachable for ``server_wait``
-    seconds, or a reachable server does not reply within ``deadline + server_wait`` seconds.
+    Requests go to the home server, which is the first of ``places``. While it is unreachable, they go to the next
+    server. All methods raise ``ServiceError`` with the servers' names if all servers are unreachable for
+    ``server_wait`` seconds, or a reachable server does not reply within ``deadline + server_wait`` seconds.
     """
 
     def __init__(

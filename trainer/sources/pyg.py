@@ -51,7 +51,10 @@ def _unsafe_class(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message with ``Unsupported``, else its first line; at most 200 characters."""
+    """Return the first line with ``Unsupported`` of an error's message, or else the first line.
+
+    Only the first 200 characters of the line are returned.
+    """
     lines = [line for line in str(error).splitlines() if "Unsupported" in line] or str(error).splitlines()
     return lines[0].strip()[:200] if lines else type(error).__name__
 

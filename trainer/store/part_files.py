@@ -79,7 +79,7 @@ class FileNote:
     def has(self, path: Path, name: str, found: str = "") -> bool:
         """Return whether ``path`` was recorded, under ``name`` and with the text ``found``, and has not changed since.
 
-        After a False, ``save`` records the file, unless the file changed in the last two seconds. Raises
+        If not, ``save`` will record the file, unless the file changed in the last two seconds. Raises
         ``PartitionError`` when the file cannot be read.
         """
         try:

@@ -44,8 +44,9 @@ class Column:
 def write_array(out: Path, graph: Graph, of: NodeType, rows: LayerRows, array: OutputArray, group: RankGroup) -> None:
     """Write this rank's rows to ``out/part<p>/<array>.npy``. Collective.
 
-    Also writes ``orig_id.npy`` and ``id.npy`` with the ids of the part's nodes. Raises ``SettingsError`` if ranks with
-    nodes of the same part do not see the same folder ``out``.
+    ``array``: name and dtype of the file, and how values are computed from ``rows``. Also writes ``orig_id.npy`` and
+    ``id.npy`` with the ids of the part's nodes. Raises ``SettingsError`` if ranks with nodes of the same part do not
+    see the same folder ``out``.
     """
     offsets = graph.manifest.nodes[of].offsets
     own = rows.shares.own(group.rank)

@@ -157,7 +157,7 @@ class ScriptCheckpoints:
     def _due(self) -> bool:
         """Return whether the interval since the last checkpoint is over, or the launcher requests a checkpoint.
 
-        A request is noticed within a second.
+        A request is noticed after at most a second.
         """
         now = self._clock()
         if now - self._since >= self._interval:

@@ -72,7 +72,7 @@ def rounded(name: str, rows: Array, form: WireRows) -> tuple[int, list[Array]]:
 
 
 def restored(mark: int, arrays: Iterator[Array]) -> Array:
-    """Return an attribute's rows from the arrays that ``rounded`` made, and their mark.
+    """Return an attribute's rows, given their mark and the arrays that ``rounded`` made.
 
     Takes one or two arrays from ``arrays``. Raises ``WireError`` for invalid marks or arrays.
     """
@@ -195,7 +195,8 @@ def rows_reply(
 ) -> Message:  # fmt: skip
     """Encode the reply to a request for attributes.
 
-    If an array is rounded, the records of the reply are the marks of all arrays: how each was rounded.
+    If any array is rounded, the records of the reply are the marks of all arrays. A mark states how its array was
+    rounded.
 
     Raises ``DataError`` for rows that cannot be rounded to the requested form.
     """

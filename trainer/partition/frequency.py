@@ -136,10 +136,11 @@ def frequency_assignment(
 ) -> Part:
     """Return the part of each node, int32 [total].
 
-    METIS assigns the train seeds, the same number to each part. Any other node is assigned to a part whose seeds visit
-    it with high probability. ``balance``, such as ``types+seeds``: what distinguishes the classes of nodes of which all
-    parts get about the same number. Memory: what METIS needs, and 4 bytes per node and part. Raises ``PartitionError``
-    when the dataset has no train seeds.
+    ``joined``: numbers the nodes of all types consecutively. METIS assigns the train seeds, the same number to each
+    part. Any other node is assigned to a part whose seeds visit it with high probability. All parts get about the same
+    number of nodes of each class. ``balance``, such as ``types+seeds``, states what distinguishes classes: the node
+    type, being a train seed, or both. Memory: what METIS needs, and 4 bytes per node and part. Raises
+    ``PartitionError`` when the dataset has no train seeds.
     """
     seeds = {of: nodes.splits[TRAIN] for of, nodes in dataset.nodes.items() if len(nodes.splits.get(TRAIN, ()))}
     if not seeds:

@@ -29,8 +29,9 @@ def metis_assignment(
 ) -> Part:
     """Assign nodes to parts by METIS, then balance the parts, and return the part of each node, int32 [total].
 
-    Edges of all types count as undirected. ``balance``, such as ``types+seeds``: what distinguishes the classes of
-    nodes of which all parts get about the same number. ``slack``: allowed deviation from the mean. Raises
+    ``joined``: numbers the nodes of all types consecutively. Edges of all types count as undirected. All parts get
+    about the same number of nodes of each class. ``balance``, such as ``types+seeds``, states what distinguishes
+    classes: the node type, being a train seed, or both. ``slack``: allowed deviation from the mean number. Raises
     ``PartitionError`` when METIS fails or returns an incomplete partition.
     """
     indptr, neighbours = joined_adjacency(dataset, joined)

@@ -30,8 +30,9 @@ def streaming_assignment(
 ) -> Part:
     """Assign nodes to parts, and return the part of each node, int32 [total].
 
-    ``balance``, such as ``types+seeds``: what distinguishes the classes of nodes of which all parts get about the same
-    number. Memory: about 60 bytes per node, and ``scratch.memory``. Disk space in ``scratch.folder``: up to 24 bytes
+    ``joined``: numbers the nodes of all types consecutively. All parts get about the same number of nodes of each
+    class. ``balance``, such as ``types+seeds``, states what distinguishes classes: the node type, being a train seed,
+    or both. Memory: about 60 bytes per node, and ``scratch.memory``. Disk space in ``scratch.folder``: up to 24 bytes
     per edge while the edges are sorted, then 8 bytes per edge.
     """
     indptr, neighbours = joined_adjacency(dataset, joined, scratch)

@@ -42,7 +42,7 @@ class Relabelling(Protocol):
     def growth(self, of: NodeType, disjoint: bool) -> NodeGrowth:
         """Return an empty set of sampled nodes of one type.
 
-        ``disjoint``: whether the set may contain a node once per tree.
+        ``disjoint``: whether the set may contain a node several times, once per tree.
         """
 
 

@@ -130,7 +130,8 @@ def collect_candidates(
 ) -> int:
     """Write the slots and weights of a node's candidates to ``slots`` and ``values``. Returns the number of candidates.
 
-    If an edge has an invalid weight, returns -1 - the edge's slot instead.
+    ``row``: the node's row in the CSC of the part. ``i``: its index in the request. If an edge has an invalid weight,
+    returns -1 - the edge's slot instead.
     """
     timed, chosen = len(conditions.bounds) > 0, len(conditions.allowed) > 0
     low, high = 0, 0
@@ -195,7 +196,8 @@ def _take_race(slots: Any, values: Any, ranks: Any, begin: int, shuffle: int, dr
     """Draw by weight without replacement: an exponential race, which the edges with the earliest arrival times win.
 
     Fills ``picks`` with edges among the candidates ``slots`` of one node. ``begin``: slot of the node's first edge.
-    ``values``: weights; ``ranks``: the same memory as int64. Both are work arrays. ``drawn``: random key.
+    ``values``: weights; ``ranks``: the same memory as int64. Both are work arrays. ``drawn``: random key. If
+    ``shuffle`` is 0 and all edges are taken, they keep their order.
     """
     wanted = len(picks)
     if wanted and (wanted < len(slots) or shuffle > 0):

@@ -156,7 +156,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 def save_content(folder: Path, position: Position, content: Mapping[str, Any], best: int | None = None) -> Path:
     """Write ``content``, anything that ``torch.save`` accepts, to a checkpoint file, and return the file's path.
 
-    Then makes ``last.pt`` refer to the file, and deletes old files. The file of epoch ``best`` is kept.
+    Then makes ``last.pt`` refer to the file, and deletes old files. The file of epoch ``best`` is kept. ``position``:
+    epochs and steps done, which the file name states.
     """
     path = folder / file_name(position)
     try:

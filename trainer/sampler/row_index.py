@@ -76,7 +76,7 @@ NO_INDEX = IdIndex(read_only(np.empty(0, np.uint64)), read_only(np.empty(0, np.i
 
 @dataclass(frozen=True)
 class SourceCodes:
-    """Integer codes for the sources of rows, in this order: parts of this host, cache, held answers, other hosts.
+    """Integer codes of the sources of rows, in the order: parts of this host, cache, held answers, other hosts.
 
     A negative code stands for a row in no part.
     """

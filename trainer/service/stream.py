@@ -2,7 +2,7 @@
 
 Each side begins with a greeting: ``GNFS`` · version u16 · flags u16 (1: TLS follows). A message is sent as the number
 of its parts (buffers of bytes) u32, the size of each part u64, and the parts, all little-endian. A message without
-parts is a ping: a server sends one as soon as it admits a connection, and one in reply to each ping.
+parts is a ping: a server sends a ping as soon as it admits a connection, and in reply to each ping.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class LayerStack(Protocol):
         """Whether layers need the in-degrees of the whole graph."""
 
     def begin(self, batch: HeteroBatch) -> TypeRows:
-        """Compute the input of the first layer, [n, f] for each of its source types, from features and ids."""
+        """Compute the input of the first layer from features and ids: [n, f] for each of the layer's source types."""
 
     def layer(
         self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int], degree: Tensor | None
@@ -327,7 +327,7 @@ class WholeGraph:
     def _degrees(self, piece: NodeRange, of: NodeType, ending: list[EdgeType]) -> Ids:
         """Return the in-degree of each node of ``piece``, to limit the size of chunks.
 
-        Counts only edges of the types ``ending`` if this process has opened the part, else all edges.
+        If this process has opened the part, counts only edges of the types ``ending``, else all edges.
         """
         part = self.graph.store.parts.get(piece.part_id)
         degrees = np.zeros(piece.last - piece.first, np.int64)

@@ -38,7 +38,7 @@ class InEdges:
 
     @classmethod
     def of(cls, dataset: Dataset) -> InEdges:
-        """Build the CSC of each edge type. Takes one id per edge, and 8 bytes per target node and edge type."""
+        """Build the CSC of each edge type. Memory: one id per edge, and 8 bytes per target node and edge type."""
         counts = {of: nodes.num_nodes for of, nodes in dataset.nodes.items()}
         edges = {of: _in_edges(edges.edge_index, counts[of[2]]) for of, edges in dataset.edges.items()}
         return cls(counts, edges)
@@ -47,11 +47,11 @@ class InEdges:
 def visit_probabilities(
     graph: Dataset | InEdges, seeds: Mapping[NodeType, Ids], fanouts: Fanouts, chance: float = 1.0
 ) -> Chances:
-    """Return the probability that each node is in a batch, type -> float32 [num_nodes].
+    """Return the probability that each node is in a batch, for each type as float32 [num_nodes].
 
-    Each seed is in the batch with probability ``chance``. Edges are assumed to be sampled independently, so the result
-    is exact on trees and too high on cycles. Edge types without fanouts are not followed; weights and times are
-    ignored. Takes 16 bytes of memory per node, and 8 bytes per target node and edge type.
+    The batch contains each of ``seeds`` with probability ``chance``, and sampled neighbours of them. Edges are assumed
+    to be sampled independently, so the result is exact on trees and too high on cycles. Edge types without fanouts are
+    not followed; weights and times are ignored. Memory: 16 bytes per node, and 8 bytes per target node and edge type.
     """
     graph = InEdges.of(graph) if isinstance(graph, Dataset) else graph
     hops = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.edges, tuple(fanouts))
@@ -99,9 +99,11 @@ def _draw(
 ) -> None:
     """Update ``drawn`` and ``log_missed`` for one hop along one edge type, in place.
 
-    ``fresh``, float32 [rows]: the probability that the previous hop visited a target for the first time. ``drawn``,
-    float32 [rows]: the probability that a given in-edge of a target has been sampled, up to this hop. ``log_missed``,
-    float64 [sources]: logarithm of the probability that a source is not visited in this hop.
+    ``indptr`` and ``sources``: CSC of the edges, with a row per target. ``same_type``: whether sources and targets have
+    the same node type; then edges from a node to itself are ignored. ``fresh``, float32 [rows]: the probability that
+    the previous hop visited a target for the first time. ``drawn``, float32 [rows]: the probability that a given
+    in-edge of a target has been sampled, up to this hop. ``log_missed``, float64 [sources]: logarithm of the
+    probability that a source is not visited in this hop.
     """
     for row in range(len(drawn)):
         degree = indptr[row + 1] - indptr[row]
@@ -134,9 +136,11 @@ def frequency_assignment(
 ) -> Part:
     """Return the part of each node, int32 [total].
 
-    METIS assigns the train seeds, the same number to each part. Any other node is assigned to a part whose seeds visit
-    it with high probability. Takes 4 bytes of memory per node and part, besides METIS's. Raises ``PartitionError`` when
-    the dataset has no train seeds.
+    ``joined``: numbers the nodes of all types consecutively. METIS assigns the train seeds, the same number to each
+    part. Any other node is assigned to a part whose seeds visit it with high probability. All parts get about the same
+    number of nodes of each class. ``balance``, such as ``types+seeds``, states what distinguishes classes: the node
+    type, being a train seed, or both. Memory: what METIS needs, and 4 bytes per node and part. Raises
+    ``PartitionError`` when the dataset has no train seeds.
     """
     seeds = {of: nodes.splits[TRAIN] for of, nodes in dataset.nodes.items() if len(nodes.splits.get(TRAIN, ()))}
     if not seeds:
@@ -197,9 +201,12 @@ def _regrets(chances: Array, nodes: Array) -> Array:
 def _choose(
     chances: Array, order: Array, of: Array, sizes: Array, least: Array, most: Array, left: Array, part: Array
 ) -> None:
-    """Assign each node in ``order`` to the part with room that has the highest visit probability for the node.
+    """Assign the nodes in ``order``, one after the other, to parts, and write them to ``part``.
 
-    Ties go to the part with the fewest nodes of the node's class. ``left`` [classes]: the number of unassigned nodes.
+    A node gets the part with the highest visit probability, ``chances`` [parts, nodes], among the parts with fewer than
+    ``most`` nodes of the node's class. Ties go to the part with the fewest nodes of the class. Each part gets at least
+    ``least`` nodes of each class. ``of``: class of each node. ``sizes`` [classes, parts]: number of assigned nodes.
+    ``left`` [classes]: number of unassigned nodes.
     """
     num_kinds, num_parts = sizes.shape
     lack = np.zeros(num_kinds, np.int64)

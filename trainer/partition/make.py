@@ -121,8 +121,8 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
     Does nothing if the folder already holds a partition with the same fingerprint. ``say`` is called with each line of
     progress. Raises ``DataError`` or ``PartitionError``.
 
-    An interrupted or killed call can be resumed by the same call if the dataset is `tables` or ``spec.memory`` is set:
-    its intermediate results stay in a hidden folder beside ``folder``.
+    If the dataset is `tables` or ``spec.memory`` is set, an interrupted call leaves its intermediate results in a
+    hidden folder beside the partition folder. The same call then continues from them.
     """
     folder, fingerprint = Path(spec.folder), spec.fingerprint()
     if (done := reusable(folder, fingerprint, say)) is not None:
@@ -177,7 +177,7 @@ def _loaded(spec: PartitionSpec, limit: int, work: WorkFolder) -> Dataset:
 
 
 def _memory_of_steps(dataset: Dataset, limit: int) -> int:
-    """Return how many bytes of ``limit`` are left for arrays, after what the process and the nodes need.
+    """Return the bytes that are left for arrays: ``limit`` minus what the process and the nodes need.
 
     Raises ``PartitionError`` if less than 64 MiB are left.
     """

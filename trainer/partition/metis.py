@@ -29,8 +29,10 @@ def metis_assignment(
 ) -> Part:
     """Assign nodes to parts by METIS, then balance the parts, and return the part of each node, int32 [total].
 
-    Edges of all types count as undirected. Raises ``PartitionError`` when METIS fails or returns an incomplete
-    partition.
+    ``joined``: numbers the nodes of all types consecutively. Edges of all types count as undirected. All parts get
+    about the same number of nodes of each class. ``balance``, such as ``types+seeds``, states what distinguishes
+    classes: the node type, being a train seed, or both. ``slack``: allowed deviation from the mean number. Raises
+    ``PartitionError`` when METIS fails or returns an incomplete partition.
     """
     indptr, neighbours = joined_adjacency(dataset, joined)
     part = _connected_parts(indptr, neighbours, num_parts, seed)
@@ -126,9 +128,10 @@ def _interruptible() -> Iterator[None]:
 
 
 def _thin(indptr: Array, neighbours: Array) -> tuple[Array, Array]:
-    """Return the CSR of a sample of the edges, with both directions of an edge or neither.
+    """Return the CSR of a sample of the edges. Both directions of an edge are kept, or neither.
 
-    Edge (u, v) is kept with probability ``keep`` * (1/deg u + 1/deg v).
+    ``indptr`` and ``neighbours``: CSR of all edges. Edge (u, v) is kept with probability (1/deg u + 1/deg v) *
+    ``_MEAN_DEGREE`` / 2.
     """
     keep = _MEAN_DEGREE / 2
     thinned = _thin_count(indptr, neighbours, keep)

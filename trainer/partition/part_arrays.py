@@ -70,7 +70,7 @@ class PartAttr:
     def write(self, pieces: Iterable[Sequence[Piece]], pool: Executor) -> list[FileEntry]:
         """Write all rows, and return the entries of the files for the manifest.
 
-        The pieces in one sequence of ``pieces`` are written in parallel, so they must belong to different parts.
+        Pieces of one sequence are written in parallel, so they must belong to different parts.
         """
         for several in pieces:
             list(pool.map(lambda piece: self.append(*piece), several))
@@ -101,7 +101,7 @@ def attr_spec(name: str, values: Array, bfloat16: bool, rows: WireRows) -> AttrS
 
 
 def pieces_by_part(values: Array, part: Array, num_parts: int, at_once: int) -> Iterator[list[Piece]]:
-    """Yield the rows of ``values``, ``at_once`` rows at a time, as one piece per part.
+    """Cut ``values`` into chunks of ``at_once`` rows, and yield each chunk as a list of one piece per part.
 
     ``part`` [rows]: the part of each row.
     """

@@ -30,8 +30,10 @@ def streaming_assignment(
 ) -> Part:
     """Assign nodes to parts, and return the part of each node, int32 [total].
 
-    Memory: about 60 bytes per node, and ``scratch.memory``. Disk space in ``scratch.folder``: up to 24 bytes per edge
-    while the edges are sorted, then 8 bytes per edge.
+    ``joined``: numbers the nodes of all types consecutively. All parts get about the same number of nodes of each
+    class. ``balance``, such as ``types+seeds``, states what distinguishes classes: the node type, being a train seed,
+    or both. Memory: about 60 bytes per node, and ``scratch.memory``. Disk space in ``scratch.folder``: up to 24 bytes
+    per edge while the edges are sorted, then 8 bytes per edge.
     """
     indptr, neighbours = joined_adjacency(dataset, joined, scratch)
     connected = np.diff(indptr) > 0
@@ -63,7 +65,7 @@ def _contracted_parts(graph: WeightedGraph, num_parts: int, seed: int, scratch: 
 def _heaviest(graph: WeightedGraph, memory: int) -> tuple[Array, Array, Array, Array]:
     """Return indptr, neighbours, edge weights and node weights of a graph for METIS.
 
-    The edges with the smallest weights are left out if METIS would need more than ``memory`` bytes for all.
+    The edges with the smallest weights are left out if METIS would need more than ``memory`` bytes for all edges.
     """
     weights = graph.weights
     if bytes_needed(len(weights)) <= memory:

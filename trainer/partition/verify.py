@@ -38,9 +38,9 @@ def new_bitset(size: int) -> npt.NDArray[np.uint64]:
 
 @njit()
 def mark(ids: Array, seen: Array) -> int:
-    """Set in ``seen`` the bits of ``ids``, up to the first id whose bit is set already.
+    """Set the bits of ``ids`` in the bit array ``seen``, up to the first id whose bit is set already.
 
-    Returns the position of that id, or -1.
+    Returns the position of that id in ``ids``, or -1 if there is none.
     """
     for position in range(len(ids)):
         word, bit = ids[position] >> 6, np.uint64(1) << np.uint64(ids[position] & 63)
@@ -52,9 +52,9 @@ def mark(ids: Array, seen: Array) -> int:
 
 @njit()
 def mark_outside(ids: Array, low: int, high: int, seen: Array) -> tuple[int, int]:
-    """Set in ``seen`` the bits of the ids outside ``low <= id < high``.
+    """Set in the bit array ``seen`` the bit of each id that is not in ``low <= id < high``.
 
-    Returns the number of these ids, and how many of their bits were clear before.
+    Returns the number of these ids, and how many of their bits were not set before.
     """
     outside = fresh = 0
     for position in range(len(ids)):
@@ -68,7 +68,10 @@ def mark_outside(ids: Array, low: int, high: int, seen: Array) -> tuple[int, int
 
 @njit()
 def first_descent(values: Array, strict: bool) -> int:
-    """Return the first position whose value is less than (``strict``: or equal to) the previous value, or -1."""
+    """Return the first position whose value is less than the previous value, or -1.
+
+    With ``strict``, also a position whose value equals the previous value.
+    """
     for position in range(1, len(values)):
         if values[position] < values[position - 1] or (strict and values[position] == values[position - 1]):
             return position
@@ -87,7 +90,10 @@ def first_unordered_row(indptr: Array, orig_id: Array) -> int:
 
 @njit()
 def first_gid_mismatch(orig_id: Array, global_id: Array, start: int) -> int:
-    """Return the first row of a part whose node does not have the global id ``start + row``, or -1."""
+    """Return the first row of a part whose node does not have the global id ``start + row``, or -1.
+
+    ``orig_id``: original id of each row's node. ``global_id``: global id of each original id.
+    """
     for row in range(len(orig_id)):
         if global_id[orig_id[row]] != start + row:
             return row
@@ -98,7 +104,8 @@ def first_gid_mismatch(orig_id: Array, global_id: Array, start: int) -> int:
 def first_time_mismatch(indices: Array, times: Array, start: int, values: Array) -> int:
     """Return the position of the first edge whose entry in ``times`` is not its source node's time, or -1.
 
-    ``values``: times of the nodes with global ids from ``start`` on. Edges from other sources are skipped.
+    ``indices``: global id of each edge's source. ``values``: times of the nodes with global ids from ``start`` on.
+    Edges from other sources are skipped.
     """
     for slot in range(len(indices)):
         row = indices[slot] - start
@@ -328,7 +335,7 @@ def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, 
 
 
 def _listing(root: Path, manifest: Manifest, tops: Iterable[int | None]) -> Iterator[Finding]:
-    """Compare the files that a partition of these types needs, the files in the manifest, and the files on disk.
+    """Compare the files that this partition should have, the files in the manifest, and the files on disk.
 
     ``tops``: folders to check: part ids, and None for ``shared/``.
     """

@@ -49,7 +49,7 @@ class WorkFolder:
         return self._record(stage).exists()
 
     def once(self, stage: str, run: Callable[[], Any]) -> Any:
-        """Return the recorded result of a stage, after calling ``run`` if the stage is not finished.
+        """Return the recorded result of a stage. If the stage is not finished, call ``run`` and record its result.
 
         ``run`` returns JSON values.
         """

@@ -115,9 +115,9 @@ class _Writer:
         return self.pool.map(lambda path: self._array(path, arrays[path], dtype), arrays)
 
     def append(self, files: PartArray | PartAttr, spans: Sequence[Span], rows: Array, numbers: Array) -> None:
-        """Append to the file of each part the rows of its span (part, begin, end).
+        """For each span (part, begin, end), append ``rows[begin:end]`` to the part's file.
 
-        ``numbers``: the row number in the dataset of each of ``rows``.
+        ``numbers``: for each of ``rows``, its row number in the dataset.
         """
         list(
             self.pool.map(
@@ -217,9 +217,10 @@ def _write_edges(
 
 
 def _endpoint_arrays(edge_type: EdgeType, edge_index: Array, num_parts: int) -> dict[str, Array]:
-    """Return the content of each part's endpoints file, by path: sources and targets of edges, as original ids [m, 2].
+    """Return the content of each part's endpoints file, as a mapping of paths to arrays [m, 2].
 
-    Each file has the edges of one range of original edge ids.
+    A row is the source and target of one edge, as original ids. Each file has the edges of one range of original edge
+    ids.
     """
     return {
         f"part{part_id}/edges/{type_name(edge_type)}/endpoints.npy": edge_index[:, begin:end].T

@@ -25,13 +25,16 @@ class ArrayOps(Protocol):
         """Return 0, 1, … as int32 [size]."""
 
     def concatenate(self, arrays: Sequence[Array], dtype: Any) -> Array:
-        """Concatenate any number of arrays to one of a numpy dtype. The result may share memory with a single array."""
+        """Concatenate any number of arrays to one array of the numpy dtype ``dtype``.
+
+        If ``arrays`` has only one array, the result may share its memory.
+        """
 
     def begins(self, counts: Array, first: int) -> Array:
         """Return where each of n consecutive ranges of lengths ``counts`` begins, the first at ``first``: int64 [n]."""
 
     def block_rows(self, begin: Array, count: Array, fanout: int, values: Array) -> tuple[Array, Array]:
-        """Return an int32 CSR (offsets [n + 1], values) with the first ``fanout`` values of each row, all for -1.
+        """Return a CSR with the first ``fanout`` values of each row (-1: all): int32 offsets [n + 1], and the values.
 
         The values of row i are the ``count[i]`` elements of ``values`` from position ``begin[i]`` on.
         """

@@ -86,9 +86,9 @@ class _EdgeSlice:
 class DistGraph:
     """Access to the whole graph: splits each request by the host that owns its rows, and merges the answers.
 
-    If a host is lost, its rows are requested from the next holder of their part, or from the same host once it is back,
-    for up to ``server_wait`` seconds. ``turn``: a number that differs between the nodes of a run, so that they do not
-    all ask the same holder first.
+    If a host is lost, its rows are requested from the next holder of their part. If all holders are lost, a request
+    waits up to ``server_wait`` seconds for one of them to return. ``turn``: a number that differs between the nodes of
+    a run, so that they do not all ask the same holder first.
 
     ``held``: number of batches whose remote rows are kept for reuse. ``wire_rows``: dtype to which other hosts round
     the rows that they send. If this host has the topology of all parts, edges and 1-d attributes are never requested

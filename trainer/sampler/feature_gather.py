@@ -62,7 +62,7 @@ class _HeldKind:
 class HeldRows:
     """Keeps the newest answers of other hosts, by type and attributes, for reuse by the next batches. Thread-safe.
 
-    At most as many rows are kept as the last ``batches`` batches had remote rows.
+    The number of kept rows is at most the number of remote rows in the last ``batches`` batches.
     """
 
     def __init__(self, batches: int = HELD_BATCHES):
@@ -145,7 +145,7 @@ class GatherPiece:
             self._put(rows, placed)
 
     def put(self, host: str, rows: Columns, at: npt.NDArray[np.int32]) -> None:
-        """Copy rows from ``host`` to the positions ``at`` of ``out``.
+        """Copy rows that ``host`` sent to the positions ``at`` of the result arrays.
 
         Raises ``ServiceError`` for rows of a wrong dtype or shape.
         """
@@ -171,9 +171,10 @@ class GatherPiece:
 
 
 class GatherPlan:
-    """Divides the requests of one ``gather`` call into pieces: attributes that are stored in the same places.
+    """Divides the requests of one ``gather`` call into pieces.
 
-    ``hosts``: the host that answers for each part (``PartHolders.table``).
+    The attributes of a piece are stored in the same places. ``hosts``: the host that answers for each part
+    (``PartHolders.table``).
     """
 
     def __init__(self, local: LocalGraph, hosts: Array, cache: RowCache | None, held: HeldRows):

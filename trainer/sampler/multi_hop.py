@@ -40,7 +40,10 @@ class Relabelling(Protocol):
     ops: ArrayOps  #: for the arrays of requests, answers and subgraphs
 
     def growth(self, of: NodeType, disjoint: bool) -> NodeGrowth:
-        """Return an empty set of sampled nodes of one type. ``disjoint``: a node may be in it once per tree."""
+        """Return an empty set of sampled nodes of one type.
+
+        ``disjoint``: whether the set may contain a node several times, once per tree.
+        """
 
 
 class HopSource(Protocol):
@@ -54,8 +57,9 @@ def sample_multi_hop(
 ) -> SampledSubgraph:
     """Sample a subgraph around ``seeds``.
 
-    ``tables``: on the CPU, must be all zeros, and are so again after the call. ``seeds`` contains numpy arrays. The
-    arrays of requests, answers and the result are those that ``tables.ops`` makes: numpy arrays or tensors.
+    ``tables``: tables that are reused between calls. Those on the CPU must contain only zeros, and do so again after
+    the call. ``seeds`` contains numpy arrays. The arrays of requests, answers and the result are those that
+    ``tables.ops`` makes: numpy arrays or tensors.
 
     Raises:
         ServiceError: A host that is needed does not answer.
@@ -293,8 +297,8 @@ class _EdgeGrowth:
 def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
     """Return the first level of nodes whose neighbours must be requested for ``hop``.
 
-    Level 0 is the seeds, level n the nodes that hop n - 1 added. Nodes of lower levels than the returned one have
-    enough neighbours from requests of earlier hops.
+    Level 0 is the seeds, level n the nodes that hop n - 1 added. For nodes of lower levels, requests of earlier hops
+    returned enough neighbours.
     """
     for earlier in reversed(range(hop)):
         if fanouts[earlier] < 0 or 0 <= fanouts[hop] <= fanouts[earlier]:

@@ -17,7 +17,9 @@ MOST_EDGES = 1 << 28  #: largest number of edges in one answer, limited by the a
 
 
 def sample_rows(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> HopSample:
-    """Sample the edges that ``request`` asks for. All nodes of the request must belong to this part.
+    """Sample the edges that ``request`` asks for. The nodes of the request must be in this part.
+
+    ``num_sources``: number of nodes of the source type.
 
     Raises ``DataError`` for a weight that is negative or not finite, and ``PartitionError`` for more than
     ``MOST_EDGES`` edges or an attribute that is missing or not usable as weight or time.
@@ -139,9 +141,9 @@ def _weights(edges: EdgePart, request: HopRequest) -> Array:
 
 
 def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
-    """Return the sources of excluded edges, and for each requested node the begin and end of its range among them.
+    """Return the sources of excluded edges, and where those of each requested node begin and end.
 
-    The sources are sorted by target and source.
+    The sources are sorted by target, and then by source.
     """
     if request.exclude is None:
         return (np.empty(0, np.int64),) * 3
@@ -152,7 +154,10 @@ def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
 
 
 def _allowed(request: HopRequest, num_sources: int) -> Array:
-    """Return a bit array, uint8, with a bit per source node, set for ``request.sources``; empty if all are allowed."""
+    """Return a bit array, uint8, with the bits of the nodes ``request.sources`` set; empty if all are allowed.
+
+    There is one bit for each of the ``num_sources`` nodes of the source type.
+    """
     if request.sources is None:
         return np.empty(0, np.uint8)
     bits = np.zeros(num_sources // 8 + 1, np.uint8)

@@ -67,10 +67,12 @@ def draw_edges(
     indptr: Any, indices: Any, nodes: Any, first_node: int, orig_id: Any, trees: Any, counts: Any, replace: bool,
     fanout: int, shuffle: int, key: Any, longest: int, first_edge: int, src: Any, edge: Any,
 ) -> None:  # fmt: skip
-    """Draw in-edges of ``nodes``. Fills ``src`` [counts.sum()] with sources and ``edge``, unless empty, with edge ids.
+    """Draw ``counts[i]`` in-edges of each node ``nodes[i]``, and write their sources to ``src``.
 
-    Without replacement, the edges drawn for a smaller count are the first ones drawn for a larger count. If all edges
-    of a node are taken, only the first ``shuffle`` places are shuffled. ``trees``: int64 [n], tree of each node in
+    Unless ``edge`` is empty, the ids of the edges are written to it. Without replacement, the edges drawn for a smaller
+    count are the first ones drawn for a larger count. If all edges of a node are taken, only the first ``shuffle`` of
+    them are in random order. ``indptr`` and ``indices``: CSC of the part. ``first_node`` and ``first_edge``: first ids
+    of the part's nodes and edges. ``longest``: highest degree of a node. ``trees``: int64 [n], tree of each node in
     disjoint sampling, else empty.
     """
     slots = np.empty(_AT_ONCE + (max(longest, fanout) if replace else longest), np.int64)
@@ -114,11 +116,10 @@ def draw_edges(
 
 @_jit
 def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order: Any, moved: Any) -> None:
-    """Shuffle the ``degree`` numbers from ``begin`` on by ``steps`` steps of Fisher-Yates, and write the first
-    ``len(picks)`` of the result to ``picks``.
+    """Write the first ``len(picks)`` of ``degree`` shuffled numbers to ``picks``.
 
-    ``drawn``: random key. ``order``, int32, must contain 0, 1, 2, …, and does so again after the call. ``moved``: work
-    array.
+    The numbers ``begin``, ``begin + 1``, … are shuffled by ``steps`` steps of Fisher-Yates. ``drawn``: random key.
+    ``order``, int32, must contain 0, 1, 2, …, and does so again after the call. ``moved``: work array.
     """
     for j in range(steps):
         other = j + draw(drawn, j, degree - j)
@@ -189,7 +190,7 @@ def forget(nodes: Any, table: Any) -> None:
 def find_edges(indptr: Any, indices: Any, rows: Any, sources: Any, order: Any, found: Any) -> None:
     """Set ``found[order[i]]`` to True if node ``rows[i]`` of the part has an in-edge from ``sources[i]``.
 
-    The pairs (``rows[i]``, ``sources[i]``) must be sorted.
+    ``indptr`` and ``indices``: CSC of the part. The pairs (``rows[i]``, ``sources[i]``) must be sorted.
     """
     begin = 0
     while begin < len(rows):

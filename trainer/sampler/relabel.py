@@ -219,8 +219,8 @@ def _relabel_pairs(
     """Map (node, tree) pairs to batch positions, numbering new pairs from ``first_new`` on. Returns how many are new.
 
     ``src`` holds global ids: ``counts[0]`` nodes of tree ``trees[0]``, then ``counts[1]`` nodes of ``trees[1]``, and so
-    on. Fills ``local`` int32 [len(src)] with positions, and the beginning of ``new`` and ``new_trees`` with the new
-    pairs.
+    on. ``pairs``: hash table of the known pairs, with room for the new ones. Fills ``local`` int32 [len(src)] with
+    positions, and the beginning of ``new`` and ``new_trees`` with the new pairs.
     """
     found = 0
     cursor = 0
@@ -308,7 +308,10 @@ class NodeGrowth:
         self.level_starts.append(self._count)
 
     def since(self, first: int) -> Ids:
-        """Return the global ids of the nodes from position ``first`` on, which must be the first node of a hop."""
+        """Return the global ids of the nodes from position ``first`` on.
+
+        The node at ``first`` must be the first node of a hop.
+        """
         return _from(self._ids, first, np.int64, self._ops)
 
     def trees_since(self, _first: int) -> Positions | None:

@@ -84,7 +84,8 @@ def _exclusions_of(nodes: Ids, targets: Ids, sources: Ids) -> tuple[Ids, Ids] | 
 def merge_samples(num_rows: int, answers: Sequence[tuple[Array, HopSample]], with_edge: bool) -> HopSample:
     """Merge the answers to the shares of a request into one answer, in request order.
 
-    ``answers``: for each share, the positions of its nodes in the request, and the answer.
+    ``answers``: for each share, the positions of its nodes in the request, and the answer. ``with_edge``: whether
+    answers contain edge ids.
     """
     counts = np.zeros(num_rows, np.int32)
     for positions, sample in answers:

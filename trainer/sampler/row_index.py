@@ -47,7 +47,7 @@ class IdIndex:
 
     @classmethod
     def of(cls, arrays: Sequence[Ids]) -> IdIndex:
-        """Make an index of the ids in these arrays. Of a repeated id, the last position is found."""
+        """Make an index of the ids in these arrays. For a repeated id, the index has the last position."""
         bits = max(4, int(2 * sum(map(len, arrays))).bit_length())
         return cls(free_slots(bits), cls.ends_of(()))._entered(arrays)
 
@@ -76,7 +76,7 @@ NO_INDEX = IdIndex(read_only(np.empty(0, np.uint64)), read_only(np.empty(0, np.i
 
 @dataclass(frozen=True)
 class SourceCodes:
-    """Integer codes for the sources of rows, in this order: parts of this host, cache, held answers, other hosts.
+    """Integer codes of the sources of rows, in the order: parts of this host, cache, held answers, other hosts.
 
     A negative code stands for a row in no part.
     """
@@ -96,7 +96,7 @@ class SourceCodes:
         return self.num_parts + 1 + self.num_held
 
     def of_parts(self, hosts: Array, here: int) -> Array:
-        """Return the source code of each part's rows, int32 [num_parts + 2], part p at index p + 1.
+        """Return the code of the source of each part's rows: int32 [num_parts + 2], that of part p at index p + 1.
 
         ``hosts``: result of ``PartHolders.table``, in which ``here`` stands for this host.
         """
@@ -111,15 +111,15 @@ class SourceCodes:
 def locate(
     ids: Ids, offsets: Ids, of_part: Array, codes: SourceCodes, slots: Array | None = None, held: IdIndex = NO_INDEX
 ) -> tuple[int, Mapping[int, RowPlacement]]:
-    """Find the source of each row. Returns -1, and for each source code the rows to copy from this source.
+    """Find the source of each row. Returns -1, and the rows to copy from each source, by the code of the source.
 
     If an id is in no part, returns its position in ``ids`` and an empty mapping instead.
 
     Args:
         ids: int64 [n], global ids.
         offsets: first global id of each part, as in ``PartitionBook``.
-        of_part: source code of the rows of each part, from ``SourceCodes.of_parts``.
-        codes: the source codes.
+        of_part: code of the source of each part's rows, from ``SourceCodes.of_parts``.
+        codes: the codes of all sources.
         slots: row in the cache of each global id, -1 if not cached. Used for remote rows only.
         held: index of the ids in held answers. Used for remote rows only.
     """

@@ -56,12 +56,12 @@ def pick_candidates(
 ) -> Any:  # fmt: skip
     """Draw in-edges of the nodes ``rows`` that meet the conditions. Fills ``counts`` int32 [n]: edges per node.
 
-    Returns the slots of the drawn edges, int64, grouped by node, and -1. On an error, returns an empty array, and the
-    slot of an edge with an invalid weight, or ``TOO_MANY`` if more than ``most`` edges would be drawn. ``longest``: the
-    highest degree of a node.
+    Returns (slots, -1): the slots of the drawn edges, int64, grouped by node. On an error, the slots are empty, and the
+    second value is the slot of an edge with an invalid weight, or ``TOO_MANY`` if more than ``most`` edges would be
+    drawn. ``longest``: the highest degree of a node.
 
-    With times, a node of which all candidates are taken has them sorted by time, as in torch_geometric, unless a later
-    hop uses only the first of them (``draws.shuffle`` > 0).
+    If edges have times and all candidates of a node are taken, the candidates are sorted by time, as in
+    torch_geometric. They are not sorted if a later hop uses only the first of them (``draws.shuffle`` > 0).
     """
     slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
     ranks = values.view(np.int64)
@@ -130,7 +130,8 @@ def collect_candidates(
 ) -> int:
     """Write the slots and weights of a node's candidates to ``slots`` and ``values``. Returns the number of candidates.
 
-    If an edge has an invalid weight, returns -1 - slot of this edge instead.
+    ``row``: the node's row in the CSC of the part. ``i``: its index in the request. If an edge has an invalid weight,
+    returns -1 - the edge's slot instead.
     """
     timed, chosen = len(conditions.bounds) > 0, len(conditions.allowed) > 0
     low, high = 0, 0
@@ -194,7 +195,9 @@ def _take_with_replacement(slots: Any, values: Any, weighted: bool, drawn: Any, 
 def _take_race(slots: Any, values: Any, ranks: Any, begin: int, shuffle: int, drawn: Any, picks: Any) -> None:
     """Draw by weight without replacement: an exponential race, which the edges with the earliest arrival times win.
 
-    ``begin``: slot of the node's first edge.
+    Fills ``picks`` with edges among the candidates ``slots`` of one node. ``begin``: slot of the node's first edge.
+    ``values``: weights; ``ranks``: the same memory as int64. Both are work arrays. ``drawn``: random key. If
+    ``shuffle`` is 0 and all edges are taken, they keep their order.
     """
     wanted = len(picks)
     if wanted and (wanted < len(slots) or shuffle > 0):
@@ -219,7 +222,10 @@ def _arrival(drawn: Any, place: Any) -> Any:
 
 @_jit
 def _take_last(times: Any, slots: Any, ranks: Any, shuffle: int, picks: Any) -> None:
-    """Take the latest edges, the latest first. Among edges of equal time, those with higher slots come first."""
+    """Fill ``picks`` with the latest edges in ``slots``, the latest first.
+
+    Among edges of equal time, those with higher slots come first.
+    """
     wanted = len(picks)
     if wanted and (wanted < len(slots) or shuffle > 0):
         for k in range(len(slots)):

@@ -152,9 +152,8 @@ _RECENT = 32  #: number of recent batches of all clients
 class BatchScheduler(Generic[Work]):
     """Queue of requests for the batch threads of a graph server. Thread-safe.
 
-    Requests for batches alternate with the other requests (``ScheduledRequest.client`` is None), whose connections are
-    served in turn.
-    ``clock``: returns the time in seconds.
+    Requests for batches alternate with the other requests, which have None as ``ScheduledRequest.client``. The
+    connections of these other requests are served in turn. ``clock``: returns the time in seconds.
     """
 
     def __init__(self, buffer_limit: int, clock: Callable[[], float] = time.monotonic):
@@ -174,7 +173,8 @@ class BatchScheduler(Generic[Work]):
     def submit(self, job: ScheduledRequest[Work]) -> str | None:
         """Queue a request. Returns None, or the reason why the request is rejected.
 
-        A request for a batch acknowledges earlier batches on the same connection, unless other requests are pending.
+        A request for a batch acknowledges earlier batches on its connection, unless the connection has other pending
+        requests.
         """
         with self._changed:
             refusal = self._queue_other(job) if job.client is None else self._queue_batch(job)

@@ -361,7 +361,7 @@ class Channel:
     def _is_gone(self) -> bool:
         """Return whether the connection has been down for ``gone_after`` seconds.
 
-        Half of that is enough if the host is up but refuses connections to the port.
+        Half of that time is enough if the host is up but refuses connections to the port.
         """
         if self._gone_after is None or self._down_since is None:
             return False

@@ -152,8 +152,8 @@ class PendingReply(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait for the reply, for at most ``timeout`` seconds (default: the client's deadline).
 
-        Raises ``ServiceError`` with the server and the cause. This is a ``ServerGone`` if the server was unreachable
-        for ``gone_after`` seconds, so that another server can be asked.
+        Raises ``ServiceError`` with the server and the cause. The error is a ``ServerGone`` if the server was
+        unreachable for ``gone_after`` seconds, so that another server can be asked.
         """
         patience = self._client.deadline if timeout is None else timeout
         kind = self._call.request.kind.name.lower()
@@ -252,7 +252,7 @@ class HostClient:
         )
 
     def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingReply[EdgeList]:
-        """Request ``count`` edges of a part, from slot ``first`` of its edge arrays on.
+        """Request ``count`` edges of a part, from slot ``first`` of the part's edge arrays on.
 
         ``count`` is at most ``EDGES_AT_ONCE``.
         """

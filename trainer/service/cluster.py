@@ -48,7 +48,7 @@ class Cluster:
 
     @cached_property
     def servers(self) -> tuple[ServerAddress, ...]:
-        """The graph servers of this run in node order, or those of the serving cluster that it is attached to."""
+        """The graph servers of this run in node order, or those of the serving cluster that the run is attached to."""
         if self.serving is not None:
             return self.attached
         return tuple(_address(node) for node in self.nodes if node.endpoint is not None and node.parts)
@@ -82,7 +82,10 @@ class Cluster:
         return gateways[clients.index(node_rank) % len(gateways)]
 
     def ranks_of_part(self) -> tuple[tuple[int, ...], ...]:
-        """Return for each part the ranks near it: on nodes that store it, or on clients whose home server stores it."""
+        """Return the ranks near each part, as one tuple per part.
+
+        These are the ranks on nodes that store the part, and those on clients whose home server stores it.
+        """
         near: list[list[int]] = [[] for _ in range(self.num_parts)]
         for node in self.nodes:
             for part in self.home_of(node.node_rank).parts if node.role == "client" else node.parts:
@@ -166,9 +169,10 @@ def connect_cluster(
 ) -> dict[int, HostClient]:  # fmt: skip
     """Connect to the graph servers of all other nodes. Returns a mapping from node rank to client.
 
-    Waits up to ``start_deadline`` seconds (default: ``deadline``) for needed servers, up to ``_FOR_COPIES`` seconds for
-    servers whose parts are all on this node or on servers that have answered. ``deadline``: seconds that later replies
-    may take. ``wire_rows``: dtype to which servers round floating-point rows for sending.
+    A server is needed if one of its parts is neither on this node nor on a server that has answered. Waits up to
+    ``start_deadline`` seconds (default: ``deadline``) for needed servers, and up to ``_FOR_COPIES`` seconds for the
+    others. ``deadline``: seconds that later replies may take. ``wire_rows``: dtype to which servers round
+    floating-point rows for sending.
 
     Raises ``ServiceError`` with one line for each needed server that does not answer, and for each server that has
     other parts or another partition than expected.
@@ -193,8 +197,9 @@ def connect_cluster(
 def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, until: float) -> list[str]:
     """Send HELLO to all servers and wait for the replies, at most until ``time.monotonic()`` is ``until``.
 
-    Returns an error message for each server that has other parts or another partition than expected, or that is needed
-    and does not answer. ``own``: parts of this node.
+    Returns an error message for each server that has other parts or another partition than expected, and for each
+    needed server that does not answer. A server is needed if one of its parts is neither in ``own``, the parts of this
+    node, nor on a server that has answered.
     """
     enough_at = time.monotonic() + _FOR_COPIES
     hellos = {client: client.submit_hello() for client in clients}

@@ -110,8 +110,8 @@ class _Connection:
 class NetworkThread(threading.Thread):
     """The thread that owns all sockets of a graph server. Runs until ``stop()``.
 
-    Puts received requests into the queue ``short``. Each second, sends a keep-alive to every connection with requests
-    or unacknowledged batches in ``scheduler``. Closes a connection that sends an invalid message.
+    ``short`` and ``scheduler``: the queues of received requests. Each second, sends a keep-alive to every connection
+    with requests or unacknowledged batches in ``scheduler``. Closes a connection that sends an invalid message.
     """
 
     def __init__(
@@ -474,7 +474,10 @@ class NetworkThread(threading.Thread):
 
 
 class _Freed:
-    """Attached to a request: appends its host and size to ``to`` when the request is no longer referenced."""
+    """An object attached to a request.
+
+    When the request is no longer referenced, the object appends the request's host and size to ``to``.
+    """
 
     def __init__(self, to: deque[tuple[_Host, int]], host: _Host, size: int):
         self._to, self._freed = to, (host, size)

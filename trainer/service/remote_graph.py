@@ -129,9 +129,9 @@ class _PendingReply(Protocol[T_co]):
 class Gateway:
     """Access to the whole graph through graph servers, for a process without parts. Thread-safe.
 
-    Requests go to the first server, the home server, or to the next ones while it is unreachable. All methods raise
-    ``ServiceError`` with the servers' names if all servers are unreachable for ``server_wait`` seconds, or a reachable
-    server does not reply within ``deadline + server_wait`` seconds.
+    Requests go to the home server, which is the first of ``places``. While it is unreachable, they go to the next
+    server. All methods raise ``ServiceError`` with the servers' names if all servers are unreachable for
+    ``server_wait`` seconds, or a reachable server does not reply within ``deadline + server_wait`` seconds.
     """
 
     def __init__(
@@ -269,7 +269,8 @@ class Gateway:
     ) -> T:  # fmt: skip
         """Send a request to the first reachable server, or to the next one if it is lost, and return the reply.
 
-        With ``known``, checks at the first use of a server that it has the same partition.
+        ``patience``: seconds to wait for a reachable server (default: ``server_wait``). With ``known``, checks at the
+        first use of a server that it has the same partition.
         """
         patience = self.server_wait if patience is None else patience
         until, lost = time.monotonic() + patience, False

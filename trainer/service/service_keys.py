@@ -1,8 +1,8 @@
 """Keys of an encrypted graph service: mutual TLS 1.3 with pinned certificates, without a certificate authority.
 
-A key file (mode 0600) contains a self-signed certificate and its private key. The servers and ranks of a run share one.
-A server also admits the certificates in ``clients/*.key`` in the folder of its key file, one per line in base64 (DER):
-those of runs and notebooks that are attached to a serving cluster.
+A key file (mode 0600) contains a self-signed certificate and its private key. The servers and ranks of a run share one
+key file. A server also admits the certificates in ``clients/*.key`` in the folder of its key file, one per line in
+base64 (DER): those of runs and notebooks that are attached to a serving cluster.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class ServiceKeys:
     guests: Path | None = field(default=None, compare=False)  #: folder of further certificates that a server admits
 
     def client_context(self) -> ssl.SSLContext:
-        """Return a TLS context that accepts only servers with the certificate ``server`` or, if empty, ``public``.
+        """Return a TLS context that accepts only servers with one certificate.
 
-        Raises ``ssl.SSLError``.
+        This is ``server`` or, if ``server`` is empty, ``public``. Raises ``ssl.SSLError``.
         """
         return _context(ssl.PROTOCOL_TLS_CLIENT, self, [self.server or self.public])
 
@@ -92,7 +92,7 @@ class Admission:
     def context(self) -> ssl.SSLContext:
         """Return the TLS context for the next connection.
 
-        Reads the folder ``clients`` again if the last time was ``_REREAD`` seconds ago or earlier.
+        Reads the folder ``clients`` again if it was last read at least ``_REREAD`` seconds ago.
         """
         if time.monotonic() - self._read_at >= _REREAD:
             admitted = frozenset({self._keys.public, *_guest_certificates(self._keys.guests)})
@@ -135,7 +135,8 @@ def _is_certificate(text: str) -> bool:
 def admit_guest(key_file: str | Path, name: str, public: str) -> Path:
     """Make servers that use ``key_file`` admit the certificate ``public`` within a second.
 
-    Returns the new file ``clients/<name>.key`` beside ``key_file``. Deleting it revokes the admission.
+    ``public``: in base64 (DER). Returns the new file ``clients/<name>.key`` beside ``key_file``. Deleting it revokes
+    the admission.
     """
     path = Path(key_file).parent / _GUESTS / f"{name}.key"
     path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -2,7 +2,7 @@
 
 Each side begins with a greeting: ``GNFS`` · version u16 · flags u16 (1: TLS follows). A message is sent as the number
 of its parts (buffers of bytes) u32, the size of each part u64, and the parts, all little-endian. A message without
-parts is a ping: a server sends one as soon as it admits a connection, and one in reply to each ping.
+parts is a ping: a server sends a ping as soon as it admits a connection, and in reply to each ping.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Received:
 class MessageReader:
     """Splits the bytes received on a connection into messages.
 
-    Of a message of more than ``limit`` bytes, only the first part is kept, if it has at most 64 KiB. ``allocate``
-    returns memory for all parts except the first, uint8 [size].
+    If a message has more than ``limit`` bytes, only its first part is kept, and only if the part has at most 64 KiB.
+    ``allocate`` returns memory, uint8 [size], for each part except the first.
     """
 
     def __init__(

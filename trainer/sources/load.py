@@ -99,7 +99,8 @@ def _options(name: str, options: Mapping[str, Any] | None) -> Options:
 def _place(path: Path, source: str | None) -> str:
     """Return a source file's path for the fingerprint.
 
-    It is relative to the folder ``source`` if the file is in it. If ``source`` is a file, it is the file's name.
+    The path of a file in the folder ``source`` is relative to the folder. If ``source`` is a file, only its name is
+    returned.
     """
     folder = Path(str(source)).expanduser()
     inside = folder.is_dir() and path.is_relative_to(folder)

@@ -44,14 +44,17 @@ def read_pt(path: Path) -> RawGraph:
 def _unsafe_class(error: BaseException) -> str:
     """Describe the class or function that ``torch.load(weights_only=True)`` refused to load.
 
-    If torch's message names none, returns the first line of the message.
+    If torch's message names no class or function, returns the first line of the message.
     """
     named = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
     return f"it holds {named[1]}, which is neither a tensor nor a graph" if named else first_line(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the first with ``Unsupported`` if any; at most 200 characters."""
+    """Return the first line with ``Unsupported`` of an error's message, or else the first line.
+
+    Only the first 200 characters of the line are returned.
+    """
     lines = [line for line in str(error).splitlines() if "Unsupported" in line] or str(error).splitlines()
     return lines[0].strip()[:200] if lines else type(error).__name__
 
@@ -145,7 +148,10 @@ def _typed_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
 
 
 def _raw_arrays(values: Mapping[str, Any], place: str) -> tuple[dict[str, RawArray], list[str]]:
-    """Return the tensors and arrays by name, and a note on each tensor whose dtype numpy lacks, which is left out."""
+    """Return the tensors and arrays by name, and a note on each omitted tensor.
+
+    A tensor is omitted if numpy lacks its dtype.
+    """
     if "adj_t" in values and values.get("edge_index") is None:
         raise DataError(f"{place}: the graph is stored as adj_t; re-save it with edge_index (before T.ToSparseTensor)")
     import torch

@@ -348,7 +348,7 @@ class _Conversion:
 def _drawn(shares: Mapping[str, float], y: RawArray | None, count: int) -> dict[str, Array]:
     """Draw the nodes of each split at random, with a fixed seed, among the nodes with a label.
 
-    ``shares``: split -> share of these nodes.
+    ``shares``: for each split, its share of these nodes. ``y``: labels; if it is None, all ``count`` nodes are used.
     """
     nodes = np.arange(count)
     if y is not None:

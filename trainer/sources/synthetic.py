@@ -82,13 +82,16 @@ def node_times(num_nodes: int, rng: np.random.Generator) -> Array:
 def mostly_forward(earlier: Array, later: Array, rng: np.random.Generator) -> Array:
     """Return a mask of the edges to keep, bool [E]: all edges with ``earlier <= later``, and a few random others.
 
-    ``earlier`` and ``later``: times of the two ends of each edge, [E].
+    ``earlier`` [E]: time of the end that should be the earlier one. ``later`` [E]: time of the other end.
     """
     return (earlier <= later) | (rng.random(len(earlier)) < _AGAINST_TIME)
 
 
 def edge_times(one: Array, other: Array, rng: np.random.Generator) -> Array:
-    """Draw a time for each edge, int64 [E]: the later time of its ends, plus a delay for some edges."""
+    """Draw a time for each edge, int64 [E]: that of its later end, plus a delay for some edges.
+
+    ``one`` and ``other``: times of the two ends of each edge, [E].
+    """
     late = (rng.random(len(one)) < _LATE) * rng.integers(TIMES // 10, size=len(one))
     return np.maximum(one, other) + late
 
@@ -184,8 +187,8 @@ def _uniform(seed: np.uint64, counter: np.uint64) -> float:
 def _draw(drawn: Array, seed: np.uint64, homophily: float, cumulative: Array, bounds: Array, by_class: Array) -> None:
     """Draw edges and write their sources and targets to ``drawn`` [2, E].
 
-    ``by_class``: nodes sorted by class; ``cumulative``: sums of the expected degrees of these nodes; ``bounds``: values
-    of ``cumulative`` where classes begin and end.
+    ``by_class``: nodes sorted by class; ``cumulative``: running sum of the expected degrees of these nodes; ``bounds``:
+    values of ``cumulative`` where classes begin and end.
     """
     total, last = cumulative[-1], len(by_class) - 1
     for edge in range(drawn.shape[1]):

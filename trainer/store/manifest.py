@@ -96,7 +96,7 @@ class EdgeSpec:
 
 
 def endpoint_offsets(num_edges: int, num_parts: int) -> tuple[int, ...]:
-    """Return the first original edge id in each part's endpoints file, and the number of edges, [num_parts + 1].
+    """Return which original edge ids each part's endpoints file has, as offsets [num_parts + 1].
 
     Part p stores source and target of the edges offsets[p] <= original id < offsets[p + 1], even if another part owns
     the edges.

@@ -79,7 +79,7 @@ class FileNote:
     def has(self, path: Path, name: str, found: str = "") -> bool:
         """Return whether ``path`` was recorded, under ``name`` and with the text ``found``, and has not changed since.
 
-        If it returns False, ``save`` will record the file, unless the file changed in the last two seconds. Raises
+        If not, ``save`` will record the file, unless the file changed in the last two seconds. Raises
         ``PartitionError`` when the file cannot be read.
         """
         try:
@@ -155,7 +155,7 @@ class PartFiles:
         return array
 
     def ids(self, path: str, count: int, limit: int, dtype: np.dtype[Any] | None = None) -> Array:
-        """Map the ids in ``<path>.npy``, [count], of ``dtype`` (None: int32 or int64).
+        """Memory-map the ids in ``<path>.npy``: ``count`` ids of ``dtype`` (None: int32 or int64).
 
         ``check_ranges`` will check that ``0 <= id < limit``.
         """
@@ -170,7 +170,7 @@ class PartFiles:
         return array
 
     def offsets(self, path: str, rows: int, total: int) -> Array:
-        """Map the row offsets in ``<path>.npy``, int64 [rows + 1].
+        """Memory-map the row offsets in ``<path>.npy``, int64 [rows + 1].
 
         ``check_ranges`` will check that the offsets ascend from 0 to ``total``.
         """

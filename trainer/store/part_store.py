@@ -63,9 +63,9 @@ class Part:
 
 @dataclass(frozen=True)
 class EndpointTable:
-    """Key in ``PartStore.books`` of an endpoint book: it maps original edge ids to parts.
+    """Key in ``PartStore.books`` of the book that maps original edge ids to parts.
 
-    The part of an edge is the one that stores its source and target.
+    An edge id is mapped to the part that stores the edge's source and target.
     """
 
     edge_type: EdgeType

@@ -59,7 +59,7 @@ def touch_rows(wanted: Sequence[tuple[Array, Array]]) -> None:
 
 
 def touch_neighbours(indptr: Ids, of_edges: Sequence[Array], rows: Array) -> None:
-    """Read the pages with the offsets and edges of ``rows`` in a CSC, and return when they are in memory.
+    """Read the pages with the offsets ``indptr`` and the edges of ``rows`` in a CSC. Return when they are in memory.
 
     ``of_edges``: memory-mapped arrays [e], one value per edge. Rows whose edges take more than ``_MOST_PAGES`` pages
     are skipped.

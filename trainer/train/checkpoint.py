@@ -156,7 +156,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 def save_content(folder: Path, position: Position, content: Mapping[str, Any], best: int | None = None) -> Path:
     """Write ``content``, anything that ``torch.save`` accepts, to a checkpoint file, and return the file's path.
 
-    Then makes ``last.pt`` refer to the file and deletes old files, but not the one of epoch ``best``.
+    Then makes ``last.pt`` refer to the file, and deletes old files. The file of epoch ``best`` is kept. ``position``:
+    epochs and steps done, which the file name states.
     """
     path = folder / file_name(position)
     try:
@@ -297,8 +298,8 @@ def _point_to(link: Path, target: Path) -> None:
 def _prune(folder: Path, newest: Position, best: int | None) -> None:
     """Delete old checkpoint files after the checkpoint at ``newest`` was written.
 
-    Keeps the ``KEPT`` newest files of whole epochs, the file of epoch ``best`` and, of the files within the current
-    epoch, the ``KEPT`` newest.
+    Keeps the ``KEPT`` newest files of whole epochs, the ``KEPT`` newest files within the current epoch, and the file of
+    epoch ``best``.
     """
     known = sorted(position for position, _ in files_of(folder) if position <= newest)
     epochs = [position for position in known if position[1] == 0]

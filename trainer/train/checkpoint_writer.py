@@ -27,8 +27,8 @@ _EVERY_BEFORE_END = 0.25  # the same, if SIGTERM asks for a checkpoint, as littl
 class CheckpointRequest:
     """A request of the launcher to save a checkpoint now: the file ``control/checkpoint`` in a node's run folder.
 
-    The file is deleted when a checkpoint that was begun after the request is on the disk. After ``save_on_term``
-    SIGTERM is such a request, too, and the last one: the process ends after the checkpoint.
+    The file is deleted when a checkpoint that was begun after the request is on the disk. After a call of
+    ``save_on_term``, SIGTERM counts as a request too. The process then ends after the checkpoint.
     """
 
     def __init__(self, run_dir: Path):
@@ -53,8 +53,8 @@ class CheckpointRequest:
 class CheckpointSchedule:
     """Decides after which steps all ranks save a checkpoint: about every ``interval`` seconds by rank 0's clock.
 
-    If saving is slow, the interval grows, so that saving takes at most ``SHARE`` of the time. A pending ``request`` is
-    due at rank 0's next broadcast.
+    If saving is slow, the interval grows, so that saving takes at most ``SHARE`` of the time. If a ``request`` is
+    pending, a checkpoint is due at rank 0's next broadcast.
 
     Args:
         interval: Seconds between checkpoints; 0: never.

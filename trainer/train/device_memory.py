@@ -49,9 +49,9 @@ def _lowered(settings: TrainSettings) -> list[str]:
 
 
 def memory_fields(device: torch.device) -> dict[str, Any]:
-    """Return {"device": its memory in bytes} for a ``step`` line of the metrics log; {} on the CPU.
+    """Return field ``device`` of a ``step`` line of the metrics log: the device's used memory. {} on the CPU.
 
-    The numbers are those of torch's allocator, which the host knows without waiting for the device.
+    The numbers, in bytes, are those of torch's allocator, which the host knows without waiting for the device.
     """
     if device.type != "cuda":
         return {}

@@ -41,8 +41,8 @@ def choose_sampling(
     Copies the topology to the device or to pinned memory, and rows of features to pinned memory as far as they fit. The
     first batch is made by device and CPU, and compared.
 
-    With ``auto``, the CPU makes the batches if ``device`` cannot make them, or makes a different first batch. With
-    ``cuda``, the first case raises ``SettingsError`` and the second ``TrainingError``.
+    If ``device`` cannot make batches, ``cuda`` raises ``SettingsError``. If ``device`` makes a different first batch,
+    ``cuda`` raises ``TrainingError``. In both cases, ``auto`` lets the CPU make the batches.
     """
     if wanted == "cpu" or (wanted == "auto" and device.type != "cuda"):
         return SamplingChoice(False, "")

@@ -114,7 +114,7 @@ class EpochSums:
 
 @contextmanager
 def closed_after(batches: Iterator[AnyBatch]) -> Iterator[Iterator[AnyBatch]]:
-    """Close the iterator of an epoch's batches at the end of the block, so that its threads stop."""
+    """Close the iterator of an epoch's batches at the end of the ``with`` block, so that its threads stop."""
     try:
         yield batches
     finally:

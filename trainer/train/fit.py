@@ -335,7 +335,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 def traffic_text(cost: Cost, epochs: int, rank: int, prediction: Prediction | None) -> Iterator[str]:
     """Yield lines of text about the rows that a rank got from other hosts, if any.
 
-    ``cost``: sum over ``epochs`` epochs.
+    ``cost``: sum over ``epochs`` epochs. ``prediction``: traffic predicted for one epoch, or None.
     """
     if epochs == 0 or cost.remote_rows == 0:
         return

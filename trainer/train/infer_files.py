@@ -44,8 +44,9 @@ class Column:
 def write_array(out: Path, graph: Graph, of: NodeType, rows: LayerRows, array: OutputArray, group: RankGroup) -> None:
     """Write this rank's rows to ``out/part<p>/<array>.npy``. Collective.
 
-    Also writes ``orig_id.npy`` and ``id.npy`` with the ids of the part's nodes. Raises ``SettingsError`` if ranks with
-    nodes of the same part do not see the same folder ``out``.
+    ``array``: name and dtype of the file, and how values are computed from ``rows``. Also writes ``orig_id.npy`` and
+    ``id.npy`` with the ids of the part's nodes. Raises ``SettingsError`` if ranks with nodes of the same part do not
+    see the same folder ``out``.
     """
     offsets = graph.manifest.nodes[of].offsets
     own = rows.shares.own(group.rank)
@@ -93,7 +94,7 @@ def _shared_file(out: Path, piece: NodeRange, array: OutputArray) -> np.memmap[A
 
 
 def own_parts(out: Path, graph: Graph, of: NodeType, rows: LayerRows, group: RankGroup) -> Iterator[Path]:
-    """Yield the folders of the parts whose first node this rank has. Each part is yielded on one rank only."""
+    """Yield the folder of each part whose first node this rank has. So only one rank yields a part."""
     offsets = graph.manifest.nodes[of].offsets
     for piece in rows.shares.own(group.rank):
         if piece.first == offsets[piece.part_id]:
@@ -153,7 +154,9 @@ def _convert(path: Path, target: Path, columns: Sequence[Column]) -> None:
 
 
 def writes_parquet(wanted: bool | None) -> bool:
-    """Return whether to write Parquet files: ``wanted``, or if it is None whether DuckDB is installed.
+    """Return whether to write Parquet files.
+
+    This is ``wanted`` or, if ``wanted`` is None, whether DuckDB is installed.
 
     Raises ``SettingsError`` if ``wanted`` is True and DuckDB is not installed.
     """

@@ -30,7 +30,10 @@ _TOP_K = 10
 
 
 def number_of_targets(graph: Graph, links: LinkEmbeddings, wanted: int | None) -> int:
-    """Return how many targets to list per source: ``wanted`` if given, else ``_TOP_K``, or 0 for too many pairs."""
+    """Return how many targets to list per source: ``wanted``, or by default ``_TOP_K``.
+
+    The default is 0 if there are too many pairs. The result never exceeds the number of targets.
+    """
     source, target = (graph.manifest.nodes[of].num_nodes for of in links.edge_type[::2])
     count = (_TOP_K if source * target <= MOST_PAIRS else 0) if wanted is None else wanted
     return min(count, target)

@@ -79,7 +79,7 @@ def open_job_graph(job: TrainJob | InferJob, ranks: Ranks, damage: PartitionErro
 
 
 def check_same_partition(graph: Graph, group: RankGroup) -> None:
-    """Check that all ranks, or the servers they are clients of, have the same manifest. Collective.
+    """Check that all ranks have the same manifest. A client has the manifest of its servers. Collective.
 
     Raises ``PartitionError`` with the ranks whose manifest differs from rank 0's.
     """

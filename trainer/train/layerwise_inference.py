@@ -48,7 +48,7 @@ class NodeRange:
 class NodeShares:
     """Assignment of the nodes of one type to ranks.
 
-    The nodes of a part are divided evenly among the ranks on its hosts.
+    The nodes of a part are divided evenly among the ranks on the hosts of the part.
     """
 
     def __init__(self, offsets: Sequence[int], layout: RankLayout):
@@ -120,7 +120,7 @@ class LayerStack(Protocol):
         """Whether layers need the in-degrees of the whole graph."""
 
     def begin(self, batch: HeteroBatch) -> TypeRows:
-        """Compute the input of the first layer, [n, f] for each of its source types, from features and ids."""
+        """Compute the input of the first layer from features and ids: [n, f] for each of the layer's source types."""
 
     def layer(
         self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int], degree: Tensor | None
@@ -209,7 +209,7 @@ class WholeGraph:
         graph: An opened graph.
         layout: The ranks of each part: ``graph.layout``.
         group: The ranks that call ``run`` together.
-        scratch: Folder for the rows of layers, which takes 4 bytes · own nodes · width for each of two layers.
+        scratch: Folder for the rows of two layers at a time. Each layer takes 4 bytes · own nodes · width.
         nodes_at_once: Number of nodes computed at a time; bounds memory.
         weight: Edge attribute; edges of weight 0 are left out, as in weighted sampling.
         edge_attr: Edge attribute that the layers read as features of edges.
@@ -327,7 +327,7 @@ class WholeGraph:
     def _degrees(self, piece: NodeRange, of: NodeType, ending: list[EdgeType]) -> Ids:
         """Return the in-degree of each node of ``piece``, to limit the size of chunks.
 
-        Counts only edges of the types ``ending`` if this process has opened the part, else all edges.
+        If this process has opened the part, counts only edges of the types ``ending``, else all edges.
         """
         part = self.graph.store.parts.get(piece.part_id)
         degrees = np.zeros(piece.last - piece.first, np.int64)

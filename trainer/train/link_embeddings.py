@@ -54,7 +54,7 @@ class LinkEmbeddings:
     def metrics(self, settings: TrainSettings, task: Task, layout: RankLayout) -> dict[str, dict[str, float]]:
         """Return the metrics on each split of held-out links, with the same negatives as evaluations in training.
 
-        An embedding is computed from all edges of the graph, also with ``time_attr``.
+        Embeddings are computed from all edges of the graph, even if ``settings`` has a ``time_attr``.
         """
         (source, _, target), store = self.edge_type, self.graph.store
         timeless = replace(settings, time_attr=None)
@@ -78,8 +78,8 @@ class LinkEmbeddings:
     def best_targets(self, count: int) -> tuple[Array, Array]:
         """Return the ``count`` targets with the highest scores, best first, of each source that this rank owns.
 
-        Returns the original ids of the targets, int64 [own sources, count], -1 where there are fewer targets, and their
-        scores, float32. Edges of the graph, and pairs of a node with itself, are left out.
+        Returns the original ids of the targets, int64 [own sources, count], and their scores, float32. The id is -1
+        where a source has fewer targets. Edges of the graph, and pairs of a node with itself, are left out.
         """
         own = torch.from_numpy(np.asarray(self.source.values))
         best = torch.full((len(own), count), -torch.inf)
@@ -101,7 +101,7 @@ class LinkEmbeddings:
         return self._original(ids.numpy()), best.numpy()
 
     def _linked(self, targets: Ids) -> tuple[Ids, Ids]:
-        """Return the edges from own sources to ``targets``, as positions of sources (ascending) and of targets.
+        """Return the edges from this rank's sources to ``targets``: positions of sources (ascending), and of targets.
 
         If source and target have the same type, pairs of a node with itself are included.
         """

@@ -41,6 +41,7 @@ def link_loaders(
     """Return a loader of links for each of ``splits``: all edges for ``train``, else the split's held-out links.
 
     With ``time_attr``, an attribute of the links' edge type, neighbours later than a link are not sampled for it.
+    ``want_degree``: whether batches contain the in-degrees of nodes.
 
     Raises ``SettingsError`` for disjoint sampling without times, and for a time attribute that the links do not have.
     Raises ``DataError`` if there are no edges of the type, or the held-out links are of another type or have no such

@@ -98,7 +98,7 @@ MetricsLine = Mapping[str, Any]
 
 
 class TensorBoard:
-    """Writes the scalars of a rank into ``tensorboard/rank<r>/``. Rank 0 also writes the run's into ``all/``.
+    """Writes the scalars of a rank into ``tensorboard/rank<r>/``. Rank 0 also writes those of the run into ``all/``.
 
     A tag is the path of a value in its metrics line, such as ``epoch/spent/sample``. The step of ``epoch/`` and
     ``eval/`` tags is the epoch; other steps count over all epochs. Raises ``SettingsError`` if the package tensorboard

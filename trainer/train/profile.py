@@ -260,7 +260,7 @@ def _behind(record: RunTimes) -> Any:
     """Return a table of means per batch, with one row per rank.
 
     The columns are: milliseconds of a sampler thread, by kind of work; number of gathered rows, and the shares of
-    remote, cached and held ones; MB received.
+    remote, cached and held rows; MB received.
     """
     heads = ("rank", *LOADING, "rows", "remote", "cached", "held", "MB", "MB predicted")
     table = _table("per batch: milliseconds of a sampler thread, rows, MB received", heads)

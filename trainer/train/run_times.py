@@ -88,9 +88,9 @@ class RankTimes:
         return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
 
     def part(self, rows: str, of: str) -> float | None:
-        """Return the ratio of two counts in ``TRAFFIC``, such as ``cached_rows`` / ``remote_rows``.
+        """Return count ``rows`` / count ``of``, such as ``cached_rows`` / ``remote_rows``. Both are in ``TRAFFIC``.
 
-        None if the count ``of`` is 0.
+        Returns None if the count ``of`` is 0.
         """
         return self.traffic[rows] / self.traffic[of] if self.traffic[of] else None
 

@@ -65,8 +65,8 @@ class _Rows:
     def load(self, state: Mapping[str, Any] | None, groups: list[dict[str, Any]]) -> None:
         """Restore the rows, and the state and options of their optimizer. Collective.
 
-        state: result of ``gather`` on rank 0, None on other ranks. groups: the result's ``optimizer_groups``, on all
-        ranks.
+        state: result of ``gather`` on rank 0, None on other ranks. groups: ``optimizer_groups`` in that result, given
+        on all ranks.
         """
         load_embedding_state(self.embedding, state, self.optimizer)
         if self.optimizer is not None:
@@ -88,7 +88,7 @@ class ScriptCheckpoints:
     ``ShardedEmbedding``, at most two ranks save, and all ranks take part.
 
     Args:
-        objects: Objects to save, by name. Of a ``DistributedDataParallel``, the wrapped model is saved. The optimizer
+        objects: Objects to save, by name. For a ``DistributedDataParallel``, the model in it is saved. The optimizer
             of a ``ShardedEmbedding`` is saved together with its rows.
         run_dir: Run folder of the node.
         ranks: Rank of this process.
@@ -155,7 +155,10 @@ class ScriptCheckpoints:
             self._save((epoch - 1, step + 1))
 
     def _due(self) -> bool:
-        """Whether the interval since the last checkpoint is over, or the launcher asks for one (seen in a second)."""
+        """Return whether the interval since the last checkpoint is over, or the launcher requests a checkpoint.
+
+        A request is noticed after at most a second.
+        """
         now = self._clock()
         if now - self._since >= self._interval:
             return True
@@ -224,7 +227,7 @@ def _without_ddp(one: Stateful) -> Stateful:
 
 
 def _rows_of(objects: Mapping[str, Any]) -> tuple[dict[str, _Rows], dict[str, Stateful]]:
-    """Split ``objects`` into sharded embeddings, each with its optimizer if included, and all other objects.
+    """Split ``objects`` into sharded embeddings and other objects. An embedding's optimizer stays with it.
 
     Raises ``SettingsError`` if the optimizer of an embedding also updates other parameters.
     """

@@ -37,7 +37,8 @@ class BatchWait(NamedTuple):  # made in each step: a NamedTuple takes a quarter 
     def parts(self) -> tuple[float, float, float]:
         """The seconds of the wait, divided among sampling, remote requests and gathering.
 
-        They are divided in proportion to the sampler threads' work; if it is unknown, all count as sampling.
+        The seconds are divided in proportion to the sampler threads' work. If the work is unknown, all count as
+        sampling.
         """
         work = _work(self.cost) if self.cost is not None else (0.0, 0.0, 0.0)
         whole = sum(work)

@@ -98,7 +98,10 @@ class _Partition:
         return name == "graph" or (folder / f"{name}.pt").exists()
 
     def _of(self, part_id: int, file: str, of: NodeType | EdgeType) -> tuple[Mapping[str, Any], str]:
-        """Return the tensors of one type in a file of a part (empty if there are none), and a place for messages."""
+        """Return the tensors of type ``of`` in a file of a part, and a text for messages that names the file and type.
+
+        ``file``: name without ``.pt``. The mapping is empty if the part has no such tensors.
+        """
         content: Any = self._parts[part_id].get(file, {})
         place = f"{self.folder}/part_{part_id}/{file}.pt"
         if not self.hetero:

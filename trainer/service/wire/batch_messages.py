@@ -293,8 +293,8 @@ def batch_reply(request: Message, sampled: SampledBatch, form_of: FormOf = lambd
 def read_batch(reply: Message, work: BatchWork) -> SampledBatch:
     """Decode the batch that a server made for ``work``.
 
-    Its ``cost`` counts the bytes of the reply, and all rows as remote. Raises ``WireError`` if the reply does not fit
-    ``work``.
+    The batch's ``cost`` counts the bytes of the reply, and counts all rows as remote. Raises ``WireError`` if the reply
+    does not fit ``work``.
     """
     reader = _RecordReader(reply)
     num_hops, induced, count = reader.number(), bool(reader.number()), reader.count()

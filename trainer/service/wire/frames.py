@@ -264,7 +264,7 @@ def _read_descriptor(head: bytes, position: int, max_array: int) -> _ArrayHeader
 def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
     """Return the size of an array in bytes. Raises ``WireError`` if it exceeds ``limit``.
 
-    If a dimension is 0, the size that the array would have without it must not exceed ``limit`` either.
+    If dimensions are 0, the size of the array without these dimensions must not exceed ``limit`` either.
     """
     size = math.prod(shape) * dtype.itemsize
     if size > limit or (not size and math.prod(filter(None, shape)) * dtype.itemsize > limit):

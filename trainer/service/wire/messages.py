@@ -56,7 +56,9 @@ def form_of(flags: Flag) -> WireRows:
 
 
 def rounded(name: str, rows: Array, form: WireRows) -> tuple[int, list[Array]]:
-    """Round an attribute's rows to ``form``. Returns the mark and the arrays to send.
+    """Round an attribute's rows to ``form``. Returns the mark of the rows, and the arrays to send.
+
+    The mark is a byte that states the original dtype, and whether and how the rows were rounded.
 
     Raises ``DataError`` for rows that ``form`` cannot represent.
     """
@@ -70,9 +72,9 @@ def rounded(name: str, rows: Array, form: WireRows) -> tuple[int, list[Array]]:
 
 
 def restored(mark: int, arrays: Iterator[Array]) -> Array:
-    """Undo ``rounded``: read one or two arrays from ``arrays``, and return the rows.
+    """Return an attribute's rows, given their mark and the arrays that ``rounded`` made.
 
-    Raises ``WireError`` for invalid marks or arrays.
+    Takes one or two arrays from ``arrays``. Raises ``WireError`` for invalid marks or arrays.
     """
     if not 0 <= mark < len(_MARKS):
         raise WireError(f"rows have the unknown mark {mark}; marks go from 0 to {len(_MARKS) - 1}")
@@ -191,7 +193,10 @@ def read_gather_request(message: Message) -> list[RowRequest]:
 def rows_reply(
     message: Message, requests: Sequence[RowRequest], rows: Sequence[Mapping[str, Array]], form_of: FormOf
 ) -> Message:  # fmt: skip
-    """Encode the reply to a request for attributes. Its records are the marks of the arrays, if any is rounded.
+    """Encode the reply to a request for attributes.
+
+    If any array is rounded, the records of the reply are the marks of all arrays. A mark states how its array was
+    rounded.
 
     Raises ``DataError`` for rows that cannot be rounded to the requested form.
     """

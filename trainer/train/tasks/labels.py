@@ -19,7 +19,10 @@ from trainer.store.manifest import Manifest
 
 
 def numbers(y: Tensor, classes: bool = False) -> Tensor:
-    """Return ``y`` [n] or [n, D] as float64 [n, D]. If ``classes``, negative values, which mean missing, become NaN."""
+    """Return ``y`` [n] or [n, D] as float64 [n, D].
+
+    If ``classes``, a negative value means a missing label, and becomes NaN.
+    """
     values = y.double().reshape(len(y), -1)
     return torch.where(values < 0, torch.nan, values) if classes else values
 

@@ -18,7 +18,7 @@ HITS = (1, 10, 50)  #: k of the reported Hits@k
 
 @dataclass(frozen=True)
 class LinkPrediction:
-    """Softmax cross entropy of each link's target among the negatives of its step; MRR, Hits@k and AUC.
+    """Loss: softmax cross entropy of each link's target among the step's negatives. Metrics: MRR, Hits@k and AUC.
 
     ``out``: scores from ``LinkModel``, [num_seeds, 1 + m]: column 0 has the scores of the links, the others have those
     of m shared negatives. A negative that equals the target of a link is left out for that link.

@@ -16,7 +16,7 @@ from trainer.train.tasks.task import Kind, Labelled, Metric
 
 @dataclass(frozen=True)
 class MultiLabel:
-    """Binary cross entropy, micro-averaged F1, and the share of correct labels.
+    """Loss: binary cross entropy. Metrics: micro-averaged F1, and the share of correct labels.
 
     ``out``: logits [num_seeds, outputs]; a label is predicted if its logit is above 0. ``batch.y``: 0 or 1 [num_seeds,
     outputs]; missing labels are left out. The loss of a seed is the mean over its known labels.

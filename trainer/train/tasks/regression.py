@@ -25,7 +25,7 @@ def _column_tensor(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Regression:
-    """Mean squared error of standardised targets; mean absolute error and root mean squared error in units of ``y``.
+    """Loss: mean squared error of standardised targets. Metrics: MAE and RMSE in units of ``y``.
 
     ``out``: [num_seeds, D], predictions of ``(y - mean) / std``. The loss of a seed is the mean over its known columns;
     missing values are left out.
@@ -59,7 +59,10 @@ class Regression:
         return torch.cat([errors.abs().sum(0), errors.square().sum(0), known.double().sum(0)])
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return MAE and RMSE over all known values and, with up to ``_COLUMNS_SHOWN`` columns, the MAE of each."""
+        """Return MAE and RMSE over all known values.
+
+        With up to ``_COLUMNS_SHOWN`` columns, also returns the MAE of each column.
+        """
         width = self.outputs
         absolute, squared, known = sums[:width], sums[width : 2 * width], sums[2 * width :]
         count = max(sum(known), 1)

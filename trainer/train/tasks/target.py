@@ -58,7 +58,8 @@ def held_out_type(graph: Graph) -> EdgeType | None:
 def _linked(graph: Graph, wanted: str | None) -> EdgeType:
     """Return the only edge type whose links can be predicted.
 
-    Raises ``SettingsError`` if ``wanted`` is given, or several types are possible.
+    Raises ``SettingsError`` if several types are possible. Also raises it if ``wanted``, a name that no edge type has,
+    is given.
     """
     manifest = graph.manifest
     names = [type_name(of) for of in manifest.edges]

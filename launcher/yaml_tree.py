@@ -300,7 +300,9 @@ def expand_nodes(tree: Tree) -> Tree:
 def check_values(values: int) -> None:
     """Raise RangeError if all nodes, each with its copy of ``defaults``, have too many values together."""
     if values > _MOST_EXPANDED:
-        raise RangeError(f"the nodes expand to more than {_MOST_EXPANDED:,} values")
+        raise RangeError(
+            f"with host ranges and `defaults` expanded, the nodes have more than {_MOST_EXPANDED:,} values"
+        )
 
 
 def _number(nodes: int) -> int:

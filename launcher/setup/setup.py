@@ -75,7 +75,7 @@ def set_up(config: ResolvedConfig, options: SetupOptions) -> int:
 
 
 def config_packages(config: ResolvedConfig, more: Sequence[str]) -> tuple[str, ...]:
-    """Return the packages that the config needs besides those of every run, and ``more``."""
+    """Return ``more`` and the packages that the config needs in addition to those of every run."""
     return (*(["tensorboard"] if config.train.tensorboard else []), *store_packages(config), *more)
 
 

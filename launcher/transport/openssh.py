@@ -139,7 +139,8 @@ class OpenSshTransport(RemoteTransport):
     def _askpass(self, folder: Path, host: SshHost) -> tuple[Mapping[str, str], Mapping[str, str]]:
         """Return the ssh options and the environment variables by which ssh gets the password or passphrase.
 
-        With neither of them, ssh does not prompt. Otherwise a script written to ``folder`` (mode 0700) answers ssh.
+        Without a password and a passphrase, the options keep ssh from prompting. Otherwise ssh asks a script that is
+        written to ``folder`` (mode 0700).
         """
         given = self.credentials
         secret, about = (given.passphrase, given.key) if given.passphrase is not None else (given.password, None)

@@ -254,9 +254,9 @@ HUGE = {  # config that would exhaust time or memory if nothing limited it → i
     DATASET + f"transport: local\nnodes: {'9' * 5000}\n": "3: nodes: there may be 4,096 nodes at most",
     DATASET + "nodes: ['n[1-4000]', 'm[1-4000]']\n": "2: nodes: there may be 4,096 nodes at most",
     DATASET + f"nodes: ['n[1-4096]']\ndefaults: {{env: {{{', '.join(f'A{i}: b' for i in range(1000))}}}}}\n":
-        "2: nodes: the nodes expand to more than 500,000 values",
+        "2: nodes: with host ranges and `defaults` expanded, the nodes have more than 500,000 values",
     DATASET + f"nodes:\n- host: n[1-4096]\n  setup: [{'x, ' * 1000}]\n":
-        "3: nodes: the nodes expand to more than 500,000 values",
+        "3: nodes: with host ranges and `defaults` expanded, the nodes have more than 500,000 values",
     DATASET + "nodes: ['n[1-99]']\ndefaults: {procs: 1000}\ntrain: {batch_size: 1000000}\n":
         "2: nodes: 99,000 training processes in total, of at most 65,536; lower procs",
     BOMB: "6: not valid YAML: the document expands to more than 500,000 values",

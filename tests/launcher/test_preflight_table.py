@@ -82,7 +82,7 @@ def test_lines_of_a_refusal_are_folded() -> None:
 
 
 def devices(config: int, *gpus: dict[str, Any], **more: Any) -> tuple[ClusterConfig, dict[int, Any]]:
-    """Return a config of one node with ``config`` devices, and probe facts with the GPUs ``gpus``."""
+    """Return a config whose node asks for ``config`` devices, and probe facts of a host that has ``gpus``."""
     node = NodeConfig(host="gpu1", user="ann", devices=tuple(range(config)))
     return cluster(1, nodes=(node,)), {0: {**with_gpus(*gpus), **more}}
 

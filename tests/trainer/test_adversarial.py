@@ -42,11 +42,10 @@ def arguments_of(data, how, load):
 
 @pytest.fixture(scope="module")
 def places():
-    """Return a function that takes the name of a graph.
+    """Return a function from the name of a graph to its data, the partition into one part, and two into four parts.
 
-    The function returns the data, the graph in one part, and a list of two graphs: both cut the data into four parts.
+    In the second of the two, two parts are empty.
     """
-    # two of the four parts of the second graph are empty
     with_wires = {}
 
     def of(name):

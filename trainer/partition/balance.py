@@ -71,7 +71,10 @@ class NodeClasses:
     most: Array  #: int64 [classes], most nodes of the class in a part
 
     def sizes(self, part: Part, num_parts: int) -> Array:
-        """Count the nodes of each class in each part, int64 [classes, num_parts]. ``part``: -1 if unassigned."""
+        """Count the nodes of each class in each part, int64 [classes, num_parts].
+
+        ``part``: the part of each node; a node that is not assigned yet has -1 and is not counted.
+        """
         placed = part >= 0
         cells = self.of[placed].astype(np.int64) * num_parts + part[placed]
         return np.bincount(cells, minlength=len(self.count) * num_parts).reshape(-1, num_parts)

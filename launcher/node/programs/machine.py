@@ -198,8 +198,9 @@ SHORT = [
 
 
 def look(listed: str) -> dict[str, Any]:
-    """Return {"devices": names, "gpus": [result of ``gpu``], "driver": version} from nvidia-smi's output
-    (``GPU_FIELDS``).
+    """Parse nvidia-smi's output for the query ``GPU_FIELDS``.
+
+    Returns {"devices": models of the GPUs, "gpus": facts of each GPU (``gpu``), "driver": version}.
     """
     rows = table(listed, 9)
     if not rows:  # an old driver that does not know all fields prints nothing

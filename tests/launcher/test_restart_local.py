@@ -160,6 +160,7 @@ def test_a_supervisor_that_was_killed_joins_at_the_next_restart(tmp_path: Path) 
     assert [(one["without"], one["nodes"]) for one in done.result["restarts"]] == [([2], [0, 1]), ([], [0, 1, 2])]
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_was_started_again_ends_with_the_run(tmp_path: Path) -> None:
     run = Counting(tmp_path)
     run.await_steps(0, 1, 2)

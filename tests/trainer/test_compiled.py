@@ -119,7 +119,7 @@ class Planted:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("writable", ["folder", "file", "file of another"])
+@pytest.mark.parametrize("writable", ["folder", "file", pytest.param("file of another", marks=pytest.mark.slow)])
 def test_kernels_that_other_users_could_write_are_not_loaded(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: str
 ) -> None:

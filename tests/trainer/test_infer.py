@@ -122,6 +122,7 @@ def test_a_temporal_model_is_refused(tmp_path: Path) -> None:
         infer(InferJob(tmp_path / "run" / "checkpoints" / "last.pt", parts, tmp_path / "out"), Ranks())
 
 
+@pytest.mark.slow
 def test_edges_of_weight_zero_are_ignored(tmp_path: Path) -> None:
     edges = [(v, (v + d) % 12) for v in range(12) for d in (1, 5)]
     weights = {"w": np.tile(np.array([1.0, 0.0]), 12)}

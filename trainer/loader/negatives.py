@@ -104,8 +104,8 @@ def draw_negatives(
 
     ``key``: random key of the batch. ``places`` [n]: places of the positives in the global batch. ``owner`` [m]: the
     index of each negative's positive; ``j`` [m]: its number among the negatives of that positive. ``positives``:
-    sources and targets of the positives, original ids. ``ends``: draw sources and targets. ``is_link``: whether pairs of nodes
-    are links of the graph. ``times`` [n]: times of the positives.
+    sources and targets of the positives, original ids. ``ends``: draw sources and targets. ``is_link``: whether pairs
+    of nodes are links of the graph. ``times`` [n]: times of the positives.
     """
     src = np.empty(len(owner), np.int64)
     dst = np.empty(len(owner), np.int64)

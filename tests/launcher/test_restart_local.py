@@ -141,6 +141,7 @@ def test_parts_of_a_lost_node_are_read_from_a_shared_folder(tmp_path: Path) -> N
     assert done.status == 0 and done.result["state"] == "done", done.output
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_was_killed_joins_at_the_next_restart(tmp_path: Path) -> None:
     run = Counting(tmp_path)
     run.await_steps(0, 1, 2)

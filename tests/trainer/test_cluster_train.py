@@ -122,6 +122,7 @@ def test_two_nodes_infer_as_one_process_does(on_two_nodes: Path, tmp_path: Path)
     assert record["metrics"]["test"] == pytest.approx(dict(alone.metrics["test"]))
 
 
+@pytest.mark.slow
 def test_a_graph_server_killed_in_mid_epoch_and_not_started_again_ends_every_rank(tmp_path: Path) -> None:
     endless = {"epochs": 100_000, "eval_every": 0, "checkpoint_every": 0}
     with two_nodes(tmp_path / "nodes") as nodes:

@@ -39,17 +39,20 @@ GRAPHS: dict[str, dict[str, Any]] = {
 TYPED_LINKS = {"task": "link", "target": "paper__cites__paper", "negatives": 16, "batch_size": 300}
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("plain", "sage", {}),
     ("plain", "sage", {"device_cache": "30%"}),
-    ("plain", "sage", {"edge_attr": "edge_weight"}),
-    ("plain", "gcn", {}),
     ("plain", "gat", {}),
     ("plain", "sage", {"task": "link", "negatives": 16, "batch_size": 1000}),
+    ("typed", "rsage", {"edge_attr": "edge_weight"}),
+]
+
+SLOW_CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("plain", "sage", {}),
+    ("plain", "sage", {"edge_attr": "edge_weight"}),
+    ("plain", "gcn", {}),
     ("plain", "rgcn", {}),
     ("plain", "sage", {"task": "regression"}),
     ("typed", "rgcn", {}),
     ("typed", "hgt", {"device_cache": "30%"}),
-    ("typed", "rsage", {"edge_attr": "edge_weight"}),
     ("typed", "rsage", TYPED_LINKS),
 ]
 
@@ -107,7 +110,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankGroup]:
     yield RankGroup(Ranks(), DEVICE)
 
 
-@pytest.mark.parametrize(("graph", "model", "more"), CASES)
+@pytest.mark.parametrize(
+    ("graph", "model", "more"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
+)
 def test_a_training_step_does_not_wait_for_the_device(
     graph: str, model: str, more: dict[str, Any], folders: dict[str, Path], tmp_path: Path, fake: RankGroup,
     monkeypatch: pytest.MonkeyPatch,

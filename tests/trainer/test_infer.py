@@ -82,6 +82,7 @@ def test_logits_equal_those_of_sampling_all_neighbours(model: str, trained: Path
     assert not list(tmp_path.glob(".layers*"))
 
 
+@pytest.mark.slow
 def test_results_on_two_ranks_differ_only_by_rounding(trained: Path, tmp_path: Path) -> None:
     # Two processes infer two models, one with all nodes of a part at once and one with 23 nodes at once.
     chosen = {"gat": 10_000, "rgcn": 23}

@@ -36,6 +36,7 @@ def stage(hosts: Stage) -> Iterator[Stage]:
     end_processes(hosts.cluster)  # a failed test must not make the next one fail
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_restarted_and_no_seed_is_lost(
     five_hosts: NetCluster, tmp_path: Path, local_runs: dict[str, Launched]
 ) -> None:

@@ -208,6 +208,7 @@ def test_two_hundred_busy_clients_that_are_killed_do_no_harm(tmp_path) -> None:
     assert honest.most_memory - before < ROOM
 
 
+@pytest.mark.slow
 def test_unread_replies_do_not_fill_the_memory(tmp_path) -> None:
     with target(tmp_path, new_keys()) as victim, Honest(victim) as honest:
         before, until = victim.process.memory_info().rss, time.monotonic() + 5

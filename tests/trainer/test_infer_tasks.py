@@ -183,6 +183,7 @@ def test_given_pairs_are_scored_in_their_order(linked: Path, tmp_path: Path) -> 
         infer(given, Ranks())
 
 
+@pytest.mark.slow
 def test_two_ranks_write_the_same_links(linked: Path, tmp_path: Path) -> None:
     checkpoint = linked / "rsage" / "checkpoints" / "last.pt"
     infer(InferJob(checkpoint, linked / "hetero", tmp_path / "one", parquet=False), Ranks())

@@ -162,6 +162,7 @@ make_partition(PartitionSpec("synthetic", sys.argv[1], options=options, num_part
 """
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_each_kill(tmp_path: Path) -> None:
     make_partition(spec(tmp_path / "whole"), say=str)
     kills = 0

@@ -136,6 +136,22 @@ def test_a_rank_busy_in_c_code_answers(run_dir: Path, start: Start) -> None:
     assert stacks.collect(str(run_dir), {0: pid})[0][0] == "<string>:3 in spin()"
 
 
+def test_a_dump_that_pauses_between_two_threads_is_read_to_its_end(run_dir: Path, start: Start) -> None:
+    code = f"""
+import signal, time
+file = open({str(run_dir / "procs" / "stacks-rank0")!r}, "a", buffering=1)
+def dump(*_):
+    file.write('Thread 0x1 (most recent call first):\\n  File "other.py", line 1 in other\\n')
+    time.sleep(0.2)
+    file.write('Current thread 0x2 (most recent call first):\\n  File "stuck.py", line 4 in load\\n')
+signal.signal(signal.SIGRTMAX - 4, dump)
+print("up", flush=True)
+while True:
+    time.sleep(60)
+"""
+    assert stacks.collect(str(run_dir), {0: start(0, *python(code))})[0][0] == AT_LOAD
+
+
 def test_a_scripts_own_signal_handlers_are_kept(run_dir: Path, start: Start) -> None:
     pid = start(0, PYTHON, str(run_dir / "files" / "stuck.py"), "usr1")
     assert stacks.collect(str(run_dir), {0: pid})[0][0] == AT_LOAD

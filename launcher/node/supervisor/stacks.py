@@ -26,7 +26,9 @@ _SAMPLE_EVERY = 0.08  # seconds between two samples
 
 _TURN = 0.03  # seconds between two checks of the stack file
 
-_QUIET = 3  # checks without growth after which a dump is complete
+_QUIET = 3  # checks without growth after which a dump that has the signalled thread is complete
+
+_LONG_QUIET = 12  # the same for a dump without it: on a busy host the process may pause between two threads
 
 _LINES = 400  # lines kept of one dump
 
@@ -94,8 +96,11 @@ class _Rank:
         size = _size(self.dump)
         self._quiet = self._quiet + 1 if size == self._size else 0
         self._size = size
-        if size > self._begin and self._quiet >= _QUIET:
-            self._waiting.pop(0).lines = _read(self.dump, self._begin)[:_LINES]
+        if size == self._begin or self._quiet < _QUIET:
+            return
+        lines = _read(self.dump, self._begin)[:_LINES]
+        if self._quiet >= _LONG_QUIET or _main_thread(lines):
+            self._waiting.pop(0).lines = lines
             self._sent = False
 
     def sample(self, now: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -58,6 +59,13 @@ class Forked:
     def kill(self) -> None:
         self._process.kill()
 
+    def abort(self, timeout: float = 10) -> None:
+        """Kill the process after it has written the stacks of its threads to its output."""
+        self.send_signal(signal.SIGABRT)
+        self._process.join(timeout)
+        self._process.kill()
+        self._process.join()
+
     def wait(self, timeout: float = 120) -> int:
         self._process.join(timeout)
         if self._process.exitcode is None:
@@ -92,6 +100,7 @@ def _forked_main(work: Callable[..., None], args: tuple[Any, ...], env: dict[str
     for stream in (1, 2):
         os.dup2(handle, stream)
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+    faulthandler.enable()
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forked import Forked
 from ports import free_port
-from train_kit import command_line, finish, rank_environment
+from train_kit import command_line, finish_all, rank_environment
 from trainer.cli import main
 from trainer.train import checkpoint_writer
 from trainer.train.checkpoint_writer import CheckpointSchedule
@@ -46,6 +46,6 @@ def killed_run(killed: TrainJob, world_size: int, every: int, last: int) -> Path
         Forked(train_until, (words, every, last, newest), rank_environment(rank, world_size, port))
         for rank in range(world_size)
     ]
-    for rank in ranks:
-        assert finish(rank).returncode == -signal.SIGKILL
+    for ended in finish_all(ranks):
+        assert ended.returncode == -signal.SIGKILL
     return newest

@@ -11,7 +11,7 @@ import pytest
 from cache_kit import hosts, loader_of, received, run_ranks
 from ports import free_port
 from test_cluster_train import start, two_nodes
-from train_kit import command_line, finish, metrics, start_script, write_parts
+from train_kit import command_line, finish_all, metrics, start_script, write_parts
 from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import HOMO_NODE
 from trainer.graph import cache_policy
@@ -252,7 +252,7 @@ def test_a_users_script_on_two_hosts(tmp_path) -> None:
         port = free_port()
         words = ["-c", OWN_SCRIPT, str(tmp_path / "nodeNODE"), str(nodes[0].cluster), str(nodes[0].key_file)]
         processes = [start_script(words, rank, 2, port) for rank in (0, 1)]
-        for ended in [finish(process) for process in processes]:
+        for ended in finish_all(processes):
             assert ended.returncode == 0, ended.output
             lines = [line.split()[1:] for line in ended.output.splitlines() if line.startswith("RESULT")]
             (_, expected0, received0, rows0), (_, expected10, received10, rows10) = lines
@@ -267,7 +267,7 @@ def test_training_reports_predicted_and_received_bytes(tmp_path) -> None:
     with two_nodes(tmp_path, **SKEWED) as nodes:
         run_dir = tmp_path / "run"
         jobs = lambda node: [command_line(node.job(run_dir, fanouts=FANOUTS, batch_size=BATCH, epochs=2))]  # noqa: E731
-        first, _ = ended = [finish(process) for process in start(nodes, jobs)]
+        first, _ = ended = finish_all(start(nodes, jobs))
         assert [one.returncode for one in ended] == [0, 0], ended
     assert "rows of other hosts cached" in first.output and "from other hosts to rank 0: " in first.output
     for rank in (0, 1):

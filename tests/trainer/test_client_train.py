@@ -11,7 +11,7 @@ import pytest
 import trainer
 from gateway_kit import HALVES, serving_parts
 from ports import free_port
-from train_kit import command_line, curve, finish, job, metrics, start_words, write_parts
+from train_kit import command_line, curve, finish_all, job, metrics, start_words, write_parts
 from trainer.core.errors import SettingsError
 from trainer.graph.environment import open_any
 from trainer.graph.seed_order import RankLayout
@@ -93,7 +93,7 @@ def test_a_node_that_is_no_client_needs_parts(servers, tmp_path):
 def in_ranks(lines: list[list[list[str]]], environments: list[dict[str, str]]) -> None:
     port, size = free_port(len(lines[0])), len(environments)
     processes = [start_words(lines[rank], rank, size, port, **environments[rank]) for rank in range(size)]
-    for ended in [finish(process) for process in processes]:
+    for ended in finish_all(processes):
         assert ended.returncode == 0, ended.output
 
 

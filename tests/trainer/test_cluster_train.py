@@ -17,7 +17,7 @@ import pytest
 
 from ports import free_port
 from service_kit import free_endpoint, new_keys, serve_process, wait_for, write_cluster
-from train_kit import command_line, curve, finish, infer_words, job, metrics, start_words, write_parts
+from train_kit import command_line, curve, finish_all, infer_words, job, metrics, start_words, write_parts
 from trainer.core.ranks import Ranks
 from trainer.core.remote_settings import RemoteAccess
 from trainer.service.service_keys import write_key_file
@@ -92,8 +92,7 @@ def on_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return [*runs, infer_words(node.infer_job(folder / "gat" / "checkpoints" / "last.pt", folder / "inferred"))]
 
     with two_nodes(folder / "nodes") as nodes:
-        for process in start(nodes, lines):
-            ended = finish(process)
+        for ended in finish_all(start(nodes, lines)):
             assert ended.returncode == 0, ended.output
     return folder
 
@@ -136,7 +135,7 @@ def test_a_graph_server_killed_in_mid_epoch_and_not_started_again_ends_every_ran
             time.sleep(0.1)
         nodes[1].server.kill()
         killed = time.monotonic()
-        asker, other = (finish(process, timeout=90) for process in processes)
+        asker, other = finish_all(processes, timeout=90)
         assert time.monotonic() - killed < 60, "the ranks waited for the deadline of 120 s, not for server_wait"
     assert asker.returncode == other.returncode == 1
     errors = [[line for line in ended.output.splitlines() if "error: " in line] for ended in (asker, other)]

@@ -19,7 +19,7 @@ from damage_kit import content_digest, damage, small_folder
 from forked import Forked
 from ports import free_port
 from service_kit import write_cluster
-from train_kit import environment, finish, job, start_rank
+from train_kit import environment, finish_all, job, start_rank
 from trainer.core.errors import PartitionError
 from trainer.core.ranks import Ranks
 from trainer.graph.environment import open_any
@@ -236,7 +236,7 @@ def test_damage_found_by_one_rank_is_reported_by_all(folder: Path, tmp_path: Pat
     flip_a_byte(damaged / NODES / "v-1.0" / "attrs" / "half.npy")
     jobs = [replace(job(parts, tmp_path), settings=TrainSettings(target="v-1.0")) for parts in (folder, damaged)]
     ranks = [start_rank([one], rank, 2, port, LOCAL_RANK="0") for rank, one in enumerate(jobs)]
-    first, second = (finish(process) for process in ranks)
+    first, second = finish_all(ranks)
     assert first.returncode == second.returncode == 1
     assert "half.npy does not have the sha256" in second.output
     assert "error: rank 1 (node0" in first.output and "half.npy does not have the sha256" in first.output

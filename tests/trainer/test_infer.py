@@ -12,7 +12,7 @@ import torch
 
 from graphs import graph
 from ports import free_port
-from train_kit import finish, infer_words, job, metrics, start_words, write_parts
+from train_kit import finish_all, infer_words, job, metrics, start_words, write_parts
 from trainer.cli import main
 from trainer.core.errors import CheckpointError
 from trainer.core.ranks import Ranks
@@ -92,8 +92,7 @@ def test_results_on_two_ranks_differ_only_by_rounding(trained: Path, tmp_path: P
         infer(InferJob(checkpoint, parts, tmp_path / f"{model}-1"), Ranks())
         runs.append(infer_words(InferJob(checkpoint, parts, tmp_path / f"{model}-2", nodes_at_once=at_once)))
     port = free_port(len(runs))
-    for process in [start_words(runs, rank, 2, port) for rank in range(2)]:
-        ended = finish(process)
+    for ended in finish_all([start_words(runs, rank, 2, port) for rank in range(2)]):
         assert ended.returncode == 0, ended.output
     for model in chosen:
         one, two = (whole_logits(tmp_path / f"{model}-{size}") for size in (1, 2))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ports import free_port
-from train_kit import finish, infer_words, job, metrics, start_words, write_parts
+from train_kit import finish_all, infer_words, job, metrics, start_words, write_parts
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.ranks import Ranks
 from trainer.core.schema import EdgeType
@@ -189,8 +189,7 @@ def test_two_ranks_write_the_same_links(linked: Path, tmp_path: Path) -> None:
     infer(InferJob(checkpoint, linked / "hetero", tmp_path / "one", parquet=False), Ranks())
     words = infer_words(InferJob(checkpoint, linked / "hetero", tmp_path / "two"))
     port = free_port()
-    for process in [start_words([words], rank, 2, port) for rank in range(2)]:
-        ended = finish(process)
+    for ended in finish_all([start_words([words], rank, 2, port) for rank in range(2)]):
         assert ended.returncode == 0, ended.output
     for role, name in (("source", "embedding"), ("target", "embedding"), ("source", "scores")):
         one, two = (arrays(tmp_path / out, role, name) for out in ("one", "two"))

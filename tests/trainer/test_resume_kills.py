@@ -24,7 +24,7 @@ from gateway_kit import HALVES, serving_parts
 from kill_kit import train_until
 from ports import free_port
 from test_script_checkpoint import SCRIPT
-from train_kit import Ended, command_line, curve, finish, job, rank_environment, start_script, write_parts
+from train_kit import Ended, command_line, curve, finish_all, job, rank_environment, start_script, write_parts
 from trainer.train.checkpoint import load_checkpoint, load_content
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -151,7 +151,7 @@ def run(stage: Stage, kill: Kill, hosts: int, folder: Path, resume: Path | None 
         env = rank_environment(rank, hosts, port, **env, GNNFLEET_PART_IDS=",".join(map(str, parts)))
         last = kill.last if die and rank == kill.victim else 0
         ranks.append(Forked(train_until, (words, kill.every, last, newest, STEPS["homogeneous"]), env))
-    return [finish(process, 300) for process in ranks]
+    return finish_all(ranks, 300)
 
 
 def losses(kind: str, folder: Path) -> dict[tuple[int, int], float]:

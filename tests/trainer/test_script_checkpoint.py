@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ports import free_port
-from train_kit import finish, run_script, start_script, write_parts
+from train_kit import finish_all, run_script, start_script, write_parts
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.nn.sharded_embedding import ShardedEmbedding
 from trainer.train.checkpoint import files_of, load_content
@@ -125,8 +125,8 @@ def test_a_killed_script_continues_at_the_step_with_the_same_losses(
 ) -> None:  # fmt: skip
     run_dir = {"GNNFLEET_RUN_DIR": str(tmp_path)}
     port, words = free_port(), [str(script), str(parts), str(tmp_path / "killed"), str(die)]
-    for rank in [start_script(words, rank, before, port, **run_dir) for rank in range(before)]:
-        assert finish(rank).returncode == -signal.SIGKILL
+    for ended in finish_all([start_script(words, rank, before, port, **run_dir) for rank in range(before)]):
+        assert ended.returncode == -signal.SIGKILL
     newest = load_content(tmp_path / "checkpoints" / "last.pt")["position"]
     assert newest > [0, 0]
     words[2:] = [str(tmp_path / "resumed"), "0"]

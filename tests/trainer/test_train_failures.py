@@ -15,7 +15,7 @@ import torch
 
 import trainer.train.job
 from ports import free_port
-from train_kit import Ended, finish, job, run_forked, start_rank, write_parts
+from train_kit import Ended, finish, finish_all, job, run_forked, start_rank, write_parts
 from trainer.cli import main
 from trainer.core.errors import PartitionError, PeerError, SettingsError, TrainerError, TrainingError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
@@ -55,7 +55,7 @@ def _trained_a_while(run_dir: Path) -> bool:
 def run_unlike(*jobs: TrainJob) -> list[Ended]:
     port = free_port()
     processes = [start_rank([item], rank, len(jobs), port) for rank, item in enumerate(jobs)]
-    return [finish(process) for process in processes]
+    return finish_all(processes)
 
 
 def test_ranks_with_different_partitions_refuse_and_name_the_host(parts: Path, tmp_path: Path) -> None:

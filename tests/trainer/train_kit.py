@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,13 +73,13 @@ def start_script(
 def run_script(words: Sequence[str], world_size: int, cwd: Path, **more_env: str) -> list[Ended]:
     port = free_port()
     ranks = [start_script(words, rank, world_size, port, cwd, **more_env) for rank in range(world_size)]
-    return [finish(process) for process in ranks]
+    return finish_all(ranks)
 
 
 def run_forked(work: Callable[..., None], args: Sequence[Any], world_size: int) -> list[Ended]:
     port = free_port()
     ranks = [Forked(work, args, rank_environment(rank, world_size, port)) for rank in range(world_size)]
-    return [finish(process) for process in ranks]
+    return finish_all(ranks)
 
 
 def rank_environment(rank: int, world_size: int, port: int, **more: str) -> dict[str, str]:
@@ -120,19 +121,28 @@ def _places(item: TrainJob | InferJob) -> list[str]:
 
 
 def finish(process: Forked, timeout: float = 120) -> Ended:
-    """Wait for a process. On timeout kill it and fail the test."""
+    """Wait for a process. On timeout kill it and fail the test with its output and stacks."""
+    return finish_all([process], timeout)[0]
+
+
+def finish_all(ranks: Sequence[Forked], timeout: float = 120) -> list[Ended]:
+    """Wait for all ranks of a job. On timeout kill those that still run and fail the test with everyone's output."""
+    deadline = time.monotonic() + timeout
     try:
-        output, _ = process.communicate(timeout=timeout)
+        for rank in ranks:
+            rank.wait(max(0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        process.kill()
-        raise AssertionError(f"did not end within {timeout} s: {process.output}") from None
-    assert process.returncode is not None
-    return Ended(process.returncode, output)
+        running = [rank for rank in ranks if rank.poll() is None]
+        for rank in running:
+            rank.abort()
+        texts = [f"process {k}, {rank.returncode}: {rank.output}" for k, rank in enumerate(ranks)]
+        raise AssertionError(f"did not end within {timeout} s:\n" + "\n".join(texts)) from None
+    return [Ended(rank.wait(), rank.output) for rank in ranks]
 
 
 def run_ranks(world_size: int, *jobs: TrainJob) -> list[Ended]:
     port = free_port(len(jobs))
-    return [finish(process) for process in [start_rank(jobs, rank, world_size, port) for rank in range(world_size)]]
+    return finish_all([start_rank(jobs, rank, world_size, port) for rank in range(world_size)])
 
 
 def metrics(run_dir: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:

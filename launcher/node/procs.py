@@ -30,6 +30,15 @@ class Process:
     zombie: bool
 
 
+def boot_id() -> str:
+    """Return an id of this machine's current boot; '' if the kernel has none (not Linux)."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
 def look(pid: int) -> Process | None:
     """Return the process with this pid; None if it does not exist, or /proc hides it (hidepid)."""
     try:

@@ -49,13 +49,6 @@ BEFORE_NODES = (
     "sync",
 )  #: stages in which no process of a run runs on its nodes
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def boot_id() -> str:
-    """Return the boot id of this machine; '' if the kernel has none (not Linux)."""
-    return (_text_of(_BOOT_ID) or "").strip()
-
 
 @dataclass(frozen=True)
 class LaunchFile:
@@ -110,7 +103,7 @@ class LaunchFile:
             user=user_name(),
             pid=os.getpid(),
             start_ticks=_start_ticks(os.getpid()),
-            boot_id=boot_id(),
+            boot_id=procs.boot_id(),
             started=now,
             stage=stage,
             since=now,
@@ -179,7 +172,7 @@ class LaunchFile:
             return None  # this machine is not in the cluster, or Slurm does not answer
 
     def _process_alive(self) -> bool | None:
-        this_boot, this_name = self.boot_id == boot_id(), self.host == socket.gethostname()
+        this_boot, this_name = self.boot_id == procs.boot_id(), self.host == socket.gethostname()
         if this_boot and procs.alive(self.pid, self.start_ticks):
             return True
         return False if this_name else None

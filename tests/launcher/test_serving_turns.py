@@ -13,9 +13,10 @@ import pytest
 from launcher.config.resolve import resolve_serving
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import FleetError
+from launcher.node import procs
 from launcher.plan.build import make_plan
 from launcher.plan.model import LaunchPlan
-from launcher.report.run_folder import boot_id, user_at_host
+from launcher.report.run_folder import user_at_host
 from launcher.serving import start_stop
 from launcher.serving.start_stop import start_lock
 from launcher.transport import open_transport
@@ -61,7 +62,7 @@ def test_the_lock_of_a_dead_launcher_on_another_machine_expires_after_90_seconds
 ) -> None:
     left = Path(f"{folders(plan)[0]}.starting")
     left.parent.mkdir(parents=True)
-    left.write_text(f"bob@desk {os.getpid()} 1 {boot_id()}")
+    left.write_text(f"bob@desk {os.getpid()} 1 {procs.boot_id()}")
     with pytest.raises(FleetError, match=r"bob@desk is starting .* \(if that command was killed: after 90 s\)"):
         with start_lock(plan, transports):
             pytest.fail("bob's lock is still valid")
@@ -76,9 +77,9 @@ def test_the_lock_of_a_dead_launcher_on_this_machine_is_ignored(
 ) -> None:
     left = Path(f"{folders(plan)[0]}.starting")
     left.parent.mkdir(parents=True)
-    left.write_text(f"{user_at_host()} {os.getpid()} 1 {boot_id()}")
+    left.write_text(f"{user_at_host()} {os.getpid()} 1 {procs.boot_id()}")
     with start_lock(plan, transports):
-        assert left.read_text() != f"{user_at_host()} {os.getpid()} 1 {boot_id()}"
+        assert left.read_text() != f"{user_at_host()} {os.getpid()} 1 {procs.boot_id()}"
 
 
 def test_a_lock_is_renewed_while_it_is_in_use(

@@ -64,7 +64,7 @@ def compared(name: str, make: Callable[[Graph], PyGLoader], *graphs: Graph) -> l
 
 
 def measured(make: Callable[[Graph], PyGLoader], graph: Graph) -> tuple[PyGLoader, int, float]:
-    """Return the loader, the peak bytes of numpy's arrays up to its first batch, and the seconds to make the loader."""
+    """Make a loader. Return the loader, peak bytes of numpy's arrays up to its first batch, and the seconds taken."""
     tracemalloc.start()
     began = time.perf_counter()
     loader = make(graph)

@@ -2,7 +2,7 @@
 
 python benchmarks/run.py scaling                 keep the global batch size; save results, then predict
 python benchmarks/bench_scaling.py --per-host    keep the batch size per host
-python benchmarks/bench_scaling.py --predict     predict again from saved results: --cores 16 --gbit 1 --efficiency 0.5
+python benchmarks/bench_scaling.py --predict     predict from saved results; --cores and --gbit describe the hosts
 GNNFLEET_DEBIAN names the folder of the Debian dependency graph (``data.dataset: file``), if available.
 """
 

@@ -216,7 +216,7 @@ def parallel_ssh() -> Path | None:
 
 
 def prepare_sessions(scene: Scene) -> None:
-    """Write a start.sh on each host that reports ready at once."""
+    """Write a start.sh on each host. The script reports ready at once."""
     for k, host in enumerate(scene.hosts):
         folder = run_dir(f"{host.home}/gnnfleet/node{k}", RUN, k)
         host.write(f"{folder}/start.sh", f"touch {folder}/state.json; sleep 60")

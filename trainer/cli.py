@@ -221,11 +221,12 @@ def train(
 def infer(**options: Any) -> None:
     """Compute a trained model's output for every node, using all neighbours.
 
-    Under torchrun, runs as one rank. Writes the predictions of each part with the ids of its nodes to
-    OUT/part<p>/predictions.csv, the model's output to logits.npy (for regression values.npy) beside it, one row per
-    node, and the metrics on each split to OUT/infer.json. For task link, writes OUT/source/part<p> and
-    OUT/target/part<p>: the embeddings of nodes as sources and as targets of links, and the targets with the highest
-    scores of each source.
+    Under torchrun, this process is one rank. For each part, writes predictions.csv (node ids and predictions) and
+    logits.npy (the model's output, one row per node; values.npy for regression) to OUT/part<p>. Writes the metrics on
+    each split to OUT/infer.json.
+
+    For task link, OUT/source/part<p> gets the embeddings of nodes as sources of links, and the targets with the highest
+    scores for each source. OUT/target/part<p> gets the embeddings of nodes as targets.
     """
     job = InferJob(**options)
     with _without_gc():

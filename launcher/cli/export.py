@@ -111,7 +111,7 @@ def _cluster(own: dict[str, Any]) -> Cluster:
 
 
 def sbatch_options(texts: Sequence[str]) -> dict[str, str]:
-    """Return options of sbatch by name, of texts as ``partition=gpu,time=2:00:00,exclusive``. Raises UsageError."""
+    """Parse texts such as ``partition=gpu,time=2:00:00,exclusive`` into sbatch options by name. Raises UsageError."""
     found: dict[str, str] = {}
     for item in filter(None, re.split(r",(?![^\[]*\])", ",".join(texts))):
         name, _, value = item.partition("=")

@@ -194,7 +194,7 @@ def plan(ctx: click.Context, **values: Any) -> None:
 def check(ctx: click.Context, **values: Any) -> None:
     """Run preflight only: connect, check every node, list problems.
 
-    The graph is not read, and of your own script only its imports.
+    It does not read the graph. Of your own script it reads only the imports.
     """
     from launcher.run.launch import run_check
 

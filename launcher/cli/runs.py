@@ -128,7 +128,8 @@ def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **
     """Show a run live until it ends, as its launcher does.
 
     RUN is a run id, a part of one, or a run folder; default: the newest run. When the run ends, it is collected and
-    reported. If following ends earlier, the run continues, unless you answer Ctrl-C with s or press it twice.
+    reported. If following ends earlier, the run continues. To stop the run, press Ctrl-C and answer s, or press Ctrl-C
+    twice.
 
     Exit status: that of the run; 0 if it is still running.
     """

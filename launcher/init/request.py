@@ -52,7 +52,10 @@ class InitRequest:
         return {name: text for name, text in given.items() if text}
 
     def with_environment(self, key: str, path: str) -> InitRequest:
-        """Return the request with ``key``, one of ``venv``, ``conda`` and ``python``, set, and the others unset."""
+        """Return the request with ``key`` set to ``path``, and the other environment keys unset.
+
+        ``key``: ``venv``, ``conda`` or ``python``.
+        """
         chosen = {"venv": None, "conda": None, "python": None, key: path}
         return replace(self, venv=chosen["venv"], conda=chosen["conda"], python=chosen["python"])
 
@@ -102,7 +105,7 @@ def existing(text: str) -> Path:
 
 
 def config_of(request: InitRequest, connect_timeout: float = 10.0) -> ResolvedConfig:
-    """Return the config to connect to the hosts. Raises ConfigError with messages that name flags instead of keys."""
+    """Return the config for connecting to the hosts. Raises ConfigError, whose messages name flags, not keys."""
     plain = {
         "nodes": list(request.hosts),
         "transport": "local" if request.local else "ssh",

@@ -21,7 +21,7 @@ def resumed_after_requeue(
     """Return the options of a launch that resumes this job's run, and a message; if not requeued, ``options`` and ''.
 
     After requeue n, the batch script launches run ``<run id>-r<n>``, which resumes the job's last run from the newest
-    checkpoint. The files of the last run are collected first, as its launcher may have been killed before it did so.
+    checkpoint. The files of the last run are collected first, unless its launcher has collected them.
     """
     count = environ.get("SLURM_RESTART_COUNT", "0")
     if not config.slurm_job or not options.run_id or not count.isdecimal() or int(count) == 0:
@@ -42,7 +42,7 @@ def resumed_after_requeue(
 
 
 def _collected(found: FoundRun) -> FoundRun:
-    """Collect the files of an earlier start of this job, if its launcher could not."""
+    """Collect the files of ``found``, an earlier run of this job, unless its launcher has collected them."""
     assert found.folder is not None
     if found.plan is None or (found.result is not None and not found.result["notes"]):
         return found

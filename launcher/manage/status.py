@@ -76,7 +76,7 @@ class Status:
 
 
 def status_now(run: OpenRun) -> Status:
-    """Return the state of the run. The nodes are queried only if the run folder here does not tell it."""
+    """Return the state of the run; queries the nodes only if the run folder on this machine does not suffice."""
     if known_without_nodes(run.found):
         return Status(run.found, from_here(run.found), {})
     views = run.views()
@@ -161,7 +161,7 @@ def _number(value: float | None, form: str) -> str:
 def _findings(status: Status) -> list[str]:
     """Return the texts of the findings of all nodes, in order of time and without duplicates.
 
-    If the run is over, two kinds are left out: findings that stopped it, and stragglers that later kept up again.
+    If ``status.views`` is empty, findings that stopped the run and stragglers that later kept up again are left out.
     """
     reports = [view.report for view in status.views.values()] or [status.found.result or {}]
     found = [finding for report in reports for finding in report.get("findings") or ()]

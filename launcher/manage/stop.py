@@ -139,7 +139,10 @@ class StopResult:
 
 
 def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> StopResult:
-    """Stop the run and print the result of each node; collect the run's files unless its launcher is alive to do so."""
+    """Stop the run, print the result of each node and collect the run's files.
+
+    If the run's launcher still runs, the launcher collects the files instead.
+    """
     if known_without_nodes(run.found):
         ended = _end_here(run.found)
         console.print(Text(ended.message), soft_wrap=True)

@@ -1,6 +1,8 @@
 """Stops a node of a run, or reports its state: ``control.py stop|status RUN_DIR``. Prints one JSON object.
 
-``stop`` asks the supervisor to end the run on this node, and ends what is left if the supervisor is dead or too slow.
+``stop`` asks the supervisor to end the run on this node. If the supervisor is dead or takes too long, ``stop`` ends the
+remaining processes itself.
+
 Exit status: 0 when no process of the run is left on this node, else 1.
 """
 

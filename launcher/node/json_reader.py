@@ -141,9 +141,9 @@ def table(kind: Validator, key: str = r"\d{1,9}") -> Validator:
 class Record:
     """A validator for JSON objects with declared fields.
 
-    need: validator of each required field. may: validator of each optional field; an invalid one is removed.
-    default: (validator, default) of each further field. A missing or invalid one gets the default; if the default is
-    callable, what it returns.
+    need: validator of each required field. may: validator of each optional field; an invalid field is removed.
+    default: (validator, default value) of each further field. A missing or invalid field gets the default value, or, if
+    that is a function, the result of a call.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ def descendants(pid: int, processes: Iterable[Process] | None = None) -> list[Pr
 def node_token(token: str, node_rank: int) -> str:
     """Return the value of GNNFLEET_TOKEN for the processes of a run on one node.
 
-    Each node has another value, because two nodes may share a machine.
+    The value differs between the nodes, because two nodes may share a host.
     """
     return f"{token}-node{node_rank}"
 

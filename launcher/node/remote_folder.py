@@ -70,7 +70,7 @@ class RemoteFolder:
             return bytes(self._fs.cat_file(self._at(path), start=start, end=end))
 
     def size(self, path: str) -> int | None:
-        """Return the size of a file in bytes; None if there is none."""
+        """Return the size of a file in bytes; None if the file does not exist."""
         try:
             with self._errors("read", path):
                 return int(self._fs.info(self._at(path))["size"])

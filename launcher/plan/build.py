@@ -159,9 +159,10 @@ def final_plan(
 
 
 def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPlan:
-    """Return ``plan``, the new plan of a serving cluster, with the present NodePlans of nodes that already run.
+    """Return ``plan``, the new plan of a serving cluster, in which nodes that already run keep their NodePlans.
 
-    ``running``: these NodePlans by node_rank. The parts, cluster.json and run.json of the nodes are those of ``plan``.
+    ``running``: the NodePlans to keep, by node_rank. Only two fields change: ``parts`` is taken from ``plan``, and
+    ``files`` has the new cluster.json and run.json.
     """
     cluster = next(file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json"))
 
@@ -286,8 +287,8 @@ def offline_plan(
     """Build a plan without connecting to a node. The plan lists the parts' files if they are up to date on this
     machine.
 
-    Arguments as in ``make_plan``. ``to_train``: whether to raise UsageError if the bundled trainer cannot train on the
-    graph, as far as its types are known.
+    Arguments as in ``make_plan``. ``to_train``: whether to raise UsageError if the bundled trainer would refuse the
+    graph (``check_trainable``).
     """
     if config.data.store is None:  # else the parts may exist there
         check_source(config)

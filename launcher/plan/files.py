@@ -38,7 +38,7 @@ def code_digest() -> str:
 
 
 def relative(path: Path) -> str:
-    """Return the path of a code file relative to gnnfleet's code folder, which is the same on all machines."""
+    """Return the path of a code file relative to gnnfleet's code folder; this path is the same on all machines."""
     return path.relative_to(CODE_ROOT).as_posix()
 
 
@@ -92,7 +92,10 @@ def _below(folder: str, file: PlannedFile) -> PlannedFile:
 
 
 def _part_files(context: PlanContext, site: Site, folder: str, files: tuple[PartFile, ...]) -> list[PlannedFile]:
-    """Return the files of a node's parts: sent from ``folder``, or fetched by the node with ``fetch.json``."""
+    """Return the files of a node's parts, which are sent from ``folder``.
+
+    With ``data.store``, the node fetches the files instead; the result then includes ``fetch.json``, which lists them.
+    """
     url = context.config.data.store
     if url is None:
         return [

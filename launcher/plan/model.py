@@ -154,7 +154,7 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class KeptServers:
-    """State that a serving cluster keeps when nodes are added or removed. Keys are node_ranks in the new plan."""
+    """What a serving cluster keeps when it gets a new plan. Keys of the mappings: node_ranks in the new plan."""
 
     version: int = 1  #: version of the new cluster.json
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

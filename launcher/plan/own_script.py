@@ -60,8 +60,8 @@ def _check_script(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -> 
         and not {script, _dest(cwd / script, cwd)} & set(files)
     ):
         raise UsageError(
-            f"your own command: there is no file `{script}` in {cwd.absolute()}, from where scripts are sent. "
-            "Change into its folder, or give an absolute path if the script is already on the nodes"
+            f"your own command: there is no file `{script}` in {cwd.absolute()}, the folder from which files are "
+            "sent. Change to the folder of the script, or give an absolute path if the script is already on the nodes"
         )
 
 
@@ -77,7 +77,7 @@ def resume_file(config: ClusterConfig, cwd: Path) -> PlannedFile | None:
     for path in (cwd / wanted, of_run):
         if path.is_file():
             return copied("resume.pt", path)
-    raise UsageError(f"train.resume: there is no file `{wanted}`, and no run of that id with a checkpoint ({of_run})")
+    raise UsageError(f"train.resume: there is no file `{wanted}`, and no run with this id has a checkpoint ({of_run})")
 
 
 def _dest(path: Path, cwd: Path) -> str:
@@ -98,7 +98,8 @@ def _add(files: dict[str, Path], dest: str, path: Path) -> None:
     other = files.setdefault(dest, path)
     if not other.samefile(path):
         raise UsageError(
-            f"{other} and {path} would both be `{dest}` on the nodes; rename one, or launch from a folder above both"
+            f"{other} and {path} would both be `{dest}` on the nodes; rename one of them, or launch from a parent "
+            "folder of both"
         )
 
 

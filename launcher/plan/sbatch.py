@@ -59,7 +59,7 @@ def warning_seconds(options: Mapping[str, str]) -> int:
 
 
 def _seconds(text: str) -> int | None:
-    """Return a time limit in seconds; None unless it is as ``90`` (minutes), ``90:30``, ``1:30:00``, ``1-12:00:00``."""
+    """Convert a time limit such as ``90`` (minutes), ``90:30`` or ``1-12:00:00`` to seconds; None if it is invalid."""
     match = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,6})(?::(\d{1,6}))?(?::(\d{1,6}))?", text)
     if match is None:
         return None
@@ -78,7 +78,7 @@ def _checked(options: Mapping[str, str]) -> dict[str, str]:
     for name, text in options.items():
         plain = name.replace("_", "-")
         if not _NAME.fullmatch(plain) or "\n" in text:
-            raise UsageError(f"slurm: `{name}` is not a long option of sbatch, as partition, time or gpus-per-node")
+            raise UsageError(f"slurm: `{name}` is not a long option of sbatch, such as partition or gpus-per-node")
         if plain in _OURS[1:]:
             raise UsageError(f"slurm: {plain} is set by gnnfleet for its job; leave it out")
         if plain != "nodes":

@@ -22,10 +22,10 @@ _HETERO = {"synthetic-hetero": True, "synthetic": False, "ogbn-mag": True}  #: d
 def check_trainable(config: ClusterConfig, parts: PartitionFiles | None) -> None:
     """Raise UsageError if the bundled trainer would refuse the graph.
 
-    It refuses a graph of a kind that ``train.model`` does not support, and one without train seeds.
+    It refuses a graph of a kind that ``train.model`` does not support, and a graph without train seeds.
 
-    ``parts``: None if the parts are not made yet, or belong to a serving cluster. Then seeds are not checked, and the
-    model only if the config tells whether the graph is heterogeneous.
+    ``parts``: None if the parts are not made yet, or belong to a serving cluster. Seeds are then not checked. The model
+    is then checked only if the config tells whether the graph is heterogeneous.
     """
     _check_model(config, parts)
     if parts is not None:
@@ -69,7 +69,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
-    """Raise UsageError if the parts have no train seeds and the task needs some: link prediction needs none.
+    """Raise UsageError if the parts have no train seeds. Link prediction needs none and is not checked.
 
     If ``train.target`` is set, only train seeds of this node type count.
     """

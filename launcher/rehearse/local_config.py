@@ -1,4 +1,4 @@
-"""Turns the config of a cluster into that of its rehearsal: the same nodes, ranks and settings on this machine."""
+"""Makes the config of a rehearsal: the nodes, ranks and settings of a cluster's config, all on this machine."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def local_config(config: ClusterConfig, folder: Path, vertices: int) -> ClusterC
     Args:
         config: the config of the cluster, with the selected nodes only.
         folder: absolute path of the folder for the parts and the nodes' work folders.
-        vertices: most vertices of the graph.
+        vertices: largest number of vertices of the graph.
 
     Raises:
-        UsageError: the graph belongs to a serving cluster, or cannot be thinned.
+        UsageError: the graph belongs to a serving cluster, or cannot be made smaller.
     """
     return replace(
         config,
@@ -88,7 +88,7 @@ def thinned_options(data: DataConfig, vertices: int) -> Mapping[str, Any]:
     if data.dataset == "partition":
         raise UsageError(
             "data.dataset: the graph of a partition folder cannot be thinned; rehearse on another graph, for instance "
-            "--dataset synthetic, with options as --set data.options.num_features=128"
+            "--dataset synthetic, with options such as --set data.options.num_features=128"
         )
     if data.dataset not in _GENERATED:
         return {**data.options, "subset": min(vertices, data.options.get("subset") or vertices)}

@@ -242,7 +242,7 @@ def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
 def _reads(config: Mapping[str, Any], key: str) -> bool:
     """Return whether a run with this config uses the config key ``key``; False if the config is empty (unknown).
 
-    The keys of ``train`` are unused if the config has none of them, as for a user's own command.
+    A config without any ``train`` key is that of a user's own command, which uses no key of ``train``.
     """
     return bool(config) and (not key.startswith("train.") or any(name.startswith("train.") for name in config))
 

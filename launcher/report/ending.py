@@ -70,8 +70,8 @@ class Followed:
 class ExpendableNodes:
     """The expendable nodes of a run: the run continues if one of them is lost. Includes those already lost.
 
-    The lead node reports its expendable nodes; until its first report, the latest report of any node is used. All nodes
-    are expendable in a serving cluster and, until the run has ended, in a run with ``run.restarts``.
+    The lead node reports which nodes are expendable; until its first report, the latest report of any node is used. In
+    a serving cluster all nodes are expendable. With ``run.restarts`` all nodes are expendable until the run has ended.
     """
 
     def __init__(self, plan: LaunchPlan, restarts: int = 0):
@@ -91,11 +91,11 @@ class ExpendableNodes:
 
     @property
     def left_behind(self) -> set[int]:
-        """With restarts, once the run is over: the nodes that can no longer join it."""
+        """With restarts: the nodes that were missing when the run ended; empty until it has ended."""
         return set(self.gone) if self._restarts and self._over else set()
 
     def take_result(self, k: int, result: Mapping[str, Any]) -> None:
-        """Process the ``result.json`` of node ``k``. Once the run is over, no node stays expendable."""
+        """Process the ``result.json`` of node ``k``, which may show that the run has ended."""
         if self._restarts:
             self._take_gone(result)
             self._over = self._over or not result.get("left")
@@ -118,7 +118,7 @@ class ExpendableNodes:
             self._generation = generation
 
     def discard(self, k: int) -> None:
-        """Remove node ``k``, which never started: a run needs every node to start."""
+        """Mark node ``k``, which never started, as not expendable. A run cannot begin without all of its nodes."""
         self._nodes.discard(k)
         self._never.add(k)
 
@@ -239,8 +239,8 @@ class Ending:
     def lost(self) -> dict[int, Lost]:
         """Return the nodes that the launcher or another node reports as lost.
 
-        Of the nodes' reports, only that of the lead node counts. If the lead node has no result or its network failed,
-        its report does not count; other nodes' reports then count only where they say that the lead node is lost.
+        Of the nodes' reports, only the report of the lead node counts. Exception: the lead node has no result, or its
+        network failed. The other nodes' reports then count instead, but only for the loss of the lead node.
         """
         found, hub = dict(self.followed.lost), self.hub
         trust_hub = hub in self.results and not hub_was_cut_off(self.results, len(self.plan.nodes), hub)
@@ -362,11 +362,10 @@ class Ending:
         return min(ended) - self.clock_offset(k) if ended else time.time()
 
     def _reported_by_others(self, node: NodePlan, records: Any) -> Iterator[Outcome]:
-        """Yield the Outcome of a process on ``node`` whose failure ended the run, from the report of another node.
+        """If a process on ``node`` failed and thereby ended the run, yield its Outcome as another node reports it.
 
-        Yields nothing if ``node`` itself has recorded how the process ended.
-
-        records: the node's own records.
+        Yields nothing if ``node`` has a result or has recorded the end of the process. ``records``: the node's own
+        records.
         """
         causes = [
             (by, result["cause"])

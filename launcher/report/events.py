@@ -91,7 +91,7 @@ class EventLog:
 
 
 def lasting_findings(findings: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the findings in order of time, without those about stragglers that later kept up again."""
+    """Return the findings in order of time, without those about stragglers that have recovered."""
     kept: list[Mapping[str, Any]] = []
     for finding in sorted(findings, key=lambda one: float(one["t"])):
         if finding["kind"] != "straggler" or "keeps up again" not in finding["text"]:

@@ -17,8 +17,8 @@ def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
     A failure that looks like a consequence is returned only if there is no other failure. A stopped process is returned
     only if nothing else failed.
 
-    The loss of a node is ignored if the run continued after it. Exception: there are other failures, and all of them
-    look like consequences.
+    A node that the run continued without is returned only if something else failed as well, and all other failures look
+    like consequences.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     serious = [outcome for outcome in failed if not outcome.done_without]

@@ -234,9 +234,9 @@ def _print_done(report: RunReport, console: Console) -> None:
 
 
 def _checkpoint_position(report: RunReport) -> str:
-    """Return where a user's script saved its last checkpoint: ``epoch 3, step 40 of 80``.
+    """Return the position of the last checkpoint that a user's script saved: ``epoch 3, step 40 of 80``.
 
-    '' unless that was within an epoch.
+    '' if the position is unknown or is the end of an epoch.
     """
     saving = [line for line in _last_steps(_last_files(report)) if len(line.get("saved", ())) == 2]
     if not saving:

@@ -118,7 +118,7 @@ class LaunchFile:
         return replace(self, stage=stage, since=time.time(), detached=detached)
 
     def write(self, folder: Path) -> None:
-        """Write ``launch.json`` atomically into ``folder``, which may not exist."""
+        """Write ``launch.json`` atomically into ``folder``; create the folder if necessary."""
         write_whole(folder / NAME, json.dumps(asdict(self), indent=1) + "\n", private=True)
 
     @classmethod
@@ -147,11 +147,11 @@ class LaunchFile:
     def alive(self) -> bool | None:
         """Return whether the launching process still runs; None if that is unknown.
 
-        It runs if this machine has the boot id of the launching machine and that process; the machine's name may have
-        changed. Otherwise it has ended if the name is the same. If the name differs, the result is None: the launching
-        machine is another one, or a container on this machine (with the same boot id).
+        - True: this machine has the boot id of the launching machine and runs the process. Its host name may differ.
+        - False: otherwise, if this machine has the host name of the launching machine.
+        - None: otherwise. The process may run on another machine, or in a container on this machine.
 
-        A launcher in a batch job is alive until the job has ended.
+        For a launcher in a batch job: whether the job has not ended yet; None if Slurm does not tell.
         """
         if self.slurm_job:
             return self._job_alive()
@@ -188,7 +188,7 @@ def waits_for_job(folder: Path, job: str) -> bool:
 
 
 def attempts(folder: Path) -> list[Path]:
-    """Return the run folders of a job: that of its first start, then those after each time that it was requeued."""
+    """Return the run folders of a batch job: ``folder`` of its first start, then one for each time it was requeued."""
     again = sorted(folder.parent.glob(f"{folder.name}-r[0-9]*"), key=lambda path: (len(path.name), path.name))
     return [folder, *(path for path in again if path.name[len(folder.name) + 2 :].isdecimal())]
 
@@ -435,7 +435,7 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 
 
 def read_config_of(folder: Path) -> ResolvedConfig | None:
-    """Read the config of a run from its folder; None if it has none. Ignores ``run.files``, which may be gone.
+    """Read the config of a run from its folder; None if it has none. Ignores ``run.files``: the files may be gone.
 
     Raises FleetError if the config is invalid.
     """

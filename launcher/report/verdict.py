@@ -347,10 +347,10 @@ def first_cause(views: Sequence[NodeView], hub: int) -> str:
 
 
 def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False) -> set[int]:
-    """Return the nodes that the run does not need: those that are lost, and those that it could lose.
+    """Return the lost nodes that the run continued without, and the nodes that are expendable.
 
-    It could lose the nodes that the lead node reports or, with ``run.restarts``, every node. ``hub``: node_rank of the
-    lead node. ``only_gone``: return only the nodes that are lost and that the run continued without.
+    The lead node reports which nodes are expendable; with ``run.restarts`` all nodes are. ``hub``: node_rank of the
+    lead node. ``only_gone``: return only the lost nodes.
     """
     reports = {view.node.node_rank: view.report for view in views}
     lead = last_attempt(reports, hub)[1]

@@ -117,11 +117,12 @@ class Policy:
     def action(self, number: int, now: float) -> OnInterrupt:
         """Return ``stop``, ``detach`` or ``ask`` for signal ``number``, received at ``now`` (monotonic seconds).
 
-        SIGHUP detaches, and so does SIGTERM in a viewer (``gnnfleet follow``). For other signals the action is
+        SIGHUP detaches. In a viewer (``gnnfleet follow``), SIGTERM detaches as well. For other signals the action is
         ``on_interrupt``, with two exceptions:
 
         - A second signal within two seconds stops the run.
-        - ``ask`` needs a terminal and Ctrl-C. Without these, a viewer detaches, and any other process stops the run.
+        - If it is ``ask``, only Ctrl-C at a terminal asks. For other signals, or without a terminal, a viewer detaches,
+          and any other process stops the run.
         """
         if number == signal.SIGHUP or (self.viewer and number == signal.SIGTERM):
             return "detach"

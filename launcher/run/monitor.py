@@ -433,10 +433,10 @@ class RunFollower:
             self.followed.detached = "trained"
 
     def _check_unreachable(self, now: float) -> None:
-        """Detach, or record nodes as lost, if no running node can be reached for too long.
+        """Detach, or record nodes as lost, if the launcher has lost contact with all running nodes for too long.
 
-        If the run can continue without the nodes that have ended, this process detaches. Otherwise the run has failed,
-        and the nodes that cannot be reached are lost.
+        If all nodes that have ended are expendable, the run may still continue, and this process detaches. Otherwise
+        the run has failed, and the nodes without contact are recorded as lost.
         """
         waiting = [k for k in self._nodes if k not in self.followed.ended]
         broken = {k: stream.broken_since for k, stream in self._streams.items() if k in waiting}

@@ -95,7 +95,7 @@ def slurm_overrides(text: str) -> tuple[str, ...]:
     for word in re.split(r",(?![^\[]*\])", text):
         name, equals, value = word.strip().partition("=")
         if not re.fullmatch(r"[A-Za-z][\w-]*", name):
-            raise UsageError(f"--slurm {text}: expected options of sbatch, as partition=gpu,nodes=4,time=2:00:00")
+            raise UsageError(f"--slurm {text}: expected options of sbatch, such as partition=gpu,nodes=4,time=2:00:00")
         quoted = value.replace("'", "''")
         overrides.append(f"slurm.{name}='{quoted}'" if equals else f"slurm.{name}='true'")
     return tuple(overrides)

@@ -224,13 +224,13 @@ def _lock(node: NodePlan, transport: Transport, name: str) -> None:
         remove_files(transport, [_lock_file(node)])
         done = transport.run(Command(words), timeout=_TIMEOUT)
     if done.returncode == _STARTED:
-        raise FleetError(f"{node.label}: another command has started its graph server; serve again")
+        raise FleetError(f"{node.label}: another command has started its graph server; run `gnnfleet serve` again")
     if done.returncode == _LOCKED:
         match = _OWNER.search(_last_row(done))
         who = match["who"] if match else _last_row(done) or "another process"
         raise FleetError(
-            f"{node.label}: {who} is starting serving cluster {name} at this moment; serve again when that is done "
-            f"(if that command was killed: after {_DEAD_AFTER} s)"
+            f"{node.label}: {who} is starting serving cluster {name} at this moment; run `gnnfleet serve` again when "
+            f"that command has ended, or after {_DEAD_AFTER} s if it was killed"
         )
     if done.returncode:
         raise FleetError(

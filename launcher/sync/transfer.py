@@ -1,4 +1,4 @@
-"""Transfers files to one node: resumes cut transfers, reconnects, compares digests before files get their names."""
+"""Transfers files to one node: resumes cut transfers, reconnects, checks a file's digest before renaming it."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def ask_files(transport: Transport, node: Receiver, request: dict[str, Any], tim
     if answer.get("errno") == errno.ENOSPC:
         place = request.get("dest") or request.get("path", "its disk")
         raise SyncError(
-            f"{node.label}: disk full at {place}: no room to {request['op']}. "
+            f"{node.label}: disk full at {place} (operation: {request['op']}). "
             "Make room or choose another workdir, then run again to resume"
         )
     if answer.get("error"):

@@ -165,8 +165,9 @@ class Login(AuthStrategy):
     def _keys(self) -> Iterator[tuple[paramiko.PKey, str]]:
         """Yield the keys to offer, each with its label.
 
-        Order: certificates; the ``key`` of cluster.yml; keys of the agent that a config names; other keys of the agent;
-        key files of ssh_config, unless cluster.yml has a ``key``. Files without a usable private key are skipped.
+        Order: certificates; the ``key`` of cluster.yml; keys of the agent that cluster.yml or ssh_config names; other
+        keys of the agent; key files of ssh_config, unless cluster.yml has a ``key``. Files without a usable private key
+        are skipped.
         """
         by_blob = {key.blob: key for key in self._agent_keys}
         signers: dict[bytes, paramiko.PKey] = dict(by_blob)

@@ -1,6 +1,4 @@
-"""Injects the fault of a soak scenario into its run on hosts in network namespaces, and repairs the hosts
-afterwards.
-"""
+"""Injects one fault into a run of the soak, the random test of ``make soak``, and repairs the hosts afterwards."""
 
 from __future__ import annotations
 

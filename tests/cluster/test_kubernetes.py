@@ -1,4 +1,4 @@
-"""Tests of ``gnnfleet export --to kubernetes``: pods of the exported manifests on namespaced hosts."""
+"""Tests of ``gnnfleet export --to kubernetes``: pods of the exported manifests on hosts in network namespaces."""
 
 from __future__ import annotations
 

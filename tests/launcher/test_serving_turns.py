@@ -47,9 +47,7 @@ def folders(plan: LaunchPlan) -> list[Path]:
 def test_only_one_launcher_starts_servers_at_a_time(plan: LaunchPlan, transports: dict[int, Transport]) -> None:
     only_second = replace(plan, nodes=plan.nodes[1:])
     with start_lock(only_second, transports):
-        pattern = (
-            r"node1 \(local\): .+@.+ is starting serving cluster products at this moment; serve again when that is done"
-        )
+        pattern = r"node1 \(local\): .+@.+ is starting serving cluster products at this moment; run `gnnfleet serve`"
         with pytest.raises(FleetError, match=pattern), start_lock(plan, transports):
             pytest.fail("two at once")
     with start_lock(plan, transports):
@@ -63,7 +61,7 @@ def test_the_lock_of_a_dead_launcher_on_another_machine_expires_after_90_seconds
     left = Path(f"{folders(plan)[0]}.starting")
     left.parent.mkdir(parents=True)
     left.write_text(f"bob@desk {os.getpid()} 1 {procs.boot_id()}")
-    with pytest.raises(FleetError, match=r"bob@desk is starting .* \(if that command was killed: after 90 s\)"):
+    with pytest.raises(FleetError, match=r"bob@desk is starting .* or after 90 s if it was killed"):
         with start_lock(plan, transports):
             pytest.fail("bob's lock is still valid")
     assert left.exists(), "another user's lock is not ours to remove"
@@ -98,7 +96,7 @@ def test_servers_started_by_another_launcher_are_not_started_again(
     folder = folders(plan)[1]
     folder.mkdir(parents=True)
     (folder / "state.json").write_text("{}")
-    with pytest.raises(FleetError, match=r"node1 \(local\): another command has started its graph server; serve again"):
+    with pytest.raises(FleetError, match=r"node1 \(local\): another command has started its graph server; run"):
         with start_lock(plan, transports):
             pytest.fail("it runs")
     assert not Path(f"{folder}.starting").exists()

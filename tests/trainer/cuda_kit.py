@@ -1,7 +1,7 @@
 """Test kit: samples on the CPU and with the CUDA kernels, and compares bit for bit.
 
-``python tests/trainer/cuda_kit.py CHECK SEED... CHECK SEED...``, with ``NUMBA_ENABLE_CUDASIM=1`` in numba's simulator,
-else on a GPU.
+Usage: ``python tests/trainer/cuda_kit.py CHECK SEED... CHECK SEED...``. The kernels run on a GPU, or in numba's
+simulator if ``NUMBA_ENABLE_CUDASIM=1`` is set.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def arrays_of(subgraph, settings):
 def same(cpu, device, settings):
     """Assert that two subgraphs, sampled with ``settings``, have equal values and dtypes.
 
-    The dtypes of ids may differ in width.
+    Only the dtypes of edge ids may differ.
     """
     for (name, one), (_, other) in zip(arrays_of(cpu, settings), arrays_of(device, settings), strict=True):
         other = other.cpu().numpy() if isinstance(other, torch.Tensor) else other
@@ -115,7 +115,7 @@ def check_hetero(seed):
 
 
 def check_homo(seed):
-    """Compare uniform, replacing and disjoint sampling on one random homogeneous graph."""
+    """Compare sampling without and with replacement, and disjoint sampling, on one random homogeneous graph."""
     rng = np.random.default_rng(seed)
     store = store_of(*random_graph(seed, int(rng.integers(10, 60)), int(rng.integers(10, 200))), 1 + seed % 3)
     for more in ({}, {"replace": True}, {"disjoint": True}):
@@ -128,7 +128,7 @@ def check_homo(seed):
 
 
 def check_hubs(seed):
-    """Compare on nodes with so many drawn edges that a kernel draws them in global memory."""
+    """Compare the sampling of nodes with so many drawn edges that a kernel needs global memory for them."""
     rng = np.random.default_rng(seed)
     edge_index = np.stack([rng.integers(0, 40, 400), rng.integers(0, 2, 400)])
     store = store_of(edge_index, 40, 2)

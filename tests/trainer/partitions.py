@@ -36,7 +36,7 @@ def typed_store(
 
     num_nodes: by node type. edges: [2, E] by edge type. node_attrs, edge_attrs: by type and name. splits: original ids
     by (type, split). assignment: part of each node by type, by default id % num_parts. time_attrs: names of the node
-    attributes that are times. only: parts to open. endpoints: whether the parts also have the ends of all edges.
+    attributes that are times. only: parts to open. endpoints: whether parts also store edges as (source, target).
     """
     node_attrs, edge_attrs, splits = node_attrs or {}, edge_attrs or {}, splits or {}
     owner = {of: np.arange(n) % num_parts for of, n in num_nodes.items()}

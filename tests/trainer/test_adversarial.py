@@ -42,9 +42,9 @@ def arguments_of(data, how, load):
 
 @pytest.fixture(scope="module")
 def places():
-    """Return a function from the name of a graph to its data, the partition into one part, and two into four parts.
+    """Return a function that takes a graph's name and returns (data, the graph in one part, [four parts, four parts]).
 
-    In the second of the two, two parts are empty.
+    In the last partition, two of the four parts are empty.
     """
     with_wires = {}
 

@@ -106,7 +106,7 @@ COUNT, DEGREE = FAR + 10, 3
 
 
 def sources_of(nodes):
-    """Return three in-neighbours of each node, [n, 3]. The second has an id above 2^31; the third is the node."""
+    """Return three in-neighbours of each node, [n, 3]. The second is an id above 2^31, the third the node itself."""
     near, far = nodes * 5 % COUNT, FAR + nodes % 10
     return np.stack([near, far, nodes], axis=1)
 

@@ -56,7 +56,7 @@ class Node:
 def two_nodes(folder: Path, **options: Any) -> Iterator[list[Node]]:
     """Start the encrypted graph servers of two nodes.
 
-    options: of the dataset.
+    options: options of the dataset.
     """
     whole = write_parts(folder / "whole", 2, **options)
     endpoints = [free_endpoint(), free_endpoint()]

@@ -1,4 +1,4 @@
-"""Tests of ``DistClusterLoader``: batches are whole clusters with all edges between them, each once per epoch."""
+"""Tests of ``DistClusterLoader``: a batch has whole clusters and all their edges, an epoch each cluster once."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_fewer_clusters_than_ranks_leave_some_without_nodes():
 
 
 def test_invalid_arguments_are_refused():
-    with pytest.raises(SettingsError, match="num_clusters: a graph in memory is not divided into clusters yet"):
+    with pytest.raises(SettingsError, match="num_clusters is not set: for a graph in memory, pass"):
         DistClusterLoader(homo_data())
     with pytest.raises(SettingsError, match="num_clusters is for graphs in memory.*partition make --clusters K"):
         DistClusterLoader(parts_of(homo_data(), 2), num_clusters=4)

@@ -357,7 +357,7 @@ def test_wrong_arguments_are_one_clear_message(samples, tmp_path, monkeypatch):
     assert "is a partition of gnnfleet already" in refused("convert", parts, out)
     assert "holds several partitions" in refused("convert", several(samples, tmp_path / "all"), out)
     assert "x is also in" in refused("convert", source, out, "--nodes", f"x={source}/node_map.pt")
-    assert "from --nodes y=absent.npy" in refused("convert", source, out, "--nodes", "y=absent.npy")
+    assert "--nodes y=absent.npy: absent.npy does not" in refused("convert", source, out, "--nodes", "y=absent.npy")
     assert "unknown option 'colour'" in refused("convert", source, out, "--option", "colour=red")
     assert "--nodes cannot be combined with --to pyg" in refused(
         "convert", "--to", "pyg", parts, out, "--nodes", "y=y.npy"

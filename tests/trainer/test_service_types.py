@@ -229,7 +229,7 @@ def test_slices_of_a_part_make_up_its_edges(whole, edge_type, step: int) -> None
 
 
 class MismatchedHost:
-    """A host that answers with given rows or samples, which do not match its partition."""
+    """A host whose answers, ``rows`` or ``samples``, do not match its partition."""
 
     store = None
 

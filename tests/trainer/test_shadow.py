@@ -64,9 +64,9 @@ def test_whole_neighbourhoods_with_all_edges_inside_them(make, num_neighbors):
 
 
 def local(batch, ends):
-    """Return, for each edge of the batch, the position of one end in the batch.
+    """Return one end of each edge of the batch, as an index into ``batch.n_id``.
 
-    ends: node id of this end, for all edges of the graph.
+    ends: the same end of each edge of the graph, as a node id of the graph.
     """
     members = zip(batch.batch.tolist(), batch.n_id.tolist(), strict=True)
     place = {member: place for place, member in enumerate(members)}

@@ -33,7 +33,7 @@ WORK = Cost(remote_bytes=100, rows=10, remote_rows=6, cached_rows=2, sample_s=0.
 
 
 class Batches(FewBatches):
-    """Batches that take ``load`` seconds to load and ``copy`` seconds to copy, each with the cost ``cost``."""
+    """Yields batches that take ``load`` seconds to load and ``copy`` seconds to copy. Each batch reports ``cost``."""
 
     def __init__(self, load: float = 0.0, copy: float = 0.0, cost: Cost = WORK):
         super().__init__(steps=5)
@@ -160,7 +160,7 @@ def test_a_rank_waits_for_a_slower_one_in_reduce(tmp_path: Path) -> None:
 
 
 class Event:
-    """Fake ``torch.cuda.Event``, complete once the clock ``Event.now`` is past the time of ``record``."""
+    """Fake ``torch.cuda.Event``. An event is complete once the clock ``Event.now`` has advanced since ``record``."""
 
     now = 0.0
 

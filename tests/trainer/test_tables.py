@@ -257,7 +257,7 @@ ODD_FILES: dict[str, tuple[dict[str, str | bytes], str | None]] = {
         r"row 2: joined is 'yesterday' .*time of nodes\.user must be",
     ),
     "a split without a label": (
-        {"users__csv": USERS.replace("1.5,b,test", "1.5,,test")}, r"row 4: segment is empty .*the row has a fold"
+        {"users__csv": USERS.replace("1.5,b,test", "1.5,,test")}, r"row 4: segment is empty .*but fold has a value"
     ),
     "too few columns in a row": ({"ratings__csv": RATINGS + "u1,7\n"}, r"edges\.user__rates__item: .*ratings\.csv"),
     "not UTF-8": ({"users__csv": USERS.replace("u3", "\xfc3").encode("latin-1")}, r"nodes\.user: .*users\.csv"),

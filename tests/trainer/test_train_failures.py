@@ -106,9 +106,9 @@ def rank_that_settles(dies: bool) -> None:
 
 
 def settle(dies: bool) -> list[list[str]]:
-    """Run two ranks, of which rank 0 cannot start. Return their output lines.
+    """Run two ranks. Rank 0 fails and sends its error to rank 1. Return the words of each output line.
 
-    dies: whether rank 1 dies before it reads the reason.
+    dies: whether rank 1 exits before it reads the error.
     """
     ranks = run_forked(rank_that_settles, (dies,), 2)
     return [line.split(maxsplit=3) for ended in ranks for line in ended.output.splitlines()]

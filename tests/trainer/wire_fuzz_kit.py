@@ -49,7 +49,7 @@ def answer(handlers: Handlers, request: Message) -> Message:
 
 
 def cases(seed: int, seconds: float) -> Iterator[tuple[str, random.Random]]:
-    """Yield the name and random generator of one case after another for ``seconds``.
+    """Yield (name, random generator) of new cases until ``seconds`` have passed.
 
     Raises AssertionError if a case takes longer than ``SLOWEST``.
     """

@@ -84,7 +84,7 @@ class CostMeter:
         self._own.cost = self._now() + cost
 
     def take(self) -> Cost:
-        """Return the sum of the costs that this thread added since its last call."""
+        """Return the sum of the costs that this thread has added, and reset the sum to zero."""
         cost = self._now()
         self._own.cost = Cost()
         return cost

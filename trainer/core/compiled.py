@@ -201,9 +201,9 @@ def _private_folder() -> Path:
 
 
 def others_may_write(found: os.stat_result) -> bool:
-    """Return whether users other than root and the user of this process may write to a file or folder, or own it.
+    """Return whether another user owns a file or folder, or may write to it.
 
-    ``found``: the result of ``os.stat``. Members of the user's private group do not count as other users.
+    ``found``: the result of ``os.stat``. Root and the members of this user's private group do not count as other users.
     """
     if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o002:
         return True

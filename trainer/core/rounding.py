@@ -51,7 +51,8 @@ class Unroundable(DataError):
 def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> bool:
     """Return whether the rows of attribute ``name`` are rounded when they are sent in ``form``.
 
-    Labels (``y``), 1-d attributes and integers are never rounded, nor are rows that would not become smaller.
+    Only floating-point attributes with two or more dimensions are rounded, and only if this makes a row smaller. Labels
+    (``y``) are never rounded.
     ``dtype`` and ``shape`` [n, …] are those of the attribute.
     """
     kind = np.dtype(dtype)

@@ -206,8 +206,8 @@ def _num_nodes(raw: RawGraph, of: NodeType) -> int:
 def _known_nodes(raw: RawGraph, of: NodeType) -> int | None:
     """Return the number of nodes of a type, or None if it is unknown.
 
-    The number is the one that the source states, else the number of rows of x or y. If there is none of these, it is
-    the number of rows of the other attributes, provided that all have equally many.
+    Returns the first of these that exists: the number that the source states, the number of rows of x, that of y, and
+    the number of rows of the other attributes if all have equally many.
     """
     if of in raw.num_nodes:
         return raw.num_nodes[of]

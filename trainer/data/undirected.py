@@ -27,7 +27,7 @@ def both_ways(
     The reverse edges of a type ``(a, r, b)`` become the new edge type ``(b, rev_r, a)``, in the same order. But if both
     ends have the same node type, the reverse edges are added to the type itself, unless ``reverse_types`` is set. With
     ``scratch``, new arrays are memory-mapped files in its folder. Raises ``DataError`` if a new type already exists.
-    ``where``: beginning of its message.
+    ``where``: beginning of the error message.
     """
     result = dict(edges)
     for of, data in edges.items():

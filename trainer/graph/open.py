@@ -98,7 +98,7 @@ class Graph:
 
     @property
     def near_parts(self) -> tuple[int, ...]:
-        """Parts opened in this process, or in a client the parts of its home server."""
+        """Parts that are opened in this process. In a client: parts of its home server."""
         return self.gateway.home.parts if self.gateway else tuple(self.store.parts)
 
     def sampler(
@@ -254,7 +254,8 @@ def open_graph(
         remote_access: Topology, cache, rounding and waiting time for data of other hosts.
 
     Raises:
-        PartitionError: A part is neither here nor served, or another host has a different manifest.
+        PartitionError: A part is neither opened here nor served by another node, or another host has a different
+            manifest.
         ServiceError: A host does not answer within ``deadline`` seconds.
     """
     remote_access = remote_access or RemoteAccess()

@@ -229,7 +229,8 @@ def wanted_attrs(graph: Graph, attrs: AttrNames | None) -> dict[AnyType, tuple[s
         return known
     if graph.source is not None:
         raise SettingsError(
-            "attrs limits what travels between hosts, but batches of data in memory have all attributes; leave it out"
+            "attrs selects the attributes that hosts send, but batches of data in memory have all attributes; leave "
+            "out attrs"
         )
     if not isinstance(attrs, Mapping):
         wanted = _name_list(attrs)

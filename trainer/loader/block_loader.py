@@ -39,7 +39,7 @@ class LoaderSettings:
         fanouts: Number of neighbours per hop, starting at the seeds; -1 takes all. A tuple, or a mapping over edge
             types.
         global_batch: Seeds per step over all ranks.
-        seed: Seed of the order and of all draws.
+        seed: Random seed of the order and of all draws.
         replace: Draw neighbours with replacement.
         shuffle: Shuffle the seeds in each epoch.
         threads: Number of sampler threads.
@@ -50,7 +50,7 @@ class LoaderSettings:
         weight: Edge attribute; the chance of a neighbour is proportional to it.
         time_attr: Integer attribute of nodes or edges; neighbours later than their seed are not sampled.
         last: With ``time_attr``: take the latest neighbours instead of drawing.
-        disjoint: Sample a subgraph of its own for each seed. Implied by ``time_attr``.
+        disjoint: Sample a separate subgraph for each seed. Implied by ``time_attr``.
         edge_attr: Edge attribute [E] or [E, d] that blocks get as ``edge_attr``, for the edge types that have it.
     """
 

@@ -182,7 +182,7 @@ def to_hetero(
     aggr: str = "sum",
     edge_arg: str | None = None,
 ) -> TrimmedToHetero:
-    """Convert a homogeneous model like torch_geometric's ``to_hetero``, and trim its layers.
+    """Make a homogeneous model heterogeneous, as torch_geometric's ``to_hetero`` does, and trim its layers.
 
     Args:
         model: A ``BasicGNN``, or a sequence of convolutions, which are connected by ReLU.
@@ -323,7 +323,7 @@ def _cut_to_last(_: nn.Module, args: tuple[list[Tensor]]) -> tuple[list[Tensor]]
 
 @dataclass(frozen=True)
 class Hops:
-    """The inputs of a model, made from a batch and with exactly one hop per layer.
+    """The inputs of a model for one batch, with exactly one hop per layer.
 
     For a ``HeteroData``, each field is a dict by node or edge type.
     """

@@ -109,7 +109,7 @@ def contracted(graph: WeightedGraph, cluster: Array, scratch: Scratch, name: str
     """Return a graph with one node per cluster. ``cluster``: the cluster of each node.
 
     The weight of an edge is the total weight of the edges between its two clusters. Neighbours and weights are
-    memory-mapped files ``<name>.*`` in the folder of ``scratch``. Takes 32 bytes of memory per cluster, and
+    memory-mapped files ``<name>.*`` in the folder of ``scratch``. Memory: 32 bytes per cluster, plus
     ``scratch.memory``.
     """
     count = int(cluster.max()) + 1

@@ -67,14 +67,17 @@ class PartitionSpec:
 
     @cached_property
     def partition_source(self) -> PartitionSource:
-        """The partition folder that is read, for dataset `partition`. Raises ``DataError`` or ``PartitionError``."""
+        """The partition folder that dataset `partition` is read from. Raises ``DataError`` or ``PartitionError``."""
         return open_source(self.source, self.options)
 
     @property
     def kept_source(self) -> PartitionSource:
-        """The partition folder whose parts are kept. Raises ``PartitionError`` unless it has ``num_parts`` parts."""
+        """The partition folder whose parts method `keep` keeps.
+
+        Raises ``PartitionError`` unless the dataset is `partition`, and the folder has ``num_parts`` parts.
+        """
         if self.dataset != DATASET:
-            raise PartitionError("method keep needs dataset partition, whose source is a partition folder")
+            raise PartitionError("method keep needs dataset partition, with a partition folder as source")
         found = self.partition_source.num_parts
         if found == 0:
             raise PartitionError(
@@ -177,7 +180,7 @@ def _loaded(spec: PartitionSpec, limit: int, work: WorkFolder) -> Dataset:
 
 
 def _memory_of_steps(dataset: Dataset, limit: int) -> int:
-    """Return the bytes that are left for arrays: ``limit`` minus what the process and the nodes need.
+    """Return how many bytes of ``limit`` are left after the process and all arrays with one value per node.
 
     Raises ``PartitionError`` if less than 64 MiB are left.
     """

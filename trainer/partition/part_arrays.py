@@ -89,7 +89,7 @@ def _conversion(form: WireRows, column: Column) -> tuple[Callable[[Array], Seque
 
 
 def stored_form(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], rows: WireRows) -> WireRows:
-    """Return in which form an attribute is stored: rounded to ``rows`` if possible, else unchanged (``stored``)."""
+    """Return ``rows`` if the attribute is rounded to this type, else ``stored`` (unchanged)."""
     return rows if rounds(name, dtype, shape, rows) else "stored"
 
 

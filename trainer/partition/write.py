@@ -70,7 +70,7 @@ def write_partition(
         dataset: the graph.
         assignment: the part of every node.
         folder: partition folder to write.
-        rows: type that floating-point attributes with two or more dimensions are rounded to, except labels.
+        rows: type to which floating-point attributes are rounded, except labels and 1-d attributes.
         memory: bytes for sorting edges and their attributes; if they need more, they are sorted in files.
         work: folder that records which groups of files are finished, so that an interrupted call can be continued.
         fingerprint: fingerprint of the partition; default: computed from dataset and assignment.

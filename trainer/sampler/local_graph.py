@@ -173,7 +173,7 @@ class LocalGraph:
         return {name: slabs.empty((len(request.ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
 
     def no_rows(self, request: RowRequest) -> dict[str, Array]:
-        """Return read-only arrays with the shapes and dtypes of ``new_rows`` that take no memory."""
+        """Return placeholders for the arrays of ``new_rows``: read-only zeros that take no memory."""
         specs = self._row_specs(request)
         return {name: blank_rows(len(request.ids), *spec) for name, spec in specs.items()}
 

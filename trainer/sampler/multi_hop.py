@@ -57,8 +57,8 @@ def sample_multi_hop(
 ) -> SampledSubgraph:
     """Sample a subgraph around ``seeds``.
 
-    ``tables``: tables that are reused between calls. Those on the CPU must contain only zeros, and do so again after
-    the call. ``seeds`` contains numpy arrays. The arrays of requests, answers and the result are those that
+    ``tables``: work tables, reused between calls. Tables on the CPU must be all zeros before the call, and are reset to
+    zeros after it. ``seeds`` has numpy arrays. Requests, answers and the result have arrays of the kind that
     ``tables.ops`` makes: numpy arrays or tensors.
 
     Raises:

@@ -141,7 +141,7 @@ def _weights(edges: EdgePart, request: HopRequest) -> Array:
 
 
 def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
-    """Return the sources of excluded edges, and where those of each requested node begin and end.
+    """Return the sources of excluded edges, and the begin and end of each requested node's range in these sources.
 
     The sources are sorted by target, and then by source.
     """

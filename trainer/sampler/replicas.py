@@ -81,7 +81,7 @@ class PartHolders:
             self._table = self._make_table()
 
     def table(self) -> Array:
-        """Return the host that answers for each part, int16 [num_parts + 2]: that of part p at index p + 1.
+        """Return the host that answers for each part, int16 [num_parts + 2]. Part p is at index p + 1.
 
         The first and last entries, for ids in no part, are ``NOBODY``. If all holders of a part are lost, its entry is
         the holder that is tried first.

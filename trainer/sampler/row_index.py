@@ -96,7 +96,7 @@ class SourceCodes:
         return self.num_parts + 1 + self.num_held
 
     def of_parts(self, hosts: Array, here: int) -> Array:
-        """Return the code of the source of each part's rows: int32 [num_parts + 2], that of part p at index p + 1.
+        """Return the code of the source of each part's rows, int32 [num_parts + 2]. Part p is at index p + 1.
 
         ``hosts``: result of ``PartHolders.table``, in which ``here`` stands for this host.
         """
@@ -111,9 +111,9 @@ class SourceCodes:
 def locate(
     ids: Ids, offsets: Ids, of_part: Array, codes: SourceCodes, slots: Array | None = None, held: IdIndex = NO_INDEX
 ) -> tuple[int, Mapping[int, RowPlacement]]:
-    """Find the source of each row. Returns -1, and the rows to copy from each source, by the code of the source.
+    """Find the source of each row. Returns (-1, mapping from the code of a source to the rows to copy from it).
 
-    If an id is in no part, returns its position in ``ids`` and an empty mapping instead.
+    If an id is in no part, returns (position of the id in ``ids``, empty mapping) instead.
 
     Args:
         ids: int64 [n], global ids.

@@ -2,8 +2,8 @@
 
 Uses start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the bytes of replies as cost. Until a batch
 is made, its cost is estimated from the client's recent batches. The buffer contains replies until clients acknowledge
-them. A client with replies in the buffer may use at most as many bytes as are free (dynamic thresholds: Choudhury and
-Hahne, 1998).
+them. A batch is made only if the buffer is empty, or if the client's bytes in the buffer, including this batch, are at
+most the free bytes of the buffer (dynamic thresholds: Choudhury and Hahne, 1998).
 """
 
 from __future__ import annotations

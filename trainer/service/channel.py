@@ -216,7 +216,7 @@ class Channel:
             return False
         received = self._reader.messages.popleft()
         self.bytes_received += received.size
-        self._deliver(received.parts)
+        self._deliver(received.frames)
         return True
 
     def _note_bytes(self, count: int) -> None:

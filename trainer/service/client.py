@@ -252,9 +252,9 @@ class HostClient:
         )
 
     def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingReply[EdgeList]:
-        """Request ``count`` edges of a part, from slot ``first`` of the part's edge arrays on.
+        """Request ``count`` consecutive edges of a part, at most ``EDGES_AT_ONCE``.
 
-        ``count`` is at most ``EDGES_AT_ONCE``.
+        ``first``: slot of the first edge in the part's edge arrays.
         """
         return self._submit(
             lambda: messages.edges_request(part_id, edge_type, first, count),

@@ -174,8 +174,8 @@ class Handlers:
             most = sum(map(self._graph.most_edges, requests))
             if most * _BYTES_OF_EDGE > self._limit:
                 raise ServiceError(
-                    f"the answer could have {most} edges, more than the {self._limit} bytes allowed per answer; "
-                    "ask for fewer nodes at once"
+                    f"the answer could have {most} edges, which take over {self._limit} bytes; ask for fewer nodes "
+                    "at once"
                 )
         for asked in requests:
             samples += self._graph.sample_hops([asked])

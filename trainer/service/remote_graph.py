@@ -267,10 +267,10 @@ class Gateway:
     def _ask(
         self, submit: Callable[[HostClient], _PendingReply[T]], patience: float | None = None, known: bool = True
     ) -> T:  # fmt: skip
-        """Send a request to the first reachable server, or to the next one if it is lost, and return the reply.
+        """Send a request to the first reachable server, and return the reply. If the server is lost, tries the next.
 
         ``patience``: seconds to wait for a reachable server (default: ``server_wait``). With ``known``, checks at the
-        first use of a server that it has the same partition.
+        first use of a server that it serves the partition of ``manifest``.
         """
         patience = self.server_wait if patience is None else patience
         until, lost = time.monotonic() + patience, False

@@ -107,7 +107,7 @@ class GraphServer:
 
     def _receive(self, peer: Peer, received: Received) -> list[Any] | None:
         try:
-            request = decode(received.parts, self._max_request, self._max_request)
+            request = decode(received.frames, self._max_request, self._max_request)
             if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.ACK):
                 raise WireError("the message is not a request")
         except WireError:

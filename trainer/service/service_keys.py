@@ -32,7 +32,7 @@ _MAX_CERTIFICATE = 1 << 14  #: characters
 
 @dataclass(frozen=True)
 class ServiceKeys:
-    """The content of a key file: a certificate and its private key (base64 of DER), and optional fields."""
+    """The content of a key file. Certificates and keys are base64 of DER. Fields with a default may be missing."""
 
     public: str  #: certificate
     secret: str = field(repr=False)  #: private key (PKCS #8)
@@ -42,9 +42,9 @@ class ServiceKeys:
     guests: Path | None = field(default=None, compare=False)  #: folder of further certificates that a server admits
 
     def client_context(self) -> ssl.SSLContext:
-        """Return a TLS context that accepts only servers with one certificate.
+        """Return a TLS context that accepts only servers with the certificate ``server`` (if empty: ``public``).
 
-        This is ``server`` or, if ``server`` is empty, ``public``. Raises ``ssl.SSLError``.
+        Raises ``ssl.SSLError``.
         """
         return _context(ssl.PROTOCOL_TLS_CLIENT, self, [self.server or self.public])
 

@@ -34,7 +34,10 @@ class ArrayColumn:
 
 
 def number_array(name: str, columns: Sequence[NumberColumn], dtype: Any) -> ArrayColumn:
-    """Return the attribute ``name`` with ``columns`` side by side; `x`, `edge_attr` and lists are always matrices."""
+    """Return attribute ``name`` of one or more columns.
+
+    `x` and `edge_attr`, several columns, and lists become a matrix. Any other column becomes a 1-d array.
+    """
     matrix = name in ("x", "edge_attr") or len(columns) > 1 or any(column.width for column in columns)
     narrow = np.dtype(dtype) == np.float32
     named = [

@@ -159,7 +159,7 @@ def label_sql(scan: Scan, name: str) -> tuple[str, int]:
         ((count,),) = scan.database.rows(f"SELECT count(*) FILTER (WHERE {wrong}) FROM {scan.sql}", scan.where)
         if count:
             at = scan.first([name], wrong)
-            raise DataError(f"{at} ({count:,} such rows); several columns of labels of {scan.where} must be numbers")
+            raise DataError(f"{at} ({count:,} such rows); with several columns, labels of {scan.where} must be numbers")
         return f"coalesce({number}, 'NaN')", 0
     if not is_number_type(element):
         raise DataError(
@@ -174,7 +174,7 @@ def label_sql(scan: Scan, name: str) -> tuple[str, int]:
 
 
 def standardized(scan: Scan, columns: Sequence[NumberColumn]) -> list[NumberColumn]:
-    """Return the columns, scaled to mean 0 and standard deviation 1, except lists. Constants become 0."""
+    """Scale columns to mean 0 and standard deviation 1. Constant columns become 0; columns of lists are unchanged."""
     found = dict(zip([column.name for column in columns], columns, strict=True))
     for column, mean, deviation in _moments(scan, columns):
         sql = f"({column.sql} - {mean!r}) / {deviation or 1.0!r}"

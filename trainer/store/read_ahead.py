@@ -36,7 +36,7 @@ def fits_in_memory(nbytes: int) -> bool:
 
 
 def read_at_random(arrays: Iterable[Array]) -> None:
-    """Make the kernel read only the pages of memory-mapped arrays that are used, not those around them."""
+    """Disable the kernel's read-ahead for memory-mapped arrays: it reads only the pages that are used."""
     for array in arrays:
         mapped = _map_of(array)
         if mapped is not None and hasattr(mmap, "MADV_RANDOM"):

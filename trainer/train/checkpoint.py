@@ -282,7 +282,7 @@ def check_fits(
     pairs += [("the version of the random draws", draws, DRAWS)]
     problems = [f"{name} is {new}, in the checkpoint {old}" for name, old, new in pairs if old != new]
     if problems:
-        raise CheckpointError(f"checkpoint {path} is of another run: {'; '.join(problems)}")
+        raise CheckpointError(f"checkpoint {path} belongs to another run: {'; '.join(problems)}")
 
 
 def _point_to(link: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""A GPU's memory: how much of it is used, and an error that says what to lower when it is exhausted."""
+"""Measures the used memory of a GPU, and names settings to lower when the memory is exhausted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXHAUSTED = re.compile(r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUB
 
 @contextmanager
 def memory_errors(group: RankGroup, settings: TrainSettings) -> Iterator[None]:
-    """Within this context, an error of CUDA that the device's memory is exhausted becomes a ``TrainingError``."""
+    """In the ``with`` block, convert CUDA's out-of-memory errors to ``TrainingError``, with settings to lower."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -32,7 +32,7 @@ def memory_errors(group: RankGroup, settings: TrainSettings) -> Iterator[None]:
 
 
 def _lowered(settings: TrainSettings) -> list[str]:
-    """Return settings to lower, each with its value, as texts: those that save the most memory first."""
+    """Return settings to lower, such as ``batch_size (1024)``; those that save the most memory come first."""
     batch = [f"batch_size ({settings.batch_size})", f"fanouts ({', '.join(map(str, settings.fanouts))})"]
     cache = CacheSize.parse(settings.device_cache)
     cached = [f"device_cache ({settings.device_cache})"] if cache != CacheSize() else []
@@ -49,9 +49,9 @@ def _lowered(settings: TrainSettings) -> list[str]:
 
 
 def memory_fields(device: torch.device) -> dict[str, Any]:
-    """Return field ``device`` of a ``step`` line of the metrics log: the device's used memory. {} on the CPU.
+    """Return field ``device`` of a ``step`` metrics line: the device's allocated, peak and total bytes. {} on the CPU.
 
-    The numbers, in bytes, are those of torch's allocator, which the host knows without waiting for the device.
+    The host reads the numbers from torch's allocator, without waiting for the device.
     """
     if device.type != "cuda":
         return {}

@@ -1,4 +1,4 @@
-"""Chooses whether this rank's device samples and gathers its batches, or the CPU, and prepares the device for it."""
+"""Chooses whether a rank's batches are sampled and gathered on its GPU or on the CPU, and prepares the GPU."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class SamplingChoice:
 def choose_sampling(
     graph: Graph, loaders: Mapping[str, BlockLoader], wanted: Sampling, device: torch.device
 ) -> SamplingChoice:  # fmt: skip
-    """Let ``device`` make the batches of all loaders, if ``wanted`` and possible. Batches are the same either way.
+    """Choose whether ``device`` or the CPU makes the batches of all loaders. The batches do not depend on the choice.
 
-    Copies the topology to the device or to pinned memory, and rows of features to pinned memory as far as they fit. The
-    first batch is made by device and CPU, and compared.
+    For ``device``, copies the topology to the device or to pinned memory, and copies as many rows of features as fit to
+    pinned memory. Then device and CPU both make the first batch, and the two batches are compared.
 
-    If ``device`` cannot make batches, ``cuda`` raises ``SettingsError``. If ``device`` makes a different first batch,
-    ``cuda`` raises ``TrainingError``. In both cases, ``auto`` lets the CPU make the batches.
+    If ``wanted`` is ``cuda``, raises ``SettingsError`` if ``device`` cannot make batches, and ``TrainingError`` if its
+    first batch differs. If ``wanted`` is ``auto``, the CPU makes the batches in these cases.
     """
     if wanted == "cpu" or (wanted == "auto" and device.type != "cuda"):
         return SamplingChoice(False, "")

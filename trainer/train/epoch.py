@@ -80,7 +80,7 @@ class EpochSums:
 
     @classmethod
     def of(cls, partial: PartialEpoch) -> EpochSums:
-        """Return the sums over the steps that were trained before a resume within the epoch."""
+        """Return the sums of the steps of this epoch that were trained before the run was resumed."""
         sizes = [int(size) for size in partial.sizes]
         return cls(partial.loss_sums.clone(), sizes=sizes, resumed=len(sizes))
 
@@ -94,7 +94,7 @@ class EpochSums:
         self.costs.append(batch.cost)
 
     def reduce_losses(self, group: RankGroup) -> None:
-        """Sum ``losses`` over ranks, and append them to ``sums``. Collective."""
+        """Append ``losses``, summed over ranks, to ``sums``, and clear ``losses``. Collective."""
         if self.losses:
             self.sums = torch.cat([self.sums, group.sum(torch.stack(self.losses).double().cpu())])
             self.losses = []

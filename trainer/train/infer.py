@@ -105,17 +105,18 @@ def _check_graph(saved: Checkpoint, manifest: Manifest, path: Path) -> None:
     known = manifest.nodes if isinstance(target, str) else manifest.edges
     if target not in known:
         raise CheckpointError(
-            f"checkpoint {path} is of another graph, {saved.graph['dataset']}: its model is for {type_name(target)!r};"
-            f" {manifest.dataset} has only {', '.join(map(type_name, known))}"
+            f"checkpoint {path} belongs to another graph, {saved.graph['dataset']}: its model is for "
+            f"{type_name(target)!r}; {manifest.dataset} has only {', '.join(map(type_name, known))}"
         )
     here = graph_record(manifest, target)
     if differing := [name for name, value in saved.graph.items() if here.get(name) != value]:
         text = "; ".join(f"{name} is {here.get(name)}, in the checkpoint {saved.graph[name]}" for name in differing)
-        raise CheckpointError(f"checkpoint {path} is of another graph: {text}")
+        raise CheckpointError(f"checkpoint {path} belongs to another graph: {text}")
     if saved.settings["time_attr"] is not None and isinstance(target, str):
         raise CheckpointError(
-            f"checkpoint {path} is of a model trained with time_attr {saved.settings['time_attr']!r}, which leaves out "
-            "neighbours later than the seed; full-graph inference cannot. Evaluate it by sampling, as training does"
+            f"checkpoint {path} has a model trained with time_attr {saved.settings['time_attr']!r}, which leaves out "
+            "neighbours later than the seed; full-graph inference uses all neighbours. Evaluate the model by sampling, "
+            "as training does"
         )
 
 

@@ -32,7 +32,7 @@ _TOP_K = 10
 def number_of_targets(graph: Graph, links: LinkEmbeddings, wanted: int | None) -> int:
     """Return how many targets to list per source: ``wanted``, or by default ``_TOP_K``.
 
-    The default is 0 if there are too many pairs. The result never exceeds the number of targets.
+    The default is 0 if there are too many pairs of source and target. The result never exceeds the number of targets.
     """
     source, target = (graph.manifest.nodes[of].num_nodes for of in links.edge_type[::2])
     count = (_TOP_K if source * target <= MOST_PAIRS else 0) if wanted is None else wanted

@@ -101,9 +101,10 @@ class LinkEmbeddings:
         return self._original(ids.numpy()), best.numpy()
 
     def _linked(self, targets: Ids) -> tuple[Ids, Ids]:
-        """Return the edges from this rank's sources to ``targets``: positions of sources (ascending), and of targets.
+        """Return the edges from this rank's sources to ``targets``, sorted by source.
 
-        If source and target have the same type, pairs of a node with itself are included.
+        Sources are returned as rows of ``self.source``, targets as positions in ``targets``. If source and target have
+        the same type, pairs of a node with itself are included.
         """
         request = HopRequest(self.edge_type, targets, -1, 0, key=0)
         (sample,) = self.graph.access.sample_hops([request])

@@ -179,7 +179,7 @@ def environment_overrides(venv: str | None, conda: str | None) -> tuple[str, ...
     The home folder is written as ``~``. Raises UsageError if both are given.
     """
     if venv and conda:
-        raise UsageError("--venv and --conda: give one of them, the one that holds torch")
+        raise UsageError("--venv and --conda: give only the one in which torch is installed")
     key, text = ("venv", venv) if venv else ("conda", conda)
     if not text:
         return ()

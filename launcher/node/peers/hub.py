@@ -151,8 +151,8 @@ class Hub:
     def inherit(self, cause: Cause, lost: dict[str, dict[str, Any]], gone: dict[str, dict[str, Any]]) -> None:
         """Continue as the new hub of a run that has lost its previous hub.
 
-        cause: why the run ends, such as the loss of the hub. lost: all lost nodes, including the previous hub. gone:
-        nodes that the run continues without.
+        cause: why the attempt ended, such as the loss of the previous hub. lost: the lost hubs, as in ``Peers.lost``.
+        gone: nodes without which the run has continued, as in ``Peers.gone``.
         """
         self.cause, self.order, self._ordered = cause, Order(cause), time.monotonic()
         self.lost, self.gone = {**lost}, {**gone}
@@ -163,7 +163,7 @@ class Hub:
         self._broadcast()
 
     def awaited(self) -> list[int]:
-        """Return the members that are still active and have not yet reported what they offer for a restart."""
+        """Return the node_ranks of the members that still have to report what they can contribute to a restart."""
         return [member.node_rank for member in self._expected() if member.standing is None and not member.away]
 
     def close(self) -> None:
@@ -406,10 +406,10 @@ class Hub:
 
 
 def excused(when: float | None, pause: float, now: float) -> float | None:
-    """Return the time of another node's last message, ``when``, moved by ``pause`` but not beyond ``now``.
+    """Return ``when + pause``, but at most ``now``; None if ``when`` is None.
 
-    ``pause``: seconds for which this machine was suspended; they do not count as silence of the node. Returns None if
-    ``when`` is None.
+    when: time of another node's last message, or of the end of its connection. pause: seconds for which this machine
+    was suspended and could not receive messages.
     """
     return None if when is None else min(when + pause, now)
 

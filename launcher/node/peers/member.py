@@ -46,7 +46,7 @@ class ClockOffset:
 
     @property
     def quickest(self) -> float | None:
-        """Network time of the quickest round trip, in seconds; None before the first round trip."""
+        """Seconds of the quickest round trip, without the hub's processing time; None before the first round trip."""
         return min(self._trips)[0] if self._trips else None
 
     def add(self, t0: float, t1: float, t2: float, t3: float) -> None:
@@ -285,7 +285,7 @@ class Member:
             self._heard, self._gone = time.monotonic(), None
             self._send()
         else:
-            raise ValueError(f"the process that listens there is not node{config.hub} of this run")
+            raise ValueError(f"the process that listens on port {config.port} is not node{config.hub} of this run")
 
     def _send(self) -> None:
         link = self._proven

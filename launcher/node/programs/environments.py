@@ -150,7 +150,10 @@ def virtual_environments() -> Iterator[dict[str, str]]:
 
 
 def interpreters() -> Iterator[dict[str, str]]:
-    """Yield the Pythons on PATH, as environments if they belong to one, and pyenv's Pythons with torch."""
+    """Yield the Pythons on PATH, and pyenv's Pythons with torch.
+
+    For a folder on PATH that belongs to a conda or virtual environment, yields the environment.
+    """
     folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder.startswith("/")]
     for folder in folders:
         prefix = os.path.dirname(folder.rstrip("/"))

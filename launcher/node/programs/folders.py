@@ -77,7 +77,7 @@ def space(path: str) -> dict[str, Any]:
 
 
 def why_not_writable(path: str) -> str:
-    """Return why no file can be written in ``path``; '' when it can. Writes a test file: only that detects quotas."""
+    """Return why ``path`` is not a writable folder; '' if it is. Writes a test file, to detect an exhausted quota."""
     if not os.path.isdir(path):
         return "it is not a folder" if os.path.exists(path) else "the folder does not exist"
     name = os.path.join(path, ".gnnfleet-%d-%s" % (os.getpid(), os.urandom(4).hex()))

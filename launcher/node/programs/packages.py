@@ -1,6 +1,7 @@
-"""Finds the package versions of a Python without importing the packages, and the sizes of a partitioned graph.
+"""Finds the versions of installed packages without importing them, and the sizes of a partitioned graph.
 
-Importing torch would take seconds. Part of node/programs/probe.py: Python 3.8, few modules of the standard library.
+Importing torch would take seconds. Python 3.8, standard library only. Imports few modules, as node/programs/probe.py
+imports this one and must start fast.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def size_of(manifest: dict[str, Any]) -> dict[str, Any]:
 def topology_of(manifest: dict[str, Any], folder: str) -> int:
     """Return the size in bytes of the topology (all files with 1-d arrays) of all parts; 0 if a file is missing.
 
-    A file of another size than in the manifest counts as missing.
+    A file whose size differs from its size in the manifest counts as missing.
     """
     files = [file for file in manifest["files"] if file["path"].startswith("part") and len(file.get("shape", ())) == 1]
     for file in files:

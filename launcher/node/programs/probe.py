@@ -72,9 +72,10 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def numeric(name: str) -> str:
-    """Return the numeric address of a configured name or address; '' when it does not resolve.
+    """Return the numeric address of a configured host name or address; '' when it does not resolve.
 
-    A loopback address gives '' except for ``localhost``: many machines resolve their own name to loopback.
+    Also returns '' for a host name other than ``localhost`` that resolves to a loopback address, as many machines
+    resolve their own name to such an address.
     """
     found = lookup(name) if name else ""
     return "" if is_loopback(found) and found != name and name != "localhost" else found

@@ -1,8 +1,8 @@
 """Limits the disk space of fetched partition folders: the least recently used ones that no run needs are deleted.
 
-A fetched folder has a note (``.gnnfleet-store.json``): ``{"url", "used": time of the last fetch, "runs": [{"run_dir",
-"host", "boot_id", "since"}]}``, the runs that have claimed it. Folders without a note, such as those that the launcher
-has sent, are neither counted nor deleted. All changes are made under one lock per folder of partition folders.
+A fetched folder has a note, ``.gnnfleet-store.json``: ``{"url", "used": time of the last fetch, "runs": [{"run_dir",
+"host", "boot_id", "since"}]}``. ``runs`` lists the runs that use the folder. Folders without a note, such as those that
+the launcher has sent, are neither counted nor deleted. Each change holds the lock file next to the partition folders.
 """
 
 from __future__ import annotations

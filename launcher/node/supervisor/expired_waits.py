@@ -117,9 +117,10 @@ def _waited_for(wait: Wait, known: Processes) -> tuple[str, int | None]:
 
 
 def _absent(waits: Sequence[Wait], first: Wait, known: Processes) -> list[int]:
-    """Return the ranks that may be what the others wait for.
+    """Return the ranks for which the waiting ranks may be waiting.
 
-    These are the ranks without an expired wait whose stack is known and shows another line than that of ``first``.
+    These are the ranks without an expired wait, except those whose stack shows the same line as ``first`` or no Python
+    frame.
     """
     waiting = {wait["rank"] for wait in waits}
     return sorted(
@@ -136,7 +137,7 @@ def _where(rank: int, known: Processes) -> str:
 
 
 def server_lines(known: Processes, asked: int | None) -> list[str]:
-    """Return a line on the graph server of node ``asked``, and on each that is stopped or blocked in the kernel.
+    """Return one line for the graph server of node ``asked``, and for each server that the kernel keeps from running.
 
     asked: node_rank; None for no node.
     """

@@ -50,7 +50,7 @@ class Rendezvous:
     """Makes or receives the decision about a restart after one attempt: call ``look`` several times a second.
 
     spec: node.json of the attempt that has ended. first: node.json of the first attempt. cause: what ended the attempt,
-    if it lies on this node. history: fields that are added to a decision made here.
+    if it occurred on this node, else None. history: fields that are added to a decision of this node.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Guest:
         return made
 
     def look(self) -> Decision | None:
-        """Return the decision that an attempt includes this node, or that none will; None while undecided."""
+        """Return the decision that this node takes part in an attempt or leaves the run; None while undecided."""
         peers, now = self.peers, time.monotonic()
         decision = peers.decision
         if decision is not None:
@@ -230,7 +230,7 @@ class Restarts:
     def meet(self, spec: NodeSpec, peers: Peers, own: Cause | None) -> None:
         """Begin a rendezvous after an attempt, unless the run is done or was stopped.
 
-        own: the cause of the end if it lies on this node.
+        own: the cause of the attempt's end if it occurred on this node, else None.
         """
         self.rendezvous = self.decision = self.standing = None
         self.lost = {}
@@ -257,9 +257,10 @@ class Restarts:
             peers.decide({"generation": generation + 1, "restart": False, "leave": True, "why": ""})
 
     def visit(self, spec: NodeSpec, peers: Peers) -> bool:
-        """Begin to wait, as ``Guest``, for the next attempt of the other nodes; return False if there can be none.
+        """Begin to wait, as ``Guest``, for the next attempt of the other nodes.
 
-        To be called after ``next_attempt`` has returned None.
+        Does nothing and returns False if no further attempt can include this node. To be called after ``next_attempt``
+        has returned None.
         """
         given_up = self.decision is not None and self.decision.get("given_up")
         if not self.left or given_up or self._first.control is None:

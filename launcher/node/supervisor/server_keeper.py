@@ -127,9 +127,10 @@ class ServerKeeper:
 
 
 def _kernels(env: Mapping[str, str]) -> tuple[bool, str]:
-    """Return whether a graph server with the environment ``env`` finds compiled kernels, and a note.
+    """Return whether a graph server with the environment ``env`` finds compiled kernels, and a warning or ''.
 
-    The note says why it cannot use its usual cache folder; '' if it can. Same rules as in trainer/core/compiled.py.
+    The warning says that the usual cache folder is not writable, and which folder is used instead. Looks in the same
+    folders as trainer/core/compiled.py.
     """
     cache = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME", "~"), ".cache")
     folder = env.get("GNNFLEET_KERNELS") or os.path.join(os.path.expanduser(cache), "gnnfleet", "kernels")

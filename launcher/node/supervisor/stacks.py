@@ -165,7 +165,7 @@ def held_up(summary: str) -> str:
 
 
 def place(summary: str) -> str:
-    """Return the part of a summary that says where the process is; '' for a stopped one."""
+    """Return the source line in a summary, such as ``data.py:17 in load()``; '' for a stopped process."""
     return "" if summary == STOPPED else summary.partition("; ")[2] if held_up(summary) else summary
 
 

@@ -35,7 +35,7 @@ class Vitals:
 
     - the last values of ``epoch``, ``step``, ``steps``, ``loss``, ``seeds_per_s``, ``remote_share``, ``own_s``,
       ``step_s`` and ``batch_s`` (None: not written yet)
-    - ``most``: the result of ``largest``
+    - ``most``: [kind, share] of the work that takes most time of a step (``largest``)
     - ``kind`` and ``t`` of the last line
     - ``at``: [epoch, step, phase] from the progress file, or None
     - ``ended``: whether the rank has ended

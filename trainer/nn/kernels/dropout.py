@@ -42,9 +42,9 @@ def stream(key: int, layer: int) -> int:
 
 @functools.cache
 def node_salt(node_type: NodeType) -> int:
-    """Return a number of the node type, uint64; 0 for the type of a homogeneous graph.
+    """Return a uint64 hash of the node type; 0 for the type of a homogeneous graph.
 
-    It is combined with a batch's key by xor, so that node types have different dropout masks.
+    Callers combine it with a batch's key by xor, so that node types have different dropout masks.
     """
     if node_type == HOMO_NODE:
         return 0

@@ -164,7 +164,7 @@ def sum_rows(indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | Non
 def weighted_rows(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
     """Compute the sums of ``attend`` on a CSR, without gradients.
 
-    The entry at index e has the weights ``weight[edges[e]]``, or ``weight[e]`` if ``edges`` is None.
+    The edge from ``indices[e]`` has the weights ``weight[edges[e]]``, or ``weight[e]`` if ``edges`` is None.
     """
     if kernels := cuda_kernels(x):
         return kernels.weighted_rows(indptr, indices, edges, weight, x)

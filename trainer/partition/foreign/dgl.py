@@ -3,7 +3,8 @@
 A folder has ``<name>.json`` with the id ranges of every part, and per part ``graph.dgl`` (the part's edges, and ids of
 the nodes), ``node_feat.dgl`` and ``edge_feat.dgl``. DGL renumbers nodes and edges: first those of part 0, then part 1,
 …, and within a part one type after the other. The ids of the input graph are stored only by the dispatch pipeline with
-`--save-orig-nids` and `--save-orig-eids`; otherwise DGL's order gives the original ids.
+`--save-orig-nids` and `--save-orig-eids`. Without them, the original ids number the nodes and edges of each type from 0
+in DGL's order.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class _Partition:
             return HOMO_EDGE
         if len(words) != 3 or not {words[0], words[2]} <= set(self.nodes):
             raise DataError(
-                f"{self.config}: edge type {name!r} is not source:relation:target (files of DGL before 1.0); DGL's "
-                "tools/change_etype_to_canonical_etype.py changes that"
+                f"{self.config}: edge type {name!r} is not source:relation:target (files of DGL before 1.0); convert "
+                "the files with DGL's tools/change_etype_to_canonical_etype.py"
             )
         return words[0], words[1], words[2]
 
@@ -91,9 +92,9 @@ class _Partition:
         path = entry.get(key) if isinstance(entry, dict) else None
         if not isinstance(path, str):
             hint = (
-                "; GraphBolt's format cannot be read, partition with use_graphbolt=False" if key == "part_graph" else ""
+                "; GraphBolt's format cannot be read; partition with use_graphbolt=False" if key == "part_graph" else ""
             )
-            raise DataError(f"{self.config}: no {key} of part {part_id}{hint}")
+            raise DataError(f"{self.config}: the entry part-{part_id} has no {key}{hint}")
         return self.config.parent / path
 
     @cached_property
@@ -149,7 +150,7 @@ class _Partition:
     def _own_edges(self, of: EdgeType, part_id: int) -> Ids:
         """Return the edges of one type that a part owns, [2, e], in order of DGL's edge ids.
 
-        The node ids in the result count the nodes of one type only.
+        The node ids in the result are ids per type (see ``dgl_ranges``).
         """
         graph, ranges, place = self._graphs[part_id], self.edges[of], str(self._file(part_id, "part_graph"))
         if not {"_ID", "inner_edge"} <= graph.edges.keys() or "_ID" not in graph.nodes:
@@ -168,8 +169,8 @@ class _Partition:
         mine = mine[np.argsort(ids[mine], kind="stable")]
         if not np.array_equal(ids[mine], np.arange(start, start + size)):
             raise DataError(
-                f"{place}: {len(mine)} edges of type {type_name(of)}, expected {size}, with consecutive ids from "
-                f"{start} on; the file is damaged"
+                f"{place}: {len(mine)} edges of type {type_name(of)} have ids from {start} to {start + size - 1}, "
+                "expected one edge per id; the file is damaged"
             )
         return np.stack([
             self.nodes[of[0]].per_type(node_ids[graph.sources[mine]], place),

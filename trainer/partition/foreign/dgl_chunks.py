@@ -92,7 +92,7 @@ class _Graph:
         found = [chunks.read(path) for path in chunks.paths]
         for path, pairs in zip(chunks.paths, found, strict=True):
             if pairs.ndim != 2 or pairs.shape[1] != 2:
-                raise DataError(f"{path}: holds {list(pairs.shape)}, expected a source and a target per edge")
+                raise DataError(f"{path}: the shape is {list(pairs.shape)}, expected [edges, 2]: source and target")
         edge_index = np.ascontiguousarray(np.concatenate(found).T) if found else np.empty((2, 0), np.int64)
         attrs = self._attrs("edge_data", name, EDGE_NAMES, edge_index.shape[1])
         return {"edge_index": RawArray(edge_index, where), **attrs}

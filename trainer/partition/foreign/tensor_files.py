@@ -20,7 +20,7 @@ _ERRORS = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, Attribute
 def load_tensors(path: Path) -> Any:
     """Return the content of a .pt file: a tensor, or dicts and lists of tensors. Large tensors are memory-mapped.
 
-    Raises ``DataError`` for a missing file and for one that contains other classes.
+    Raises ``DataError`` if the file is missing, or contains objects of other classes.
     """
     import torch
 
@@ -47,7 +47,7 @@ def tensor_array(value: Any, place: str) -> RawArray:
     try:
         return RawArray(shared_array(value), place, value.dtype == torch.bfloat16)
     except TypeError:
-        raise DataError(f"{place}: numpy has no {value.dtype} tensors; convert it to another dtype") from None
+        raise DataError(f"{place}: numpy has no dtype {value.dtype}; convert the tensor to another dtype") from None
 
 
 def load_pickled_tensors(path: Path) -> Iterator[RawArray]:

@@ -264,7 +264,7 @@ def _read_descriptor(head: bytes, position: int, max_array: int) -> _ArrayHeader
 def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
     """Return the size of an array in bytes. Raises ``WireError`` if it exceeds ``limit``.
 
-    If dimensions are 0, the size of the array without these dimensions must not exceed ``limit`` either.
+    In this check, a dimension of 0 counts as 1.
     """
     size = math.prod(shape) * dtype.itemsize
     if size > limit or (not size and math.prod(filter(None, shape)) * dtype.itemsize > limit):
@@ -390,7 +390,7 @@ class TableReader:
         return self._names[self._check(place, len(self._names), "name")]
 
     def type(self, place: int) -> AnyType:
-        """Return a node type or edge type. Only its form is checked: the graph may not have the type."""
+        """Return a node type or edge type, without a check that it is in the graph."""
         if place not in self._types:
             try:
                 self._types[place] = type_of(self.name(place))

@@ -51,7 +51,7 @@ FLAG_OF: dict[WireRows, Flag] = {"stored": Flag.NONE, "float16": Flag.FLOAT16, "
 
 
 def form_of(flags: Flag) -> WireRows:
-    """Return to which dtype (stored, float16 or int8) rows are rounded in the reply to a request with these flags."""
+    """Return the dtype (stored, float16 or int8) of rows in the reply to a request with ``flags``."""
     return "int8" if flags & Flag.INT8 else "float16" if flags & Flag.FLOAT16 else "stored"
 
 

@@ -58,8 +58,8 @@ def held_out_type(graph: Graph) -> EdgeType | None:
 def _linked(graph: Graph, wanted: str | None) -> EdgeType:
     """Return the only edge type whose links can be predicted.
 
-    Raises ``SettingsError`` if several types are possible. Also raises it if ``wanted``, a name that no edge type has,
-    is given.
+    ``wanted``: None, or a name that is not an edge type. Raises ``SettingsError`` for such a name, and if several edge
+    types are possible.
     """
     manifest = graph.manifest
     names = [type_name(of) for of in manifest.edges]

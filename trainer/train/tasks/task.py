@@ -29,7 +29,7 @@ class Labelled(Protocol):
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of some seeds, for ``Task.metric_sums`` where there is no batch."""
+    """Labels of seeds, passed to ``Task.metric_sums`` in place of a batch."""
 
     y: Tensor | None = None
     links: LinkEnds | None = None

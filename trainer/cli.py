@@ -230,7 +230,7 @@ def infer(**options: Any) -> None:
     """
     job = InferJob(**options)
     with _without_gc():
-        from trainer.train.infer import infer as run
+        from trainer.infer.infer import infer as run
 
     run(job)
 

@@ -19,9 +19,9 @@ from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType
 from trainer.core.texts import decode_texts
 from trainer.graph.open import Graph
+from trainer.infer.layerwise_inference import LayerRows, NodeRange
 from trainer.sampler.types import RowRequest
 from trainer.sources.table_database import Database, text
-from trainer.train.layerwise_inference import LayerRows, NodeRange
 
 ROWS_AT_ONCE = 1 << 16
 

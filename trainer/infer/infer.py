@@ -15,14 +15,16 @@ from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.schema import AnyType, type_name, type_of
 from trainer.graph.open import Graph
+from trainer.infer.layerwise_inference import WholeGraph, stack_of
+from trainer.infer.link_embeddings import LinkEmbeddings
+from trainer.infer.link_predictions import number_of_targets, write_link_predictions
+from trainer.infer.node_predictions import node_metrics, write_node_predictions
+from trainer.infer.pair_scores import write_pair_scores
+from trainer.infer.prediction_files import writes_parquet
 from trainer.nn.link_model import LinkModel
 from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, graph_record
 from trainer.train.fit import metrics_text
-from trainer.train.infer_files import writes_parquet
-from trainer.train.infer_links import number_of_targets, write_link_predictions
-from trainer.train.infer_nodes import node_metrics, write_node_predictions
-from trainer.train.infer_pairs import write_pair_scores
 from trainer.train.job import (
     check_same_partition,
     find_damage,
@@ -31,8 +33,6 @@ from trainer.train.job import (
     open_job_graph,
     read_on_first,
 )
-from trainer.train.layerwise_inference import WholeGraph, stack_of
-from trainer.train.link_embeddings import LinkEmbeddings
 from trainer.train.model import model_facts, trained_model
 from trainer.train.settings import InferJob, TrainSettings
 from trainer.train.tasks.choose import of_record

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from trainer.graph.open import Graph
-from trainer.sampler.types import RowRequest
-from trainer.train.infer_files import (
+from trainer.infer.layerwise_inference import LayerRows
+from trainer.infer.link_embeddings import LinkEmbeddings
+from trainer.infer.prediction_files import (
     ROWS_AT_ONCE,
     Column,
     OutputArray,
@@ -21,8 +22,7 @@ from trainer.train.infer_files import (
     write_array,
     write_table,
 )
-from trainer.train.layerwise_inference import LayerRows
-from trainer.train.link_embeddings import LinkEmbeddings
+from trainer.sampler.types import RowRequest
 
 MOST_PAIRS = 10**10  #: most pairs of source and target that are scored unless the user asks for more
 

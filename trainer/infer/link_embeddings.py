@@ -15,10 +15,10 @@ from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
+from trainer.infer.layerwise_inference import LayerResults, LayerRows
 from trainer.nn.link_model import LinkModel
 from trainer.sampler.types import HopRequest, RowRequest
 from trainer.train.epoch import EVAL_EPOCH
-from trainer.train.layerwise_inference import LayerResults, LayerRows
 from trainer.train.loaders import link_loaders
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.task import Labels, Task

@@ -183,7 +183,7 @@ def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
         return HeteroStack(model, facts)
     raise SettingsError(
         f"{type(model).__name__} is not a bundled model; implement a LayerStack for it, see"
-        " trainer/train/layerwise_inference.py"
+        " trainer/infer/layerwise_inference.py"
     )
 
 

@@ -43,7 +43,7 @@ def run(small: bool) -> list[Row]:
 
 
 def without_endpoints(graph: Graph) -> Graph:
-    """Return a graph whose loaders read all edges into memory."""
+    """Return the graph without its stored (source, target) pairs, so that loaders read all edges into memory."""
     spec = replace(graph.manifest.edges[HOMO_EDGE], endpoints=False)
     store = replace(graph.store, manifest=replace(graph.manifest, edges={HOMO_EDGE: spec}))
     return Graph(store, DistGraph(LocalGraph(store), {}))

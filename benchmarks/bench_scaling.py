@@ -3,7 +3,7 @@
 python benchmarks/run.py scaling                 keep the global batch size; save results, then predict
 python benchmarks/bench_scaling.py --per-host    keep the batch size per host
 python benchmarks/bench_scaling.py --predict     predict from saved results; --cores and --gbit describe the hosts
-GNNFLEET_DEBIAN names the folder of the Debian dependency graph (``data.dataset: file``), if available.
+GNNFLEET_DEBIAN: folder of the Debian dependency graph, as for ``data.dataset: file``. If unset, this graph is left out.
 """
 
 from __future__ import annotations

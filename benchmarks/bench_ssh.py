@@ -1,6 +1,7 @@
-"""Measures connecting to real sshd hosts, checking them and starting a session on each: gnnfleet and other tools.
+"""Measures how long gnnfleet and other tools take to connect to sshd hosts, check them, and start a session on each.
 
-The other tools only print versions, test one port and start a bare tmux session.
+The other tools are ssh, fabric and parallel-ssh. Their check only prints versions and tests one port, and their session
+is a bare tmux session.
 """
 
 from __future__ import annotations
@@ -229,4 +230,4 @@ def end_sessions(scene: Scene) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(f"run it through {Path(__file__).with_name('run.py')} ssh")
+    raise SystemExit(f"start this benchmark with: python {Path(__file__).with_name('run.py')} ssh")

@@ -1,4 +1,4 @@
-"""Measures sampling, gathering, training steps and epochs on a CUDA device, beside the CPU and torch_geometric.
+"""Measures sampling, gathering, training steps and epochs on a CUDA device; compares with CPU and torch_geometric.
 
 python benchmarks/gpu.py                      tests on the device, then all measurements
 python benchmarks/gpu.py --small              a smaller graph
@@ -68,7 +68,7 @@ def main(small: bool, simulated: bool, with_tests: bool, out: Path) -> None:
 
 
 def run_tests() -> None:
-    """Run the tests on the device. Ends the program with their exit status if one fails."""
+    """Run the tests on the device. Raises ClickException if one fails."""
     words = [sys.executable, "-m", "pytest", "-q", *TESTS]
     status = subprocess.run(words, cwd=HERE.parent, check=False).returncode
     if status:
@@ -129,7 +129,7 @@ def plot(found: dict[str, list[Row]], path: Path) -> None:
 
 
 def _bars(row: Row) -> list[tuple[str, float, bool]]:
-    """Return (label, value, whether this project was measured) for each bar of a table row."""
+    """Return the bars of a table row: (label, value, True), and (label, value, False) for what it is compared with."""
     other = [] if row.other is None else [(f"{row.what}: {row.against}", row.other, False)]
     return [(row.what, row.value, True), *other]
 

@@ -65,7 +65,7 @@ class Setup:
     @classmethod
     @contextmanager
     def of(cls, device: torch.device, small: bool, simulated: bool) -> Iterator[Setup]:
-        """Open a graph: a tiny one if ``simulated``, else the small or the large one of all benchmarks."""
+        """Open a graph: a tiny one if ``simulated``, else the small or large graph of ``benchmarks/graphs.py``."""
         if not simulated:
             with open_graph(partitioned(small, 1)) as graph:
                 yield cls(device, graph, simulated, FANOUTS, BATCH, 256, 8, 5)
@@ -97,7 +97,7 @@ class Setup:
 
     @cached_property
     def held(self) -> list[Batch]:
-        """The batches of ``shares``, sampled by the CPU and copied to the device."""
+        """The first ``self.batches`` batches of an epoch, sampled by the CPU and copied to the device."""
         bring: Any = feed(self.device)
         return [bring(self.loaders["cpu"].load(share)) for share in self.shares]
 
@@ -223,7 +223,7 @@ def gathering(setup: Setup) -> Iterator[Row]:
 
 
 def copied(setup: Setup, pinned: bool) -> float:
-    """Return the GB/s of copying a large block to device memory: from ``pinned`` host memory, or from device memory."""
+    """Return the GB/s of copying to device memory: from pinned host memory if ``pinned``, else from device memory."""
     size = 1 << (12 if setup.simulated else 28)
     source = torch.empty(size, dtype=torch.uint8, device=CPU if pinned else setup.device)
     source = source.pin_memory() if pinned and not setup.simulated else source
@@ -278,7 +278,7 @@ def step_seconds(
 
 
 def with_degree(setup: Setup, batch: Batch, model: str) -> Batch:
-    """Return the batch. For gcn, add made-up in-degrees: the model needs some, and they do not change the time."""
+    """Return the batch; for gcn, with in-degrees of 1. gcn needs in-degrees; their values do not change the time."""
     if model != "gcn":
         return batch
     return replace(batch, degree=torch.ones_like(batch.n_id))
@@ -286,7 +286,7 @@ def with_degree(setup: Setup, batch: Batch, model: str) -> Batch:
 
 @contextmanager
 def cpu_kernels(wanted: bool) -> Iterator[None]:
-    """If ``wanted``, let CPU tensors use the CPU's kernels, even where the simulator is on."""
+    """If ``wanted``, compute on CPU tensors with the CPU's kernels in this context, even if the simulator is on."""
     with mock.patch.object(kernels_device, "_SIMULATED", kernels_device._SIMULATED and not wanted):
         yield
 
@@ -298,7 +298,7 @@ def torch_only(setup: Setup, model: str) -> float:
 
 
 def pyg_step_seconds(setup: Setup) -> float:
-    """Return the seconds of a training step of torch_geometric's GraphSAGE, on batches of the same size."""
+    """Return the seconds of a training step of torch_geometric's GraphSAGE, with ``setup``'s fanouts and batch size."""
     facts = facts_of(setup.graph.manifest)
     model = GraphSAGE(facts.in_dims[facts.target], setup.hidden, len(setup.fanouts), facts.num_classes)
     model = model.to(setup.device)

@@ -47,8 +47,8 @@ class Model(nn.Module):
     def forward(self, batch, rows):
         """Return the scores of the links, [n], and of their negatives, [n, SHARED].
 
-        The batch has one negative target per link. Each link is also scored with the negative targets of the next
-        SHARED - 1 links.
+        The batch has one negative target per link. The negatives of a link combine its source with its own negative
+        target and with those of the next SHARED - 1 links.
         """
         src, dst = self.encode(batch, rows)
         src, ends = src[nodes(batch, self.source).src_index], nodes(batch, self.target)

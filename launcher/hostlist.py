@@ -92,9 +92,9 @@ def _follows(run: list[str], name: str) -> bool:
 
 
 def _incremented(before: str, after: str) -> int | None:
-    """Return the position of the only number that is one higher in ``after`` than in ``before``.
+    """Return which number is one higher in ``after`` than in ``before``, as an index into ``_DIGITS.split(before)``.
 
-    It is an index into the pieces of ``_DIGITS.split``. None if there is no such number, or the names differ elsewhere.
+    Returns None unless this is the only difference between the names.
     """
     one, two = _DIGITS.split(before), _DIGITS.split(after)
     differing = [place for place, (a, b) in enumerate(itertools.zip_longest(one, two)) if a != b]

@@ -66,7 +66,7 @@ def _in_process_group() -> bool:
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit the process. With an open process group, skip the interpreter's shutdown."""
+    """Exit the process. If torch.distributed is initialized, skip the interpreter's shutdown."""
     # Shutdown would wait for all threads, and torch may abort while it destroys a group that has lost a rank.
     if _in_process_group():
         sys.stdout.flush()
@@ -272,7 +272,7 @@ def infer(**options: Any) -> None:
 @_server_wait("Seconds to wait for a lost graph server when no other host has its parts.")
 @_DIGESTS
 def serve(**options: Any) -> None:
-    """Serve parts, and batches for clients, to other hosts until SIGTERM."""
+    """Serve parts to other hosts, and batches to clients, until SIGTERM."""
     with _without_gc():
         from trainer.service.serve import ServeJob
         from trainer.service.serve import serve as run

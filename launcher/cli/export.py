@@ -56,8 +56,8 @@ _SHOWN = ("config", "sets", "run_id", *(
 def _export(ctx: click.Context, kind: str, output: Path | None, force: bool, **values: Any) -> None:
     """Write a run as Kubernetes manifests, an sbatch script, or a script for torchrun or bash.
 
-    The file starts the run without gnnfleet's launcher and without SSH; read it, change it, keep it. Words after -- are
-    your own training command.
+    The file starts the run without gnnfleet's launcher and without SSH. You can edit it. Words after -- are your own
+    training command.
     """
     from launcher.config.resolve import resolve_run
     from launcher.export.placed_plan import ExportRequest
@@ -105,7 +105,9 @@ def _cluster(own: dict[str, Any]) -> Cluster:
     for text in own["claims"]:
         name, _, path = text.partition("=")
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", name) or not path.startswith("/"):
-            raise UsageError(f"--claim {text}: give NAME=PATH, as datasets=/data, with an absolute path in the pods")
+            raise UsageError(
+                f"--claim {text}: give NAME=PATH, such as datasets=/data, with an absolute path in the pods"
+            )
         claims.append((name, path.rstrip("/")))
     return Cluster(own["image"], own["workload"], tuple(claims), own["storage"], own["namespace"])
 
@@ -116,7 +118,9 @@ def sbatch_options(texts: Sequence[str]) -> dict[str, str]:
     for item in filter(None, re.split(r",(?![^\[]*\])", ",".join(texts))):
         name, _, value = item.partition("=")
         if not re.fullmatch(r"[a-z][a-z-]*", name):
-            raise UsageError(f"--slurm {item}: give long options of sbatch without --, as partition=gpu,time=2:00:00")
+            raise UsageError(
+                f"--slurm {item}: give long options of sbatch without --, such as partition=gpu,time=2:00:00"
+            )
         found[name] = value
     return found
 

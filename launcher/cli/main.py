@@ -175,7 +175,7 @@ def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
 def launch(ctx: click.Context, dry_run: bool, **values: Any) -> None:
     """Launch a run: check the hosts, send code and parts, train, report.
 
-    `gnnfleet --config FILE` does it, too. Words after -- are your own command.
+    `gnnfleet --config FILE` does the same. Words after -- are your own command.
     """
     (show_plan if dry_run else run_launch)(options_of(ctx, values))
 

@@ -49,8 +49,8 @@ def push(
 ) -> None:
     """Upload the parts in FOLDER to the store URL.
 
-    With --config instead, both come from the config, and missing parts are made first. An interrupted upload continues
-    when the command is called again.
+    With --config, leave out FOLDER and URL: the config contains both, and missing parts are made first. An interrupted
+    upload continues when the command is called again.
     """
     from launcher.config.resolve import resolve
     from launcher.plan.partition import ensure_parts, read_partition_files

@@ -182,7 +182,7 @@ def stop(ctx: click.Context, now: bool, **values: Any) -> None:
     RUN is a run id, a part of one, or a run folder; default: the newest run. The launcher of the run need not be
     running. Other runs are not affected.
 
-    Exit status: 0 nothing of the run is left on the nodes; else 1.
+    Exit status: 0 if nothing of the run is left on the nodes; else 1.
     """
     from launcher.manage.stop import end_run
     from launcher.report.verdict import known_without_nodes

@@ -100,7 +100,7 @@ class Draft:
 
     @property
     def default(self) -> Environment | None:
-        """The environment for ``defaults``: the one that most nodes use; None if no node has any."""
+        """The environment that most nodes use, for section ``defaults``; None if no node has an environment."""
         found = [one for one in self.chosen.values() if one]
         places = [(one.key, one.path) for one in found]
         return max(found, key=lambda one: places.count((one.key, one.path)), default=None)
@@ -274,7 +274,7 @@ def _tables(options: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def _predicts_links(options: Mapping[str, Any]) -> bool:
-    """Return whether the drafted config predicts links: no node table has a column of labels or splits."""
+    """Return whether the drafted run trains link prediction, as no node table has a column of labels or splits."""
     return not any(key in table for table in options["nodes"].values() for key in ("label", "split"))
 
 

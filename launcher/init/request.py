@@ -47,7 +47,7 @@ class InitRequest:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The given key among ``venv``, ``conda`` and ``python``, as {key: value}; {} if none is given."""
+        """The one of ``venv``, ``conda`` and ``python`` that the user gave, as {name: value}; {} if none."""
         given = {"venv": self.venv, "conda": self.conda, "python": self.python}
         return {name: text for name, text in given.items() if text}
 
@@ -61,7 +61,7 @@ class InitRequest:
 
     @property
     def login(self) -> dict[str, Any]:
-        """The given config keys of ``defaults`` that determine the SSH login: user, key and password."""
+        """The values that the user gave for the SSH login, by config key: ``user``, ``key`` and ``password``."""
         given = {"user": self.user, "key": self.key, "password": self.password}
         return {name: value for name, value in given.items() if value}
 

@@ -218,7 +218,7 @@ def _check(draft: Draft, dest: Path, opened: Opened, options: InitOptions) -> di
 
 
 def _with_remedy(draft: Draft, finding: Finding) -> Finding:
-    """Return ``finding``. If a missing environment caused it, its remedy becomes the command that creates one."""
+    """Return ``finding``. If a host has no environment, the remedy becomes the command that creates an environment."""
     chosen = draft.chosen[list(draft.discovery.facts)[finding.node_rank]]
     if chosen is not None or finding.check not in ("python", "packages"):
         return finding
@@ -229,8 +229,8 @@ def _with_remedy(draft: Draft, finding: Finding) -> Finding:
 def check_writable(dest: Path, force: bool, ask: bool) -> None:
     """Raise UsageError if ``dest`` is a folder, is in no existing folder, or is a file that must not be replaced.
 
-    An unedited file of ``gnnfleet init`` may be replaced. Any other file may be replaced if ``force`` is true or, with
-    ``ask``, if the user agrees.
+    A file that ``gnnfleet init`` wrote may be replaced if nobody edited it. Any other file may be replaced if ``force``
+    is true or, with ``ask``, if the user agrees.
     """
     if dest.is_dir():
         raise UsageError(f"{dest} is a folder; name a file with -o")

@@ -28,7 +28,7 @@ _IF_THERE = f'if [ -e "$1/node.json" ]; then exec bash -c "$2"; else echo "{_ABS
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run and, by node_rank, the transport to each node or the error of connecting to it."""
+    """A run and its nodes. ``attempts``: for each node_rank the open transport, or the error if connecting failed."""
 
     found: FoundRun
     attempts: Mapping[int, Transport | TransportError]
@@ -63,7 +63,7 @@ class OpenRun:
 
 @contextmanager
 def opened(found: FoundRun) -> Iterator[OpenRun]:
-    """Connect to all nodes of ``found`` with the logins in its config; closes the connections on exit."""
+    """Connect to all nodes of a run with the logins in the run's config. Closes the connections on exit."""
     ranks = [node.node_rank for node in found.needed_plan.nodes]
     attempts = connect_all(found.needed_config)
     try:

@@ -18,7 +18,9 @@ from launcher.transport.local import LocalTransport
 def resumed_after_requeue(
     config: ClusterConfig, options: LaunchOptions, environ: Mapping[str, str]
 ) -> tuple[LaunchOptions, str]:
-    """Return the options of a launch that resumes this job's run, and a message; if not requeued, ``options`` and ''.
+    """Return the options of a launch that resumes the run of a requeued job, and a message for the user.
+
+    Returns ``options`` and '' if the job was not requeued, or if its run has not started yet.
 
     After requeue n, the batch script launches run ``<run id>-r<n>``, which resumes the job's last run from the newest
     checkpoint. The files of the last run are collected first, unless its launcher has collected them.

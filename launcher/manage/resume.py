@@ -169,7 +169,10 @@ def _files_changed(found: FoundRun, own: Sequence[str]) -> bool:
 
 
 def own_command_of(found: FoundRun) -> tuple[str, ...]:
-    """Return the user's own command of the run; () for the bundled trainer. Raises UsageError if it is unknown here."""
+    """Return the user's own command of the run; () for the bundled trainer.
+
+    Raises UsageError if this machine does not know the command.
+    """
     if found.launch is not None:
         return found.launch.own_command
     if not found.own:

@@ -139,8 +139,8 @@ def _read_plan(seen: list[RunFileSeen], attempts: Mapping[int, Transport | Trans
 def _match_hosts(plan: LaunchPlan, config: ClusterConfig, seen: list[RunFileSeen]) -> dict[int, int]:
     """Return, for each node_rank of the run, the index of its node in ``config``.
 
-    Looks first for a node with the same login, then for one with the same host, then for one on whose host ``seen`` has
-    files of this node_rank. A node_rank without a match is left out.
+    A node of ``config`` matches if it has the same login; else if it has the same host; else if its host has the run's
+    files of this node_rank, as listed in ``seen``. A node_rank without a match is left out.
     """
     logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
     hosts = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}

@@ -182,7 +182,7 @@ def _print_new(log: Path, at: int, console: Console) -> int:
 def submit_and_follow(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
     """Submit a run as a Slurm job and, unless ``options.detach``, follow it; returns the exit status.
 
-    Ctrl-C ends only the following; the job goes on.
+    Ctrl-C ends only the output; the job goes on.
     """
     run = submit_run(config, options, console)
     result: Mapping[str, Any] = {"state": "detached", "exit_status": 0}

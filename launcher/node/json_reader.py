@@ -142,8 +142,8 @@ class Record:
     """A validator for JSON objects with declared fields.
 
     need: validator of each required field. may: validator of each optional field; an invalid field is removed.
-    default: (validator, default value) of each further field. A missing or invalid field gets the default value, or, if
-    that is a function, the result of a call.
+    default: (validator, default) of each further field. A missing or invalid field gets the default; a default that is
+    a function is called for the value.
     """
 
     def __init__(
@@ -485,7 +485,7 @@ _MESSAGE_FIELDS: dict[str, Validator] = {
 def _message(value: dict[str, Any]) -> dict[str, Any]:
     found = {**value, **{name: kind(value[name]) for name, kind in _MESSAGE_FIELDS.items() if name in value}}
     if "file" in found and not {"offset", "lines"} <= found.keys():
-        raise ValueError("`file` without `offset` and `lines`")
+        raise ValueError("a message with `file` must have `offset` and `lines` too")
     if "stopped" in found and not {"killed", "leftovers"} <= found.keys():
-        raise ValueError("`stopped` without `killed` and `leftovers`")
+        raise ValueError("a message with `stopped` must have `killed` and `leftovers` too")
     return found

@@ -142,7 +142,7 @@ class Watcher:
         self._printed = time.monotonic()
 
     def emit_lines(self) -> bool:
-        """Print new lines of all files, about 256 KiB at most of each; return whether there were any.
+        """Print new lines of all files, at most about 256 KiB per file; return whether there were any.
 
         Events are read first and printed last, so that a process's output is printed before the event of its end.
         """
@@ -154,7 +154,7 @@ class Watcher:
         return self.emit_new(_EVENTS, events) or changed
 
     def new_lines(self, name: str) -> bytes:
-        """Return the next complete lines of a file, about 256 KiB at most; empty if it does not exist."""
+        """Return the next complete lines of a file, at most about 256 KiB; empty if it does not exist."""
         with suppress(FileNotFoundError, IsADirectoryError):
             return complete_lines(self._path(name), self.offsets.get(name, 0))
         return b""
@@ -202,7 +202,7 @@ def disk_full(path: str) -> bool:
 
 
 def complete_lines(path: str, offset: int) -> bytes:
-    """Return the complete lines of ``path`` from byte ``offset`` on, about 256 KiB at most.
+    """Return the complete lines of ``path`` from byte ``offset`` on, at most about 256 KiB.
 
     A line longer than 8 MiB is returned in pieces, by several calls.
     """
@@ -277,7 +277,7 @@ def _nth_last_line_end(data: bytes, number: int) -> int:
 
 
 def pause_or_exit(seconds: float) -> None:
-    """Sleep for ``seconds``. Raises BrokenPipeError if standard input is closed: the reader of the output is gone."""
+    """Sleep for ``seconds``. Raises BrokenPipeError once the caller has closed standard input (a pipe or socket)."""
     if not stat.S_ISFIFO(os.fstat(0).st_mode) and not stat.S_ISSOCK(os.fstat(0).st_mode):
         time.sleep(seconds)
     elif select.select([0], [], [], seconds)[0] and not os.read(0, 4096):

@@ -154,7 +154,10 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class KeptServers:
-    """What a serving cluster keeps when it gets a new plan. Keys of the mappings: node_ranks in the new plan."""
+    """Parts, service ports and running nodes that a serving cluster keeps when it gets a new plan.
+
+    Keys of the mappings: node_ranks in the new plan.
+    """
 
     version: int = 1  #: version of the new cluster.json
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

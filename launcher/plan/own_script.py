@@ -25,7 +25,7 @@ class OwnCommand:
 def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> OwnCommand:
     """Collect the files that the user's command ``argv`` names, and the files and folders in ``extra``.
 
-    What is below ``cwd`` keeps its relative path on the nodes; other files and folders are stored under their names.
+    Files below ``cwd`` keep their relative paths on the nodes; other files and folders are stored under their names.
     Raises UsageError for a missing file, and for two files that would have the same path on the nodes.
     """
     words: list[str] = []

@@ -103,7 +103,7 @@ def _pieces(text: str, addresses: Set[str]) -> Iterator[str]:
 
 
 def _folds(group: list[_SplitRows]) -> Iterator[Fold]:
-    """Yield a Fold of nodes whose lines have equal text; several if other values than ``own_values`` differ."""
+    """Yield a Fold of nodes with equal text in their lines; several Folds if values not in ``own_values`` differ."""
     own = [own_values(one.node) for one in group]
     names = {name: [values.get(name) for values in own] for name in own[0]}
     rows = []

@@ -92,5 +92,8 @@ def _line(name: str, text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote a value for a line of sbatch, which has quotes but no escapes."""
+    """Quote a value for an ``#SBATCH`` line if needed.
+
+    A value with a double quote is returned unchanged, because such a line has no escape for it.
+    """
     return f'"{text}"' if re.search(r"[\s#;']", text) and '"' not in text else text

@@ -35,20 +35,20 @@ class _Device:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The same for all names of the device."""
+        """UUID of the GPU (its index if the UUID is unknown), and UUID of the MIG instance ('' for a whole GPU)."""
         return self.gpu["uuid"] or str(self.gpu["index"]), self.instance
 
     @property
     def leases(self) -> set[str]:
-        """Names of leases that exclude the device: on itself, or on its whole GPU."""
+        """Names of the leases that reserve the device, or the whole GPU that contains it."""
         names = (self.given, self.gpu["index"], self.gpu["uuid"], self.instance)
         return {f"cuda:{name}".replace("/", "_") for name in names if name != ""}
 
 
 def _find(device: int | str, gpus: Sequence[Mapping[str, Any]]) -> _Device | None:
-    """Return a device of the config; None if there is none.
+    """Find a device of the config among the GPUs of a host. Returns None if the host lacks it.
 
-    device: its index in ``gpus``, or the first characters of the UUID of a GPU or MIG instance.
+    device: the index in ``gpus``, or the first characters of the UUID of a GPU or MIG instance.
     """
     if isinstance(device, int):
         return _Device(device, gpus[device]) if device < len(gpus) else None

@@ -160,7 +160,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def ports_of(config: ClusterConfig, k: int, fact: NodeFacts) -> dict[str, int]:
-    """Return the port of node ``k`` for each use: ``MASTER``, ``CONTROL`` and ``SERVICE``. Ports in use are omitted."""
+    """Return the ports of node ``k``, by use: ``MASTER``, ``CONTROL`` and ``SERVICE``.
+
+    A use is left out if the node needs no port for it, or if all candidate ports are busy.
+    """
     candidates = {SERVICE: service_candidates(config, k)}
     if k == lead(config):
         candidates |= {MASTER: master_candidates(config), CONTROL: control_candidates(config)}
@@ -340,7 +343,7 @@ def _listed(probe: Mapping[str, object]) -> str:
 def grouped(
     blocked: Collection[BlockedRoute], nodes: Collection[int], reach: Mapping[int, frozenset[int]] | None = None
 ) -> list[Group]:
-    """Put blocked routes into as few groups as possible; a node that reaches no other is a group of its own.
+    """Combine blocked routes into few groups. All routes of a node that reaches no other node form one group.
 
     ``reach``: the nodes that each node must reach; None: all other nodes.
     """

@@ -65,7 +65,7 @@ def _data(data: DataConfig, nodes: int, folder: Path, vertices: int) -> DataConf
             "rehearsed; rehearse the config of the serving cluster, or give a graph with --dataset and --set "
             "data.serving=null"
         )
-    options = thinned_options(data, vertices)
+    options = smaller_graph_options(data, vertices)
     made_of = [data.dataset, data.source, options, data.num_parts, nodes, asdict(data.partition)]
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True, default=str).encode()).hexdigest()
     return replace(
@@ -79,7 +79,7 @@ def _data(data: DataConfig, nodes: int, folder: Path, vertices: int) -> DataConf
     )
 
 
-def thinned_options(data: DataConfig, vertices: int) -> Mapping[str, Any]:
+def smaller_graph_options(data: DataConfig, vertices: int) -> Mapping[str, Any]:
     """Return ``data.options`` for a graph of at most ``vertices`` vertices.
 
     Graphs that are generated become smaller; graphs that are read are reduced to a subset. Raises UsageError for a
@@ -87,7 +87,7 @@ def thinned_options(data: DataConfig, vertices: int) -> Mapping[str, Any]:
     """
     if data.dataset == "partition":
         raise UsageError(
-            "data.dataset: the graph of a partition folder cannot be thinned; rehearse on another graph, for instance "
+            "data.dataset: the graph of a partition folder cannot be made smaller; rehearse on another graph, such as "
             "--dataset synthetic, with options such as --set data.options.num_features=128"
         )
     if data.dataset not in _GENERATED:

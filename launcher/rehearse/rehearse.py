@@ -1,4 +1,4 @@
-"""Rehearses a run: launches its plan on this machine, with a thinned graph and, on request, a fault."""
+"""Rehearses a run: launches its plan on this machine, with a smaller graph and, on request, a fault."""
 
 from __future__ import annotations
 

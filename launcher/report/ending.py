@@ -68,10 +68,11 @@ class Followed:
 
 
 class ExpendableNodes:
-    """The expendable nodes of a run: the run continues if one of them is lost. Includes those already lost.
+    """The expendable nodes of a run: the run continues if one of them is lost. Includes nodes already lost.
 
-    The lead node reports which nodes are expendable; until its first report, the latest report of any node is used. In
-    a serving cluster all nodes are expendable. With ``run.restarts`` all nodes are expendable until the run has ended.
+    The nodes report which nodes are expendable. The reports of the lead node are used; before its first report, the
+    latest report of any node. In a serving cluster all nodes are expendable. With ``run.restarts`` all nodes are
+    expendable until the run has ended.
     """
 
     def __init__(self, plan: LaunchPlan, restarts: int = 0):
@@ -137,7 +138,10 @@ def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: i
 
 
 def nodes_reported_lost(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the nodes that a ``result.json`` reports lost, by node_rank, also those that the run continued without."""
+    """Return the nodes that a ``result.json`` reports lost, by node_rank.
+
+    Includes nodes without which the run continued.
+    """
     return {**(result.get("gone") or {}), **(result.get("lost") or {})}
 
 
@@ -237,10 +241,10 @@ class Ending:
         return sorted(found, key=lambda finding: float(finding["t"]))
 
     def lost(self) -> dict[int, Lost]:
-        """Return the nodes that the launcher or another node reports as lost.
+        """Return the nodes that the launcher or the lead node reports lost.
 
-        Of the nodes' reports, only the report of the lead node counts. Exception: the lead node has no result, or its
-        network failed. The other nodes' reports then count instead, but only for the loss of the lead node.
+        If the lead node has no result or its network failed, its report is not used. The lead node itself is then
+        returned, too, if another node reports it lost.
         """
         found, hub = dict(self.followed.lost), self.hub
         trust_hub = hub in self.results and not hub_was_cut_off(self.results, len(self.plan.nodes), hub)
@@ -320,9 +324,9 @@ class Ending:
         return Crew(self.plan.lead, tuple(node.role for node in nodes), tuple(node.parts for node in nodes))
 
     def _with_parts(self, outcome: Outcome) -> Outcome:
-        """Return ``outcome`` with a longer note, if a graph server or a node failed.
+        """If a graph server or a node failed, add to its note the parts that no other node holds.
 
-        The added text names the parts of this node that no other node holds.
+        Returns other outcomes unchanged.
         """
         if not outcome.failed or outcome.stopped or outcome.name not in ("server", "node"):
             return outcome
@@ -364,8 +368,8 @@ class Ending:
     def _reported_by_others(self, node: NodePlan, records: Any) -> Iterator[Outcome]:
         """If a process on ``node`` failed and thereby ended the run, yield its Outcome as another node reports it.
 
-        Yields nothing if ``node`` has a result or has recorded the end of the process. ``records``: the node's own
-        records.
+        Yields nothing if ``node`` has a result, or if ``records``, the outcomes that ``node`` recorded, include this
+        process.
         """
         causes = [
             (by, result["cause"])

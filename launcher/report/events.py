@@ -55,7 +55,7 @@ class EventLog:
     def _append(self, line: str, *, once: bool = False) -> None:
         """Append a line to the file. The first error, such as a full disk, is printed and does not end the run.
 
-        ``once``: skip a line of a node that the file already has.
+        ``once``: skip the line if the file already has it as an event of a node.
         """
         try:
             with self._locked():

@@ -14,11 +14,10 @@ from launcher.text import count, spans
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
     """Return the outcome of the process that failed first; None if none failed.
 
-    A failure that looks like a consequence is returned only if there is no other failure. A stopped process is returned
-    only if nothing else failed.
+    Failures that look like consequences come after all other failures, and stopped processes come last.
 
-    A node that the run continued without is returned only if something else failed as well, and all other failures look
-    like consequences.
+    The loss of a node without which the run continued is ignored. It counts only if there are other failures and they
+    all look like consequences.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     serious = [outcome for outcome in failed if not outcome.done_without]

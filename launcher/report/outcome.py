@@ -118,7 +118,10 @@ class Outcome:
 
     @property
     def sentence(self) -> str:
-        """Which process ended, and how: ``rank 3 on node1 (hostb) raised …``. Only the note if it names the node."""
+        """Which process ended, and how: ``rank 3 on node1 (hostb) raised …``.
+
+        If the reason is a note that names the node, the note alone.
+        """
         if self.reason == self.note and node_label(self.node_rank, self.host) in self.note:
             return self.note
         return f"{self.place}{':' if self.reason == self.note else ''} {self.reason}"

@@ -147,8 +147,8 @@ class LaunchFile:
     def alive(self) -> bool | None:
         """Return whether the launching process still runs; None if that is unknown.
 
-        - True: this machine has the boot id of the launching machine and runs the process. Its host name may differ.
-        - False: otherwise, if this machine has the host name of the launching machine.
+        - True: the process runs on this machine, recognised by the boot id, even if the host name has changed.
+        - False: otherwise, if this machine's host name is that of the launching machine.
         - None: otherwise. The process may run on another machine, or in a container on this machine.
 
         For a launcher in a batch job: whether the job has not ended yet; None if Slurm does not tell.
@@ -188,7 +188,7 @@ def waits_for_job(folder: Path, job: str) -> bool:
 
 
 def attempts(folder: Path) -> list[Path]:
-    """Return the run folders of a batch job: ``folder`` of its first start, then one for each time it was requeued."""
+    """Return the run folders of a batch job: ``folder`` of its first start, then the folder of each requeued start."""
     again = sorted(folder.parent.glob(f"{folder.name}-r[0-9]*"), key=lambda path: (len(path.name), path.name))
     return [folder, *(path for path in again if path.name[len(folder.name) + 2 :].isdecimal())]
 
@@ -209,7 +209,7 @@ def register(run_id: str, folder: Path) -> str:
 def registry_folder() -> Path:
     """Return the folder of the registry of runs: ``${XDG_STATE_HOME:-~/.local/state}/gnnfleet/runs``.
 
-    Without a home folder it is a path that cannot exist.
+    If the user has no home folder, returns a path that does not exist.
     """
     state = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
     return Path("/nonexistent" if state.startswith("~") else state) / "gnnfleet" / "runs"

@@ -148,8 +148,8 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
     """Launch a run of ``config``, follow it to its end, collect its files, and print and return its report.
 
     ``attach``: attaches the run to the serving cluster from which it reads. With ``options.detach``, returns after the
-    first training step. Raises FleetError for a failure before anything runs on the nodes; the report describes later
-    ones.
+    first training step. Raises FleetError for a failure before anything runs on the nodes; later failures are in the
+    report.
     """
     resolved = resolve_run(config)
     run_id = choose_run_id(config, options.run_id)

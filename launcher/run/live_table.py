@@ -20,7 +20,7 @@ _STYLES = ("bold red", "yellow", "yellow", "")  # by severity
 
 @dataclass(frozen=True)
 class Line:
-    """The cells of one table row, as texts. ``severity``: as ``Board.severity`` returns."""
+    """The cells of one table row, as texts. ``severity``: from ``Board.severity``, 0 to 3; 0 is the most urgent."""
 
     node: str
     host: str

@@ -36,8 +36,8 @@ from launcher.transport.fanout import on_nodes
 def serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[ServingState]:
     """Find serving cluster ``name`` on this machine or on the hosts of ``wanted``, and connect to its nodes.
 
-    If the cluster does not run, and holds other parts than ``wanted`` or too few copies of them, its files are moved
-    away and it counts as new. Connections are closed on exit.
+    A cluster that does not run is compared with ``wanted``. If it has other parts, or too few copies of them, its files
+    are moved away, and it counts as new. Connections are closed on exit.
     """
     folder = known_here(name, [Path(wanted.run.runs_dir).expanduser()])
     found = read_folder(folder) if folder is not None else None

@@ -1,4 +1,4 @@
-"""Connections to the nodes: subprocesses, paramiko or the OpenSSH client behind one type, ``Transport``."""
+"""Connections to the nodes by subprocesses, paramiko or the OpenSSH client. Each is a ``Transport``."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class OpenSshTransport(RemoteTransport):
             if time.monotonic() + _RETRY_INTERVAL > deadline:
                 raise paramiko.SSHException(process.stderr.decode(errors="replace").strip() or "it does not start")
             time.sleep(_RETRY_INTERVAL)
-        raise EOFError("it was closed")
+        raise EOFError("SSH connection closed")
 
     def _begin_sftp(self) -> paramiko.SFTPClient:
         ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Runs commands on a node: to their end, streaming their output, or exchanging lines with them.
+"""Runs commands on a node: waits for their end, streams their output, or exchanges lines with them.
 
 The code is the same for pipes of a subprocess and for SSH channels (``Process``).
 """

@@ -1,4 +1,4 @@
-"""SSH connections by paramiko through fabric's ``Connection``: one per node and one per jump host."""
+"""SSH connections with paramiko and fabric: one fabric ``Connection`` per node and one per jump host."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class SshTransport(RemoteTransport):
     def _ssh(self) -> paramiko.Transport:
         link = self._link
         if link is None or not link.is_alive:
-            raise EOFError("it was closed")
+            raise EOFError("SSH connection closed")
         return link.ssh
 
     def _begin(self, command: Command, deadline: float) -> Process:
@@ -232,7 +232,7 @@ def _close_transport(ssh: paramiko.Transport) -> None:
 def _socket(host: SshHost, timeout: float) -> Iterator[socket.socket]:
     """Yield a TCP connection to the host, or a socket to its ProxyCommand.
 
-    The command runs in the user's shell, and Ctrl-C does not end it. Paramiko's ``ProxyCommand`` offers neither.
+    The command runs in the user's shell, and Ctrl-C does not end it. Neither is true of paramiko's ``ProxyCommand``.
     """
     if not host.proxy_command:
         source = (host.bind_address, 0) if host.bind_address else None

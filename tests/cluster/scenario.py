@@ -1,6 +1,7 @@
 """Random scenarios of the soak (``make soak``): hosts, mode, sampler and script of a run, and one fault.
 
-A scenario is determined by its seed. Consecutive seeds have all kinds of faults before any kind repeats.
+The seed determines the scenario. With n kinds of faults, the seeds 0 to n - 1 have each kind once, and so have the next
+n seeds.
 """
 
 from __future__ import annotations

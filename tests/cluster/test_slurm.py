@@ -34,7 +34,7 @@ TRAIN = {"hidden": 32, "fanouts": [5, 5], "batch_size": 64, "epochs": 60, "seed"
 
 
 class Lab:
-    """A Slurm of two hosts, and a user with a folder on the file system that all hosts share."""
+    """A Slurm cluster of two hosts, and a user with a folder on the file system that all hosts share."""
 
     def __init__(self, slurm: SlurmHosts, folder: Path):
         self.slurm, self.folder = slurm, folder

@@ -78,7 +78,7 @@ def make_index(folder: Path, *, torch: str = "") -> Path:
 
 
 class CutServer(SimpleHTTPRequestHandler):
-    """Serves files and ranges of files; each file is cut in the middle the first time that it is asked for."""
+    """Serves files and ranges of files. The first response for each file ends in the middle of the file."""
 
     cut: set[str] = set()
     ranges: list[str] = []

@@ -109,7 +109,7 @@ def test_launch_sends_the_files_and_processes_of_the_plan(own_script_run):
 
 
 def differs_from_plan(file):
-    """Return whether a sent file differs from the plan: in content or size, or for a secret file in its mode."""
+    """Return whether a sent file has another content or size than planned. Of a secret file, check only the mode."""
     sent_file = Path(file.dest)
     if file.secret:
         return sent_file.stat().st_mode & 0o777 != 0o600

@@ -106,7 +106,7 @@ def test_a_dry_run_and_a_refused_question_change_nothing(
     ]  # fmt: skip
     assert answer["hosts"][0]["packages"] == REQUIREMENTS.pins
     assert setup(config) == 2
-    assert "no terminal to ask on whether to install this; give --yes" in capsys.readouterr().err
+    assert "cannot ask whether to install this without a terminal; give --yes" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.yml"]
 
 

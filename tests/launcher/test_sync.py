@@ -1,4 +1,4 @@
-"""Tests of sync and of ``mode: verify``, with real files and simulated connection failures."""
+"""Tests of ``sync``, which sends files to nodes, and of ``mode: verify``, with simulated connection failures."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def same(cpu, device, settings):
 
 
 def check_hetero(seed):
-    """Compare all kinds of sampling on one random typed graph."""
+    """Compare all kinds of sampling on one random heterogeneous graph."""
     rng = np.random.default_rng(seed)
     graph = typed_graph(seed)
     for more, exclude in product(KINDS.values(), [False, True]):
@@ -164,7 +164,7 @@ def check_wrong_batch(seed):
 
 
 def features_of(kind, data):
-    """Return the dataset with ``x`` converted to ``kind``, and the argument ``rows`` for ``write_partition``."""
+    """Return a dataset, and the argument ``rows`` with which ``write_partition`` stores its ``x`` as ``kind``."""
     of = next(of for of, nodes in data.nodes.items() if "x" in nodes.attrs)
     rows = data.nodes[of].attrs["x"]
     if kind == "bfloat16":
@@ -215,7 +215,7 @@ def check_batches(seed):
 
 
 def check_links(seed):
-    """Compare batches of links, without and with times. The edges of a batch's own links are excluded."""
+    """Compare batches of links, without and with times. A batch's links are left out of its sampled edges."""
     with tempfile.TemporaryDirectory() as root:
         graph = open_graph(folder_of(root, seed, "synthetic", "float32", 1))
         for attr in (None, "edge_time"):

@@ -1,7 +1,7 @@
 """Many small client processes of one graph server. They do not import torch.
 
-``fair_kit.py ENDPOINT CLIENTS`` starts one client for each entry of the JSON list CLIENTS, until stdin ends. Each
-received batch is one line on stdout: client, time, bytes.
+``fair_kit.py ENDPOINT CLIENTS`` starts one client for each entry of the JSON list CLIENTS, and kills the clients when
+stdin is closed. Each received batch is one line on stdout: client, time, bytes.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def client_graph(
 
 @contextmanager
 def worker_graphs(servers: Servers) -> Iterator[list[Graph]]:
-    """Yield one graph per node in worker mode. Node k holds the parts of server k."""
+    """Yield one graph per host in worker mode. Host k holds the parts of server k."""
     with ExitStack() as stack:
         graphs = []
         for number, parts in enumerate(servers.held):

@@ -101,7 +101,7 @@ def _node_spec(of, num_nodes, offsets, attrs, splits):
 
 
 def _rows_of(edge_index, owned):
-    """Return the edge ids of each owned target, in original edge order."""
+    """Return, for each node in ``owned``, the ids of its in-edges in ascending order."""
     by_target = np.argsort(edge_index[1], kind="stable")
     bounds = np.searchsorted(edge_index[1][by_target], [owned, owned + 1])
     return [by_target[begin:end] for begin, end in bounds.T]

@@ -27,7 +27,7 @@ INFO = HelloInfo(node_rank=1, host="10.0.0.2", part_ids=(1, 3), manifest_digest=
 class ArithmeticGraph:
     """A graph in which node v has the neighbours v*10, v*10+1, … and the row (v, v+0.5).
 
-    Some attributes fail, are slow or are large.
+    Reading an attribute can fail (``raises``), be slow (``sleep1``) or return large rows (``wide``).
     """
 
     def __init__(self):

@@ -42,9 +42,9 @@ def arguments_of(data, how, load):
 
 @pytest.fixture(scope="module")
 def places():
-    """Return a function that takes a graph's name and returns (data, the graph in one part, [four parts, four parts]).
+    """Return a function ``of(name)`` that returns the graph ``name`` as (data, opened in one part, others).
 
-    In the last partition, two of the four parts are empty.
+    ``others``: the graph opened in four parts, and in four parts of which two are empty.
     """
     with_wires = {}
 

@@ -112,7 +112,10 @@ def sources_of(nodes):
 
 
 class FarGraph:
-    """The first part of a huge graph with computed edges: node v has the edges 3 v, 3 v + 1 and 3 v + 2."""
+    """The first part of a huge graph, which computes its edges instead of storing them.
+
+    Node v has the in-edges with ids 3 v, 3 v + 1 and 3 v + 2.
+    """
 
     def sample_hops(self, requests):
         return [self._hop(request) for request in requests]

@@ -1,4 +1,4 @@
-"""Tests of ``DistClusterLoader``: a batch has whole clusters and all their edges, an epoch each cluster once."""
+"""Tests of ``DistClusterLoader``: batches of whole clusters and all their edges, each cluster once per epoch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.store.part_store import open_parts
 
 
 def clustered(num_parts=4, per_part=3, edges=260):
-    """Return opened parts with attribute ``cluster``, the data, and the cluster number of each node."""
+    """Return (graph opened from parts with attribute ``cluster``, the same graph as Data, cluster of each node)."""
     data = homo_data(num_edges=edges)
     rng = np.random.default_rng(1)
     part = np.arange(data.num_nodes) % num_parts

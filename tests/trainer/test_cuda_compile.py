@@ -1,7 +1,7 @@
 """Compiles the CUDA kernels of sampling and layers to PTX: needs NVVM (extra ``cuda12`` or ``cuda13``), but no GPU.
 
-The simulator runs kernels in Python. Only compiling finds code that Python runs but a device cannot, and expressions
-that mix signed and unsigned integers: compiled kernels compute them in float64.
+numba's simulator runs kernels in Python, so it does not find two kinds of mistakes: code that a device cannot run, and
+expressions that mix signed and unsigned integers, which compiled kernels compute in float64.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def rewrite(path: Path, change) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("indices", lambda values: values[:-1], "holds int.* expected int.* by the manifest"),
+        ("indices", lambda values: values[:-1], "holds int.* expected int.* according to the manifest"),
         ("indices", lambda values: values.astype(np.float32), "holds float32"),
         (
             "indices",

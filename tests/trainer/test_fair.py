@@ -45,7 +45,7 @@ class Server:
 
     @property
     def memory(self) -> float:
-        """Anonymous memory in MB."""
+        """Anonymous memory of the server process in MB."""
         # without the parts: mapped files, which the kernel may drop
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1000 for line in lines if line.startswith("RssAnon:"))

@@ -365,7 +365,7 @@ def test_wrong_arguments_are_one_clear_message(samples, tmp_path, monkeypatch):
     assert "is not an empty folder" in refused("convert", "--to", "pyg", parts, source)
     make = ("make", "--source", source, "--out", out, "--num-parts", 3, "--method", "keep", "--dataset")
     assert "has 2 parts, but 3 are needed" in refused(*make, "partition")
-    assert "method keep needs dataset partition" in refused(*make, "synthetic")
+    assert "method `keep` needs dataset `partition`" in refused(*make, "synthetic")
     assert not out.exists()
 
 

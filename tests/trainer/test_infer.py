@@ -33,7 +33,7 @@ MODELS = {"sage": False, "gcn": False, "gat": False, "rgcn": True, "hgt": True, 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with two partitions, ``homo`` and ``hetero``, and a run per model."""
+    """Return a folder with the partitions ``homo`` and ``hetero``, and with one run folder for each trained model."""
     folder = tmp_path_factory.mktemp("infer")
     write_parts(folder / "homo", 3)
     write_parts(folder / "hetero", 3, "synthetic-hetero", num_nodes=300)
@@ -111,7 +111,7 @@ def test_the_command_prints_the_accuracy(trained: Path, tmp_path: Path, capsys: 
 
 def test_a_checkpoint_of_another_graph_is_refused(trained: Path, tmp_path: Path) -> None:
     checkpoint = trained / "sage" / "checkpoints" / "last.pt"
-    with pytest.raises(CheckpointError, match="graph, synthetic: its model is for 'node'; synthetic-hetero has only"):
+    with pytest.raises(CheckpointError, match="graph, synthetic: the model's target is 'node', but synthetic-hetero"):
         infer(InferJob(checkpoint, trained / "hetero", tmp_path), Ranks())
 
 

@@ -91,7 +91,7 @@ def test_data_in_memory_gives_the_batches_of_its_partition(graphs, kind, how, lo
 
 
 def assert_same_by_name(ours, theirs):
-    """Assert that two batches have equal attributes, in any order. ``num_nodes`` and None are ignored."""
+    """Assert that two batches have equal attributes, in any order. Ignores ``num_nodes`` and values that are None."""
     # for data in memory, torch_geometric keeps the user's order and may omit ``num_nodes``
     for mine, other in zip(ours.stores, theirs.stores, strict=True):
         pairs = [{k: v for k, v in store.items() if v is not None and k != "num_nodes"} for store in (mine, other)]

@@ -63,7 +63,7 @@ def epochs_of(fanout, epochs=400, **how):
 
 
 def choices(fanout, weights, replace=False, over=range(DEGREE)):
-    """Return the exact probability of each choice of edge ids, by enumerating all draws."""
+    """Return the exact probability of each tuple of ``fanout`` edge ids from ``over``, by enumerating all draws."""
     found = Counter()
     for order in itertools.product(over, repeat=fanout):
         if not replace and len(set(order)) < fanout:

@@ -64,9 +64,9 @@ def test_whole_neighbourhoods_with_all_edges_inside_them(make, num_neighbors):
 
 
 def local(batch, ends):
-    """Return one end of each edge of the batch, as an index into ``batch.n_id``.
+    """Return the sources or the targets of the batch's edges, as indices into ``batch.n_id``.
 
-    ends: the same end of each edge of the graph, as a node id of the graph.
+    ends: the sources or the targets of all edges of the graph, as node ids.
     """
     members = zip(batch.batch.tolist(), batch.n_id.tolist(), strict=True)
     place = {member: place for place, member in enumerate(members)}

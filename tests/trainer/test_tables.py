@@ -308,14 +308,14 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no id": (with_keys(user={"id": None}), "nodes.user: id is required"),
     "unknown type": (
         {**SHOP, "edges": {"users__rates__item": SHOP["edges"]["user__rates__item"]}},
-        "needs a table nodes.users; did you mean 'user'",
+        "option nodes has no table 'users'; did you mean 'user'",
     ),
     "no such file": (with_keys(user={"files": "u/*.csv"}), "does not exist or has no CSV or Parquet file"),
     "wrong share": (with_keys(user={"split": {"train": 0.9, "test": 0.2}}), "add up to at most 1"),
     "one word": (
         {**SHOP, "edges": {"rates": SHOP["edges"]["user__rates__item"]}}, "write source__relation__target"
     ),
-    "option of another dataset": ({**SHOP, "num_nodes": 3}, "option 'num_nodes' does not apply"),
+    "option of another dataset": ({**SHOP, "num_nodes": 3}, "leave out option 'num_nodes'; its value follows"),
     "one name twice": (with_keys(item={"attributes": ["price"], "categories": ["price"]}), "two attributes"),
 }  # fmt: skip
 

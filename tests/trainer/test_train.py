@@ -1,4 +1,4 @@
-"""Tests of training: equal on any number of processes, resumed or not; unusual graphs; refused settings."""
+"""Tests of training: equal results on any number of processes, resumed or not; unusual graphs; refused settings."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def rank_environment(rank: int, world_size: int, port: int, **more: str) -> dict
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without variables GNNFLEET_…, except the folder of compiled kernels."""
+    """Return this process's environment without the variables GNNFLEET_…, except GNNFLEET_KERNELS."""
     kept = {"GNNFLEET_KERNELS"}
     return {name: value for name, value in os.environ.items() if name in kept or not name.startswith("GNNFLEET_")}
 
@@ -129,7 +129,7 @@ def finish(process: Forked, timeout: float = 120) -> Ended:
 
 
 def finish_all(ranks: Sequence[Forked], timeout: float = 120) -> list[Ended]:
-    """Wait for all ranks of a job. On timeout kill those that still run and fail the test with everyone's output."""
+    """Wait for all ranks of a job. On timeout kill those that still run and fail the test with the output of all."""
     deadline = time.monotonic() + timeout
     try:
         for rank in ranks:

@@ -262,7 +262,7 @@ def _error_text(error: Exception) -> str:
 def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.device:
     """Return ``cuda:LOCAL_RANK`` when this node has a CUDA device for each of its processes, else the CPU.
 
-    A task of Slurm that has devices of its own (``--gpus-per-task``) uses the first of them. Raises ``SettingsError``
+    A Slurm task with its own devices (``--gpus-per-task``) uses the first of these devices. Raises ``SettingsError``
     when CUDA_VISIBLE_DEVICES names devices that torch does not find, or fewer devices than processes.
     """
     devices, given = torch.cuda.device_count(), environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -53,6 +53,7 @@ def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRo
 
     Only floating-point attributes with two or more dimensions are rounded, and only if this makes a row smaller. Labels
     (``y``) are never rounded.
+
     ``dtype`` and ``shape`` [n, …] are those of the attribute.
     """
     kind = np.dtype(dtype)
@@ -62,7 +63,10 @@ def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRo
 
 
 def row_bytes(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> int:
-    """Return the bytes that one row of an attribute, ``dtype`` [n, …], takes when sent in ``form``."""
+    """Return the number of bytes of one row of attribute ``name`` when it is sent in ``form``.
+
+    ``dtype`` and ``shape`` [n, …] are those of the attribute.
+    """
     return _row_bytes(np.dtype(dtype), shape, form if rounds(name, dtype, shape, form) else "stored")
 
 

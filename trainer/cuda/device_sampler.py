@@ -37,7 +37,7 @@ from trainer.store.part_store import PartStore
 class DeviceSampler:
     """A ``Sampler`` whose batches are on a device, and equal those of ``host`` bit for bit. Thread-safe.
 
-    Rows of ``x`` and of edge features are float32. Labels are gathered by the CPU, as are rows that no kernel can read.
+    Rows of ``x`` and of edge features are float32. The CPU gathers labels, and rows that no kernel can read.
     """
 
     host: SubgraphSampler  #: its settings, attributes and labels are those of the batches
@@ -120,7 +120,10 @@ class DeviceSampler:
         return found
 
     def _counted(self, cost: Cost, subgraph: SampledSubgraph) -> Cost:
-        """Return ``cost`` with all rows of the batch; before, it counts only those that the CPU gathered."""
+        """Return ``cost`` with ``rows`` set to the number of all rows of the batch; unchanged with one host.
+
+        In the argument, ``rows`` counts only the rows that the CPU gathered.
+        """
         if not getattr(self.host.access, "remotes", {}):
             return cost
         with_ids = [edges.edge for edges in subgraph.edges.values() if edges.edge is not None]

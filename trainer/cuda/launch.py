@@ -5,7 +5,7 @@ dtypes of its arguments, and runs on torch's current stream. In numba's simulato
 function runs in Python on CPU tensors.
 
 A kernel computes the same floating-point operations as the CPU's code, but either compiler may round ``a * b + c`` once
-instead of twice. Code whose results must be equal on both therefore has no such expressions.
+instead of twice. Code whose results must be equal on CPU and GPU therefore avoids this expression.
 """
 
 from __future__ import annotations

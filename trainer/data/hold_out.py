@@ -215,7 +215,7 @@ def _check(dataset: Dataset, options: HoldOut) -> None:
     if min(shares) < 0 or not 0 < sum(shares) < 1:
         raise DataError(
             f"{dataset.name}: options hold_out_val={shares[0]:g} and hold_out_test={shares[1]:g} must be shares of the "
-            "links, none negative, together more than 0 and less than 1"
+            "links: each at least 0, their sum more than 0 and less than 1"
         )
     if existing := {VAL_LINKS, TEST_LINKS, VAL_TIMES, TEST_TIMES, HELD_OUT, HELD_OUT_TIME} & set(dataset.graph_attrs):
         raise DataError(

@@ -1,4 +1,7 @@
-"""Wraps PyG's ``Data`` and ``HeteroData`` as a ``Dataset`` that shares their memory, without most of the checks."""
+"""Wraps PyG's ``Data`` and ``HeteroData`` as a ``Dataset`` that shares their memory.
+
+The checks of ``trainer.data.dataset`` are not made on the arrays.
+"""
 
 from __future__ import annotations
 

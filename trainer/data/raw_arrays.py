@@ -50,7 +50,7 @@ class RawGraph:
 
     @property
     def node_types(self) -> tuple[NodeType, ...]:
-        """All node types for which the source states a number of nodes, arrays, or edges."""
+        """All node types that have a number of nodes or an array in the source, or are an end of an edge type."""
         ends = [end for source, _, target in self.edges for end in (source, target)]
         return tuple(dict.fromkeys([*self.num_nodes, *self.nodes, *ends]))
 

@@ -12,9 +12,9 @@ from trainer.core.errors import DataError
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """The times from which on edges are for validation and for test. Earlier edges are for training.
+    """The time of the first validation edges, and that of the first test edges. Earlier edges are for training.
 
-    A time is None if no edges are for its split.
+    A time is None if its split has no edges.
     """
 
     val: int | None

@@ -1,6 +1,6 @@
-"""The order of the seeds in an epoch, and each rank's share of every step.
+"""The order of the seeds in an epoch, and the seeds that each rank gets in every step.
 
-All ranks compute the same order and the same shares.
+All ranks compute the same order, and divide the seeds in the same way.
 """
 
 from __future__ import annotations

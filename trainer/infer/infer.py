@@ -105,8 +105,8 @@ def _check_graph(saved: Checkpoint, manifest: Manifest, path: Path) -> None:
     known = manifest.nodes if isinstance(target, str) else manifest.edges
     if target not in known:
         raise CheckpointError(
-            f"checkpoint {path} belongs to another graph, {saved.graph['dataset']}: its model is for "
-            f"{type_name(target)!r}; {manifest.dataset} has only {', '.join(map(type_name, known))}"
+            f"checkpoint {path} belongs to another graph, {saved.graph['dataset']}: the model's target is "
+            f"{type_name(target)!r}, but {manifest.dataset} has only {', '.join(map(type_name, known))}"
         )
     here = graph_record(manifest, target)
     if differing := [name for name, value in saved.graph.items() if here.get(name) != value]:

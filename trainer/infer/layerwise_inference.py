@@ -67,7 +67,7 @@ class NodeShares:
         return self._ranks[self._at(ids)]
 
     def rows(self, ids: Ids) -> Ids:
-        """Return for each global id the row of the node in the ``LayerRows`` of its rank, int64."""
+        """Return, for each global id, the index of its row in the ``LayerRows`` of its rank: int64 [n]."""
         at = self._at(ids)
         return self._rows[at] + ids - self._starts[at]
 

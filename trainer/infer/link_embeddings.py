@@ -1,4 +1,4 @@
-"""Embeddings of all sources and targets of links, distributed over the ranks: metrics, and the best new targets."""
+"""Embeddings of sources and targets of links, distributed over ranks; computes metrics and the best new links."""
 
 from __future__ import annotations
 

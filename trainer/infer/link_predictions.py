@@ -30,9 +30,9 @@ _TOP_K = 10
 
 
 def number_of_targets(graph: Graph, links: LinkEmbeddings, wanted: int | None) -> int:
-    """Return how many targets to list per source: ``wanted``, or by default ``_TOP_K``.
+    """Return how many targets to list per source: ``wanted``, but at most the number of targets.
 
-    The default is 0 if there are too many pairs of source and target. The result never exceeds the number of targets.
+    If ``wanted`` is None: ``_TOP_K``, or 0 if there are more than ``MOST_PAIRS`` pairs of source and target.
     """
     source, target = (graph.manifest.nodes[of].num_nodes for of in links.edge_type[::2])
     count = (_TOP_K if source * target <= MOST_PAIRS else 0) if wanted is None else wanted

@@ -94,7 +94,7 @@ def _shared_file(out: Path, piece: NodeRange, array: OutputArray) -> np.memmap[A
 
 
 def own_parts(out: Path, graph: Graph, of: NodeType, rows: LayerRows, group: RankGroup) -> Iterator[Path]:
-    """Yield the folder of each part whose first node is computed by this rank, so that one rank yields each part."""
+    """Yield the folder of each part whose first node this rank computes. No other rank yields these folders."""
     offsets = graph.manifest.nodes[of].offsets
     for piece in rows.shares.own(group.rank):
         if piece.first == offsets[piece.part_id]:
@@ -102,7 +102,7 @@ def own_parts(out: Path, graph: Graph, of: NodeType, rows: LayerRows, group: Ran
 
 
 def id_column(name: str, ids: Array) -> Column:
-    """Return the column for ``ids``: VARCHAR for texts, uint8 [n, width], or BIGINT for integers [n]."""
+    """Return the column for ``ids``: VARCHAR for encoded texts (uint8 [n, width]), BIGINT for integers [n]."""
     return Column(name, "VARCHAR" if ids.ndim == 2 else "BIGINT")
 
 
@@ -154,9 +154,7 @@ def _convert(path: Path, target: Path, columns: Sequence[Column]) -> None:
 
 
 def writes_parquet(wanted: bool | None) -> bool:
-    """Return whether to write Parquet files.
-
-    This is ``wanted`` or, if ``wanted`` is None, whether DuckDB is installed.
+    """Return whether to write Parquet files: ``wanted``, or if it is None, whether DuckDB is installed.
 
     Raises ``SettingsError`` if ``wanted`` is True and DuckDB is not installed.
     """

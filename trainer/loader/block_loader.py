@@ -73,7 +73,7 @@ class LoaderSettings:
 
 
 class BlockLoader(ABC):
-    """Base of loaders that yield the blocks of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``."""
+    """Base of loaders that yield the batches of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``."""
 
     def __init__(
         self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout, num_seeds: int,
@@ -94,7 +94,7 @@ class BlockLoader(ABC):
         return self.order.num_steps
 
     def keep(self, rows: Mapping[NodeType, DeviceRows]) -> None:
-        """Make batches without those rows of ``x`` that the device caches. ``rows``: the cached rows.
+        """Make batches without the rows of ``x`` that the device caches. ``rows``: the cached rows.
 
         ``Batch.to`` adds the cached rows when it copies a batch to the device.
 
@@ -143,7 +143,7 @@ class BlockLoader(ABC):
         return self.make(self._seed_set(share), share.key)
 
     def make(self, seeds: SeedSet, key: int) -> SampledBatch:
-        """Return the subgraph and the attributes for some seeds: tensors if a device samples, else numpy arrays."""
+        """Return the subgraph and the attributes of ``seeds``: tensors if sampled on a device, else numpy arrays."""
         return (self._device_sampler or self.sampler).sample(seeds, key)
 
     def requests(self, epoch: int) -> Iterator[list[RowRequest]]:
@@ -221,13 +221,13 @@ class BlockLoader(ABC):
 
 
 class BatchLoader(BlockLoader):
-    """Loader that yields the blocks of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``.
+    """Loader that yields the batches of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``.
 
     Every rank yields the same number of batches; some may have no seeds.
 
     Args:
         graph: An opened graph.
-        settings: What to load, and how far ahead.
+        settings: What to sample, and how many batches to prefetch.
         rank: Rank of this process in ``layout``.
         layout: For each part, the ranks on hosts that store it.
 

@@ -189,8 +189,8 @@ class DistLinkNeighborLoader(PyGLoader):
         num_neighbors: Number of neighbours per hop, starting at the links' ends; -1 takes all. A list, a mapping over
             all edge types, or torch_geometric's ``NumNeighbors``.
         edge_label_index: Seed links: None (all edges) or ids ``[2, num_links]``. For a heterogeneous graph an edge
-            type, or ``(edge type, None | ids)``. With ``shuffle`` and 2^20 or more edges, None gives another order than
-            the ids of all edges.
+            type, or ``(edge type, None | ids)``. With ``shuffle`` and 2^20 or more edges, the order of the links
+            for None differs from that for the ids of all edges.
         edge_label: Labels of the links, ``[num_links, ...]``.
         edge_label_time: Times of the links, integer ``[num_links]``. Required with ``time_attr``, not allowed without
             it.

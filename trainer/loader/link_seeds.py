@@ -88,10 +88,10 @@ def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> 
 def node_draws(
     graph: Graph, edge_type: EdgeType, weights: NegativeSampling, settings: SampleSettings
 ) -> tuple[NegativeDraw, NegativeDraw]:
-    """Return the ``NegativeDraw`` of the sources and that of the targets.
+    """Return one ``NegativeDraw`` for the sources of negative links, and one for their targets.
 
     With temporal sampling by node times, this reads the times of all nodes of both types. The result then takes 12
-    bytes per node; sorting the times takes 24.
+    bytes per node, and sorting the times takes 24 bytes per node.
     """
     draws = []
     for end, weight in ((SRC, weights.src_weight), (DST, weights.dst_weight)):

@@ -38,10 +38,10 @@ class NegativeRule:
         return math.ceil(self.amount)
 
     def owners(self, places: Ids, global_size: int) -> tuple[Ids, Ids]:
-        """Return the m negatives of the positives at ``places`` in the global batch, as two arrays, int64 [m] each.
+        """List the m negatives of the positives at ``places`` in the global batch. Returns (owner, j), int64 [m] each.
 
-        Both arrays have one entry per negative. The first has the index of its positive in ``places``, the second its
-        number j among the negatives of that positive, from 0.
+        ``owner``: for each negative the index of its positive in ``places``. ``j``: number of the negative among
+        those of its positive, from 0.
 
         The global batch has ceil(amount * global_size) negatives. With a fractional amount, positives at the first
         places of the batch have one negative more than the others.

@@ -30,12 +30,12 @@ from trainer.sampler.types import RowRequest, SeedSet
 
 
 class DistNeighborLoader(PyGLoader):
-    """Yield mini-batches by neighbour sampling, as torch_geometric's ``NeighborLoader`` on a partitioned graph.
+    """Yield mini-batches of sampled neighbours from a partitioned graph, like torch_geometric's ``NeighborLoader``.
 
     Arguments, defaults and batches are those of ``NeighborLoader``. Every rank must pass the same arguments, with the
     seeds of all ranks. The loader divides the seeds into global batches of ``batch_size`` × world size and splits each
-    over the ranks. If possible, a seed goes to a rank on a host that stores its part. All ranks get the same number of
-    batches. A last global batch with fewer seeds than ranks is merged into the previous batch.
+    over the ranks. If possible, a seed goes to a rank on a host that stores the seed's part. All ranks get the same
+    number of batches. A last global batch with fewer seeds than ranks is merged into the previous batch.
 
     Each iteration is the next epoch; ``set_epoch`` sets the epoch of the next iteration. ``loader(index)`` returns one
     batch of the seeds at the positions ``index``, for this rank alone.

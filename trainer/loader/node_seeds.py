@@ -76,9 +76,9 @@ def node_inputs(graph: Graph, input_nodes: Any, input_time: Any = None, input_id
 
 
 def split_name(input_nodes: Any) -> str | None:
-    """Return ``input_nodes`` if it is a string, or the string of a pair ``(type, string)``; else None.
+    """Return the name of the split if ``input_nodes`` is a string or a pair ``(type, string)``, else None.
 
-    The string is the name of a split. A string that is not in a pair can also be a node type.
+    A single string is returned even if it is a node type.
     """
     if isinstance(input_nodes, tuple) and len(input_nodes) == 2:
         input_nodes = input_nodes[1]

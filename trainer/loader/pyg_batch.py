@@ -259,7 +259,7 @@ class PartitionJoin:
         if (at := places_of(edge.numpy(), rows["orig_id"])) is None:
             raise SettingsError(
                 f"transform_sampler_output returned edges of {of} that were not sampled, so attributes are unknown;"
-                " return only sampled edges, or set 'edge' to None for batches without edge attributes"
+                " return only sampled edges, or an output with edge=None for batches without edge attributes"
             )
         return _take(rows, at)
 

@@ -105,7 +105,7 @@ class _SeededBatch:
 
 
 class RankLoader(ABC):
-    """Yields for every step a batch from this rank's share of the global batch. Each iteration is the next epoch.
+    """Yields for every step a batch from this rank's share of the global batch. One iteration is one epoch.
 
     The *inputs* of a loader are the seed nodes, links or clusters that it divides into batches. The position of an
     input is its index.
@@ -262,7 +262,7 @@ class PyGLoader(RankLoader):
 
     @property
     def num_requests(self) -> int:
-        """Largest number of requests that are sent one after the other for a batch. Each request has a deadline."""
+        """Largest number of consecutive requests for one batch. ``patience`` is proportional to it."""
         return self.settings.num_hops + 2
 
     @property

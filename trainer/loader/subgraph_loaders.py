@@ -266,11 +266,13 @@ _NODES_AT_ONCE = 1 << 22  #: nodes per request for their clusters
 class DistClusterLoader(PyGLoader):
     """Yield the subgraphs of several clusters, as torch_geometric's ``ClusterData`` and ``ClusterLoader`` together.
 
-    An epoch yields every cluster once over all ranks. All ranks get about equally many clusters, if possible clusters
-    of the parts on their host. All ranks get the same number of batches. A last step with fewer clusters than ranks is
-    merged into the previous step. A batch has all nodes of its clusters, sorted by cluster and
-    then by id, and all edges between these nodes. ``loader(index)`` returns the clusters at the given positions;
-    clusters without nodes have no position. Memory: 8 bytes per node.
+    The ranks together yield every cluster once per epoch. All ranks get about the same number of clusters, and exactly
+    the same number of batches. Where possible, a rank gets clusters of parts on its host. A last step with fewer
+    clusters than ranks is merged into the previous step.
+
+    A batch has all nodes of its clusters and all edges between these nodes. Nodes are grouped by cluster and sorted by
+    id within a cluster. ``loader(index)`` returns a batch of the clusters at the given positions; clusters without
+    nodes have no position. Memory: 8 bytes per node.
 
     Args:
         data: An opened graph (``gnnfleet.open``), or ``Data``, ``HeteroData`` or stores in memory.

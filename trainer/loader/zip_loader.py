@@ -20,11 +20,11 @@ from trainer.loader.pyg_loader import PyGLoader, RankLoader
 
 
 class DistZipLoader(RankLoader):
-    """Yield tuples of batches, one from each of several loaders, for the inputs at the same positions.
+    """Yield tuples with one batch from each of several loaders. All batches of a tuple have the same input positions.
 
-    Positions run from 0 to the number of inputs of the smallest loader. The loader splits global batches of positions
-    over the ranks as ``DistNeighborLoader`` does, by the parts of the first loader's inputs. The loaders draw
-    independently, even if they have the same random seed.
+    A position is an index into the inputs of each loader. Positions end where the loader with the fewest inputs ends.
+    Each global batch of positions is split over the ranks as by ``DistNeighborLoader``; the parts of the first loader's
+    inputs decide. The loaders draw independently, even if they have the same random seed.
 
     Args:
         loaders: Loaders of this package, except GraphSAINT samplers, which have no inputs. Their ranks, or

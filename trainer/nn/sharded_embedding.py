@@ -198,11 +198,11 @@ def embedding_state(
         to: Rank that gets the result.
 
     Shapes:
-        - **output:** tables float32 [num_nodes[type], dim] by node type, by original id, on CPU.
+        - **output:** ``result["tables"][type]`` float32 [num_nodes[type], dim], on CPU; row i is for original id i.
 
     Returns:
         On rank ``to`` a dict that ``torch.save`` can write: ``tables``, ``optimizer_rows`` (optimizer states with one
-        row per node, by name) and ``optimizer_rest`` (all others). None on other ranks.
+        row per node, by name) and ``optimizer_rest`` (all other states). None on other ranks.
 
     Example:
         ```python

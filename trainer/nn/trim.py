@@ -294,7 +294,7 @@ class TrimmedHetero(nn.Module):
 
 
 def check_one_hop(model: nn.Module) -> None:
-    """Raise ``SettingsError`` if a convolution's result for a node depends on more than its sampled in-edges."""
+    """Raise ``SettingsError`` if a convolution's result for a node depends on more than the node's in-edges."""
     for layer in model.modules():
         if isinstance(layer, NOT_ONE_HOP) and getattr(layer, "normalize", True):
             raise SettingsError(

@@ -68,7 +68,7 @@ def method_options(method: str, **given: Any) -> dict[str, Any]:
 
 
 def made_by(manifest: Manifest) -> str:
-    """Return the method that the user requested: `auto`, or the algorithm in the manifest."""
+    """Return the method that the user requested: `auto` if it chose the algorithm, else the algorithm itself."""
     return str(manifest.options.get(CHOSEN_BY, manifest.algorithm))
 
 

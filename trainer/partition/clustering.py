@@ -43,7 +43,7 @@ class WeightedGraph:
 
 
 def clusters_of(graph: WeightedGraph, limit: int, seed: int) -> Array:
-    """Divide the nodes into clusters, and return the cluster of each node, from 0, int32|int64 [N].
+    """Divide the nodes into clusters; return the number of each node's cluster, counted from 0: int32|int64 [N].
 
     The node weights in a cluster add up to at most ``limit``. ``seed``: random seed. Takes 24 bytes of memory per node.
     """

@@ -150,7 +150,10 @@ def _sorted(attrs: Mapping[str, Array]) -> list[Array]:
 def _attr_differences(
     what: str, a: NodeData | EdgeData, b: NodeData | EdgeData, orders: tuple[Array, Array] | None
 ) -> Iterator[str]:
-    """Yield the differences of attributes. ``orders``: permutation of the rows of ``a`` and ``b``; None: as stored."""
+    """Yield the differences of attributes.
+
+    ``orders``: for ``a`` and for ``b``, the order in which rows are compared; None: as stored.
+    """
     if set(a.attrs) != set(b.attrs):
         ours, theirs = set(a.attrs), set(b.attrs)
         yield (

@@ -94,7 +94,7 @@ class PartitionSource:
     def read(self, work: Path | None = None) -> PartitionedGraph:
         """Read the graph and the part of every node.
 
-        ``work``: an empty folder on disk for large arrays; None: all are in memory. Raises ``DataError`` or
+        ``work``: an empty folder for large arrays; None: they are kept in memory. Raises ``DataError`` or
         ``PartitionError`` for files that are incomplete or damaged, or contradict each other.
         """
         if self.format is None:

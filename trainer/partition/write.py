@@ -77,7 +77,7 @@ def write_partition(
 
     Raises:
         PartitionError: when the folder cannot be written, or contains files that are not of a partition.
-        DataError: when a row cannot be rounded. After both errors, ``folder`` is unchanged.
+        DataError: when a row cannot be rounded. After either error, ``folder`` is unchanged.
     """
     target = Path(folder)
     assignment = replace(assignment, options=options_with(assignment.options, rows))

@@ -291,7 +291,7 @@ class DistGraph:
         return self._received(piece, edge_type, host, self._ask_slice(piece, edge_type, host))
 
     def take_cost(self) -> Cost:
-        """Return the cost of this thread's requests since its last call: bytes, waiting time and rows by source.
+        """Return the cost of this thread's requests since it last called this: bytes, waiting time and rows by source.
 
         Rows are counted only if there are other hosts.
         """

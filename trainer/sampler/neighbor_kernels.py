@@ -116,10 +116,10 @@ def draw_edges(
 
 @_jit
 def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order: Any, moved: Any) -> None:
-    """Shuffle the numbers ``begin`` to ``begin + degree - 1``, and fill ``picks`` with the first of them.
+    """Fill ``picks`` with distinct numbers from ``begin`` to ``begin + degree - 1``.
 
-    The shuffle makes ``steps`` steps of Fisher-Yates. ``drawn``: random key. ``order``, int32: 0, 1, 2, …, unchanged
-    after the call. ``moved``: work array.
+    The first ``steps`` picks are drawn at random, by ``steps`` steps of Fisher-Yates; the others are not. ``drawn``:
+    random key. ``order``, int32: 0, 1, 2, …, unchanged after the call. ``moved``: work array.
     """
     for j in range(steps):
         other = j + draw(drawn, j, degree - j)
@@ -252,7 +252,7 @@ def write_ends(src: Any, counts: Any, ends: Any) -> None:
 
 @_jit
 def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any) -> None:
-    """For each k, copy the next ``counts[k]`` elements of ``values`` to ``out``, from ``begins[positions[k]]`` on."""
+    """For each k, copy the next ``counts[k]`` elements of ``values`` to ``out[begins[positions[k]]]`` and after it."""
     cursor = 0
     for k in range(len(positions)):
         begin = begins[positions[k]]

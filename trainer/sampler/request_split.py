@@ -19,9 +19,9 @@ Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 
 
 class RequestSplit:
-    """Splits the arrays of one call by the host that answers for each id.
+    """Splits the arrays of several requests by the host that answers for each id.
 
-    Make a new instance for each call: an instance caches results by the ``id()`` of an array, and Python gives the
+    Use an instance only while the arrays exist: it caches results by the ``id()`` of an array, and Python gives the
     ``id()`` of a deleted array to new arrays.
     """
 

@@ -96,9 +96,10 @@ class SourceCodes:
         return self.num_parts + 1 + self.num_held
 
     def of_parts(self, hosts: Array, here: int) -> Array:
-        """Return the code of the source of each part's rows, int32 [num_parts + 2]. Part p is at index p + 1.
+        """Return for each part the code of the source of its rows: int32 [num_parts + 2]. Part p is at index p + 1.
 
-        ``hosts``: result of ``PartHolders.table``, in which ``here`` stands for this host.
+        The first and last entries, for ids in no part, are -1. ``hosts``: result of ``PartHolders.table``. ``here``:
+        the value in ``hosts`` that means this host.
         """
         codes = hosts.astype(np.int32) + self.first_host
         parts = np.arange(-1, self.num_parts + 1, dtype=np.int32)

@@ -116,7 +116,8 @@ def check_endpoints(store: PartStore, edge_type: EdgeType) -> None:
     check_type(store, edge_type)
     if not store.manifest.edges[edge_type].endpoints:
         raise PartitionError(
-            f"{store.folder} does not store the ends of the edges {edge_type} by original id; make the partition again"
+            f"{store.folder} does not store source and target of the edges {edge_type} by original edge id; make the "
+            "partition again"
         )
 
 

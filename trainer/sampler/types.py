@@ -133,9 +133,9 @@ class GraphAccess(Protocol):
         """Return all edges of a type. Memory: 24 bytes per edge."""
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
-        """Return sources and targets of edges, given by *original* id: original node ids, int64 [n] each.
+        """Return the sources and the targets of edges, as *original* node ids, int64 [n] each.
 
-        The partition must store endpoints (``EdgeSpec.endpoints``).
+        ``edges``: *original* edge ids. The partition must store endpoints (``EdgeSpec.endpoints``).
         """
 
 

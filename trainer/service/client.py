@@ -235,7 +235,7 @@ class HostClient:
         )
 
     def submit_gather(self, requests: Sequence[RowRequest]) -> PendingRows:
-        """Request attributes: for each request a mapping of names to arrays [n, …]."""
+        """Request attributes. The result has for each request a mapping of names to arrays [n, …]."""
         return RowsInPieces(requests, self._submit_rows, self._row_sizes)
 
     def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingReply[npt.NDArray[np.bool_]]:

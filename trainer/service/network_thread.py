@@ -258,7 +258,7 @@ class NetworkThread(threading.Thread):
         self._serve(connection, select.EPOLLOUT)
 
     def _close_unadmitted(self, number: int) -> int:
-        """Close up to ``number`` connections without a finished handshake, oldest first. Returns how many."""
+        """Close at most ``number`` connections without a finished handshake, oldest first. Returns how many."""
         waiting = sorted((one for one in self._by_fd.values() if one.state != _State.OPEN), key=lambda one: one.since)
         for connection in waiting[:number]:
             self._close(connection)

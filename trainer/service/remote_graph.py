@@ -250,9 +250,9 @@ class Gateway:
             client.close()
 
     def probe_servers(self, learn: bool) -> None:
-        """Send HELLO to all unreachable servers and, with ``learn``, to a reachable one.
+        """Send HELLO to all unreachable servers, and use those that answer again.
 
-        Servers that answer are used again. Servers that a reply lists are added.
+        With ``learn``, also sends HELLO to a reachable server. New servers that a reply lists are added.
         """
         reachable = self._choice.pick(0) if learn else None
         for client in (*self._choice.gone, *([reachable] if reachable else [])):

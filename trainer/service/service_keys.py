@@ -1,8 +1,8 @@
 """Keys of an encrypted graph service: mutual TLS 1.3 with pinned certificates, without a certificate authority.
 
 A key file (mode 0600) contains a self-signed certificate and its private key. The servers and ranks of a run share one
-key file. A server also admits the certificates in ``clients/*.key`` in the folder of its key file, one per line in
-base64 (DER): those of runs and notebooks that are attached to a serving cluster.
+key file. A server also admits runs and notebooks that are attached to a serving cluster. Their certificates are in
+``clients/*.key`` in the folder of the server's key file, one per line, as base64 of DER.
 """
 
 from __future__ import annotations

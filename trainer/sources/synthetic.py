@@ -38,7 +38,7 @@ def check_limits(dataset: str, options: AnySynthetic, limits: Mapping[str, tuple
 
 
 def class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) -> Array:
-    """Return features, float32 [N, F]: a random vector of length 2 per class, plus normal noise per node."""
+    """Return features, float32 [N, F]: a random vector of norm 2 per class, plus normal noise per node."""
     centres = rng.standard_normal((options.num_classes, options.num_features), dtype=np.float32)
     centres *= 2.0 / np.linalg.norm(centres, axis=1, keepdims=True)
     x = np.empty((len(y), options.num_features), np.float32)

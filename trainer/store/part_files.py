@@ -211,6 +211,6 @@ class PartFiles:
     def _check_kind(self, path: str, array: Array, right: bool, expected: str) -> None:
         if not right:
             raise PartitionError(
-                f"{self.root / path}.npy holds {array.dtype.name} {list(array.shape)}, expected {expected} by the"
-                f" manifest; {_FIX}"
+                f"{self.root / path}.npy holds {array.dtype.name} {list(array.shape)}, expected {expected} "
+                f"according to the manifest; {_FIX}"
             )

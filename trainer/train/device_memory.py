@@ -20,7 +20,10 @@ _EXHAUSTED = re.compile(r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUB
 
 @contextmanager
 def memory_errors(group: RankGroup, settings: TrainSettings) -> Iterator[None]:
-    """In the ``with`` block, convert CUDA's out-of-memory errors to ``TrainingError``, with settings to lower."""
+    """In the ``with`` block, convert CUDA's out-of-memory errors to ``TrainingError``.
+
+    The message names settings to lower.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:

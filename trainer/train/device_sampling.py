@@ -24,7 +24,7 @@ Sampling = Literal["auto", "cpu", "cuda"]  #: setting ``sampling``
 
 @dataclass(frozen=True)
 class SamplingChoice:
-    """Where a rank's batches are made, and why."""
+    """Whether a rank's batches are made on its GPU or on the CPU, and the reason."""
 
     on_device: bool
     why: str  #: for people; '' if there was no choice to make
@@ -41,8 +41,8 @@ def choose_sampling(
     For ``device``, copies the topology to the device or to pinned memory, and copies as many rows of features as fit to
     pinned memory. Then device and CPU both make the first batch, and the two batches are compared.
 
-    If ``wanted`` is ``cuda``, raises ``SettingsError`` if ``device`` cannot make batches, and ``TrainingError`` if its
-    first batch differs. If ``wanted`` is ``auto``, the CPU makes the batches in these cases.
+    With ``wanted`` = ``cuda``, raises ``SettingsError`` if ``device`` cannot make batches, and ``TrainingError`` if its
+    first batch differs from the CPU's. With ``wanted`` = ``auto``, chooses the CPU instead of raising these errors.
     """
     if wanted == "cpu" or (wanted == "auto" and device.type != "cuda"):
         return SamplingChoice(False, "")
@@ -125,5 +125,5 @@ def _use_device(graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.
 
 
 def _features(sampler: SubgraphSampler) -> dict[AnyType, tuple[str, ...]]:
-    """Return the attributes to gather, by type, without in-degrees: the device computes them from the topology."""
+    """Return the attributes to gather, by type. In-degrees are left out: the device computes them from the topology."""
     return {of: tuple(name for name in names if name != "in_degree") for of, names in sampler.attrs.items()}

@@ -128,7 +128,7 @@ def train_epoch(
 ) -> EpochReport:  # fmt: skip
     """Train one epoch. Collective: ranks without seeds take part in every step too.
 
-    tally: sums over the steps of this epoch that are trained already; training continues with the next step.
+    tally: sums over the steps of this epoch that were trained before; training continues with the next step.
     after_step: called with the sums after every step except the last. Raises ``TrainingError`` when the loss is not
     finite.
     """

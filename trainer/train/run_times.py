@@ -253,7 +253,9 @@ def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = No
         recorded[1:] if without_first else (epoch for epoch in recorded if epochs is None or epoch in epochs)
     )
     if not wanted:
-        raise SettingsError(f"the metrics files contain none of these epochs, only {recorded[0]} to {recorded[-1]}")
+        raise SettingsError(
+            f"the metrics files contain none of the chosen epochs; they contain epochs {recorded[0]} to {recorded[-1]}"
+        )
     chosen = {rank: [line for line in lines if line["epoch"] in wanted] for rank, lines in timed.items()}
     records = [
         RankTimes.of(rank, lines, ranks[rank].predict, ranks[rank].node) for rank, lines in chosen.items() if lines

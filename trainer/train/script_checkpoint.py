@@ -227,7 +227,7 @@ def _without_ddp(one: Stateful) -> Stateful:
 
 
 def _rows_of(objects: Mapping[str, Any]) -> tuple[dict[str, _Rows], dict[str, Stateful]]:
-    """Split ``objects`` into sharded embeddings and other objects. An embedding's optimizer stays with it.
+    """Split ``objects`` into sharded embeddings, each with its optimizer, and other objects.
 
     Raises ``SettingsError`` if the optimizer of an embedding also updates other parameters.
     """

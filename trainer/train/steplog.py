@@ -24,10 +24,11 @@ class StepLog:
     """Report the progress of a script to the launcher: at most one line per second, and one at the end of each epoch.
 
     Without a launcher all methods do nothing. With ``loader``, ``python -m trainer profile`` also shows where a step's
-    time goes. There, the wait for a batch lasts until the model is called, so it includes copying to the device; the
-    time from the model's output to the last gradient counts as backward.
+    time goes. It counts the time until the model is called as waiting for a batch, including the copy to the device.
+    It counts the time from the model's output to the last gradient as the backward pass.
 
-    After a call of ``restore``, ``step`` and ``epoch`` also save checkpoints, from which ``gnnfleet resume`` continues.
+    Once ``restore`` has been called, ``step`` and ``epoch`` also save checkpoints. ``gnnfleet resume`` continues from
+    the last one.
 
     Args:
         model: The model that is trained; hooks on it measure the forward pass.

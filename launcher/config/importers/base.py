@@ -79,7 +79,7 @@ def section(origin: Origin, items: Mapping[str, Tree]) -> Section:
 
 
 def virtual_origin(words: str) -> Origin:
-    """Return the origin of a value that is in no file. In messages, ``words`` replaces the file name."""
+    """Return an origin for a value that was not read from a file. Messages show ``words`` instead of a file name."""
     return Origin(words, 0, Path.cwd())
 
 

@@ -158,7 +158,7 @@ class Hub:
         self.lost, self.gone = {**lost}, {**gone}
 
     def decide(self, decision: Decision) -> None:
-        """Send a decision to all members, now and with every later message."""
+        """Send a decision to all members now, and repeat it in every later message."""
         self.decision = decision
         self._broadcast()
 
@@ -263,8 +263,8 @@ class Hub:
     def _take_state(self, member: MemberStatus, message: Message, ahead: float) -> None:
         """Store a member's report.
 
-        A stop or failure in the report ends the run, except the failure of a member that the run can lose. ``ahead``:
-        seconds by which the member's clock is ahead of the hub's.
+        A stop or failure in the report ends the run. If the run can continue without the member, the failure does not
+        end it. ``ahead``: seconds by which the member's clock is ahead of the hub's.
         """
         cause, member.ahead = received_cause(message["cause"], ahead), ahead
         member.state, member.trained = str(message["state"])[:20], message["trained"]
@@ -287,9 +287,10 @@ class Hub:
             member.link.send({"pong": 1})
 
     def _orders(self, member: MemberStatus, *, with_peers: bool = False) -> Message:
-        """Return the message to a member: the cause of the run's end, and whether to stop or to finish.
+        """Return the message to a member, with the current orders of the hub.
 
-        with_peers: include the state of all nodes.
+        "stop": end now; "cause" says why. "finish": end normally, as all training nodes are done. with_peers: include
+        the state of all nodes.
         """
         own = {str(self.config.hub): {"state": self._own.get("state"), "age": 0.0}}
         return {
@@ -406,10 +407,10 @@ class Hub:
 
 
 def excused(when: float | None, pause: float, now: float) -> float | None:
-    """Return ``when + pause``, but at most ``now``; None if ``when`` is None.
+    """Move a time later by ``pause``, at most to ``now``, so that a pause does not count as silence of another node.
 
-    when: time of another node's last message, or of the end of its connection. pause: seconds for which this machine
-    was suspended and could not receive messages.
+    when: time of the other node's last message, or of the end of its connection; None stays None. pause: seconds for
+    which this machine was suspended and could not receive messages.
     """
     return None if when is None else min(when + pause, now)
 

@@ -254,7 +254,10 @@ def sentence(cause: Mapping[str, Any], labels: tuple[str, ...]) -> str:
 
 
 def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
-    """Return the message that a server was lost and which nodes still hold its parts. gone: nodes lost before."""
+    """Return the message about a lost or failed server; it names the other nodes that hold the server's parts.
+
+    gone: nodes that were lost earlier.
+    """
     k, crew = cause["node_rank"], config.crew
     verb = "was lost" if cause["kind"] == "lost" else "failed"
     at = time.strftime("%H:%M:%S UTC", time.gmtime(cause["t"]))

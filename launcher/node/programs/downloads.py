@@ -1,4 +1,4 @@
-"""Node program: downloads files in the background, and resumes cut downloads. Standard library only.
+"""Node program: downloads files in the background, and resumes interrupted downloads. Standard library only.
 
 ``main(request)`` answers one request, by its "op":
 

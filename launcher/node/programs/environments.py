@@ -109,7 +109,7 @@ def candidates(given: list[str]) -> Iterator[dict[str, str]]:
 
 
 def named(given: list[str]) -> Iterator[dict[str, str]]:
-    """Yield the environments and interpreters at the paths ``given`` that exist."""
+    """Yield the environment (a folder) or interpreter (a file) at each of the paths ``given``; skip missing ones."""
     for text in given:
         path = os.path.expanduser(text)
         if os.path.isdir(path):

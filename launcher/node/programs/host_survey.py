@@ -4,7 +4,8 @@
 
 - ``survey``: facts about the host and about the folder ``environment``, as returned by ``survey``
 - ``mark``: creates the empty file ``name`` in the nearest existing folder above ``environment``
-- ``marks``: {"names"} of the files in the same folder that begin with ``prefix``; equal on hosts that share the folder
+- ``marks``: returns as "names" the files in that folder that begin with ``prefix``; hosts that share the folder return
+  the same names
 - ``unmark``: removes the files that ``mark`` created; the end of the process removes them, too
 """
 

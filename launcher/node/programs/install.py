@@ -6,7 +6,7 @@
 - ``install``: makes or repairs an environment, as described at ``install``
 
 A new environment is made in ``<environment>.setup/env`` and renamed when it is complete and imports its packages. While
-packages of an existing environment are replaced, ``UNFINISHED`` in it lists them.
+packages of an existing environment are replaced, its file ``UNFINISHED`` lists these packages.
 """
 
 from __future__ import annotations

@@ -112,7 +112,10 @@ def glibc() -> str:
 
 
 def graph_size(manifest: str) -> dict[str, Any]:
-    """Return {"nodes", "row_bytes", "topology_bytes"} of the graph with this manifest.json; {} if it cannot be read."""
+    """Return sizes of the graph with this manifest.json; {} if the file cannot be read.
+
+    "nodes" and "row_bytes" are those of ``size_of``, "topology_bytes" is the result of ``topology_of``.
+    """
     if not manifest:
         return {}
     import json

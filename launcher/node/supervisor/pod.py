@@ -88,7 +88,7 @@ class Pod:
     # What the pod waits for.
 
     def await_parts(self) -> None:
-        """Wait until the partition folder is complete, if this node opens parts. Raises TooLate."""
+        """Wait until this node's partition folder is complete; returns at once if it has none. Raises TooLate."""
         folder = self.export["data_dirs"][self.node_rank]
         if folder:
             manifest = os.path.join(folder, "manifest.json")

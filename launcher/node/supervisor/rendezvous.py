@@ -47,10 +47,11 @@ def _with_hub(spec: NodeSpec, hub: int, seconds: float) -> PeerConfig:
 
 
 class Rendezvous:
-    """Makes or receives the decision about a restart after one attempt: call ``look`` several times a second.
+    """Makes or receives the decision about a restart after one attempt. Call ``look`` several times a second.
 
     spec: node.json of the attempt that has ended. first: node.json of the first attempt. cause: what ended the attempt,
-    if it occurred on this node, else None. history: fields that are added to a decision of this node.
+    if it occurred on this node, else None. history: earlier restarts and lost nodes, added to the decision if this node
+    makes it.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Rendezvous:
     def look(self, standing: Standing | None) -> Decision | None:
         """Return the decision once it has been made, else None. Connects to another hub if the hub is lost.
 
-        standing: what this node can contribute; None until its processes have ended.
+        standing: newest checkpoint and parts of this node; None until its processes have ended.
         """
         peers = self.peers
         if isinstance(peers, Member):

@@ -69,11 +69,11 @@ class ServerKeeper:
 
     @property
     def waiting(self) -> dict[str, Any] | None:
-        """The outcome of the dead server, while it waits for its restart; else None."""
+        """The outcome of a server that has died and will be restarted, until its restart; else None."""
         return self._last if self.child is None and self._last else None
 
     def look(self) -> str:
-        """Check the server, and restart it when due; return why the node fails because of it, or ''."""
+        """Check the server, and restart it when due. Returns why the node must fail, or ''."""
         if self.child is None:
             if time.monotonic() >= self._again_at:
                 self.begin()

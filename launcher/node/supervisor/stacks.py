@@ -83,7 +83,10 @@ class _Rank:
         self._begin = self._size = self._quiet = 0
 
     def turn(self) -> bool:
-        """Send the signal to the next process, or read the stacks of the last one; return whether all have answered."""
+        """Send the signal to the next process, or read its stacks once they are complete. Return whether none is left.
+
+        Must be called repeatedly: the processes get the signal one after the other.
+        """
         if self._waiting and not self._sent:
             self._begin = self._size = _size(self.dump)
             self._quiet, self._sent = 0, True

@@ -136,10 +136,10 @@ class Supervisor:
         return self.attempt()
 
     def meet(self, end: Ended, state: str) -> Ended:
-        """Wait until a hub has decided whether the run starts again; return how this node ends if the run does not.
+        """Wait until a hub has decided whether the run starts again. Returns how this node ends without a new start.
 
-        end: how this node's attempt has ended; returned unless a signal, a stop request or the deletion of the run
-        folder interrupts the wait. state: state of this node while it waits.
+        end: how this node's attempt has ended; this is returned unless a signal, a stop request or the deletion of the
+        run folder interrupts the wait. state: state of this node while it waits.
         """
         stepped = self.health.stepped()
         self.set_state(state)
@@ -182,7 +182,9 @@ class Supervisor:
     def open_peers_for_end(self, held: set[str]) -> None:
         """Connect to the other supervisors only to report this node's end.
 
-        held: resources that other runs hold. Does nothing when one of them is the control port.
+        Does nothing if another run holds the control port.
+
+        held: resources that other runs hold, such as ``port:29500``.
         """
         if self.spec.control is not None and f"port:{self.spec.control['port']}" not in held:
             with suppress(OSError):  # the other supervisors then wait for start_timeout

@@ -110,9 +110,9 @@ class Vitals:
 
 
 def largest(spent: Any) -> list[Any] | None:
-    """Return ``[kind, share]`` of the kind of ``spent`` that takes most time of a step; share from 0 to 1.
+    """Return the kind of work that takes most time of a step, and its share of the time (0 to 1): ``[kind, share]``.
 
-    spent: field of a metrics line, seconds by kind. None if it has no numbers.
+    spent: seconds by kind of work, from a metrics line. Returns None if it contains no numbers.
     """
     if not isinstance(spent, dict):
         return None

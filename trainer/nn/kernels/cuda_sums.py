@@ -140,7 +140,7 @@ _edge_dots = {(dst, src): kernel(_make_edge_dots(_LOADS[dst], _LOADS[src])) for 
 
 
 def edge_dots(block: Block, dst: Tensor, src: Tensor) -> Tensor:
-    """Return the same dot products as ``spmm.edge_dots_cpu``. One thread computes that of one edge and head."""
+    """Return the same dot products as ``spmm.edge_dots_cpu``, with one thread per edge and head."""
     dst, src = dst.detach(), src.detach()
     out = src.new_empty(len(block.indices), src.shape[1], dtype=sum_dtype(src.dtype))
     run = _edge_dots[dst.dtype == torch.bfloat16, src.dtype == torch.bfloat16]

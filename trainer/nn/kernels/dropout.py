@@ -86,7 +86,7 @@ def mask_rows_cpu(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
 
 
 def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """As ``mask_rows_cpu``, bit for bit, but in torch operations and for any device."""
+    """Return the same values as ``mask_rows_cpu``, bit for bit, computed by torch operations on any device."""
     state = _mix_tensor(n_id ^ _signed(stream_key))
     columns = torch.arange(h.shape[1], device=h.device)
     bits = (state[:, None] + columns * STRIDE) & MASK32

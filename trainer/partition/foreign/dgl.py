@@ -122,7 +122,9 @@ class _Partition:
             ids[of] = np.concatenate(pieces)
             ids[of] = ids[of] - ids[of].min(initial=ranges.count)  # ids of edges may count all types
             if not np.array_equal(np.sort(ids[of]), np.arange(ranges.count)):
-                raise DataError(f"{files[0]}: the ids of {type_name(of)} are not 0 to {ranges.count - 1}, each once")
+                raise DataError(
+                    f"{files[0]}: the ids of {type_name(of)} must be 0 to {ranges.count - 1}, each exactly once"
+                )
         return ids
 
     def _keys(self, of: NodeType | EdgeType) -> tuple[str, ...]:
@@ -160,7 +162,7 @@ class _Partition:
         ids, inner = graph.edges["_ID"].values, graph.edges["inner_edge"].values
         node_ids = graph.nodes["_ID"].values
         if not ids.shape == inner.shape == graph.sources.shape or ids.dtype.kind != "i" or node_ids.dtype.kind != "i":
-            raise DataError(f"{place}: _ID or inner_edge is not one integer per edge or node; the file is damaged")
+            raise DataError(f"{place}: _ID or inner_edge has a wrong shape or dtype; the file is damaged")
         for ends in (graph.sources, graph.targets):
             if len(ends) and (ends.min() < 0 or ends.max() >= len(node_ids)):
                 raise DataError(f"{place}: an edge ends at a node that the part does not have; the file is damaged")

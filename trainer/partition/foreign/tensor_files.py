@@ -39,7 +39,10 @@ def load_array(path: Path) -> RawArray:
 
 
 def tensor_array(value: Any, place: str) -> RawArray:
-    """Convert a tensor to an array, without a copy. Raises ``DataError`` for other values and unknown dtypes."""
+    """Convert a tensor to an array, without a copy. Raises ``DataError`` for other values and unknown dtypes.
+
+    ``place``: where the tensor comes from, for messages.
+    """
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -51,7 +54,10 @@ def tensor_array(value: Any, place: str) -> RawArray:
 
 
 def load_pickled_tensors(path: Path) -> Iterator[RawArray]:
-    """Yield the tensors that were pickled to a file one after the other. Raises ``DataError``."""
+    """Yield the tensors that were pickled to a file one after the other.
+
+    Raises ``DataError`` if the file cannot be read or contains another object.
+    """
     with _errors(path), open(path, "rb") as file:
         while file.peek(1):
             yield tensor_array(_TensorUnpickler(file).load(), str(path))

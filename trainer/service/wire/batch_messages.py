@@ -266,8 +266,8 @@ def _read_seeds(reader: _RecordReader) -> SeedSet:
 def batch_reply(request: Message, sampled: SampledBatch, form_of: FormOf = lambda of, name: "stored") -> Message:
     """Encode the reply to a request for a batch.
 
-    ``form_of(of, name)``: returns the dtype in which attribute ``name`` of node or edge type ``of`` is sent. Raises
-    ``DataError`` if rows cannot be rounded to this dtype.
+    ``form_of(of, name)``: returns the form in which attribute ``name`` of node or edge type ``of`` is sent: "stored",
+    "float16" or "int8". Raises ``DataError`` if rows cannot be rounded to float16 or int8.
     """
     out, subgraph = _RecordWriter(), sampled.subgraph
     out.put(subgraph.num_hops, subgraph.induced, len(subgraph.nodes))

@@ -84,8 +84,8 @@ def restored(mark: int, arrays: Iterator[Array]) -> Array:
         return sent
     if sent.ndim < 2 or sent.dtype != form or sent.size * dtype.itemsize > MAX_ARRAY:
         raise WireError(
-            f"rows came as {sent.dtype} {sent.shape}, expected {form} rows that take at most {MAX_ARRAY} bytes as "
-            f"{dtype}"
+            f"the reply has rows of dtype {sent.dtype} and shape {sent.shape}, expected {form} rows with at least 2 "
+            f"dimensions and at most {MAX_ARRAY} bytes in their original dtype {dtype}"
         )
     if form == "float16":
         return rounding.from_float16(sent, dtype)

@@ -40,7 +40,7 @@ class SeedLabels:
 
 
 def own_labels(graph: Graph, target: NodeType, split: str, group: RankGroup) -> SeedLabels:
-    """Gather the labels of a split's seeds; each rank reads every ``group.size``-th seed.
+    """Return this rank's seeds of a split with their labels: every ``group.size``-th seed, from ``group.rank`` on.
 
     Raises ``DataError`` for complex numbers.
     """
@@ -70,7 +70,7 @@ def check_classes(manifest: Manifest, target: NodeType, labels: SeedLabels) -> N
 
 
 def check_known(manifest: Manifest, target: NodeType, labels: SeedLabels, y: Tensor) -> None:
-    """Raise ``DataError`` if a row of ``y`` [n, D] contains only NaN, or an infinite number."""
+    """Raise ``DataError`` if a row of ``y`` [n, D] has only NaN values or at least one infinite value."""
     missing, infinite = (bad.nonzero().flatten().tolist() for bad in (y.isnan().all(1), y.isinf().any(1)))
     of = of_type(manifest, target)
     if missing:

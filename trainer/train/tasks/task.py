@@ -74,4 +74,4 @@ class Task(Protocol):
         """Return the metrics by name. ``metric``, which chooses the best epoch, comes first."""
 
     def record(self) -> Mapping[str, Any]:
-        """Return ``kind`` and further values from which ``of_record`` makes the task of a checkpoint."""
+        """Return the values that a checkpoint stores, such as ``kind``. ``of_record`` makes the task from them."""

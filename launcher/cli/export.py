@@ -88,8 +88,9 @@ def _exported(
         made = export_kubernetes(request, _cluster(own))
         return made.text(), made.secret_text(), made.notes
     from launcher.export.scripts import export_script
+    from launcher.plan.sbatch import parse_options
 
-    script = export_script(kind, request, sbatch_options(own["slurm"]), output)
+    script = export_script(kind, request, parse_options(",".join(own["slurm"])), output)
     return script.text, script.key, script.notes
 
 
@@ -108,17 +109,6 @@ def _cluster(own: dict[str, Any]) -> Cluster:
             raise UsageError(f"--claim {text}: give NAME=PATH, as datasets=/data, with an absolute path in the pods")
         claims.append((name, path.rstrip("/")))
     return Cluster(own["image"], own["workload"], tuple(claims), own["storage"], own["namespace"])
-
-
-def sbatch_options(texts: Sequence[str]) -> dict[str, str]:
-    """Return options of sbatch by name, of texts as ``partition=gpu,time=2:00:00,exclusive``. Raises UsageError."""
-    found: dict[str, str] = {}
-    for item in filter(None, re.split(r",(?![^\[]*\])", ",".join(texts))):
-        name, _, value = item.partition("=")
-        if not re.fullmatch(r"[a-z][a-z-]*", name):
-            raise UsageError(f"--slurm {item}: give long options of sbatch without --, as partition=gpu,time=2:00:00")
-        found[name] = value
-    return found
 
 
 def _write(text: str, secret: str, notes: Sequence[str], output: Path | None, force: bool) -> None:

@@ -24,6 +24,7 @@ from launcher.export.placed_plan import ExportRequest, Place, check_exportable, 
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.partition import partitioning
 from launcher.plan.placement import interpreter
+from launcher.plan.sbatch import normalized, option_lines
 from launcher.plan.service_key import new_key_pair
 from launcher.text import count
 
@@ -72,11 +73,13 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
     kind: bash, torchrun or slurm. sbatch: options of sbatch by name. output: file that the script will be written to.
     Raises UsageError if a script of this kind cannot run the config.
     """
-    request, slurm = replace(request, config=_without_needless_keys(request.config)), kind == "slurm"
-    config = request.config
+    config, slurm = _without_needless_keys(request.config), kind == "slurm"
     check_exportable(config, kind)
     if slurm:
+        sbatch = {**normalized(config.slurm), **sbatch}
+        config = _with_devices_of_job(config, sbatch)
         _check_equal_nodes(config)
+    request = replace(request, config=config)
     hosts = [f"${{NODES[{k}]}}" if slurm else _host(config, k) for k in range(len(config.nodes))]
     plan = placed_plan(request, [Place(host, "0.0.0.0", "@RUNS@", "@PYTHON@", "@PARTS@") for host in hosts], Secret())
     if plan.encrypted and output is None:
@@ -86,26 +89,10 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
         )
     values = {**_run_values(request, plan, output), **_node_values(config, plan, hosts, kind)}
     if slurm:
-        values["sbatch"] = sbatch_lines(_job_options(config, sbatch))
+        values["sbatch"] = option_lines(_job_options(config, sbatch))
     template = _environment().get_template("slurm.sh.j2" if slurm else "node.sh.j2")
     key = json.dumps(new_key_pair()) if plan.encrypted else ""
     return Script(template.render(values, kind=kind), key, _notes(config, plan))
-
-
-def sbatch_lines(options: Mapping[str, str]) -> list[str]:
-    """Return the ``#SBATCH`` lines of a batch script.
-
-    An option with the value '', true, yes or on is a flag; with false, no or off it is left out. Values with spaces are
-    put in double quotes, as sbatch has no escapes.
-    """
-    lines = []
-    for name, value in options.items():
-        if value.lower() in ("", "true", "yes", "on"):
-            lines.append(f"#SBATCH --{name}")
-        elif value.lower() not in ("false", "no", "off"):
-            text = f'"{value}"' if re.search(r"[\s#;']", value) else value
-            lines.append(f"#SBATCH --{name}={text}")
-    return lines
 
 
 def _environment() -> Environment:
@@ -136,13 +123,24 @@ def _check_equal_nodes(config: ResolvedConfig) -> None:
         )
 
 
+def _with_devices_of_job(config: ResolvedConfig, options: Mapping[str, str]) -> ResolvedConfig:
+    """Return the config with the GPUs that ``transport: slurm`` gets from its job, by ``gpus-per-node``.
+
+    ``options``: options of sbatch. Nodes with ``devices`` or ``procs`` keep them.
+    """
+    number = options.get("gpus-per-node", "").rpartition(":")[2]  # may be as a100:2
+    if config.transport != "slurm" or not number.isdecimal() or any(n.devices or n.procs for n in config.nodes):
+        return config
+    return replace(config, nodes=tuple(replace(node, devices=tuple(range(int(number)))) for node in config.nodes))
+
+
 def _job_options(config: ResolvedConfig, given: Mapping[str, str]) -> dict[str, str]:
     """Return all options of sbatch. Raises UsageError for a ``given`` one that contradicts cluster.yml."""
     node = config.nodes[0]
     options = {"job-name": config.name, "nodes": str(len(config.nodes)), "ntasks-per-node": str(node.nproc)}
     options |= {"gpus-per-node": str(len(node.devices))} if node.devices else {}
     for name in ("nodes", "ntasks-per-node", "gpus-per-node"):
-        if given.get(name, options.get(name)) != options.get(name):
+        if given.get(name, options.get(name, "")).rpartition(":")[2] != options.get(name, ""):
             raise UsageError(
                 f"--slurm {name}={given[name]}: cluster.yml gives {options.get(name, 'none')}; change `nodes`, `procs` "
                 "or `devices` there"

@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from golden_kit import GOLDEN, check_text
-from launcher.cli.export import sbatch_options
 from launcher.cli.main import run
 from launcher.config.loader import load_config
 from launcher.config.resolve import resolve_run
@@ -22,7 +21,8 @@ from launcher.errors import UsageError
 from launcher.export.kubernetes import Exported, export_kubernetes, resource_name
 from launcher.export.placed_plan import ExportRequest
 from launcher.export.pods import Cluster
-from launcher.export.scripts import export_script, sbatch_lines
+from launcher.export.scripts import export_script
+from launcher.plan.sbatch import option_lines, parse_options
 
 TWO = """
 name: products
@@ -162,9 +162,21 @@ def test_golden_scripts(kind: str, tmp_path: Path) -> None:
 
 
 def test_options_of_sbatch() -> None:
-    given = sbatch_options(["nodelist=gpu[01,03-04],requeue", "comment=two words,exclusive=true,overcommit=no"])
+    given = parse_options("nodelist=gpu[01,03-04],requeue,comment=two words,exclusive=true,overcommit=no")
     lines = ["nodelist=gpu[01,03-04]", "requeue", 'comment="two words"', "exclusive"]
-    assert sbatch_lines(given) == [f"#SBATCH --{line}" for line in lines]
+    assert option_lines(given) == [f"#SBATCH --{line}" for line in lines]
+
+
+def test_the_section_slurm_gives_options_and_devices(tmp_path: Path) -> None:
+    section = "{partition: gpu, nodes: 2, gpus_per_node: 'a100:2', time: '2:00:00'}"
+    text = f"transport: slurm\nslurm: {section}\ndata: {{dataset: synthetic}}\n"
+    script = export_script("slurm", request(text, tmp_path), {"time": "30"}, Path("run.sbatch")).text
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert lines == [
+        *("job-name=run", "nodes=2", "ntasks-per-node=2", "gpus-per-node=a100:2"),
+        *("output=%x-%j.log", "open-mode=append", "partition=gpu", "time=30"),
+    ]
+    assert "4 processes on 2 nodes" in script
 
 
 @pytest.mark.parametrize("kind", ["bash", "torchrun"])

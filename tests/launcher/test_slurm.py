@@ -109,7 +109,7 @@ def test_nodes_of_a_job_to_submit(tmp_path: Path) -> None:
         **{"partition": "gpu", "nodes": "3", "time": "2:0:0"},
         **{"nodelist": "gpu[1,2-3]", "requeue": "true"},
     }
-    with pytest.raises(UsageError, match="expected options of sbatch"):
+    with pytest.raises(UsageError, match="--slurm =3: give long options of sbatch"):
         slurm_overrides("=3")
 
 

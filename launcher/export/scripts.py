@@ -15,12 +15,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from launcher.command import Command, Secret
 from launcher.config.resolve import ResolvedConfig
 from launcher.errors import UsageError
-from launcher.export.placed_plan import ExportRequest, Place, check_exportable, placed_plan
+from launcher.export.placed_plan import (
+    ExportRequest,
+    Place,
+    check_exportable,
+    parts_name,
+    placed_plan,
+    without_credentials,
+)
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.partition import partitioning
 from launcher.plan.placement import interpreter
@@ -73,7 +81,8 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
     kind: bash, torchrun or slurm. sbatch: options of sbatch by name. output: file that the script will be written to.
     Raises UsageError if a script of this kind cannot run the config.
     """
-    config, slurm = _without_needless_keys(request.config), kind == "slurm"
+    config, left_out = without_credentials(_without_needless_keys(request.config))
+    slurm = kind == "slurm"
     check_exportable(config, kind)
     if slurm:
         sbatch = {**normalized(config.slurm), **sbatch}
@@ -92,7 +101,7 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
         values["sbatch"] = option_lines(_job_options(config, sbatch))
     template = _environment().get_template("slurm.sh.j2" if slurm else "node.sh.j2")
     key = json.dumps(new_key_pair()) if plan.encrypted else ""
-    return Script(template.render(values, kind=kind), key, _notes(config, plan))
+    return Script(template.render(values, kind=kind), key, (*_notes(config, plan), *_store_notes(config, left_out)))
 
 
 def _environment() -> Environment:
@@ -154,8 +163,11 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None) -
     shell = interpreter(config, 0)
     folder = os.path.expanduser(config.data.folder)
     parts = os.path.abspath(folder) if config.makes_parts else config.data.folder
-    partition = partitioning(config).command.argv if config.makes_parts else ()
-    needs = ["gnnfleet in $PYTHON", "the parts in $PARTS", *(["the key file $KEY"] if plan.encrypted else [])]
+    if config.data.store is not None:
+        parts = f"~/gnnfleet/data/{parts_name(config)}"
+    partition = partitioning(config).command.argv if config.makes_parts and config.data.store is None else ()
+    reads = "the parts in $PARTS" if config.data.store is None else f"access to {config.data.store}"
+    needs = ["gnnfleet in $PYTHON", reads, *(["the key file $KEY"] if plan.encrypted else [])]
     words = " ".join(request.own_command) or "the bundled trainer"
     (cluster,) = {file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json")}
     return {
@@ -171,6 +183,8 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None) -
         "partition": _lines(["@PYTHON@", *("@PARTS@" if word == folder else word for word in partition[1:])])
         if partition
         else "",
+        "fetch": _fetch(config, plan),
+        "remedy": "make the parts there, or copy them" if partition else "copy the parts there, or change PARTS",
         "cluster": _cluster_text(cluster),
         "world_size": plan.world_size,
         "master_addr": plan.master_addr,
@@ -243,6 +257,19 @@ def _server(plan: LaunchPlan) -> str:
     return _lines(argv)
 
 
+def _fetch(config: ResolvedConfig, plan: LaunchPlan) -> str:
+    """Return the command that fetches a node's parts; '' without ``data.store``."""
+    if config.data.store is None:
+        return ""
+    parts = [_Word(word) for word in ('"$PARTS"', "--part", "${OWN[NODE]//,/ --part }")]
+    argv = ["@PYTHON@", "-m", "launcher", "partition", "fetch", config.data.store, *parts]
+    argv += ["--replicated"] if plan.topology.replicated else []
+    for name, value in config.data.store_options.items():
+        plain = isinstance(value, str) and yaml.safe_load(value) == value
+        argv += ["--store-option", f"{name}={value if plain else json.dumps(value)}"]
+    return _lines(argv)
+
+
 def _trainer(plan: LaunchPlan, kind: str) -> str:
     """Return the command of a rank; for torchrun, the words after its options."""
     node = next(node for node in plan.nodes if node.ranks)
@@ -292,8 +319,6 @@ def _double_quoted(text: str) -> str:
 
 def _notes(config: ResolvedConfig, plan: LaunchPlan) -> tuple[str, ...]:
     notes = ["every node needs the key file, too; keep it private"] if plan.encrypted else []
-    if config.data.store is not None:
-        notes.append("data.store is not used: every node needs the parts in the folder that the script names")
     different = [k for k in range(1, len(config.nodes)) if interpreter(config, k) != interpreter(config, 0)]
     if different:
         notes.append(f"node{different[0]} uses another Python or setup than node0: change the script on that node")
@@ -302,3 +327,19 @@ def _notes(config: ResolvedConfig, plan: LaunchPlan) -> tuple[str, ...]:
     if plan.own_command:
         notes.append("your script and run.files are not copied: the script runs in the folder of the exported file")
     return tuple(notes)
+
+
+def _store_notes(config: ResolvedConfig, left_out: Sequence[str]) -> list[str]:
+    """Return notes about parts in ``data.store``. ``left_out``: variables with credentials that the nodes had."""
+    notes, data = [], config.data
+    if left_out:
+        notes.append(
+            f"credentials in `env` are left out ({', '.join(left_out)}); set them in the environment of the script"
+        )
+    if data.store is not None:
+        notes.append(
+            f"each node fetches its parts from {data.store}; upload them before: gnnfleet partition push --config FILE"
+        )
+    if data.store_limit is not None:
+        notes.append("data.store_limit has no effect on a script: delete parts that are not needed yourself")
+    return notes

@@ -249,10 +249,8 @@ def test_scripts_fetch_parts_from_the_store(kind: str, tmp_path: Path) -> None:
     script = export_script(kind, request(text, tmp_path), {}, Path("run.sh"))
     (line,) = [line for line in script.text.splitlines() if "partition fetch" in line]
     assert 's3://bucket/products "$PARTS" --part ${OWN[NODE]//,/ --part } \\' in line
-    assert "--replicated --store-option endpoint_url=http://minio:9000 --store-option use_ssl=false" in script.text
-    assert (
-        "endpoint_url=http://minio:9000 --store-option use_ssl=false --store-option 'addressing=\"8\"'" in script.text
-    )
+    assert "--replicated --store-option endpoint_url=http://minio:9000" in script.text
+    assert "--store-option 'addressing=\"8\"'" in script.text
     assert 'PARTS="$HOME/gnnfleet/data/ogbn-products-' in script.text and "partition make" not in script.text
     assert "hush" not in script.text and "AWS_DEFAULT_REGION=north" in script.text
     assert any("set them in the environment of the script" in note for note in script.notes)

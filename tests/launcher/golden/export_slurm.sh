@@ -70,7 +70,6 @@ train() {  # the trainer reads its rank from Slurm's variables
 }
 export -f variables serve train
 
-
 # A graph server on each node, then the ranks.
 srun --overlap --ntasks-per-node=1 --ntasks="$SLURM_NNODES" bash -c serve &
 server=$!

@@ -202,7 +202,7 @@ def _host_plan(node: NodeConfig, state: HostState, python: str, cuda: str, lock_
 
 
 def _no_python(state: HostState, python: str) -> str:
-    found = ", ".join(one.version for one in state.pythons) or "none"
+    found = ", ".join(one.version for one in state.pythons) or "none with the module venv"
     if not python:
         oldest = ".".join(map(str, OLDEST_PYTHON))
         return f"no Python version of {oldest} or newer is on all hosts (here: {found}); install one on all of them"

@@ -146,8 +146,9 @@ def newest_result(run: SubmittedRun) -> dict[str, Any] | None:
 def _words(status: JobStatus) -> str:
     again = f", requeued {count(status.restarts, 'time')}" if status.restarts else ""
     if status.state == "PENDING":
-        start = f", starts about {status.start}" if status.start else ""
-        return f"job {status.job} waits in the queue ({status.reason or 'no reason given'}{start}{again})"
+        start = f"starts about {status.start}" if status.start else ""
+        details = ", ".join(filter(None, (status.reason, start, again.removeprefix(", "))))
+        return f"job {status.job} waits in the queue{f' ({details})' if details else ''}"
     on = f" on {status.nodes}" if status.nodes else ""
     return f"job {status.job} is {status.state.lower().replace('_', ' ')}{on}{again}"
 

@@ -176,7 +176,25 @@ def test_a_submitted_run_waits_and_is_cancelled(
     assert run(["stop", "mine"]) == 0
     assert "Slurm job 7 was cancelled" in capsys.readouterr().out
     assert run(["status", "mine"]) == 1
-    assert "never started: its launcher" in capsys.readouterr().out
+    assert "never started: its Slurm job 7, submitted by " in capsys.readouterr().out
+
+
+def test_the_status_of_a_requeued_run_suggests_no_resume(
+    tmp_path: Path, fake: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs/mine"
+    LaunchFile.mine("mine", "run", config="c.yml", slurm_job="7").at("end").write(folder)
+    result = {"run_id": "mine", "state": "stopped", "exit_status": 130, "seconds": 90.0, "nodes": {}, "metrics": {}}
+    result |= {"first_failure": None, "findings": [], "notes": [], "stopped_by": "Slurm (end of job 7)"}
+    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints/last.pt").touch()
+    for state, resumed in (("PENDING BeginTime", False), ("TIMEOUT TimeLimit", True)):
+        fake(state)
+        run(["status", "mine"])
+        shown = capsys.readouterr().out
+        assert ("gnnfleet resume mine" in shown) == resumed
+        assert ("Slurm job 7) waits in the queue of Slurm and will resume it" in shown) != resumed
 
 
 def test_a_refused_job_leaves_no_folder(

@@ -241,7 +241,7 @@ def _over_by_result(found: FoundRun, result: Mapping[str, Any], unreachable: Seq
     )
     if state == "stopped" and found.launch is not None and found.launch.requeued:
         sentence += f"; {launcher_words(found)}"
-        return Verdict(state, sentence, notes, (f"gnnfleet status {found.words}",))
+        return Verdict(state, sentence, notes, (f"gnnfleet status {found.words}", f"gnnfleet stop {found.words}"))
     return Verdict(state, sentence, notes, _after(found, state, unreachable, collected=True))
 
 

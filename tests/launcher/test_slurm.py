@@ -179,7 +179,7 @@ def test_a_submitted_run_waits_and_is_cancelled(
     assert "never started: its Slurm job 7, submitted by " in capsys.readouterr().out
 
 
-def test_the_status_of_a_requeued_run_suggests_no_resume(
+def test_a_requeued_run_is_resumed_by_its_job_until_it_is_stopped(
     tmp_path: Path, fake: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "runs/mine"
@@ -189,12 +189,14 @@ def test_the_status_of_a_requeued_run_suggests_no_resume(
     (folder / "result.json").write_text(json.dumps(result))
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints/last.pt").touch()
-    for state, resumed in (("PENDING BeginTime", False), ("TIMEOUT TimeLimit", True)):
-        fake(state)
-        run(["status", "mine"])
-        shown = capsys.readouterr().out
-        assert ("gnnfleet resume mine" in shown) == resumed
-        assert ("Slurm job 7) waits in the queue of Slurm and will resume it" in shown) != resumed
+    fake("PENDING BeginTime")
+    run(["status", "mine"])
+    shown = capsys.readouterr().out
+    assert "Slurm job 7) waits in the queue of Slurm and will resume it" in shown and "gnnfleet resume" not in shown
+    assert run(["stop", "mine"]) == 0
+    assert "Slurm job 7 was cancelled, which would have resumed it" in capsys.readouterr().out
+    run(["status", "mine"])
+    assert "next: gnnfleet resume mine" in capsys.readouterr().out
 
 
 def test_a_refused_job_leaves_no_folder(

@@ -28,7 +28,7 @@ from launcher.setup.plan import Action, HostPlan, SetupPlan, make_plan, with_sou
 from launcher.setup.render import print_plan, shown_changes
 from launcher.setup.requirements import Requirements, Target, closure, required
 from launcher.setup.survey import HostState, Interpreter
-from launcher.setup.wheels import SetupError, lock_of
+from launcher.setup.wheels import NoWheels, SetupError, WheelLock, lock_of
 from plan_kit import cluster
 from setup_kit import OTHER, REQUIREMENTS, CutServer, host_state, installed, lock_for, make_index, served
 
@@ -177,6 +177,21 @@ def pythons(*versions: str) -> tuple[Interpreter, ...]:
 )  # fmt: skip
 def test_all_hosts_get_the_same_python(states: list[HostState], own: str, chosen: list[str]) -> None:
     assert [host.lock.target.python for host in planned(*states, own=own) if host.lock] == chosen
+
+
+def test_a_python_without_wheels_is_not_chosen() -> None:
+    def lock(target: Target) -> WheelLock:
+        if target.python not in wheels:
+            raise NoWheels(f"no wheels for {target}")
+        return lock_for(target)
+
+    config, states = resolve(cluster(NodeConfig("gnn0"))), {0: host_state(pythons=pythons("3.10", "3.12", "3.13"))}
+    wheels = {"3.10", "3.12"}
+    (host,) = make_plan(config, states, REQUIREMENTS, lock, "3.11.2").hosts
+    assert (host.base, host.lock and host.lock.target.python) == ("/usr/bin/python3.12", "3.12")
+    wheels.clear()
+    with pytest.raises(NoWheels, match="Python 3.13"):
+        make_plan(config, states, REQUIREMENTS, lock, "3.11.2")
 
 
 GPU = {"gpus": 2, "driver": "580.1"}

@@ -368,7 +368,8 @@ def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int
     with transfer_progress(context.console, labels) as progress:
         report = sync(plan, transports, progress, connect_timeout=context.config.run.connect_timeout)
     need = sum(file.bytes for node in plan.nodes for file in node.files)
-    packed = " (code packed)" if report.bytes_sent + report.bytes_present + report.bytes_fetched < need else ""
+    moved = report.bytes_sent + report.bytes_present + report.bytes_fetched
+    packed = " (code packed)" if report.bytes_sent and moved < need else ""
     fetched = (
         f", {decimal(report.bytes_fetched)} fetched from {context.config.data.store}"
         if context.config.data.store

@@ -36,7 +36,7 @@ def stored_files(store: RemoteFolder, parts: Iterable[int], *, replicated: bool,
     if sha256 and found != sha256:
         raise OtherParts(
             f"{store.url} has other parts than those that the run was exported for ({MANIFEST} {found[:12]}, not "
-            f"{sha256[:12]}); export the run again, or replace the parts: gnnfleet partition push --force"
+            f"{sha256[:12]}); export the run again, or replace the parts: gnnfleet partition push --config FILE --force"
         )
     try:
         files = [_checked(file) for file in json.loads(raw)["files"]]

@@ -1,11 +1,10 @@
-"""A GPU's memory: how much of it is used, and an error that says what to lower when it is exhausted."""
+"""An error that says what to lower when a GPU's memory is exhausted."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -46,19 +45,3 @@ def _lowered(settings: TrainSettings) -> list[str]:
         f"eval_batch_size ({settings.eval_batch_size})",
         *sampling,
     ]
-
-
-def memory_fields(device: torch.device) -> dict[str, Any]:
-    """Return field ``device`` of a ``step`` line of the metrics log: the device's used memory. {} on the CPU.
-
-    The numbers, in bytes, are those of torch's allocator, which the host knows without waiting for the device.
-    """
-    if device.type != "cuda":
-        return {}
-    return {
-        "device": {
-            "allocated_bytes": torch.cuda.memory_allocated(device),
-            "peak_bytes": torch.cuda.max_memory_allocated(device),
-            "total_bytes": torch.cuda.get_device_properties(device).total_memory,
-        }
-    }

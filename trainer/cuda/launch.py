@@ -25,6 +25,7 @@ from numba.core.dispatcher import Dispatcher
 from torch import Tensor
 
 from trainer.core import rng
+from trainer.cuda.kernel_cache import keep_compiled
 
 _config: Any = import_module("numba.cuda.core.config")
 
@@ -64,7 +65,7 @@ def kernel(function: Callable[..., None]) -> Kernel:
 
 
 class Kernel:
-    """A CUDA kernel, compiled for the dtypes of its arguments when it is first launched."""
+    """A CUDA kernel, compiled for the dtypes of its arguments when it is first launched, or loaded if it was before."""
 
     def __init__(self, function: Callable[..., None]):
         self.function = function
@@ -95,7 +96,8 @@ class Kernel:
 
     @cached_property
     def _compiled(self) -> Any:
-        return cuda.jit(self.function)
+        dispatcher = cuda.jit(self.function)
+        return dispatcher if simulated() else keep_compiled(dispatcher, self.function)
 
 
 def device_function(function: Any) -> Any:

@@ -154,7 +154,7 @@ class _DeviceView:
 
     def __init__(self, tensor: Tensor):
         size, contiguous = tensor.element_size(), tensor.is_contiguous()
-        self.owner = tensor if tensor.numel() else _anchor(tensor.device)  # a null pointer belongs to no device
+        self.owner = tensor if tensor.numel() else _anchor(tensor.device)  # numba asks whose memory a pointer is
         self.__cuda_array_interface__ = {
             "shape": tuple(tensor.shape),
             "typestr": _TYPESTR[tensor.dtype],
@@ -167,7 +167,9 @@ class _DeviceView:
 
 @cache
 def _anchor(device: torch.device) -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device=device)
+    """Return memory that stands for the memory of empty tensors: on a device, or pinned on the host."""
+    pinned = device.type == "cpu" and torch.cuda.is_available()
+    return torch.empty(1, dtype=torch.int64, device=device, pin_memory=pinned)
 
 
 def _device_argument(arg: Any) -> Any:

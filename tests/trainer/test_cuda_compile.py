@@ -39,7 +39,7 @@ def signatures() -> list[tuple[Kernel, tuple[Any, ...], bool]]:
     """Return each kernel, the types of its arguments, and whether it computes with float64."""
     t = types
     int32s, int64s, float64s, rows = t.int32[::1], t.int64[::1], t.float64[::1], t.float32[:, ::1]
-    number, flag, key, bits = t.int64, t.boolean, t.uint64, t.uint32[:, ::1]
+    number, flag, key = t.int64, t.boolean, t.uint64
     found = [
         (neighbor_kernels.count_picks,
          (int64s, int64s, number, flag, flag, int64s, int64s, int32s, int64s), False),
@@ -48,11 +48,11 @@ def signatures() -> list[tuple[Kernel, tuple[Any, ...], bool]]:
         (relabel.look_up, (int64s, int64s, int32s), False),
         (array_ops.copy_rows, (int64s, int32s, int32s, int32s), False),
         (gather_kernels.locate_rows, (int64s, int32s, int64s, int64s, int64s), False),
-        (gather_kernels.take_bfloat16_rows, (int64s, t.uint16[:, ::1], bits, bits), False),
+        (gather_kernels.take_bfloat16_rows, (int64s, t.uint16[:, ::1], rows, rows, rows), False),
         (gather_kernels.take_scaled_rows, (int64s, t.int8[:, ::1], rows, rows, rows), False),
     ]  # fmt: skip
     for stored in (t.float32, t.float64, t.float16, t.int8, t.uint8, t.int64, t.boolean):
-        found.append((gather_kernels.take_rows, (int64s, stored[:, ::1], rows, rows), stored == t.float64))
+        found.append((gather_kernels.take_rows, (int64s, stored[:, ::1], rows, rows, rows), stored == t.float64))
     for ids in (int32s, int64s):
         found += [
             (neighbor_kernels.draw_picks,
@@ -137,6 +137,8 @@ def test_a_compiled_kernel_is_loaded_by_later_processes(tmp_path: Path, monkeypa
 
 
 def test_variants_of_a_kernel_are_kept_apart() -> None:
+    gathering = (gather_kernels.take_rows, gather_kernels.take_scaled_rows, gather_kernels.take_bfloat16_rows)
+    assert len({variant(kernel.function) for kernel in gathering}) == len(gathering)
     for kernels in (cuda_sums._sum_rows, cuda_sums._weighted_rows, cuda_sums._edge_dots):
         assert len({variant(kernel.function) for kernel in kernels.values()}) == len(kernels)
     plain, bits = (cuda_elements._mask_rows(dtype) for dtype in (torch.float32, torch.bfloat16))

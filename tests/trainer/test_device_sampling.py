@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Barrier, Thread
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -234,5 +236,14 @@ def test_tensors_are_passed_to_kernels_without_copies() -> None:
     view = _DeviceView(strided).__cuda_array_interface__
     assert view["data"] == (strided.data_ptr(), False) and view["strides"] == (16, 8) and view["typestr"] == "<f4"
     assert _DeviceView(torch.zeros(2, dtype=torch.bfloat16)).__cuda_array_interface__["typestr"] == "<u2"
+    typeof = importlib.import_module("numba.cuda.typing.typeof").typeof
+    for dtype in (torch.float32, torch.int32, torch.bool, torch.bfloat16):
+        for shape in ((6,), (2, 3), (0, 3)):
+            given = _DeviceView(torch.zeros(shape, dtype=dtype))
+            assert given._numba_type_ == typeof(
+                SimpleNamespace(__cuda_array_interface__=given.__cuda_array_interface__)
+            )
+    far = _DeviceView(torch.zeros(3, 4, 8)[:, :, 0])._numba_type_
+    assert far.layout == _DeviceView(strided)._numba_type_.layout == "A"
     empty = _DeviceView(torch.empty(0, dtype=torch.int32)).__cuda_array_interface__
     assert empty["shape"] == (0,) and empty["data"][0] != 0

@@ -148,21 +148,34 @@ class Mapped:
 
 
 class _DeviceView:
-    """Passes a tensor's device memory to a numba kernel, without waiting for streams and without conversion."""
+    """Passes a tensor's device memory to a numba kernel, without waiting for streams and without conversion.
 
-    __slots__ = ("__cuda_array_interface__", "owner")
+    Has its type for numba itself. numba-cuda 0.30 takes a tensor whose elements are 8 apart for a contiguous one, and
+    needs longer.
+    """
+
+    __slots__ = ("__cuda_array_interface__", "_numba_type_", "owner")
 
     def __init__(self, tensor: Tensor):
         size, contiguous = tensor.element_size(), tensor.is_contiguous()
+        typestr = _TYPESTR[tensor.dtype]
+        self._numba_type_ = _array_type(typestr, tensor.dim(), "C" if contiguous else "A")
         self.owner = tensor if tensor.numel() else _anchor(tensor.device)  # numba asks whose memory a pointer is
         self.__cuda_array_interface__ = {
             "shape": tuple(tensor.shape),
-            "typestr": _TYPESTR[tensor.dtype],
+            "typestr": typestr,
             "data": (self.owner.data_ptr(), False),
             "strides": None if contiguous else tuple(step * size for step in tensor.stride()),
             "stream": None,
             "version": 3,
         }
+
+
+@cache
+def _array_type(typestr: str, ndim: int, layout: str) -> Any:
+    """Return numba's type of an array. ``layout``: "C" if it is contiguous, else "A"."""
+    from_dtype = import_module("numba.cuda.np.numpy_support").from_dtype
+    return import_module("numba.cuda.types").Array(from_dtype(np.dtype(typestr)), ndim, layout)
 
 
 @cache

@@ -20,12 +20,7 @@ SHARE = 2  #: edges take at most 1/SHARE of a GPU's memory, else of the host's m
 
 _BY_CPU = "on the CPUs"
 
-_CONDITION = "if numba-cuda is there"  # the trainer finds out
-
-_RULE = (
-    f"on the GPUs {_CONDITION}; edges in device memory if they take at most half of it, else in page-locked memory of "
-    "the host"
-)
+_RULE = "edges in device memory if they take at most half of it, else in page-locked memory of the host"
 
 
 def sampling_line(
@@ -62,16 +57,20 @@ def _where(site: Site, topology: Topology, num_parts: int, size: int, facts: Map
     if topology.choice == "partitioned" and len(site.parts) < num_parts:
         return f"{_BY_CPU}: GPUs need the edges of all parts on their node"
     known = facts.get(site.node_rank)
+    installed = known.versions.get("numba_cuda") if known else None
+    if installed == "":
+        return f"{_BY_CPU}: numba-cuda is not installed"
+    on_gpus = "on the GPUs" if installed else "on the GPUs if numba-cuda is installed"
     device = min((known.device_bytes(given) for given in site.node.devices), default=0) if known else 0
     if known is None or not (size and device):
-        return _RULE
+        return f"{on_gpus}; {_RULE}"
     edges = f"edges (about {decimal(size)})"
     if size <= device // SHARE:
-        return f"on the GPUs {_CONDITION}; {edges} in device memory, at most half of {decimal(device)}"
+        return f"{on_gpus}; {edges} in device memory, at most half of {decimal(device)}"
     limit = known.memory // SHARE // len(site.ranks)
     if not known.memory or size <= limit:
         return (
-            f"on the GPUs {_CONDITION}; {edges} in page-locked memory of the host, as they are more than half of a "
+            f"{on_gpus}; {edges} in page-locked memory of the host, as they are more than half of a "
             f"GPU's {decimal(device)}"
         )
     return (

@@ -30,8 +30,8 @@ def on_gpus(nodes: int, *devices: int | str, **train: Any) -> ClusterConfig:
     return replace(config, train=replace(config.train, **train))
 
 
-def known(nodes: int, device: int, memory: int = 256 * GB) -> dict[int, Any]:
-    return facts_of(nodes, device_memory=((UUID, device), ("GPU-0", device)), memory=memory)
+def known(nodes: int, device: int, memory: int = 256 * GB, **more: Any) -> dict[int, Any]:
+    return facts_of(nodes, device_memory=((UUID, device), ("GPU-0", device)), memory=memory, **more)
 
 
 HALF = "edges (about 4.0 GB) are more than half of a GPU's 7.9 GB"
@@ -41,24 +41,34 @@ CASES: dict[str, tuple[ClusterConfig, dict[str, Any], str]] = {
     "no parts yet": (
         on_gpus(2, 0),
         {},
-        "on the GPUs if numba-cuda is there; edges in device memory if they take at most half of it, else in "
+        "on the GPUs if numba-cuda is installed; edges in device memory if they take at most half of it, else in "
         "page-locked memory of the host",
     ),
     "device memory": (
         on_gpus(1, 0, 1),
         {"manifest": parts_of(1, GB), "facts": known(1, 8 * GB)},
-        "on the GPUs if numba-cuda is there; edges (about 1.0 GB) in device memory, at most half of 8.0 GB",
+        "on the GPUs if numba-cuda is installed; edges (about 1.0 GB) in device memory, at most half of 8.0 GB",
+    ),
+    "numba-cuda is there": (
+        on_gpus(1, 0),
+        {"manifest": parts_of(1, GB), "facts": known(1, 8 * GB, versions={"numba_cuda": "0.30.4"})},
+        "on the GPUs; edges (about 1.0 GB) in device memory, at most half of 8.0 GB",
+    ),
+    "numba-cuda is missing": (
+        on_gpus(1, 0),
+        {"manifest": parts_of(1, GB), "facts": known(1, 8 * GB, versions={"numba_cuda": ""})},
+        "on the CPUs: numba-cuda is not installed",
     ),
     "given by UUID": (
         on_gpus(1, UUID[:9]),
         {"manifest": parts_of(1, GB), "facts": known(1, 8 * GB)},
-        "on the GPUs if numba-cuda is there; edges (about 1.0 GB) in device memory, at most half of 8.0 GB",
+        "on the GPUs if numba-cuda is installed; edges (about 1.0 GB) in device memory, at most half of 8.0 GB",
     ),
     "host memory": (
         on_gpus(1, 0, 1),
         {"manifest": parts_of(1, 4 * GB), "facts": known(1, 79 * GB // 10)},
-        "on the GPUs if numba-cuda is there; edges (about 4.0 GB) in page-locked memory of the host, as they are more "
-        "than half of a GPU's 7.9 GB",
+        "on the GPUs if numba-cuda is installed; edges (about 4.0 GB) in page-locked memory of the host, as they are "
+        "more than half of a GPU's 7.9 GB",
     ),
     "neither": (
         on_gpus(1, 0, 1),
@@ -79,9 +89,9 @@ CASES: dict[str, tuple[ClusterConfig, dict[str, Any], str]] = {
     "different nodes": (
         on_gpus(3, 0),
         {"manifest": parts_of(3, 3 * GB), "facts": {**known(3, 80 * GB), 1: known(2, GB)[1]}},
-        "node0, node2 on the GPUs if numba-cuda is there; edges (about 3.0 GB) in device memory, at most half of "
-        "80.0 GB; node1 on the GPUs if numba-cuda is there; edges (about 3.0 GB) in page-locked memory of the host, "
-        "as they are more than half of a GPU's 1.0 GB",
+        "node0, node2 on the GPUs if numba-cuda is installed; edges (about 3.0 GB) in device memory, at most half of "
+        "80.0 GB; node1 on the GPUs if numba-cuda is installed; edges (about 3.0 GB) in page-locked memory of the "
+        "host, as they are more than half of a GPU's 1.0 GB",
     ),
 }
 

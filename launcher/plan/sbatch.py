@@ -59,7 +59,7 @@ def parse_options(text: str) -> dict[str, str]:
     for word in filter(None, map(str.strip, re.split(r",(?![^\[]*\])", text))):
         name, equals, value = word.partition("=")
         if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
-            raise UsageError(f"--slurm {word}: give long options of sbatch without --, such as partition=gpu,time=2:00:00")
+            raise UsageError(f"--slurm {word}: give long options of sbatch without --, such as partition=gpu,nodes=4")
         found[name] = value if equals else "true"
     return found
 

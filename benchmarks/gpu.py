@@ -1,11 +1,12 @@
 """Measures sampling, gathering, training steps and epochs on a CUDA device; compares with CPU and torch_geometric.
 
+\b
 python benchmarks/gpu.py                      tests on the device, then all measurements
 python benchmarks/gpu.py --small              a smaller graph
 python benchmarks/gpu.py --small --simulated  tiny sizes in numba's simulator on the CPU, to check that everything runs
 
-Needs this repository with its packages and a torch for CUDA (`pip install -e '.[cuda13,test]'`, or cuda12). The
-comparison with torch_geometric's NeighborLoader is made only where pyg-lib is installed. Writes gpu.json,
+Needs this repository with its packages and a torch for CUDA (`pip install -e '.[cuda13,test]'`, or cuda12), and one
+free GPU. The comparison with torch_geometric's NeighborLoader is made only where pyg-lib is installed. Writes gpu.json,
 gpu.md and, if matplotlib is installed, gpu.svg into the folder --out.
 """
 
@@ -30,7 +31,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 #: Tests that run on a CUDA device if there is one.
 TESTS = tuple(
     f"tests/trainer/test_{name}.py"
-    for name in ("device", "device_step", "device_sampling", "cuda_step", "cuda_compile")
+    for name in ("gpu", "device", "device_step", "device_sampling", "cuda_step", "cuda_compile")
 )
 
 UNITS = ("M edges/s", "GB/s", "ms", "s")  #: of the bars in the plot, one chart each

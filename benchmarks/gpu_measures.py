@@ -246,7 +246,7 @@ def steps(setup: Setup) -> Iterator[Row]:
         yield Row(f"training step, {model}", 1e3 * own, "ms", "with torch operations", 1e3 * torch_only(setup, model))
     yield Row("synchronising calls in a step", synchronisations(setup), "")
     if setup.device.type == "cuda":
-        yield Row("peak memory of a step", torch.cuda.max_memory_allocated(setup.device) / 1e6, "MB")
+        yield Row("peak memory of a step", peak_bytes(setup) / 1e6, "MB", "held before it", held_bytes(setup) / 1e6)
 
 
 def model_step(
@@ -334,6 +334,22 @@ def synchronisations(setup: Setup) -> int:
         work(setup.held[-1])
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchronizing" in str(each.message) for each in caught)
+
+
+def held_bytes(setup: Setup) -> int:
+    """Return the bytes of device memory that this process uses now, between two measurements."""
+    return torch.cuda.memory_allocated(setup.device)
+
+
+def peak_bytes(setup: Setup) -> int:
+    """Return the most bytes of device memory that this process uses during a training step of sage."""
+    work = model_step(setup, "sage", setup.device)
+    work(setup.held[0])
+    setup.wait()
+    torch.cuda.reset_peak_memory_stats(setup.device)
+    work(setup.held[-1])
+    setup.wait()
+    return torch.cuda.max_memory_allocated(setup.device)
 
 
 def epochs(setup: Setup) -> Iterator[Row]:

@@ -37,7 +37,7 @@ FOREIGN = {
 #: Installed packages that a module of launcher.node may import.
 PACKAGES_ON_NODES = {"launcher.node.remote_folder": ["fsspec"]}
 #: Modules that users import or run; no other module imports them.
-ENTRIES = {"trainer.__main__"}
+ENTRIES = {"launcher.__main__", "trainer.__main__"}
 
 
 @cache

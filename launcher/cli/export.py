@@ -33,13 +33,16 @@ _OPTIONS = (
     click.option("--storage", default="50Gi", metavar="SIZE",
                  help="kubernetes: size of a new claim; default: 50Gi."),
     click.option("--namespace", default="", metavar="NAME", help="kubernetes: namespace."),
+    click.option("--store-secret", default="", metavar="NAME",
+                 help="kubernetes: Secret with the login of data.store."),
     click.option("--slurm", "slurm", multiple=True, metavar="KEY=VALUE,…",
                  help="slurm: options of sbatch, as time=2:00:00."),
 )  # fmt: skip
 
-_SHOWN = ("config", "sets", "run_id", *(
-    "kind", "output", "force", "image", "workload", "claims", "storage", "namespace", "slurm",
-))  # fmt: skip
+#: Names of the options for one kind only, or with a default for one kind.
+_OWN = ("image", "workload", "claims", "storage", "namespace", "store_secret", "slurm")
+
+_SHOWN = ("config", "sets", "run_id", "kind", "output", "force", *_OWN)
 
 
 @click.command(
@@ -63,7 +66,7 @@ def _export(ctx: click.Context, kind: str, output: Path | None, force: bool, **v
     from launcher.export.placed_plan import ExportRequest
     from launcher.run.options import choose_run_id, read_config
 
-    own = {name: values.pop(name) for name in ("image", "workload", "claims", "storage", "namespace", "slurm")}
+    own = {name: values.pop(name) for name in _OWN}
     options = options_of(ctx, values)
     config = resolve_run(read_config(options))
     run_id = choose_run_id(config, options.run_id)
@@ -76,9 +79,9 @@ def _exported(
 ) -> tuple[str, str, Sequence[str]]:
     """Return the text of the exported run, the text of its secrets ('' if it has none), and notes for the user."""
     for name, value in own.items():
-        of_kubernetes = name in ("image", "claims", "namespace")
+        of_kubernetes = name in ("image", "claims", "namespace", "store_secret")
         if value and (kind != "kubernetes" if of_kubernetes else name == "slurm" and kind != "slurm"):
-            option = {"claims": "claim"}.get(name, name)
+            option = {"claims": "claim"}.get(name, name).replace("_", "-")
             raise UsageError(
                 f"--{option} is for --to {'kubernetes' if of_kubernetes else 'slurm'}, not for --to {kind}"
             )
@@ -88,8 +91,9 @@ def _exported(
         made = export_kubernetes(request, _cluster(own))
         return made.text(), made.secret_text(), made.notes
     from launcher.export.scripts import export_script
+    from launcher.plan.sbatch import parse_options
 
-    script = export_script(kind, request, sbatch_options(own["slurm"]), output)
+    script = export_script(kind, request, parse_options(",".join(own["slurm"])), output)
     return script.text, script.key, script.notes
 
 
@@ -109,20 +113,7 @@ def _cluster(own: dict[str, Any]) -> Cluster:
                 f"--claim {text}: give NAME=PATH, such as datasets=/data, with an absolute path in the pods"
             )
         claims.append((name, path.rstrip("/")))
-    return Cluster(own["image"], own["workload"], tuple(claims), own["storage"], own["namespace"])
-
-
-def sbatch_options(texts: Sequence[str]) -> dict[str, str]:
-    """Parse texts such as ``partition=gpu,time=2:00:00,exclusive`` into sbatch options by name. Raises UsageError."""
-    found: dict[str, str] = {}
-    for item in filter(None, re.split(r",(?![^\[]*\])", ",".join(texts))):
-        name, _, value = item.partition("=")
-        if not re.fullmatch(r"[a-z][a-z-]*", name):
-            raise UsageError(
-                f"--slurm {item}: give long options of sbatch without --, such as partition=gpu,time=2:00:00"
-            )
-        found[name] = value
-    return found
+    return Cluster(own["image"], own["workload"], tuple(claims), own["storage"], own["namespace"], own["store_secret"])
 
 
 def _write(text: str, secret: str, notes: Sequence[str], output: Path | None, force: bool) -> None:

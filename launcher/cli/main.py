@@ -38,15 +38,13 @@ from launcher.cli.rehearse import rehearse_command
 from launcher.errors import ConfigError, FleetError, Interrupted, PreflightRefused, UsageError
 from launcher.run.options import LaunchOptions, choose_run_id, read_config
 
-_EPILOG = """Exit status: 0 done, 1 failed, 2 usage, 3 preflight refused, 130 stopped.
-
-\b
+_EPILOG = """\b
 Examples:
   gnnfleet init gnn1 gnn2 -o cluster.yml
   gnnfleet --config cluster.yml --epochs 3 --set train.lr=0.01"""
 
 #: Options that `gnnfleet --help` lists.
-_MOST_USED = ("config", "sets", "detach", "version", "help")
+_MOST_USED = ("config", "sets", "version", "help")
 
 #: Commands in the order in which a user needs them; commands not listed here follow.
 _ORDER = (
@@ -72,7 +70,7 @@ class OwnCommandGroup(click.Group):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the most used options into the help text of ``gnnfleet``; ``launch --help`` lists all."""
         shown = [param.get_help_record(ctx) for param in self.get_params(ctx) if param.name in _MOST_USED]
-        with formatter.section("Options (all: gnnfleet launch --help)"):
+        with formatter.section("Options (all of them, and exit statuses: gnnfleet launch --help)"):
             formatter.write_dl([record for record in shown if record])
         self.format_commands(ctx, formatter)
 

@@ -91,10 +91,16 @@ def push(
 @click.argument("url")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--part", "part_ids", multiple=True, type=click.IntRange(0), help="Fetch this part only; repeatable.")
+@click.option("--replicated", is_flag=True, help="Also fetch the edges of all other parts (data.topology).")
 @STORE_OPTION
 @click.pass_obj
 def fetch(
-    config: ClusterConfig | None, url: str, folder: Path, part_ids: tuple[int, ...], options: Mapping[str, Any]
+    config: ClusterConfig | None,
+    url: str,
+    folder: Path,
+    part_ids: tuple[int, ...],
+    replicated: bool,
+    options: Mapping[str, Any],
 ) -> None:
     """Fetch the parts in the store URL into FOLDER, and compare them with the digests in their manifest.
 
@@ -111,7 +117,7 @@ def fetch(
     there = read_partition_files(folder)
     if there is not None and there.files[-1].sha256 != stored.files[-1].sha256:
         raise UsageError(f"{folder} has the parts of another partition; choose another folder")
-    files = stored.of_parts(part_ids or range(stored.num_parts))
+    files = stored.of_parts(part_ids or range(stored.num_parts), replicated=replicated)
     fetch_parts(stored, files, options, folder, console_of(False))
 
 

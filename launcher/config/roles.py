@@ -54,6 +54,11 @@ def store_packages(config: ClusterConfig) -> tuple[str, ...]:
     return ("fsspec", special[0]) if special else ("fsspec",)
 
 
+def device_packages(node: NodeConfig) -> tuple[str, ...]:
+    """Return the packages with which the bundled trainer compiles kernels for the node's devices; () without any."""
+    return ("numba_cuda",) if node.devices and node.trains else ()
+
+
 def lead(config: ClusterConfig) -> int:
     """Return the node_rank of the lead node: the first node that trains, or 0 if none does.
 

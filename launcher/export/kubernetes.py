@@ -6,7 +6,6 @@ Reference: jobset.x-k8s.io/v1alpha2.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import posixpath
@@ -15,19 +14,25 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from launcher import __version__
 from launcher.command import Secret
 from launcher.config.resolve import ResolvedConfig
 from launcher.errors import UsageError
-from launcher.export.placed_plan import ExportRequest, Place, check_exportable, placed_plan
+from launcher.export.config_map import config_map
+from launcher.export.placed_plan import (
+    ExportRequest,
+    Place,
+    check_exportable,
+    parts_name,
+    placed_plan,
+    without_credentials,
+)
 from launcher.export.pods import (
     HOME,
-    WAIT,
+    PARTS,
     Cluster,
     Group,
     Manifest,
@@ -36,14 +41,12 @@ from launcher.export.pods import (
     job_spec,
     metadata_of,
 )
-from launcher.node.supervisor import pod
+from launcher.node.remote_folder import scheme_of
+from launcher.node.supervisor import exported_run
 from launcher.plan.files import code_digest
-from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.plan.model import LaunchPlan
 from launcher.plan.partition import partitioning
-from launcher.plan.serialize import run_json
 from launcher.plan.service_key import new_key_pair
-
-_MOST_CONFIG = 1 << 20  # bytes of a ConfigMap
 
 _MOST_NAME = 40  # characters of the run's name in names of pods, which have at most 63
 
@@ -65,15 +68,18 @@ class Exported:
 
 def export_kubernetes(request: ExportRequest, cluster: Cluster) -> Exported:
     """Return the manifests of a run. Raises UsageError if the run cannot work in the cluster."""
-    config = request.config
+    config, left_out = without_credentials(request.config)
     check_exportable(config, "Kubernetes")
+    if cluster.store_secret and config.data.store is None:
+        raise UsageError("--store-secret is for a config with data.store, from which the pods fetch their parts")
     name = resource_name(request.run_id)
     groups = _group_names(config)
-    folder = _parts_folder(request.config, cluster)
+    folder = _parts_folder(config, cluster)
     hosts = _hostnames(name, groups, cluster.kind)
-    places = [Place(f"{host}.{name}", "0.0.0.0", HOME, pod.PYTHON, folder) for host in hosts]
+    places = [Place(f"{host}.{name}", "0.0.0.0", HOME, exported_run.PYTHON, folder) for host in hosts]
     digest = code_digest()
-    plan = placed_plan(replace(request, run_id=name), places, Secret(pod.TOKEN), digest)
+    request = replace(request, config=config, run_id=name)
+    plan = placed_plan(request, places, Secret(exported_run.TOKEN), digest)
     made = tuple(
         Group(group, tuple(node for node, other in zip(plan.nodes, groups, strict=True) if other == group))
         for group in dict.fromkeys(groups)
@@ -83,8 +89,8 @@ def export_kubernetes(request: ExportRequest, cluster: Cluster) -> Exported:
     if cluster.kind == "job":
         workload = [_service(name), *([partition] if partition else [])]
         workload += [_job(plan, group, config, cluster) for group in made]
-    manifests = [*_claim(name, cluster), _config_map(plan, request, f"{HOME}/code/{digest[:16]}"), *workload]
-    notes = _notes(config, plan, folder, partition is not None)
+    manifests = [*_claim(name, cluster), config_map(plan, request, f"{HOME}/code/{digest[:16]}"), *workload]
+    notes = (*_notes(config, plan, folder, partition is not None), *_store_notes(config, cluster, left_out))
     metadata = {"namespace": cluster.namespace} if cluster.namespace else {}
     for manifest in manifests:
         manifest["metadata"] = {**manifest["metadata"], **metadata}
@@ -143,9 +149,7 @@ def _hostnames(name: str, groups: Sequence[str], kind: str) -> list[str]:
 def _parts_folder(config: ResolvedConfig, cluster: Cluster) -> str:
     """Return the partition folder in the pods. Raises UsageError if it is on none of their volumes."""
     if config.data.mode == "sync":
-        words = "\0".join((config.data.dataset, *partitioning(config).graph))
-        dataset = re.sub(r"[^\w.-]+", "-", config.data.dataset)
-        return f"{HOME}/parts/{dataset}-{hashlib.sha256(words.encode()).hexdigest()[:12]}"
+        return f"{HOME if config.data.store is None else ''}{PARTS}/{parts_name(config)}"
     folder = config.data.folder
     mounts = [HOME, *(path for _, path in cluster.claims)]
     if not any(posixpath.commonpath([folder, path]) == path for path in mounts if folder.startswith("/")):
@@ -179,66 +183,6 @@ def _secret(plan: LaunchPlan, metadata: Manifest) -> Manifest:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "stringData": data}
 
 
-def _config_map(plan: LaunchPlan, request: ExportRequest, code_dir: str) -> Manifest:
-    indent = 1 if len(plan.nodes) <= 16 else None
-    data: dict[str, str] = {}
-    binary: dict[str, str] = {}
-    files: list[Manifest] = []
-    for node in plan.nodes:
-        contents = {posixpath.basename(file.dest): file for file in node.files if not file.source}
-        spec = json.loads(_plain(contents["node.json"].content))
-        if spec["trainer"] and "OMP_NUM_THREADS" not in request.config.nodes[node.node_rank].env:
-            del spec["trainer"]["env"]["OMP_NUM_THREADS"]
-        data[f"node{node.node_rank}.json"] = json.dumps({"env": dict(node.start.env), "spec": spec}, indent=indent)
-        data["cluster.json"] = contents["cluster.json"].content
-        if node.ranks and not files:
-            files = [_own_file(k, file, node, data, binary) for k, file in enumerate(_own_files(node))]
-    values = {
-        "format": pod.FORMAT,
-        "version": pod.VERSION,
-        "gnnfleet": __version__,
-        "lead": plan.lead,
-        "wait": WAIT,
-        "encrypted": plan.encrypted,
-        "addresses": [node.address for node in plan.nodes],
-        "run_dirs": [node.run_dir for node in plan.nodes],
-        "data_dirs": [node.data_dir for node in plan.nodes],
-        "files": files,
-    }
-    data = {"export.json": json.dumps(values, indent=indent), **data, "run.json": run_json(plan)}
-    data = {key: text.replace(code_dir, pod.CODE) for key, text in data.items()}
-    size = sum(map(len, (*data.values(), *binary.values())))
-    if size > _MOST_CONFIG:
-        raise UsageError(
-            f"the files of this run take {size:,} bytes, but a ConfigMap of Kubernetes holds {_MOST_CONFIG:,}; put the "
-            "files of run.files into the image, or use fewer nodes"
-        )
-    manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata_of(plan.run_id), "data": data}
-    return {**manifest, "binaryData": binary} if binary else manifest
-
-
-def _plain(text: str) -> str:
-    # Without secrets: the token of the plan is a placeholder.
-    return text.reveal() if isinstance(text, Secret) else text
-
-
-def _own_files(node: NodePlan) -> list[Any]:
-    return [file for file in node.files if file.source and file.dest.startswith(f"{node.run_dir}/files/")]
-
-
-def _own_file(k: int, file: Any, node: NodePlan, data: dict[str, str], binary: dict[str, str]) -> Manifest:
-    """Add file ``k`` of the user's command to the ConfigMap; return its key there, its path below ``files/`` and mode.
-
-    ``data`` and ``binary``: the ConfigMap's entries for UTF-8 files and for other files.
-    """
-    key, raw = f"file{k}", Path(file.source).read_bytes()
-    try:
-        data[key] = raw.decode()
-    except UnicodeDecodeError:
-        binary[key] = base64.b64encode(raw).decode()
-    return {"key": key, "path": posixpath.relpath(file.dest, f"{node.run_dir}/files"), "mode": file.mode}
-
-
 def _jobset(
     plan: LaunchPlan, groups: Sequence[Group], config: ResolvedConfig, cluster: Cluster, partition: Manifest | None
 ) -> list[Manifest]:
@@ -268,7 +212,7 @@ def _job(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cluste
 
 def _partition_job(config: ResolvedConfig, name: str, folder: str, cluster: Cluster) -> Manifest | None:
     """Return the Job that makes the parts; None if the parts exist or the graph is not available in the cluster."""
-    if config.data.mode != "sync" or config.data.dataset in _LOCAL_FILES:
+    if config.data.mode != "sync" or config.data.store is not None or config.data.dataset in _LOCAL_FILES:
         return None
     source = None if config.data.dataset == "synthetic" else f"{HOME}/datasets"
     there = replace(config, data=replace(config.data, folder=folder, source=source))
@@ -294,11 +238,10 @@ def _partition_job(config: ResolvedConfig, name: str, folder: str, cluster: Clus
 
 def _notes(config: ResolvedConfig, plan: LaunchPlan, folder: str, made: bool) -> tuple[str, ...]:
     notes = []
-    if config.data.store is not None:
-        notes.append(f"data.store is not used: the pods read the parts from {folder} on their volume")
-    if config.data.mode == "sync" and not made:
+    if config.data.mode == "sync" and config.data.store is None and not made:
         notes.append(f"copy the parts into the volume before the pods start: {config.data.folder} -> {folder}")
-    if made and config.data.topology == "auto" and plan.topology.choice == "partitioned":
+    in_pods = made or config.data.store is not None
+    if in_pods and config.data.topology == "auto" and plan.topology.choice == "partitioned":
         notes.append(
             "data.topology: the size of the graph is not known yet, so each node gets the edges of its own parts; "
             "--set data.topology=replicated saves traffic where the edges fit into memory"
@@ -306,3 +249,22 @@ def _notes(config: ResolvedConfig, plan: LaunchPlan, folder: str, made: bool) ->
     if any(node.setup or node.venv or node.conda for node in config.nodes):
         notes.append("setup, venv and conda of the nodes are left out: the image has the environment")
     return tuple(notes)
+
+
+def _store_notes(config: ResolvedConfig, cluster: Cluster, left_out: Sequence[str]) -> list[str]:
+    """Return notes about parts in ``data.store``. ``left_out``: variables with credentials that the nodes had."""
+    notes, store = [], config.data.store
+    if left_out:
+        notes.append(f"credentials in `env` are left out ({', '.join(left_out)}), as manifests are not secret")
+    if store is None:
+        return notes
+    notes.append(
+        f"each pod fetches its parts from {store}; before the pods start, upload them: gnnfleet partition push "
+        "--config FILE"
+    )
+    if not cluster.store_secret and scheme_of(store) != "file":
+        notes.append(
+            "give --store-secret NAME, a Secret with variables such as AWS_ACCESS_KEY_ID, unless the pods may read the "
+            "store without credentials"
+        )
+    return notes

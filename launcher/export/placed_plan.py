@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from launcher.errors import UsageError
 from launcher.plan.build import make_plan
 from launcher.plan.files import code_digest
 from launcher.plan.model import LaunchPlan, NodeFacts
-from launcher.plan.partition import PartitionFiles, read_partition_files
+from launcher.plan.partition import PartitionFiles, partitioning, read_partition_files
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,28 @@ def check_exportable(config: ResolvedConfig, kind: str) -> None:
             f"train.resume: an exported run ({kind}) gets no checkpoint of this machine; remove this key. The "
             "exported run resumes from its own checkpoints"
         )
+
+
+#: Names of variables with which programs log in to object stores.
+_CREDENTIAL = re.compile(
+    r"(AWS|AZURE|GOOGLE|GCS|FSSPEC)_\w*(KEY|KEY_ID|SECRET|TOKEN|PASSWORD|CREDENTIALS|CONNECTION_STRING)"
+)
+
+
+def without_credentials(config: ResolvedConfig) -> tuple[ResolvedConfig, tuple[str, ...]]:
+    """Return the config without the variables in ``env`` that have credentials of a store, and their names."""
+    found = sorted({name for node in config.nodes for name in node.env if _CREDENTIAL.fullmatch(name)})
+    nodes = (
+        replace(node, env={name: text for name, text in node.env.items() if name not in found}) for node in config.nodes
+    )
+    return replace(config, nodes=tuple(nodes)), tuple(found)
+
+
+def parts_name(config: ResolvedConfig) -> str:
+    """Return the name of the partition folder on nodes that get their own: dataset and a digest of how it is cut."""
+    words = "\0".join((config.data.dataset, *partitioning(config).graph))
+    dataset = re.sub(r"[^\w.-]+", "-", config.data.dataset)
+    return f"{dataset}-{hashlib.sha256(words.encode()).hexdigest()[:12]}"
 
 
 def placed_plan(request: ExportRequest, places: Sequence[Place], token: Secret, digest: str = "") -> LaunchPlan:

@@ -14,6 +14,8 @@ from launcher.plan.model import LaunchPlan, NodePlan
 
 HOME = "/gnnfleet"  #: mount path of the volume with runs, parts and compiled kernels
 
+PARTS = "/parts"  #: mount path of the volume for parts that are fetched from ``data.store``
+
 RUN, SECRETS = "/etc/gnnfleet/run", "/etc/gnnfleet/secrets"  #: mount paths of ConfigMap and Secret
 
 WAIT = 1800  #: seconds that a pod waits for the parts and for the other pods
@@ -30,6 +32,7 @@ class Cluster:
     claims: tuple[tuple[str, str], ...] = ()  #: existing PersistentVolumeClaims: name and mount path
     storage: str = "50Gi"  #: size of the claim that is created if none is mounted at ``HOME``
     namespace: str = ""
+    store_secret: str = ""  #: Secret with the variables by which pods log in to ``data.store``; '' for none
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,10 @@ def job_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cl
         "podFailurePolicy": {
             "rules": [
                 # a run that cannot work as it was exported is not tried again
-                {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [2]}},
+                *(
+                    {"action": "FailJob", "onExitCodes": {"containerName": name, "operator": "In", "values": [2]}}
+                    for name in (["fetch", "node"] if config.data.store else ["node"])
+                ),
                 # an evicted pod, or one on a drained node, does not count
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
@@ -78,10 +84,7 @@ def _pod_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: C
         "name": "node",
         "image": cluster.image,
         "command": [*program, RUN, SECRETS],
-        "env": [
-            {"name": "GNNFLEET_FIRST_NODE", "value": str(group.first.node_rank)},
-            {"name": "GNNFLEET_KERNELS", "value": f"{HOME}/kernels"},
-        ],
+        "env": [_first_node(group), {"name": "GNNFLEET_KERNELS", "value": f"{HOME}/kernels"}],
         "ports": _ports(plan, group),
         "startupProbe": {**alive, "periodSeconds": 10, "failureThreshold": math.ceil((WAIT * 3 + 60) / 10)},
         "livenessProbe": {**alive, "periodSeconds": 30, "failureThreshold": 4},
@@ -100,14 +103,36 @@ def _pod_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: C
         container["resources"] = {"limits": {"nvidia.com/gpu": devices}}
         container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})  # NCCL needs more than 64 MiB
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    fetches = config.data.store is not None
+    if fetches and not _has_claim(cluster, PARTS):
+        container["volumeMounts"].append({"name": "parts", "mountPath": PARTS})
+        volumes.append({"name": "parts", "emptyDir": {}})
     return {
         "restartPolicy": "Never",
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": math.ceil(config.run.grace) + 30,
+        **({"initContainers": [_fetch(group, cluster, container["volumeMounts"])]} if fetches else {}),
         "containers": [container],
         "volumes": volumes,
     }
+
+
+def _fetch(group: Group, cluster: Cluster, mounts: list[Manifest]) -> Manifest:
+    """Return the init container that fetches a node's parts; it alone gets the credentials of the store."""
+    secret = {"envFrom": [{"secretRef": {"name": cluster.store_secret}}]} if cluster.store_secret else {}
+    return {
+        "name": "fetch",
+        "image": cluster.image,
+        "command": ["python3", "-m", "launcher.node.store.fetch_in_pod", RUN],
+        "env": [_first_node(group)],
+        **secret,
+        "volumeMounts": [mount for mount in mounts if mount["name"] not in ("secrets", "shm")],
+    }
+
+
+def _first_node(group: Group) -> Manifest:
+    return {"name": "GNNFLEET_FIRST_NODE", "value": str(group.first.node_rank)}
 
 
 def _ports(plan: LaunchPlan, group: Group) -> list[Manifest]:
@@ -118,8 +143,12 @@ def _ports(plan: LaunchPlan, group: Group) -> list[Manifest]:
     return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in found.items()]
 
 
+def _has_claim(cluster: Cluster, mount_path: str) -> bool:
+    return any(path == mount_path for _, path in cluster.claims)
+
+
 def _claims(name: str, cluster: Cluster) -> list[tuple[str, str]]:
-    own = [] if any(path == HOME for _, path in cluster.claims) else [(name, HOME)]
+    own = [] if _has_claim(cluster, HOME) else [(name, HOME)]
     return [*own, *cluster.claims]
 
 

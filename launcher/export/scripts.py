@@ -15,15 +15,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from launcher.command import Command, Secret
 from launcher.config.resolve import ResolvedConfig
 from launcher.errors import UsageError
-from launcher.export.placed_plan import ExportRequest, Place, check_exportable, placed_plan
+from launcher.export.placed_plan import (
+    ExportRequest,
+    Place,
+    check_exportable,
+    parts_name,
+    placed_plan,
+    without_credentials,
+)
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.partition import partitioning
 from launcher.plan.placement import interpreter
+from launcher.plan.sbatch import normalized, option_lines
 from launcher.plan.service_key import new_key_pair
 from launcher.text import count
 
@@ -72,11 +81,14 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
     kind: bash, torchrun or slurm. sbatch: options of sbatch by name. output: file that the script will be written to.
     Raises UsageError if a script of this kind cannot run the config.
     """
-    request, slurm = replace(request, config=_without_needless_keys(request.config)), kind == "slurm"
-    config = request.config
+    config, left_out = without_credentials(_without_needless_keys(request.config))
+    slurm = kind == "slurm"
     check_exportable(config, kind)
     if slurm:
+        sbatch = {**normalized(config.slurm), **sbatch}
+        config = _with_devices_of_job(config, sbatch)
         _check_equal_nodes(config)
+    request = replace(request, config=config)
     hosts = [f"${{NODES[{k}]}}" if slurm else _host(config, k) for k in range(len(config.nodes))]
     plan = placed_plan(request, [Place(host, "0.0.0.0", "@RUNS@", "@PYTHON@", "@PARTS@") for host in hosts], Secret())
     if plan.encrypted and output is None:
@@ -86,26 +98,10 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
         )
     values = {**_run_values(request, plan, output), **_node_values(config, plan, hosts, kind)}
     if slurm:
-        values["sbatch"] = sbatch_lines(_job_options(config, sbatch))
+        values["sbatch"] = option_lines(_job_options(config, sbatch))
     template = _environment().get_template("slurm.sh.j2" if slurm else "node.sh.j2")
     key = json.dumps(new_key_pair()) if plan.encrypted else ""
-    return Script(template.render(values, kind=kind), key, _notes(config, plan))
-
-
-def sbatch_lines(options: Mapping[str, str]) -> list[str]:
-    """Return the ``#SBATCH`` lines of a batch script.
-
-    An option with the value '', true, yes or on is a flag; with false, no or off it is left out. Values with spaces are
-    put in double quotes, as sbatch has no escapes.
-    """
-    lines = []
-    for name, value in options.items():
-        if value.lower() in ("", "true", "yes", "on"):
-            lines.append(f"#SBATCH --{name}")
-        elif value.lower() not in ("false", "no", "off"):
-            text = f'"{value}"' if re.search(r"[\s#;']", value) else value
-            lines.append(f"#SBATCH --{name}={text}")
-    return lines
+    return Script(template.render(values, kind=kind), key, (*_notes(config, plan), *_store_notes(config, left_out)))
 
 
 def _environment() -> Environment:
@@ -136,13 +132,24 @@ def _check_equal_nodes(config: ResolvedConfig) -> None:
         )
 
 
+def _with_devices_of_job(config: ResolvedConfig, options: Mapping[str, str]) -> ResolvedConfig:
+    """Return the config with the GPUs that ``transport: slurm`` gets from its job, by ``gpus-per-node``.
+
+    ``options``: options of sbatch. Nodes with ``devices`` or ``procs`` keep them.
+    """
+    number = options.get("gpus-per-node", "").rpartition(":")[2]  # may be as a100:2
+    if config.transport != "slurm" or not number.isdecimal() or any(n.devices or n.procs for n in config.nodes):
+        return config
+    return replace(config, nodes=tuple(replace(node, devices=tuple(range(int(number)))) for node in config.nodes))
+
+
 def _job_options(config: ResolvedConfig, given: Mapping[str, str]) -> dict[str, str]:
     """Return all options of sbatch. Raises UsageError if an option in ``given`` contradicts cluster.yml."""
     node = config.nodes[0]
     options = {"job-name": config.name, "nodes": str(len(config.nodes)), "ntasks-per-node": str(node.nproc)}
     options |= {"gpus-per-node": str(len(node.devices))} if node.devices else {}
     for name in ("nodes", "ntasks-per-node", "gpus-per-node"):
-        if given.get(name, options.get(name)) != options.get(name):
+        if given.get(name, options.get(name, "")).rpartition(":")[2] != options.get(name, ""):
             raise UsageError(
                 f"--slurm {name}={given[name]}: cluster.yml gives {options.get(name, 'none')}; change `nodes`, `procs` "
                 "or `devices` there"
@@ -156,8 +163,11 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None) -
     shell = interpreter(config, 0)
     folder = os.path.expanduser(config.data.folder)
     parts = os.path.abspath(folder) if config.makes_parts else config.data.folder
-    partition = partitioning(config).command.argv if config.makes_parts else ()
-    needs = ["gnnfleet in $PYTHON", "the parts in $PARTS", *(["the key file $KEY"] if plan.encrypted else [])]
+    if config.data.store is not None:
+        parts = f"~/gnnfleet/data/{parts_name(config)}"
+    partition = partitioning(config).command.argv if config.makes_parts and config.data.store is None else ()
+    reads = "the parts in $PARTS" if config.data.store is None else f"access to {config.data.store}"
+    needs = ["gnnfleet in $PYTHON", reads, *(["the key file $KEY"] if plan.encrypted else [])]
     words = " ".join(request.own_command) or "the bundled trainer"
     (cluster,) = {file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json")}
     return {
@@ -173,6 +183,8 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None) -
         "partition": _lines(["@PYTHON@", *("@PARTS@" if word == folder else word for word in partition[1:])])
         if partition
         else "",
+        "fetch": _fetch(config, plan),
+        "remedy": "make the parts there, or copy them" if partition else "copy the parts there, or change PARTS",
         "cluster": _cluster_text(cluster),
         "world_size": plan.world_size,
         "master_addr": plan.master_addr,
@@ -245,6 +257,19 @@ def _server(plan: LaunchPlan) -> str:
     return _lines(argv)
 
 
+def _fetch(config: ResolvedConfig, plan: LaunchPlan) -> str:
+    """Return the command that fetches a node's parts; '' without ``data.store``."""
+    if config.data.store is None:
+        return ""
+    parts = [_Word(word) for word in ('"$PARTS"', "--part", "${OWN[NODE]//,/ --part }")]
+    argv = ["@PYTHON@", "-m", "launcher", "partition", "fetch", config.data.store, *parts]
+    argv += ["--replicated"] if plan.topology.replicated else []
+    for name, value in config.data.store_options.items():
+        plain = isinstance(value, str) and yaml.safe_load(value) == value
+        argv += ["--store-option", f"{name}={value if plain else json.dumps(value)}"]
+    return _lines(argv)
+
+
 def _trainer(plan: LaunchPlan, kind: str) -> str:
     """Return the command of a rank or, for torchrun, the end of torchrun's command line: the program with arguments."""
     node = next(node for node in plan.nodes if node.ranks)
@@ -294,8 +319,6 @@ def _double_quoted(text: str) -> str:
 
 def _notes(config: ResolvedConfig, plan: LaunchPlan) -> tuple[str, ...]:
     notes = ["every node needs the key file, too; keep it private"] if plan.encrypted else []
-    if config.data.store is not None:
-        notes.append("data.store is not used: every node needs the parts in the folder that the script names")
     different = [k for k in range(1, len(config.nodes)) if interpreter(config, k) != interpreter(config, 0)]
     if different:
         notes.append(f"node{different[0]} uses another Python or setup than node0: change the script on that node")
@@ -304,3 +327,19 @@ def _notes(config: ResolvedConfig, plan: LaunchPlan) -> tuple[str, ...]:
     if plan.own_command:
         notes.append("your script and run.files are not copied: the script runs in the folder of the exported file")
     return tuple(notes)
+
+
+def _store_notes(config: ResolvedConfig, left_out: Sequence[str]) -> list[str]:
+    """Return notes about parts in ``data.store``. ``left_out``: variables with credentials that the nodes had."""
+    notes, data = [], config.data
+    if left_out:
+        notes.append(
+            f"credentials in `env` are left out ({', '.join(left_out)}); set them in the environment of the script"
+        )
+    if data.store is not None:
+        notes.append(
+            f"each node fetches its parts from {data.store}; upload them before: gnnfleet partition push --config FILE"
+        )
+    if data.store_limit is not None:
+        notes.append("data.store_limit has no effect on a script: delete parts that are not needed yourself")
+    return notes

@@ -15,7 +15,7 @@ from launcher.config.schema import node_workdir
 from launcher.errors import FleetError, NodeError, TransportError
 from launcher.init.request import InitRequest
 from launcher.node.programs.packages import PACKAGES
-from launcher.plan.placement import MORE_PYTHONS
+from launcher.plan.placement import ANY_PYTHON, MORE_PYTHONS
 from launcher.preflight.check_packages import OLDEST_PYTHON, RULES, leading
 from launcher.preflight.preflight import open_agents
 from launcher.transport.base import Transport
@@ -123,7 +123,7 @@ def _python(request: InitRequest) -> Command:
         return Command((sys.executable,))
     folders = [f"{text.rstrip('/')}/bin" for text in (request.venv, request.conda) if text and "/" in text]
     given = [f'export PATH="$PATH":{quote(folder)}' for folder in folders]
-    return Command((request.python or "python3",), setup=(MORE_PYTHONS, *given))
+    return Command((request.python,) if request.python else ANY_PYTHON, setup=(MORE_PYTHONS, *given))
 
 
 def _host_facts(request: InitRequest, config: ResolvedConfig, k: int, agent: NodeAgent) -> HostFacts:

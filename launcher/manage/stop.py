@@ -177,7 +177,15 @@ def _end_here(found: FoundRun) -> StopResult:
         raise FleetError(found.without_plan.replace("gnnfleet status", "gnnfleet stop"))
     launch = found.launch
     if found.result is None and launch is not None and launch.alive() and launch.slurm_job:
-        return _end_job(found, launch.slurm_job)
+        _end_job(launch.slurm_job)
+        message = (
+            f"run {found.run_id}: Slurm job {launch.slurm_job} was cancelled; nothing had been started on the nodes"
+        )
+        return StopResult(found.run_id, message, (), True, None)
+    if launch is not None and launch.requeued:
+        _end_job(launch.slurm_job)
+        message = f"run {found.run_id}: Slurm job {launch.slurm_job} was cancelled, which would have resumed it"
+        return StopResult(found.run_id, message, (), True, None)
     if found.result is None and launch is not None and launch.alive():
         if not stop_launcher(launch):
             raise FleetError(
@@ -190,13 +198,11 @@ def _end_here(found: FoundRun) -> StopResult:
     return StopResult(found.run_id, f"nothing to stop: {from_here(found).sentence}", (), True, None)
 
 
-def _end_job(found: FoundRun, job: str) -> StopResult:
-    """Cancel the Slurm job of a run that has no processes on its nodes yet, and wait for its end."""
+def _end_job(job: str) -> None:
+    """Cancel a Slurm job that has no processes on its nodes, and wait for its end."""
     cancel(job)
     end = time.monotonic() + _JOB_WAIT
     while not job_status(job).ended:
         if time.monotonic() > end:
             raise FleetError(f"Slurm job {job} did not end within {_JOB_WAIT:g} s; see `squeue -j {job}`")
         time.sleep(0.5)
-    message = f"run {found.run_id}: Slurm job {job} was cancelled; nothing had been started on the nodes"
-    return StopResult(found.run_id, message, (), True, None)

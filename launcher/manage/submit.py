@@ -27,7 +27,7 @@ from launcher.errors import FleetError, UsageError
 from launcher.files import write_whole
 from launcher.plan.build import offline_plan
 from launcher.plan.sbatch import sbatch_script
-from launcher.report.run_folder import LaunchFile, attempts, read_result, register
+from launcher.report.run_folder import attempts, read_result, register
 from launcher.run.options import LaunchOptions, choose_run_id, run_folder
 from launcher.text import count
 from launcher.transport.slurm_client import JobStatus, job_status, submit
@@ -74,16 +74,7 @@ def submit_run(config: ClusterConfig, options: LaunchOptions, console: Console) 
             with suppress(OSError):  # it has files of an earlier launch
                 folder.rmdir()
             raise
-        file = LaunchFile.mine(
-            run_id,
-            config.name,
-            config=str(options.config),
-            own_command=options.own_command,
-            overrides=options.overrides,
-            resumed_from=options.resumed_from,
-            slurm_job=job,
-            stage="queue",
-        )
+        file = options.launch_file(run_id, config.name, slurm_job=job, stage="queue")
         if not (folder / "launch.json").exists():  # the job may have begun already
             file.write(folder)
     except OSError as error:
@@ -159,8 +150,9 @@ def newest_result(run: SubmittedRun) -> dict[str, Any] | None:
 def _words(status: JobStatus) -> str:
     again = f", requeued {count(status.restarts, 'time')}" if status.restarts else ""
     if status.state == "PENDING":
-        start = f", starts about {status.start}" if status.start else ""
-        return f"job {status.job} waits in the queue ({status.reason or 'no reason given'}{start}{again})"
+        start = f"starts about {status.start}" if status.start else ""
+        details = ", ".join(filter(None, (status.reason, start, again.removeprefix(", "))))
+        return f"job {status.job} waits in the queue{f' ({details})' if details else ''}"
     on = f" on {status.nodes}" if status.nodes else ""
     return f"job {status.job} is {status.state.lower().replace('_', ' ')}{on}{again}"
 

@@ -308,6 +308,9 @@ def _most(value: Any) -> list[Any]:
     return [text(name), number(share)]
 
 
+#: How a rank uses its GPU, as the trainer's DeviceMonitor reports it.
+_DEVICE = table(number, r"\w{1,40}")
+
 #: The last metrics of a rank, in a node's state.
 _RANK_STATE = Record(
     {},
@@ -315,6 +318,7 @@ _RANK_STATE = Record(
     {
         **{name: none_or(real) for name in ("loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")},
         "most": none_or(_most),
+        "device": _DEVICE,
         "kind": text,
         "t": moment,
         "ended": flag,
@@ -445,6 +449,7 @@ METRIC = Record(
         **dict.fromkeys(("t", "seconds", "seeds"), number),
         "remote_share": none_or(real),
         "saved": items(natural),
+        "device": _DEVICE,
     },
 )
 

@@ -19,6 +19,7 @@ from launcher.config.schema import login_text
 from launcher.errors import UsageError
 from launcher.hostlist import fold
 from launcher.plan.commands import PlanContext, node_commands, own_argv
+from launcher.plan.device_sampling import sampling_line
 from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
 from launcher.plan.model import KeptServers, LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated
 from launcher.plan.own_script import OwnCommand, own_command_files, resume_file
@@ -107,6 +108,7 @@ def make_plan(
         serving=config.data.serving or "",
         version=context.version,
         topology=context.topology,
+        sampling="" if own or config.serve_only else sampling_line(config, sites, context.topology, usable, facts),
         dataset=config.data.dataset,
         encrypted=context.encrypted,
         own_command=tuple(own_argv(own, sites[first])) if own else (),

@@ -32,6 +32,13 @@ class NodeFacts:
     free_ports: tuple[int, ...]  #: candidate ports that are free, in order of preference
     addresses: tuple[str, ...] = ()  #: all addresses of the node
     topology_bytes: int = 0  #: mode ``verify``: bytes of the edges of all parts; 0 if the node does not have all
+    device_memory: tuple[tuple[str, int], ...] = ()  #: UUID of each CUDA device, by index, and bytes of its memory
+
+    def device_bytes(self, device: int | str) -> int:
+        """Return the bytes of memory of a CUDA device, given by index or UUID; 0 if unknown, as for MIG instances."""
+        if isinstance(device, int):
+            return self.device_memory[device][1] if device < len(self.device_memory) else 0
+        return next((size for uuid, size in self.device_memory if uuid.startswith(device)), 0)
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,7 @@ class LaunchPlan:
     serving: str = ""  #: name of the serving cluster whose clients the nodes are; '': none
     version: int = 1  #: version of cluster.json
     topology: Topology = Topology()  #: whether each node has the edges of all parts
+    sampling: str = ""  #: where processes with GPUs sample, as text; '': only CPUs sample, or the trainer does not run
     dataset: str = ""  #: ``data.dataset``; '' if the serving cluster defines it
     encrypted: bool = False  #: connections between graph servers and clients use the keys in ``service.key``
     own_command: tuple[str, ...] = ()  #: the user's command that ranks run; (): the bundled trainer

@@ -43,6 +43,22 @@ MORE_PYTHONS = 'export PATH="$PATH:' + ":".join(
 ) + '"'  # fmt: skip
 
 
+#: Command of any Python that can run ``launcher/node/programs``: python3, else a newer one, also of pyenv, uv or conda.
+ANY_PYTHON = (
+    "bash",
+    "-c",
+    """IFS=$'\\n'
+for python in $(type -ap python3 python3.14 python3.13 python3.12 python3.11 python3.10 python3.9 python3.8) \\
+    "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/python3 \\
+    "${UV_PYTHON_INSTALL_DIR:-$HOME/.local/share/uv/python}"/*/bin/python3; do
+  if "$python" -S -c 'import sys; sys.exit(sys.version_info < (3, 8))' >/dev/null 2>&1; then exec "$python" "$@"; fi
+done
+echo "no Python 3.8 or newer on PATH, nor of conda, pyenv or uv" >&2
+exit 127""",
+    "python3",
+)
+
+
 def session_name(run_id: str, node_rank: int) -> str:
     return "gnnfleet-" + re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_id}-node{node_rank}")
 

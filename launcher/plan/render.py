@@ -165,6 +165,7 @@ def _title(nodes: Sequence[NodePlan]) -> str:
 def print_placement(plan: LaunchPlan, console: Console) -> None:
     lines = [_heading(_summary(plan)), *_placement(plan)]
     lines += [_row(("topology", _topology(plan)))] if plan.topology.why else []
+    lines += [_row(("sampling", plan.sampling))] if plan.sampling else []
     console.print(Text("\n").join(lines), soft_wrap=True)
 
 
@@ -260,6 +261,8 @@ def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, st
     yield "results", f"{plan.runs_dir}/{plan.run_id} on this machine"
     if plan.topology.why:
         yield "topology", _topology(plan)
+    if plan.sampling:
+        yield "sampling", plan.sampling
     for note in plan.notes:
         yield "note", note
     if not full:

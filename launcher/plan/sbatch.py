@@ -1,4 +1,4 @@
-"""Renders the batch script of a Slurm job that launches a run on the nodes of its allocation."""
+"""Options of sbatch, and the batch script of a Slurm job that launches a run on the nodes of its allocation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WARNING = 120  # seconds before the time limit at which Slurm sends SIGUSR1; it
 
 _LEAST_WARNING = 10
 
-_OURS = ("nodes", "ntasks", "ntasks-per-node", "output", "error", "open-mode", "signal", "wrap")
+_OURS = ("ntasks", "ntasks-per-node", "output", "error", "open-mode", "signal", "wrap")
 
 _TEXT = """\
 #!/bin/bash
@@ -38,13 +38,38 @@ def sbatch_script(
     The options of sbatch are those in ``config.slurm``; nodes, output and the warning before the time limit are added.
     ``log``: file for the output, on the file system that all nodes share. Raises UsageError for an invalid option.
     """
-    options = {"job-name": job_name or config.name, **_checked(config.slurm)}
+    given = normalized(config.slurm)
+    if ours := [name for name in given if name in _OURS]:
+        raise UsageError(f"slurm: {ours[0]} is set by gnnfleet for its job; leave it out")
+    options = {"job-name": job_name or config.name, **given}
     options |= {"nodes": str(len(config.nodes)), "ntasks-per-node": "1"}
     options |= {"output": str(log), "open-mode": "append", "signal": f"B:USR1@{warning_seconds(config.slurm)}"}
     if config.run.restarts:
         options["no-kill"] = "true"  # the run goes on without a node that is lost
-    lines = [_line(name, text) for name, text in options.items() if text.lower() not in _OFF]
-    return _TEXT.format(run_id=run_id, options="\n".join(lines), cwd=shlex.quote(str(cwd)), command=shlex.join(command))
+    lines = "\n".join(option_lines(options))
+    return _TEXT.format(run_id=run_id, options=lines, cwd=shlex.quote(str(cwd)), command=shlex.join(command))
+
+
+def parse_options(text: str) -> dict[str, str]:
+    """Return the options of sbatch in ``partition=gpu,time=2:00:00,requeue``; a flag has the value ``true``.
+
+    Commas in brackets do not separate. Raises UsageError for an option without a name.
+    """
+    found = {}
+    for word in filter(None, map(str.strip, re.split(r",(?![^\[]*\])", text))):
+        name, equals, value = word.partition("=")
+        if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
+            raise UsageError(f"--slurm {word}: give long options of sbatch without --, such as partition=gpu,nodes=4")
+        found[name] = value if equals else "true"
+    return found
+
+
+def option_lines(options: Mapping[str, str]) -> list[str]:
+    """Return the ``#SBATCH`` lines of a batch script.
+
+    An option with the value '', true, yes or on is a flag; one with false, no or off is left out.
+    """
+    return [_line(name, text) for name, text in options.items() if text.lower() not in _OFF]
 
 
 def is_on(options: Mapping[str, str], name: str) -> bool:
@@ -69,20 +94,16 @@ def _seconds(text: str) -> int | None:
     return first * 3600 + second * 60 + third if match[4] else first * 60 + second
 
 
-def _checked(options: Mapping[str, str]) -> dict[str, str]:
-    """Return the options of the user except ``nodes``.
+def normalized(options: Mapping[str, str]) -> dict[str, str]:
+    """Return the options of the section ``slurm``, except ``nodes``, with ``-`` for each ``_`` in their names.
 
-    Raises UsageError for a name that is not a long option of sbatch, and for an option that gnnfleet sets itself.
+    Raises UsageError for a name that is not a long option of sbatch, and for a value with a line break.
     """
-    found = {}
-    for name, text in options.items():
-        plain = name.replace("_", "-")
+    found = {name.replace("_", "-"): text for name, text in options.items()}
+    for name, (plain, text) in zip(options, found.items(), strict=True):
         if not _NAME.fullmatch(plain) or "\n" in text:
             raise UsageError(f"slurm: `{name}` is not a long option of sbatch, such as partition or gpus-per-node")
-        if plain in _OURS[1:]:
-            raise UsageError(f"slurm: {plain} is set by gnnfleet for its job; leave it out")
-        if plain != "nodes":
-            found[plain] = text
+    found.pop("nodes", None)
     return found
 
 

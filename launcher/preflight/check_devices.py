@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.node.exit_description import size
-from launcher.preflight.finding import Finding, Survey, listed
+from launcher.preflight.finding import Finding, Severity, Survey, listed
 from launcher.text import count
 
 MOST_USED = 0.1  #: maximum fraction of a free device's memory that other processes may use
@@ -79,7 +80,7 @@ def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
         message = f"no CUDA device {listed(missing)}; the host has {len(gpus)}, numbered from 0"
         yield survey.finding(k, "block", "devices", message, "correct `devices`; `nvidia-smi -L` lists them")
     else:
-        found = [*_driver(survey, k), *_shared(survey, k, there)]
+        found = [*_driver(survey, k), *_kernels(survey, k), *_shared(survey, k, there)]
         found += [finding for device in there for finding in _device(survey, k, device)]
         yield from found
         if not any(finding.severity == "block" for finding in found):
@@ -103,6 +104,22 @@ def _driver(survey: Survey, k: int) -> Iterator[Finding]:
     if driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < oldest:
         message = f"driver {driver} is too old for torch's CUDA {cuda}, which needs {oldest} or newer"
         yield survey.finding(k, "block", "devices", message, "update the driver, or install torch for an older CUDA")
+
+
+def _kernels(survey: Survey, k: int) -> Iterator[Finding]:
+    """Yield a finding if the bundled trainer cannot compile kernels on the node."""
+    probe, node, sampling = survey.probes[k], survey.config.nodes[k], survey.config.train.sampling
+    if survey.own_command or not node.trains or probe["versions"].get("numba_cuda") != "":
+        return
+    cuda = survey.version(k, "cuda").split(".")[0]
+    if not cuda:
+        return  # torch must be replaced first
+    by_cpu = "" if sampling == "cpu" else "CPUs sample, and "
+    effect = "train.sampling: cuda needs it" if sampling == "cuda" else f"{by_cpu}layers use slower torch operations"
+    message = f"numba-cuda is not installed for {probe['python']}: {effect}"
+    pip = f"{shlex.quote(probe['python'])} -m pip install 'numba-cuda[cu{cuda}]>=0.30'"
+    severity: Severity = "block" if sampling == "cuda" else "warn"
+    yield survey.finding(k, severity, "packages", message, command="; ".join([*node.setup, pip]))
 
 
 def _shared(survey: Survey, k: int, devices: Sequence[_Device]) -> Iterator[Finding]:

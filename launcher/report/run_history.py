@@ -182,7 +182,8 @@ def _state(launch: LaunchFile | None, result: dict[str, Any] | None, *, has_plan
     if launch.alive():
         return ("running" if launch.stage in ("train", "collect", "end") else "preparing"), ""
     if launch.alive() is False and (launch.stage in BEFORE_NODES or (launch.stage == "end" and not has_plan)):
-        return "never started", f"its launcher ended during {launch.stage}"
+        ended = "job ended in the queue" if launch.stage == "queue" else f"launcher ended during {launch.stage}"
+        return "never started", f"its {ended}"
     why = "detached" if launch.detached else "its launcher has ended"
     return "open", f"{why}; see gnnfleet status {launch.run_id}"
 

@@ -240,6 +240,9 @@ def _over_by_result(found: FoundRun, result: Mapping[str, Any], unreachable: Seq
         for view, note in zip(unreachable, _unreachable_notes(unreachable, ()), strict=True)
         if view.node.label not in str(notes)
     )
+    if state == "stopped" and found.launch is not None and found.launch.requeued:
+        sentence += f"; {launcher_words(found)}"
+        return Verdict(state, sentence, notes, (f"gnnfleet status {found.words}", f"gnnfleet stop {found.words}"))
     return Verdict(state, sentence, notes, _after(found, state, unreachable, collected=True))
 
 
@@ -298,6 +301,8 @@ def launcher_words(found: FoundRun) -> str:
         return f"its launcher ({who}) is {_DOING[launch.stage]}"
     if alive is None:
         return f"it was launched by {launch.who} on another machine, so the state of that launcher is unknown here"
+    if launch.stage == "queue":
+        return f"its Slurm job {launch.slurm_job}, submitted by {launch.who}, ended before it began"
     last = clock(last_sign(found.folder)) if found.folder else clock(launch.since)
     return f"its launcher ({who}) died while {_DOING[launch.stage]} (last update {last})"
 

@@ -37,7 +37,7 @@ from launcher.report.events import EventLog
 from launcher.report.explain import hint
 from launcher.report.metrics import Metrics
 from launcher.report.report import RunReport, RunState
-from launcher.report.run_folder import LaunchFile, Stage, clear, register, user_at_host
+from launcher.report.run_folder import Stage, clear, register, user_at_host
 from launcher.run.interrupts import Interrupts
 from launcher.run.job_warning import JobWarning, in_batch_job, request_checkpoint
 from launcher.run.lifecycle import FollowContext, View, conduct
@@ -77,15 +77,8 @@ class LaunchContext:
     def __init__(self, config: ResolvedConfig, options: LaunchOptions, run_id: str, console: Console):
         self.config, self.options, self.run_id, self.console = config, options, run_id, console
         self.folder = run_folder(config, run_id)
-        self.file = LaunchFile.mine(
-            run_id,
-            config.name,
-            config=str(options.config),
-            own_command=options.own_command,
-            overrides=options.overrides,
-            resumed_from=options.resumed_from,
-            slurm_job=config.slurm_job or "" if in_batch_job() else "",
-        )
+        job = config.slurm_job or "" if in_batch_job() else ""
+        self.file = options.launch_file(run_id, config.name, slurm_job=job)
         self.started = self.file.started
         self.notes: tuple[str, ...] = ()  #: findings that block the launch, for result.json
         self.events = self._open_folder()
@@ -375,7 +368,8 @@ def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int
     with transfer_progress(context.console, labels) as progress:
         report = sync(plan, transports, progress, connect_timeout=context.config.run.connect_timeout)
     need = sum(file.bytes for node in plan.nodes for file in node.files)
-    packed = " (code packed)" if report.bytes_sent + report.bytes_present + report.bytes_fetched < need else ""
+    moved = report.bytes_sent + report.bytes_present + report.bytes_fetched
+    packed = " (code packed)" if report.bytes_sent and moved < need else ""
     fetched = (
         f", {decimal(report.bytes_fetched)} fetched from {context.config.data.store}"
         if context.config.data.store

@@ -23,7 +23,8 @@ from launcher.config.importers.base import (
 from launcher.config.importers.partition_folder import named_parts
 from launcher.config.schema import ClusterConfig
 from launcher.errors import UsageError
-from launcher.report.run_folder import never_ran, waits_for_job
+from launcher.plan.sbatch import parse_options
+from launcher.report.run_folder import LaunchFile, Stage, never_ran, waits_for_job
 from launcher.text import count
 
 if TYPE_CHECKING:
@@ -69,6 +70,22 @@ class LaunchOptions:
 
         return filtered(config, self.include, self.exclude)
 
+    def launch_file(self, run_id: str, name: str, *, slurm_job: str = "", stage: Stage = "connect") -> LaunchFile:
+        """Return the content of ``launch.json`` for a launch with these options that begins now, in this process.
+
+        name: ``name`` in the config. slurm_job: batch job whose script is the launcher, or will be; '' for none.
+        """
+        return LaunchFile.mine(
+            run_id,
+            name,
+            config=str(self.config),
+            own_command=self.own_command,
+            overrides=self.overrides,
+            resumed_from=self.resumed_from,
+            slurm_job=slurm_job,
+            stage=stage,
+        )
+
 
 def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, ...]:
     """Return the config overrides, as ``key=value``, of the command line; later ones win.
@@ -87,18 +104,9 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, .
 
 
 def slurm_overrides(text: str) -> tuple[str, ...]:
-    """Return the config overrides of ``--slurm partition=gpu,nodes=4,requeue``. Commas in brackets do not separate.
-
-    Raises UsageError for an option without a name.
-    """
-    overrides = ["transport=slurm"]
-    for word in re.split(r",(?![^\[]*\])", text):
-        name, equals, value = word.strip().partition("=")
-        if not re.fullmatch(r"[A-Za-z][\w-]*", name):
-            raise UsageError(f"--slurm {text}: expected options of sbatch, such as partition=gpu,nodes=4,time=2:00:00")
-        quoted = value.replace("'", "''")
-        overrides.append(f"slurm.{name}='{quoted}'" if equals else f"slurm.{name}='true'")
-    return tuple(overrides)
+    """Return the config overrides of ``--slurm partition=gpu,nodes=4,requeue``. Raises UsageError."""
+    quoted = {name: value.replace("'", "''") for name, value in parse_options(text).items()}
+    return ("transport=slurm", *(f"slurm.{name}='{value}'" for name, value in quoted.items()))
 
 
 def read_config(options: LaunchOptions) -> ClusterConfig:

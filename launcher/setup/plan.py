@@ -15,7 +15,7 @@ from launcher.preflight.check_devices import OLDEST_DRIVER
 from launcher.preflight.check_packages import OLDEST_PYTHON
 from launcher.setup.requirements import Requirements, Target
 from launcher.setup.survey import HostState, minor
-from launcher.setup.wheels import Wheel, WheelLock
+from launcher.setup.wheels import NoWheels, Wheel, WheelLock
 from launcher.text import OWN_VENV
 
 Action = Literal["make", "repair", "none", "shared", "refused"]
@@ -96,24 +96,30 @@ def make_plan(
 
     Args:
         states: the hosts that answered, by node_rank.
-        lock_of: resolves the wheels of a target; raises SetupError.
+        lock_of: resolves the wheels of a target; raises NoWheels and SetupError.
         own_python: version of the launching machine's Python, which is preferred.
         build: build of torch for hosts with GPUs; None: chosen by ``_cuda_build``.
     """
     states = {k: replace(state, in_use=_users(state, states.values())) for k, state in states.items()}
     problems = {k: why for k, state in states.items() if (why := _problem(state))}
     usable = {k: state for k, state in states.items() if k not in problems}
-    python = _common_python(usable.values(), minor(own_python))
     cuda = build if build is not None else _cuda_build(usable.values(), requirements)
-    plans = []
-    for k, state in states.items():
+
+    def host_plan(k: int, state: HostState, python: str) -> HostPlan:
         if k in problems:
-            plans.append(HostPlan(state, "refused", problems[k]))
-        elif state.builder != k and state.builder in usable:
-            plans.append(HostPlan(state, "shared", f"the folder of {states[state.builder].label}"))
-        else:
-            plans.append(_host_plan(config.nodes[k], state, python, cuda, lock_of))
-    return SetupPlan(tuple(plans))
+            return HostPlan(state, "refused", problems[k])
+        if state.builder != k and state.builder in usable:
+            return HostPlan(state, "shared", f"the folder of {states[state.builder].label}")
+        return _host_plan(config.nodes[k], state, python, cuda, lock_of)
+
+    first: NoWheels | None = None
+    for python in _common_pythons(usable.values(), minor(own_python)):
+        try:
+            return SetupPlan(tuple(host_plan(k, state, python) for k, state in states.items()))
+        except NoWheels as error:  # packages often have no wheels yet for the newest Python
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def with_sources(plan: SetupPlan, reached: Mapping[int, Mapping[str, bool]]) -> SetupPlan:
@@ -147,20 +153,20 @@ def _problem(state: HostState) -> str:
     return ""
 
 
-def _common_python(states: Iterable[HostState], own: str) -> str:
-    """Return the Python version (two numbers) that all hosts should have.
+def _common_pythons(states: Iterable[HostState], own: str) -> list[str]:
+    """Return the Python versions (two numbers) that all hosts could have, the best one first; [''] if there is none.
 
-    Preferred is the version of most existing environments, then ``own`` if all hosts have it, then the newest version
-    that all hosts have. Returns '' if there is none.
+    If there are environments, it is the version of most of them. Else ``own`` comes first, then newer versions come
+    before older ones.
     """
     states = [state for state in states if state.environment]
     existing = Counter(minor(state.installed.python) for state in states if state.installed)
     existing = Counter({version: number for version, number in existing.items() if _numbers(version) >= OLDEST_PYTHON})
     if existing:
-        return max(existing, key=lambda version: (existing[version], version == own))
+        return [max(existing, key=lambda version: (existing[version], version == own))]
     available = [{one.minor for one in state.pythons if _numbers(one.minor) >= OLDEST_PYTHON} for state in states]
     common = set.intersection(*available) if available else set()
-    return own if own in common else max(common, key=_numbers, default="")
+    return sorted(common, key=lambda version: (version == own, _numbers(version)), reverse=True) or [""]
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -202,7 +208,7 @@ def _host_plan(node: NodeConfig, state: HostState, python: str, cuda: str, lock_
 
 
 def _no_python(state: HostState, python: str) -> str:
-    found = ", ".join(one.version for one in state.pythons) or "none"
+    found = ", ".join(one.version for one in state.pythons) or "none with the module venv"
     if not python:
         oldest = ".".join(map(str, OLDEST_PYTHON))
         return f"no Python version of {oldest} or newer is on all hosts (here: {found}); install one on all of them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ def print_plan(plan: SetupPlan, errors: Sequence[NodeError], console: Console) -
     for column in table.columns:
         column.overflow = "fold"
     for host in plan.hosts:
-        cells = (host.state.label, host.state.environment or "–", _python(host), _words(host))
+        cells = (host.state.label, host.state.environment or "–", f"{_python(host)}{_place(host)}", _words(host))
         table.add_row(*map(escape, cells), style=_STYLES.get(host.action, ""))
     if plan.hosts:
         console.print(table)
@@ -44,6 +45,14 @@ def _python(host: HostPlan) -> str:
     if host.action == "make" and host.lock:
         return host.lock.target.python
     return minor(host.state.installed.python) if host.state.installed else "–"
+
+
+def _place(host: HostPlan) -> str:
+    """Return where the Python of a new environment is, unless it belongs to the system."""
+    path, home = host.base, host.state.home.rstrip("/")
+    if not path or posixpath.dirname(path) in ("/usr/bin", "/bin", "/usr/local/bin"):
+        return ""
+    return f" of ~{path[len(home) :]}" if home and path.startswith(f"{home}/") else f" of {path}"
 
 
 def _words(host: HostPlan) -> str:
@@ -89,6 +98,7 @@ def to_json(plan: SetupPlan, errors: Sequence[NodeError], failed: dict[int, str]
                 "action": host.action,
                 "why": host.why,
                 "python": _python(host),
+                "base": host.base,
                 "packages": {change.name: change.wanted for change in host.changes},
                 "sent": [wheel.file for wheel in host.sent],
                 "tmux": host.state.tmux,

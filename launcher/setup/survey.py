@@ -14,7 +14,7 @@ from launcher.command import Command
 from launcher.config.resolve import ResolvedConfig
 from launcher.config.schema import NodeConfig
 from launcher.errors import FleetError, NodeCallError, NodeError, node_label
-from launcher.plan.placement import MORE_PYTHONS, interpreter
+from launcher.plan.placement import ANY_PYTHON, MORE_PYTHONS, interpreter
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import NodeAgent
@@ -75,10 +75,10 @@ def minor(version: str) -> str:
 
 
 def base_python(config: ResolvedConfig, k: int) -> Command:
-    """Return the command that starts a Python of any version on a node."""
+    """Return the command that starts a Python, 3.8 or newer, on a node."""
     if config.transport == "local":
         return Command((sys.executable,))
-    return Command(("python3",), setup=(*config.nodes[k].setup, MORE_PYTHONS))
+    return Command(ANY_PYTHON, setup=(*config.nodes[k].setup, MORE_PYTHONS))
 
 
 def survey_hosts(

@@ -39,6 +39,10 @@ class SetupError(FleetError):
     """Packages could not be resolved or downloaded, or an environment could not be made."""
 
 
+class NoWheels(SetupError):
+    """pip found no wheels for a target, or did not reach the package index."""
+
+
 @dataclass(frozen=True)
 class Wheel:
     """One wheel of a package."""
@@ -98,7 +102,7 @@ def cache_folder() -> Path:
 def lock_of(requirements: Requirements, target: Target) -> WheelLock:
     """Return the wheels for ``target``, from the cache or from the package index that pip uses here.
 
-    Raises SetupError if the index cannot be reached or lacks a package in this version for the target.
+    Raises NoWheels if the index cannot be reached or lacks a package in this version for the target.
     """
     path = _lock_file(requirements, target)
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -168,7 +172,7 @@ def _report(lines: Sequence[str], target: Target) -> list[dict[str, Any]]:
         words = ["--dry-run", "--no-deps", "--report", str(report), "--target", folder]
         failed = _pip("install", *words, *target.pip_words, *lines)
         if failed:
-            raise SetupError(
+            raise NoWheels(
                 f"no wheels for {target} in the versions of this machine: {failed}. Check that pip on this machine "
                 "reaches the package index. If it does, use another Python version on the host, or install other "
                 "package versions on this machine"

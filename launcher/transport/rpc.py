@@ -79,12 +79,12 @@ def _module_file(module: str) -> Path:
 class NodeAgent:
     """A Python process on a node that runs programs one after another (``node/programs/agent.py``).
 
-    ``python``: command that starts the node's Python, without arguments. For use by one thread at a time. Leaving the
-    context ends the process.
+    ``python``: command that starts the node's Python, without arguments; messages name its last word. For use by one
+    thread at a time. Leaving the context ends the process.
     """
 
     def __init__(self, transport: Transport, python: Command):
-        self._transport, self._python = transport, python.argv[0]
+        self._transport, self._python = transport, python.argv[-1]
         # -S: reading .pth files takes longer than starting Python; packages.py finds site-packages by itself
         self._talk = transport.talk(replace(python, argv=(*python.argv, "-S", "-c", _BOOT)))
         self._sent: set[str] = set()

@@ -3,7 +3,7 @@
 A pod has the IP address of its host. It has its own pid, mount and UTS namespaces, and an overlay of this machine's
 root file system. ``/gnnfleet`` is a shared volume. ConfigMap and Secret are read-only folders. ``/etc/hosts`` has the
 names that Kubernetes gives the pods of an Indexed Job or JobSet. Command, variables and mounts are those of the
-manifest.
+manifest. Init containers run before the container, in the same namespaces.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ mkdir -p /run/pod; mount -t tmpfs tmpfs /run/pod; cd /run/pod; mkdir upper work 
 mount -t overlay overlay -o lowerdir=/,upperdir=upper,workdir=work root
 for path in {shared}; do mkdir -p root$path; mount --rbind $path root$path; done
 mount -t proc proc root/proc
-{mounts}
 hostname {hostname}
 cp {hosts} root/etc/hosts
-exec chroot root env -i {env} {command}
+{containers}
 """
 
 
@@ -54,6 +53,10 @@ class Pod:
     def container(self) -> Manifest:
         (container,) = self.spec["containers"]
         return container
+
+    @property
+    def init_containers(self) -> Sequence[Manifest]:
+        return self.spec.get("initContainers", ())
 
 
 def jobs_of(manifests: Sequence[Manifest]) -> Iterator[tuple[str, str, Manifest]]:
@@ -77,10 +80,15 @@ def pods_of(manifests: Sequence[Manifest]) -> list[Pod]:
 
 
 class Kubelet:
-    """Starts pods on hosts. ``folder``: a folder that all hosts see at the same path."""
+    """Starts pods on hosts.
 
-    def __init__(self, manifests: Sequence[Manifest], folder: Path) -> None:
-        self.folder, self.pods = folder, pods_of(manifests)
+    folder: a folder that all hosts see at the same path. secrets: variables of Secrets that are not in ``manifests``.
+    """
+
+    def __init__(
+        self, manifests: Sequence[Manifest], folder: Path, secrets: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
+        self.folder, self.pods, self.secrets = folder, pods_of(manifests), secrets or {}
         self.volume = folder / "volume"
         self.volume.mkdir()
         self.running: dict[Pod, subprocess.Popen[str]] = {}
@@ -95,9 +103,11 @@ class Kubelet:
                 for key, text in each.get("binaryData", {}).items():
                     (place / key).write_bytes(base64.b64decode(text))
 
-    def environment(self, pod: Pod) -> list[str]:
+    def environment(self, pod: Pod, container: Manifest) -> list[str]:
         env = {"PATH": f"{Path(sys.executable).parent}:{SEARCH_PATH}", "HOME": "/root"}
-        env |= {each["name"]: each["value"] for each in pod.container["env"]}
+        for source in container.get("envFrom", ()):
+            env |= self.secrets[source["secretRef"]["name"]]
+        env |= {each["name"]: each["value"] for each in container.get("env", ())}
         env |= {"JOB_COMPLETION_INDEX": str(pod.index)} if pod.indexed else {}
         return [f"{name}={value}" for name, value in env.items()]
 
@@ -113,7 +123,19 @@ class Kubelet:
     def execute(self, pod: Pod, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run a command in a running pod, as a probe does."""
         (root,) = [pid for pid, line in self.processes(pod) if line == shlex.join(pod.container["command"])]
-        enter = ["nsenter", "-t", str(root), "-m", "-u", "-p", "-n", "-r", "env", "-i", *self.environment(pod)]
+        enter = [
+            "nsenter",
+            "-t",
+            str(root),
+            "-m",
+            "-u",
+            "-p",
+            "-n",
+            "-r",
+            "env",
+            "-i",
+            *self.environment(pod, pod.container),
+        ]
         return subprocess.run([*enter, *command], capture_output=True, text=True, timeout=60, check=False)
 
     def start(self, pod: Pod, host: Host, names: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -125,11 +147,9 @@ class Kubelet:
         shared = ["/dev", "/sys", "/tmp", str(REPOSITORY), sys.prefix, str(Path(sys.base_prefix).resolve())]
         script = _SCRIPT.format(
             shared=" ".join(dict.fromkeys(shared)),
-            mounts="\n".join(self._mounts(pod)),
             hostname=pod.hostname,
             hosts=hosts,
-            env=shlex.join(self.environment(pod)),
-            command=shlex.join(pod.container["command"]),
+            containers="\n".join(self._containers(pod)),
         )
         enter = ["nsenter", "-t", str(host.init_pid), "-m", "-u", "-p", "-n", "-r"]
         log = (self.folder / f"log-{pod.hostname}").open("a")
@@ -139,11 +159,22 @@ class Kubelet:
         )  # fmt: skip
         return self.running[pod]
 
-    def _mounts(self, pod: Pod) -> Iterator[str]:
+    def _containers(self, pod: Pod) -> Iterator[str]:
+        """Yield lines that mount the volumes of each container and run it; the last one replaces the shell."""
+        mounted: set[str] = set()
+        for container in (*pod.init_containers, pod.container):
+            new = [mount for mount in container["volumeMounts"] if mount["name"] not in mounted]
+            yield from self._mounts(pod, new)
+            mounted |= {mount["name"] for mount in new}
+            run = shlex.join(["chroot", "root", "env", "-i", *self.environment(pod, container), *container["command"]])
+            yield f"exec {run}" if container is pod.container else run
+
+    def _mounts(self, pod: Pod, mounts: Sequence[Manifest]) -> Iterator[str]:
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
-        for mount in pod.container["volumeMounts"]:
+        for mount in mounts:
             volume, path = volumes[mount["name"]], f"root{mount['mountPath']}"
             if "emptyDir" in volume:
+                yield f"mkdir -p {path}"
                 continue
             kind = "ConfigMap" if "configMap" in volume else "Secret" if "secret" in volume else "volume"
             options = "-o ro " if mount.get("readOnly") else ""

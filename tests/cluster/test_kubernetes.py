@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -17,8 +18,9 @@ from launcher.config.resolve import resolve_run
 from launcher.export.kubernetes import export_kubernetes
 from launcher.export.placed_plan import ExportRequest
 from launcher.export.pods import Cluster
-from netns import NetCluster
+from netns import REPOSITORY, NetCluster
 from pod_kit import Kubelet, Pod
+from s3_kit import KEYS, s3_server
 from waiting import wait_until
 
 CONFIG = """
@@ -27,6 +29,7 @@ nodes: {nodes}
 data:
   dataset: synthetic
   options: {{num_nodes: 4000, avg_degree: 10, num_features: 16, num_classes: 4}}
+{data}
 train: {{hidden: 32, fanouts: [5, 5], batch_size: 256, epochs: 3, dropout: 0.1}}
 run: {{restarts: 1}}
 """
@@ -47,17 +50,28 @@ class Scene:
     """The exported manifests of one run, and a simulated host for each pod."""
 
     def __init__(
-        self, folder: Path, cluster: NetCluster, kind: Literal["jobset", "job"], script: str = "", nodes: str = "[a, b]"
+        self,
+        folder: Path,
+        cluster: NetCluster,
+        kind: Literal["jobset", "job"],
+        script: str = "",
+        nodes: str = "[a, b]",
+        data: str = "",
     ) -> None:
         folder.mkdir()
-        (folder / "cluster.yml").write_text(CONFIG.format(nodes=nodes))
+        (folder / "cluster.yml").write_text(CONFIG.format(nodes=nodes, data=data))
         (folder / "mine.py").write_text(script)
         config = resolve_run(load_config(folder / "cluster.yml"))
         own = ("python", "mine.py") if script else ()
-        made = export_kubernetes(ExportRequest(config, "Toy", own, folder), Cluster("image", kind))
-        self.kubelet = Kubelet([*made.manifests, made.secret], folder)
-        self.partition, *self.nodes = self.kubelet.pods
-        self.hosts = {self.partition: cluster.hosts[0], **dict(zip(self.nodes, cluster.hosts, strict=True))}
+        settings = Cluster("image", kind, store_secret="s3" if data else "")
+        made = export_kubernetes(ExportRequest(config, "Toy", own, folder), settings)
+        self.kubelet = Kubelet([*made.manifests, made.secret], folder, {"s3": KEYS})
+        self.nodes = [pod for pod in self.kubelet.pods if pod.indexed]
+        self.hosts = dict(zip(self.nodes, cluster.hosts, strict=True))
+        for pod in self.kubelet.pods:
+            if not pod.indexed:
+                self.partition = pod
+                self.hosts[pod] = cluster.hosts[0]
         self.names = {f"{pod.hostname}.{pod.subdomain}": self.hosts[pod].address for pod in self.nodes}
 
     def start(self, *pods: Pod) -> list[subprocess.Popen[str]]:
@@ -122,3 +136,30 @@ def test_own_script_of_clients_and_the_end_of_a_pod(tmp_path: Path, make_cluster
     assert "node1: stopped: SIGTERM" in scene.kubelet.log(scene.nodes[1])
     assert "node0: done: node1 (toy-clients-0-0.toy): its supervisor got SIGTERM" in scene.kubelet.log(scene.nodes[0])
     assert [process.wait(60) for process in scene.start(*scene.nodes)] == [0, 0], scene.logs()
+
+
+@pytest.mark.slow
+def test_pods_fetch_their_parts_from_a_store(tmp_path: Path, make_cluster: Callable[..., NetCluster]) -> None:
+    pytest.importorskip("moto", reason="the S3 server moto is not installed")
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    cluster = make_cluster(2, shared_folder=tmp_path)
+    with s3_server(f"{cluster.prefix}.1") as s3:
+        data = f"  store: s3://bucket/toy\n  store_options: {{endpoint_url: '{s3.endpoint}'}}\n  topology: partitioned"
+        scene = Scene(tmp_path / "store", cluster, "jobset", data=data)
+        early = scene.start(scene.nodes[1])
+        assert [process.wait(60) for process in early] == [2], scene.logs()
+        assert "s3://bucket/toy has no parts, as it has no manifest.json" in scene.kubelet.log(scene.nodes[1])
+        words = ["partition", "push", "--config", "cluster.yml"]
+        program = [sys.executable, str(REPOSITORY / "launch.py"), *words]
+        subprocess.run(program, cwd=tmp_path / "store", env={**os.environ, **KEYS}, check=True, timeout=100)
+        s3.requests.clear()
+        assert [process.wait(200) for process in scene.start(*scene.nodes)] == [0, 0], scene.logs()
+        assert len(scene.losses()) == 3
+        for k, pod in enumerate(scene.nodes):
+            tops = {request.path.split("/")[2] for request in s3.of(scene.hosts[pod].address) if "/" in request.path}
+            assert tops == {"manifest.json", "shared", f"part{k}"}
+        s3.flip_byte("toy/part1/nodes/node/attrs/x.npy")
+        again = scene.start(scene.nodes[1])
+        assert [process.wait(60) for process in again] == [1], scene.logs()
+        log = scene.kubelet.log(scene.nodes[1])
+        assert "error: s3://bucket/toy/part1/nodes/node/attrs/x.npy: digest " in log and "Traceback" not in log

@@ -46,7 +46,7 @@ class Lab:
         path = self.folder / name / "cluster.yml"
         path.parent.mkdir()
         defaults = {
-            "workdir": f"{self.folder}/work/node{{node_rank}}",
+            "workdir": f"{self.folder}/nodes/node{{node_rank}}",
             "env": {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"]},
         }
         data = {"dataset": "synthetic", "options": SYNTHETIC, "folder": str(self.folder / "parts")}
@@ -191,7 +191,7 @@ def test_a_warned_job_is_requeued_and_resumes_with_the_same_losses(lab: Lab) -> 
 
 def _epochs(lab: Lab, config: Path, run_id: str) -> int:
     """Return how many epochs a running run has trained, by the metrics on its lead node."""
-    found = list((lab.folder / "work/node0/runs" / run_id).glob("node0/metrics-rank0.jsonl"))
+    found = list((lab.folder / "nodes/node0/runs" / run_id).glob("node0/metrics-rank0.jsonl"))
     return found[0].read_text().count('"kind": "epoch"') if found else 0
 
 
@@ -235,6 +235,15 @@ def test_stop_and_scancel_leave_no_process_and_a_report(lab: Lab) -> None:
     assert lab.gnnfleet(config, "stop", "again").status == 0
 
 
+def await_resumed_run(lab: Lab, config: Path, running: Running, run_id: str) -> None:
+    """Wait until a requeued job trains the run ``run_id``, then stop it and wait for the end of ``running``."""
+    running.await_line("was requeued: resuming from", 150)
+    running.await_line(f"run {run_id}: connecting", 30)
+    wait_until(lambda: _epochs(lab, config, run_id) > 1, 120)
+    assert lab.gnnfleet(config, "stop", run_id).status == 0
+    running.end(60)
+
+
 @pytest.mark.slow
 def test_a_node_that_dies_is_replaced_by_requeueing_the_job(lab: Lab) -> None:
     config = lab.config("dies", train={**TRAIN, "epochs": 4000, "checkpoint_seconds": 2})
@@ -247,11 +256,7 @@ def test_a_node_that_dies_is_replaced_by_requeueing_the_job(lab: Lab) -> None:
         host.wait_until_up()
         host.restore_network()
         lab.slurm.start_slurmd(host)
-        running.await_line("was requeued: resuming from", 150)
-        running.await_line("run dies-r1: connecting", 30)
-        wait_until(lambda: _epochs(lab, config, "dies-r1") > 1, 120)
-        assert lab.gnnfleet(config, "stop", "dies-r1").status == 0
-        running.end(60)
+        await_resumed_run(lab, config, running, "dies-r1")
 
 
 @pytest.mark.slow
@@ -263,10 +268,7 @@ def test_a_preempted_job_resumes_from_the_checkpoint_of_its_end(lab: Lab) -> Non
         running = lab.submit(config, "preempted", options="nodes=2,time=20:00,partition=main,requeue")
         running.await_line("epoch 5/4000", 120)
         lab.slurm.run("sbatch", "-N2", "--exclusive", "--partition=urgent", "--output=/dev/null", "--wrap", "sleep 5")
-        running.await_line("was requeued: resuming from", 120)
-        wait_until(lambda: _epochs(lab, config, "preempted-r1") > 1, 120)
-        assert lab.gnnfleet(config, "stop", "preempted-r1").status == 0
-        running.end(60)
+        await_resumed_run(lab, config, running, "preempted-r1")
 
 
 @pytest.mark.slow

@@ -85,10 +85,8 @@ def test_cut_connections_do_not_end_a_launch(cluster: NetCluster, s3: S3Server, 
 def test_after_the_launcher_died_the_next_launch_continues_at_the_same_byte(
     cluster: NetCluster, s3: S3Server, tmp_path: Path
 ) -> None:
-    config, host = config_in(tmp_path, cluster, s3, options=LARGE | {"num_classes": 4}), cluster.hosts[1]
-    s3.held = True
-    running = Running(config, "--", "python", "nothing.py", env=cluster.environment(**KEYS))
-    begun = await_part(host, f"part1/{X}.part")
+    host = cluster.hosts[1]
+    config, running, begun = launched_until_chunk(tmp_path, cluster, s3, host, num_classes=4)
     running.send(signal.SIGKILL).process.wait(10)
     deadline = time.monotonic() + 30
     while any("fetch_parts" in each.cmdline for each in host.processes()):
@@ -108,10 +106,8 @@ def test_after_the_launcher_died_the_next_launch_continues_at_the_same_byte(
 def test_a_host_without_network_for_a_while_continues_its_fetch(
     cluster: NetCluster, s3: S3Server, tmp_path: Path
 ) -> None:
-    config, host = config_in(tmp_path, cluster, s3, options=LARGE | {"num_classes": 3}), cluster.hosts[1]
-    s3.held = True
-    running = Running(config, "--", "python", "nothing.py", env=cluster.environment(**KEYS))
-    await_part(host, f"part1/{X}.part")
+    host = cluster.hosts[1]
+    _, running, begun = launched_until_chunk(tmp_path, cluster, s3, host, num_classes=3)
     host.cut_network()
     try:
         running.await_line("connection lost while sending the parts")
@@ -120,8 +116,20 @@ def test_a_host_without_network_for_a_while_continues_its_fetch(
     s3.held = False
     done = running.end(240)
     assert done.status == 0, done.output
-    x = fetched_folder(host) / "part1" / X
-    assert x.read_bytes() == (tmp_path / f"parts/part1/{X}").read_bytes()
+    assert (begun.parent / "x.npy").read_bytes() == (tmp_path / f"parts/part1/{X}").read_bytes()
+
+
+def launched_until_chunk(
+    folder: Path, cluster: NetCluster, s3: S3Server, host: Host, num_classes: int
+) -> tuple[Path, Running, Path]:
+    """Launch a run whose store sends no more than the first chunk of each file; return when ``host`` has that of x.
+
+    Returns the cluster.yml, the launch, and the unfinished file. ``num_classes``: makes other parts than other tests.
+    """
+    config = config_in(folder, cluster, s3, options=LARGE | {"num_classes": num_classes})
+    s3.held = True
+    running = Running(config, "--", "python", "nothing.py", env=cluster.environment(**KEYS))
+    return config, running, await_part(host, f"part1/{X}.part")
 
 
 def await_part(host: Host, path: str) -> Path:

@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from golden_kit import GOLDEN, check_text
-from launcher.cli.export import sbatch_options
 from launcher.cli.main import run
 from launcher.config.loader import load_config
 from launcher.config.resolve import resolve_run
@@ -22,7 +21,9 @@ from launcher.errors import UsageError
 from launcher.export.kubernetes import Exported, export_kubernetes, resource_name
 from launcher.export.placed_plan import ExportRequest
 from launcher.export.pods import Cluster
-from launcher.export.scripts import export_script, sbatch_lines
+from launcher.export.scripts import export_script
+from launcher.files import CODE_ROOT
+from launcher.plan.sbatch import option_lines, parse_options
 
 TWO = """
 name: products
@@ -41,6 +42,19 @@ nodes:
   - {host: gpu1, role: client, devices: [3]}
   - {host: gpu2, role: client, devices: [0]}
 data: {dataset: "tables", source: /shop, mode: verify, folder: /data/parts}
+"""
+STORE = """
+name: stored
+nodes:
+  - {host: gnn1, role: server, env: {AWS_SECRET_ACCESS_KEY: hush, AWS_DEFAULT_REGION: north}}
+  - {host: gnn2, role: server}
+  - {host: gnn3, role: client, devices: [0]}
+data:
+  dataset: ogbn-products
+  num_parts: 4
+  topology: replicated
+  store: s3://bucket/products
+  store_options: {endpoint_url: "http://minio:9000", use_ssl: false, addressing: "8"}
 """
 TOY = """
 transport: local
@@ -70,6 +84,8 @@ def manifests_of(tmp_path: Path) -> dict[str, Exported]:
         "job": kubernetes(TWO, tmp_path, kind="job", namespace="gnn"),
         "roles": kubernetes(ROLES, tmp_path, claims=claims),
         "roles as jobs": kubernetes(ROLES, tmp_path, claims=claims, kind="job"),
+        "store": kubernetes(STORE, tmp_path, store_secret="s3"),
+        "store with a claim": kubernetes(STORE, tmp_path, claims=(("fast", "/parts"),), kind="job"),
     }
 
 
@@ -130,6 +146,39 @@ def test_secrets_are_in_the_secret_only(tmp_path: Path) -> None:
     assert not [value for value in (data["token"], *json.loads(data["service.key"]).values()) if value in made.text()]
 
 
+def pods_of(made: Exported) -> dict[str, Any]:
+    (jobset,) = [each for each in made.manifests if each["kind"] == "JobSet"]
+    jobs = jobset["spec"]["replicatedJobs"]
+    return {job["name"]: job["template"]["spec"] for job in jobs}
+
+
+def test_an_init_container_fetches_parts_from_the_store(tmp_path: Path) -> None:
+    made = kubernetes(STORE, tmp_path, store_secret="s3")
+    jobs = pods_of(made)
+    assert list(jobs) == ["servers", "clients"]  # and none that makes the parts
+    for job in jobs.values():
+        pod = job["template"]["spec"]
+        (fetch,), (node,) = pod["initContainers"], pod["containers"]
+        assert fetch["envFrom"] == [{"secretRef": {"name": "s3"}}] and "envFrom" not in node
+        mounts = [[mount["mountPath"] for mount in each["volumeMounts"]] for each in (fetch, node)]
+        assert mounts[0] == ["/etc/gnnfleet/run", "/gnnfleet", "/parts"] and {*mounts[0]} < {*mounts[1]}
+        assert {"name": "parts", "emptyDir": {}} in pod["volumes"]
+        failing = [rule["onExitCodes"]["containerName"] for rule in job["podFailurePolicy"]["rules"][:2]]
+        assert failing == ["fetch", "node"]
+    (config,) = [each for each in made.manifests if each["kind"] == "ConfigMap"]
+    nodes = [json.loads(config["data"][f"node{k}.json"]) for k in range(3)]
+    fetch, folder = nodes[1]["fetch"], nodes[1]["fetch"]["folder"]
+    assert (fetch["url"], fetch["parts"], fetch["replicated"]) == ("s3://bucket/products", [2, 3], True)
+    assert folder.startswith("/parts/ogbn-products-") and folder in nodes[1]["spec"]["server"]["argv"]
+    assert nodes[2]["fetch"] is None and nodes[0]["env"]["AWS_DEFAULT_REGION"] == "north"
+    assert "hush" not in made.text() + made.secret_text()
+    assert "credentials in `env` are left out (AWS_SECRET_ACCESS_KEY)" in made.notes[0]
+    claimed = yaml.safe_load_all(kubernetes(STORE, tmp_path, claims=(("fast", "/parts"),), kind="job").text())
+    volumes = next(each for each in claimed if each["kind"] == "Job")["spec"]["template"]["spec"]["volumes"]
+    assert [volume["persistentVolumeClaim"]["claimName"] for volume in volumes[2:4]] == ["products-1", "fast"]
+    assert not [volume for volume in volumes if volume["name"] == "parts"]
+
+
 def test_own_files_travel_in_the_config_map(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hi')\n")
     (tmp_path / "more.bin").write_bytes(b"\xff\x00")
@@ -162,9 +211,21 @@ def test_golden_scripts(kind: str, tmp_path: Path) -> None:
 
 
 def test_options_of_sbatch() -> None:
-    given = sbatch_options(["nodelist=gpu[01,03-04],requeue", "comment=two words,exclusive=true,overcommit=no"])
+    given = parse_options("nodelist=gpu[01,03-04],requeue,comment=two words,exclusive=true,overcommit=no")
     lines = ["nodelist=gpu[01,03-04]", "requeue", 'comment="two words"', "exclusive"]
-    assert sbatch_lines(given) == [f"#SBATCH --{line}" for line in lines]
+    assert option_lines(given) == [f"#SBATCH --{line}" for line in lines]
+
+
+def test_the_section_slurm_gives_options_and_devices(tmp_path: Path) -> None:
+    section = "{partition: gpu, nodes: 2, gpus_per_node: 'a100:2', time: '2:00:00'}"
+    text = f"transport: slurm\nslurm: {section}\ndata: {{dataset: synthetic}}\n"
+    script = export_script("slurm", request(text, tmp_path), {"time": "30"}, Path("run.sbatch")).text
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert lines == [
+        *("job-name=run", "nodes=2", "ntasks-per-node=2", "gpus-per-node=a100:2"),
+        *("output=%x-%j.log", "open-mode=append", "partition=gpu", "time=30"),
+    ]
+    assert "4 processes on 2 nodes" in script
 
 
 @pytest.mark.parametrize("kind", ["bash", "torchrun"])
@@ -180,6 +241,36 @@ def test_scripts_of_several_roles(kind: str, tmp_path: Path) -> None:
     assert "if [[ -z ${OWN[NODE]} ]]; then unset GNNFLEET_PARTS; fi" in text
     assert "if [[ ${PROCS[NODE]} == 0 ]]; then wait; fi" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+@pytest.mark.parametrize("kind", ["bash", "torchrun", "slurm"])
+def test_scripts_fetch_parts_from_the_store(kind: str, tmp_path: Path) -> None:
+    text = STORE.replace("role: server", "role: worker").replace("role: client, devices: [0]", "role: worker")
+    script = export_script(kind, request(text, tmp_path), {}, Path("run.sh"))
+    (line,) = [line for line in script.text.splitlines() if "partition fetch" in line]
+    assert 's3://bucket/products "$PARTS" --part ${OWN[NODE]//,/ --part } \\' in line
+    assert "--replicated --store-option endpoint_url=http://minio:9000" in script.text
+    assert "--store-option 'addressing=\"8\"'" in script.text
+    assert 'PARTS="$HOME/gnnfleet/data/ogbn-products-' in script.text and "partition make" not in script.text
+    assert "hush" not in script.text and "AWS_DEFAULT_REGION=north" in script.text
+    assert any("set them in the environment of the script" in note for note in script.notes)
+    subprocess.run(["bash", "-n"], input=script.text, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TOY, "run.sh: node 1 has no parts in {folder}/parts: there is no manifest.json; make the parts there"),
+        (TOY.replace("data: {", "data: {mode: verify, "), "there is no manifest.json; copy the parts there, or change"),
+        (TOY.replace("data: {", "data: {store: 'file://{folder}/none', "), "/none: no parts in the store"),
+    ],
+)
+def test_a_script_without_parts_says_so(config: str, message: str, tmp_path: Path) -> None:
+    config = config.replace("{folder}", str(tmp_path)).replace("folder: parts", f"folder: {tmp_path}/parts")
+    (tmp_path / "run.sh").write_text(export_script("bash", request(config, tmp_path), {}, tmp_path / "run.sh").text)
+    env = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(CODE_ROOT)}
+    done = subprocess.run(["bash", "run.sh", "1"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2) and message.format(folder=tmp_path) in done.stderr, done.stderr
 
 
 def test_words_of_an_own_command_are_quoted(tmp_path: Path) -> None:
@@ -203,6 +294,8 @@ MESSAGES = {
     "--to bash --image a": "--image is for --to kubernetes, not for --to bash",
     "--to torchrun --slurm time=1": "--slurm is for --to slurm, not for --to torchrun",
     "--to slurm --slurm=-p,gpu": "--slurm -p: give long options of sbatch without --",
+    "--to slurm -o x --store-secret s3": "--store-secret is for --to kubernetes, not for --to slurm",
+    "--to kubernetes --image a --store-secret s3": "--store-secret is for a config with data.store",
     "--to slurm -o x --slurm nodes=4": "--slurm nodes=4: cluster.yml gives 2; change `nodes`",
     "--to kubernetes --image a --claim data": "--claim data: give NAME=PATH",
     "--to kubernetes --image a --set data.mode=verify": "data.folder: /scratch/parts is on no volume of the pods",

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from launcher.node.supervisor import pod
-from launcher.node.supervisor.pod import Pod, TooLate, Unusable
+from launcher.node.supervisor.exported_run import CODE, CODE_FOLDER, FORMAT, PYTHON, TOKEN, VERSION, TooLate, Unusable
+from launcher.node.supervisor.pod import Pod
 
 
 class Mounts:
@@ -24,8 +25,8 @@ class Mounts:
             path.mkdir(parents=True)
         self.run_dirs = [str(self.volume / f"node{k}") for k in range(2)]
         self.export: dict[str, Any] = {
-            "format": pod.FORMAT,
-            "version": pod.VERSION,
+            "format": FORMAT,
+            "version": VERSION,
             "gnnfleet": "9.9",
             "lead": 0,
             "wait": 0.6,
@@ -36,8 +37,15 @@ class Mounts:
             "files": [{"key": "file0", "path": "tools/run.sh", "mode": 0o755}],
         }
         self.write()
-        trainer = {"argv": [pod.PYTHON, f"{pod.CODE}/x.py"], "env": {"GNNFLEET_TOKEN": pod.TOKEN}, "cwd": ""}
-        node = {"env": {"PYTHONPATH": pod.CODE}, "spec": {"token": pod.TOKEN, "ranks": [1], "trainer": trainer}}
+        trainer = {
+            "argv": [PYTHON, f"{CODE}/x.py"],
+            "env": {"GNNFLEET_TOKEN": TOKEN},
+            "cwd": "",
+        }
+        node = {
+            "env": {"PYTHONPATH": CODE},
+            "spec": {"token": TOKEN, "ranks": [1], "trainer": trainer},
+        }
         (self.run / "node1.json").write_text(json.dumps(node))
         for name, text in {"cluster.json": "{}", "run.json": "{}", "file0": "echo hi\n"}.items():
             (self.run / name).write_text(text)
@@ -122,7 +130,7 @@ def test_a_node_joins_a_later_attempt_of_the_lead_node(mounts: Mounts) -> None:
     assert mounts.pod(0).begin_attempt() == 1
     thread.join(20)
     assert joined == [1]
-    left = {"attempt.json", "attempts", "logs", "metrics-rank1.jsonl", "outcomes", "procs"}
+    left = {"attempt.json", "attempts", "logs", "metrics-rank1.jsonl", "outcomes", "procs", "waiting.json"}
     assert {path.name for path in own.iterdir()} == left
     assert (own / "attempts/0/server.ready").exists()
 
@@ -138,7 +146,7 @@ def test_files_of_a_node(mounts: Mounts, monkeypatch: pytest.MonkeyPatch) -> Non
     (Path(mounts.run_dirs[0]) / "checkpoints/epoch-0002.pt").write_bytes(checkpoint)
     tokens = []
     for attempt in (0, 1):
-        assert node.write_files(str(mounts.secrets), attempt) == {"PYTHONPATH": pod._CODE_FOLDER}
+        assert node.write_files(str(mounts.secrets), attempt) == {"PYTHONPATH": CODE_FOLDER}
         spec = json.loads((Path(node.run_dir) / "node.json").read_text())
         env = spec["trainer"]["env"]
         assert env["OMP_NUM_THREADS"] == "6"

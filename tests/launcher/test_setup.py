@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,18 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from launcher.cli.main import run
+from launcher.command import Command, shell_line
 from launcher.config.resolve import resolve
 from launcher.config.schema import DataConfig, NodeConfig
 from launcher.node.programs import downloads, host_survey, install
 from launcher.node.programs.packages import PACKAGES
+from launcher.plan.placement import ANY_PYTHON, MORE_PYTHONS
 from launcher.setup import setup as program
-from launcher.setup.plan import Action, HostPlan, make_plan, with_sources
-from launcher.setup.render import shown_changes
+from launcher.setup.plan import Action, HostPlan, SetupPlan, make_plan, with_sources
+from launcher.setup.render import print_plan, shown_changes
 from launcher.setup.requirements import Requirements, Target, closure, required
 from launcher.setup.survey import HostState, Interpreter
-from launcher.setup.wheels import SetupError, lock_of
+from launcher.setup.wheels import NoWheels, SetupError, WheelLock, lock_of
 from plan_kit import cluster
 from setup_kit import OTHER, REQUIREMENTS, CutServer, host_state, installed, lock_for, make_index, served
 
@@ -174,6 +179,21 @@ def test_all_hosts_get_the_same_python(states: list[HostState], own: str, chosen
     assert [host.lock.target.python for host in planned(*states, own=own) if host.lock] == chosen
 
 
+def test_a_python_without_wheels_is_not_chosen() -> None:
+    def lock(target: Target) -> WheelLock:
+        if target.python not in wheels:
+            raise NoWheels(f"no wheels for {target}")
+        return lock_for(target)
+
+    config, states = resolve(cluster(NodeConfig("gnn0"))), {0: host_state(pythons=pythons("3.10", "3.12", "3.13"))}
+    wheels = {"3.10", "3.12"}
+    (host,) = make_plan(config, states, REQUIREMENTS, lock, "3.11.2").hosts
+    assert (host.base, host.lock and host.lock.target.python) == ("/usr/bin/python3.12", "3.12")
+    wheels.clear()
+    with pytest.raises(NoWheels, match="Python 3.13"):
+        make_plan(config, states, REQUIREMENTS, lock, "3.11.2")
+
+
 GPU = {"gpus": 2, "driver": "580.1"}
 CU126 = {"torch": "9.1.0+cu126", "graphdep": OTHER, "nvidia-cudnn-cu12": "9.0"}
 
@@ -318,11 +338,67 @@ def test_the_survey_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "file").touch()
     facts = host_survey.main({"op": "survey", "environment": str(tmp_path / "new/env")})
     assert facts["tmux_line"].endswith("dnf install -y tmux") and not facts["tmux"] and facts["uv"].endswith("bin/uv")
-    assert [one["version"] for one in facts["pythons"]] == [platform.python_version()]
+    assert facts["pythons"][0]["version"] == platform.python_version()
     assert (facts["exists"], facts["usable"], facts["error"], facts["in_use"]) == (False, False, "", [])
     assert host_survey.survey(str(tmp_path / "file"))["error"] == f"{tmp_path}/file is no folder"
     used = host_survey.survey(sys.prefix)["in_use"]
     assert all(line.startswith("pid ") for line in used)
+
+
+def fake_python(path: Path, version: str, *, venv: bool = True) -> str:
+    """Write a program that acts as a Python of ``version``; else it prints version and arguments. Returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    too_old = int(tuple(map(int, version.split("."))) < (3, 8))
+    fits = f'case "$*" in *"sys.version_info <"*) exit {too_old};; esac'
+    about = f'case "$*" in *venv*) echo {version}; exit {0 if venv else 1};; esac'
+    path.write_text(f"#!/bin/sh\n{fits}\n{about}\necho {version} $*\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_pythons_of_conda_pyenv_and_uv_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("PYENV_ROOT", "UV_PYTHON_INSTALL_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    fake_python(tmp_path / "bin/python3", "3.6.8")
+    fake_python(tmp_path / "bin/python3.11", "3.11.2", venv=False)
+    wanted = {
+        "3.6.8": str(tmp_path / "bin/python3"),
+        "3.12.4": fake_python(tmp_path / "bin/python3.12", "3.12.4"),
+        "3.10.9": fake_python(tmp_path / ".pyenv/versions/3.10.9/bin/python3", "3.10.9"),
+        "3.13.1": fake_python(tmp_path / ".local/share/uv/python/cpython-3.13/bin/python3", "3.13.1"),
+        "3.11.8": fake_python(tmp_path / "miniconda3/bin/python3", "3.11.8"),
+    }
+    fake_python(tmp_path / ".pyenv/versions/3.12.4/bin/python3", "3.12.4")  # that on PATH comes first
+    found = {one["version"]: one["program"] for one in host_survey.pythons()}
+    assert {version: found[version] for version in wanted} == wanted
+    state = host_state(home=str(tmp_path), pythons=tuple(Interpreter(path, version) for version, path in found.items()))
+    [host] = planned(state, own="3.13.7")
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_plan(SetupPlan((host,)), (), console)
+    assert "3.13 of ~/.local/share/uv/python/cpython-3.13/bin/python3" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("path", "version"),
+    [
+        ("bin/python3", "3.9.1"),
+        ("bin/python3.12", "3.12.4"),
+        (".pyenv/versions/3.10.9/bin/python3", "3.10.9"),
+        (".local/share/uv/python/cpython-3.13/bin/python3", "3.13.1"),
+        ("miniconda3/bin/python3", "3.11.8"),
+    ],
+)
+def test_a_host_whose_python3_is_too_old_is_asked_by_another_python(path: str, version: str, tmp_path: Path) -> None:
+    fake_python(tmp_path / "bin/python3", "3.6.8")
+    fake_python(tmp_path / path, version)
+    setup = (MORE_PYTHONS,) if "conda" in path else ()  # it also adds folders of this machine
+    argv = shlex.split(shell_line(Command((*ANY_PYTHON, "-c", "a b"), setup=setup)).removeprefix("exec "))
+    env = {"PATH": f"{tmp_path}/bin", "HOME": str(tmp_path)}
+    (tmp_path / "bin/bash").symlink_to("/bin/bash")
+    done = subprocess.run(["/bin/bash", *argv[1:]], env=env, capture_output=True, text=True)
+    assert done.stdout == f"{version} -c a b\n", done.stderr
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ def test_nodes_of_a_job_to_submit(tmp_path: Path) -> None:
         **{"partition": "gpu", "nodes": "3", "time": "2:0:0"},
         **{"nodelist": "gpu[1,2-3]", "requeue": "true"},
     }
-    with pytest.raises(UsageError, match="expected options of sbatch"):
+    with pytest.raises(UsageError, match="--slurm =3: give long options of sbatch"):
         slurm_overrides("=3")
 
 
@@ -176,7 +176,27 @@ def test_a_submitted_run_waits_and_is_cancelled(
     assert run(["stop", "mine"]) == 0
     assert "Slurm job 7 was cancelled" in capsys.readouterr().out
     assert run(["status", "mine"]) == 1
-    assert "never started: its launcher" in capsys.readouterr().out
+    assert "never started: its Slurm job 7, submitted by " in capsys.readouterr().out
+
+
+def test_a_requeued_run_is_resumed_by_its_job_until_it_is_stopped(
+    tmp_path: Path, fake: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs/mine"
+    LaunchFile.mine("mine", "run", config="c.yml", slurm_job="7").at("end").write(folder)
+    result = {"run_id": "mine", "state": "stopped", "exit_status": 130, "seconds": 90.0, "nodes": {}, "metrics": {}}
+    result |= {"first_failure": None, "findings": [], "notes": [], "stopped_by": "Slurm (end of job 7)"}
+    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints/last.pt").touch()
+    fake("PENDING BeginTime")
+    run(["status", "mine"])
+    shown = capsys.readouterr().out
+    assert "Slurm job 7) waits in the queue of Slurm and will resume it" in shown and "gnnfleet resume" not in shown
+    assert run(["stop", "mine"]) == 0
+    assert "Slurm job 7 was cancelled, which would have resumed it" in capsys.readouterr().out
+    run(["status", "mine"])
+    assert "next: gnnfleet resume mine" in capsys.readouterr().out
 
 
 def test_a_refused_job_leaves_no_folder(

@@ -21,11 +21,12 @@ from train_kit import FewBatches, metrics, run_forked
 from trainer.core.batch import Batch
 from trainer.core.batch_cost import Cost
 from trainer.core.ranks import RankGroup, Ranks
-from trainer.train import step_timing as spent_module
+from trainer.train import step_clock
 from trainer.train.epoch import EpochReport, train_epoch
 from trainer.train.metrics import KINDS, MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.step_timing import BatchWait, DeviceClock, Phase, StepTimes, behind, traffic
+from trainer.train.step_clock import DeviceClock, Phase
+from trainer.train.step_timing import BatchWait, StepTimes, behind, traffic
 from trainer.train.tasks.classification import Classification
 
 SLEEP = 0.02
@@ -176,7 +177,7 @@ class Event:
 
 def test_on_a_device_its_events_give_the_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     # Events that the device has not reached yet count with a later step.
-    monkeypatch.setattr(spent_module, "_event", Event)
+    monkeypatch.setattr(step_clock, "_event", Event)
     clock = DeviceClock()
 
     def step(forward: float, reduce: float) -> None:
@@ -196,8 +197,22 @@ def test_on_a_device_its_events_give_the_shares(monkeypatch: pytest.MonkeyPatch)
     step(3.0, 1.0)
     only_forward = [0, 0, 1, 0, 0, 0, 0]
     assert shares() == only_forward  # the event at the end of the step has not been reached
+    assert clock.pop_device() == (0, 3.0)
     step(2.0, 1.0)
     assert shares() == [0, 0, 0.667, 0, 0.333, 0, 0]
+    assert clock.pop_device() == (1, 3.0)  # the update of the second step's weights has not been reached
+    assert clock.pop_device() == (0, 0.0)
+
+
+def test_the_device_time_of_a_step_leaves_out_waits_for_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_clock, "_event", Event)
+    clock, total = DeviceClock(), StepTimes()
+    for _ in range(3):
+        for phase in (Phase.LOAD, Phase.COPY, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER):
+            clock.enter(phase)
+            Event.now += 1.0
+        total += StepTimes.of(1, clock.pop_seconds(), [], clock.pop_device())
+    assert (total.steps, total.device_steps, total.device_s) == (3, 3, 12.0)
 
 
 def test_a_step_log_records_the_costs_of_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(function: Callable[..., Any]) -> Any:
         kernel = numba.njit(nogil=True, cache=True, **options)(function)
-        folder = _usable_folder()
+        folder = usable_folder()
         if folder is not None:
             name = f"{function.__module__}.{function.__qualname__}-{function.__code__.co_firstlineno}"
             kernel._cache = KernelCache(function)
@@ -157,7 +157,7 @@ def _file_of(module: str) -> str:
 
 
 @cache
-def _usable_folder() -> Path | None:
+def usable_folder() -> Path | None:
     """Create the folder for compiled kernels, delete kernels that were not used for long, and return the folder.
 
     If the folder cannot be written, or other users may write to it, warns and returns a temporary folder instead.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -89,6 +90,7 @@ class BlockLoader(ABC):
         self._kept: dict[NodeType, DeviceRows] = {}
         self.sampler = graph.sampler(sampling, columns_of(graph, settings), labels)
         self._device_sampler: Sampler | None = None
+        self._making: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __len__(self) -> int:
         return self.order.num_steps
@@ -117,9 +119,15 @@ class BlockLoader(ABC):
         assert isinstance(self.sampler, SubgraphSampler)
         return self.sampler
 
-    def sample_with(self, sampler: Sampler | None) -> None:
-        """Make batches with ``sampler``, which samples on a device. None: with this loader's own sampler."""
-        self._device_sampler = sampler
+    def sample_with(
+        self, sampler: Sampler | None, making: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:  # fmt: skip
+        """Make batches with ``sampler``, which samples on a device. None: with this loader's own sampler.
+
+        ``making``: returns a context in which each batch is made: the stream of the device on which all of its tensors
+        are computed. On another stream, a tensor's memory could be used again before the stream has read it.
+        """
+        self._device_sampler, self._making = sampler, making
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
         """Yield the batches of one epoch, from ``first_step`` on.
@@ -136,6 +144,11 @@ class BlockLoader(ABC):
         return shares(self.order, self._part_of, self.rank, self.layout, epoch, first_step)
 
     def load(self, share: SeedShare) -> AnyBatch:
+        """Return this rank's batch of one step."""
+        with self._making():
+            return self._load(share)
+
+    def _load(self, share: SeedShare) -> AnyBatch:
         return self._batch(share, self.sample(share))
 
     def sample(self, share: SeedShare) -> SampledBatch:

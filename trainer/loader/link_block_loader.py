@@ -49,7 +49,7 @@ class LinkBlockLoader(BlockLoader):
         self._reverse = reverse_type(graph.manifest, links.edge_type)
         super().__init__(graph, replace(settings, target=links.edge_type[2]), rank, layout, len(links), ("", ()))
 
-    def load(self, share: SeedShare) -> AnyBatch:
+    def _load(self, share: SeedShare) -> AnyBatch:
         seeds, ends = self._seeded(share)
         return replace(self._batch(share, self.make(seeds, share.key)), links=ends)
 

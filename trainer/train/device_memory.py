@@ -1,11 +1,10 @@
-"""Measures the used memory of a GPU, and names settings to lower when the memory is exhausted."""
+"""An error that says what to lower when a GPU's memory is exhausted."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -49,19 +48,3 @@ def _lowered(settings: TrainSettings) -> list[str]:
         f"eval_batch_size ({settings.eval_batch_size})",
         *sampling,
     ]
-
-
-def memory_fields(device: torch.device) -> dict[str, Any]:
-    """Return field ``device`` of a ``step`` metrics line: the device's allocated, peak and total bytes. {} on the CPU.
-
-    The host reads the numbers from torch's allocator, without waiting for the device.
-    """
-    if device.type != "cuda":
-        return {}
-    return {
-        "device": {
-            "allocated_bytes": torch.cuda.memory_allocated(device),
-            "peak_bytes": torch.cuda.max_memory_allocated(device),
-            "total_bytes": torch.cuda.get_device_properties(device).total_memory,
-        }
-    }

@@ -99,6 +99,7 @@ def _use_device(graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.
     """Prepare the device and let it make the batches of all loaders. Returns a text about the pinned rows."""
     from trainer.cuda.device_sampler import DeviceSampler
     from trainer.cuda.features import DeviceCache, FeatureRows, PinnedPlan, pin_rows
+    from trainer.cuda.streams import StreamPool
     from trainer.cuda.topology import load_topology
 
     assert plan.place is not None
@@ -119,8 +120,9 @@ def _use_device(graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.
     }  # fmt: skip
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # sampler threads use other streams
+    streams = StreamPool(device)
     for loader, sampler in zip(loaders.values(), samplers, strict=True):
-        loader.sample_with(DeviceSampler(sampler, store, topology, features, device))
+        loader.sample_with(DeviceSampler(sampler, store, topology, features, device, streams), streams.stream)
     return pins.why
 
 

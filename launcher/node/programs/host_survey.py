@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 
-from launcher.node.programs import machine, packages
+from launcher.node.programs import environments, machine, packages
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -78,24 +78,52 @@ def survey(environment: str) -> dict[str, Any]:
 
 
 def pythons() -> list[dict[str, str]]:
-    """Return the Pythons on PATH that can make virtual environments, as {"program", "version"}, each version once."""
+    """Return the Pythons that can make virtual environments, as {"program", "version"}, each version once.
+
+    Those on PATH come first, then those of pyenv, uv and conda.
+    """
     found: dict[str, str] = {}
     for name in NAMES:
-        for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
-            program = os.path.join(folder, name)
-            if not folder.startswith("/") or not os.access(program, os.X_OK):
-                continue
-            try:
-                done = subprocess.run(
-                    [program, "-c", ABOUT],
-                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS,
-                )  # fmt: skip
-            except (OSError, subprocess.TimeoutExpired):
-                continue
-            if done.returncode == 0:
-                found.setdefault(done.stdout.decode().strip(), program)
+        for program in on_path(name):
+            version = version_of(program)
+            if version:
+                found.setdefault(version, program)
                 break
+    for folder in more_prefixes():
+        program = os.path.join(folder, "bin", "python3")
+        version = version_of(program) if os.access(program, os.X_OK) else ""
+        if version:
+            found.setdefault(version, program)
     return [{"program": program, "version": version} for version, program in found.items()]
+
+
+def on_path(name: str) -> list[str]:
+    folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder.startswith("/")]
+    return [path for path in (os.path.join(folder, name) for folder in folders) if os.access(path, os.X_OK)]
+
+
+def more_prefixes() -> list[str]:
+    """Folders that contain a Python of pyenv, of uv, or the base environment of conda; each folder once."""
+    home = os.path.expanduser("~")
+    tops = [
+        os.path.join(os.environ.get("PYENV_ROOT") or os.path.join(home, ".pyenv"), "versions"),
+        os.environ.get("UV_PYTHON_INSTALL_DIR") or os.path.join(home, ".local", "share", "uv", "python"),
+    ]
+    found = [os.path.join(top, name) for top in tops for name in reversed(environments.entries(top))]
+    found += [os.path.join(top, name) for top in (home, "/opt", "/usr/local") for name in environments.CONDA_ROOTS]
+    return list({os.path.realpath(prefix): prefix for prefix in reversed(found)}.values())[::-1]
+
+
+def version_of(program: str) -> str:
+    """The version of a Python; '' if it does not run or has no module venv."""
+    try:
+        done = subprocess.run(
+            [program, "-c", ABOUT],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode().strip() if done.returncode == 0 else ""
 
 
 def uv() -> str:

@@ -73,7 +73,7 @@ def fetch(store: RemoteFolder, folder: str, files: list[Wanted], lines: Progress
 def _damaged(where: str, error: str) -> str:
     return (
         f"{where}: {error}, in two transfers: the file in the store is damaged; push the parts again with `gnnfleet "
-        "partition push --force`"
+        "partition push --config FILE --force`"
     )
 
 
@@ -139,7 +139,7 @@ class _Transfer:
             except NotStored:
                 raise StoreError(
                     f"{self.store.url}/{chunk.file.path} is missing in the store, but its manifest lists it; push the "
-                    "parts again with `gnnfleet partition push --force`"
+                    "parts again with `gnnfleet partition push --config FILE --force`"
                 ) from None
             except StoreError as error:
                 if pause is None or not error.retry:
@@ -174,7 +174,7 @@ def _chunks(files: list[tuple[Wanted, int]]) -> Iterator[_Chunk]:
 def _cut_off(store: RemoteFolder, chunk: _Chunk, count: int) -> str:
     return (
         f"{store.url}/{chunk.file.path} has fewer bytes than its manifest says ({chunk.start + count} of "
-        f"{chunk.file.bytes}); push the parts again with `gnnfleet partition push --force`"
+        f"{chunk.file.bytes}); push the parts again with `gnnfleet partition push --config FILE --force`"
     )
 
 

@@ -4,9 +4,10 @@ RUN: folder with ``export.json``, ``node<k>.json``, ``cluster.json``, ``run.json
 files. SECRETS: folder with ``token`` and, if the graph service is encrypted, ``service.key``. The node_rank is
 ``GNNFLEET_FIRST_NODE`` + ``JOB_COMPLETION_INDEX``.
 
-First waits until the parts exist, the lead node has begun an attempt, and the DNS names of all pods resolve. Then
-prepares the node run folder and starts the supervisor, which prints its events. Also prints the logs of the node's
-processes. ``pod.py --alive RUN`` only checks that the supervisor writes ``state.json``.
+First waits until the parts exist and the lead node has begun an attempt; the lead node waits until all other nodes have
+begun it. Then waits until the DNS names of all pods resolve, prepares the node run folder and starts the supervisor,
+which prints its events. Also prints the logs of the node's processes. ``pod.py --alive RUN`` only checks that the
+supervisor writes ``state.json``.
 
 Exit status: 0 (done), 1 (failed or stopped; another attempt resumes from the newest checkpoint), 2 (the run cannot work
 as it was exported).
@@ -20,11 +21,10 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -35,55 +35,12 @@ if not __package__:  # run as a file: make the package above importable
 from launcher.node.json_reader import RESULT, record_in
 from launcher.node.record import read_json, write_json, write_text
 from launcher.node.supervisor.attempt import archive, newest_checkpoint
+from launcher.node.supervisor.exported_run import CODE_FOLDER, POLL, ExportedNode, TooLate, Unusable, resolves
 from launcher.node.watch import Watcher
 
-FORMAT, VERSION = "gnnfleet-export", 1
 
-#: Placeholders in the exported files: folder of gnnfleet's code and interpreter in the image, secret of the run.
-CODE, PYTHON, TOKEN = "@CODE@", "@PYTHON@", "@TOKEN@"
-
-_CODE_FOLDER = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
-
-_POLL = 0.5  # seconds
-
-_REPORT_EVERY = 30.0  # seconds between two lines about what the pod waits for
-
-_SILENT = 60.0  # seconds without a heartbeat after which the supervisor counts as dead
-
-
-class Unusable(Exception):
-    """The run cannot work as it was exported; another attempt would fail as well."""
-
-
-class TooLate(Exception):
-    """The partition folder, the lead node's attempt, or the address of a pod did not exist in time."""
-
-
-class Pod:
-    """One node of an exported run, read from ``run``, in the environment ``environ`` of its container."""
-
-    def __init__(self, run: str, environ: Mapping[str, str]) -> None:
-        self.run = run
-        self.export = self._export()
-        self.node_rank = _number(environ, "GNNFLEET_FIRST_NODE") + _number(environ, "JOB_COMPLETION_INDEX")
-        folders = self.export["run_dirs"]
-        if self.node_rank >= len(folders):
-            raise Unusable(f"this pod would be node{self.node_rank}, but the run has {len(folders)} nodes")
-        self.run_dir, self.lead_dir = folders[self.node_rank], folders[self.export["lead"]]
-        self.leads = self.node_rank == self.export["lead"]
-        self.deadline = time.monotonic() + self.export["wait"]
-
-    def _export(self) -> dict[str, Any]:
-        path = os.path.join(self.run, "export.json")
-        try:
-            export: Any = read_json(path)
-        except (OSError, ValueError) as error:
-            raise Unusable(f"{path} cannot be read: {error}") from None
-        if export is None:
-            raise Unusable(f"{path} does not exist; mount the ConfigMap of the run")
-        if (export.get("format"), export.get("version")) != (FORMAT, VERSION):
-            raise Unusable(f"{path} was written by gnnfleet {export.get('gnnfleet')}, which this image cannot read")
-        return dict(export)
+class Pod(ExportedNode):
+    """One node of an exported run: its attempts, its files and its supervisor."""
 
     # What the pod waits for.
 
@@ -92,7 +49,7 @@ class Pod:
         folder = self.export["data_dirs"][self.node_rank]
         if folder:
             manifest = os.path.join(folder, "manifest.json")
-            self._wait(lambda: os.path.exists(manifest), f"for the parts: there is no {manifest}")
+            self.wait(lambda: os.path.exists(manifest), f"for the parts: there is no {manifest}")
 
     def begin_attempt(self) -> int:
         """Begin the next attempt of this node and return its number, counted from 0. Raises TooLate.
@@ -105,13 +62,13 @@ class Pod:
         last = self._attempt(self.run_dir)
         if last >= 0:
             archive(self.run_dir, last)
-            for name in ("state.json", "result.json"):
+            for name in ("state.json", "result.json", "waiting.json"):
                 with suppress(FileNotFoundError):
                     os.unlink(os.path.join(self.run_dir, name))
             shutil.rmtree(os.path.join(self.run_dir, "control"), ignore_errors=True)
         if not self.leads:
             text = f"for node{self.export['lead']}: it has not begun attempt {last + 1} in {self.lead_dir}"
-            self._wait(lambda: self._attempt(self.lead_dir) > last, text)
+            self.wait(lambda: self._attempt(self.lead_dir) > last, text)
         number = last + 1 if self.leads else self._attempt(self.lead_dir)
         os.makedirs(os.path.join(self.run_dir, "logs"), exist_ok=True)
         write_json(os.path.join(self.run_dir, "attempt.json"), {"attempt": number})
@@ -123,27 +80,28 @@ class Pod:
             return int(read_json(os.path.join(run_dir, "attempt.json"))["attempt"])
         return -1
 
+    def _has_begun(self, run_dir: str, attempt: int) -> bool:
+        return self._attempt(run_dir) >= attempt
+
+    def await_others(self, attempt: int) -> None:
+        """Wait until all nodes have begun ``attempt``, if this is the lead node. Raises TooLate.
+
+        So a supervisor does not meet nodes that still fetch their parts.
+        """
+        for k, folder in enumerate(self.export["run_dirs"]) if self.leads else ():
+            self.wait(partial(self._has_begun, folder, attempt), f"for node{k} to begin attempt {attempt}")
+
     def await_names(self) -> None:
         """Wait until the DNS names of all nodes resolve, that is, until their pods run. Raises TooLate."""
         for k, name in enumerate(self.export["addresses"]):
-            self._wait(partial(_resolves, name), f"for node{k}: {name} has no address")
-
-    def _wait(self, done: Callable[[], bool], what: str) -> None:
-        report = time.monotonic() + _POLL
-        while not done():
-            if time.monotonic() > self.deadline:
-                raise TooLate(f"waited {self.export['wait']:g} s {what}")
-            if time.monotonic() > report:
-                print(f"waiting {what}", flush=True)
-                report = time.monotonic() + _REPORT_EVERY
-            time.sleep(_POLL)
+            self.wait(partial(resolves, name), f"for node{k}: {name} has no address")
 
     # Files.
 
     def write_files(self, secrets: str, attempt: int) -> dict[str, str]:
         """Write the node run folder; return the environment variables of the supervisor."""
         token = hashlib.sha256(f"{_secret(secrets, 'token')}:{attempt}".encode()).hexdigest()
-        node = json.loads(self._text(f"node{self.node_rank}.json", token))
+        node = self.node_file(token)
         spec = node["spec"]
         if spec["trainer"] is not None:
             env = spec["trainer"]["env"]
@@ -152,26 +110,16 @@ class Pod:
             if checkpoint is not None:
                 env["GNNFLEET_RESUME"] = os.path.join(self.lead_dir, "checkpoints", checkpoint["file"])
                 print(f"attempt {attempt}: resuming from {env['GNNFLEET_RESUME']}", flush=True)
-        write_text(self._path("cluster.json"), self._text("cluster.json", token))
-        self._write_private("run.json", self._text("run.json", token))
+        write_text(self.path("cluster.json"), self.text("cluster.json", token))
+        self._write_private("run.json", self.text("run.json", token))
         self._write_private("node.json", json.dumps(spec))
         if self.export["encrypted"]:
             self._write_private("service.key", _secret(secrets, "service.key"))
         self._copy_own_files()
         return dict(node["env"])
 
-    def _text(self, name: str, token: str) -> str:
-        try:
-            with open(os.path.join(self.run, name), encoding="utf-8") as file:
-                text = file.read()
-        except OSError as error:
-            raise Unusable(f"{error.filename}: {error.strerror}; export the run again") from None
-        for mark, value in ((CODE, _CODE_FOLDER), (PYTHON, sys.executable), (TOKEN, token)):
-            text = text.replace(mark, json.dumps(value)[1:-1])
-        return text
-
     def _write_private(self, name: str, text: str) -> None:
-        path = self._path(name)
+        path = self.path(name)
         with suppress(FileNotFoundError):
             os.unlink(path)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
@@ -179,16 +127,13 @@ class Pod:
 
     def _copy_own_files(self) -> None:
         # Without the links by which Kubernetes updates a mounted ConfigMap.
-        shutil.rmtree(self._path("files"), ignore_errors=True)
-        os.makedirs(self._path("files"))
+        shutil.rmtree(self.path("files"), ignore_errors=True)
+        os.makedirs(self.path("files"))
         for item in self.export["files"]:
-            dest = self._path("files", *item["path"].split("/"))
+            dest = self.path("files", *item["path"].split("/"))
             os.makedirs(os.path.dirname(dest), exist_ok=True)
             shutil.copyfile(os.path.join(self.run, item["key"]), dest)
             os.chmod(dest, item["mode"])
-
-    def _path(self, *names: str) -> str:
-        return os.path.join(self.run_dir, *names)
 
     # The supervisor.
 
@@ -197,30 +142,25 @@ class Pod:
 
         Meanwhile, pass SIGTERM on to the supervisor, and print new lines of the logs of other processes.
         """
-        program = os.path.join(_CODE_FOLDER, "launcher", "node", "supervisor", "supervisor.py")
-        argv = [sys.executable, program, self._path("node.json")]
+        program = os.path.join(CODE_FOLDER, "launcher", "node", "supervisor", "supervisor.py")
+        argv = [sys.executable, program, self.path("node.json")]
         child = subprocess.Popen(argv, cwd=self.run_dir, env={**os.environ, **env})
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda received, _: child.send_signal(received))
         logs = _LogPrinter(self.run_dir, only=("logs/rank*.log", "logs/runners.log", "logs/server.log"))
         while child.poll() is None:
             logs.emit_lines()
-            time.sleep(_POLL)
+            time.sleep(POLL)
         while logs.emit_lines():
             pass
-        result = record_in(RESULT, self._path("result.json"))
+        result = record_in(RESULT, self.path("result.json"))
         print(f"node{self.node_rank}: {_sentence(result)}", flush=True)
         return 0 if result is not None and self._run_done(result) else 1
 
     def _run_done(self, result: Mapping[str, Any]) -> bool:
         # A node that only serves is done, too, when a failure elsewhere has stopped it; it must then run again.
-        spec = read_json(self._path("node.json"))
+        spec = read_json(self.path("node.json"))
         return result["state"] == "done" and (spec["trainer"] is not None or not result["reason"])
-
-    def alive(self) -> bool:
-        """Whether the supervisor has written its heartbeat in the last minute."""
-        state = read_json(self._path("state.json"))
-        return state is not None and abs(time.time() - float(state["time"])) < _SILENT
 
 
 class _LogPrinter(Watcher):
@@ -243,26 +183,12 @@ def _sentence(result: Mapping[str, Any] | None) -> str:
     return f"{result['state']}: {result['reason']}" if result["reason"] else str(result["state"])
 
 
-def _resolves(name: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(name, None))
-    except OSError:
-        return False
-
-
 def _secret(folder: str, name: str) -> str:
     try:
         with open(os.path.join(folder, name), encoding="utf-8") as file:
             return file.read().strip()
     except OSError as error:
         raise Unusable(f"{error.filename}: {error.strerror}; apply the Secret of the run") from None
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except (KeyError, ValueError):
-        raise Unusable(f"{name} is not a number; run this program in a pod of the exported Indexed Job") from None
 
 
 def _cpus() -> int:
@@ -280,7 +206,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="pod.py", description="Runs one node of an exported run.")
     parser.add_argument("run", help="folder with the ConfigMap of the run")
     parser.add_argument("secrets", nargs="?", default="", help="folder with the Secret of the run")
-    parser.add_argument("--alive", action="store_true", help="check that the supervisor of this node is alive")
+    parser.add_argument("--alive", action="store_true", help="check that the heartbeat of this node is recent")
     options = parser.parse_args()
     try:
         pod = Pod(options.run, os.environ)
@@ -288,6 +214,7 @@ def main() -> int:
             return 0 if pod.alive() else 1
         pod.await_parts()
         attempt = pod.begin_attempt()
+        pod.await_others(attempt)
         pod.await_names()
         return pod.supervise(pod.write_files(options.secrets, attempt))
     except Unusable as error:

@@ -22,6 +22,10 @@ PROCS=(2 2)  # processes
 GROUP=(0 1)  # number among the nodes that train
 DEVICES=("0,1" "0,1")  # CUDA
 
+if [[ -n ${OWN[NODE]} && ! -e $PARTS/manifest.json ]]; then
+  echo "$0: node $NODE has no parts in $PARTS: there is no manifest.json; make the parts there, or copy them" >&2
+  exit 1
+fi
 mkdir -p "$RUN"
 cat >"$RUN/cluster.json" <<'END'
 {"run_id": "Products_1", "num_parts": 2, "version": 1, "serving": null, "nodes": [

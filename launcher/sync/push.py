@@ -1,4 +1,4 @@
-"""Sends the files of a plan to the nodes. Files that are already there are skipped, and cut transfers are resumed.
+"""Sends the files of a plan to the nodes. Files that are already there are skipped, and broken transfers are resumed.
 
 A file is written to ``<file>.part`` and renamed after its digest has been checked. The manifest comes last: a partition
 folder with a manifest is complete.

@@ -2,8 +2,8 @@
 
 ``python job.py EPOCHS SAMPLER PAUSE`` writes the loss of each global batch to output/curve.jsonl. SAMPLER is a JSON
 object with the fanouts and other arguments of ``DistNeighborLoader``. PAUSE: seconds to wait after each step. The
-global batch has 120 seeds, divided equally among 1 to 6 or 8 ranks. Rank N fails as soon as the file /tmp/fault-rankN
-exists; the file contains the kind of the fault.
+global batch has 120 seeds, which 1, 2, 3, 4, 5, 6 or 8 ranks share equally. Rank N fails as soon as the file
+/tmp/fault-rankN exists; the file contains the kind of the fault.
 """
 
 BATCH = 120  # global

@@ -22,14 +22,15 @@ _FIRST_SHARE = 0.1  # share of the subset that is drawn before neighbours are ad
 def subset_of(dataset: Dataset, num_nodes: int | None) -> Dataset:
     """Return the subgraph induced by a snowball sample of at most ``num_nodes`` nodes; None: the whole graph.
 
-    First draws a tenth of the sample at random: equally many nodes from each split or, if there are no splits, from
-    each node type. Then adds the sources of their incoming edges, hop by hop. If none are left, adds random nodes
-    (L. A. Goodman, "Snowball sampling", 1961). Nodes in splits thus keep more neighbours than in an independent draw.
+    Source: L. A. Goodman, "Snowball sampling", 1961. First draws a tenth of the sample at random: equally many nodes
+    from each split or, if there are no splits, from each node type. Then adds in-neighbours of the sample, hop by hop;
+    if there are no more, random nodes. Nodes in splits thus keep more neighbours than in an independent draw.
 
     The same graph and ``num_nodes`` always give the same sample. Nodes keep their order, and get new ids from 0.
 
     Raises:
-        DataError: ``num_nodes`` is less than 1, or graph attributes hold links, whose ends would be missing.
+        DataError: ``num_nodes`` is less than 1, or the graph has held-out links (a graph attribute ``…_links``), whose
+            nodes would be missing.
     """
     if num_nodes is None or 0 < dataset.num_nodes <= num_nodes:
         return dataset

@@ -144,7 +144,7 @@ Attrs = Mapping[AnyType, tuple[str, ...]]
 
 
 def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) -> Join:
-    """Return the function that makes a batch with attributes from a sampler output."""
+    """Return the function that converts a sampler output to a batch, and adds the attributes of its nodes and edges."""
     if isinstance(graph.source, (Data, HeteroData)):
         return MemoryJoin(graph.source)
     if graph.source is not None:

@@ -1,4 +1,4 @@
-"""Writes a partition folder atomically: relabels nodes, cuts edges by part, and records digests."""
+"""Writes a partition folder atomically: relabels nodes, writes the edges of each part, and records digests."""
 
 from __future__ import annotations
 

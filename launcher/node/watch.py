@@ -64,6 +64,7 @@ class Watcher:
         self.offsets = dict(offsets)
         self.only, self.peers = only, peers
         self._state: dict[str, Any] | None = None
+        self._version: tuple[int, int] | None = None  # of the state.json that was read last
         self._printed = time.monotonic()
         self._give_up = self._printed + _START_WAIT
 
@@ -129,7 +130,14 @@ class Watcher:
         return gone + (f"; the disk of {self.run_dir} is full" if disk_full(self.run_dir) else "")
 
     def emit_state(self) -> None:
-        state = record_in(STATE, self._path("state.json"))
+        path = self._path("state.json")
+        with suppress(OSError):
+            written = os.stat(path)
+            version = written.st_mtime_ns, written.st_ino  # the file is replaced by each write
+            if version == self._version:
+                return
+            self._version = version
+        state = record_in(STATE, path)
         if state is not None:
             state["peers"] = {k: state["peers"][k] for k in self.peers if k in state["peers"]}
         if state is not None and state != self._state:

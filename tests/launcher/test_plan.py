@@ -113,6 +113,7 @@ def test_start_script_and_node_json_quote_unusual_names(tmp_path: Path) -> None:
     assert run_dir.startswith(str(home)) and found[2] == run_dir
     assert found[0] == [
         str(stub),
+        "-S",
         f"{plan.nodes[0].code_dir}/launcher/node/supervisor/supervisor.py",
         f"{run_dir}/node.json",
     ]

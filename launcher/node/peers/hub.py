@@ -17,13 +17,13 @@ from launcher.node.child_process import Loop
 from launcher.node.json_reader import WAIT, checked
 from launcher.node.peers.link import Link, Message, listen, proof, proven
 from launcher.node.peers.model import (
-    EOF_PATIENCE,
     Cause,
     Decision,
     Order,
     PeerConfig,
     Report,
     earlier,
+    eof_patience,
     fatal,
     left_words,
     make_cause,
@@ -360,7 +360,7 @@ class Hub:
             late = now - self._opened > config.start_timeout
             why = f"it did not report to node{config.hub} within {config.start_timeout:g} s (run.start_timeout)"
             return (why, self._clock()) if late else ("", 0.0)
-        if member.gone is not None and now - member.gone > min(EOF_PATIENCE, config.peer_timeout):
+        if member.gone is not None and now - member.gone > eof_patience(config.peer_timeout):
             return KILLED, member.gone_wall
         if now - member.heard > config.peer_timeout:
             since = self._clock() - (now - member.heard)

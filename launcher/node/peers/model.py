@@ -79,7 +79,16 @@ def parts_words(parts: Collection[int]) -> str:
     return f"part{'s' if len(parts) > 1 else ''} {', '.join(map(str, sorted(parts)))}"
 
 
-EOF_PATIENCE = 2.0  #: seconds without a new connection after one was closed; then the supervisor counts as killed
+_EOF_PATIENCE = 2.0  # seconds
+
+
+def eof_patience(peer_timeout: float) -> float:
+    """Return the seconds without a new connection, after one was closed, until a supervisor counts as killed.
+
+    A third of ``peer_timeout``, which is larger on machines that are slow to answer, but at least 2 s.
+    """
+    return min(peer_timeout, max(_EOF_PATIENCE, peer_timeout / 3))
+
 
 _MAX_TEXT = 2000  # maximum length of a reason, in characters
 

@@ -82,14 +82,16 @@ class _CodeArchive:
     def __init__(self, plan: LaunchPlan):
         self.plan = plan
         self._lock = threading.Lock()
-        self._data = b""
+        self._data, self._sha256 = b"", ""
         self.unpacked_bytes = sum(file.bytes for file in plan.code)
 
-    def data(self) -> bytes:
+    def data(self) -> tuple[bytes, str]:
+        """Return the archive and its SHA-256, computed once for all nodes."""
         with self._lock:
             if not self._data:
                 self._data = _pack(self.plan.code)
-            return self._data
+                self._sha256 = hashlib.sha256(self._data).hexdigest()
+            return self._data, self._sha256
 
 
 def _pack(code: Iterable[PlannedFile]) -> bytes:
@@ -151,8 +153,7 @@ class _PlanTransfer(FileTransfer):
 
     def _send_code(self) -> None:
         self.current = self.node.code_dir
-        data = self.archive.data()
-        sha256 = hashlib.sha256(data).hexdigest()
+        data, sha256 = self.archive.data()
         # A unique name: launches at the same time send the same code, and each deletes its own archive.
         dest = f"{self.node.code_dir}-{sha256[:8]}-{secrets.token_hex(4)}.tgz{PART_SUFFIX}"
         with tempfile.NamedTemporaryFile(suffix=".tgz") as packed:

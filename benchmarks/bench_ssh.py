@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import statistics
 import subprocess
 import sys
@@ -74,23 +73,10 @@ def run(small: bool) -> list[Row]:
     rows: list[Row] = []
     for count in (3,) if small else (8, 32, 100):
         with NetCluster(count) as cluster, mock.patch.dict(os.environ, cluster.environment(), clear=True):
-            know_neighbours(cluster)
+            cluster.know_neighbours()
             nodes = tuple(NodeConfig(host=host.address, user="root", python=PYTHON) for host in cluster.hosts)
             rows += fan_out(Scene(cluster, ClusterConfig(nodes, DataConfig("synthetic"))), other_python)
     return rows
-
-
-def know_neighbours(cluster: NetCluster) -> None:
-    """Add permanent ARP entries for all pairs of hosts."""
-    # 100 hosts need 9,900 entries; the kernel keeps at most 1,024 that are not permanent, over all namespaces
-    for host in cluster.hosts:
-        others = [other.address for other in cluster.hosts if other is not host]
-        lines = [f"neigh replace {address} lladdr {mac(address)} dev eth0 nud permanent" for address in others]
-        subprocess.run(["ip", "-n", host.name, "-batch", "-"], input="\n".join(lines), text=True, check=True)
-
-
-def mac(address: str) -> str:
-    return "02:00:" + ":".join(f"{byte:02x}" for byte in socket.inet_aton(address))
 
 
 def fan_out(scene: Scene, other_python: Path | None) -> Iterator[Row]:

@@ -55,7 +55,9 @@ class OpenRun:
         """
         nodes = {k: node for k, node in self.nodes.items() if ranks is None or k in ranks}
         asked = [k for k in nodes if k in self.transports]
-        answers = on_nodes(asked, lambda k: node_view(nodes[k], self.transports[k], options(k)))
+        unreachable = ",".join(map(str, self.errors))
+        peers = ("--peers", unreachable) if unreachable else ()  # what the other nodes know about them
+        answers = on_nodes(asked, lambda k: node_view(nodes[k], self.transports[k], (*options(k), *peers)))
         errors = {k: error for k, error in (self.errors | answers.errors).items() if k in nodes}
         views = answers.values | {k: NodeView(nodes[k], unreachable=reason_of(error)) for k, error in errors.items()}
         return {k: views[k] for k in sorted(views)}

@@ -63,7 +63,7 @@ class NodeFolder:
     def supervisor(self) -> int | None:
         """Pid of the supervisor; None when it is not running."""
         state = self.state
-        return state["pid"] if state and procs.alive(state["pid"], state["start_ticks"]) else None
+        return state["pid"] if state and _alive(state) else None
 
     def recorded(self) -> list[procs.Process]:
         """Return the running processes in the process groups that are listed in ``state.json``."""
@@ -79,6 +79,10 @@ class NodeFolder:
         return list({one.pid: one for one in [*found, *([process] if process else [])]}.values())
 
 
+def _alive(state: dict[str, Any]) -> bool:
+    return procs.alive(state["pid"], state["start_ticks"])
+
+
 def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, Any]) -> dict[str, Any]:
     """Stop the node's processes of the run; after about ``timeout`` seconds, kill them with SIGKILL.
 
@@ -87,8 +91,10 @@ def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, An
     """
     request_stop(folder, request)
     deadline = time.monotonic() + timeout
-    while folder.supervisor() is not None and time.monotonic() < deadline:
-        time.sleep(_POLL)
+    while (state := folder.state) and _alive(state) and time.monotonic() < deadline:
+        # state.json has the states of all nodes of the run: it is read again only once this supervisor has ended
+        while _alive(state) and time.monotonic() < deadline:
+            time.sleep(_POLL)
     killed = describe(folder.running())
     supervisor = folder.supervisor()
     if supervisor is not None:  # killed first, so that it does not report the end of its children as a failure

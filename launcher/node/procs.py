@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +18,8 @@ TOKEN = "GNNFLEET_TOKEN"
 _PR_SET_PDEATHSIG = 1
 
 _PR_SET_CHILD_SUBREAPER = 36
+
+_MAX_FILES = 65_536
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -37,6 +40,14 @@ def boot_id() -> str:
             return file.read().strip()
     except OSError:
         return ""
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the soft limit of open files of this process to its hard limit if it is below ``count``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < min(count, most):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def look(pid: int) -> Process | None:

@@ -53,14 +53,18 @@ _START_WAIT = 60.0  # seconds a supervisor may take to appear
 class Watcher:
     """Prints the new content of one run folder, one JSON message per line.
 
-    offsets: number of bytes already printed, by file. only: patterns of the files to print.
+    offsets: number of bytes already printed, by file. only: patterns of the files to print. peers: node_ranks; of the
+    states of other nodes in state.json only theirs are printed, as all nodes would print those of all nodes.
     """
 
-    def __init__(self, run_dir: str, offsets: dict[str, int], only: Sequence[str] = ("*",)) -> None:
+    def __init__(
+        self, run_dir: str, offsets: dict[str, int], only: Sequence[str] = ("*",), peers: Sequence[str] = ()
+    ) -> None:
         self.run_dir = run_dir
         self.offsets = dict(offsets)
-        self.only = only
+        self.only, self.peers = only, peers
         self._state: dict[str, Any] | None = None
+        self._version: tuple[int, int] | None = None  # of the state.json that was read last
         self._printed = time.monotonic()
         self._give_up = self._printed + _START_WAIT
 
@@ -126,7 +130,16 @@ class Watcher:
         return gone + (f"; the disk of {self.run_dir} is full" if disk_full(self.run_dir) else "")
 
     def emit_state(self) -> None:
-        state = record_in(STATE, self._path("state.json"))
+        path = self._path("state.json")
+        with suppress(OSError):
+            written = os.stat(path)
+            version = written.st_mtime_ns, written.st_ino  # the file is replaced by each write
+            if version == self._version:
+                return
+            self._version = version
+        state = record_in(STATE, path)
+        if state is not None:
+            state["peers"] = {k: state["peers"][k] for k in self.peers if k in state["peers"]}
         if state is not None and state != self._state:
             self._state = state
             self.emit({"state": state})
@@ -292,8 +305,9 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="comma-separated patterns of files (logs/rank*.log); '': no files")
     parser.add_argument("--since", type=float, help="skip lines before this time (seconds since the epoch, this clock)")
     parser.add_argument("--tail", type=int, help="print only the last TAIL lines of each file")
+    parser.add_argument("--peers", default="", help="comma-separated node_ranks of which this node's state is to tell")
     options = parser.parse_args()
-    watcher = Watcher(options.run_dir, options.offsets, options.only.split(","))
+    watcher = Watcher(options.run_dir, options.offsets, options.only.split(","), options.peers.split(","))
     try:
         if options.since is not None or options.tail is not None:
             watcher.skip(options.since, options.tail)

@@ -32,6 +32,8 @@ from launcher.plan.topology import decide
 from launcher.plan.trainable import check_trainable
 from launcher.text import count, spans
 
+_LISTED = 4  # number of hosts or servers that the notes list one by one
+
 
 def new_token() -> Secret:
     """Return a random token, which is set in the environment of all processes of a run to identify them."""
@@ -114,6 +116,7 @@ def make_plan(
         own_command=tuple(own_argv(own, sites[first])) if own else (),
         train=None if own or config.serve_only else config.train,
         manifest=usable.files[-1].sha256 if usable else "",
+        code=shared.code,
     )
 
 
@@ -170,7 +173,8 @@ def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPl
 
     def unchanged(node: NodePlan, parts: tuple[int, ...]) -> NodePlan:
         run_file = PlannedFile(f"{node.run_dir}/run.json", 0, mode=0o600)
-        return replace(node, parts=parts, files=(generated(f"{node.run_dir}/cluster.json", cluster), run_file))
+        files = (generated(f"{node.run_dir}/cluster.json", cluster), run_file)
+        return replace(node, parts=parts, files=files, gets_code=False)
 
     pairs = ((running.get(node.node_rank), node) for node in plan.nodes)
     return replace(plan, nodes=tuple(unchanged(before, node.parts) if before else node for before, node in pairs))
@@ -261,10 +265,13 @@ def _notes(
 
 
 def _servers_of(serving: ServingCluster) -> list[str]:
-    return [
+    listed = serving.servers[:_LISTED] if len(serving.servers) > _LISTED + 1 else serving.servers
+    lines = [
         f"{serving.label(one)} serves {'part' if len(one.parts) == 1 else 'parts'} {spans(one.parts)} at {one.endpoint}"
-        for one in serving.servers
+        for one in listed
     ]
+    more = len(serving.servers) - len(listed)
+    return [*lines, f"and {more} more servers of {serving.name}"] if more else lines
 
 
 def _shared_hosts(config: ResolvedConfig) -> list[str]:
@@ -275,6 +282,8 @@ def _shared_hosts(config: ResolvedConfig) -> list[str]:
     for k, node in enumerate(config.nodes):
         nodes.setdefault(login_text(None, node.host, node.port), []).append(f"node{k}")
     shared = {host: ranks for host, ranks in nodes.items() if len(ranks) > 1}
+    if len(shared) > _LISTED:
+        return [f"{count(len(shared), 'host')} run more than one node each: {fold(shared, _LISTED)}"]
     return [f"host {host} runs {count(len(ranks), 'node')}: {fold(ranks)}" for host, ranks in shared.items()]
 
 

@@ -71,11 +71,11 @@ def shared_files(context: PlanContext) -> SharedFiles:
 def node_files(
     context: PlanContext, site: Site, commands: NodeCommands, shared: SharedFiles, manifest: PartitionFiles | None
 ) -> tuple[PlannedFile, ...]:
-    """Return all files that a node needs before its processes start.
+    """Return the files that a node needs before its processes start, except gnnfleet's code.
 
     ``manifest``: files of the parts to send; None if no parts are sent, or they do not exist yet.
     """
-    files = [_below(site.code_dir, file) for file in shared.code]
+    files: list[PlannedFile] = []
     if manifest and site.parts:
         parts = manifest.of_parts(site.parts, replicated=context.topology.replicated)
         files += _part_files(context, site, manifest.folder, parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,10 @@ from launcher.command import Command
 from launcher.config.schema import Role, TrainConfig, login_text
 from launcher.errors import node_label
 from launcher.files import file_sha256
+
+#: Option of Python for programs of ``launcher/node`` that need the standard library only. Without it Python reads the
+#: .pth files of all installed packages, which can take longer than the rest of its start.
+NO_SITE = "-S"
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class NodePlan:
     start: Command  #: the supervisor, run by tmux or as that step
     server: Command | None  #: the graph server, which the supervisor starts first; None: no server
     trainer: Command | None  #: the rank runner with its command, started once per rank; None: the node does not train
-    files: tuple[PlannedFile, ...]
+    files: tuple[PlannedFile, ...]  #: all but gnnfleet's code, which is ``LaunchPlan.code``
     log_files: tuple[str, ...]
     role: Role = "worker"
     copies: tuple[int, ...] = ()  #: the parts in ``parts`` of which another node is the first holder
@@ -69,6 +74,7 @@ class NodePlan:
     topology_bytes: int = 0  #: replicated topology: bytes of edges sent to the node for parts that it does not hold
     #: Slurm job of the node, of which the supervisor is a step; '%j': not submitted yet; '': it runs in a tmux session
     slurm_job: str = ""
+    gets_code: bool = True  #: ``LaunchPlan.code`` is sent to it; False: a server that runs already keeps its code
 
     @property
     def target(self) -> str:
@@ -91,9 +97,11 @@ class NodePlan:
     def program(self, name: str, *words: str) -> Command:
         """Return the command that runs ``launcher/node/<name>.py`` on the node with the arguments ``words``.
 
-        Interpreter, environment, working folder and ``setup`` are those of the supervisor.
+        Interpreter, environment, working folder and ``setup`` are those of the supervisor. Only the programs in
+        ``store/`` can import installed packages.
         """
-        argv = (*self.start.argv[:1], f"{self.code_dir}/launcher/node/{name}.py", *words)
+        options = () if name.startswith("store/") else (NO_SITE,)
+        argv = (*self.start.argv[:1], *options, f"{self.code_dir}/launcher/node/{name}.py", *words)
         return Command(argv, self.start.env, self.start.cwd, self.start.setup)
 
     @property
@@ -153,11 +161,24 @@ class LaunchPlan:
     own_command: tuple[str, ...] = ()  #: the user's command that ranks run; (): the bundled trainer
     train: TrainConfig | None = None  #: settings of the bundled trainer; None if it does not run
     manifest: str = ""  #: SHA-256 of the ``manifest.json`` sent with the parts; '' if no parts are sent (yet)
+    code: tuple[PlannedFile, ...] = ()  #: gnnfleet's code; ``dest`` is relative to ``code_dir`` of each node
 
     @property
     def serve_only(self) -> bool:
         """Whether this is the plan of a serving cluster, in which no node trains."""
         return not self.world_size
+
+    def sent_bytes(self, node: NodePlan) -> int:
+        """Return the bytes of all files that ``node`` gets: gnnfleet's code, and its own files."""
+        return sum(file.bytes for file in node.files) + (self._code_bytes if node.gets_code else 0)
+
+    def sent_files(self, node: NodePlan) -> int:
+        """Return the number of these files."""
+        return len(node.files) + (len(self.code) if node.gets_code else 0)
+
+    @cached_property
+    def _code_bytes(self) -> int:
+        return sum(file.bytes for file in self.code)
 
 
 @dataclass(frozen=True)

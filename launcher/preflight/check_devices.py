@@ -90,9 +90,7 @@ def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
 
 def _mixed(survey: Survey, k: int) -> Iterator[Finding]:
     """Yield a warning for a node that trains on its CPU with as many seeds per step as nodes with devices."""
-    training = [node for node in survey.config.nodes if node.trains]
-    equal = len({node.batch_share for node in training}) == 1
-    if survey.own_command or not survey.config.nodes[k].trains or not equal or not any(n.devices for n in training):
+    if survey.own_command or not survey.config.nodes[k].trains or not survey.devices_take_equal_shares:
         return
     message = "trains on its CPU as many seeds per step as the nodes with devices, which wait for it"
     yield survey.finding(k, "warn", "devices", message, "set a smaller `batch_share`, or leave the node out")

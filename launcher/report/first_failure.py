@@ -38,6 +38,8 @@ _LONGEST = 120  # characters of a folded reason
 #: Parts in which the same error differs between processes: numbers and addresses.
 _PARTICULAR = re.compile(r"\[?\b\d{1,3}(\.\d{1,3}){3}\b\]?(:\d+)?|0x[0-9a-f]+|\b\d+\b")
 
+_NAMED = 8  # nodes and servers that are named in one line
+
 
 @dataclass(frozen=True)
 class Aftermath:
@@ -83,6 +85,8 @@ def _who(outcomes: Sequence[Outcome]) -> str:
     """Return the names of processes: ``rank 4`` or ``ranks 0–2, 4``; servers and nodes by name."""
     ranks = sorted(outcome.rank for outcome in outcomes if outcome.rank is not None)
     others = [outcome.place for outcome in outcomes if outcome.rank is None]
+    if len(others) > _NAMED:
+        others = [*others[: _NAMED - 1], f"{len(others) - _NAMED + 1} more"]
     named = [f"{'ranks' if len(ranks) > 1 else 'rank'} {spans(ranks)}"] if ranks else []
     return ", ".join([*named, *others]) + (":" if others else "")
 

@@ -133,7 +133,8 @@ class Board:
         if row is None or metric.get("kind") != "step":
             return
         row.update(metric)
-        if self._first is None and (done := self.fraction()) is not None:
+        # Without epochs there is no fraction; computing it for each line would take the square of the number of ranks.
+        if self._first is None and self.epochs and (done := self.fraction()) is not None:
             self._first = time.monotonic(), done
 
     def finding(self, finding: Mapping[str, Any]) -> None:

@@ -442,7 +442,7 @@ class RunFollower:
         and the nodes without contact are recorded as lost.
         """
         waiting = [k for k in self._nodes if k not in self.followed.ended]
-        broken = {k: stream.broken_since for k, stream in self._streams.items() if k in waiting}
+        broken = {k: self._streams[k].broken_since for k in waiting}
         since = [when for when in broken.values() if when is not None]
         if not waiting or len(since) < len(waiting):
             return  # at least one node is connected

@@ -36,6 +36,8 @@ from launcher.node.supervisor.spec import NodeSpec
 
 HEARTBEAT = 1.0  #: seconds between two writes of state.json
 
+_FILES = 256  # open files besides the connections to the other supervisors
+
 _TURN = 0.2  # seconds between two checks of files and requests
 
 _LOST_GRACE = 2.0  # seconds of grace after a lost node: its detection has used most of the 10 s in which a run must end
@@ -477,7 +479,9 @@ def main() -> int:
         print("usage: supervisor.py node.json", file=sys.stderr)
         return 2
     procs.adopt_orphans()
-    return Supervisor(NodeSpec.read(sys.argv[1])).run()
+    spec = NodeSpec.read(sys.argv[1])
+    procs.allow_open_files(_FILES + 2 * len(spec.labels))
+    return Supervisor(spec).run()
 
 
 if __name__ == "__main__":

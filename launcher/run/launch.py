@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -187,7 +188,7 @@ def _requeue(context: LaunchContext) -> None:
     if job is None:  # a launch by SSH from a job; its nodes are not those of the job
         return
     with suppress(FleetError):
-        if job_status(job).state == "PENDING":
+        if job_status(job).restarts > int(os.environ.get("SLURM_RESTART_COUNT") or 0):  # after the failure of a node
             context.say(f"Slurm has put job {job} back into its queue; its next start resumes the run")
             return
     if not is_on(context.config.slurm, "requeue"):

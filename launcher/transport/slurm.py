@@ -98,13 +98,13 @@ _asking = threading.Lock()
 
 
 def _is_over(job: str) -> bool:
-    """Whether a job has ended or waits in the queue again, as Slurm said in the last seconds."""
+    """Whether a job is being ended, has ended or waits in the queue again, as Slurm said in the last seconds."""
     with _asking:
         when, over = _asked.get(job, (-_ASK_AGAIN, False))
         if time.monotonic() - when > _ASK_AGAIN:
             with suppress(FleetError):
                 status = job_status(job)
-                over = status.ended or status.state == "PENDING"
+                over = status.ended or status.state in ("COMPLETING", "PENDING")
             _asked[job] = (time.monotonic(), over)
         return over
 

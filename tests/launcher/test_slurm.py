@@ -275,7 +275,7 @@ def test_files_of_a_job_that_slurm_has_requeued_are_read_here(
     fake("RUNNING None")
     transport = SlurmTransport("7", "gpu1", 0)
     assert transport.run(Command(("echo", "there")), timeout=10).stdout == b"there\n"
-    fake("PENDING BeginTime")
+    fake("COMPLETING None")  # until this launcher, which is its batch script, has ended
     monkeypatch.setattr(slurm, "_ASK_AGAIN", 0.0)
     (tmp_path / "log").write_text("text")
     transport.download(str(tmp_path / "log"), tmp_path / "back")

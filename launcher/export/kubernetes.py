@@ -147,17 +147,27 @@ def _hostnames(name: str, groups: Sequence[str], kind: str) -> list[str]:
 
 
 def _parts_folder(config: ResolvedConfig, cluster: Cluster) -> str:
-    """Return the partition folder in the pods. Raises UsageError if it is on none of their volumes."""
-    if config.data.mode == "sync":
-        return f"{HOME if config.data.store is None else ''}{PARTS}/{parts_name(config)}"
-    folder = config.data.folder
+    """Return the partition folder in the pods.
+
+    Raises UsageError if that folder, or the one in which the store is, is on none of the pods' volumes.
+    """
+    data = config.data
+    if data.store is not None and scheme_of(data.store) in ("file", "local"):
+        _check_mounted("data.store", data.store.partition("://")[2], cluster)
+    if data.mode == "sync":
+        return f"{HOME if data.store is None else ''}{PARTS}/{parts_name(config)}"
+    _check_mounted("data.folder", data.folder, cluster)
+    return data.folder
+
+
+def _check_mounted(key: str, folder: str, cluster: Cluster) -> None:
+    """Raise UsageError if ``folder``, the value of ``key``, is on none of the pods' volumes."""
     mounts = [HOME, *(path for _, path in cluster.claims)]
     if not any(posixpath.commonpath([folder, path]) == path for path in mounts if folder.startswith("/")):
         raise UsageError(
-            f"data.folder: {folder} is on no volume of the pods ({', '.join(mounts)}); mount the claim that has the "
+            f"{key}: {folder} is on no volume of the pods ({', '.join(mounts)}); mount the claim that has the "
             f"parts with --claim NAME={posixpath.dirname(folder) if folder.startswith('/') else '/PATH'}"
         )
-    return folder
 
 
 # Manifests.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,7 @@ from launcher.sync.verify_parts import PartsDiffer, verify
 from launcher.text import count
 from launcher.transport import Opened, close_all, connect_all
 from launcher.transport.base import Transport
-from launcher.transport.slurm_client import requeue
+from launcher.transport.slurm_client import job_status, requeue
 
 
 @dataclass
@@ -186,6 +187,10 @@ def _requeue(context: LaunchContext) -> None:
     job = context.config.slurm_job
     if job is None:  # a launch by SSH from a job; its nodes are not those of the job
         return
+    with suppress(FleetError):
+        if job_status(job).restarts > int(os.environ.get("SLURM_RESTART_COUNT") or 0):  # after the failure of a node
+            context.say(f"Slurm has put job {job} back into its queue; its next start resumes the run")
+            return
     if not is_on(context.config.slurm, "requeue"):
         context.say(f"the job is not requeued (slurm: requeue); `gnnfleet resume {context.run_id}` resumes the run")
     elif not (context.folder / "checkpoints" / "last.pt").is_file():

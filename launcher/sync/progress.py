@@ -55,7 +55,7 @@ class LineProgress(TransferProgress):
                 return
             self._last = time.monotonic()
             sent, total = sum(self._sent.values()), sum(self._total.values())
-        self.console.print(f"sync: {decimal(sent)} of {decimal(total)} sent", highlight=False)
+        self.console.print(f"files: {decimal(sent)} of {decimal(total)} transferred", highlight=False)
 
     def note(self, node_rank: int, text: str) -> None:
         self.console.print(f"{self.labels[node_rank]}: {text}", highlight=False, markup=False, soft_wrap=True)

@@ -6,8 +6,10 @@ import errno
 import os
 import signal
 import subprocess
+import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from launcher.command import Command, render
@@ -21,7 +23,12 @@ from launcher.transport.slurm_client import JobStatus, job_status
 _CHUNK = 1 << 18
 
 #: What srun prints if a job that is being ended, or has ended, gets no more steps.
-_REFUSED = (b"has expired", b"Job/step already completing or completed", b"Invalid job id specified")
+_REFUSED = (
+    *(b"has expired", b"Job/step already completing or completed", b"Invalid job id specified"),
+    b"Job is pending execution",  # Slurm has put it back into the queue
+)
+
+_ASK_AGAIN = 5.0  # seconds after which Slurm is asked again whether a job has ended
 
 _CLOSE_WAIT = 2.0  # seconds that srun gets to end its step before it is killed
 
@@ -85,6 +92,23 @@ def _opened(status: JobStatus, host: str, node_rank: int) -> Transport:
     return SlurmTransport(status.job, host, node_rank)
 
 
+_asked: dict[str, tuple[float, bool]] = {}  # by job: when Slurm was asked last, and its answer
+
+_asking = threading.Lock()
+
+
+def _is_over(job: str) -> bool:
+    """Whether a job is being ended, has ended or waits in the queue again, as Slurm said in the last seconds."""
+    with _asking:
+        when, over = _asked.get(job, (-_ASK_AGAIN, False))
+        if time.monotonic() - when > _ASK_AGAIN:
+            with suppress(FleetError):
+                status = job_status(job)
+                over = status.ended or status.state in ("COMPLETING", "PENDING")
+            _asked[job] = (time.monotonic(), over)
+        return over
+
+
 class SlurmTransport(ProcessTransport):
     """A node of a running job. It needs no connection: ``connect`` and ``close`` do nothing.
 
@@ -95,7 +119,7 @@ class SlurmTransport(ProcessTransport):
 
     def __init__(self, job: str, host: str, node_rank: int | None = None):
         self.job, self.target, self.node_rank = job, host, node_rank
-        self._ending = False  #: Slurm has refused a step because the job is being ended
+        self._ending = False  #: the job has ended or is being ended, and Slurm starts no more steps of it
 
     def connect(self, timeout: float) -> None:
         """Do nothing."""
@@ -115,6 +139,7 @@ class SlurmTransport(ProcessTransport):
         return super().run(command, stdin=stdin, timeout=timeout)
 
     def _begin(self, command: Command, deadline: float) -> Process:
+        self._ending = self._ending or _is_over(self.job)
         return LocalProcess(command) if self._ending else _SrunProcess(self._argv(command))
 
     def _kill(self, process: Process) -> None:

@@ -299,6 +299,7 @@ MESSAGES = {
     "--to slurm -o x --slurm nodes=4": "--slurm nodes=4: cluster.yml gives 2; change `nodes`",
     "--to kubernetes --image a --claim data": "--claim data: give NAME=PATH",
     "--to kubernetes --image a --set data.mode=verify": "data.folder: /scratch/parts is on no volume of the pods",
+    "--to kubernetes --image a --set data.store=file:///big/parts": "data.store: /big/parts is on no volume",
     "--to bash --set data.serving=other": "cannot attach to serving cluster other",
     "--to bash --set train.resume=old.pt": "an exported run (bash) gets no checkpoint of this machine",
     "--to slurm -o x --set nodes.0.devices=[0]": "all nodes must be workers with equal procs and devices",

@@ -19,6 +19,7 @@ from launcher.errors import ConfigError, RemoteFileError, UsageError
 from launcher.plan.sbatch import sbatch_script, warning_seconds
 from launcher.report.run_folder import LaunchFile
 from launcher.run.options import slurm_overrides
+from launcher.transport import slurm
 from launcher.transport.local import LocalTransport
 from launcher.transport.slurm import SlurmTransport, open_slurm
 from launcher.transport.slurm_client import job_status
@@ -57,6 +58,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE", str(tmp_path))
+    monkeypatch.setattr(slurm, "_asked", {})
 
     def set_state(state: str) -> None:
         (tmp_path / "state").write_text(state + "\n")
@@ -264,6 +266,22 @@ def test_files_and_commands_of_a_step(tmp_path: Path, fake: Callable[[str], None
     with transport.talk(Command(("cat",))) as talk:
         talk.send("hello")
         assert talk.receive(10) == "hello"
+
+
+def test_files_of_a_job_that_slurm_has_requeued_are_read_here(
+    tmp_path: Path, fake: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as after the failure of a node, while the launcher of the job still collects
+    fake("RUNNING None")
+    transport = SlurmTransport("7", "gpu1", 0)
+    assert transport.run(Command(("echo", "there")), timeout=10).stdout == b"there\n"
+    fake("COMPLETING None")  # until this launcher, which is its batch script, has ended
+    monkeypatch.setattr(slurm, "_ASK_AGAIN", 0.0)
+    (tmp_path / "log").write_text("text")
+    transport.download(str(tmp_path / "log"), tmp_path / "back")
+    assert (tmp_path / "back").read_text() == "text"
+    with transport.talk(Command((sys.executable, "-c", "print('here')"))) as talk:
+        assert talk.receive(10) == "here"
 
 
 def test_a_job_that_is_being_ended(tmp_path: Path, fake: Callable[[str], None]) -> None:

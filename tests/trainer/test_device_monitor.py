@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import trainer
+from test_spent import Batches, one_epoch
+from train_kit import metrics
 from trainer.train import device_monitor
 from trainer.train.device_monitor import DeviceMonitor, utilization_reader
 from trainer.train.step_timing import StepTimes
@@ -64,6 +68,28 @@ def test_an_epoch_line_has_the_mean_utilisation_and_the_most_used_memory(
     device = monitor.epoch_fields(StepTimes())["device"]
     assert (device["utilization"], device["used_bytes"]) == (0.6, 70)
     assert "step_s" not in device, "no step has ended on the device"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_lines_of_an_epoch_and_of_a_script_have_the_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_monitor, "import_module", missing)
+    monkeypatch.setattr("trainer.train.metrics.STEP_INTERVAL", 0.0)
+    for module in ("epoch", "steplog"):
+        monkeypatch.setattr(f"trainer.train.{module}.DeviceMonitor", lambda device: DeviceMonitor(GPU))
+    report = one_epoch(tmp_path / "bundled", Batches())
+    assert report.line["device"]["total_bytes"] == 80
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trainer.StepLog(model, optimizer, environ={"GNNFLEET_RUN_DIR": str(tmp_path / "script")}) as log:
+        for step in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            log.step(1, step, 2, 0.5, 1)
+        log.epoch(1, 0.5)
+    lines = [*metrics(tmp_path / "bundled", "step"), *metrics(tmp_path / "script", "step")]
+    assert len(lines) == 5 + 2 and len(metrics(tmp_path / "script", "epoch")) == 1
+    for line in (*lines, *metrics(tmp_path / "script", "epoch")):
+        assert line["device"]["used_bytes"] == 20 and line["device"]["utilization"] == 0.5
 
 
 def test_without_nvml_there_is_no_utilisation(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,12 @@ class KernelCache:
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """Return the kernel for a signature and the current device, or None if it is not saved or of no use."""
         target_context.refresh()
-        payload = self._files.load(self._key(signature, target_context.codegen()))
-        return None if payload is None else import_module("numba.cuda.dispatcher")._Kernel._rebuild(**payload)
+        key = self._key(signature, target_context.codegen())
+        try:
+            payload = self._files.load(key)
+            return None if payload is None else import_module("numba.cuda.dispatcher")._Kernel._rebuild(**payload)
+        except Exception:  # many types: written with another version of a package that numba-cuda uses
+            return None
 
     def save_overload(self, signature: Any, kernel: Any) -> None:
         self._files.save(self._key(signature, kernel.codegen), kernel._reduce_states())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import pickle
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 from trainer.cuda import array_ops, gather_kernels, kernel_cache, neighbor_kernels, relabel
 from trainer.cuda.kernel_cache import variant
-from trainer.cuda.launch import Kernel, simulated
+from trainer.cuda.launch import Kernel, Mapped, simulated
 from trainer.nn.kernels import cuda_elements, cuda_sums
 
 cuda: Any = importlib.import_module("numba.cuda")
@@ -140,6 +141,27 @@ def test_a_compiled_kernel_is_loaded_by_later_processes(tmp_path: Path, monkeypa
         file.write_bytes(pickle.dumps({"unknown": 1}))
     dispatcher = Kernel(chosen[0][0].function)._compiled
     assert dispatcher.compile(chosen[0][1]) and not dispatcher.stats.cache_hits
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.skipif(not has_compiler(), reason="no NVVM: pip install 'gnnfleet[cuda12]'")
+def test_a_launch_compiles_for_the_types_of_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatcher, driver = (importlib.import_module(f"numba.cuda.{name}") for name in ("dispatcher", "cudadrv.driver"))
+    launched: list[Any] = []
+    monkeypatch.setattr(kernel_cache, "usable_folder", lambda: tmp_path)
+    monkeypatch.setattr(dispatcher._Kernel, "launch", lambda self, *_: launched.append(self.signature.args))
+    monkeypatch.setattr(driver, "_to_core_stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    take_rows, sources = Kernel(gather_kernels.take_rows.function), torch.zeros(3, dtype=torch.int64)
+    table, none, out = torch.zeros(5, 4, dtype=torch.float16), torch.zeros(0, 1), torch.zeros(3, 4)
+    take_rows(12, sources, Mapped(table), none, none, out)
+    take_rows(12, sources, torch.zeros(5, 4, 8)[:, :, 0], none, none, out)
+    rows = types.float32[:, ::1]
+    assert launched == [
+        (types.int64[::1], types.float16[:, ::1], rows, rows, rows),
+        (types.int64[::1], types.float32[:, :], rows, rows, rows),
+    ]
 
 
 def test_variants_of_a_kernel_are_kept_apart() -> None:

@@ -1,7 +1,8 @@
 """Measures the bytes that a host receives from other hosts in an epoch, without and with a row cache.
 
-One process simulates all hosts, each with one part and replicated topology. GNNFLEET_DEBIAN names the folder of the
-Debian dependency graph (``data.dataset: file``), if available.
+One process simulates all hosts, each with one part and replicated topology.
+
+GNNFLEET_DEBIAN: folder of the Debian dependency graph, as for ``data.dataset: file``. If unset, this graph is left out.
 """
 
 from __future__ import annotations

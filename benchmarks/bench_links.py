@@ -43,7 +43,7 @@ def run(small: bool) -> list[Row]:
 
 
 def without_endpoints(graph: Graph) -> Graph:
-    """Return a graph whose loaders read all edges into memory."""
+    """Return the graph without its stored (source, target) pairs, so that loaders read all edges into memory."""
     spec = replace(graph.manifest.edges[HOMO_EDGE], endpoints=False)
     store = replace(graph.store, manifest=replace(graph.manifest, edges={HOMO_EDGE: spec}))
     return Graph(store, DistGraph(LocalGraph(store), {}))
@@ -64,7 +64,7 @@ def compared(name: str, make: Callable[[Graph], PyGLoader], *graphs: Graph) -> l
 
 
 def measured(make: Callable[[Graph], PyGLoader], graph: Graph) -> tuple[PyGLoader, int, float]:
-    """Return the loader, the peak bytes of numpy's arrays up to its first batch, and the seconds to make the loader."""
+    """Make a loader. Return the loader, peak bytes of numpy's arrays up to its first batch, and the seconds taken."""
     tracemalloc.start()
     began = time.perf_counter()
     loader = make(graph)

@@ -3,7 +3,7 @@
 \b
 python benchmarks/bench_peers.py                        all sections; runs each system once
 python benchmarks/bench_peers.py --only loader,train    some of the sections loader, parts, train, partition
-python benchmarks/bench_peers.py --without shipped      leave out the slowest, graphlearn-torch without a fixed seed
+python benchmarks/bench_peers.py --without shipped      leave out graphlearn-torch as shipped, which is the slowest
 python benchmarks/bench_peers.py --small                a small graph, to check that everything runs
 python benchmarks/bench_peers.py --tenfold              only gnnfleet's loader, on a graph ten times as large
 

@@ -63,7 +63,7 @@ def sampler(store: PartStore, target: NodeType, fanouts: dict[EdgeType, tuple[in
 
 
 def speed(work: Work, shares: list[SeedShare]) -> float:
-    """Return million sampled edges per second."""
+    """Return the sampling speed in millions of edges per second."""
     edges = sum(len(found.src) for share in shares for found in work(share).edges.values())
     return edges / 1e6 / median_seconds(lambda: [work(share) for share in shares])
 
@@ -89,7 +89,7 @@ def sampling(graph: Graph, shares: list[SeedShare]) -> list[Row]:
 
 
 def positions(graph: Graph, shares: list[SeedShare], small: bool) -> list[Row]:
-    """Compare the CPU times of numbering a batch's nodes with a hash table and with an array of all nodes."""
+    """Compare the CPU times of numbering a batch's nodes by a hash table and by an array indexed by node id."""
     # node ids are spread, to simulate graphs of up to 333 times the size
     work = sampler(graph.store, HOMO_NODE, {HOMO_EDGE: FANOUTS})
     edges = [work(share) for share in shares[:4]]

@@ -2,8 +2,8 @@
 
 python benchmarks/run.py scaling                 keep the global batch size; save results, then predict
 python benchmarks/bench_scaling.py --per-host    keep the batch size per host
-python benchmarks/bench_scaling.py --predict     predict again from saved results: --cores 16 --gbit 1 --efficiency 0.5
-GNNFLEET_DEBIAN names the folder of the Debian dependency graph (``data.dataset: file``), if available.
+python benchmarks/bench_scaling.py --predict     predict from saved results; --cores and --gbit describe the hosts
+GNNFLEET_DEBIAN: folder of the Debian dependency graph, as for ``data.dataset: file``. If unset, this graph is left out.
 """
 
 from __future__ import annotations

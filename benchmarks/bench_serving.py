@@ -39,7 +39,9 @@ TUNED = {"seed": 1, "workers": 2, "concurrency": 2, "prefetch": 4, "buffer": "1G
 
 
 @dataclass(frozen=True)
-class Way:
+class Contender:
+    """One system with one choice of settings."""
+
     name: str
     make: Callable[[int, Path], Job]  #: makes the commands from a free port and an empty folder
     turns: int = TURNS
@@ -58,7 +60,7 @@ class Way:
         return max(getattr(done, name) for done in self.found)
 
     def rate(self, what: str) -> float:
-        """Return million ``what`` (nodes or edges) loaded per second."""
+        """Return the loading speed in millions of ``what`` (nodes or edges) per second."""
         return float(self.found[-1].result[what]) / self.seconds / 1e6
 
     def megabytes(self) -> float:
@@ -66,35 +68,39 @@ class Way:
 
 
 def run(small: bool) -> list[Row]:
-    ours, theirs = our_ways(small), glt_ways(small)
+    ours, theirs = our_contenders(small), glt_contenders(small)
     with private_loopback() as network:
         for turn in range(TURNS):
-            for way in (*theirs, *ours):
-                if turn < way.turns:
-                    way.found.append(one_run(way, network))
-    return [row for way in (*ours, *theirs) for row in rows(way, theirs[-1] if way in ours and theirs else None)]
+            for one in (*theirs, *ours):
+                if turn < one.turns:
+                    one.found.append(one_run(one, network))
+    return [row for one in (*ours, *theirs) for row in rows(one, theirs[-1] if one in ours and theirs else None)]
 
 
-def one_run(way: Way, network: Sequence[str]) -> Done:
+def one_run(contender: Contender, network: Sequence[str]) -> Done:
     with tempfile.TemporaryDirectory() as folder:
-        done = run_job(way.make(free_port(), Path(folder)), network, Path(folder) / "log")
+        done = run_job(contender.make(free_port(), Path(folder)), network, Path(folder) / "log")
     if not done.result["complete"]:
-        print(f"serving: {way.name}: an epoch missed or repeated seeds; seeds by epoch: {done.result['seeds']}")
-    print(f"serving: {way.name}: {done}", flush=True)
+        print(f"serving: {contender.name}: an epoch missed or repeated seeds; seeds by epoch: {done.result['seeds']}")
+    print(f"serving: {contender.name}: {done}", flush=True)
     return done
 
 
-def rows(way: Way, best: Way | None) -> list[Row]:
-    """Return time, memory and bytes sent of one way, compared with those of ``best`` unless it is None."""
+def rows(contender: Contender, best: Contender | None) -> list[Row]:
+    """Return time, memory and bytes sent of a contender, compared with those of ``best`` unless it is None."""
     name = "graphlearn-torch, best" if best else ""
 
-    def row(what: str, unit: str, figure: Callable[[Way], float]) -> Row:
-        return Row(f"{way.name}: {what}", figure(way), unit, name, figure(best) if best else None)
+    def row(what: str, unit: str, figure: Callable[[Contender], float]) -> Row:
+        return Row(f"{contender.name}: {what}", figure(contender), unit, name, figure(best) if best else None)
 
     return [
         row("epoch", "s", lambda one: one.seconds),
-        Row(f"{way.name}: nodes", way.rate("nodes"), "million/s", name, best and best.rate("nodes"), "more"),
-        Row(f"{way.name}: edges", way.rate("edges"), "million/s", name, best and best.rate("edges"), "more"),
+        Row(
+            f"{contender.name}: nodes", contender.rate("nodes"), "million/s", name, best and best.rate("nodes"), "more"
+        ),
+        Row(
+            f"{contender.name}: edges", contender.rate("edges"), "million/s", name, best and best.rate("edges"), "more"
+        ),
         row("processor time of an epoch", "s", lambda one: one.cpu),
         row("bytes on the wire", "MB", lambda one: one.megabytes()),
         row("server memory", "MB", lambda one: one.most("server_memory") / 1e6),
@@ -105,19 +111,19 @@ def rows(way: Way, best: Way | None) -> list[Row]:
 # -- gnnfleet ------------------------------------------------------------
 
 
-def our_ways(small: bool) -> list[Way]:
+def our_contenders(small: bool) -> list[Contender]:
     plain, parts = plain_graph(small), partitioned(small, 2)
 
-    def way(name: str, keys: ServiceKeys | None = None, **settings: Any) -> Way:
-        return Way(f"gnnfleet, {name}", lambda port, folder: our_job(plain, parts, keys, settings, port, folder))
+    def contender(name: str, keys: ServiceKeys | None = None, **settings: Any) -> Contender:
+        return Contender(f"gnnfleet, {name}", lambda port, folder: our_job(plain, parts, keys, settings, port, folder))
 
     keys = ServiceKeys(**new_key_pair())
     return [
-        way("Data"),
-        way("Data, encrypted", keys),
-        way("Data, with replacement", replace=True),
-        way("blocks", loader="blocks"),
-        way("blocks, with replacement", loader="blocks", replace=True),
+        contender("Data"),
+        contender("Data, encrypted", keys),
+        contender("Data, with replacement", replace=True),
+        contender("blocks", loader="blocks"),
+        contender("blocks, with replacement", loader="blocks", replace=True),
     ]
 
 
@@ -140,24 +146,24 @@ def our_job(plain: Path, parts: Path, keys: ServiceKeys | None, more: dict[str, 
 # -- graphlearn-torch ----------------------------------------------------
 
 
-def glt_ways(small: bool) -> list[Way]:
+def glt_contenders(small: bool) -> list[Contender]:
     python = peer_python(GLT)
     if python is None:
         return []
     plain = plain_graph(small)
 
-    def way(name: str, settings: dict[str, Any], turns: int = TURNS, servers: int = 1) -> Way:
-        return Way(
+    def contender(name: str, settings: dict[str, Any], turns: int = TURNS, servers: int = 1) -> Contender:
+        return Contender(
             f"graphlearn-torch, {name}",
             lambda port, folder: glt_job(python, plain, glt_parts(python, plain, servers), servers, settings, port),
             turns,
         )
 
     return [
-        way("as documented", DOCUMENTED | {"epochs": 1}, turns=1),
-        way("as documented, 2 servers", SEEDED, turns=1, servers=2),
-        way("with its seed", SEEDED, turns=1),
-        way("best", TUNED),
+        contender("as documented", DOCUMENTED | {"epochs": 1}, turns=1),
+        contender("as documented, 2 servers", SEEDED, turns=1, servers=2),
+        contender("with its seed", SEEDED, turns=1),
+        contender("best", TUNED),
     ]
 
 

@@ -1,6 +1,7 @@
-"""Measures connecting to real sshd hosts, checking them and starting a session on each: gnnfleet and other tools.
+"""Measures how long gnnfleet and other tools take to connect to sshd hosts, check them, and start a session on each.
 
-The other tools only print versions, test one port and start a bare tmux session.
+The other tools are ssh, fabric and parallel-ssh. Their check only prints versions and tests one port, and their session
+is a bare tmux session.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import statistics
 import subprocess
 import sys
@@ -73,23 +73,10 @@ def run(small: bool) -> list[Row]:
     rows: list[Row] = []
     for count in (3,) if small else (8, 32, 100):
         with NetCluster(count) as cluster, mock.patch.dict(os.environ, cluster.environment(), clear=True):
-            know_neighbours(cluster)
+            cluster.know_neighbours()
             nodes = tuple(NodeConfig(host=host.address, user="root", python=PYTHON) for host in cluster.hosts)
             rows += fan_out(Scene(cluster, ClusterConfig(nodes, DataConfig("synthetic"))), other_python)
     return rows
-
-
-def know_neighbours(cluster: NetCluster) -> None:
-    """Add permanent ARP entries for all pairs of hosts."""
-    # 100 hosts need 9,900 entries; the kernel keeps at most 1,024 that are not permanent, over all namespaces
-    for host in cluster.hosts:
-        others = [other.address for other in cluster.hosts if other is not host]
-        lines = [f"neigh replace {address} lladdr {mac(address)} dev eth0 nud permanent" for address in others]
-        subprocess.run(["ip", "-n", host.name, "-batch", "-"], input="\n".join(lines), text=True, check=True)
-
-
-def mac(address: str) -> str:
-    return "02:00:" + ":".join(f"{byte:02x}" for byte in socket.inet_aton(address))
 
 
 def fan_out(scene: Scene, other_python: Path | None) -> Iterator[Row]:
@@ -216,7 +203,7 @@ def parallel_ssh() -> Path | None:
 
 
 def prepare_sessions(scene: Scene) -> None:
-    """Write a start.sh on each host that reports ready at once."""
+    """Write a start.sh on each host. The script reports ready at once."""
     for k, host in enumerate(scene.hosts):
         folder = run_dir(f"{host.home}/gnnfleet/node{k}", RUN, k)
         host.write(f"{folder}/start.sh", f"touch {folder}/state.json; sleep 60")
@@ -229,4 +216,4 @@ def end_sessions(scene: Scene) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(f"run it through {Path(__file__).with_name('run.py')} ssh")
+    raise SystemExit(f"start this benchmark with: python {Path(__file__).with_name('run.py')} ssh")

@@ -60,7 +60,7 @@ def block_loader(graph: Graph) -> BatchLoader:
 
 
 def product_seconds(graph: Graph, dtype: torch.dtype) -> float:
-    """Return the seconds of the dense matrix products of a training step, a lower bound of the step."""
+    """Return the seconds of the dense matrix products of a training step: a lower bound of its duration."""
     (batch,) = islice(block_loader(graph).epoch(0), 1)
     return sum(seconds_of(*shape, dtype) for shape in products(graph, batch))
 

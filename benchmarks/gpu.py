@@ -1,11 +1,12 @@
-"""Measures sampling, gathering, training steps and epochs on a CUDA device, beside the CPU and torch_geometric.
+"""Measures sampling, gathering, training steps and epochs on a CUDA device; compares with CPU and torch_geometric.
 
+\b
 python benchmarks/gpu.py                      tests on the device, then all measurements
 python benchmarks/gpu.py --small              a smaller graph
 python benchmarks/gpu.py --small --simulated  tiny sizes in numba's simulator on the CPU, to check that everything runs
 
-Needs this repository with its packages and a torch for CUDA (`pip install -e '.[cuda13,test]'`, or cuda12). The
-comparison with torch_geometric's NeighborLoader is made only where pyg-lib is installed. Writes gpu.json,
+Needs this repository with its packages and a torch for CUDA (`pip install -e '.[cuda13,test]'`, or cuda12), and one
+free GPU. The comparison with torch_geometric's NeighborLoader is made only where pyg-lib is installed. Writes gpu.json,
 gpu.md and, if matplotlib is installed, gpu.svg into the folder --out.
 """
 
@@ -30,7 +31,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 #: Tests that run on a CUDA device if there is one.
 TESTS = tuple(
     f"tests/trainer/test_{name}.py"
-    for name in ("device", "device_step", "device_sampling", "cuda_step", "cuda_compile")
+    for name in ("gpu", "device", "device_monitor", "device_step", "device_sampling", "cuda_step", "cuda_compile")
 )
 
 UNITS = ("M edges/s", "GB/s", "ms", "s")  #: of the bars in the plot, one chart each
@@ -68,7 +69,7 @@ def main(small: bool, simulated: bool, with_tests: bool, out: Path) -> None:
 
 
 def run_tests() -> None:
-    """Run the tests on the device. Ends the program with their exit status if one fails."""
+    """Run the tests on the device. Raises ClickException if one fails."""
     words = [sys.executable, "-m", "pytest", "-q", *TESTS]
     status = subprocess.run(words, cwd=HERE.parent, check=False).returncode
     if status:
@@ -129,7 +130,7 @@ def plot(found: dict[str, list[Row]], path: Path) -> None:
 
 
 def _bars(row: Row) -> list[tuple[str, float, bool]]:
-    """Return (label, value, whether this project was measured) for each bar of a table row."""
+    """Return the bars of a table row: (label, value, True), and (label, value, False) for what it is compared with."""
     other = [] if row.other is None else [(f"{row.what}: {row.against}", row.other, False)]
     return [(row.what, row.value, True), *other]
 

@@ -65,7 +65,7 @@ class Setup:
     @classmethod
     @contextmanager
     def of(cls, device: torch.device, small: bool, simulated: bool) -> Iterator[Setup]:
-        """Open a graph: a tiny one if ``simulated``, else the small or the large one of all benchmarks."""
+        """Open a graph: a tiny one if ``simulated``, else the small or large graph of ``benchmarks/graphs.py``."""
         if not simulated:
             with open_graph(partitioned(small, 1)) as graph:
                 yield cls(device, graph, simulated, FANOUTS, BATCH, 256, 8, 5)
@@ -97,7 +97,7 @@ class Setup:
 
     @cached_property
     def held(self) -> list[Batch]:
-        """The batches of ``shares``, sampled by the CPU and copied to the device."""
+        """The first ``self.batches`` batches of an epoch, sampled by the CPU and copied to the device."""
         bring: Any = feed(self.device)
         return [bring(self.loaders["cpu"].load(share)) for share in self.shares]
 
@@ -223,7 +223,7 @@ def gathering(setup: Setup) -> Iterator[Row]:
 
 
 def copied(setup: Setup, pinned: bool) -> float:
-    """Return the GB/s of copying a large block to device memory: from ``pinned`` host memory, or from device memory."""
+    """Return the GB/s of copying to device memory: from pinned host memory if ``pinned``, else from device memory."""
     size = 1 << (12 if setup.simulated else 28)
     source = torch.empty(size, dtype=torch.uint8, device=CPU if pinned else setup.device)
     source = source.pin_memory() if pinned and not setup.simulated else source
@@ -246,7 +246,7 @@ def steps(setup: Setup) -> Iterator[Row]:
         yield Row(f"training step, {model}", 1e3 * own, "ms", "with torch operations", 1e3 * torch_only(setup, model))
     yield Row("synchronising calls in a step", synchronisations(setup), "")
     if setup.device.type == "cuda":
-        yield Row("peak memory of a step", torch.cuda.max_memory_allocated(setup.device) / 1e6, "MB")
+        yield Row("peak memory of a step", peak_bytes(setup) / 1e6, "MB", "held before it", held_bytes(setup) / 1e6)
 
 
 def model_step(
@@ -278,7 +278,7 @@ def step_seconds(
 
 
 def with_degree(setup: Setup, batch: Batch, model: str) -> Batch:
-    """Return the batch. For gcn, add made-up in-degrees: the model needs some, and they do not change the time."""
+    """Return the batch; for gcn, with in-degrees of 1. gcn needs in-degrees; their values do not change the time."""
     if model != "gcn":
         return batch
     return replace(batch, degree=torch.ones_like(batch.n_id))
@@ -286,7 +286,7 @@ def with_degree(setup: Setup, batch: Batch, model: str) -> Batch:
 
 @contextmanager
 def cpu_kernels(wanted: bool) -> Iterator[None]:
-    """If ``wanted``, let CPU tensors use the CPU's kernels, even where the simulator is on."""
+    """If ``wanted``, compute on CPU tensors with the CPU's kernels in this context, even if the simulator is on."""
     with mock.patch.object(kernels_device, "_SIMULATED", kernels_device._SIMULATED and not wanted):
         yield
 
@@ -298,7 +298,7 @@ def torch_only(setup: Setup, model: str) -> float:
 
 
 def pyg_step_seconds(setup: Setup) -> float:
-    """Return the seconds of a training step of torch_geometric's GraphSAGE, on batches of the same size."""
+    """Return the seconds of a training step of torch_geometric's GraphSAGE, with ``setup``'s fanouts and batch size."""
     facts = facts_of(setup.graph.manifest)
     model = GraphSAGE(facts.in_dims[facts.target], setup.hidden, len(setup.fanouts), facts.num_classes)
     model = model.to(setup.device)
@@ -334,6 +334,22 @@ def synchronisations(setup: Setup) -> int:
         work(setup.held[-1])
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchronizing" in str(each.message) for each in caught)
+
+
+def held_bytes(setup: Setup) -> int:
+    """Return the bytes of device memory that this process uses now, between two measurements."""
+    return torch.cuda.memory_allocated(setup.device)
+
+
+def peak_bytes(setup: Setup) -> int:
+    """Return the most bytes of device memory that this process uses during a training step of sage."""
+    work = model_step(setup, "sage", setup.device)
+    work(setup.held[0])
+    setup.wait()
+    torch.cuda.reset_peak_memory_stats(setup.device)
+    work(setup.held[-1])
+    setup.wait()
+    return torch.cuda.max_memory_allocated(setup.device)
 
 
 def epochs(setup: Setup) -> Iterator[Row]:

@@ -21,7 +21,7 @@ import gnnfleet as gf
 def arguments(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """Return a parser of ``--parts`` and the options that most examples have.
 
-    defaults: default value of each option by name; a name that is not a common option adds an option.
+    defaults: default values of options, by name. A name that is not a common option defines a new option.
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--parts", help="partition folder; default under launch.py: the folder of the run")

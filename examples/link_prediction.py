@@ -47,7 +47,8 @@ class Model(nn.Module):
     def forward(self, batch, rows):
         """Return the scores of the links, [n], and of their negatives, [n, SHARED].
 
-        The batch has one negative target per link. A link also uses those of the next SHARED - 1 links.
+        The batch has one negative target per link. The negatives of a link combine its source with its own negative
+        target and with those of the next SHARED - 1 links.
         """
         src, dst = self.encode(batch, rows)
         src, ends = src[nodes(batch, self.source).src_index], nodes(batch, self.target)
@@ -81,7 +82,7 @@ def layer_needs(manifest, wanted, num_layers):
 
 
 def nodes(batch, of):
-    """Return the part of a batch that describes the nodes of type ``of``."""
+    """Return the nodes of type ``of`` in a batch; in a homogeneous graph, the batch itself."""
     return batch if of == gf.HOMO_NODE else batch[of]
 
 

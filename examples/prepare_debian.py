@@ -1,4 +1,4 @@
-"""Add edge weights and node times, derived from its relations, to the Debian package graph.
+"""Add edge weights and node times to the Debian package graph, derived from the relations between packages.
 
     python examples/prepare_debian.py debian derived
     python -m trainer partition make --dataset file --source derived --out parts/derived

@@ -16,7 +16,10 @@ import gnnfleet as gf
 
 
 def look(graph):
-    """Load batches that the servers sample, as torch_geometric's NeighborLoader does, and print their size."""
+    """Load batches that the servers sample, and print their size.
+
+    ``DistNeighborLoader`` is used like torch_geometric's ``NeighborLoader``.
+    """
     print(graph)
     loader = gf.DistNeighborLoader(graph, [10, 5], batch_size=256, input_nodes=range(1000), prefetch_factor=4)
     nodes = sum(batch.num_nodes for batch in loader)

@@ -1,10 +1,10 @@
-"""A training loop of your own on a heterogeneous graph, in one file: trainable rows, progress, resume at the step.
+"""Your own training loop for a heterogeneous graph, in one file: trainable rows, progress, resume within an epoch.
 
     python -m trainer partition make --dataset synthetic-hetero --out parts/papers
     python examples/train_hetero.py --parts parts/papers
     python launch.py --config templates/heterogeneous.yml -- python examples/train_hetero.py
 
-Node types without features get trainable rows, which are sharded over the processes and have an optimizer of their own.
+Node types without features get trainable rows, which are sharded over the processes and have their own optimizer.
 """
 
 import argparse

@@ -53,11 +53,11 @@ if TYPE_CHECKING:
     from trainer.core.texts import decode_texts
     from trainer.graph.open import Graph
     from trainer.graph.seed_order import RankLayout
+    from trainer.infer.layerwise_inference import WholeGraph
     from trainer.loader.block_loader import BatchLoader, LoaderSettings
     from trainer.sampler.types import RowRequest
     from trainer.store.manifest import read_manifest
     from trainer.train.checkpoint import load_checkpoint
-    from trainer.train.layerwise_inference import WholeGraph
     from trainer.train.loaders import loader_settings
     from trainer.train.model import trained_model
     from trainer.train.settings import TrainSettings
@@ -116,7 +116,7 @@ _DEFINED_IN = {
     "trainer.sampler.types": ("RowRequest",),
     "trainer.store.manifest": ("read_manifest",),
     "trainer.train.checkpoint": ("load_checkpoint",),
-    "trainer.train.layerwise_inference": ("WholeGraph",),
+    "trainer.infer.layerwise_inference": ("WholeGraph",),
     "trainer.train.loaders": ("loader_settings",),
     "trainer.train.model": ("trained_model",),
     "trainer.train.settings": ("TrainSettings",),

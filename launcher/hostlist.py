@@ -43,10 +43,11 @@ def expand(text: str) -> list[str]:
     return ["".join(_alternate(words[::2], chosen)) for chosen in itertools.product(*choices)]
 
 
-def fold(names: Iterable[str]) -> str:
+def fold(names: Iterable[str], most: int | None = None) -> str:
     """Return host names as one text with ranges, such as ``node[01-16].lab, gpu1``.
 
-    Consecutive names become one range if they differ only in one number that counts up by one.
+    Consecutive names become one range if they differ only in one number that counts up by one. ``most``: how many
+    ranges and single names are listed; of further names the text has only the number, as ``n1, n3, … 7 more``.
     """
     runs: list[list[str]] = []
     for name in names:
@@ -54,7 +55,9 @@ def fold(names: Iterable[str]) -> str:
             runs[-1].append(name)
         else:
             runs.append([name])
-    return ", ".join(_range_of(run[0], run[-1]) for run in runs)
+    shown = runs if most is None or len(runs) <= most else runs[: most - 1]
+    more = sum(map(len, runs[len(shown) :]))
+    return ", ".join([*(_range_of(run[0], run[-1]) for run in shown), *([f"… {more:,} more"] if more else [])])
 
 
 def _span(text: str, span: str) -> tuple[int, int, int]:
@@ -92,9 +95,9 @@ def _follows(run: list[str], name: str) -> bool:
 
 
 def _incremented(before: str, after: str) -> int | None:
-    """Return the position of the only number that is one higher in ``after`` than in ``before``.
+    """Return which number is one higher in ``after`` than in ``before``, as an index into ``_DIGITS.split(before)``.
 
-    It is an index into the pieces of ``_DIGITS.split``. None if there is no such number, or the names differ elsewhere.
+    Returns None unless this is the only difference between the names.
     """
     one, two = _DIGITS.split(before), _DIGITS.split(after)
     differing = [place for place, (a, b) in enumerate(itertools.zip_longest(one, two)) if a != b]

@@ -103,8 +103,8 @@ class _Loader(yaml.SafeLoader):
 def read_tree(text: str, file: str, folder: Path, report: Report, *, line: int | None = None) -> Tree | None:
     """Parse one YAML document; syntax errors and duplicate keys go to ``report``.
 
-    ``line``: the line number of every value, for text that is not in a file; None to count lines. Returns None for an
-    empty or invalid document.
+    Returns None for an empty or invalid document. ``line``: for text that is not in a file, the line number to record
+    for every value; None to record the line of each value in ``text``.
     """
     loader = None
     try:

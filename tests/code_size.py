@@ -1,4 +1,4 @@
-"""`make size`: files, lines, short files and import cycles of each package.
+"""Prints the files, lines, short files and import cycles of each package (`make size`).
 
 python tests/code_size.py [CHECKOUT]     default: this checkout
 """

@@ -134,7 +134,7 @@ class Running:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise AssertionError(f"launch.py has not ended {timeout:g} s later:\n{self.output}") from None
+            raise AssertionError(f"launch.py has not ended within {timeout:g} s:\n{self.output}") from None
         with self._news:
             self._news.wait_for(lambda: self._over, 5)
         return Launched(self.process.returncode, self.output, self.folder)

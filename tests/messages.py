@@ -147,8 +147,8 @@ class _Module:
     def _words(self, value: ast.expr, inside: ast.AST, depth: int) -> Iterator[tuple[int, str]]:
         """Yield the possible texts of an expression, with line numbers.
 
-        inside: the function or module in which names of ``value`` are looked up. depth: how many names and calls of
-        functions are followed, one within another.
+        inside: the function or module in which names of ``value`` are looked up. depth: how many levels of names and
+        function calls are followed.
         """
         if isinstance(value, ast.Constant | ast.JoinedStr | ast.BinOp):
             for text in _texts(value):

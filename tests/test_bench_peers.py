@@ -15,7 +15,10 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 @pytest.fixture
 def contest(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Yield benchmarks/peers/contest.py with fakes that only record in ``made`` what they would make."""
+    """Yield the module benchmarks/peers/contest.py with fakes for the functions that make environments and partitions.
+
+    A fake makes nothing, and adds the name of what it would make to ``made``.
+    """
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.delitem(sys.modules, "graphs", raising=False)  # tests/trainer has a module of this name too
     module = importlib.import_module("peers.contest")

@@ -252,7 +252,7 @@ def test_commands_in_templates_parse_and_name_the_template(template: Path) -> No
 
 
 def parse(words: list[str]) -> None:
-    """Parse arguments of ``gnnfleet``, or of ``launch`` if the first is no command."""
+    """Parse arguments of ``gnnfleet``. If they do not begin with a command, the command is ``launch``."""
     name = words[0] if words[0] in gnnfleet.commands else "launch"
     command, words = gnnfleet.commands[name], words[1:] if words[0] == name else list(words)
     if isinstance(command, click.Group) and words and words[0] in command.commands:

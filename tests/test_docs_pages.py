@@ -55,7 +55,7 @@ def run_script(source: str, words: Sequence[str], monkeypatch: pytest.MonkeyPatc
 
 
 def typed_words(page: str, *beginning: str) -> list[str]:
-    """Return the first command of the page that begins with the words ``beginning``, without these words."""
+    """Find the page's first command that starts with the words ``beginning``; return its other words."""
     text = "".join(blocks(page, "bash")).replace("\\\n", " ")
     lines = map(shlex.split, text.splitlines())
     return next(words[len(beginning) :] for words in lines if tuple(words[: len(beginning)]) == beginning)

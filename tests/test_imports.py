@@ -22,7 +22,7 @@ ORDER = {
     ),
     "trainer": (
         "core", "store", "data", "sources", "partition", "sampler", "cuda", "service", "graph", "loader", "nn",
-        "train", "cli",
+        "train", "infer", "cli",
     ),
     "gnnfleet": ("shadow", "nn", "tasks"),
 }  # fmt: skip

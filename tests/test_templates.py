@@ -1,4 +1,4 @@
-"""Tests of templates/: each file loads and can be planned, and those of local nodes run."""
+"""Tests of templates/: each file loads and can be planned. Templates with local nodes are also launched."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _in_process_group() -> bool:
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit the process. With an open process group, skip the interpreter's shutdown."""
+    """Exit the process. If torch.distributed is initialized, skip the interpreter's shutdown."""
     # Shutdown would wait for all threads, and torch may abort while it destroys a group that has lost a rank.
     if _in_process_group():
         sys.stdout.flush()
@@ -221,15 +221,16 @@ def train(
 def infer(**options: Any) -> None:
     """Compute a trained model's output for every node, using all neighbours.
 
-    Under torchrun, runs as one rank. Writes the predictions of each part with the ids of its nodes to
-    OUT/part<p>/predictions.csv, the model's output to logits.npy (for regression values.npy) beside it, one row per
-    node, and the metrics on each split to OUT/infer.json. For task link, writes OUT/source/part<p> and
-    OUT/target/part<p>: the embeddings of nodes as sources and as targets of links, and the targets with the highest
-    scores of each source.
+    Under torchrun, this process is one rank. For each part, writes predictions.csv (node ids and predictions) and
+    logits.npy (the model's output, one row per node; values.npy for regression) to OUT/part<p>. Writes the metrics on
+    each split to OUT/infer.json.
+
+    For task link, OUT/source/part<p> gets the embeddings of nodes as sources of links, and the targets with the highest
+    scores for each source. OUT/target/part<p> gets the embeddings of nodes as targets.
     """
     job = InferJob(**options)
     with _without_gc():
-        from trainer.train.infer import infer as run
+        from trainer.infer.infer import infer as run
 
     run(job)
 
@@ -271,7 +272,7 @@ def infer(**options: Any) -> None:
 @_server_wait("Seconds to wait for a lost graph server when no other host has its parts.")
 @_DIGESTS
 def serve(**options: Any) -> None:
-    """Serve parts, and batches for clients, to other hosts until SIGTERM."""
+    """Serve parts to other hosts, and batches to clients, until SIGTERM."""
     with _without_gc():
         from trainer.service.serve import ServeJob
         from trainer.service.serve import serve as run

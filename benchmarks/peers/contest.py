@@ -1,4 +1,4 @@
-"""The systems that `make bench-peers` compares in each section, and how one of them is run."""
+"""Lists the systems that `make bench-peers` compares in each section, and runs them."""
 
 from __future__ import annotations
 

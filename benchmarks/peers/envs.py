@@ -1,4 +1,4 @@
-"""Python environments of the other systems, made once under ``~/.cache/gnnfleet-bench`` with Python 3.11 and pip.
+"""Makes Python 3.11 environments for DGL and graphlearn-torch (glt) with pip, once, under ``~/.cache/gnnfleet-bench``.
 
 python benchmarks/peers/envs.py dgl glt      make these environments now
 """
@@ -56,7 +56,7 @@ PEERS = {env.name: env for env in (DGL, GLT)}
 
 
 def peer_python(env: PeerEnv) -> Path | None:
-    """Return the Python of an environment, which the first call makes. If that fails, print why and return None.
+    """Return the Python of an environment. The first call makes it; if that fails, prints why and returns None.
 
     Takes up to 20 minutes and 5 GB. After a failure, later calls fail at once until ``<folder>.failed`` is deleted.
     """

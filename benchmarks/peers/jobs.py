@@ -91,14 +91,15 @@ def run_hosts(
         codes = [process.poll() for process in processes]  # before the remaining processes are killed
     for code, err in zip(codes, errors, strict=True):
         if code:
-            raise RuntimeError(f"exit {code}\n{err.read_text()[-3000:]}")
+            raise RuntimeError(f"{err.stem}: exit status {code}\n{err.read_text()[-3000:]}")
     return [_host_done(*each, timeout) for each in zip(processes, outs, errors, watches, strict=True)]
 
 
 def _host_done(process: subprocess.Popen[str], out: Path, err: Path, watch: _Watch, timeout: float) -> HostDone:
     lines = [line for line in out.read_text().splitlines() if line.startswith("{")]  # DGL prints other lines at its end
     if process.returncode or not lines:
-        raise RuntimeError(f"exit {process.returncode} (within {timeout:.0f} s)\n{err.read_text()[-3000:]}")
+        ended = f"exit status {process.returncode}; the time limit was {timeout:.0f} s"
+        raise RuntimeError(f"{ended}\n{err.read_text()[-3000:]}")
     return HostDone(json.loads(lines[-1]), watch.peak)
 
 

@@ -2,7 +2,8 @@
 
 python our_client.py PLAIN SETTINGS
 PLAIN is a folder from ``plain.py``. SETTINGS is JSON: endpoint, key (path or null), fanouts, batch, prefetch, replace,
-loader (``data``: ``DistNeighborLoader``, ``blocks``: ``BatchLoader``), warm, epochs.
+loader (``data``: ``DistNeighborLoader``, ``blocks``: ``BatchLoader``), warm and epochs (numbers of untimed and of timed
+epochs).
 """
 
 from __future__ import annotations

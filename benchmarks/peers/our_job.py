@@ -1,9 +1,10 @@
 """One simulated host with gnnfleet, for `make bench-peers`. Prints one JSON line. Training is in our_train.py.
 
 python our_job.py TASK PLAIN SETTINGS
-TASK is ``loader`` (one machine), ``parts`` (load on one of two hosts) or ``partition``. PLAIN is a folder from
-``plain.py``. SETTINGS is JSON: folder, fanouts, batch, warm, epochs; some tasks also need kind (``blocks``, ``data``),
-threads, rank, ports, topology, cache, method, classes.
+TASK is ``loader`` (load batches on one machine), ``parts`` (load batches on one of two hosts) or ``partition``. PLAIN
+is a folder from ``plain.py``. SETTINGS is a JSON object. All tasks need folder. ``loader`` and ``parts`` need fanouts,
+batch (seeds per batch), warm (untimed epochs) and epochs (timed ones), and may have kind (``blocks`` or ``data``),
+threads and prefetch. ``parts`` also needs rank, ports, topology and cache. ``partition`` needs method.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 python our_train.py train PLAIN SETTINGS
 
-SETTINGS is JSON as for our_job.py, with hidden, lr and optionally prefetch and precision. This process does not import
-torch, because its memory counts as the host's.
+PLAIN is not used. SETTINGS is JSON as for the task ``parts`` of our_job.py, with hidden, lr and optionally prefetch and
+precision. This process does not import torch: the benchmark counts the process as part of the simulated host and
+measures the host's memory.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def floor_of(section: str, found: Found, layers: list[list[int]] | None, machine
 
 
 def _against(one: Contender, ran: Found) -> Sequence[Run] | None:
-    """Return the runs of the fastest gnnfleet contender, or None without one.
+    """Return the runs of the fastest gnnfleet contender; None if no gnnfleet contender ran.
 
     Contenders with the same partition method as ``one`` are preferred.
     """

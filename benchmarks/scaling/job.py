@@ -68,7 +68,7 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without GNNFLEET_… variables, and with ``more``."""
+    """Return this process's environment for a trainer on CPU: without GNNFLEET_… variables, and with ``more``."""
     # one thread: threads of torch that share a core would spin while they wait for each other
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GNNFLEET_")}
     return kept | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | more
@@ -142,16 +142,16 @@ def _process(
 
 @dataclass(frozen=True)
 class _Mark:
-    server_cpu: tuple[float, ...]
-    received: tuple[int, ...]
+    server_cpu: tuple[float, ...]  #: CPU seconds of each host's server
+    received: tuple[int, ...]  #: bytes that each host has received
 
 
 def _mark(
     case: Case, epoch: int, run_dir: Path, servers: Sequence[subprocess.Popen[bytes]],
     ranks: Sequence[subprocess.Popen[bytes]], where: Sequence[Place],
 ) -> _Mark:  # fmt: skip
-    """Wait until all ranks have ended an epoch. Return the figures so far."""
-    # the last epoch's include some milliseconds of the evaluation, which has a few seeds
+    """Wait until all ranks have trained ``epoch`` epochs. Return server CPU seconds and received bytes per host."""
+    # after the last epoch, they include some milliseconds of the evaluation, which has a few seeds
     deadline = time.monotonic() + _TIMEOUT
     while any(len(epoch_lines(run_dir, k)) < epoch for k in range(len(where))):
         _check(servers, run_dir, deadline, ranks if epoch < case.epochs else ())
@@ -165,7 +165,7 @@ def _check(
     living: Sequence[subprocess.Popen[bytes]], run_dir: Path, deadline: float,
     more: Sequence[subprocess.Popen[bytes]],
 ) -> None:  # fmt: skip
-    """Sleep for ``_GLANCE``. Raises ``RuntimeError`` if a process has ended or the deadline has passed."""
+    """Sleep for ``_GLANCE`` seconds. Raises ``RuntimeError`` if one of the processes has ended, or at ``deadline``."""
     if time.monotonic() > deadline or any(process.poll() is not None for process in (*living, *more)):
         logs = [f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in sorted(run_dir.glob("*.log"))]
         raise RuntimeError("a process ended, or took too long\n" + "\n".join(logs))

@@ -63,7 +63,7 @@ class Measured:
 
     @property
     def reduced_bytes(self) -> float:
-        """Bytes of gradients that all hosts receive per epoch, with a ring all-reduce."""
+        """Bytes of gradients that all hosts together receive per epoch, with a ring all-reduce."""
         return 2 * (len(self.hosts) - 1) * self.weight_bytes * self.hosts[0].steps
 
     @classmethod
@@ -101,7 +101,7 @@ def _compute(host: HostFigures, on: Hardware) -> float:
 
 
 def _remote(host: HostFigures, on: Hardware) -> float:
-    """Return the seconds to fetch a batch's remote rows, with one simultaneous request to each owner."""
+    """Return the seconds to fetch a batch's remote rows by simultaneous requests, one to each owner."""
     # one round of requests is enough, because the topology is replicated
     return host.remote_bytes / host.steps / on.bytes_per_s + (on.latency if host.remote_bytes else 0.0)
 

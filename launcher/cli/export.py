@@ -59,8 +59,8 @@ _SHOWN = ("config", "sets", "run_id", "kind", "output", "force", *_OWN)
 def _export(ctx: click.Context, kind: str, output: Path | None, force: bool, **values: Any) -> None:
     """Write a run as Kubernetes manifests, an sbatch script, or a script for torchrun or bash.
 
-    The file starts the run without gnnfleet's launcher and without SSH; read it, change it, keep it. Words after -- are
-    your own training command.
+    The file starts the run without gnnfleet's launcher and without SSH. You can edit it. Words after -- are your own
+    training command.
     """
     from launcher.config.resolve import resolve_run
     from launcher.export.placed_plan import ExportRequest
@@ -109,7 +109,9 @@ def _cluster(own: dict[str, Any]) -> Cluster:
     for text in own["claims"]:
         name, _, path = text.partition("=")
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", name) or not path.startswith("/"):
-            raise UsageError(f"--claim {text}: give NAME=PATH, as datasets=/data, with an absolute path in the pods")
+            raise UsageError(
+                f"--claim {text}: give NAME=PATH, such as datasets=/data, with an absolute path in the pods"
+            )
         claims.append((name, path.rstrip("/")))
     return Cluster(own["image"], own["workload"], tuple(claims), own["storage"], own["namespace"], own["store_secret"])
 

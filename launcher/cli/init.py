@@ -89,7 +89,7 @@ def _request_of(values: dict[str, Any]) -> InitRequest:
     environment = {name: values[name] for name in ("venv", "conda", "python") if values[name]}
     if len(environment) > 1:
         raise UsageError(
-            f"{' and '.join(f'--{name}' for name in environment)}: give one of them, the one that holds torch"
+            f"{' and '.join(f'--{name}' for name in environment)}: give only the one in which torch is installed"
         )
     dataset, source = dataset_of(values["dataset"]) if values["dataset"] else ("", None)
     if values["source"]:

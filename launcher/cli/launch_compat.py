@@ -1,4 +1,4 @@
-"""Converts the options of a launch, also those for files of other launchers; defines ``gnnfleet import``."""
+"""Converts the options of a launch, including those for files of other launchers; defines ``gnnfleet import``."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def config_of(values: Mapping[str, Any]) -> Path | None:
     """Return the path of the config file given by ``--config`` or by torch_geometric's ``--ip_config``.
 
     The path in ``--ip_config`` is relative to ``--workspace`` or, if there is no such file, to the current directory.
-    If neither is given, returns the placeholder ``NODES_ONLY`` with ``--nodes``, and None without it. Raises UsageError
-    if both are given.
+    Without either option, returns the placeholder ``NODES_ONLY`` if ``--nodes`` is given, else None. Raises UsageError
+    if ``--config`` and ``--ip_config`` are both given.
     """
     config, ip_config = values.get("config"), values.get("ip_config")
     if ip_config is None:
@@ -172,7 +172,7 @@ def _import(ctx: click.Context, file: Path | None, output: Path | None, force: b
     """Convert another launcher's host list or config to a commented cluster.yml.
 
     FILE may be GLT's YAML, an ip_config of torch_geometric or DGL, a hostfile of DeepSpeed or OpenMPI, or an Ansible
-    inventory; its content decides. Flags of the other launcher are accepted too (docs/migrating.md).
+    inventory; gnnfleet recognises which. Flags of the other launcher are accepted too (docs/migrating.md).
     """
     options = options_of(ctx, {**values, "config": values.get("config") or file})
     text = imported(options, (output or Path("cluster.yml")).absolute().parent)

@@ -173,7 +173,7 @@ def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
 def launch(ctx: click.Context, dry_run: bool, **values: Any) -> None:
     """Launch a run: check the hosts, send code and parts, train, report.
 
-    `gnnfleet --config FILE` does it, too. Words after -- are your own command.
+    `gnnfleet --config FILE` does the same. Words after -- are your own command.
     """
     (show_plan if dry_run else run_launch)(options_of(ctx, values))
 
@@ -192,7 +192,7 @@ def plan(ctx: click.Context, **values: Any) -> None:
 def check(ctx: click.Context, **values: Any) -> None:
     """Run preflight only: connect, check every node, list problems.
 
-    The graph is not read, and of your own script only its imports.
+    It does not read the graph. Of your own script it reads only the imports.
     """
     from launcher.run.launch import run_check
 

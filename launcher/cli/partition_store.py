@@ -47,9 +47,10 @@ STORE_OPTION = click.option(
 def push(
     config: ClusterConfig | None, folder: Path | None, url: str | None, options: Mapping[str, Any], force: bool
 ) -> None:
-    """Upload the parts in FOLDER to the store URL; both come from the file with --config, which also makes the parts.
+    """Upload the parts in FOLDER to the store URL.
 
-    An interrupted upload continues when the command is called again.
+    With --config, leave out FOLDER and URL: the config contains both, and missing parts are made first. An interrupted
+    upload continues when the command is called again.
     """
     from launcher.config.resolve import resolve
     from launcher.plan.partition import ensure_parts, read_partition_files
@@ -67,7 +68,7 @@ def push(
     else:
         found = read_partition_files(folder)
         if found is None:
-            raise UsageError(f"{folder}: no partition folder, as it has no manifest.json")
+            raise UsageError(f"{folder} has no manifest.json, so it is not a partition folder")
         parts = found
     stored, _ = stored_parts(url, options)
     if stored is not None and stored.files[-1].sha256 != parts.files[-1].sha256 and not force:
@@ -110,7 +111,7 @@ def fetch(
 
     stored, _ = stored_parts(url, options)
     if stored is None:
-        raise UsageError(f"{url}: no parts in the store, as it has no manifest.json there")
+        raise UsageError(f"{url} has no manifest.json, so it contains no parts")
     if unknown := [part for part in part_ids if part >= stored.num_parts]:
         raise UsageError(f"{url}: there is no part {unknown[0]}; the parts are 0 to {stored.num_parts - 1}")
     there = read_partition_files(folder)

@@ -1,4 +1,4 @@
-"""``gnnfleet rehearse``: runs the plan of a cluster on this machine, on a thinned graph, with a fault on request."""
+"""``gnnfleet rehearse``: runs the plan of a cluster on this machine, on a smaller graph, optionally with a fault."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SHOWN = (
 def _rehearse(
     ctx: click.Context, fault: str | None, vertices: int, folder: Path, **values: Any
 ) -> None:  # fmt: skip
-    """Run the plan of a cluster on this machine, on the CPU, with a thinned graph.
+    """Run the plan of a cluster on this machine, on the CPU, with a smaller graph.
 
     Nodes, roles, ranks, settings and your own command after -- are those of the real run. No host is contacted.
     --fault kills or freezes a process after N training steps, to show what the report of such a failure says.

@@ -128,7 +128,8 @@ def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **
     """Show a run live until it ends, as its launcher does.
 
     RUN is a run id, a part of one, or a run folder; default: the newest run. When the run ends, it is collected and
-    reported. If following ends earlier, the run continues, unless you answer Ctrl-C with s or press it twice.
+    reported. If following ends earlier, the run continues. To stop the run, press Ctrl-C and answer s, or press Ctrl-C
+    twice.
 
     Exit status: that of the run; 0 if it is still running.
     """
@@ -181,7 +182,7 @@ def stop(ctx: click.Context, now: bool, **values: Any) -> None:
     RUN is a run id, a part of one, or a run folder; default: the newest run. The launcher of the run need not be
     running. Other runs are not affected.
 
-    Exit status: 0 nothing of the run is left on the nodes; else 1.
+    Exit status: 0 if nothing of the run is left on the nodes; else 1.
     """
     from launcher.manage.stop import end_run
     from launcher.report.verdict import known_without_nodes

@@ -74,8 +74,8 @@ _CLUSTER = (
 def serve(ctx: click.Context, dry_run: bool, name: str | None, **values: Any) -> None:
     """Start graph servers that many runs share, on the `server` nodes of the file, else on its workers.
 
-    Several runs at once can attach by name (--serving NAME), and notebooks with a key file. A second call with the
-    same name restarts dead servers and applies changes of the file: it adds or stops servers.
+    Several runs can attach by name (--serving NAME) at the same time. Notebooks attach with a key file. A second call
+    with the same name restarts dead servers and applies changes in the file: it adds or stops servers.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -129,7 +129,7 @@ def _read(options: LaunchOptions, name: str | None) -> ClusterConfig:
 
 
 def _without_num_parts(options: LaunchOptions) -> ClusterConfig | None:
-    """Read the config without ``data.num_parts``; None if it is still invalid."""
+    """Read the config without ``data.num_parts``; None if other settings are invalid."""
     try:
         return read_config(replace(options, overrides=(*options.overrides, "data.num_parts=null")))
     except ConfigError:

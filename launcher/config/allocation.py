@@ -47,7 +47,7 @@ def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
 def _devices(environ: Mapping[str, str]) -> tuple[int, ...]:
     """Return the ids of the job's GPUs as processes on this node see them.
 
-    They are the ids in CUDA_VISIBLE_DEVICES if it has one for each GPU of the job on this node, else 0, 1, ….
+    These are the ids in CUDA_VISIBLE_DEVICES if it lists as many as the job has GPUs on this node, else 0, 1, ….
     """
     if not environ.get("SLURM_GPUS_ON_NODE", "").isdecimal():
         return ()
@@ -61,8 +61,9 @@ def with_allocation(tree: Section, environ: Mapping[str, str], report: Report) -
     """Return the config ``tree`` with the nodes of the allocation, if it has ``transport: slurm``.
 
     ``nodes`` may be absent (all hosts are used), the number of hosts to use, or a list. Entry k of the list has the
-    other settings of host k; the last entry also applies to all further hosts. ``slurm_job`` is set to the job of the
-    allocation. A tree that has ``slurm_job`` already, as in the run folder of an earlier launch, is returned unchanged.
+    settings of host k except its name; the last entry also applies to all further hosts. ``slurm_job`` is set to the
+    job of the allocation. A tree that has ``slurm_job`` already, as in the run folder of an earlier launch, is returned
+    unchanged.
     """
     transport, job = tree.items.get("transport"), tree.items.get("slurm_job")
     if not isinstance(transport, Scalar) or transport.text != "slurm" or _filled(job):
@@ -95,7 +96,7 @@ def with_allocation(tree: Section, environ: Mapping[str, str], report: Report) -
 
 
 def _entries(listed: Tree, hosts: tuple[str, ...], origin: Origin, devices: tuple[int, ...]) -> tuple[Section, ...]:
-    """Return one entry of ``nodes`` per host, with the other settings of ``listed``."""
+    """Return one entry of ``nodes`` per host, with the host's name and the settings of its entry in ``listed``."""
     given = [one for one in listed.items if isinstance(one, Section)] if isinstance(listed, YamlSequence) else []
     entries = []
     for k, host in enumerate(hosts):

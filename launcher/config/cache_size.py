@@ -1,4 +1,4 @@
-"""Sizes in config values: of row caches, as a share or in bytes, and of disk space."""
+"""Parses sizes in the config: of row caches, in percent or bytes, and of disk space, in bytes."""
 
 from __future__ import annotations
 

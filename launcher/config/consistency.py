@@ -82,7 +82,9 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
             f"write localhost instead of `{node.host}`, or use `transport: ssh`",
         )
     if node.venv and node.conda:
-        reader.report((*here, "conda"), f"nodes.{k}: venv and conda are both given; keep the one that holds torch")
+        reader.report(
+            (*here, "conda"), f"nodes.{k}: venv and conda are both given; keep the one in which torch is installed"
+        )
     wrong = next((device for device in node.devices if isinstance(device, str) and not _UUID.fullmatch(device)), None)
     if wrong is not None:
         reader.report(

@@ -146,7 +146,8 @@ class _Names:
     def ranks(self, name: str) -> list[int]:
         """Return the node_ranks that match ``name``, which may contain the wildcards * and ?; [] for none.
 
-        Host names take precedence over ``node3``. Without wildcards, full host names take precedence over short ones.
+        Host names take precedence over labels such as ``node3``. Without wildcards, full host names take precedence
+        over short ones.
         """
         name = name.lower()
         if "*" not in name and "?" not in name:

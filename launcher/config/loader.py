@@ -1,7 +1,7 @@
 """Loads cluster.yml, or a file of another launcher, into ``ClusterConfig``.
 
 All problems of a file are raised together as one ``ConfigError``, each with file and line. Relative paths start from
-the file that contains them, those given with ``--set`` from the current directory.
+the file that contains them; relative paths given with ``--set`` start from the current directory.
 """
 
 from __future__ import annotations

@@ -47,11 +47,16 @@ class HeldParts:
 
 
 def store_packages(config: ClusterConfig) -> tuple[str, ...]:
-    """Return the packages with which nodes that hold parts read ``data.store``; () without a store."""
+    """Return the Python packages that nodes with parts need to read ``data.store``; () if it is not set."""
     if config.data.store is None:
         return ()
     special = PACKAGES.get(scheme_of(config.data.store))
     return ("fsspec", special[0]) if special else ("fsspec",)
+
+
+def device_packages(node: NodeConfig) -> tuple[str, ...]:
+    """Return the packages with which the bundled trainer compiles kernels for the node's devices; () without any."""
+    return ("numba_cuda",) if node.devices and node.trains else ()
 
 
 def lead(config: ClusterConfig) -> int:
@@ -85,7 +90,7 @@ def holdings(config: ClusterConfig) -> tuple[HeldParts, ...]:
     """Return the parts of each node.
 
     Each holder has one block of consecutive part ids. With ``data.replicas`` > 1, a holder also has copies of the
-    blocks of the ``replicas - 1`` holders before it, counted in a circle.
+    blocks of the ``replicas - 1`` holders before it; before the first holder comes the last.
     """
     holders, num_parts = config.holders, config.num_parts
     blocks = [part_block(i, len(holders), num_parts) for i in range(len(holders))]

@@ -118,7 +118,7 @@ class NodeConfig:
 
     @property
     def login(self) -> str:
-        """``user@host:port``, without the parts that the config does not give."""
+        """``user@host:port``; a user or port that the config does not give is left out."""
         return login_text(self.user, self.host, self.port)
 
 

@@ -80,7 +80,7 @@ class Reader:
     _replaced: dict[int, str] = field(default_factory=dict)  #: ``NodeConfig.replaces`` by node_rank
 
     def report(self, path: KeyPath, message: str) -> None:
-        """Report a problem at the line of ``path`` or, if the user did not write this key, of its innermost section."""
+        """Report a problem at the line of ``path`` or, if the user did not write this key, of the section around it."""
         origin = self.origin(path)
         self.bad.add(path)
         self.report_problem(Problem(origin.file, origin.line, message))

@@ -127,7 +127,7 @@ _Dumper.add_representer(str, _text)
 
 
 def _group_names(config: ResolvedConfig) -> list[str]:
-    """Return the group of each node. Consecutive nodes whose pods are equal belong to one group."""
+    """Return the name of each node's group. Consecutive nodes whose pods are equal belong to one group."""
     names: list[str] = []
     for _, members in groupby(config.nodes, key=lambda node: (node.role, len(node.devices))):
         nodes = list(members)
@@ -140,7 +140,7 @@ def _group_names(config: ResolvedConfig) -> list[str]:
 def _hostnames(name: str, groups: Sequence[str], kind: str) -> list[str]:
     """Return the host name of each pod, as given by an Indexed Job or by a JobSet with one replica of each Job.
 
-    ``groups``: the Job of each pod. ``kind``: jobset, or another value for Indexed Jobs.
+    ``groups``: the group of each pod; each group is one Job. ``kind``: jobset, or another value for Indexed Jobs.
     """
     job = {group: f"{name}-{group}-0" if kind == "jobset" else f"{name}-{group}" for group in groups}
     return [f"{job[group]}-{groups[:k].count(group)}" for k, group in enumerate(groups)]

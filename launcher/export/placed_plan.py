@@ -1,4 +1,4 @@
-"""Builds the plan of a run whose hosts no preflight can ask: addresses, folders and interpreter are given instead."""
+"""Builds the plan of an exported run, without preflight: the caller gives the addresses, folders and interpreter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from launcher.plan.partition import PartitionFiles, partitioning, read_partition
 
 @dataclass(frozen=True)
 class Place:
-    """Where one node of an exported run will be."""
+    """Addresses, folders and interpreter of one node of an exported run."""
 
     address: str  #: host name or address at which the other nodes reach it
     bind: str  #: address on which its services listen
@@ -48,7 +48,7 @@ class ExportRequest:
 
 
 def check_exportable(config: ResolvedConfig, kind: str) -> None:
-    """Raise UsageError if the config needs what only a launch can do."""
+    """Raise UsageError if the config has ``data.serving`` or ``train.resume``, which exported runs do not support."""
     if config.data.serving:
         raise UsageError(
             f"data.serving: an exported run ({kind}) cannot attach to serving cluster {config.data.serving}, whose "
@@ -56,8 +56,8 @@ def check_exportable(config: ResolvedConfig, kind: str) -> None:
         )
     if config.train.resume:
         raise UsageError(
-            f"train.resume: an exported run ({kind}) gets no checkpoint of this machine; leave it out. The exported "
-            "run resumes from its own checkpoints"
+            f"train.resume: an exported run ({kind}) gets no checkpoint of this machine; remove this key. The "
+            "exported run resumes from its own checkpoints"
         )
 
 
@@ -84,11 +84,11 @@ def parts_name(config: ResolvedConfig) -> str:
 
 
 def placed_plan(request: ExportRequest, places: Sequence[Place], token: Secret, digest: str = "") -> LaunchPlan:
-    """Return the plan of a run whose node k is at ``places[k]``. Its ports are the preferred ones, taken unchecked.
+    """Return the plan of a run whose node k is at ``places[k]``. The preferred ports are used, even if they are busy.
 
     Parts are expected in each node's ``data_folder``. Node keys that describe the hosts of the config (user, port,
-    venv, conda, setup, address, …) are dropped. OMP_NUM_THREADS of the processes is 1. ``digest``: that of gnnfleet's
-    code; '' to compute it. Raises UsageError if a file of the user's command is missing.
+    venv, conda, setup, address, …) are dropped. OMP_NUM_THREADS of the processes is 1. ``digest``: the digest of
+    gnnfleet's code; computed if ''. Raises UsageError if a file of the user's command is missing.
     """
     config, parts = request.config, request.parts
     nodes = tuple(_placed(node, place) for node, place in zip(config.nodes, places, strict=True))

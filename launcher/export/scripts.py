@@ -1,7 +1,7 @@
 """Writes a run as a shell script that a person could have written: for bash, torchrun or Slurm's srun.
 
 The script starts a graph server on each node that holds parts, and the trainer, without a supervisor. The texts are in
-``node.sh.j2`` and ``slurm.sh.j2``; what differs between nodes are Bash arrays, indexed by the node's number.
+``node.sh.j2`` and ``slurm.sh.j2``. Values that differ between nodes are in Bash arrays, indexed by the node's number.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Script:
 
 
 class _Word(str):
-    """A word that is shell syntax already."""
+    """Shell code in a command, which ``_quoted`` does not quote."""
 
 
 def key_path(output: Path) -> Path:
@@ -144,7 +144,7 @@ def _with_devices_of_job(config: ResolvedConfig, options: Mapping[str, str]) -> 
 
 
 def _job_options(config: ResolvedConfig, given: Mapping[str, str]) -> dict[str, str]:
-    """Return all options of sbatch. Raises UsageError for a ``given`` one that contradicts cluster.yml."""
+    """Return all options of sbatch. Raises UsageError if an option in ``given`` contradicts cluster.yml."""
     node = config.nodes[0]
     options = {"job-name": config.name, "nodes": str(len(config.nodes)), "ntasks-per-node": str(node.nproc)}
     options |= {"gpus-per-node": str(len(node.devices))} if node.devices else {}
@@ -271,7 +271,7 @@ def _fetch(config: ResolvedConfig, plan: LaunchPlan) -> str:
 
 
 def _trainer(plan: LaunchPlan, kind: str) -> str:
-    """Return the command of a rank; for torchrun, the words after its options."""
+    """Return the command of a rank or, for torchrun, the end of torchrun's command line: the program with arguments."""
     node = next(node for node in plan.nodes if node.ranks)
     argv = list(_argv(node.trainer))
     rank = argv[argv.index("--") + 1 :]

@@ -108,14 +108,14 @@ def devices(host: HostFacts, environment: Environment | None) -> tuple[Gpu, ...]
 
 
 def free(gpu: Gpu) -> bool:
-    """Whether a GPU is not divided (MIG) and at most the share ``MOST_USED`` of its memory is in use."""
+    """Whether a GPU is free: MIG mode is off, and at most the fraction ``MOST_USED`` of its memory is in use."""
     return not gpu.mig and gpu.used <= gpu.memory * MOST_USED
 
 
-def shares_of(
+def device_ids(
     ranks: Iterable[int], hosts: Mapping[int, str], facts: Mapping[int, HostFacts], chosen: Choice
 ) -> dict[int, tuple[int, ...]]:
-    """Return the CUDA device ids of each node. Nodes on the same host get disjoint shares of its GPUs."""
+    """Return the CUDA device ids of each node. Nodes on the same host get different GPUs."""
     of_host: dict[str, list[int]] = {}
     for k in ranks:
         of_host.setdefault(hosts[k].lower(), []).append(k)
@@ -151,8 +151,8 @@ class GraphDraft:
 def graph_of(dataset: str, source: str | None) -> GraphDraft:
     """Return the dataset, source and options of the graph, as cluster.yml will have them.
 
-    Whether ``source`` is heterogeneous is judged by file names, or by the strings in a .pt file, which is not
-    unpickled.
+    Guesses from the file names in ``source`` whether the graph is heterogeneous. For a .pt file, guesses from the
+    strings in its pickle, without unpickling it.
     """
     if dataset == "synthetic":
         about = "generated; others: `file`, ogbn-products, Planetoid:Cora …"

@@ -42,7 +42,7 @@ class Environment:
 
     @property
     def matched_versions(self) -> tuple[str, ...]:
-        """The leading version numbers of the packages whose versions must agree on all nodes, such as torch."""
+        """The leading numbers of each package version that must agree on all nodes, such as torch's."""
         return tuple(
             leading(self.versions.get(rule.name, ""), rule.numbers)
             for rule in RULES

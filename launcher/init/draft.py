@@ -100,7 +100,7 @@ class Draft:
 
     @property
     def default(self) -> Environment | None:
-        """The environment for ``defaults``: the one that most nodes use; None if no node has any."""
+        """The environment that most nodes use, for section ``defaults``; None if no node has an environment."""
         found = [one for one in self.chosen.values() if one]
         places = [(one.key, one.path) for one in found]
         return max(found, key=lambda one: places.count((one.key, one.path)), default=None)
@@ -259,24 +259,42 @@ def _tables(options: Mapping[str, Any]) -> Iterator[Line]:
             for key, plain in table.items():
                 yield Line(f"        {key}: {value(plain)}")
         if kind == "nodes" and not any("label" in table for table in options[kind].values()):
-            yield Line("        # label: COLUMN", "what to predict; take it out of features and one_hot")
+            yield Line("        # label: COLUMN", "a column to predict; take it out of features and one_hot")
+            if _predicts_links(options):
+                yield Line("        # split: {train: 0.8, val: 0.1, test: 0.1}", "with a label; remove hold_out below")
     if options.get("undirected"):
         yield Line("    undirected: true", "adds the reverse of every edge, so that every type receives messages")
-    if not any("label" in table for table in options["nodes"].values()):
-        yield Line(f"    # hold_out: {_link_type(options)}", "or predict links of this type, with train.task: link")
+    link, timed = _link_type(options)
+    if _predicts_links(options):
+        yield Line(f"    hold_out: {link}", "no table has labels, so links of this type are predicted")
+        if timed:
+            yield Line("    hold_out_time: edge_time", "the latest links are for validation and test")
+    elif not any("label" in table for table in options["nodes"].values()):
+        yield Line(f"    # hold_out: {link}", "or predict links of this type, with train.task: link")
 
 
-def _link_type(options: Mapping[str, Any]) -> str:
+def _predicts_links(options: Mapping[str, Any]) -> bool:
+    """Return whether the drafted run trains link prediction, as no node table has a column of labels or splits."""
+    return not any(key in table for table in options["nodes"].values() for key in ("label", "split"))
+
+
+def _link_type(options: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return the edge type of the first edge table, and whether its edges have times."""
     (node, *others), (name, *more) = options["nodes"], options["edges"]
+    timed = "time" in options["edges"][name]
     if "__" in name:
-        return str(name)
-    return f"{node}__{name}__{node}" if others or more else "node__to__node"
+        return str(name), timed
+    return f"{node}__{name}__{node}" if others or more else "node__to__node", timed
 
 
 def _train(draft: Draft) -> Iterator[Line]:
     world = sum(len(ids) or 1 for ids in draft.devices.values())
-    hetero = draft.graph.hetero
+    hetero, options = draft.graph.hetero, draft.graph.options
     yield Line("train:", "for the bundled trainer; give your own script after -- on the command line")
+    if draft.graph.dataset == "tables" and _predicts_links(options):
+        yield Line("  task: link")
+        if _link_type(options)[1]:
+            yield Line("  time_attr: edge_time", "a batch has no edges later than the links that it predicts")
     yield Line(f"  model: {'rgcn' if hetero else 'sage'}", "or rsage, hgt" if hetero else "or gcn, gat")
     yield Line("  hidden: 64" if hetero else "  hidden: 128")
     yield Line(

@@ -27,7 +27,7 @@ def is_unknown(error: NodeError) -> bool:
 
 
 def reasons(request: InitRequest, errors: Mapping[int, NodeError]) -> Iterator[str]:
-    """Yield one line per host: its name, the error, and the remedy unless ``common_remedy`` has it already."""
+    """Yield one line per host: its name, the error, and a remedy unless ``common_remedy`` returns one for the host."""
     common = common_remedy(request, errors)
     for k, error in errors.items():
         words = error.message if common and is_unknown(error) else reason(request, k, error)

@@ -47,18 +47,21 @@ class InitRequest:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The given key among ``venv``, ``conda`` and ``python``, as {key: value}; {} if none is given."""
+        """The one of ``venv``, ``conda`` and ``python`` that the user gave, as {name: value}; {} if none."""
         given = {"venv": self.venv, "conda": self.conda, "python": self.python}
         return {name: text for name, text in given.items() if text}
 
     def with_environment(self, key: str, path: str) -> InitRequest:
-        """Return the request with ``key``, one of ``venv``, ``conda`` and ``python``, set, and the others unset."""
+        """Return the request with ``key`` set to ``path``, and the other environment keys unset.
+
+        ``key``: ``venv``, ``conda`` or ``python``.
+        """
         chosen = {"venv": None, "conda": None, "python": None, key: path}
         return replace(self, venv=chosen["venv"], conda=chosen["conda"], python=chosen["python"])
 
     @property
     def login(self) -> dict[str, Any]:
-        """The given config keys of ``defaults`` that determine the SSH login: user, key and password."""
+        """The values that the user gave for the SSH login, by config key: ``user``, ``key`` and ``password``."""
         given = {"user": self.user, "key": self.key, "password": self.password}
         return {name: value for name, value in given.items() if value}
 
@@ -102,7 +105,7 @@ def existing(text: str) -> Path:
 
 
 def config_of(request: InitRequest, connect_timeout: float = 10.0) -> ResolvedConfig:
-    """Return the config to connect to the hosts. Raises ConfigError with messages that name flags instead of keys."""
+    """Return the config for connecting to the hosts. Raises ConfigError, whose messages name flags, not keys."""
     plain = {
         "nodes": list(request.hosts),
         "transport": "local" if request.local else "ssh",

@@ -42,7 +42,7 @@ def _about(path: Path) -> str:
 
 
 def named(name: str) -> Template:
-    """Return the template called ``name``. Raises UsageError, which suggests a similar name, if there is none."""
+    """Return the template called ``name``. Raises UsageError if it does not exist; the message suggests other names."""
     found = templates()
     wanted = name.removesuffix(".yml").replace("-", "_")
     for one in found:
@@ -56,7 +56,7 @@ def named(name: str) -> Template:
 def copy_of(template: Template, dest: Path) -> str:
     """Return the template's text as it will be stored in the file ``dest``.
 
-    Its file name is replaced by ``dest``; its relative paths are adapted to the folder of ``dest``.
+    In the text, the template's file name is replaced by ``dest``, and relative paths are adapted to its folder.
     """
     text = template.path.read_text(encoding="utf-8")
     text = re.sub(rf"(?<![\w/])(templates/)?{re.escape(template.path.name)}\b", str(dest), text)

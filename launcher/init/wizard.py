@@ -18,7 +18,7 @@ from rich.table import Table
 
 from launcher.errors import ConfigError, NodeError, PreflightRefused, UnreachableError, UsageError
 from launcher.files import write_whole
-from launcher.init.choose import choose, graph_of, shares_of
+from launcher.init.choose import choose, device_ids, graph_of
 from launcher.init.discover import Discovery, discover
 from launcher.init.draft import Draft, is_unedited, text_of
 from launcher.init.questions import ask_access, ask_environment, common_remedy, reason, reasons
@@ -85,7 +85,7 @@ def _print_next(dest: Path, options: InitOptions, blocked: bool, setup: bool) ->
 def _draft(request: InitRequest, discovery: Discovery, dest: Path, program: str) -> Draft:
     chosen = choose(request, discovery.facts)
     hosts = dict(enumerate(node.host for node in config_of(request).nodes))
-    devices = shares_of(discovery.facts, hosts, discovery.facts, chosen)
+    devices = device_ids(discovery.facts, hosts, discovery.facts, chosen)
     graph = graph_of(request.dataset or "synthetic", request.source)
     if graph.source:
         graph = replace(graph, source=_relative_inside(dest.absolute().parent, graph.source))
@@ -218,7 +218,7 @@ def _check(draft: Draft, dest: Path, opened: Opened, options: InitOptions) -> di
 
 
 def _with_remedy(draft: Draft, finding: Finding) -> Finding:
-    """Return ``finding``; if a missing environment caused it, with the remedy to create one."""
+    """Return ``finding``. If a host has no environment, the remedy becomes the command that creates an environment."""
     chosen = draft.chosen[list(draft.discovery.facts)[finding.node_rank]]
     if chosen is not None or finding.check not in ("python", "packages"):
         return finding
@@ -229,7 +229,8 @@ def _with_remedy(draft: Draft, finding: Finding) -> Finding:
 def check_writable(dest: Path, force: bool, ask: bool) -> None:
     """Raise UsageError if ``dest`` is a folder, is in no existing folder, or is a file that must not be replaced.
 
-    An unedited file of ``gnnfleet init`` is replaced. Others need ``force`` or, with ``ask``, a yes.
+    A file that ``gnnfleet init`` wrote may be replaced if nobody edited it. Any other file may be replaced if ``force``
+    is true or, with ``ask``, if the user agrees.
     """
     if dest.is_dir():
         raise UsageError(f"{dest} is a folder; name a file with -o")

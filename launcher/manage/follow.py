@@ -29,8 +29,8 @@ def follow(
 ) -> RunReport:
     """Follow a run to its end, then collect its files and print its report.
 
-    ``on_interrupt``: action of the first Ctrl-C; None: that of ``run.on_interrupt`` in the config, with ``ask`` in
-    place of ``stop``.
+    ``on_interrupt``: action of the first Ctrl-C. None: ``detach`` if ``run.on_interrupt`` in the config is ``detach``,
+    else ``ask``.
     """
     found = run.found
     prepare_folder(run, folder)

@@ -28,7 +28,7 @@ _IF_THERE = f'if [ -e "$1/node.json" ]; then exec bash -c "$2"; else echo "{_ABS
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run and, by node_rank, the transport to each node or the error of connecting to it."""
+    """A run and its nodes. ``attempts``: for each node_rank the open transport, or the error if connecting failed."""
 
     found: FoundRun
     attempts: Mapping[int, Transport | TransportError]
@@ -55,7 +55,9 @@ class OpenRun:
         """
         nodes = {k: node for k, node in self.nodes.items() if ranks is None or k in ranks}
         asked = [k for k in nodes if k in self.transports]
-        answers = on_nodes(asked, lambda k: node_view(nodes[k], self.transports[k], options(k)))
+        unreachable = ",".join(map(str, self.errors))
+        peers = ("--peers", unreachable) if unreachable else ()  # what the other nodes know about them
+        answers = on_nodes(asked, lambda k: node_view(nodes[k], self.transports[k], (*options(k), *peers)))
         errors = {k: error for k, error in (self.errors | answers.errors).items() if k in nodes}
         views = answers.values | {k: NodeView(nodes[k], unreachable=reason_of(error)) for k, error in errors.items()}
         return {k: views[k] for k in sorted(views)}
@@ -63,7 +65,7 @@ class OpenRun:
 
 @contextmanager
 def opened(found: FoundRun) -> Iterator[OpenRun]:
-    """Connect to all nodes of ``found`` with the logins in its config; closes the connections on exit."""
+    """Connect to all nodes of a run with the logins in the run's config. Closes the connections on exit."""
     ranks = [node.node_rank for node in found.needed_plan.nodes]
     attempts = connect_all(found.needed_config)
     try:

@@ -18,10 +18,12 @@ from launcher.transport.local import LocalTransport
 def resumed_after_requeue(
     config: ClusterConfig, options: LaunchOptions, environ: Mapping[str, str]
 ) -> tuple[LaunchOptions, str]:
-    """Return the options of a launch that resumes this job's run, and a message; if not requeued, ``options`` and ''.
+    """Return the options of a launch that resumes the run of a requeued job, and a message for the user.
+
+    Returns ``options`` and '' if the job was not requeued, or if its run has not started yet.
 
     After requeue n, the batch script launches run ``<run id>-r<n>``, which resumes the job's last run from the newest
-    checkpoint. The files of the last run are collected first, as its launcher may have been killed before it did so.
+    checkpoint. The files of the last run are collected first, unless its launcher has collected them.
     """
     count = environ.get("SLURM_RESTART_COUNT", "0")
     if not config.slurm_job or not options.run_id or not count.isdecimal() or int(count) == 0:
@@ -42,7 +44,7 @@ def resumed_after_requeue(
 
 
 def _collected(found: FoundRun) -> FoundRun:
-    """Collect the files of an earlier start of this job, if its launcher could not."""
+    """Collect the files of ``found``, an earlier run of this job, unless its launcher has collected them."""
     assert found.folder is not None
     if found.plan is None or (found.result is not None and not found.result["notes"]):
         return found

@@ -30,7 +30,7 @@ class PreparedResume:
 
 
 def needs_no_node(found: FoundRun) -> bool:
-    """Whether the run can be resumed without its nodes: it is over, or never began, and its files are here."""
+    """Whether the run can be resumed without a connection to its nodes."""
     return known_without_nodes(found)
 
 
@@ -169,13 +169,16 @@ def _files_changed(found: FoundRun, own: Sequence[str]) -> bool:
 
 
 def own_command_of(found: FoundRun) -> tuple[str, ...]:
-    """Return the user's own command of the run; () for the bundled trainer. Raises UsageError if it is unknown here."""
+    """Return the user's own command of the run; () for the bundled trainer.
+
+    Raises UsageError if this machine does not know the command.
+    """
     if found.launch is not None:
         return found.launch.own_command
     if not found.own:
         return ()
     raise UsageError(
-        f"run {found.run_id} ran a command of its own and was launched on another machine; "
+        f"the command of run {found.run_id} is known only to the machine that launched it; "
         f"resume it there, or give the command again: gnnfleet resume {found.words} -- python …"
     )
 

@@ -99,7 +99,10 @@ def _choose(
     if not ids:
         unreachable = sum(isinstance(attempt, TransportError) for attempt in attempts.values())
         more = f"; {unreachable} of them cannot be reached" if unreachable else ""
-        raise UsageError(f"no run has files on the hosts of {config_path}{more}; is it the cluster file of that run?")
+        raise UsageError(
+            f"no run has files on the hosts of {config_path}{more}; "
+            "give the cluster file with which the run was launched"
+        )
     if run is None:
         return ids[0]
     how, close = matching(ids, run)
@@ -136,8 +139,8 @@ def _read_plan(seen: list[RunFileSeen], attempts: Mapping[int, Transport | Trans
 def _match_hosts(plan: LaunchPlan, config: ClusterConfig, seen: list[RunFileSeen]) -> dict[int, int]:
     """Return, for each node_rank of the run, the index of its node in ``config``.
 
-    The node in ``config`` is one with the same login. If there is none, it is one with the same host, or else one on
-    whose host ``seen`` has files of this node_rank. A node_rank without such a node is left out.
+    A node of ``config`` matches if it has the same login; else if it has the same host; else if its host has the run's
+    files of this node_rank, as listed in ``seen``. A node_rank without a match is left out.
     """
     logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
     hosts = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}

@@ -141,7 +141,7 @@ def follow_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int,
 
 
 class _Follower(threading.Thread):
-    """Prints the log lines of one node; after a lost connection it reconnects and continues at the same place."""
+    """Prints the log lines of one node. After a lost connection it reconnects and continues after the last line."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class _Follower(threading.Thread):
 
 
 def collected_logs(found: FoundRun, node_rank: int) -> Path | None:
-    """Return the folder on this machine that has all logs of a node; None if it lacks some."""
+    """Return the folder on this machine with all logs of a node; None if some logs are not collected."""
     folder = found.folder / "logs" / f"node{node_rank}" if found.folder else None
     return folder if folder is not None and (folder / "result.json").is_file() else None
 

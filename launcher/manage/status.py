@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from launcher.manage.node_views import OpenRun, opened
+from launcher.report.device_use import DeviceUse
 from launcher.report.events import lasting_findings
 from launcher.report.run_folder import FoundRun, read_folder
 from launcher.report.verdict import NodeView, Verdict, from_here, judge, known_without_nodes, last_ranks, place_of
@@ -40,8 +41,15 @@ _COLUMNS = (
     Column("loss", 5, right=True),
     Column("mostly", 2, right=True),
     Column("remote", 2, right=True),
+    Column("gpu ms", 2, right=True),
+    Column("gpu", 4, right=True),
+    Column("gpu memory", 3, right=True),
     Column("heartbeat", 4, right=True),
 )
+
+_OPTIONAL = ("mostly", "gpu ms", "gpu", "gpu memory")  # columns that are left out if they have no value
+
+_STEP_CELLS = 9  # columns about a rank's last step
 
 _NODE_STYLES = {"failed": "red", "lost": "red", "unreachable": "yellow", "done": "green", "stopped": "yellow"}
 
@@ -76,7 +84,7 @@ class Status:
 
 
 def status_now(run: OpenRun) -> Status:
-    """Return the state of the run. The nodes are queried only if the run folder here does not tell it."""
+    """Return the state of the run; queries the nodes only if the run folder on this machine does not suffice."""
     if known_without_nodes(run.found):
         return Status(run.found, from_here(run.found), {})
     views = run.views()
@@ -122,11 +130,10 @@ def rendered(status: Status) -> Group:
 
 
 def _table(rows: list[tuple[Cell, ...]]) -> FittedTable:
-    # The column ``mostly`` is empty before the first step.
-    index = next(i for i, column in enumerate(_COLUMNS) if column.title == "mostly")
-    if any(row[index] != "–" for row in rows):
-        return FittedTable(_COLUMNS, rows)
-    return FittedTable((*_COLUMNS[:index], *_COLUMNS[index + 1 :]), [(*row[:index], *row[index + 1 :]) for row in rows])
+    shown = [
+        i for i, column in enumerate(_COLUMNS) if column.title not in _OPTIONAL or any(row[i] != "–" for row in rows)
+    ]
+    return FittedTable([_COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
 
 def _rows(view: NodeView, ranks: Sequence[int]) -> Iterator[tuple[Cell, ...]]:
@@ -141,9 +148,9 @@ def _rows(view: NodeView, ranks: Sequence[int]) -> Iterator[tuple[Cell, ...]]:
 
 
 def _step_cells(step: Mapping[str, Any]) -> tuple[str, ...]:
-    place = place_of(step)
+    place, device = place_of(step), DeviceUse.of(step) or DeviceUse()
     if not place:
-        return ("–",) * 6
+        return ("–",) * _STEP_CELLS
     return (
         str(place[0]),
         f"{min(place[1] + 1, step['steps'])}/{step['steps']}",  # evaluation counts on beyond ``steps``
@@ -151,6 +158,9 @@ def _step_cells(step: Mapping[str, Any]) -> tuple[str, ...]:
         _number(step.get("loss"), ".4f"),
         most_of(step) or "–",
         _number(step.get("remote_share"), ".0%"),
+        _number(None if device.step_s is None else 1000 * device.step_s, ".3g"),
+        device.share or "–",
+        device.memory or "–",
     )
 
 
@@ -161,7 +171,7 @@ def _number(value: float | None, form: str) -> str:
 def _findings(status: Status) -> list[str]:
     """Return the texts of the findings of all nodes, in order of time and without duplicates.
 
-    If the run is over, two kinds are left out: findings that stopped it, and stragglers that later kept up again.
+    If ``status.views`` is empty, findings that stopped the run and stragglers that later kept up again are left out.
     """
     reports = [view.report for view in status.views.values()] or [status.found.result or {}]
     found = [finding for report in reports for finding in report.get("findings") or ()]

@@ -1,4 +1,4 @@
-"""``gnnfleet stop``: stops a run on every node, with or without a launcher, and collects its files."""
+"""``gnnfleet stop``: stops a run on every node, even if its launcher has ended, and collects its files."""
 
 from __future__ import annotations
 
@@ -139,7 +139,10 @@ class StopResult:
 
 
 def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> StopResult:
-    """Stop the run and print the result of each node; collect the run's files unless its launcher is alive to do so."""
+    """Stop the run, print the result of each node and collect the run's files.
+
+    If the run's launcher still runs, the launcher collects the files instead.
+    """
     if known_without_nodes(run.found):
         ended = _end_here(run.found)
         console.print(Text(ended.message), soft_wrap=True)
@@ -149,7 +152,7 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
         stopped = stop_run(run, views, now=now)
     except KeyboardInterrupt:
         raise Interrupted(
-            "interrupted; nodes that have received the stop request still stop. "
+            "interrupted; nodes that have received the stop request will stop. "
             f"To stop the others: gnnfleet stop {run.found.words}"
         ) from None
     for one in stopped:

@@ -1,7 +1,8 @@
 """Submits a run as a Slurm job, and follows the job through the queue to the end of the run.
 
-The job's batch script is a launch with the run's config. This process only asks Slurm for the state of the job, and
-prints what the launch writes into ``slurm.log`` in the run folder, which all nodes must share with this machine.
+The job's batch script launches the run with its config. This process opens no connection to a node: it asks Slurm for
+the state of the job, and prints the output of the launch from ``slurm.log`` in the run folder. The run folder must be
+on a file system that all nodes share with this machine.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class SubmittedRun:
 
 
 def in_queue(config: ClusterConfig) -> bool:
-    """Whether a launch of the config submits a job, since this process is in no job whose nodes it could use."""
+    """Whether a launch submits a Slurm job: with transport ``slurm``, outside a job that provides the nodes."""
     return config.transport == "slurm" and config.slurm_job is None
 
 
@@ -138,7 +139,10 @@ def follow_job(run: SubmittedRun, console: Console) -> dict[str, Any]:
 
 
 def newest_result(run: SubmittedRun) -> dict[str, Any] | None:
-    """Return the result.json of the last attempt of the job that has one; None if none has."""
+    """Return the newest result.json of the job; None if there is none.
+
+    The job has a run folder for its first start, and another one for each time that Slurm requeued it.
+    """
     results = [read_result(folder) for folder in attempts(run.folder)]
     return next((result for result in reversed(results) if result is not None), None)
 
@@ -154,7 +158,7 @@ def _words(status: JobStatus) -> str:
 
 
 def _print_new(log: Path, at: int, console: Console) -> int:
-    """Print the complete lines of ``log`` from byte ``at`` on; returns the byte after them."""
+    """Print the complete lines of ``log`` from byte offset ``at`` on; return the offset after the last one."""
     try:
         with log.open("rb") as file:
             file.seek(at)
@@ -170,7 +174,7 @@ def _print_new(log: Path, at: int, console: Console) -> int:
 def submit_and_follow(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
     """Submit a run as a Slurm job and, unless ``options.detach``, follow it; returns the exit status.
 
-    Ctrl-C ends only the following; the job goes on.
+    Ctrl-C ends only the output; the job goes on.
     """
     run = submit_run(config, options, console)
     result: Mapping[str, Any] = {"state": "detached", "exit_status": 0}

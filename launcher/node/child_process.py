@@ -51,7 +51,7 @@ class Child:
         os.set_blocking(self._pipe, False)
 
     def fileno(self) -> int:
-        """The pipe with the process's output; with this method ``selectors`` accepts a ``Child``."""
+        """File descriptor of the pipe with the process's output. This method lets ``selectors`` accept a ``Child``."""
         return self._pipe
 
     def pump(self) -> bool:

@@ -1,6 +1,8 @@
 """Stops a node of a run, or reports its state: ``control.py stop|status RUN_DIR``. Prints one JSON object.
 
-``stop`` asks the supervisor to end the run on this node, and ends what is left if the supervisor is dead or too slow.
+``stop`` asks the supervisor to end the run on this node. If the supervisor is dead or takes too long, ``stop`` ends the
+remaining processes itself.
+
 Exit status: 0 when no process of the run is left on this node, else 1.
 """
 
@@ -61,7 +63,7 @@ class NodeFolder:
     def supervisor(self) -> int | None:
         """Pid of the supervisor; None when it is not running."""
         state = self.state
-        return state["pid"] if state and procs.alive(state["pid"], state["start_ticks"]) else None
+        return state["pid"] if state and _alive(state) else None
 
     def recorded(self) -> list[procs.Process]:
         """Return the running processes in the process groups that are listed in ``state.json``."""
@@ -77,6 +79,10 @@ class NodeFolder:
         return list({one.pid: one for one in [*found, *([process] if process else [])]}.values())
 
 
+def _alive(state: dict[str, Any]) -> bool:
+    return procs.alive(state["pid"], state["start_ticks"])
+
+
 def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, Any]) -> dict[str, Any]:
     """Stop the node's processes of the run; after about ``timeout`` seconds, kill them with SIGKILL.
 
@@ -85,8 +91,10 @@ def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, An
     """
     request_stop(folder, request)
     deadline = time.monotonic() + timeout
-    while folder.supervisor() is not None and time.monotonic() < deadline:
-        time.sleep(_POLL)
+    while (state := folder.state) and _alive(state) and time.monotonic() < deadline:
+        # state.json has the states of all nodes of the run: it is read again only once this supervisor has ended
+        while _alive(state) and time.monotonic() < deadline:
+            time.sleep(_POLL)
     killed = describe(folder.running())
     supervisor = folder.supervisor()
     if supervisor is not None:  # killed first, so that it does not report the end of its children as a failure

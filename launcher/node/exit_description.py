@@ -33,7 +33,8 @@ def describe(record: Mapping[str, Any]) -> str:
 def exception_of(record: Mapping[str, Any]) -> str:
     """Return the exception that ended a process, e.g. ``ValueError: no such column``; '' if there is none.
 
-    ``record``: outcome of the process. Only exit status 1 and SIGABRT can come from an exception.
+    ``record``: outcome of the process. An exception ends a process with exit status 1 or by SIGABRT; after any other
+    end, the result is ''.
     """
     exception = last_exception_line(record["traceback"])
     if record["signal"] == "SIGABRT":

@@ -141,9 +141,9 @@ def table(kind: Validator, key: str = r"\d{1,9}") -> Validator:
 class Record:
     """A validator for JSON objects with declared fields.
 
-    need: validator of each required field. may: validator of each optional field; an invalid one is removed.
-    default: (validator, default) of each further field. A missing or invalid one gets the default; if the default is
-    callable, what it returns.
+    need: validator of each required field. may: validator of each optional field; an invalid field is removed.
+    default: (validator, default) of each further field. A missing or invalid field gets the default; a default that is
+    a function is called for the value.
     """
 
     def __init__(
@@ -308,6 +308,9 @@ def _most(value: Any) -> list[Any]:
     return [text(name), number(share)]
 
 
+#: How a rank uses its GPU, as the trainer's DeviceMonitor reports it.
+_DEVICE = table(number, r"\w{1,40}")
+
 #: The last metrics of a rank, in a node's state.
 _RANK_STATE = Record(
     {},
@@ -315,6 +318,7 @@ _RANK_STATE = Record(
     {
         **{name: none_or(real) for name in ("loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")},
         "most": none_or(_most),
+        "device": _DEVICE,
         "kind": text,
         "t": moment,
         "ended": flag,
@@ -445,6 +449,7 @@ METRIC = Record(
         **dict.fromkeys(("t", "seconds", "seeds"), number),
         "remote_share": none_or(real),
         "saved": items(natural),
+        "device": _DEVICE,
     },
 )
 
@@ -485,7 +490,7 @@ _MESSAGE_FIELDS: dict[str, Validator] = {
 def _message(value: dict[str, Any]) -> dict[str, Any]:
     found = {**value, **{name: kind(value[name]) for name, kind in _MESSAGE_FIELDS.items() if name in value}}
     if "file" in found and not {"offset", "lines"} <= found.keys():
-        raise ValueError("`file` without `offset` and `lines`")
+        raise ValueError("a message with `file` must have `offset` and `lines` too")
     if "stopped" in found and not {"killed", "leftovers"} <= found.keys():
-        raise ValueError("`stopped` without `killed` and `leftovers`")
+        raise ValueError("a message with `stopped` must have `killed` and `leftovers` too")
     return found

@@ -44,8 +44,8 @@ class Lease(NamedTuple):
     host: str  #: user and machine that launched the run, ``alice@laptop``; '' when unknown
 
 
-class Holder(NamedTuple):
-    """A process that takes leases; has the fields of ``Lease`` except ``resource``."""
+class LeaseHolder(NamedTuple):
+    """The process that holds a lease, described by the fields of ``Lease`` except ``resource``."""
 
     run_id: str
     node_rank: int
@@ -61,10 +61,11 @@ class LeaseError(OSError):
     """Leases cannot be read or written on this machine. The run continues without them and logs the reason."""
 
 
-def this_process(run_id: str, node_rank: int, host: str = "") -> Holder:
-    """Return the calling process as a ``Holder``. host: user and machine that launched the run."""
+def this_process(run_id: str, node_rank: int, host: str = "") -> LeaseHolder:
+    """Return the calling process as a ``LeaseHolder``. host: user and machine that launched the run."""
     pid = os.getpid()
-    return Holder(run_id, node_rank, _user(os.geteuid()), pid, _start_ticks(pid) or 0, _boot_id(), time.time(), host)
+    user, ticks = _user(os.geteuid()), _start_ticks(pid) or 0
+    return LeaseHolder(run_id, node_rank, user, pid, ticks, _boot_id(), time.time(), host)
 
 
 def held(resources: Iterable[str] | None = None) -> list[Lease]:
@@ -78,10 +79,10 @@ def held(resources: Iterable[str] | None = None) -> list[Lease]:
     return [lease for lease in found if wanted is None or lease.resource in wanted]
 
 
-def take(resources: Iterable[str], holder: Holder) -> list[Lease]:
-    """Take leases on all of ``resources``, or on none if another holder has a lease on one of them.
+def take(resources: Iterable[str], holder: LeaseHolder) -> list[Lease]:
+    """Take leases on all of ``resources``, or on none if another process has a lease on one of them.
 
-    Returns the leases of the other holders; [] means success. Raises LeaseError if the leases cannot be written.
+    Returns the leases of the other processes; [] means success. Raises LeaseError if the leases cannot be written.
     """
     wanted = sorted(set(resources))
     with _folder(create=True) as folder:
@@ -306,7 +307,7 @@ def _name(resource: str, uid: int | None = None) -> str:
     return "%s.%d.json" % (resource.replace(":", "-"), os.geteuid() if uid is None else uid)
 
 
-def _same(lease: Lease, holder: Holder) -> bool:
+def _same(lease: Lease, holder: LeaseHolder) -> bool:
     return (lease.run_id, lease.node_rank, lease.pid) == (holder.run_id, holder.node_rank, holder.pid)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -18,6 +19,8 @@ _PR_SET_PDEATHSIG = 1
 
 _PR_SET_CHILD_SUBREAPER = 36
 
+_MAX_FILES = 65_536
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -28,6 +31,23 @@ class Process:
     pgid: int
     start_ticks: int  #: clock ticks between boot and start
     zombie: bool
+
+
+def boot_id() -> str:
+    """Return an id of this machine's current boot; '' if the kernel has none (not Linux)."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the soft limit of open files of this process to its hard limit if it is below ``count``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < min(count, most):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def look(pid: int) -> Process | None:
@@ -80,7 +100,7 @@ def descendants(pid: int, processes: Iterable[Process] | None = None) -> list[Pr
 def node_token(token: str, node_rank: int) -> str:
     """Return the value of GNNFLEET_TOKEN for the processes of a run on one node.
 
-    Each node has another value, because two nodes may share a machine.
+    The value differs between the nodes, because two nodes may share a host.
     """
     return f"{token}-node{node_rank}"
 

@@ -70,7 +70,7 @@ class RemoteFolder:
             return bytes(self._fs.cat_file(self._at(path), start=start, end=end))
 
     def size(self, path: str) -> int | None:
-        """Return the size of a file in bytes; None if there is none."""
+        """Return the size of a file in bytes; None if the file does not exist."""
         try:
             with self._errors("read", path):
                 return int(self._fs.info(self._at(path))["size"])
@@ -78,7 +78,7 @@ class RemoteFolder:
             return None
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a small file; it appears with its whole content."""
+        """Write a small file. It becomes visible only when it is complete."""
         with self._errors("written", path):
             if not self.is_local:
                 self._fs.pipe_file(self._at(path), data)
@@ -133,8 +133,8 @@ class RemoteFolder:
             raise NotStored(f"{where} does not exist in the store") from None
         except PermissionError as error:
             raise AccessDenied(
-                f"{where} cannot be {done} (access denied: {_text(error)}); give this machine's user, or `env` of the "
-                "node, credentials for the store"
+                f"{where} cannot be {done} (access denied: {_text(error)}); give the user of this machine credentials "
+                "for the store, or set them in `env` of the node"
             ) from None
         except Exception as error:  # every file system has exceptions of its own
             credentials = "Credentials" in type(error).__name__

@@ -53,14 +53,18 @@ _START_WAIT = 60.0  # seconds a supervisor may take to appear
 class Watcher:
     """Prints the new content of one run folder, one JSON message per line.
 
-    offsets: number of bytes already printed, by file. only: patterns of the files to print.
+    offsets: number of bytes already printed, by file. only: patterns of the files to print. peers: node_ranks; of the
+    states of other nodes in state.json only theirs are printed, as all nodes would print those of all nodes.
     """
 
-    def __init__(self, run_dir: str, offsets: dict[str, int], only: Sequence[str] = ("*",)) -> None:
+    def __init__(
+        self, run_dir: str, offsets: dict[str, int], only: Sequence[str] = ("*",), peers: Sequence[str] = ()
+    ) -> None:
         self.run_dir = run_dir
         self.offsets = dict(offsets)
-        self.only = only
+        self.only, self.peers = only, peers
         self._state: dict[str, Any] | None = None
+        self._version: tuple[int, int] | None = None  # of the state.json that was read last
         self._printed = time.monotonic()
         self._give_up = self._printed + _START_WAIT
 
@@ -126,7 +130,16 @@ class Watcher:
         return gone + (f"; the disk of {self.run_dir} is full" if disk_full(self.run_dir) else "")
 
     def emit_state(self) -> None:
-        state = record_in(STATE, self._path("state.json"))
+        path = self._path("state.json")
+        with suppress(OSError):
+            written = os.stat(path)
+            version = written.st_mtime_ns, written.st_ino  # the file is replaced by each write
+            if version == self._version:
+                return
+            self._version = version
+        state = record_in(STATE, path)
+        if state is not None:
+            state["peers"] = {k: state["peers"][k] for k in self.peers if k in state["peers"]}
         if state is not None and state != self._state:
             self._state = state
             self.emit({"state": state})
@@ -142,7 +155,7 @@ class Watcher:
         self._printed = time.monotonic()
 
     def emit_lines(self) -> bool:
-        """Print new lines of all files, about 256 KiB at most of each; return whether there were any.
+        """Print new lines of all files, at most about 256 KiB per file; return whether there were any.
 
         Events are read first and printed last, so that a process's output is printed before the event of its end.
         """
@@ -154,7 +167,7 @@ class Watcher:
         return self.emit_new(_EVENTS, events) or changed
 
     def new_lines(self, name: str) -> bytes:
-        """Return the next complete lines of a file, about 256 KiB at most; empty if it does not exist."""
+        """Return the next complete lines of a file, at most about 256 KiB; empty if it does not exist."""
         with suppress(FileNotFoundError, IsADirectoryError):
             return complete_lines(self._path(name), self.offsets.get(name, 0))
         return b""
@@ -202,7 +215,7 @@ def disk_full(path: str) -> bool:
 
 
 def complete_lines(path: str, offset: int) -> bytes:
-    """Return the complete lines of ``path`` from byte ``offset`` on, about 256 KiB at most.
+    """Return the complete lines of ``path`` from byte ``offset`` on, at most about 256 KiB.
 
     A line longer than 8 MiB is returned in pieces, by several calls.
     """
@@ -277,7 +290,7 @@ def _nth_last_line_end(data: bytes, number: int) -> int:
 
 
 def pause_or_exit(seconds: float) -> None:
-    """Sleep for ``seconds``. Raises BrokenPipeError if standard input is closed: the reader of the output is gone."""
+    """Sleep for ``seconds``. Raises BrokenPipeError once the caller has closed standard input (a pipe or socket)."""
     if not stat.S_ISFIFO(os.fstat(0).st_mode) and not stat.S_ISSOCK(os.fstat(0).st_mode):
         time.sleep(seconds)
     elif select.select([0], [], [], seconds)[0] and not os.read(0, 4096):
@@ -292,8 +305,9 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="comma-separated patterns of files (logs/rank*.log); '': no files")
     parser.add_argument("--since", type=float, help="skip lines before this time (seconds since the epoch, this clock)")
     parser.add_argument("--tail", type=int, help="print only the last TAIL lines of each file")
+    parser.add_argument("--peers", default="", help="comma-separated node_ranks of which this node's state is to tell")
     options = parser.parse_args()
-    watcher = Watcher(options.run_dir, options.offsets, options.only.split(","))
+    watcher = Watcher(options.run_dir, options.offsets, options.only.split(","), options.peers.split(","))
     try:
         if options.since is not None or options.tail is not None:
             watcher.skip(options.since, options.tail)

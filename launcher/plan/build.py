@@ -19,6 +19,7 @@ from launcher.config.schema import login_text
 from launcher.errors import UsageError
 from launcher.hostlist import fold
 from launcher.plan.commands import PlanContext, node_commands, own_argv
+from launcher.plan.device_sampling import sampling_line
 from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
 from launcher.plan.model import KeptServers, LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated
 from launcher.plan.own_script import OwnCommand, own_command_files, resume_file
@@ -30,6 +31,8 @@ from launcher.plan.service_key import new_key_pair
 from launcher.plan.topology import decide
 from launcher.plan.trainable import check_trainable
 from launcher.text import count, spans
+
+_LISTED = 4  # number of hosts or servers that the notes list one by one
 
 
 def new_token() -> Secret:
@@ -107,11 +110,13 @@ def make_plan(
         serving=config.data.serving or "",
         version=context.version,
         topology=context.topology,
+        sampling="" if own or config.serve_only else sampling_line(config, sites, context.topology, usable, facts),
         dataset=config.data.dataset,
         encrypted=context.encrypted,
         own_command=tuple(own_argv(own, sites[first])) if own else (),
         train=None if own or config.serve_only else config.train,
         manifest=usable.files[-1].sha256 if usable else "",
+        code=shared.code,
     )
 
 
@@ -159,15 +164,17 @@ def final_plan(
 
 
 def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPlan:
-    """Return ``plan``, the new plan of a serving cluster, with the present NodePlans of nodes that already run.
+    """Return ``plan``, the new plan of a serving cluster, in which nodes that already run keep their NodePlans.
 
-    ``running``: these NodePlans by node_rank. The parts, cluster.json and run.json of the nodes are those of ``plan``.
+    ``running``: the NodePlans to keep, by node_rank. Only two fields change: ``parts`` is taken from ``plan``, and
+    ``files`` has the new cluster.json and run.json.
     """
     cluster = next(file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json"))
 
     def unchanged(node: NodePlan, parts: tuple[int, ...]) -> NodePlan:
         run_file = PlannedFile(f"{node.run_dir}/run.json", 0, mode=0o600)
-        return replace(node, parts=parts, files=(generated(f"{node.run_dir}/cluster.json", cluster), run_file))
+        files = (generated(f"{node.run_dir}/cluster.json", cluster), run_file)
+        return replace(node, parts=parts, files=files, gets_code=False)
 
     pairs = ((running.get(node.node_rank), node) for node in plan.nodes)
     return replace(plan, nodes=tuple(unchanged(before, node.parts) if before else node for before, node in pairs))
@@ -258,10 +265,13 @@ def _notes(
 
 
 def _servers_of(serving: ServingCluster) -> list[str]:
-    return [
+    listed = serving.servers[:_LISTED] if len(serving.servers) > _LISTED + 1 else serving.servers
+    lines = [
         f"{serving.label(one)} serves {'part' if len(one.parts) == 1 else 'parts'} {spans(one.parts)} at {one.endpoint}"
-        for one in serving.servers
+        for one in listed
     ]
+    more = len(serving.servers) - len(listed)
+    return [*lines, f"and {more} more servers of {serving.name}"] if more else lines
 
 
 def _shared_hosts(config: ResolvedConfig) -> list[str]:
@@ -272,6 +282,8 @@ def _shared_hosts(config: ResolvedConfig) -> list[str]:
     for k, node in enumerate(config.nodes):
         nodes.setdefault(login_text(None, node.host, node.port), []).append(f"node{k}")
     shared = {host: ranks for host, ranks in nodes.items() if len(ranks) > 1}
+    if len(shared) > _LISTED:
+        return [f"{count(len(shared), 'host')} run more than one node each: {fold(shared, _LISTED)}"]
     return [f"host {host} runs {count(len(ranks), 'node')}: {fold(ranks)}" for host, ranks in shared.items()]
 
 
@@ -286,8 +298,8 @@ def offline_plan(
     """Build a plan without connecting to a node. The plan lists the parts' files if they are up to date on this
     machine.
 
-    Arguments as in ``make_plan``. ``to_train``: whether to raise UsageError if the bundled trainer cannot train on the
-    graph, as far as its types are known.
+    Arguments as in ``make_plan``. ``to_train``: whether to raise UsageError if the bundled trainer would refuse the
+    graph (``check_trainable``).
     """
     if config.data.store is None:  # else the parts may exist there
         check_source(config)

@@ -11,7 +11,7 @@ from launcher.config.consistency import RANK_VARIABLES
 from launcher.config.resolve import ResolvedConfig
 from launcher.config.roles import ServingCluster, trainers
 from launcher.config.schema import TrainConfig
-from launcher.plan.model import PlannedFile, Topology
+from launcher.plan.model import NO_SITE, PlannedFile, Topology
 from launcher.plan.own_script import OwnCommand
 from launcher.plan.placement import Site, endpoint
 
@@ -82,7 +82,8 @@ def node_commands(context: PlanContext, site: Site) -> NodeCommands:
 
 def start_command(context: PlanContext, site: Site) -> Command:
     """Build the command that tmux runs on a node: the supervisor, which starts the processes in ``node.json``."""
-    argv = (site.python, f"{site.code_dir}/launcher/node/supervisor/supervisor.py", f"{site.run_dir}/node.json")
+    program = f"{site.code_dir}/launcher/node/supervisor/supervisor.py"
+    argv = (site.python, NO_SITE, program, f"{site.run_dir}/node.json")
     folder = (f"mkdir -p {quote(_files(site))}",) if context.own and site.ranks else ()
     return Command(argv, _user_env(site, _base_env(site)), site.run_dir, (*site.setup, *folder))
 
@@ -107,7 +108,8 @@ def trainer_command(context: PlanContext, site: Site) -> Command:
 
     The rank runner starts the bundled trainer at once, but a user's own command only when the graph server is ready.
     """
-    argv = [site.python, f"{site.code_dir}/launcher/node/supervisor/rank_runner.py", "--run-dir", site.run_dir]
+    program = f"{site.code_dir}/launcher/node/supervisor/rank_runner.py"
+    argv = [site.python, NO_SITE, program, "--run-dir", site.run_dir]
     argv += ["--await-server"] if context.own and site.serves else []
     argv += ["--", *(own_argv(context.own, site) if context.own else _train_argv(context, site))]
     cwd = _files(site) if context.own else site.run_dir

@@ -38,7 +38,7 @@ def code_digest() -> str:
 
 
 def relative(path: Path) -> str:
-    """Return the path of a code file relative to gnnfleet's code folder, which is the same on all machines."""
+    """Return the path of a code file relative to gnnfleet's code folder; this path is the same on all machines."""
     return path.relative_to(CODE_ROOT).as_posix()
 
 
@@ -71,11 +71,11 @@ def shared_files(context: PlanContext) -> SharedFiles:
 def node_files(
     context: PlanContext, site: Site, commands: NodeCommands, shared: SharedFiles, manifest: PartitionFiles | None
 ) -> tuple[PlannedFile, ...]:
-    """Return all files that a node needs before its processes start.
+    """Return the files that a node needs before its processes start, except gnnfleet's code.
 
     ``manifest``: files of the parts to send; None if no parts are sent, or they do not exist yet.
     """
-    files = [_below(site.code_dir, file) for file in shared.code]
+    files: list[PlannedFile] = []
     if manifest and site.parts:
         parts = manifest.of_parts(site.parts, replicated=context.topology.replicated)
         files += _part_files(context, site, manifest.folder, parts)
@@ -92,7 +92,10 @@ def _below(folder: str, file: PlannedFile) -> PlannedFile:
 
 
 def _part_files(context: PlanContext, site: Site, folder: str, files: tuple[PartFile, ...]) -> list[PlannedFile]:
-    """Return the files of a node's parts: sent from ``folder``, or fetched by the node with ``fetch.json``."""
+    """Return the files of a node's parts, which are sent from ``folder``.
+
+    With ``data.store``, the node fetches the files instead; the result then includes ``fetch.json``, which lists them.
+    """
     url = context.config.data.store
     if url is None:
         return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,10 @@ from launcher.command import Command
 from launcher.config.schema import Role, TrainConfig, login_text
 from launcher.errors import node_label
 from launcher.files import file_sha256
+
+#: Option of Python for programs of ``launcher/node`` that need the standard library only. Without it Python reads the
+#: .pth files of all installed packages, which can take longer than the rest of its start.
+NO_SITE = "-S"
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,13 @@ class NodeFacts:
     free_ports: tuple[int, ...]  #: candidate ports that are free, in order of preference
     addresses: tuple[str, ...] = ()  #: all addresses of the node
     topology_bytes: int = 0  #: mode ``verify``: bytes of the edges of all parts; 0 if the node does not have all
+    device_memory: tuple[tuple[str, int], ...] = ()  #: UUID of each CUDA device, by index, and bytes of its memory
+
+    def device_bytes(self, device: int | str) -> int:
+        """Return the bytes of memory of a CUDA device, given by index or UUID; 0 if unknown, as for MIG instances."""
+        if isinstance(device, int):
+            return self.device_memory[device][1] if device < len(self.device_memory) else 0
+        return next((size for uuid, size in self.device_memory if uuid.startswith(device)), 0)
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ class NodePlan:
     start: Command  #: the supervisor, run by tmux or as that step
     server: Command | None  #: the graph server, which the supervisor starts first; None: no server
     trainer: Command | None  #: the rank runner with its command, started once per rank; None: the node does not train
-    files: tuple[PlannedFile, ...]
+    files: tuple[PlannedFile, ...]  #: all but gnnfleet's code, which is ``LaunchPlan.code``
     log_files: tuple[str, ...]
     role: Role = "worker"
     copies: tuple[int, ...] = ()  #: the parts in ``parts`` of which another node is the first holder
@@ -62,6 +74,7 @@ class NodePlan:
     topology_bytes: int = 0  #: replicated topology: bytes of edges sent to the node for parts that it does not hold
     #: Slurm job of the node, of which the supervisor is a step; '%j': not submitted yet; '': it runs in a tmux session
     slurm_job: str = ""
+    gets_code: bool = True  #: ``LaunchPlan.code`` is sent to it; False: a server that runs already keeps its code
 
     @property
     def target(self) -> str:
@@ -84,9 +97,11 @@ class NodePlan:
     def program(self, name: str, *words: str) -> Command:
         """Return the command that runs ``launcher/node/<name>.py`` on the node with the arguments ``words``.
 
-        Interpreter, environment, working folder and ``setup`` are those of the supervisor.
+        Interpreter, environment, working folder and ``setup`` are those of the supervisor. Only the programs in
+        ``store/`` can import installed packages.
         """
-        argv = (*self.start.argv[:1], f"{self.code_dir}/launcher/node/{name}.py", *words)
+        options = () if name.startswith("store/") else (NO_SITE,)
+        argv = (*self.start.argv[:1], *options, f"{self.code_dir}/launcher/node/{name}.py", *words)
         return Command(argv, self.start.env, self.start.cwd, self.start.setup)
 
     @property
@@ -140,21 +155,38 @@ class LaunchPlan:
     serving: str = ""  #: name of the serving cluster whose clients the nodes are; '': none
     version: int = 1  #: version of cluster.json
     topology: Topology = Topology()  #: whether each node has the edges of all parts
+    sampling: str = ""  #: where processes with GPUs sample, as text; '': only CPUs sample, or the trainer does not run
     dataset: str = ""  #: ``data.dataset``; '' if the serving cluster defines it
     encrypted: bool = False  #: connections between graph servers and clients use the keys in ``service.key``
     own_command: tuple[str, ...] = ()  #: the user's command that ranks run; (): the bundled trainer
     train: TrainConfig | None = None  #: settings of the bundled trainer; None if it does not run
     manifest: str = ""  #: SHA-256 of the ``manifest.json`` sent with the parts; '' if no parts are sent (yet)
+    code: tuple[PlannedFile, ...] = ()  #: gnnfleet's code; ``dest`` is relative to ``code_dir`` of each node
 
     @property
     def serve_only(self) -> bool:
         """Whether this is the plan of a serving cluster, in which no node trains."""
         return not self.world_size
 
+    def sent_bytes(self, node: NodePlan) -> int:
+        """Return the bytes of all files that ``node`` gets: gnnfleet's code, and its own files."""
+        return sum(file.bytes for file in node.files) + (self._code_bytes if node.gets_code else 0)
+
+    def sent_files(self, node: NodePlan) -> int:
+        """Return the number of these files."""
+        return len(node.files) + (len(self.code) if node.gets_code else 0)
+
+    @cached_property
+    def _code_bytes(self) -> int:
+        return sum(file.bytes for file in self.code)
+
 
 @dataclass(frozen=True)
 class KeptServers:
-    """State that a serving cluster keeps when nodes are added or removed. Keys are node_ranks in the new plan."""
+    """Parts, service ports and running nodes that a serving cluster keeps when it gets a new plan.
+
+    Keys of the mappings: node_ranks in the new plan.
+    """
 
     version: int = 1  #: version of the new cluster.json
     parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

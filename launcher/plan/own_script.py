@@ -25,7 +25,7 @@ class OwnCommand:
 def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> OwnCommand:
     """Collect the files that the user's command ``argv`` names, and the files and folders in ``extra``.
 
-    What is below ``cwd`` keeps its relative path on the nodes; other files and folders are stored under their names.
+    Files below ``cwd`` keep their relative paths on the nodes; other files and folders are stored under their names.
     Raises UsageError for a missing file, and for two files that would have the same path on the nodes.
     """
     words: list[str] = []
@@ -60,8 +60,8 @@ def _check_script(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -> 
         and not {script, _dest(cwd / script, cwd)} & set(files)
     ):
         raise UsageError(
-            f"your own command: there is no file `{script}` in {cwd.absolute()}, from where scripts are sent. "
-            "Change into its folder, or give an absolute path if the script is already on the nodes"
+            f"your own command: there is no file `{script}` in {cwd.absolute()}, the folder from which files are "
+            "sent. Change to the folder of the script, or give an absolute path if the script is already on the nodes"
         )
 
 
@@ -77,7 +77,7 @@ def resume_file(config: ClusterConfig, cwd: Path) -> PlannedFile | None:
     for path in (cwd / wanted, of_run):
         if path.is_file():
             return copied("resume.pt", path)
-    raise UsageError(f"train.resume: there is no file `{wanted}`, and no run of that id with a checkpoint ({of_run})")
+    raise UsageError(f"train.resume: there is no file `{wanted}`, and no run with this id has a checkpoint ({of_run})")
 
 
 def _dest(path: Path, cwd: Path) -> str:
@@ -98,7 +98,8 @@ def _add(files: dict[str, Path], dest: str, path: Path) -> None:
     other = files.setdefault(dest, path)
     if not other.samefile(path):
         raise UsageError(
-            f"{other} and {path} would both be `{dest}` on the nodes; rename one, or launch from a folder above both"
+            f"{other} and {path} would both be `{dest}` on the nodes; rename one of them, or launch from a parent "
+            "folder of both"
         )
 
 

@@ -226,7 +226,7 @@ def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
 
 
 def outdated(config: ResolvedConfig) -> bool:
-    """Whether dataset, options or files changed since the parts' stamp file was written; False without it."""
+    """Whether dataset, options or files changed after the stamp file was written; False if there is no stamp file."""
     stamp = _read(Path(config.data.folder).expanduser() / _STAMP)
     return stamp is not None and stamp != _signature(config)
 
@@ -234,8 +234,8 @@ def outdated(config: ResolvedConfig) -> bool:
 def partition_command(action: str, config: ClusterConfig | None, words: Sequence[str]) -> Command:
     """Return the command ``trainer partition <action>`` with the arguments ``words``.
 
-    ``config``: adds the partition folder of this config to the command; for ``tables`` the folder of its tables
-    instead, and for ``make`` also the options of its graph.
+    ``config``: its partition folder is inserted before ``words``. ``tables`` gets the folder of the tables instead;
+    ``make`` also gets the options of the graph.
     """
     if config is not None and action == "make":
         made = partitioning(resolve(config)).command
@@ -298,7 +298,7 @@ def run_partitioner(command: Command, console: Console) -> None:
         if status < 0:
             raise PartitionFailed(
                 f"partitioning was killed by signal {-status} ({signal.Signals(-status).name}); if memory ran out, set "
-                "data.partition.memory to less than what is free, and launch again"
+                "data.partition.memory to less than the free memory, and launch again"
             )
         raise PartitionFailed(f"partitioning failed (exit status {status}): see its output above")
     for line in reason:

@@ -81,8 +81,9 @@ def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]
 def restart_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the candidates for the control port and for the master port of a node after a restart.
 
-    There are none if the run does not restart, or the node cannot become the hub or get rank 0. The lead node keeps its
-    candidates. If the config gives a port, the first node on each other host uses the same port.
+    Both are () if the run does not restart or no node trains. The second is () for a node that does not train. The lead
+    node has the same candidates as at the first start. If the config gives a port, this port is the only candidate of
+    the first node on each host except the lead node's host.
     """
     node = config.nodes[node_rank]
     if not config.run.restarts or not config.world_size:

@@ -59,7 +59,7 @@ def parse_options(text: str) -> dict[str, str]:
     for word in filter(None, map(str.strip, re.split(r",(?![^\[]*\])", text))):
         name, equals, value = word.partition("=")
         if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
-            raise UsageError(f"--slurm {word}: give long options of sbatch without --, as partition=gpu,time=2:00:00")
+            raise UsageError(f"--slurm {word}: give long options of sbatch without --, such as partition=gpu,nodes=4")
         found[name] = value if equals else "true"
     return found
 
@@ -84,7 +84,7 @@ def warning_seconds(options: Mapping[str, str]) -> int:
 
 
 def _seconds(text: str) -> int | None:
-    """Return a time limit in seconds; None unless it is as ``90`` (minutes), ``90:30``, ``1:30:00``, ``1-12:00:00``."""
+    """Convert a time limit such as ``90`` (minutes), ``90:30`` or ``1-12:00:00`` to seconds; None if it is invalid."""
     match = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,6})(?::(\d{1,6}))?(?::(\d{1,6}))?", text)
     if match is None:
         return None
@@ -102,7 +102,7 @@ def normalized(options: Mapping[str, str]) -> dict[str, str]:
     found = {name.replace("_", "-"): text for name, text in options.items()}
     for name, (plain, text) in zip(options, found.items(), strict=True):
         if not _NAME.fullmatch(plain) or "\n" in text:
-            raise UsageError(f"slurm: `{name}` is not a long option of sbatch, as partition, time or gpus-per-node")
+            raise UsageError(f"slurm: `{name}` is not a long option of sbatch, such as partition or gpus-per-node")
     found.pop("nodes", None)
     return found
 
@@ -113,5 +113,8 @@ def _line(name: str, text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote a value for a line of sbatch, which has quotes but no escapes."""
+    """Quote a value for an ``#SBATCH`` line if needed.
+
+    A value with a double quote is returned unchanged, because such a line has no escape for it.
+    """
     return f'"{text}"' if re.search(r"[\s#;']", text) and '"' not in text else text

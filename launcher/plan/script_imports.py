@@ -60,9 +60,9 @@ def _innermost(modules: Collection[str]) -> tuple[str, ...]:
 
 
 def _script(argv: Sequence[str], cwd: Path) -> tuple[str, Path, list[tuple[str, Path]]] | None:
-    """Return the script's name, the folder of its modules, and its files; None if unknown.
+    """Return what ``argv`` runs: its name, the folder of its modules, and its files as (module name, path).
 
-    Each file comes with its module name, which is '' for a script.
+    The module name of a script is ''. Returns None if ``argv`` has neither a ``.py`` file nor ``-m``.
     """
     words = list(argv)
     if words and Path(words[0]).name.startswith("python"):

@@ -1,6 +1,6 @@
 """Converts a plan to JSON: the output of ``--dry-run --json``, and the ``run.json`` of a run.
 
-``run.json`` is the plan without the nodes' ``files``; it is the same on every node.
+``run.json`` is the plan without ``code`` and the nodes' ``files``; it is the same on every node.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def to_json(plan: LaunchPlan) -> str:
 def run_json(plan: LaunchPlan) -> str:
     """Return the text of the ``run.json`` of a plan."""
     head = {"format": FORMAT, "version": VERSION, "run_id": plan.run_id}
-    values = _builtins(replace(plan, nodes=tuple(replace(node, files=()) for node in plan.nodes)))
+    values = _builtins(replace(plan, code=(), nodes=tuple(replace(node, files=()) for node in plan.nodes)))
     text = json.dumps({**head, "plan": values})
     if len(text) <= _LARGE:
         return text + "\n"
@@ -42,7 +42,7 @@ def run_json(plan: LaunchPlan) -> str:
 
 
 def read_run(text: str) -> LaunchPlan:
-    """Parse the text of a ``run.json``. The nodes of the returned plan have no ``files``.
+    """Parse the text of a ``run.json``. The returned plan has no ``code``, and its nodes have no ``files``.
 
     Raises FleetError for a damaged file or an unsupported format version.
     """

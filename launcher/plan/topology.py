@@ -35,8 +35,8 @@ def decide(
 ) -> Topology:
     """Decide whether the topology is ``replicated`` or ``partitioned``; undecided while sizes are unknown.
 
-    ``manifest``: files of the parts that the launching machine sends, or None; in mode ``verify`` ``facts`` have the
-    sizes.
+    ``manifest``: files of the parts that the launching machine sends; None if they do not exist yet. If it sends no
+    parts, as in mode ``verify``, the sizes are taken from ``facts``.
     """
     holders = [site for site in sites if site.parts]
     if not holders or (len(sites) == 1 and holders[0].node.role == "worker"):

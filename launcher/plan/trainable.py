@@ -22,14 +22,17 @@ _HETERO = {"synthetic-hetero": True, "synthetic": False, "ogbn-mag": True}  #: d
 def check_trainable(config: ClusterConfig, parts: PartitionFiles | None) -> None:
     """Raise UsageError if the bundled trainer would refuse the graph.
 
-    It refuses a graph of a kind that ``train.model`` does not support, and one without train seeds.
+    It refuses a graph of a kind that ``train.model`` does not support, and a graph without train seeds.
 
-    ``parts``: None if the parts are not made yet, or belong to a serving cluster. Then seeds are not checked, and the
-    model only if the config tells whether the graph is heterogeneous.
+    ``parts``: None if the parts are not made yet, or belong to a serving cluster. Then the graph is checked only as far
+    as the config describes it: its types, and the splits of its tables.
     """
     _check_model(config, parts)
-    if parts is not None:
-        _check_train_seeds(config, parts)
+    if _needs_seeds(config, parts):
+        if parts is not None:
+            _check_train_seeds(config, parts)
+        elif config.data.dataset == "tables" and not config.data.serving:
+            _check_splits(config.data)
 
 
 def _check_model(config: ClusterConfig, parts: PartitionFiles | None) -> None:
@@ -68,14 +71,28 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
-    """Raise UsageError if the parts have no train seeds and the task needs some: link prediction needs none.
+def _needs_seeds(config: ClusterConfig, parts: PartitionFiles | None) -> bool:
+    """Return whether the task needs nodes with a train split. Link prediction needs none."""
+    task, target = config.train.task, config.train.target
+    held_out = "hold_out" in config.data.options if parts is None else parts.links_held_out
+    return task != "link" and not (task == "auto" and (held_out or "__" in (target or "")))
 
-    If ``train.target`` is set, only train seeds of this node type count.
-    """
-    target, task = config.train.target, config.train.task
-    if task == "link" or (task == "auto" and (parts.links_held_out or "__" in (target or ""))):
+
+def _check_splits(data: DataConfig) -> None:
+    """Raise UsageError if no node table has a split. Wrong options are left to the partitioner, which explains them."""
+    tables = _mapping(data.options.get("nodes")).values()
+    if not tables or not all(isinstance(table, Mapping) for table in tables):
         return
+    if not any("split" in table for table in tables):
+        raise UsageError(
+            "data.options: no node table has a split, so there are no nodes to train on; nothing was sent. Give a "
+            "table label and split, or predict links: data.options.hold_out and train.task: link (docs/data.md)"
+        )
+
+
+def _check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
+    """Raise UsageError if the parts have no train seeds. If ``train.target`` is set, only its train seeds count."""
+    target = config.train.target
     if target is not None and target in parts.train_seeds:
         seeds, whose, where = parts.train_seeds[target], f"node type {target} has", f" of {target}"
     else:  # the trainer refuses an unknown type and lists the existing ones

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.node.exit_description import size
-from launcher.preflight.finding import Finding, Survey, listed
+from launcher.preflight.finding import Finding, Severity, Survey, listed
 from launcher.text import count
 
 MOST_USED = 0.1  #: maximum fraction of a free device's memory that other processes may use
@@ -35,20 +36,20 @@ class _Device:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The same for all names of the device."""
+        """UUID of the GPU (its index if the UUID is unknown), and UUID of the MIG instance ('' for a whole GPU)."""
         return self.gpu["uuid"] or str(self.gpu["index"]), self.instance
 
     @property
     def leases(self) -> set[str]:
-        """Names of leases that exclude the device: on itself, or on its whole GPU."""
+        """Names of the leases that reserve the device, or the whole GPU that contains it."""
         names = (self.given, self.gpu["index"], self.gpu["uuid"], self.instance)
         return {f"cuda:{name}".replace("/", "_") for name in names if name != ""}
 
 
 def _find(device: int | str, gpus: Sequence[Mapping[str, Any]]) -> _Device | None:
-    """Return a device of the config; None if there is none.
+    """Find a device of the config among the GPUs of a host. Returns None if the host lacks it.
 
-    device: its index in ``gpus``, or the first characters of the UUID of a GPU or MIG instance.
+    device: the index in ``gpus``, or the first characters of the UUID of a GPU or MIG instance.
     """
     if isinstance(device, int):
         return _Device(device, gpus[device]) if device < len(gpus) else None
@@ -79,7 +80,7 @@ def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
         message = f"no CUDA device {listed(missing)}; the host has {len(gpus)}, numbered from 0"
         yield survey.finding(k, "block", "devices", message, "correct `devices`; `nvidia-smi -L` lists them")
     else:
-        found = [*_driver(survey, k), *_shared(survey, k, there)]
+        found = [*_driver(survey, k), *_kernels(survey, k), *_shared(survey, k, there)]
         found += [finding for device in there for finding in _device(survey, k, device)]
         yield from found
         if not any(finding.severity == "block" for finding in found):
@@ -89,9 +90,7 @@ def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
 
 def _mixed(survey: Survey, k: int) -> Iterator[Finding]:
     """Yield a warning for a node that trains on its CPU with as many seeds per step as nodes with devices."""
-    training = [node for node in survey.config.nodes if node.trains]
-    equal = len({node.batch_share for node in training}) == 1
-    if survey.own_command or not survey.config.nodes[k].trains or not equal or not any(n.devices for n in training):
+    if survey.own_command or not survey.config.nodes[k].trains or not survey.devices_take_equal_shares:
         return
     message = "trains on its CPU as many seeds per step as the nodes with devices, which wait for it"
     yield survey.finding(k, "warn", "devices", message, "set a smaller `batch_share`, or leave the node out")
@@ -103,6 +102,22 @@ def _driver(survey: Survey, k: int) -> Iterator[Finding]:
     if driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < oldest:
         message = f"driver {driver} is too old for torch's CUDA {cuda}, which needs {oldest} or newer"
         yield survey.finding(k, "block", "devices", message, "update the driver, or install torch for an older CUDA")
+
+
+def _kernels(survey: Survey, k: int) -> Iterator[Finding]:
+    """Yield a finding if the bundled trainer cannot compile kernels on the node."""
+    probe, node, sampling = survey.probes[k], survey.config.nodes[k], survey.config.train.sampling
+    if survey.own_command or not node.trains or probe["versions"].get("numba_cuda") != "":
+        return
+    cuda = survey.version(k, "cuda").split(".")[0]
+    if not cuda:
+        return  # torch must be replaced first
+    by_cpu = "" if sampling == "cpu" else "CPUs sample, and "
+    effect = "train.sampling: cuda needs it" if sampling == "cuda" else f"{by_cpu}layers use slower torch operations"
+    message = f"numba-cuda is not installed for {probe['python']}: {effect}"
+    pip = f"{shlex.quote(probe['python'])} -m pip install 'numba-cuda[cu{cuda}]>=0.30'"
+    severity: Severity = "block" if sampling == "cuda" else "warn"
+    yield survey.finding(k, severity, "packages", message, command="; ".join([*node.setup, pip]))
 
 
 def _shared(survey: Survey, k: int, devices: Sequence[_Device]) -> Iterator[Finding]:

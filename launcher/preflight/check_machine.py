@@ -100,7 +100,7 @@ def _service_port(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def ports_finding(survey: Survey, k: int, check: str, candidates: tuple[int, ...], setting: str) -> Finding:
-    """Return a finding about a port; it blocks if none of its ``candidates`` is free on node ``k``.
+    """Return a finding about a port of node ``k``, which blocks the run if no port in ``candidates`` is free.
 
     ``setting``: the config key of the port.
     """

@@ -6,7 +6,7 @@ How much of a version must be equal on all nodes:
   does not work across minor versions.
 - torch: the minor version. TCPStore, gloo's protocol and the layout of state dicts may change with it, but not with a
   patch release.
-- NCCL: the full version, as ncclCommInitRank refuses others. Checked between nodes with devices only.
+- NCCL: the full version, as ncclCommInitRank fails if it differs. Checked between nodes with devices only.
 - CUDA that torch is built for: the major version, as kernels and NCCL of two major versions do not work in one job.
 - torch_geometric: the minor version. Parameters of layers may differ, and must be equal on all ranks.
 - numba and numpy: the minor version. Integer promotion differs between versions (NEP 50), and one different bit in
@@ -222,7 +222,7 @@ def _breaks(
     - torch, or a package that reads ``data.store``, is missing.
     - A package that every command needs (``Rule.needed_by``) has a differing version.
 
-    missing, without_cuda: names of packages.
+    missing: packages that are not installed. without_cuda: packages built without CUDA on a node with ``devices``.
     """
     if not survey.own_command or survey.config.nodes[k].role == "server":
         return any([*missing, *differing, *without_cuda])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launcher.config.cache_size import CacheSize
-from launcher.config.roles import clients, gateways, holdings, serves
+from launcher.config.roles import clients, gateways, serves
 from launcher.config.schema import ClusterConfig, TrainConfig
 from launcher.node.exit_description import size
 from launcher.preflight.finding import Finding, GraphSize, Survey
@@ -46,9 +46,9 @@ def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None,
     return found
 
 
-def cache_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None) -> int:
+def cache_memory(survey: Survey, node_rank: int) -> int:
     """Return the size in bytes of a node's row cache (``data.cache``), which is in files of its run folder."""
-    parts = len(holdings(config)[node_rank].parts)
+    config, graph, parts = survey.config, survey.graph, survey.parts_held[node_rank]
     if graph is None or not parts or not config.nodes[node_rank].trains:
         return 0
     remote = graph.nodes * (1 - parts / config.num_parts)
@@ -109,7 +109,7 @@ def _disk(survey: Survey, k: int) -> Iterator[Finding]:
     disk, base = probe["disk"], probe["workdir_base"]
     sharing = [j for j in survey.same_machine(k) if survey.probes[j]["disk"]["device"] == disk["device"]]
     needed = sum(max(0, survey.bytes_needed.get(j, 0) - survey.probes[j]["stored"]) for j in sharing)
-    needed += sum(0 if survey.own_command else cache_memory(survey.config, j, survey.graph) for j in sharing)
+    needed += sum(0 if survey.own_command else cache_memory(survey, j) for j in sharing)
     others = f" by {len(sharing)} nodes on this host" if len(sharing) > 1 else ""
     message = f"{size(needed)} needed at {base}{others}, {size(disk['free'])} free"
     remedy = "make room, or set `workdir` to another disk"
@@ -130,7 +130,7 @@ def _memory(survey: Survey, k: int) -> Iterator[Finding]:
     least = sum(base_memory(survey.config, j, own) for j in sharing)
     graph = None if own else survey.graph
     likely = least + sum(batch_memory(survey.config, j, graph, survey.probes[j]["cpus"]) for j in sharing)
-    parts = sum(survey.bytes_needed.get(j, 0) + cache_memory(survey.config, j, survey.graph) for j in sharing)
+    parts = sum(survey.bytes_needed.get(j, 0) + cache_memory(survey, j) for j in sharing)
     limit, free = probe["memory_limit"], probe["memory_free"]
     whose = f" by {len(sharing)} nodes on this host" if len(sharing) > 1 else ""
     fewer = "fewer `procs`, a smaller train.batch_size or another machine"

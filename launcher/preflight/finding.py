@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from launcher.config.resolve import ResolvedConfig
+from launcher.config.roles import holdings
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import NodeCallError, NodeError, node_label
 
@@ -96,6 +97,17 @@ class Survey:
         for k in sorted(self.probes):
             found.setdefault(self.machine(k), []).append(k)
         return found
+
+    @cached_property
+    def parts_held(self) -> tuple[int, ...]:
+        """The number of parts that each node of the config holds, by node_rank."""
+        return tuple(len(held.parts) for held in holdings(self.config))
+
+    @cached_property
+    def devices_take_equal_shares(self) -> bool:
+        """Whether some node trains on devices, and all nodes that train have the same ``batch_share``."""
+        training = [node for node in self.config.nodes if node.trains]
+        return len({node.batch_share for node in training}) == 1 and any(node.devices for node in training)
 
     @cached_property
     def world_size(self) -> int:

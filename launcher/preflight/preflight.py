@@ -140,6 +140,7 @@ def _facts(config: ResolvedConfig, k: int, probe: Mapping[str, Any], offset: flo
         free_ports=_shuffled(port for port in candidate_ports(config, k) if str(port) not in probe["busy_ports"]),
         addresses=tuple(address for _, address in probe["addresses"]),
         topology_bytes=probe["graph"].get("topology_bytes", 0),
+        device_memory=tuple((gpu["uuid"], gpu["memory"] << 20) for gpu in probe["gpus"]),
     )
 
 

@@ -14,7 +14,10 @@ _TIMEOUT = 60.0  # seconds; importing the client of a store from a shared disk i
 
 
 def store_findings(survey: Survey, agents: Mapping[int, NodeAgent]) -> Iterator[Finding]:
-    """Yield a finding per node that fetches parts. Nodes that lack a package have a finding of their own already."""
+    """Yield a finding for each node that fetches parts.
+
+    Skips nodes that lack a package which reads the store: ``check_packages`` reports them.
+    """
     config, packages = survey.config, store_packages(survey.config)
 
     def ask(k: int) -> tuple[str, bool]:

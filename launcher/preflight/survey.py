@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.resolve import ResolvedConfig
-from launcher.config.roles import store_packages
+from launcher.config.roles import device_packages, store_packages
 from launcher.config.schema import node_workdir
 from launcher.node.programs.packages import size_of
 from launcher.plan.files import code_digest
@@ -62,7 +62,7 @@ class Inquiry:
             "ports": list(candidate_ports(config, k)),
             "manifest": f"{parts}/manifest.json" if config.data.mode == "verify" and node.holds else "",
             "devices": bool(node.devices),
-            "packages": list(store_packages(config)) if node.holds else [],
+            "packages": [*(store_packages(config) if node.holds else ()), *device_packages(node)],
             "names": _names(config),
             "code": self.code,
             "parts": f"{workdir}/data/{self.parts.fingerprint}" if self.parts and node.holds else "",

@@ -1,4 +1,4 @@
-"""Faults of a rehearsal: a signal to a real process of the run, once a number of steps has trained."""
+"""Faults of a rehearsal: a process of the run gets SIGKILL or SIGSTOP after a given number of training steps."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Fault:
         match = _FORM.fullmatch(text)
         if match is None:
             raise UsageError(
-                f"--fault {text}: expected rankR or serverK (the graph server of node K), :kill or :freeze, and the "
-                "step, as rank1:kill@step20"
+                f"--fault {text}: expected rankR or serverK (the graph server of node K), then :kill or :freeze, "
+                "then @step and a number, such as rank1:kill@step20"
             )
         target, index, action, step = match.groups()
         return cls(target, int(index), action, int(step))  # type: ignore[arg-type]
@@ -72,11 +72,11 @@ class Fault:
 class FaultInjector:
     """Context manager that carries out a fault of a run on this machine, at most once.
 
-    A thread reads the progress of the watched rank in the run folder of its node, every 2 ms. The fault happens as soon
-    as the step is seen, in most cases before the next one has ended; a user's own script with ``StepLog`` reports its
-    steps once per second.
+    A thread reads the progress of the watched rank from its run folder every 2 ms. It sends the signal as soon as it
+    sees the step, in most cases before the next step has ended. A user's own script with ``StepLog`` reports its steps
+    only once per second, so that the fault happens later.
 
-    plan: the plan of the run, whose folders are known; ports may be missing.
+    ``plan``: the plan of the run; its ports are not used.
     """
 
     def __init__(self, fault: Fault, plan: LaunchPlan, console: Console) -> None:

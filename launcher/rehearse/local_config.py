@@ -1,4 +1,4 @@
-"""Turns the config of a cluster into that of its rehearsal: the same nodes, ranks and settings on this machine."""
+"""Makes the config of a rehearsal: the nodes, ranks and settings of a cluster's config, all on this machine."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def local_config(config: ClusterConfig, folder: Path, vertices: int) -> ClusterC
     Args:
         config: the config of the cluster, with the selected nodes only.
         folder: absolute path of the folder for the parts and the nodes' work folders.
-        vertices: most vertices of the graph.
+        vertices: largest number of vertices of the graph.
 
     Raises:
-        UsageError: the graph belongs to a serving cluster, or cannot be thinned.
+        UsageError: the graph belongs to a serving cluster, or cannot be made smaller.
     """
     return replace(
         config,
@@ -65,7 +65,7 @@ def _data(data: DataConfig, nodes: int, folder: Path, vertices: int) -> DataConf
             "rehearsed; rehearse the config of the serving cluster, or give a graph with --dataset and --set "
             "data.serving=null"
         )
-    options = thinned_options(data, vertices)
+    options = smaller_graph_options(data, vertices)
     made_of = [data.dataset, data.source, options, data.num_parts, nodes, asdict(data.partition)]
     digest = hashlib.sha256(json.dumps(made_of, sort_keys=True, default=str).encode()).hexdigest()
     return replace(
@@ -79,7 +79,7 @@ def _data(data: DataConfig, nodes: int, folder: Path, vertices: int) -> DataConf
     )
 
 
-def thinned_options(data: DataConfig, vertices: int) -> Mapping[str, Any]:
+def smaller_graph_options(data: DataConfig, vertices: int) -> Mapping[str, Any]:
     """Return ``data.options`` for a graph of at most ``vertices`` vertices.
 
     Graphs that are generated become smaller; graphs that are read are reduced to a subset. Raises UsageError for a
@@ -87,8 +87,8 @@ def thinned_options(data: DataConfig, vertices: int) -> Mapping[str, Any]:
     """
     if data.dataset == "partition":
         raise UsageError(
-            "data.dataset: the graph of a partition folder cannot be thinned; rehearse on another graph, for instance "
-            "--dataset synthetic, with options as --set data.options.num_features=128"
+            "data.dataset: the graph of a partition folder cannot be made smaller; rehearse on another graph, such as "
+            "--dataset synthetic, with options such as --set data.options.num_features=128"
         )
     if data.dataset not in _GENERATED:
         return {**data.options, "subset": min(vertices, data.options.get("subset") or vertices)}

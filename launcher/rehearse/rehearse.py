@@ -1,4 +1,4 @@
-"""Rehearses a run: launches its plan on this machine, with a thinned graph and, on request, a fault."""
+"""Rehearses a run: launches its plan on this machine, with a smaller graph and, on request, a fault."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from launcher.text import count
 class RehearseOptions:
     launch: LaunchOptions
     folder: Path  #: for the parts, the nodes' work folders, and the cluster.yml of the rehearsal
-    vertices: int  #: most vertices of the graph
+    vertices: int  #: largest number of vertices of the graph
     fault: Fault | None = None
 
 
 def rehearse(options: RehearseOptions, console: Console) -> RunReport:
     """Run a rehearsal to its end, and return the report of its run.
 
-    Writes ``folder/cluster.yml``, the config of the rehearsal; the run is launched from that file, so that all commands
-    on runs work on it. Raises UsageError and ConfigError for mistakes of the user, and FleetError if the run has ended
-    before the step of the fault.
+    Writes the config of the rehearsal to ``folder/cluster.yml`` and launches a run from that file, like any other run.
+    Raises UsageError and ConfigError for mistakes of the user, and FleetError if the run has ended before the step of
+    the fault.
     """
     folder = options.folder.expanduser().absolute()
     config = read_config(options.launch)

@@ -115,9 +115,9 @@ class Comparison:
         return [row for row in self.rows if row.section == section]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``gnnfleet compare --json`` prints: ``values`` of a row are in the order of ``runs``.
+        """Return what ``gnnfleet compare --json`` prints.
 
-        ``best`` has indices into ``runs``.
+        In each row, ``values`` are in the order of ``runs``, and ``best`` has indices into ``runs``.
         """
         names = ("section", "title", "values", "best")
         return {
@@ -242,7 +242,7 @@ def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
 def _reads(config: Mapping[str, Any], key: str) -> bool:
     """Return whether a run with this config uses the config key ``key``; False if the config is empty (unknown).
 
-    The keys of ``train`` are unused if the config has none of them, as for a user's own command.
+    A config without ``train`` keys belongs to a run of a user command. Such a run uses no key of ``train``.
     """
     return bool(config) and (not key.startswith("train.") or any(name.startswith("train.") for name in config))
 

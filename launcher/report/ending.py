@@ -68,10 +68,11 @@ class Followed:
 
 
 class ExpendableNodes:
-    """The expendable nodes of a run: the run continues if one of them is lost. Includes those already lost.
+    """The expendable nodes of a run: the run continues if one of them is lost. Includes nodes already lost.
 
-    The lead node reports its expendable nodes; until its first report, the latest report of any node is used. All nodes
-    are expendable in a serving cluster and, until the run has ended, in a run with ``run.restarts``.
+    The nodes report which nodes are expendable. The reports of the lead node are used; before its first report, the
+    latest report of any node. In a serving cluster all nodes are expendable. With ``run.restarts`` all nodes are
+    expendable until the run has ended.
     """
 
     def __init__(self, plan: LaunchPlan, restarts: int = 0):
@@ -91,11 +92,11 @@ class ExpendableNodes:
 
     @property
     def left_behind(self) -> set[int]:
-        """With restarts, once the run is over: the nodes that can no longer join it."""
+        """With restarts: the nodes that were missing when the run ended; empty until it has ended."""
         return set(self.gone) if self._restarts and self._over else set()
 
     def take_result(self, k: int, result: Mapping[str, Any]) -> None:
-        """Process the ``result.json`` of node ``k``. Once the run is over, no node stays expendable."""
+        """Process the ``result.json`` of node ``k``, which may show that the run has ended."""
         if self._restarts:
             self._take_gone(result)
             self._over = self._over or not result.get("left")
@@ -118,7 +119,7 @@ class ExpendableNodes:
             self._generation = generation
 
     def discard(self, k: int) -> None:
-        """Remove node ``k``, which never started: a run needs every node to start."""
+        """Mark node ``k``, which never started, as not expendable. A run cannot begin without all of its nodes."""
         self._nodes.discard(k)
         self._never.add(k)
 
@@ -137,7 +138,10 @@ def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: i
 
 
 def nodes_reported_lost(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the nodes that a ``result.json`` reports lost, by node_rank, also those that the run continued without."""
+    """Return the nodes that a ``result.json`` reports lost, by node_rank.
+
+    Includes nodes without which the run continued.
+    """
     return {**(result.get("gone") or {}), **(result.get("lost") or {})}
 
 
@@ -237,10 +241,10 @@ class Ending:
         return sorted(found, key=lambda finding: float(finding["t"]))
 
     def lost(self) -> dict[int, Lost]:
-        """Return the nodes that the launcher or another node reports as lost.
+        """Return the nodes that the launcher or the lead node reports lost.
 
-        Of the nodes' reports, only that of the lead node counts. If the lead node has no result or its network failed,
-        its report does not count; other nodes' reports then count only where they say that the lead node is lost.
+        If the lead node has no result or its network failed, its report is not used. The lead node itself is then
+        returned, too, if another node reports it lost.
         """
         found, hub = dict(self.followed.lost), self.hub
         trust_hub = hub in self.results and not hub_was_cut_off(self.results, len(self.plan.nodes), hub)
@@ -320,9 +324,9 @@ class Ending:
         return Crew(self.plan.lead, tuple(node.role for node in nodes), tuple(node.parts for node in nodes))
 
     def _with_parts(self, outcome: Outcome) -> Outcome:
-        """Return ``outcome`` with a longer note, if a graph server or a node failed.
+        """If a graph server or a node failed, add to its note the parts that no other node holds.
 
-        The added text names the parts of this node that no other node holds.
+        Returns other outcomes unchanged.
         """
         if not outcome.failed or outcome.stopped or outcome.name not in ("server", "node"):
             return outcome
@@ -362,11 +366,10 @@ class Ending:
         return min(ended) - self.clock_offset(k) if ended else time.time()
 
     def _reported_by_others(self, node: NodePlan, records: Any) -> Iterator[Outcome]:
-        """Yield the Outcome of a process on ``node`` whose failure ended the run, from the report of another node.
+        """If a process on ``node`` failed and thereby ended the run, yield its Outcome as another node reports it.
 
-        Yields nothing if ``node`` itself has recorded how the process ended.
-
-        records: the node's own records.
+        Yields nothing if ``node`` has a result, or if ``records``, the outcomes that ``node`` recorded, include this
+        process.
         """
         causes = [
             (by, result["cause"])

@@ -55,7 +55,7 @@ class EventLog:
     def _append(self, line: str, *, once: bool = False) -> None:
         """Append a line to the file. The first error, such as a full disk, is printed and does not end the run.
 
-        ``once``: skip a line of a node that the file already has.
+        ``once``: skip the line if the file already has it as an event of a node.
         """
         try:
             with self._locked():
@@ -91,7 +91,7 @@ class EventLog:
 
 
 def lasting_findings(findings: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the findings in order of time, without those about stragglers that later kept up again."""
+    """Return the findings in order of time, without those about stragglers that have recovered."""
     kept: list[Mapping[str, Any]] = []
     for finding in sorted(findings, key=lambda one: float(one["t"])):
         if finding["kind"] != "straggler" or "keeps up again" not in finding["text"]:

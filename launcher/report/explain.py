@@ -87,10 +87,10 @@ def explanation_of(message: str) -> Explanation | None:
 
 
 def search(words: str) -> list[Explanation]:
-    """Return the explanations that a user asks for by ``words``.
+    """Return the explanations that match ``words``, the argument of ``gnnfleet explain``.
 
-    ``words``: a code, a part of a code, a message, a misspelt key of cluster.yml, or words that all occur in code,
-    messages, cause or fix.
+    ``words``: a code, a part of a code, a message, a misspelt key of cluster.yml, or words that all occur in one
+    explanation (code, messages, cause or fix).
     """
     if words in explanations():
         return [explanations()[words]]

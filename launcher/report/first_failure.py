@@ -14,11 +14,10 @@ from launcher.text import count, spans
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
     """Return the outcome of the process that failed first; None if none failed.
 
-    A failure that looks like a consequence is returned only if there is no other failure. A stopped process is returned
-    only if nothing else failed.
+    Failures that look like consequences come after all other failures, and stopped processes come last.
 
-    The loss of a node is ignored if the run continued after it. Exception: there are other failures, and all of them
-    look like consequences.
+    The loss of a node without which the run continued is ignored. It counts only if there are other failures and they
+    all look like consequences.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     serious = [outcome for outcome in failed if not outcome.done_without]
@@ -38,6 +37,8 @@ _LONGEST = 120  # characters of a folded reason
 
 #: Parts in which the same error differs between processes: numbers and addresses.
 _PARTICULAR = re.compile(r"\[?\b\d{1,3}(\.\d{1,3}){3}\b\]?(:\d+)?|0x[0-9a-f]+|\b\d+\b")
+
+_NAMED = 8  # nodes and servers that are named in one line
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ def _who(outcomes: Sequence[Outcome]) -> str:
     """Return the names of processes: ``rank 4`` or ``ranks 0–2, 4``; servers and nodes by name."""
     ranks = sorted(outcome.rank for outcome in outcomes if outcome.rank is not None)
     others = [outcome.place for outcome in outcomes if outcome.rank is None]
+    if len(others) > _NAMED:
+        others = [*others[: _NAMED - 1], f"{len(others) - _NAMED + 1} more"]
     named = [f"{'ranks' if len(ranks) > 1 else 'rank'} {spans(ranks)}"] if ranks else []
     return ", ".join([*named, *others]) + (":" if others else "")
 

@@ -37,7 +37,10 @@ class Metrics:
         return found[-1] if found else {}
 
     def analysed(self) -> Metrics:
-        """Return these metrics with the field ``profile`` set. Raises FleetError if the analysis fails."""
+        """Analyse the metrics files, and return these metrics with the result in ``profile``: times per step by kind.
+
+        Raises FleetError if the analysis fails.
+        """
         return replace(self, profile=analyse(self.files).profile)
 
     def summary(self) -> dict[str, Any]:
@@ -50,8 +53,8 @@ class Metrics:
     def throughput(self) -> dict[int, float]:
         """Return each rank's mean seeds per second over its epochs.
 
-        If there are several epochs, the first is left out, since it includes compilation. The duration of an epoch is
-        the shortest over all ranks: that of the rank that began the epoch last.
+        If there are several epochs, the first is left out, since it includes compilation. The same duration of an epoch
+        is used for all ranks: the shortest one, measured by the rank that began the epoch last.
         """
         by_rank: dict[int, list[Mapping[str, Any]]] = {}
         lasted: dict[int, float] = {}

@@ -118,7 +118,10 @@ class Outcome:
 
     @property
     def sentence(self) -> str:
-        """Which process ended, and how: ``rank 3 on node1 (hostb) raised …``; or a note that already names the node."""
+        """Which process ended, and how: ``rank 3 on node1 (hostb) raised …``.
+
+        If the reason is a note that names the node, the note alone.
+        """
         if self.reason == self.note and node_label(self.node_rank, self.host) in self.note:
             return self.note
         return f"{self.place}{':' if self.reason == self.note else ''} {self.reason}"
@@ -155,7 +158,7 @@ class Outcome:
 
     @property
     def own_error(self) -> str:
-        """The last line of output that gnnfleet's trainer prints for an error: ``error: …``; '' if there is none."""
+        """The last ``error: …`` line in ``tail``, as gnnfleet's trainer prints for an error; '' if there is none."""
         return next((line for line in reversed(self.tail) if line.startswith("error: ")), "")
 
     def to_json(self) -> dict[str, Any]:

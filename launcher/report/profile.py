@@ -138,7 +138,7 @@ def _traffic(values: dict[str, Any]) -> RankTraffic:
 def print_profile(profile: Profile, console: Console, *, ended: bool = False) -> None:
     """Print the time per step by kind, the longest wait for other hosts, and the bytes received.
 
-    ``ended``: whether the run has ended; else the last epoch may be incomplete.
+    ``ended``: whether the run has ended. If not, an incomplete epoch is marked ``so far``.
     """
     for line in profile_lines(profile, ended=ended):
         console.print(Text(line), soft_wrap=True)

@@ -18,6 +18,7 @@ from launcher.errors import FleetError
 from launcher.files import atomic_file, write_whole
 from launcher.node.json_reader import METRIC, checked, json_object
 from launcher.plan.model import NodePlan
+from launcher.report.device_use import device_line, device_uses
 from launcher.report.events import finding_words, lasting_findings
 from launcher.report.explain import hint
 from launcher.report.first_failure import aftermath_of
@@ -224,6 +225,8 @@ def _print_done(report: RunReport, console: Console) -> None:
         console.print(table, soft_wrap=True)
     if report.metrics.profile:
         print_profile(report.metrics.profile, console, ended=True)
+    if devices := device_line(device_uses(report.metrics.epochs()), _nodes_of(report.outcomes)):
+        console.print(Text(devices), soft_wrap=True)
     result = report.metrics.result
     metric = metric_of([result])
     for split in ("test", "val"):
@@ -234,9 +237,9 @@ def _print_done(report: RunReport, console: Console) -> None:
 
 
 def _checkpoint_position(report: RunReport) -> str:
-    """Return where a user's script saved its last checkpoint: ``epoch 3, step 40 of 80``.
+    """Return the position of the last checkpoint that a user's script saved: ``epoch 3, step 40 of 80``.
 
-    '' unless that was within an epoch.
+    '' if the position is unknown or is the end of an epoch.
     """
     saving = [line for line in _last_steps(_last_files(report)) if len(line.get("saved", ())) == 2]
     if not saving:

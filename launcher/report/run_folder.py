@@ -49,13 +49,6 @@ BEFORE_NODES = (
     "sync",
 )  #: stages in which no process of a run runs on its nodes
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def boot_id() -> str:
-    """Return the boot id of this machine; '' if the kernel has none (not Linux)."""
-    return (_text_of(_BOOT_ID) or "").strip()
-
 
 @dataclass(frozen=True)
 class LaunchFile:
@@ -110,7 +103,7 @@ class LaunchFile:
             user=user_name(),
             pid=os.getpid(),
             start_ticks=_start_ticks(os.getpid()),
-            boot_id=boot_id(),
+            boot_id=procs.boot_id(),
             started=now,
             stage=stage,
             since=now,
@@ -125,7 +118,7 @@ class LaunchFile:
         return replace(self, stage=stage, since=time.time(), detached=detached)
 
     def write(self, folder: Path) -> None:
-        """Write ``launch.json`` atomically into ``folder``, which may not exist."""
+        """Write ``launch.json`` atomically into ``folder``; create the folder if necessary."""
         write_whole(folder / NAME, json.dumps(asdict(self), indent=1) + "\n", private=True)
 
     @classmethod
@@ -154,11 +147,11 @@ class LaunchFile:
     def alive(self) -> bool | None:
         """Return whether the launching process still runs; None if that is unknown.
 
-        It runs if this machine has the boot id of the launching machine and that process; the machine's name may have
-        changed. Otherwise it has ended if the name is the same. If the name differs, the result is None: the launching
-        machine is another one, or a container on this machine (with the same boot id).
+        - True: the process runs on this machine, recognised by the boot id, even if the host name has changed.
+        - False: otherwise, if this machine's host name is that of the launching machine.
+        - None: otherwise. The process may run on another machine, or in a container on this machine.
 
-        A launcher in a batch job is alive until the job has ended.
+        For a launcher in a batch job: whether the job has not ended yet; None if Slurm does not tell.
         """
         if self.slurm_job:
             return self._job_alive()
@@ -179,7 +172,7 @@ class LaunchFile:
             return None  # this machine is not in the cluster, or Slurm does not answer
 
     def _process_alive(self) -> bool | None:
-        this_boot, this_name = self.boot_id == boot_id(), self.host == socket.gethostname()
+        this_boot, this_name = self.boot_id == procs.boot_id(), self.host == socket.gethostname()
         if this_boot and procs.alive(self.pid, self.start_ticks):
             return True
         return False if this_name else None
@@ -195,7 +188,7 @@ def waits_for_job(folder: Path, job: str) -> bool:
 
 
 def attempts(folder: Path) -> list[Path]:
-    """Return the run folders of a job: that of its first start, then those after each time that it was requeued."""
+    """Return the run folders of a batch job: ``folder`` of its first start, then the folder of each requeued start."""
     again = sorted(folder.parent.glob(f"{folder.name}-r[0-9]*"), key=lambda path: (len(path.name), path.name))
     return [folder, *(path for path in again if path.name[len(folder.name) + 2 :].isdecimal())]
 
@@ -216,7 +209,7 @@ def register(run_id: str, folder: Path) -> str:
 def registry_folder() -> Path:
     """Return the folder of the registry of runs: ``${XDG_STATE_HOME:-~/.local/state}/gnnfleet/runs``.
 
-    Without a home folder it is a path that cannot exist.
+    If the user has no home folder, returns a path that does not exist.
     """
     state = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
     return Path("/nonexistent" if state.startswith("~") else state) / "gnnfleet" / "runs"
@@ -442,7 +435,7 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 
 
 def read_config_of(folder: Path) -> ResolvedConfig | None:
-    """Read the config of a run from its folder; None if it has none. Ignores ``run.files``, which may be gone.
+    """Read the config of a run from its folder; None if it has none. Ignores ``run.files``: the files may be gone.
 
     Raises FleetError if the config is invalid.
     """

@@ -30,7 +30,7 @@ class TaskMetric:
 
 
 def metric_of(lines: Iterable[Mapping[str, Any]]) -> TaskMetric:
-    """Return the metric of the first line with a field ``metric``; accuracy without one."""
+    """Return the metric of the first line that has a field ``metric``; accuracy if no line has it."""
     for line in lines:
         name = line.get("metric")
         if isinstance(name, str) and name:

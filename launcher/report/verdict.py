@@ -116,9 +116,10 @@ class Verdict:
 
 
 def known_without_nodes(found: FoundRun) -> bool:
-    """Return whether the state of a run is known without its nodes.
+    """Return whether to determine the state of a run without asking its nodes.
 
-    True if all its processes have certainly ended, if none can have started, or if its plan is unknown.
+    True if all its processes have certainly ended, if none can have started, or if the run has no plan, which names
+    the nodes.
     """
     if found.plan is None:
         return True
@@ -352,10 +353,10 @@ def first_cause(views: Sequence[NodeView], hub: int) -> str:
 
 
 def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False) -> set[int]:
-    """Return the nodes that the run does not need: those that are lost, and those that it could lose.
+    """Return the lost nodes that the run continued without, and the nodes that it could continue without.
 
-    It could lose the nodes that the lead node reports or, with ``run.restarts``, every node. ``hub``: node_rank of the
-    lead node. ``only_gone``: return only the nodes that are lost and that the run continued without.
+    The lead node reports the latter; with ``run.restarts`` they are all nodes. ``hub``: node_rank of the lead node.
+    ``only_gone``: return only the lost nodes.
     """
     reports = {view.node.node_rank: view.report for view in views}
     lead = last_attempt(reports, hub)[1]

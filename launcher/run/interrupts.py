@@ -67,7 +67,7 @@ class Interrupts:
 
     @contextmanager
     def handed_to(self, receiver: Callable[[int], None]) -> Iterator[None]:
-        """Within the block, call ``receiver(number)`` for each signal, in the signal handler: it must be reentrant."""
+        """Within the block, call ``receiver(number)`` from the signal handler. ``receiver`` must be reentrant."""
         self._receiver = receiver
         try:
             yield
@@ -117,11 +117,12 @@ class Policy:
     def action(self, number: int, now: float) -> OnInterrupt:
         """Return ``stop``, ``detach`` or ``ask`` for signal ``number``, received at ``now`` (monotonic seconds).
 
-        SIGHUP detaches, and so does SIGTERM in a viewer (``gnnfleet follow``). For other signals the action is
-        ``on_interrupt``, with two exceptions:
+        SIGHUP always detaches. In a viewer (``gnnfleet follow``), SIGTERM does as well. Any other signal causes the
+        action ``on_interrupt``, with two exceptions:
 
         - A second signal within two seconds stops the run.
-        - ``ask`` needs a terminal and Ctrl-C. Without these, a viewer detaches, and any other process stops the run.
+        - ``ask`` applies only to Ctrl-C at a terminal. Otherwise, a viewer detaches, and other processes
+          stop the run.
         """
         if number == signal.SIGHUP or (self.viewer and number == signal.SIGTERM):
             return "detach"

@@ -32,7 +32,7 @@ done
 
 
 def in_batch_job(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process belongs to the batch script of a Slurm job, and not to an interactive one (salloc)."""
+    """Whether this process belongs to the script of a Slurm batch job (sbatch), not to an interactive job (salloc)."""
     return environ.get("ENVIRONMENT") == "BATCH" and bool(environ.get("SLURM_JOB_ID"))
 
 

@@ -145,8 +145,8 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
     """Launch a run of ``config``, follow it to its end, collect its files, and print and return its report.
 
     ``attach``: attaches the run to the serving cluster from which it reads. With ``options.detach``, returns after the
-    first training step. Raises FleetError for a failure before anything runs on the nodes; the report describes later
-    ones.
+    first training step. Raises FleetError for a failure before anything runs on the nodes; later failures are in the
+    report.
     """
     resolved = resolve_run(config)
     run_id = choose_run_id(config, options.run_id)
@@ -260,7 +260,7 @@ def _preflight(
         config,
         attempts,
         own_command=bool(draft.own_command),
-        bytes_needed={node.node_rank: sum(file.bytes for file in node.files) for node in draft.nodes},
+        bytes_needed={node.node_rank: draft.sent_bytes(node) for node in draft.nodes},
         run_id=run_id,
     )
     found = sorted([*report.findings, *_unsent(draft, own_command)], key=lambda finding: finding.node_rank)
@@ -375,7 +375,7 @@ def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int
     labels = {node.node_rank: node.label for node in plan.nodes}
     with transfer_progress(context.console, labels) as progress:
         report = sync(plan, transports, progress, connect_timeout=context.config.run.connect_timeout)
-    need = sum(file.bytes for node in plan.nodes for file in node.files)
+    need = sum(plan.sent_bytes(node) for node in plan.nodes)
     moved = report.bytes_sent + report.bytes_present + report.bytes_fetched
     packed = " (code packed)" if report.bytes_sent and moved < need else ""
     fetched = (

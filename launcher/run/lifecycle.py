@@ -72,8 +72,9 @@ def conduct(
 ) -> RunReport:
     """Follow a run to its end, collect its files, and print and return its report.
 
-    ``starts``: functions that start the nodes, by node_rank; None if this process only views a running run. In a view,
-    a signal or a closed output ends the view, not the run. ``leave_when_trained``: detach once training has begun.
+    ``starts``: functions that start the nodes, by node_rank; None if this process only views a run that has been
+    started before. Then an exception in this process, such as a closed output, does not end the run.
+    ``leave_when_trained``: detach once training has begun.
 
     The report of a detached run has the state ``detached``. Raises OutOfReach when no node has answered for
     ``run.lost_after`` seconds.

@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher.node.supervisor.vitals import largest
 from launcher.plan.model import LaunchPlan
+from launcher.report.device_use import DeviceUse
 from launcher.report.events import finding_words
 from launcher.text import count
 
@@ -33,6 +34,7 @@ class RankRow:
     seeds_per_s: float | None = None
     remote_share: float | None = None  #: fraction of gathered rows from other hosts, 0 to 1
     most: str = ""  #: the phase that takes most of a step, as ``forward 41%``
+    device: DeviceUse | None = None  #: use of its GPU; None on a CPU
     t: float = -math.inf  #: time of the metrics line, by its node's clock
     ended: str = ""  #: 'done' or 'failed'
 
@@ -50,7 +52,7 @@ class RankRow:
             setattr(self, name, value if isinstance(value, int) else None)
         for name in ("loss", "seeds_per_s", "remote_share"):
             setattr(self, name, _number(metric.get(name)))
-        self.most = most_of(metric)
+        self.most, self.device = most_of(metric), DeviceUse.of(metric)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -131,7 +133,8 @@ class Board:
         if row is None or metric.get("kind") != "step":
             return
         row.update(metric)
-        if self._first is None and (done := self.fraction()) is not None:
+        # Without epochs there is no fraction; computing it for each line would take the square of the number of ranks.
+        if self._first is None and self.epochs and (done := self.fraction()) is not None:
             self._first = time.monotonic(), done
 
     def finding(self, finding: Mapping[str, Any]) -> None:

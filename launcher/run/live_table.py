@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from launcher.report.device_use import DeviceUse, together
 from launcher.run.live_state import OLD_HEARTBEAT, Board, NodeRow, RankRow, mean
 from launcher.text import spans
 
@@ -20,7 +21,7 @@ _STYLES = ("bold red", "yellow", "yellow", "")  # by severity
 
 @dataclass(frozen=True)
 class Line:
-    """The cells of one table row, as texts. ``severity``: as ``Board.severity`` returns."""
+    """The cells of one table row, as texts. ``severity``: from ``Board.severity``, 0 to 3; 0 is the most urgent."""
 
     node: str
     host: str
@@ -32,6 +33,9 @@ class Line:
     loss: str
     most: str
     remote: str
+    device_step: str
+    device_share: str
+    device_memory: str
     heartbeat: str
     severity: int
 
@@ -57,6 +61,9 @@ _COLUMNS = (
     Column("loss", lambda line: line.loss, 5),
     Column("mostly", lambda line: line.most, 2),
     Column("remote", lambda line: line.remote, 2),
+    Column("gpu ms", lambda line: line.device_step, 2),
+    Column("gpu", lambda line: line.device_share, 4),
+    Column("gpu memory", lambda line: line.device_memory, 3),
     Column("heard", lambda line: line.heartbeat, 3),
 )
 
@@ -130,7 +137,7 @@ def _node_line(board: Board, node: NodeRow, now: float) -> Line:
 def _line(board: Board, node: NodeRow, rows: list[RankRow], now: float) -> Line:
     stepping = [row for row in rows if row.step is not None]
     slowest = min(stepping, key=lambda row: row.place, default=None)
-    age = node.age(now)
+    age, device = node.age(now), together([row.device for row in rows if row.device]) or DeviceUse()
     return Line(
         node=f"node{node.node_rank}",
         host=node.host,
@@ -142,6 +149,9 @@ def _line(board: Board, node: NodeRow, rows: list[RankRow], now: float) -> Line:
         loss=_shown(mean(row.loss for row in stepping), "{:.4f}"),
         most=slowest.most if slowest else "",
         remote=_shown(mean(row.remote_share for row in stepping), "{:.0%}"),
+        device_step=_shown(device.step_s and 1000 * device.step_s, "{:.3g}"),
+        device_share=device.share,
+        device_memory=device.memory,
         heartbeat="" if age is None else f"{age:.0f} s",
         severity=board.severity(node.node_rank, now),
     )

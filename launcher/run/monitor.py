@@ -51,8 +51,8 @@ class RunFollower:
 
     ``tail``: how many of the lines already in a log are shown, counted from its end; None: all.
 
-    ``leave_when_trained``: detach after the first training step; with the user's own command at the latest two seconds
-    after all ranks have started.
+    ``leave_when_trained``: detach after the first training step. With the user's own command, detach at the latest two
+    seconds after all ranks have started, even if no step was reported.
     """
 
     def __init__(
@@ -109,7 +109,10 @@ class RunFollower:
     # The run, top to bottom.
 
     def follow(self, interrupts: Interrupts | None = None, prompt: InterruptPrompt | None = None) -> Followed:
-        """Follow until every node has ended or the run is detached; ``prompt`` decides about signals."""
+        """Follow until every node has ended or the run is detached.
+
+        ``prompt`` decides whether a signal or key press stops the run, detaches from it, or does neither.
+        """
         interrupts, prompt = interrupts or Interrupts(), prompt or InterruptPrompt(self.live)
         interrupts.double_press = prompt.policy.can_ask
         for stream in self._streams.values():
@@ -433,13 +436,13 @@ class RunFollower:
             self.followed.detached = "trained"
 
     def _check_unreachable(self, now: float) -> None:
-        """Detach, or record nodes as lost, if no running node can be reached for too long.
+        """Detach, or record nodes as lost, if the launcher has lost contact with all running nodes for too long.
 
         If the run can continue without the nodes that have ended, this process detaches. Otherwise the run has failed,
-        and the nodes that cannot be reached are lost.
+        and the nodes without contact are recorded as lost.
         """
         waiting = [k for k in self._nodes if k not in self.followed.ended]
-        broken = {k: stream.broken_since for k, stream in self._streams.items() if k in waiting}
+        broken = {k: self._streams[k].broken_since for k in waiting}
         since = [when for when in broken.values() if when is not None]
         if not waiting or len(since) < len(waiting):
             return  # at least one node is connected

@@ -46,11 +46,10 @@ class StartProgress:
         return f"all {what}: {self._expected[kind]} in {now:.1f} s"
 
     def late(self, now: float, over: Collection[int] = ()) -> str:
-        """Return a message about the graph servers that are not ready.
+        """Return a message about the graph servers that are not ready; '' if all are ready, or no message is due.
 
-        One message is due at each time in ``_LATE``; '' if none is due, or all servers are ready.
-
-        ``over``: nodes that have ended; the message does not name their servers.
+        One message is due at each time in ``_LATE``. ``over``: nodes that have ended; the message does not name their
+        servers.
         """
         late = self._servers - self._ready - set(over)
         if not late or self._reports == len(_LATE) or now < _LATE[self._reports]:

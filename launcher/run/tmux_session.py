@@ -99,7 +99,7 @@ def start_session(transport: Transport, node: NodePlan, *, start_timeout: float)
 
 
 def _await_supervisor(transport: Transport, node: NodePlan, session: Session, start_timeout: float) -> None:
-    """Wait until a supervisor that was started without tmux runs.
+    """Wait until the node's supervisor runs. It was started without tmux, in ``session``.
 
     If it has ended, or does not run after ``start_timeout`` seconds, ends the session and raises SessionError.
     """

@@ -211,8 +211,8 @@ def open_serving(name: str, config: ClusterConfig, config_path: Path) -> Iterato
     if not hosts:
         raise UsageError(
             f"serving cluster `{name}` is not known on this machine, and {config_path} has no node with "
-            f"`role: server` to look for it on. Start one (gnnfleet serve --config FILE --name {name}), or list "
-            "its hosts with that role"
+            f"`role: server` that could belong to it. Start the cluster (gnnfleet serve --config FILE --name {name}), "
+            f"or list its hosts with `role: server` in {config_path}"
         )
     with discovered(replace(config, nodes=hosts, transport=config.transport), config_path, name) as run:
         if run.found.run_id != name:
@@ -251,8 +251,8 @@ def open_named(
 class ServeContext(LaunchContext):
     """State of one ``gnnfleet serve`` command.
 
-    ``running``: whether the cluster was running before the command. The recorded stage and result of a running cluster
-    change only once all added servers run.
+    ``running``: whether the cluster was running before the command. If so, its recorded stage and result do not change
+    until all added servers run.
     """
 
     def __init__(self, config: ResolvedConfig, options: LaunchOptions, name: str, console: Console, *, running: bool):

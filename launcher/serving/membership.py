@@ -1,4 +1,4 @@
-"""Computes the nodes and parts that a serving cluster should have, from its config and its present nodes."""
+"""Computes the nodes and parts that a serving cluster should have, from its config and its current nodes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Connections = Mapping[int, Transport | TransportError]
 
 @dataclass(frozen=True)
 class ServingState:
-    """State of a serving cluster before ``serve`` changes it: wanted nodes, connections, and present nodes."""
+    """State of a serving cluster before ``serve`` changes it: wanted nodes, connections, and current nodes."""
 
     roster: Roster
     connections: Connections
-    plan: LaunchPlan | None = None  #: present plan; None: no cluster of that name exists
-    seen: Mapping[int, ServerState] = field(default_factory=dict)  #: present nodes by node_rank
+    plan: LaunchPlan | None = None  #: current plan; None: no cluster of that name exists
+    seen: Mapping[int, ServerState] = field(default_factory=dict)  #: current nodes by node_rank
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class ServingState:
 
 @dataclass(frozen=True)
 class Roster:
-    """All nodes of a serving cluster. Present nodes keep their node_rank; new nodes get the next ranks."""
+    """All nodes of a serving cluster. Current nodes keep their node_rank; new nodes get the next numbers."""
 
     config: ResolvedConfig
     joined: tuple[int, ...] = ()  #: new nodes, which have no parts yet
@@ -67,9 +67,10 @@ def first_roster(wanted: ResolvedConfig) -> Roster:
 
 
 def roster_of(plan: LaunchPlan, known: ResolvedConfig | None, wanted: ResolvedConfig) -> Roster:
-    """Compare the nodes in the cluster's ``plan`` with those of the config ``wanted``, by their logins.
+    """Match the nodes of the cluster's ``plan`` with those of the config ``wanted``, by user, host and port.
 
-    ``known``: the config from which ``plan`` was made; None if unknown. Nodes with the same login are matched in order.
+    Several nodes with the same user, host and port are matched in order. ``known``: the config from which ``plan`` was
+    made; None if unknown.
     """
     names = _numbered([target_text(node_login(wanted, node)) for node in wanted.nodes])
     unmatched = dict(zip(names, wanted.nodes, strict=True))

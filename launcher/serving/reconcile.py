@@ -36,8 +36,8 @@ from launcher.transport.fanout import on_nodes
 def serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[ServingState]:
     """Find serving cluster ``name`` on this machine or on the hosts of ``wanted``, and connect to its nodes.
 
-    A cluster counts as new if it does not run and holds other parts, or fewer copies of parts, than ``wanted`` asks
-    for. Its files are then moved away. Connections are closed on exit.
+    A cluster that does not run is compared with ``wanted``. If it has other parts, or too few copies of them, its files
+    are moved away, and it counts as new. Connections are closed on exit.
     """
     folder = known_here(name, [Path(wanted.run.runs_dir).expanduser()])
     found = read_folder(folder) if folder is not None else None
@@ -129,14 +129,16 @@ def same_graph(found: ServingState, wanted: ResolvedConfig) -> bool:
 
 
 def check_compatible(found: ServingState, wanted: ResolvedConfig, name: str) -> None:
-    """Raise UsageError if a running cluster has other parts or another encryption than ``wanted`` asks for."""
+    """Raise UsageError if a running cluster differs from ``wanted`` in its parts or its encryption."""
     instead = f"`gnnfleet serve stop {name}` first, or choose another --name"
     if not same_graph(found, wanted):
         raise UsageError(
-            f"serving cluster {name} runs and serves other parts than this config asks for (dataset, options, number "
-            f"of parts or how they are cut differ); {instead}"
+            f"serving cluster {name} runs and serves other parts than this config asks for (they differ in dataset, "
+            f"options, number of parts or partitioning); {instead}"
         )
     now = {"service.key" in found.seen[k].files for k in found.alive}
     if now and offline_plan(found.roster.config, name).encrypted not in now:
         is_on = "encrypted" if True in now else "not encrypted"
-        raise UsageError(f"run.encrypt: serving cluster {name} runs and is {is_on}, unlike this config; {instead}")
+        raise UsageError(
+            f"run.encrypt: serving cluster {name} runs and is {is_on}, but this config asks for the opposite; {instead}"
+        )

@@ -17,7 +17,7 @@ from launcher.errors import FleetError, TransportError, reason_of
 from launcher.manage.node_views import if_run_exists, node_view, run_was_absent
 from launcher.node import procs
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.report.run_folder import boot_id, user_at_host
+from launcher.report.run_folder import user_at_host
 from launcher.report.verdict import NodeView
 from launcher.run.tmux_session import STOP_EXTRA, how_to_stop, start_session, stop_session
 from launcher.serving.cluster_state import ServerState, on_connections, remove_files
@@ -217,20 +217,20 @@ def _lock_file(node: NodePlan) -> str:
 
 def _lock(node: NodePlan, transport: Transport, name: str) -> None:
     process = procs.look(os.getpid())
-    owner = f"{user_at_host()} {os.getpid()} {process.start_ticks if process else 0} {boot_id() or '-'}"
+    owner = f"{user_at_host()} {os.getpid()} {process.start_ticks if process else 0} {procs.boot_id() or '-'}"
     words = ("bash", "-c", _TAKE_LOCK, "bash", _lock_file(node), owner, node.run_dir, str(_DEAD_AFTER))
     done = transport.run(Command(words), timeout=_TIMEOUT)
     if done.returncode == _LOCKED and _is_dead(_last_row(done)):
         remove_files(transport, [_lock_file(node)])
         done = transport.run(Command(words), timeout=_TIMEOUT)
     if done.returncode == _STARTED:
-        raise FleetError(f"{node.label}: another command has started its graph server; serve again")
+        raise FleetError(f"{node.label}: another command has started its graph server; run `gnnfleet serve` again")
     if done.returncode == _LOCKED:
         match = _OWNER.search(_last_row(done))
         who = match["who"] if match else _last_row(done) or "another process"
         raise FleetError(
-            f"{node.label}: {who} is starting serving cluster {name} at this moment; serve again when that is done "
-            f"(if that command was killed: after {_DEAD_AFTER} s)"
+            f"{node.label}: {who} is starting serving cluster {name} at this moment; run `gnnfleet serve` again when "
+            f"that command has ended, or after {_DEAD_AFTER} s if it was killed"
         )
     if done.returncode:
         raise FleetError(
@@ -246,8 +246,9 @@ def _last_row(done: Completed) -> str:
 def _is_dead(owner: str) -> bool:
     """Whether ``owner``, the content of a lock file, names a process of this machine that has ended."""
     match = _OWNER.search(owner)
-    here = match is not None and match["boot_id"] == boot_id() and match["who"].endswith(f"@{socket.gethostname()}")
-    return match is not None and here and not procs.alive(int(match["pid"]), int(match["start_ticks"]))
+    if match is None or match["boot_id"] != procs.boot_id() or not match["who"].endswith(f"@{socket.gethostname()}"):
+        return False
+    return not procs.alive(int(match["pid"]), int(match["start_ticks"]))
 
 
 def _unlock(node: NodePlan, transport: Transport) -> None:

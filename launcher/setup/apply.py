@@ -29,7 +29,7 @@ _INSTALL_TIMEOUT = 5400.0  # seconds; longer than the timeouts of node/programs/
 
 @dataclass(frozen=True)
 class Connections:
-    """What reaches the nodes, by node_rank."""
+    """Open connections to the nodes, by node_rank."""
 
     transports: Mapping[int, Transport]
     agents: Mapping[int, NodeAgent]

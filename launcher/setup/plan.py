@@ -52,7 +52,7 @@ class HostPlan:
 
     @property
     def acts(self) -> bool:
-        """Whether something is to be installed by this node."""
+        """Whether this node makes or repairs its environment. If nodes share an environment, only one of them does."""
         return self.action in ("make", "repair")
 
     @property
@@ -143,7 +143,7 @@ def _users(state: HostState, states: Iterable[HostState]) -> tuple[str, ...]:
 
 
 def _problem(state: HostState) -> str:
-    """Why no environment can be made or repaired on a host; ''."""
+    """Return why no environment can be made or repaired on a host; '' if nothing prevents it."""
     if state.error:
         return f"{state.error}; correct `venv` of this node"
     if not state.environment:
@@ -238,9 +238,9 @@ def _same(found: str, wanted: str, name: str) -> bool:
 
 
 def _wrong_build(node: NodeConfig, state: HostState, lock: WheelLock, name: str) -> bool:
-    """Whether the node uses CUDA devices and its torch is built for another CUDA version than ``lock``, or for none.
+    """Whether the package ``name`` is torch, built for another CUDA version than that in ``lock`` or without CUDA.
 
-    False if the package ``name`` is not torch.
+    False for a node that uses no CUDA devices.
     """
     assert state.installed is not None
     if name != "torch" or not node.devices:
@@ -250,7 +250,7 @@ def _wrong_build(node: NodeConfig, state: HostState, lock: WheelLock, name: str)
 
 
 def _checked(plan: HostPlan) -> HostPlan:
-    """Return the plan, or its refusal if the packages cannot be installed or used on the host."""
+    """Return the plan or, if the host cannot install or use the packages, a plan ``refused`` that says why."""
     state, lock = plan.state, plan.lock
     assert lock is not None
     oldest = OLDEST_DRIVER.get(lock.cuda, 0)

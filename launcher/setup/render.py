@@ -25,7 +25,7 @@ _STYLES = {"make": "green", "repair": "yellow", "refused": "bold red"}
 def print_plan(plan: SetupPlan, errors: Sequence[NodeError], console: Console) -> None:
     """Print what is to be done on each host, and what the user has to do.
 
-    ``errors``: those of the hosts that could not be queried.
+    ``errors``: one error for each host that could not be queried.
     """
     table = Table("Node", "Environment", "Python", "To do", box=SIMPLE_HEAD)
     for column in table.columns:
@@ -81,7 +81,7 @@ def shown_changes(changes: Sequence[Change]) -> str:
 
 
 def _tmux_lines(plan: SetupPlan) -> Iterator[str]:
-    """Yield which hosts lack tmux, with the command of each host's package manager."""
+    """Yield a line for each host without tmux, with the command that installs tmux there."""
     for state in plan.without_tmux:
         line = state.tmux_line or "install tmux with the host's package manager"
         yield f"{state.label} has no tmux, which runs need. On the host: {line}"

@@ -49,8 +49,9 @@ class SetupOptions:
 def set_up(config: ResolvedConfig, options: SetupOptions) -> int:
     """Make or repair the environments of all nodes.
 
-    Returns the exit status: 0 if all hosts have what they need, 1 if an installation failed, 3 if a host is left to the
-    user, for instance one that could not be reached or has no tmux. Raises SetupError, UsageError.
+    Returns the exit status: 0 if all hosts have what they need, 1 if an installation failed, 3 if a problem
+    remains that only the user can solve, such as an unreachable host or one without tmux. Raises SetupError,
+    UsageError.
     """
     requirements = required(config_packages(config, options.packages))
     with _connected(config, options) as (transports, unreachable), open_agents() as agents:
@@ -75,7 +76,7 @@ def set_up(config: ResolvedConfig, options: SetupOptions) -> int:
 
 
 def config_packages(config: ResolvedConfig, more: Sequence[str]) -> tuple[str, ...]:
-    """Return ``more`` and the packages that the config needs in addition to those of every run."""
+    """Return the packages for ``train.tensorboard`` and ``data.store``, if the config has these keys, and ``more``."""
     return (*(["tensorboard"] if config.train.tensorboard else []), *store_packages(config), *more)
 
 
@@ -123,11 +124,11 @@ def _planned(
 
 
 def _confirmed(plan: SetupPlan, options: SetupOptions) -> bool:
-    """Ask the one question. Raises UsageError if it cannot be asked."""
+    """Return whether to install: asks if ``options.ask``, else returns True. Raises UsageError without a terminal."""
     if not options.ask:
         return True
     if not (sys.stdin.isatty() and options.console.is_terminal):
-        raise UsageError("no terminal to ask on whether to install this; give --yes, or --dry-run to see it only")
+        raise UsageError("cannot ask whether to install this without a terminal; give --yes or --dry-run")
     return click.confirm(f"Install this on {count(len(plan.work), 'host')}?", default=True, err=options.as_json)
 
 

@@ -48,7 +48,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class HostState:
-    """What a host has, as seen by one node of the cluster file."""
+    """Properties of a node's host: its environment, Pythons, tools and GPUs."""
 
     node_rank: int
     label: str
@@ -75,7 +75,7 @@ def minor(version: str) -> str:
 
 
 def base_python(config: ResolvedConfig, k: int) -> Command:
-    """Return the command that starts some Python on a node, of version 3.8 or newer."""
+    """Return the command that starts a Python, 3.8 or newer, on a node."""
     if config.transport == "local":
         return Command((sys.executable,))
     return Command(ANY_PYTHON, setup=(*config.nodes[k].setup, MORE_PYTHONS))
@@ -109,7 +109,11 @@ def _node_error(config: ResolvedConfig, k: int, error: Exception) -> NodeError:
 
 
 def _query(config: ResolvedConfig, k: int, transport: Transport, agent: NodeAgent) -> dict[str, Any]:
-    """Return the facts of ``node/programs/host_survey.py``; its key "installed" has those of the node's own Python."""
+    """Return the reply of ``node/programs/host_survey.py``, with one more key.
+
+    "installed": the packages of the node's configured Python, from ``node/programs/install.py``; None if this Python
+    is missing or fails.
+    """
     node = config.nodes[k]
     folder = _folder(node)
     facts: dict[str, Any] = agent.call("host_survey", {"op": "survey", "environment": folder}, TIMEOUT)

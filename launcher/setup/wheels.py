@@ -131,10 +131,11 @@ def _read(path: Path, target: Target) -> WheelLock:
 
 
 def _resolve(requirements: Requirements, target: Target) -> tuple[Wheel, ...]:
-    """Resolve the roots and all that they require on ``target``.
+    """Resolve the roots and all packages that they require on ``target``.
 
-    pip evaluates markers for the Python that runs it, whatever --python-version says. Therefore each round resolves a
-    flat list without dependencies, and adds the requirements that the metadata of the found wheels name for ``target``.
+    pip evaluates markers for the Python that runs it, even with --python-version, so it cannot resolve dependencies for
+    ``target``. Instead, pip finds the wheels of a list of packages, without dependencies. The metadata of these wheels
+    give the list for the next round. The last round is the one that does not change the list.
     """
     lines = _lines(requirements, closure(requirements.roots, requirements.requires, target), target)
     for _ in range(_ROUNDS):
@@ -143,7 +144,8 @@ def _resolve(requirements: Requirements, target: Target) -> tuple[Wheel, ...]:
         if needed == lines:
             return tuple(sorted(map(_wheel, found), key=lambda wheel: wheel.name))
         lines = needed
-    raise SetupError(f"the requirements of {', '.join(requirements.roots)} do not end for {target}")
+    roots = ", ".join(requirements.roots)
+    raise SetupError(f"the requirements of {roots} for {target} still change after {_ROUNDS} rounds of pip")
 
 
 def _lines(requirements: Requirements, wanted: Mapping[str, str], target: Target) -> list[str]:
@@ -171,8 +173,9 @@ def _report(lines: Sequence[str], target: Target) -> list[dict[str, Any]]:
         failed = _pip("install", *words, *target.pip_words, *lines)
         if failed:
             raise NoWheels(
-                f"no wheels for {target} in the versions of this machine: {failed}. Check that pip reaches the package "
-                "index here; else give that host another Python, or install versions here that have such wheels"
+                f"no wheels for {target} in the versions of this machine: {failed}. Check that pip on this machine "
+                "reaches the package index. If it does, use another Python version on the host, or install other "
+                "package versions on this machine"
             )
         found: list[dict[str, Any]] = json.loads(report.read_text())["install"]
         return found
@@ -212,7 +215,7 @@ def download(wheels: Iterable[Wheel], target: Target) -> dict[Wheel, Path]:
 
 
 def _pip(*words: str) -> str:
-    """Run pip; returns '' or why it failed."""
+    """Run pip. Returns '', or the reason if pip fails."""
     done = subprocess.run(
         [*_pip_command(), *words[:1], *_PIP, *words[1:]],
         stdin=subprocess.DEVNULL,

@@ -100,7 +100,7 @@ def made_from(config: ResolvedConfig) -> list[str]:
 
 
 def _check_made_alike(config: ResolvedConfig, stored: PartitionFiles, made: Sequence[str]) -> None:
-    """Raise UsageError if the parts in the store are others than the config describes."""
+    """Raise UsageError if the parts in the store differ from those that the config describes."""
     if stored.num_parts != config.num_parts:
         raise UsageError(
             f"data.store: {stored.folder} has {count(stored.num_parts, 'part')}, but the config needs "
@@ -109,9 +109,9 @@ def _check_made_alike(config: ResolvedConfig, stored: PartitionFiles, made: Sequ
     wanted = made_from(config)
     if made and list(made) != wanted:
         raise UsageError(
-            f"data.store: the parts in {stored.folder} are others than the config describes: {_unlike(made, wanted)} "
-            f"in the store, {_unlike(wanted, made)} in the config; correct the config, use another folder of the "
-            "store, or replace the parts by `gnnfleet partition push --config FILE --force`"
+            f"data.store: the parts in {stored.folder} were made with other options: {_unlike(made, wanted)} in the "
+            f"store, {_unlike(wanted, made)} in the config; correct the config, use another folder of the store, or "
+            "run `gnnfleet partition push --config FILE --force` to replace the parts in the store"
         )
 
 
@@ -127,8 +127,8 @@ def _check_same(local: PartitionFiles, stored: PartitionFiles) -> None:
         raise FleetError(
             f"{stored.folder} has other parts than {local.folder} on this machine "
             f"({count(stored.num_parts, 'part')} of {stored.dataset}, and {count(local.num_parts, 'part')} of "
-            f"{local.dataset}). Move {local.folder} away to use the parts in the store, or replace those by `gnnfleet "
-            "partition push --config FILE --force`"
+            f"{local.dataset}). Move {local.folder} away to use the parts in the store, or run `gnnfleet partition "
+            "push --config FILE --force` to replace the parts in the store"
         )
 
 

@@ -1,4 +1,4 @@
-"""Sends the files of a plan to the nodes. Files that are already there are skipped, and cut transfers are resumed.
+"""Sends the files of a plan to the nodes. Files that are already there are skipped, and broken transfers are resumed.
 
 A file is written to ``<file>.part`` and renamed after its digest has been checked. The manifest comes last: a partition
 folder with a manifest is complete.
@@ -15,7 +15,7 @@ import secrets
 import tarfile
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,21 +82,24 @@ class _CodeArchive:
     def __init__(self, plan: LaunchPlan):
         self.plan = plan
         self._lock = threading.Lock()
-        self._data = b""
+        self._data, self._sha256 = b"", ""
+        self.unpacked_bytes = sum(file.bytes for file in plan.code)
 
-    def data(self) -> bytes:
+    def data(self) -> tuple[bytes, str]:
+        """Return the archive and its SHA-256, computed once for all nodes."""
         with self._lock:
             if not self._data:
-                self._data = _pack(self.plan.nodes[0])
-            return self._data
+                self._data = _pack(self.plan.code)
+                self._sha256 = hashlib.sha256(self._data).hexdigest()
+            return self._data, self._sha256
 
 
-def _pack(node: NodePlan) -> bytes:
+def _pack(code: Iterable[PlannedFile]) -> bytes:
     packed = io.BytesIO()
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
-        for file in sorted((file for file in node.files if _is_code(node, file)), key=lambda file: file.dest):
+        for file in sorted(code, key=lambda file: file.dest):
             data = Path(file.source).read_bytes() if file.source else file.content.encode()
-            entry = tarfile.TarInfo(file.dest[len(node.code_dir) + 1 :])
+            entry = tarfile.TarInfo(file.dest)
             entry.size, entry.mode = len(data), file.mode
             tar.addfile(entry, io.BytesIO(data))
     return packed.getvalue()
@@ -118,16 +121,15 @@ class _PlanTransfer(FileTransfer):
         self.node, self.archive = node, archive
 
     def send_all(self) -> None:
-        files = [with_digest(file) for file in self.node.files if file.source and not _is_code(self.node, file)]
+        files = [with_digest(file) for file in self.node.files if file.source]
         files.sort(key=is_manifest)
         found = self.inventory(files, [self.node.code_dir])
-        code = 0
-        if found["folders"][0]:
-            code = sum(file.bytes for file in self.node.files if _is_code(self.node, file))
-        else:
+        has_code = found["folders"][0]
+        if self.node.gets_code and not has_code:
             self._send_code()
         self.send_files(list(zip(files, found["files"], strict=True)))
-        self.bytes_present += code
+        if self.node.gets_code and has_code:
+            self.bytes_present += self.archive.unpacked_bytes
         for file in self.node.files:
             if not file.source and not file.url:
                 self.check_stop()
@@ -151,8 +153,7 @@ class _PlanTransfer(FileTransfer):
 
     def _send_code(self) -> None:
         self.current = self.node.code_dir
-        data = self.archive.data()
-        sha256 = hashlib.sha256(data).hexdigest()
+        data, sha256 = self.archive.data()
         # A unique name: launches at the same time send the same code, and each deletes its own archive.
         dest = f"{self.node.code_dir}-{sha256[:8]}-{secrets.token_hex(4)}.tgz{PART_SUFFIX}"
         with tempfile.NamedTemporaryFile(suffix=".tgz") as packed:
@@ -163,7 +164,3 @@ class _PlanTransfer(FileTransfer):
         self.ask({"op": "unpack", "archive": dest, "sha256": sha256, "dest": self.node.code_dir})
         self.files_sent += 1
         self.bytes_sent += len(data)
-
-
-def _is_code(node: NodePlan, file: PlannedFile) -> bool:
-    return file.dest.startswith(node.code_dir + "/")

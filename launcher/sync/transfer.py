@@ -1,4 +1,4 @@
-"""Transfers files to one node: resumes cut transfers, reconnects, compares digests before files get their names."""
+"""Transfers files to one node: resumes broken transfers, reconnects, checks a file's digest before renaming it."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ class FileTransfer(ABC):
             self._reconnect(failures + 1, again)
 
     def inventory(self, files: Sequence[PlannedFile], folders: Sequence[str] = ()) -> dict[str, Any]:
-        """Ask the node which ``files`` and ``folders`` it has; the reply is that of ``node/programs/files.py``."""
+        """Ask the node which ``files`` and ``folders`` it has; return the reply of ``node/programs/files.py``."""
         request = {"op": "inventory", "files": [entry_of(file) for file in files], "folders": list(folders)}
         return self.ask(request, hash_time(files))
 
     def send_files(self, found: Sequence[tuple[PlannedFile, dict[str, Any]]]) -> None:
-        """Upload missing files, resuming partial ones; the manifest is committed after all others.
+        """Upload missing files, resuming partial ones; the manifest gets its final name after all other files.
 
         ``found``: each file with its state in the reply of ``inventory``.
         """
@@ -233,7 +233,7 @@ def ask_files(transport: Transport, node: Receiver, request: dict[str, Any], tim
     if answer.get("errno") == errno.ENOSPC:
         place = request.get("dest") or request.get("path", "its disk")
         raise SyncError(
-            f"{node.label}: disk full at {place}: no room to {request['op']}. "
+            f"{node.label}: disk full at {place} (operation: {request['op']}). "
             "Make room or choose another workdir, then run again to resume"
         )
     if answer.get("error"):

@@ -42,7 +42,7 @@ class PartsDiffer(SyncError):
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All nodes have the same manifest and all files that the plan needs."""
+    """Result of ``verify`` if all nodes have the same manifest and all files that the plan needs."""
 
     manifest: PartitionFiles
     files: int  #: number of files checked on all nodes
@@ -134,12 +134,12 @@ def _wrong_files(node: NodePlan, transport: Transport, files: tuple[PartFile, ..
 
 
 def _top(state: Mapping[str, Any], data_dir: str) -> str:
-    """Return the part folder, such as ``<data_dir>/part1``, of a file in a node's reply."""
+    """Return the part folder, such as ``<data_dir>/part1``, that contains the file of ``state``."""
     return f"{data_dir}/{state['path'].removeprefix(f'{data_dir}/').partition('/')[0]}"
 
 
 def _missing_folders(found: Iterable[Mapping[str, Any]], data_dir: str) -> dict[str, int]:
-    """Return the number of files by part folder, for folders in which all files are missing."""
+    """Return the number of files by part folder, for folders of two or more files that are all missing."""
     states: dict[str, list[str]] = {}
     for state in found:
         states.setdefault(_top(state, data_dir), []).append(state["state"])

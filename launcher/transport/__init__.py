@@ -1,4 +1,4 @@
-"""Connections to the nodes: subprocesses, paramiko or the OpenSSH client behind one type, ``Transport``."""
+"""Connections to the nodes by subprocesses, paramiko or the OpenSSH client. Each is a ``Transport``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from launcher.command import Secret
 from launcher.config.schema import ClusterConfig
 from launcher.errors import PasswordRefused, TransportError
+from launcher.node.procs import allow_open_files
 from launcher.transport.base import Completed, Talk, Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.local import LocalTransport
@@ -27,6 +28,8 @@ __all__ = [
     "connect_all",
     "open_transport",
 ]
+
+_FILES_PER_NODE = 16  # the pipes of ssh processes with the OpenSSH client; paramiko needs one socket per node
 
 Opened = dict[int, Transport | TransportError]  #: by node_rank: an open connection, or the error that prevented it
 
@@ -84,6 +87,7 @@ def _connect(config: ClusterConfig, passwords: Passwords, ranks: Iterable[int]) 
             results[node_rank] = error
 
     wanted = list(ranks)
+    allow_open_files(_FILES_PER_NODE * len(wanted))
     try:
         on_nodes(wanted, connect).or_raise()  # returns on Ctrl-C without waiting for hosts that do not answer
     except BaseException:

@@ -165,8 +165,9 @@ class Login(AuthStrategy):
     def _keys(self) -> Iterator[tuple[paramiko.PKey, str]]:
         """Yield the keys to offer, each with its label.
 
-        Order: certificates; the ``key`` of cluster.yml; keys of the agent that a config names; other keys of the agent;
-        key files of ssh_config, unless cluster.yml has a ``key``. Files without a usable private key are skipped.
+        Order: certificates; the ``key`` of cluster.yml; agent keys whose key file cluster.yml or ssh_config names;
+        other agent keys; key files of ssh_config, unless cluster.yml has a ``key``. Files without a usable private key
+        are skipped.
         """
         by_blob = {key.blob: key for key in self._agent_keys}
         signers: dict[bytes, paramiko.PKey] = dict(by_blob)
@@ -358,7 +359,7 @@ def _at_terminal() -> bool:
 
 @dataclass(frozen=True)
 class _Question:
-    """A question for a password or a passphrase, asked once for all nodes with an equal question."""
+    """A question for a password or a passphrase, asked once for all nodes with the same user or key file."""
 
     kind: str  #: ``Password`` or ``Passphrase``
     about: str  #: user name or path
@@ -392,10 +393,10 @@ class Passwords:
         return Credentials(key, secrets.get("Password"), secrets.get("Passphrase"))
 
     def ask_again(self, refused: Collection[int], wants_password: Collection[int]) -> None:
-        """Ask again for the passwords or passphrases of the nodes ``refused``, whose hosts did not accept them.
+        """Ask again for the passwords or passphrases of the nodes in ``refused``, whose hosts did not accept them.
 
-        Also asks for the passwords of the nodes ``wants_password``: their hosts accepted the key and require a password
-        as well.
+        Also asks for the passwords of the nodes in ``wants_password``, whose hosts accepted the key and require a
+        password as well.
         """
         for rank in wants_password:
             self._questions[rank] = (*self._questions[rank], _password_of(self._config.nodes[rank]))

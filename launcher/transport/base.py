@@ -58,7 +58,7 @@ class Talk(ABC):
 
 
 class Session(ABC):
-    """A command that continues when the launcher exits, started by the machinery of the cluster instead of tmux."""
+    """A command that continues when the launcher exits, started by the cluster's scheduler instead of tmux."""
 
     @abstractmethod
     def running(self) -> bool:

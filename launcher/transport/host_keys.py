@@ -1,6 +1,6 @@
 """Checks a host's key against the known_hosts files.
 
-Unlike paramiko's ``HostKeys``, it supports wildcard patterns and revoked keys, and knows line numbers.
+Unlike paramiko's ``HostKeys``, it supports wildcard patterns and revoked keys, and records file and line of each key.
 """
 
 from __future__ import annotations

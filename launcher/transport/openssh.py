@@ -139,8 +139,8 @@ class OpenSshTransport(RemoteTransport):
     def _askpass(self, folder: Path, host: SshHost) -> tuple[Mapping[str, str], Mapping[str, str]]:
         """Return the ssh options and the environment variables by which ssh gets the password or passphrase.
 
-        Without a password and a passphrase, the options keep ssh from prompting. Otherwise ssh asks a script that is
-        written to ``folder`` (mode 0700).
+        If the credentials have neither, the options keep ssh from prompting. Otherwise this method writes a script to
+        ``folder`` (mode 0700), which ssh runs to get the secret.
         """
         given = self.credentials
         secret, about = (given.passphrase, given.key) if given.passphrase is not None else (given.password, None)
@@ -210,7 +210,7 @@ class OpenSshTransport(RemoteTransport):
             if time.monotonic() + _RETRY_INTERVAL > deadline:
                 raise paramiko.SSHException(process.stderr.decode(errors="replace").strip() or "it does not start")
             time.sleep(_RETRY_INTERVAL)
-        raise EOFError("it was closed")
+        raise EOFError("SSH connection closed")
 
     def _begin_sftp(self) -> paramiko.SFTPClient:
         ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Runs commands on a node: to their end, streaming their output, or exchanging lines with them.
+"""Runs commands on a node: waits for their end, streams their output, or exchanges lines with them.
 
 The code is the same for pipes of a subprocess and for SSH channels (``Process``).
 """
@@ -31,7 +31,9 @@ STALL = 60.0  #: seconds without progress after which a transfer or the start of
 
 _INLINE_STDIN = 1 << 15  # bytes that fit into every SSH server's first window, so that sending does not block
 
-_POLL = 0.1  # seconds between checks of a stop event
+_POLL = 0.1  # seconds between checks of a stop event, at least
+
+_POLLS = 1000  # such checks per second, at most, over all streams of this process
 
 _END_WAIT = 3.0  # seconds a command gets to end by itself after its stdin is closed
 
@@ -138,6 +140,9 @@ class Process(ABC):
             del self.stderr[found.start() : found.end()]
 
 
+_streaming: set[Process] = set()  # the commands whose output ``ProcessTransport.stream`` is reading
+
+
 class PipeProcess(Process):
     """A subprocess of the launcher: a local command, or an ssh client that runs a remote one."""
 
@@ -241,10 +246,11 @@ class ProcessTransport(Transport):
 
     def stream(self, command: Command, on_line: OnLine, stop: threading.Event) -> int:
         with self._started(command, math.inf) as process:
+            _streaming.add(process)
             try:
                 more = True
                 while more and not stop.is_set():
-                    more = process.read(_POLL)
+                    more = process.read(max(_POLL, len(_streaming) / _POLLS))
                     for line in process.take_lines():
                         on_line(line)
                     if process.pid:
@@ -252,6 +258,8 @@ class ProcessTransport(Transport):
             except BaseException:
                 self._kill(process)
                 raise
+            finally:
+                _streaming.discard(process)
             if stop.is_set():
                 self._kill(process)
                 return -1

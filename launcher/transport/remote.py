@@ -141,7 +141,7 @@ class RemoteTransport(ProcessTransport):
 
     def status_of(self, process: Process) -> int:
         if process.status in (None, -1) and not self._alive():
-            raise EOFError("it was closed")
+            raise EOFError("SSH connection closed")
         return super().status_of(process)
 
     @contextmanager
@@ -206,7 +206,7 @@ class RemoteTransport(ProcessTransport):
         """Yield an SFTP session for the caller's exclusive use; idle sessions are reused."""
         with self._sftp_slots, self.translated():
             if not self._alive():
-                raise EOFError("it was closed")
+                raise EOFError("SSH connection closed")
             sftp = self._sftp_idle.pop() if self._sftp_idle else self._begin_sftp()
             try:
                 yield sftp

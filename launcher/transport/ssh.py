@@ -1,4 +1,4 @@
-"""SSH connections by paramiko through fabric's ``Connection``: one per node and one per jump host."""
+"""SSH connections with paramiko and fabric: one fabric ``Connection`` per node and one per jump host."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class SshTransport(RemoteTransport):
     def _ssh(self) -> paramiko.Transport:
         link = self._link
         if link is None or not link.is_alive:
-            raise EOFError("it was closed")
+            raise EOFError("SSH connection closed")
         return link.ssh
 
     def _begin(self, command: Command, deadline: float) -> Process:
@@ -232,7 +232,7 @@ def _close_transport(ssh: paramiko.Transport) -> None:
 def _socket(host: SshHost, timeout: float) -> Iterator[socket.socket]:
     """Yield a TCP connection to the host, or a socket to its ProxyCommand.
 
-    Replaces paramiko's ``ProxyCommand``, which runs the command without a shell and lets Ctrl-C end it.
+    The command runs in the user's shell, and Ctrl-C does not end it. Neither is true of paramiko's ``ProxyCommand``.
     """
     if not host.proxy_command:
         source = (host.bind_address, 0) if host.bind_address else None
@@ -275,7 +275,7 @@ class _JumpHost:
     def connection(self, route: Route, host_keys: str, timeout: float) -> Connection:
         """Return the open connection to the jump host; open it first if necessary.
 
-        If opening fails, callers that waited for it get the same error.
+        If opening fails, all callers that wait at that time get the same error.
         """
         asked = time.monotonic()
         with self.opening:
@@ -327,9 +327,9 @@ _JUMP_HOSTS = _JumpHosts()
 
 
 class _DataArrived(threading.Event):
-    """Set when data arrives on stdout or stderr of a channel, and cleared only by ``reset``.
+    """Set when data arrives on stdout or stderr of a channel. Only ``reset`` clears it.
 
-    ``clear`` does nothing, as paramiko calls it when the buffer of stdout or stderr is empty, even if the other is not.
+    ``clear`` does nothing: paramiko calls it as soon as one of the two buffers is empty, even if the other has data.
     """
 
     def clear(self) -> None:

@@ -127,7 +127,10 @@ def ssh_program() -> str | None:
 
 
 def ssh_argv(user: str | None, port: int | None) -> list[str]:
-    """Return the ssh command up to the host name: user, port and, if ssh would not find the config file, its path."""
+    """Return the ssh command with user and port, without the host name.
+
+    If ssh would not find the user's config file itself, the command names it (``-F``).
+    """
     argv = [ssh_program() or "ssh"]
     if not is_home_of_passwd():
         argv += ["-F", str(_user_config()) if _user_config().is_file() else "none"]
@@ -195,10 +198,10 @@ def _resolved(name: str, user: str | None, port: int | None) -> SshHost:
 
 
 def _lookup_key(name: str, blocks: Blocks | None) -> tuple[str, object]:
-    """Return the HostName that ssh_config gives ``name``, and the key of its options in the cache.
+    """Return the HostName for ``name`` in ssh_config (default: ``name``), and a cache key for the output of ``ssh -G``.
 
-    The cache stores what ``ssh -G`` printed. Names whose options differ only in HostName have the same key. Returns
-    ("", name) if ``name`` cannot share options with other names.
+    Names whose options differ only in HostName have the same key. If this cannot be determined, returns ("", name):
+    no other name has this key.
     """
     if blocks is None or name != name.lower() or ssh_program() is None:
         return "", name

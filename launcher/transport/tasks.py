@@ -37,7 +37,7 @@ def cluster_group(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[T
     """
     config = load_config(Path(path), overrides)
     if config.transport == "local":
-        raise UsageError(f"{path} has `transport: local`: so there are no SSH connections for a fabric group")
+        raise UsageError(f"{path} has `transport: local`, so there are no SSH connections for a fabric group")
     opened = connect_all(config)
     try:
         yield ThreadingGroup.from_connections(_connection(config, k, node) for k, node in opened.items())

@@ -1,6 +1,4 @@
-"""Injects the fault of a soak scenario into its run on hosts in network namespaces, and repairs the hosts
-afterwards.
-"""
+"""Injects one fault into a run of the soak, the random test of ``make soak``, and repairs the hosts afterwards."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ class FaultyRun:
         deadline = time.monotonic() + seconds
         while epoch and self.epoch() < epoch:
             if time.monotonic() > deadline:
-                raise NotInjected(f"{self.run_id} has not reached epoch {epoch}, but only {self.epoch()}")
+                raise NotInjected(f"{self.run_id} has reached only epoch {self.epoch()}, not {epoch}")
             time.sleep(0.1)
 
     def epoch(self) -> int:
@@ -151,7 +149,7 @@ class FaultyRun:
                     self.host.kill(process.pid, signum)
                     return
             time.sleep(0.05)
-        raise NotInjected(f"no {words} on {self.host.name}: {self.host.processes()}")
+        raise NotInjected(f"no process `{words}` on {self.host.name}, only {self.host.processes()}")
 
     def _cut_sessions(self) -> None:
         sessions = self.host.ssh_sessions()

@@ -78,6 +78,7 @@ class Host:
         self.memory = MemoryCgroup(f"{cluster.name}h{index}") if machine.own_memory else None
         self.name = f"{cluster.name}h{index}"
         self.address = f"{cluster.prefix}.{10 + index}"
+        self.mac = "02:00:" + ":".join(f"{byte:02x}" for byte in socket.inet_aton(self.address))
         self.home = str(cluster.folder / "home")
         self.folder = cluster.folder / f"h{index}"  # bind-mounted over cluster.folder on this host
         self.init_pid = 0
@@ -129,7 +130,7 @@ class Host:
 
     def power_on(self) -> None:
         """Begin to boot the host. Call ``wait_until_up`` to wait for the end of the boot."""
-        link, mac = self.name, "02:00:" + ":".join(f"{byte:02x}" for byte in socket.inet_aton(self.address))
+        link, mac = self.name, self.mac
         ip(f"netns add {self.name}")
         inside = self.machine.interface
         ip(f"link add {link} type veth peer name {inside} address {mac} netns {self.name}")
@@ -389,6 +390,17 @@ class NetCluster:
         )
         path.write_text("\n".join(blocks))
         return path
+
+    def know_neighbours(self) -> None:
+        """Add permanent ARP entries for all pairs of hosts.
+
+        100 hosts need 9,900 entries; the kernel keeps at most 1,024 that are not permanent, over all namespaces.
+        """
+        for host in self.hosts:
+            others = [(other.address, other.mac) for other in self.hosts if other is not host]
+            dev = host.machine.interface
+            lines = [f"neigh replace {address} lladdr {mac} dev {dev} nud permanent" for address, mac in others]
+            tool(["ip", "-n", host.name, "-batch", "-"], stdin="\n".join(lines))
 
     def environment(self, **more: str) -> dict[str, str]:
         """Return an environment with the variables ``more``, and a HOME with an SSH key and config for the hosts."""

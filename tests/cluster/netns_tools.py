@@ -178,8 +178,8 @@ def ip(words: str, *, check: bool = True) -> str:
     return tool(["ip", *words.split()], check=check)
 
 
-def tool(argv: Sequence[str], *, check: bool = True) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+def tool(argv: Sequence[str], *, check: bool = True, stdin: str = "") -> str:
+    done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=30)
     if check and done.returncode:
         raise NetnsError(f"{shlex.join(argv)} exited {done.returncode}: {done.stderr.strip()}")
     return done.stdout

@@ -1,4 +1,4 @@
-"""Test kit for users who call ``gnnfleet status``, ``stop`` and ``resume`` for runs on hosts in network namespaces."""
+"""Test kit: calls ``gnnfleet status``, ``stop`` and ``resume``, as a user does, for runs in network namespaces."""
 
 from __future__ import annotations
 

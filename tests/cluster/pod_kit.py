@@ -1,9 +1,9 @@
 """Runs pods of exported Kubernetes manifests on the hosts of a ``NetCluster``, one pod per host.
 
-A pod has the address of its host, pid, mount and UTS namespaces of its own, and an overlay of this machine's root file
-system. ``/gnnfleet`` is a shared volume, ConfigMap and Secret are read-only folders, and ``/etc/hosts`` has the names
-that Kubernetes gives the pods of an Indexed Job or JobSet. Commands, variables and mounts are those of the manifest.
-Init containers run before the container, in the same namespaces.
+A pod has the IP address of its host. It has its own pid, mount and UTS namespaces, and an overlay of this machine's
+root file system. ``/gnnfleet`` is a shared volume. ConfigMap and Secret are read-only folders. ``/etc/hosts`` has the
+names that Kubernetes gives the pods of an Indexed Job or JobSet. Command, variables and mounts are those of the
+manifest. Init containers run before the container, in the same namespaces.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Pod:
 
 
 def jobs_of(manifests: Sequence[Manifest]) -> Iterator[tuple[str, str, Manifest]]:
-    """Yield the name, the subdomain of the pods and the spec of each Job, also of those that a JobSet creates."""
+    """Yield (name, subdomain of the pods, spec) of each Job, including the Jobs that a JobSet creates."""
     for each in manifests:
         name = each["metadata"]["name"]
         if each["kind"] == "Job":

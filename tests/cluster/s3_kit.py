@@ -32,7 +32,7 @@ class S3Server:
     """An S3 server and the proxy in front of it. ``endpoint``: URL of the proxy.
 
     The proxy cuts the next ``cuts`` replies after ``cut_at`` bytes each. While ``held`` is true, the proxy holds back
-    each request that does not begin at the first byte of a file.
+    requests for ranges that begin after the first byte of a file.
     """
 
     endpoint: str

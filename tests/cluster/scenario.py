@@ -1,6 +1,7 @@
 """Random scenarios of the soak (``make soak``): hosts, mode, sampler and script of a run, and one fault.
 
-A scenario is determined by its seed. Consecutive seeds have all kinds of faults before any kind repeats.
+The seed determines the scenario. With n kinds of faults, the seeds 0 to n - 1 have each kind once, and so have the next
+n seeds.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Scenario:
 
     @property
     def survives(self) -> bool:
-        """Return whether the run still trains some time after the fault, with or without a restart."""
+        """Return whether the run continues after the fault, with or without a restart."""
         return self.starts_again or self._undisturbed
 
     @property
@@ -222,7 +223,8 @@ def _fault(kind: str, servers: int, procs: tuple[int, ...], chance: random.Rando
 def _sampler(own: bool, chance: random.Random) -> dict[str, Any]:
     """Draw the sampler settings.
 
-    own: whether a user script runs. Its sampling is disjoint, so that its loss is the same for any number of ranks.
+    own: whether a user script runs. If so, sampling with more than one hop is disjoint: then the loss is the same for
+    any number of ranks.
     """
     sampler: dict[str, Any] = {"fanouts": chance.choice([[5, 5], [3, -1], [8], [-1], [4, 3, 2]])}
     kind = chance.choice(["uniform", "replace", "weighted", "temporal", "latest"])

@@ -5,9 +5,9 @@
     with NetCluster(2, shared_folder=folder) as cluster, SlurmHosts(cluster) as slurm:
         slurm.run("srun", "-N2", "hostname").stdout
 
-The test machine is the login node: commands that run outside of the hosts with ``slurm.environment`` submit jobs. The
-cluster needs a shared folder for the output of jobs. Partitions: ``main`` (default) and ``urgent``. A job in ``urgent``
-preempts jobs in ``main``, and Slurm requeues the preempted jobs.
+The test machine is the login node: with the environment variables ``slurm.environment``, commands on it can submit
+jobs. The cluster needs a shared folder for the output of jobs. Partitions: ``main`` (default) and ``urgent``. A job in
+``urgent`` preempts jobs in ``main``, and Slurm requeues the preempted jobs.
 """
 
 from __future__ import annotations

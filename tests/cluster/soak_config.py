@@ -39,7 +39,7 @@ def job_words(scenario: Scenario, epochs: int = ENDLESS, pause: float = 0.05) ->
 
 
 def node_list(cluster: NetCluster, scenario: Scenario, pythons: Sequence[str], more: int = 0) -> list[dict[str, Any]]:
-    """Return the nodes of the scenario, and ``more`` further nodes with one process."""
+    """Return the nodes of the scenario, and ``more`` further nodes with one process each."""
     procs = (*[1] * scenario.servers, *scenario.procs, *[1] * more)
     nodes = ssh_nodes(cluster, procs, pythons)
     for k, node in enumerate(nodes if scenario.servers else ()):

@@ -1,4 +1,4 @@
-"""Loss curves of soak runs, and of the same runs without a fault in one process on this machine."""
+"""Loss curves of runs of the soak, a random test with faults, and of the same runs in one process without a fault."""
 
 from __future__ import annotations
 

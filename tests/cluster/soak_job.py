@@ -1,8 +1,9 @@
-"""User script of the soak: data-parallel training that can be made to fail.
+"""User script of the soak test: data-parallel training that can be made to fail.
 
 ``python job.py EPOCHS SAMPLER PAUSE`` writes the loss of each global batch to output/curve.jsonl. SAMPLER is a JSON
-object, PAUSE the seconds after each step. The global batch has the same size for 1 to 6 and 8 ranks. A rank fails as
-soon as the file /tmp/fault-rankN exists; the file contains the kind of the fault.
+object with the fanouts and other arguments of ``DistNeighborLoader``. PAUSE: seconds to wait after each step. The
+global batch has 120 seeds, which 1, 2, 3, 4, 5, 6 or 8 ranks share equally. Rank N fails as soon as the file
+/tmp/fault-rankN exists; the file contains the kind of the fault.
 """
 
 BATCH = 120  # global

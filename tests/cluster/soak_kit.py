@@ -1,4 +1,4 @@
-"""Runs scenarios of the soak on hosts in network namespaces, and checks the contracts after each."""
+"""Runs soak scenarios on hosts in network namespaces, and checks the contracts (contracts.py) after each."""
 
 from __future__ import annotations
 

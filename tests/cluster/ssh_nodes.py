@@ -13,9 +13,10 @@ WORKDIR = DISK
 
 
 def ssh_nodes(cluster: NetCluster, procs: Sequence[int] = (), pythons: Sequence[str] = ()) -> list[dict]:
-    """Return one node for each host, with one process and the Python of the tests.
+    """Return one node for each of the first ``len(procs)`` hosts, or for all hosts if ``procs`` is empty.
 
-    procs: number of processes of each node; a host without a number gets no node. pythons: path of each node's Python.
+    procs: number of processes of each node (default: 1). pythons: path of each node's Python (default: that of the
+    tests).
     """
     return [
         {

@@ -70,7 +70,7 @@ class Terminal:
         deadline = time.monotonic() + timeout
         while self.read(0.2):
             if time.monotonic() > deadline:
-                raise AssertionError(f"not ended {timeout:g} s later:\n{self.shown}")
+                raise AssertionError(f"launch.py has not ended within {timeout:g} s:\n{self.shown}")
         return self.process.wait(10)
 
     def hang_up(self) -> None:

@@ -49,7 +49,7 @@ class Jobs:
         return self.call("sbatch", "--parsable", "toy.sbatch")
 
     def begin_now(self, job: str) -> None:
-        """Start a requeued job, which Slurm would let wait for two minutes."""
+        """Start a requeued job at once. Slurm itself would wait two minutes."""
 
         def begins() -> bool:
             self.slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)

@@ -1,4 +1,4 @@
-"""Tests of ``gnnfleet export --to kubernetes``: pods of the exported manifests on namespaced hosts."""
+"""Tests of ``gnnfleet export --to kubernetes``: simulated hosts run the pods of the exported manifests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if not pathlib.Path("../stopped").exists():  # in the first attempt
 
 
 class Scene:
-    """The exported manifests of one run, with a host for each node."""
+    """The exported manifests of one run, and a simulated host for each pod."""
 
     def __init__(
         self,

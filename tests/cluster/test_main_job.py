@@ -1,4 +1,4 @@
-"""Tests of the bundled trainer on three SSH hosts: collected results, losses equal to one process, parts sent once."""
+"""Tests of the bundled trainer on three SSH hosts: collected results, losses as in one process, parts sent once."""
 
 from __future__ import annotations
 

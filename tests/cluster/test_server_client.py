@@ -1,4 +1,4 @@
-"""Tests of server-client mode on real hosts: two servers with two parts each, three clients with two processes each."""
+"""Tests of server-client mode on five SSH hosts: two servers with two parts each, three clients with two ranks each."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Watcher:
 
 @pytest.fixture
 def watch(cluster: NetCluster, tmp_path: Path) -> Callable[..., Watcher]:
-    """Return a function that starts ``launch.py *words`` with output to ``<name>.txt``."""
+    """Return a function that starts ``launch.py`` with arguments ``words``, and writes its output to ``<name>.txt``."""
 
     def start(name: str, *words: str) -> Watcher:
         output = tmp_path / f"{name}.txt"

@@ -76,7 +76,7 @@ def test_from_three_bare_hosts_to_a_trained_model(make_cluster: Callable[..., Ne
 
 @pytest.fixture
 def local_index(cluster: NetCluster, tmp_path: Path) -> Iterator[str]:
-    """Serve tiny wheels on a second address of the bridge, which host 1 cannot reach; yields the URL."""
+    """Serve tiny wheels on a second address of the hosts' network bridge; yields the URL. Host 1 cannot reach it."""
     address = f"{cluster.prefix}.2"
     ip(f"addr add {address}/24 dev {cluster.bridge}")
     cluster.hosts[1].run(["ip", "route", "add", "blackhole", f"{address}/32"])

@@ -1,4 +1,4 @@
-"""Tests of runs in jobs of a real Slurm: submitted, in an allocation, stopped, cancelled, requeued, without a node."""
+"""Tests of runs in jobs of a real Slurm: submission, allocations, time limits, stops, and requeued jobs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRAIN = {"hidden": 32, "fanouts": [5, 5], "batch_size": 64, "epochs": 60, "seed"
 
 
 class Lab:
-    """A Slurm of two hosts, and a user with a folder on the file system that all hosts share."""
+    """A Slurm cluster of two hosts, and a user with a folder on the file system that all hosts share."""
 
     def __init__(self, slurm: SlurmHosts, folder: Path):
         self.slurm, self.folder = slurm, folder
@@ -77,7 +77,7 @@ class Lab:
         return json.loads((config.parent / "runs" / run_id / "result.json").read_text())
 
     def curve(self, config: Path, *run_ids: str) -> list[float]:
-        """Return the loss of every step of a run and of those that resumed it."""
+        """Return the loss of every step. ``run_ids``: a run and then the runs that resumed it."""
         losses: dict[int, list[float]] = {}
         for run_id in run_ids:
             for text in (config.parent / "runs" / run_id / "metrics.jsonl").read_text().splitlines():

@@ -1,6 +1,6 @@
-"""Tests of ``data.store`` on three SSH hosts with an S3 server: losses, cuts, a killed launcher, a wrong byte.
+"""Tests of ``data.store`` on SSH hosts with an S3 server: training, cut connections, a killed launcher, a wrong byte.
 
-The server is moto, which implements S3's API; requests go through s3fs, aiobotocore and a real network of the hosts.
+The server is moto, which implements S3's API. The hosts send requests by s3fs and aiobotocore over their network.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of ``cluster_group``, which makes a fabric group of the hosts of a cluster.yml."""
+"""Tests of ``cluster_group``, which makes a ``Group`` of the SSH library fabric from the hosts of a cluster.yml."""
 
 from __future__ import annotations
 

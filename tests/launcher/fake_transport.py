@@ -174,9 +174,9 @@ class FakeTransport(Transport):
 
 
 class FakeTalk(Talk):
-    """A fake agent, the node program that runs other node programs.
+    """A fake of the agent, which is the node program that runs other node programs.
 
-    An answer with a nonzero exit status ends the agent.
+    A scripted answer with a nonzero exit status ends the fake agent.
     """
 
     def __init__(self, node: FakeTransport, command: Command):

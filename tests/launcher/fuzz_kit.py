@@ -41,7 +41,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]|\n[ ]*|[ ]+")
 def fuzz(seeds: Sequence[str], read: Callable[[str], object], refusal: type[Exception]) -> None:
     """Call ``read`` for ``SECONDS`` with mutations of the texts ``seeds``.
 
-    Fails if a call takes longer than PATIENCE, or raises anything other than a ``refusal`` with a message.
+    Fails if a call takes longer than ``PATIENCE`` seconds, or raises anything other than a ``refusal`` with a message.
     """
     until, case = time.monotonic() + SECONDS, 0
     while time.monotonic() < until:

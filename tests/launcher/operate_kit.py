@@ -1,4 +1,4 @@
-"""Test kit for commands about a run: run folders as a launcher writes them, and real supervisors, but no launcher."""
+"""Test kit for ``gnnfleet status``, ``stop`` and the like: a run with real supervisors, but without a launcher."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ time.sleep(300)
 
 
 class LocalRun:
-    """A run of two local nodes with one rank each. All its files are below ``top``."""
+    """A run of local nodes with one rank each. All its files are below ``top``."""
 
     def __init__(self, top: Path, run_id: str = "r1", num_nodes: int = 2):
         self.top, self.run_id = top, run_id
@@ -64,7 +64,7 @@ class LocalRun:
     def launched(self, stage: Stage, *, alive: bool = False, **more: Any) -> LocalRun:
         """Write the files of a launch that has reached ``stage``.
 
-        alive: whether launch.json names a launcher that still runs. more: other values in launch.json.
+        alive: whether launch.json names a launcher that still runs. more: values that replace those in launch.json.
         """
         launch_file = LaunchFile.mine(self.run_id, "toy", config="cluster.yml").at(stage)
         gone = {} if alive else {"start_ticks": 1}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.command import Command, Secret
@@ -85,8 +86,8 @@ def sync_plan(top: Path, num_nodes: int = 2, size: int = 50_000) -> LaunchPlan:
     nodes = []
     for k in range(num_nodes):
         node = make_node(top, k, [])
-        files = [copied(f"{node.code_dir}/trainer/code.py", code), *part_files(parts, k, node.data_dir)]
+        files = part_files(parts, k, node.data_dir)
         files.append(generated(f"{node.run_dir}/cluster.json", "{}"))
         files.append(generated(f"{node.run_dir}/service.key", Secret("hush"), mode=0o600, secret=True))
         nodes.append(make_node(top, k, files))
-    return make_launch(nodes)
+    return replace(make_launch(nodes), code=(copied("trainer/code.py", code),))

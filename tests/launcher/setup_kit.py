@@ -45,7 +45,7 @@ def make_wheel(
 
 
 def pip_wheel(folder: Path) -> Path:
-    """Write the wheel of the pip that this Python has, and return its path."""
+    """Write the pip of this Python as a wheel, and return its path."""
     files = metadata.files("pip") or []
     kept = [each for each in files if ".." not in each.parts and each.suffix != ".pyc" and each.name != "RECORD"]
     kept = [each for each in kept if each.name not in ("INSTALLER", "REQUESTED", "direct_url.json")]
@@ -78,7 +78,7 @@ def make_index(folder: Path, *, torch: str = "") -> Path:
 
 
 class CutServer(SimpleHTTPRequestHandler):
-    """Serves files and ranges of files; each file is cut in the middle the first time that it is asked for."""
+    """Serves files and ranges of files. The first response for each file ends in the middle of the file."""
 
     cut: set[str] = set()
     ranges: list[str] = []
@@ -120,7 +120,7 @@ def served(
 
 
 def host_state(k: int = 0, **changes: Any) -> HostState:
-    """Return the state of a host without environment, with Python 3.11 and 3.12."""
+    """Return the state of a host with Python 3.11 and 3.12. Its environment does not exist yet."""
     state = HostState(
         node_rank=k,
         label=f"node{k} (gnn{k})",

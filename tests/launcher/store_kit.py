@@ -43,7 +43,7 @@ class FaultyStore(RemoteFolder):
 
 
 def parts_in(folder: Path, size: int = 50_000) -> PartitionFiles:
-    """Create a partition folder with two parts, of files of about ``size`` bytes."""
+    """Create a partition folder with two parts. Their files have about ``size`` bytes each."""
     found = read_partition_files(make_parts(folder, 2, size))
     assert found is not None
     return found

@@ -173,7 +173,7 @@ MISTAKES = {
         "many devices"
     ],
     NODES + "  - host: a\n    venv: /v\n    conda: gnn\n": [
-        "5: nodes.0: venv and conda are both given; keep the one that holds torch"
+        "5: nodes.0: venv and conda are both given; keep the one in which torch is installed"
     ],
     NODES + "  - host: a\n    env: {GNNFLEET_TOKEN: 1}\n": [
         "4: nodes.0.env: GNNFLEET_TOKEN is set by gnnfleet for each process; leave it out"

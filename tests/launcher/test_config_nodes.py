@@ -84,7 +84,7 @@ def test_each_node_starts_with_its_own_python_environment_and_folder(
         (itself, cwd, words), seen = ran(node.start)
         assert (itself, cwd) == (str(tmp_path / python), node.run_dir)
         assert node.run_dir == f"{tmp_path}/{folder}/runs/r1/node{node.node_rank}"
-        assert words == f"{node.code_dir}/launcher/node/supervisor/supervisor.py {node.run_dir}/node.json"
+        assert words == f"-S {node.code_dir}/launcher/node/supervisor/supervisor.py {node.run_dir}/node.json"
         paths = seen.pop("PYTHONPATH").split(":")
         assert paths == [node.code_dir, *(["/opt/mine"] if node.node_rank == 2 else [])]
         assert seen == expected

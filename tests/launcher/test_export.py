@@ -90,7 +90,7 @@ def manifests_of(tmp_path: Path) -> dict[str, Exported]:
 
 
 def without_plan(text: str) -> str:
-    """Return manifests without the content of the ConfigMap's files, which tests of the plan compare."""
+    """Return manifests in which each file of a ConfigMap is replaced by ``True``, or ``False`` if it is empty."""
     documents = list(yaml.safe_load_all(text))
     for each in documents:
         if each["kind"] == "ConfigMap":

@@ -159,6 +159,25 @@ def test_nccl_must_be_the_same_and_cuda_of_one_major_version(change: dict[str, s
     assert messages == ([says] if says else [])
 
 
+@pytest.mark.parametrize(
+    ("sampling", "severity", "effect"),
+    [
+        ("auto", "warn", "CPUs sample, and layers use slower torch operations"),
+        ("cpu", "warn", "layers use slower torch operations"),
+        ("cuda", "block", "train.sampling: cuda needs it"),
+    ],
+)
+def test_numba_cuda_is_needed_on_nodes_with_devices(sampling: Any, severity: str, effect: str) -> None:
+    config = on_devices(1, 0, setup=("module load cuda",))
+    config = replace(config, train=replace(config.train, sampling=sampling))
+    finding = the_one(1, {0: with_gpus(gpu(), numba_cuda="")}, config=config)
+    assert (finding.severity, finding.check) == (severity, "packages")
+    assert finding.message == f"numba-cuda is not installed for /usr/bin/python3: {effect}"
+    assert finding.command == "module load cuda; /usr/bin/python3 -m pip install 'numba-cuda[cu12]>=0.30'"
+    assert found(1, {0: with_gpus(gpu(), numba_cuda="0.30.4")}, config=config) == []
+    assert found(1, {0: with_gpus(gpu(), numba_cuda="")}, config=config, own_command=True) == []
+
+
 # -- devices -------------------------------------------------------------
 
 LEASE = {"resource": "cuda:0", "run_id": "r7", "words": "held by run r7 of bob since 2026-11-21 12:03:11 UTC (pid 9)"}

@@ -102,6 +102,19 @@ def test_good_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert drawn["hits"]["data"][0]["z"] == [[None, 0.5], [0.5, None]]
 
 
+def test_a_run_on_gpus_has_a_table_of_their_use(tmp_path: Path) -> None:
+    folder = made_run(tmp_path, "gpus", range(1, 4))
+    assert "device time of a step" not in render(report_page(read_record(folder)))
+    device = {"used_bytes": 12e9, "total_bytes": 80e9, "peak_bytes": 9e9, "step_s": 0.1, "utilization": 0.5}
+    lines = [epoch_line(1, 1, device={**device, "step_s": 9.0})]  # the first epoch compiles
+    lines += [epoch_line(1, epoch, device={**device, "utilization": 0.2 * epoch}) for epoch in (2, 3)]
+    file = folder / "logs/node1/metrics-rank1.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = render(report_page(read_record(folder)))
+    cells = re.sub(r"(<[^>]*>|\s)+", " ", text)
+    assert "node1/rank1 100 ms 50% 9.0 of 80 GB 12.0/80 GB" in cells
+
+
 def test_failed_run_starts_with_its_cause_and_escapes_hostile_texts(tmp_path: Path) -> None:
     page = report_page(read_record(made_run(tmp_path, "bad", range(1, 2), state="failed")))
     text = render(page)

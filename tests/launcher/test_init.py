@@ -71,6 +71,18 @@ def tables(folder: Path) -> str:
     return "shop"
 
 
+def timed_links(folder: Path) -> str:
+    """Write tables without labels and splits. The ratings have times."""
+    tables(folder)
+    for name, columns in (("users", [0, 1]), ("ratings", [0, 1])):
+        path = folder / "shop" / f"{name}.csv"
+        rows = [[line.split(",")[k] for k in columns] for line in path.read_text().splitlines()]
+        times = ["at", *(f"2024-03-{1 + k % 28:02}" for k in range(len(rows)))] if name == "ratings" else []
+        rows = [[*row, time] for row, time in zip(rows, times, strict=False)] if times else rows
+        path.write_text("".join(",".join(row) + "\n" for row in rows))
+    return "shop"
+
+
 def gpus(*numbers: int, **changes: Any) -> dict[str, Any]:
     made = [gpu(number, "NVIDIA H100", **changes) for number in numbers]
     return {"gpus": made, "devices": [one["name"] for one in made], "driver": "560.35.03", "versions": CUDA}
@@ -136,6 +148,9 @@ CASES = {
     ),
     "own_tables": Case(
         "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=tables
+    ),
+    "own_links": Case(
+        "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=timed_links
     ),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def test_files_with_environment_variables_are_readable_by_their_user_only(config
 
 
 def full(*args: object, **more: object) -> None:
-    raise OSError(28, "No space left on device")
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_full_disk_refuses_a_launch_without_a_run_file(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -229,7 +230,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing_behind(folder: Path, monkeyp
     def full(directory: int, name: str, content: bytes) -> None:
         real(directory, name, content)
         if next(writes):
-            raise OSError(28, os.strerror(28))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(lease, "_write", full)
     with pytest.raises(LeaseError, match=f"{folder}: No space left on device"):

@@ -65,6 +65,23 @@ def test_a_row_for_every_node_and_rank() -> None:
     ]
 
 
+GPU = {"used_bytes": 12.34e9, "total_bytes": 80e9, "peak_bytes": 9e9, "step_s": 0.1034, "utilization": 0.87}
+
+
+def test_a_rank_on_a_gpu_shows_device_time_utilisation_and_memory() -> None:
+    board = board_of(1, 2)
+    board.metric(step(0, device=GPU))
+    board.metric(step(1, device={"used_bytes": 20e9, "total_bytes": 80e9}))
+    lines = shown(board, 120)
+    assert lines[1].endswith("remote  gpu ms  gpu  gpu memory  heard")
+    assert lines[2].endswith("   31%     103  87%  12.3/80 GB    0 s")
+    assert lines[3].endswith("   31%               20.0/80 GB    0 s")
+    (node,) = shown(board, 120, 3)[2:]
+    assert node.endswith("   31%     103  87%  20.0/80 GB    0 s"), "means, and the fullest device"
+    board.metric(step(0, t=2.0, device="much"))
+    assert shown(board, 120)[2].split()[-2:] == ["0", "s"] and "gpu ms" not in shown(board, 120)[1]
+
+
 def test_64_ranks_fit_a_terminal_of_80_by_24_as_one_row_per_node() -> None:
     lines = shown(board_of(16, 4), 80, 24)
     assert len(lines) == 18 and max(map(len, lines)) <= 80

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,8 @@ def own_script_run(tmp_path_factory, local_workdirs, private_tmux):
 def test_launch_sends_the_files_and_processes_of_the_plan(own_script_run):
     plan, draft = own_script_run
     for node, drafted in zip(plan["nodes"], draft.nodes, strict=True):
-        sent = [file for file in drafted.files if file.source or file.secret]
+        code = [replace(file, dest=f"{drafted.code_dir}/{file.dest}") for file in draft.code]
+        sent = [*code, *(file for file in drafted.files if file.source or file.secret)]
         assert len(sent) > 100 and [file.dest for file in sent if differs_from_plan(file)] == []
         spec = json.loads(Path(node["run_dir"], "node.json").read_text())
         for name in ("server", "trainer"):
@@ -109,7 +111,7 @@ def test_launch_sends_the_files_and_processes_of_the_plan(own_script_run):
 
 
 def differs_from_plan(file):
-    """Return whether a sent file differs from the plan: in content or size, or for a secret file in its mode."""
+    """Return whether a sent file has another content or size than planned. Of a secret file, check only the mode."""
     sent_file = Path(file.dest)
     if file.secret:
         return sent_file.stat().st_mode & 0o777 != 0o600

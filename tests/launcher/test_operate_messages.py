@@ -29,7 +29,7 @@ STEP = {"epoch": 4, "step": 12, "steps": 40, "loss": 0.5, "seeds_per_s": 1234.0,
 def state(local_run: LocalRun, k: int, word: str = "training", *, alive: bool = True, **more: Any) -> None:
     """Write state.json of node k.
 
-    alive: whether it names a running process as the supervisor.
+    alive: whether state.json names a running process as the supervisor.
     """
     node = local_run.nodes[k]
     node.write_spec()

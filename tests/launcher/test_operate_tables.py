@@ -61,6 +61,13 @@ def test_status_shows_the_longest_phase_of_a_step_if_a_rank_reports_it() -> None
     assert "  backward 41%     25%  " in first and "             –     25%  " in second
 
 
+def test_status_shows_the_use_of_gpus_if_a_rank_reports_it() -> None:
+    device = {"used_bytes": 12.34e9, "total_bytes": 80e9, "step_s": 0.1034, "utilization": 0.87}
+    _, titles, first, second = printed(rendered(status_of("gnn", device=device)), 140)
+    assert titles.endswith("remote  gpu ms  gpu  gpu memory  heartbeat")
+    assert "  25%     103  87%  12.3/80 GB  1.5 s ago" in first and "  25%       –    –           –" in second
+
+
 WHY = "rank 1 on node1 (gnn2) raised ValueError: the shapes of the two operands do not agree\nat all " + "x" * 200
 ENTRIES = [
     Entry(

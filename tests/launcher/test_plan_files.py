@@ -251,7 +251,7 @@ def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:
         own = plan_of(cluster(train=TrainConfig(resume=wanted)), cwd=tmp_path, own_command=("true",)).nodes[1]
         assert own.trainer.env["GNNFLEET_RESUME"] == f"{own.run_dir}/resume.pt"
     assert "GNNFLEET_RESUME" not in plan_of(cluster(), own_command=("true",)).nodes[1].trainer.env
-    with pytest.raises(UsageError, match="train.resume: there is no file `gone`, and no run of that id"):
+    with pytest.raises(UsageError, match="there is no file `gone`, and no run with this id has a checkpoint"):
         plan_of(cluster(train=TrainConfig(resume="gone")), cwd=tmp_path)
 
 

@@ -15,12 +15,13 @@ from rich.console import Console
 
 from launcher.config.host_filter import filtered
 from launcher.config.loader import load_config
+from launcher.config.schema import NodeConfig
 from launcher.plan import model
 from launcher.plan.files import code_files
 from launcher.plan.model import LaunchPlan
 from launcher.plan.render import print_plan
 from launcher.plan.serialize import to_json
-from plan_kit import facts_of, parts_folder, plan_of
+from plan_kit import cluster, facts_of, parts_folder, plan_of
 
 
 def config_of(folder: Path, nodes: int) -> Path:
@@ -76,6 +77,40 @@ def test_code_and_parts_are_read_once_for_all_nodes(tmp_path: Path, monkeypatch:
     assert sorted(read) == code_files()
     texts = [file for node in plan.nodes for file in node.files if file.content]
     assert len(hashed) == len(texts) - len(plan.nodes) + 1, "cluster.json is one text for all"
+
+
+def lines_of(plan: LaunchPlan) -> list[str]:
+    """Return the lines of the printed plan."""
+    out = io.StringIO()
+    print_plan(plan, Console(file=out, width=200))
+    return out.getvalue().splitlines()
+
+
+def test_a_plan_of_many_nodes_is_a_page(tmp_path: Path) -> None:
+    equal = lines_of(plan_of(cluster(*(NodeConfig(f"n{k:04}.lab", devices=(0, 1)) for k in range(1, 301)))))
+    assert len(equal) < 30
+    (line,) = (line.split() for line in equal if line.startswith("  node["))
+    assert line[:5] == ["node[0-299]", "n[0001-0300].lab", "0-599", "0,1", "0-299"]
+    assert line[5] == "n[0001-0300].lab:29600-29899"
+
+
+def test_a_plan_of_many_different_nodes_is_cut_and_says_what_is_left_out() -> None:
+    names = [f"{'abcdefg'[k % 7]}{k * k}" for k in range(300)]
+    odd = (NodeConfig(name, devices=(0,) * (1 + k % 2), env={"SITE": str(k % 50)}) for k, name in enumerate(names))
+    lines = lines_of(plan_of(cluster(*odd)))
+    assert len(lines) < 60 and max(map(len, lines)) < 400
+    assert "  … 284 more nodes: --verbose or --json" in lines
+    shown = sum("tmux session" in line for line in lines)
+    assert shown == 8 and lines[-1] == "  … 252 more nodes"
+
+
+def test_code_is_listed_once_for_all_nodes(tmp_path: Path) -> None:
+    plan = planned_for(tmp_path, 30)
+    assert len(to_json(plan)) < 12 * len(to_json(planned_for(tmp_path, 2)))
+    paths = [file.dest for file in plan.code]
+    assert "launcher/node/control.py" in paths and len(paths) == len(code_files())
+    assert not any(node.code_dir in file.dest for node in plan.nodes for file in node.files)
+    assert plan.sent_files(plan.nodes[0]) == len(paths) + len(plan.nodes[0].files)
 
 
 def test_each_node_is_sent_its_own_part_only(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ ALWAYS = ("network", "interface", "shared folder")
 
 
 def findings_text(config: ClusterConfig, machines: dict[int, Transport], checks: tuple[str, ...] = ALWAYS) -> str:
-    """Run preflight. Return the findings of ``checks`` with their remedies, equal ones only once."""
+    """Run preflight. Return the findings of ``checks`` with their remedies, without duplicates."""
     report = run_preflight(config, machines)
     found = [
         one for one in report.findings if one.check in checks and (one.severity != "ok" or one.check != "interface")

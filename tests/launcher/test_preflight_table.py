@@ -81,9 +81,9 @@ def test_lines_of_a_refusal_are_folded() -> None:
 # -- every message -------------------------------------------------------
 
 
-def devices(config: int, *gpus: dict[str, Any], **more: Any) -> tuple[ClusterConfig, dict[int, Any]]:
-    """Return a config whose node asks for ``config`` devices, and probe facts of a host that has ``gpus``."""
-    node = NodeConfig(host="gpu1", user="ann", devices=tuple(range(config)))
+def devices(count: int, *gpus: dict[str, Any], **more: Any) -> tuple[ClusterConfig, dict[int, Any]]:
+    """Return a config whose node asks for ``count`` devices, and probe facts of a host that has ``gpus``."""
+    node = NodeConfig(host="gpu1", user="ann", devices=tuple(range(count)))
     return cluster(1, nodes=(node,)), {0: {**with_gpus(*gpus), **more}}
 
 

@@ -104,6 +104,41 @@ def test_a_cut_between_racks_of_sixty_four_nodes_is_one_line() -> None:
     assert right
 
 
+def pairs_tested(count: int) -> tuple[set[tuple[int, int]], PreflightReport]:
+    """Run preflight of ``count`` nodes with open routes; return the pairs of nodes that connected, and the report."""
+    pairs: set[tuple[int, int]] = set()
+
+    def seen(i: int, j: int, *way: object) -> str:
+        pairs.add((i, j))
+        return ""
+
+    report = report_of(count, seen)
+    return {(i, j) for i, j in pairs if i != j}, report
+
+
+def test_pairs_of_many_nodes_are_tested_in_part_while_all_routes_are_open() -> None:
+    assert len(pairs_tested(64)[0]) == 64 * 63
+    pairs, report = pairs_tested(150)
+    assert blocked(report) == []
+    for k in range(150):
+        assert {(k, 0), (k, (k + 1) % 150), (k, (k + 64) % 150)} <= pairs | {(0, 0)}
+        assert 3 <= sum(i == k for i, _ in pairs) <= 17 and sum(j == k for _, j in pairs) >= 14
+    (words,) = {f.message for f in report.findings if f.check == "network"}
+    assert words == f"{len(pairs):,} of 22,350 pairs tested, all reach each other"
+
+
+@pytest.mark.parametrize(("sources", "targets"), [({7}, set(range(150)) - {7}), (set(range(150)) - {80}, {80})])
+def test_a_blocked_node_among_many_is_reported_with_all_its_routes(sources: set[int], targets: set[int]) -> None:
+    ((_, message),) = blocked(report_of(150, closed_for("no answer", sources, targets)))
+    assert message in ("node7 → all blocked: no answer", "all → node80 blocked: no answer")
+
+
+def test_a_cut_between_racks_of_many_nodes_is_one_line() -> None:
+    left = set(range(50))
+    report = report_of(100, lambda i, j, *way: "no answer" if i in left and j not in left else "")
+    assert [message for _, message in blocked(report)] == ["node0–node49 → node50–node99 blocked: no answer"]
+
+
 def test_a_node_that_cannot_listen_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def reply(request: dict[str, Any]) -> dict[str, Any]:
         answer = wire()(request)

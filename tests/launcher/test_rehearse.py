@@ -18,7 +18,7 @@ from launcher.config.resolve import resolve_run
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
 from launcher.errors import UsageError
 from launcher.rehearse.faults import Fault
-from launcher.rehearse.local_config import local_config, thinned_options
+from launcher.rehearse.local_config import local_config, smaller_graph_options
 from launching import REPOSITORY, SYNTHETIC, TRAIN, Launched
 from plan_kit import cluster
 
@@ -81,7 +81,7 @@ def test_a_rehearsal_has_the_nodes_ranks_and_settings_of_the_cluster(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("dataset", "options", "thinned"),
+    ("dataset", "options", "smaller"),
     [
         ("synthetic", {}, {"num_nodes": 1000}),
         ("synthetic", {"num_nodes": 300, "train": 40}, {"num_nodes": 300, "train": 40}),
@@ -91,13 +91,13 @@ def test_a_rehearsal_has_the_nodes_ranks_and_settings_of_the_cluster(tmp_path: P
         ("file", {"subset": 50}, {"subset": 50}),
     ],
 )  # fmt: skip
-def test_a_graph_is_thinned_by_its_options(dataset: str, options: dict, thinned: dict) -> None:
-    assert thinned_options(DataConfig(dataset, options=options), 1000) == thinned
+def test_options_make_the_graph_smaller(dataset: str, options: dict, smaller: dict) -> None:
+    assert smaller_graph_options(DataConfig(dataset, options=options), 1000) == smaller
 
 
 @pytest.mark.parametrize("data", [DataConfig("partition"), DataConfig("synthetic", serving="products")])
-def test_graphs_that_cannot_be_thinned_are_refused(data: DataConfig, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"cannot be (thinned|rehearsed); .*--dataset"):
+def test_graphs_that_cannot_be_made_smaller_are_refused(data: DataConfig, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot be (made smaller|rehearsed); .*--dataset"):
         local_config(cluster(data=data), tmp_path, 1000)
 
 

@@ -262,6 +262,18 @@ def test_a_done_run_reports_accuracy_epoch_times_and_throughput_of_each_rank(tmp
     assert f"run folder: {tmp_path}" in text
 
 
+def test_a_done_run_on_gpus_reports_their_use(tmp_path: Path) -> None:
+    device = {"total_bytes": 80e9, "peak_bytes": 10.1e9, "step_s": 0.103, "utilization": 0.87}
+    lines = [{"kind": "epoch", "rank": rank, "epoch": 1, "device": device} for rank in range(3)]
+    del lines[1]["device"]
+    text = printed(report("done", [outcome(rank, 110.0) for rank in range(3)], tmp_path, lines[:2]))
+    assert "GPUs: node0/rank0 103 ms a step, 87% used, peak 10.1 of 80 GB\n" in text
+    many = [{**lines[0], "rank": rank, "device": {**device, "peak_bytes": rank * 1e9}} for rank in range(20)]
+    text = printed(report("done", [], tmp_path, many))
+    assert "GPUs: 20 ranks, mean times, highest peak: 103 ms a step, 87% used, peak 19.0 of 80 GB\n" in text
+    assert "GPUs" not in printed(report("done", [], tmp_path, lines[1:2]))
+
+
 def test_result_json_and_metrics_are_written(tmp_path: Path) -> None:
     cause = outcome(1, 110.0, traceback=TRACEBACK)
     step = {"t": 1.5, "kind": "step", "rank": 0, "epoch": 1, "step": 3, "loss": float("nan")}

@@ -50,7 +50,7 @@ def planned(wanted: ResolvedConfig) -> LaunchPlan:
 
 
 def server_state(plan: LaunchPlan, k: int, stats: dict[str, Any] | None = None, **view: Any) -> ServerState:
-    """Return the state of graph server k, which is healthy except for ``view``."""
+    """Return the state of graph server k, a healthy one by default. ``view``: fields of ``NodeView`` to replace."""
     state = {"state": "serving", "time": NOW, "pid": 1}
     files = {"cluster.json": text_of(plan, "cluster.json"), "server_stats.json": json.dumps(stats or {})}
     return ServerState(NodeView(plan.nodes[k], **{"state": state, "now": NOW, **view}), files)

@@ -13,9 +13,10 @@ import pytest
 from launcher.config.resolve import resolve_serving
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import FleetError
+from launcher.node import procs
 from launcher.plan.build import make_plan
 from launcher.plan.model import LaunchPlan
-from launcher.report.run_folder import boot_id, user_at_host
+from launcher.report.run_folder import user_at_host
 from launcher.serving import start_stop
 from launcher.serving.start_stop import start_lock
 from launcher.transport import open_transport
@@ -46,9 +47,7 @@ def folders(plan: LaunchPlan) -> list[Path]:
 def test_only_one_launcher_starts_servers_at_a_time(plan: LaunchPlan, transports: dict[int, Transport]) -> None:
     only_second = replace(plan, nodes=plan.nodes[1:])
     with start_lock(only_second, transports):
-        pattern = (
-            r"node1 \(local\): .+@.+ is starting serving cluster products at this moment; serve again when that is done"
-        )
+        pattern = r"node1 \(local\): .+@.+ is starting serving cluster products at this moment; run `gnnfleet serve`"
         with pytest.raises(FleetError, match=pattern), start_lock(plan, transports):
             pytest.fail("two at once")
     with start_lock(plan, transports):
@@ -61,8 +60,8 @@ def test_the_lock_of_a_dead_launcher_on_another_machine_expires_after_90_seconds
 ) -> None:
     left = Path(f"{folders(plan)[0]}.starting")
     left.parent.mkdir(parents=True)
-    left.write_text(f"bob@desk {os.getpid()} 1 {boot_id()}")
-    with pytest.raises(FleetError, match=r"bob@desk is starting .* \(if that command was killed: after 90 s\)"):
+    left.write_text(f"bob@desk {os.getpid()} 1 {procs.boot_id()}")
+    with pytest.raises(FleetError, match=r"bob@desk is starting .* or after 90 s if it was killed"):
         with start_lock(plan, transports):
             pytest.fail("bob's lock is still valid")
     assert left.exists(), "another user's lock is not ours to remove"
@@ -76,9 +75,9 @@ def test_the_lock_of_a_dead_launcher_on_this_machine_is_ignored(
 ) -> None:
     left = Path(f"{folders(plan)[0]}.starting")
     left.parent.mkdir(parents=True)
-    left.write_text(f"{user_at_host()} {os.getpid()} 1 {boot_id()}")
+    left.write_text(f"{user_at_host()} {os.getpid()} 1 {procs.boot_id()}")
     with start_lock(plan, transports):
-        assert left.read_text() != f"{user_at_host()} {os.getpid()} 1 {boot_id()}"
+        assert left.read_text() != f"{user_at_host()} {os.getpid()} 1 {procs.boot_id()}"
 
 
 def test_a_lock_is_renewed_while_it_is_in_use(
@@ -97,7 +96,7 @@ def test_servers_started_by_another_launcher_are_not_started_again(
     folder = folders(plan)[1]
     folder.mkdir(parents=True)
     (folder / "state.json").write_text("{}")
-    with pytest.raises(FleetError, match=r"node1 \(local\): another command has started its graph server; serve again"):
+    with pytest.raises(FleetError, match=r"node1 \(local\): another command has started its graph server; run"):
         with start_lock(plan, transports):
             pytest.fail("it runs")
     assert not Path(f"{folder}.starting").exists()

@@ -111,7 +111,7 @@ def test_a_dry_run_and_a_refused_question_change_nothing(
     ]  # fmt: skip
     assert answer["hosts"][0]["packages"] == REQUIREMENTS.pins
     assert setup(config) == 2
-    assert "no terminal to ask on whether to install this; give --yes" in capsys.readouterr().err
+    assert "cannot ask whether to install this without a terminal; give --yes" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["cluster.yml"]
 
 
@@ -147,7 +147,7 @@ def test_a_cut_download_is_resumed_and_a_wrong_file_refused(tmp_path: Path, inde
         assert 0 < half < wheel.stat().st_size
         assert fetch() == "" and CutServer.ranges[-1] == f"bytes={half}-"
         assert (tmp_path / wheel.name).read_bytes() == wheel.read_bytes()
-        assert "another digest" in fetch(sha256="0" * 64, file="other.whl")
+        assert "does not have the expected SHA-256" in fetch(sha256="0" * 64, file="other.whl")
         assert not (tmp_path / "other.whl").exists()
 
 

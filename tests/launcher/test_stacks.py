@@ -1,4 +1,4 @@
-"""Tests of reading the Python stacks of other processes, which are real."""
+"""Tests of reading the Python stacks of other processes, with real processes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ SIZE = 100_000
 
 
 def fetched(top: Path, name: str, used: float, run_dir: Path | None = None, size: int = SIZE, **run: object) -> Path:
-    """Create a fetched folder of ``size`` bytes last used at ``used``. ``run_dir``: run that has claimed it."""
+    """Create a fetched folder of ``size`` bytes, last used at ``used``. ``run_dir``: folder of a run that uses it."""
     folder = top / name
     folder.mkdir(parents=True)
     (folder / "x.npy").write_bytes(bytes(size))

@@ -1,4 +1,4 @@
-"""Tests of fetching and uploading parts with a store on this machine, and with simulated failures of the store."""
+"""Tests of ``data.store``: fetching and uploading parts. The store is a local folder, with simulated failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of ``data.store`` in a launch: where parts come from, how nodes fetch them; ``partition push``, ``fetch``."""
+"""Tests of ``data.store`` in a launch, and of the commands ``partition push`` and ``partition fetch``."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_parts_of_another_graph_are_not_used_and_not_replaced(tmp_path: Path, ma
     with pytest.raises(UsageError, match=r"has 2 parts, but the config needs 3; set data.num_parts"):
         ensure_parts_of(config_of(tmp_path / "none", store, num_parts=3), QUIET)
     with pytest.raises(
-        UsageError, match=r"others than the config describes: nothing in the store, `--option num_nodes=9` in"
+        UsageError, match=r"were made with other options: nothing in the store, `--option num_nodes=9` in"
     ):
         ensure_parts_of(config_of(tmp_path / "none", store, options={"num_nodes": 9}), QUIET)
     other = parts_in(tmp_path / "other", 60_000)
@@ -177,9 +177,9 @@ def test_push_and_fetch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     parts_in(tmp_path / "other", 60_000)
     for words, text in (
         (["push", str(tmp_path / "other"), url], "has the parts of another partition (2 of toy)"),
-        (["push", str(tmp_path / "nothing"), url], "no partition folder, as it has no manifest.json"),
+        (["push", str(tmp_path / "nothing"), url], "has no manifest.json, so it is not a partition folder"),
         (["push", str(tmp_path / "parts")], "give a partition folder and a URL"),
-        (["fetch", f"{url}/nothing", str(tmp_path / "two")], "no parts in the store"),
+        (["fetch", f"{url}/nothing", str(tmp_path / "two")], "has no manifest.json, so it contains no parts"),
         (["fetch", url, str(tmp_path / "two"), "--part", "2"], "there is no part 2; the parts are 0 to 1"),
         (["fetch", url, str(tmp_path / "other")], "has the parts of another partition; choose another folder"),
         (["fetch", url, str(tmp_path / "two"), "--store-option", "x"], "is not NAME=VALUE"),

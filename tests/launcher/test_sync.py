@@ -1,4 +1,4 @@
-"""Tests of sync and of ``mode: verify``, with real files and simulated connection failures."""
+"""Tests of ``sync``, which sends files to nodes, and of ``mode: verify``, with simulated connection failures."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def test_a_second_sync_sends_nothing(tmp_path: Path) -> None:
     report = sync(plan, again)
     assert again[0].uploads == again[1].uploads == []
     assert report.bytes_sent == 0
-    assert report.bytes_present == sum(file.bytes for node in plan.nodes for file in node.files if file.source)
+    code = len(plan.nodes) * sum(file.bytes for file in plan.code)
+    assert report.bytes_present == code + sum(file.bytes for node in plan.nodes for file in node.files if file.source)
 
 
 def test_only_a_changed_file_is_sent_again(tmp_path: Path) -> None:

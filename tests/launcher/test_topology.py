@@ -19,7 +19,7 @@ from launcher.plan.partition import PartFile, PartitionFiles
 from launcher.plan.render import print_plan
 from launcher.plan.serialize import read_run, run_json, to_json
 from launcher.preflight.check_storage import cache_memory
-from launcher.preflight.finding import GraphSize
+from launcher.preflight.finding import GraphSize, Survey
 from plan_kit import PRODUCTS, cluster, facts_of, parts_folder, plan_of
 
 GB = 10**9
@@ -201,5 +201,5 @@ def test_graph_size_includes_edges_only_if_those_of_all_parts_are_present(tmp_pa
 def test_the_cache_counts_on_nodes_whose_ranks_fetch_rows(cache: str, kept: int) -> None:
     config = with_data(cluster(NodeConfig("a"), NodeConfig("s", role="server"), NodeConfig("c", role="client")))
     config, size = with_data(config, cache=cache), GraphSize(nodes=2000, row_bytes=400.0)
-    assert [cache_memory(config, k, size) for k in range(3)] == [kept, 0, 0]
-    assert cache_memory(config, 0, None) == 0
+    assert [cache_memory(Survey(config, {}, {}, graph=size), k) for k in range(3)] == [kept, 0, 0]
+    assert cache_memory(Survey(config, {}, {}), 0) == 0

@@ -91,6 +91,33 @@ def test_whether_a_dataset_is_heterogeneous(data: DataConfig, hetero: bool | Non
     assert is_hetero(data) is hetero
 
 
+@pytest.mark.parametrize(
+    ("options", "train", "refused"),
+    [
+        ({}, {}, True),
+        ({}, {"target": "user"}, True),
+        ({"nodes": {"user": {"id": "id", "label": "age"}}}, {}, True),
+        ({"nodes": {"user": {"id": "id", "label": "age", "split": "fold"}, "item": {"id": "id"}}}, {}, False),
+        ({"hold_out": "user__buys__item"}, {}, False),
+        ({"hold_out": "user__buys__item"}, {"task": "classification"}, True),
+        ({}, {"task": "link"}, False),
+        ({}, {"target": "user__buys__item"}, False),
+        ({"nodes": "wrong"}, {}, False),
+        ({"nodes": {"user": "wrong"}}, {}, False),
+    ],
+)
+def test_tables_without_a_split_are_refused_before_partitioning(
+    options: dict[str, object], train: dict[str, str], refused: bool
+) -> None:
+    data = DataConfig(dataset="tables", options=TABLES | options)
+    config = cluster(data=data, train=TrainConfig(model="rsage", **train))
+    if not refused:
+        check_trainable(config, None)
+        return
+    with pytest.raises(UsageError, match="no node table has a split.*nothing was sent. Give a table label and split"):
+        check_trainable(config, None)
+
+
 @pytest.mark.parametrize("model", ["sage", "gcn", "gat", "rgcn"])
 def test_a_model_for_another_kind_of_graph_is_refused(tmp_path: Path, model: str) -> None:
     typed, plain = (read_partition_files(typed_parts(tmp_path / str(hetero), hetero)) for hetero in (True, False))

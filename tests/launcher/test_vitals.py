@@ -49,6 +49,14 @@ def test_the_last_line_of_each_rank_is_read(tmp_path: Path) -> None:
     assert [vitals.ranks[3][name] for name in ("kind", "loss", "step", "ended")] == ["eval", 0.25, 5, True]
 
 
+def test_the_use_of_a_gpu_is_read(tmp_path: Path) -> None:
+    vitals = Vitals(str(tmp_path), [0])
+    device = {"used_bytes": 12, "total_bytes": 80, "utilization": 0.5, "step_s": "long", "more": 1}
+    write(tmp_path, 0, step(4), step(5, device=device), step(6, device=[]))
+    vitals.look(0.0)
+    assert vitals.ranks[0]["device"] == {"used_bytes": 12, "total_bytes": 80, "utilization": 0.5}
+
+
 def test_a_line_counts_once_it_is_complete(tmp_path: Path) -> None:
     vitals = Vitals(str(tmp_path), [0])
     whole = json.dumps(step(7)) + "\n"

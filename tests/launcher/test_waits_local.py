@@ -1,4 +1,4 @@
-"""Tests of what a user sees after a wait of a rank expired, in runs of two local nodes."""
+"""Tests of what a user sees after a rank has waited longer than its timeout, in runs of two local nodes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Test kit: samples on the CPU and with the CUDA kernels, and compares bit for bit.
 
-``python tests/trainer/cuda_kit.py CHECK SEED... CHECK SEED...``, with ``NUMBA_ENABLE_CUDASIM=1`` in numba's simulator,
-else on a GPU.
+Usage: ``python tests/trainer/cuda_kit.py CHECK SEED... CHECK SEED...``. The kernels run on a GPU, or in numba's
+simulator if ``NUMBA_ENABLE_CUDASIM=1`` is set.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def arrays_of(subgraph, settings):
 def same(cpu, device, settings):
     """Assert that two subgraphs, sampled with ``settings``, have equal values and dtypes.
 
-    The dtypes of ids may differ in width.
+    Only the dtypes of edge ids may differ.
     """
     for (name, one), (_, other) in zip(arrays_of(cpu, settings), arrays_of(device, settings), strict=True):
         other = other.cpu().numpy() if isinstance(other, torch.Tensor) else other
@@ -104,7 +104,7 @@ def same(cpu, device, settings):
 
 
 def check_hetero(seed):
-    """Compare all kinds of sampling on one random typed graph."""
+    """Compare all kinds of sampling on one random heterogeneous graph."""
     rng = np.random.default_rng(seed)
     graph = typed_graph(seed)
     for more, exclude in product(KINDS.values(), [False, True]):
@@ -115,7 +115,7 @@ def check_hetero(seed):
 
 
 def check_homo(seed):
-    """Compare uniform, replacing and disjoint sampling on one random homogeneous graph."""
+    """Compare sampling without and with replacement, and disjoint sampling, on one random homogeneous graph."""
     rng = np.random.default_rng(seed)
     store = store_of(*random_graph(seed, int(rng.integers(10, 60)), int(rng.integers(10, 200))), 1 + seed % 3)
     for more in ({}, {"replace": True}, {"disjoint": True}):
@@ -128,7 +128,7 @@ def check_homo(seed):
 
 
 def check_hubs(seed):
-    """Compare on nodes with so many drawn edges that a kernel draws them in global memory."""
+    """Compare the sampling of nodes with so many drawn edges that a kernel needs global memory for them."""
     rng = np.random.default_rng(seed)
     edge_index = np.stack([rng.integers(0, 40, 400), rng.integers(0, 2, 400)])
     store = store_of(edge_index, 40, 2)
@@ -157,14 +157,14 @@ def check_wrong_batch(seed):
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         graph = open_graph(folder_of(root, seed, "synthetic", "float32", 1))
         loader = BatchLoader(graph, LoaderSettings("train", (2,), 3, seed=seed), 0, graph.layout)
-        patch.setattr(gather_kernels, "take_rows", lambda items, sources, table, cached, out: out.fill_(0.5))
+        patch.setattr(gather_kernels, "take_rows", lambda items, sources, table, scales, cached, out: out.fill_(0.5))
         with pytest.raises(TrainingError, match="the first batch that the GPU sampled differs from the CPU's"):
             choose_sampling(graph, {"train": loader}, "cuda", DEVICE)
         assert isinstance(loader.sample(next(loader.shares(1))).rows[HOMO_NODE]["x"], np.ndarray)
 
 
 def features_of(kind, data):
-    """Return the dataset with ``x`` converted to ``kind``, and the argument ``rows`` for ``write_partition``."""
+    """Return a dataset, and the argument ``rows`` with which ``write_partition`` stores its ``x`` as ``kind``."""
     of = next(of for of, nodes in data.nodes.items() if "x" in nodes.attrs)
     rows = data.nodes[of].attrs["x"]
     if kind == "bfloat16":
@@ -215,7 +215,7 @@ def check_batches(seed):
 
 
 def check_links(seed):
-    """Compare batches of links, without and with times. The edges of a batch's own links are excluded."""
+    """Compare batches of links, without and with times. A batch's links are left out of its sampled edges."""
     with tempfile.TemporaryDirectory() as root:
         graph = open_graph(folder_of(root, seed, "synthetic", "float32", 1))
         for attr in (None, "edge_time"):

@@ -60,9 +60,9 @@ def there(value: Any) -> Any:
 
 
 def same(own: Tensor, cpu: Tensor, exact: bool = True) -> None:
-    """Assert that a result of the device equals the CPU's; in the simulator, always bit for bit.
+    """Assert that a result of the device equals that of the CPU, bit for bit or within a tolerance.
 
-    exact: bit for bit on a GPU too. Only for results without sums of products.
+    The tolerance is used only on a GPU, and only if ``exact`` is false, for results that contain sums of products.
     """
     assert own.device.type == DEVICE.type and own.dtype == cpu.dtype and own.shape == cpu.shape
     if exact or SIMULATED:

@@ -37,9 +37,9 @@ def small_folder(folder: Path) -> Path:
 
 
 def content_digest(folder: Path, digests: bool) -> str:
-    """Return a digest of samples and rows.
+    """Sample and gather from the folder, and return a digest of the answers.
 
-    digests: whether to verify the digests of files first.
+    digests: whether to compare the files with the digests in the manifest first.
     """
     store = open_parts(folder, (0,), "replicated")
     if digests:

@@ -1,7 +1,7 @@
-"""Many light client processes of one graph server, which do not import torch.
+"""Many small client processes of one graph server. They do not import torch.
 
-``fair_kit.py ENDPOINT CLIENTS`` starts one client for each entry of the JSON list CLIENTS, until stdin ends. Each
-received batch is one line on stdout: client, time, bytes.
+``fair_kit.py ENDPOINT CLIENTS`` starts one client for each entry of the JSON list CLIENTS, and kills the clients when
+stdin is closed. Each received batch is one line on stdout: client, time, bytes.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def running_clients(endpoint: str, clients: Sequence[BatchRequests]) -> Iterator
 
 
 def shares(received: Sequence[ReceivedBatch], clients: Sequence[int], nbytes: bool = False) -> dict[int, float]:
-    """Return the share of each client relative to an equal share (1.0), in batches or in bytes."""
+    """Return the number of batches (``nbytes``: of bytes) that each client received, divided by the clients' mean."""
     had = dict.fromkeys(clients, 0)
     for one in received:
         if one.client in had:

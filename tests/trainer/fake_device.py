@@ -1,8 +1,8 @@
 """A fake device, to test without a GPU that training steps never wait for the device: waiting is an error.
 
 A ``DeviceTensor`` has its values in a CPU tensor but reports another device (``meta``), so the tested code runs as for
-a GPU. Operations that would read the device's memory on the host raise ``Synchronised``: reading a number,
-results whose shape depends on values, copies to the host, and copies from pageable memory.
+a GPU. Operations for which the host would have to wait for a GPU raise ``Synchronised``: reading a number, results
+whose shape depends on values, copies to the host, and copies from pageable memory.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _check(function: Any, args: Any, kwargs: Any) -> None:
             raise Synchronised(f"{name} reads values of the device")
     if name in ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"):
         if any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1]):
-            raise Synchronised(f"{name} with a boolean mask reads the number of its elements")
+            raise Synchronised(f"{name} with a boolean mask reads the number of true elements")
     if name in ("_to_copy", "to") and kwargs.get("device") is not None and torch.device(kwargs["device"]) != DEVICE:
         raise Synchronised("a copy to the host waits for the device")
     if name == "copy_" and not isinstance(args[0], DeviceTensor):
@@ -103,7 +103,7 @@ class _Factories(TorchDispatchMode):
 
 
 class _Copies(TorchFunctionMode):
-    """Within this mode, copying values of the host to the fake device raises ``Synchronised``."""
+    """Within this mode, copying values from the host to the fake device raises ``Synchronised``."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

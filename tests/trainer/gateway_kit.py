@@ -36,7 +36,7 @@ class Servers:
         self._locals: dict[int, LocalGraph] = {}
 
     def start(self, number: int) -> None:
-        """Start server ``number``. Started again, it gets the same endpoint."""
+        """Start server ``number``. A restarted server gets the endpoint that it had before."""
         parts = tuple(self.held[number])
         endpoint = self.places[number].endpoint if number in self.places else "tcp://127.0.0.1:0"
         local = self._locals[number] = LocalGraph(open_parts(self.folder, parts))
@@ -96,7 +96,7 @@ def client_graph(
 
 @contextmanager
 def worker_graphs(servers: Servers) -> Iterator[list[Graph]]:
-    """Yield one graph per node in worker mode. Node k holds the parts of server k."""
+    """Yield one graph per host in worker mode. Host k holds the parts of server k."""
     with ExitStack() as stack:
         graphs = []
         for number, parts in enumerate(servers.held):

@@ -200,7 +200,7 @@ class Forge:
         return frames
 
     def bomb(self) -> Frames:
-        """Return a request that announces an array, usually far larger than the data."""
+        """Return a request whose header describes an array that is usually far larger than the bytes sent after it."""
         announced = self._random.choice((5000, 2**20, 2**28, 2**30, 2**32))
         kind = self._random.choice((Kind.GATHER, Kind.BATCH, Kind.SAMPLE))
         head = HEADER.pack(b"GNFS", wire.VERSION, kind, 0, 1, 1, 0, 0, int(Flag.ROUTE))

@@ -21,7 +21,8 @@ def train_until(words: list[str], every: int, last: int, newest: Path, steps: in
     """Run the trainer with a checkpoint after every ``every`` steps. After step ``last`` (0: never), wait until the
     file ``newest`` exists, then kill the process.
 
-    steps: number of steps of an epoch. If it is 0, the last step of each epoch is not counted.
+    The trainer asks for no checkpoint after the last step of an epoch. ``every`` and ``last`` count this step only if
+    ``steps``, the number of steps of an epoch, is given.
     """
     asked = itertools.count(1)
 
@@ -39,7 +40,7 @@ def train_until(words: list[str], every: int, last: int, newest: Path, steps: in
 
 
 def killed_run(killed: TrainJob, world_size: int, every: int, last: int) -> Path:
-    """Run all ranks of a job as ``train_until``; return the path of the newest checkpoint."""
+    """Run ``train_until`` as every rank of a job until all have killed themselves. Return the newest checkpoint."""
     port, newest = free_port(), killed.run_dir / "checkpoints" / "last.pt"
     words = command_line(killed)
     ranks = [

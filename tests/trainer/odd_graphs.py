@@ -27,7 +27,7 @@ def homo(edges, num_nodes):
 
 
 def hetero(edges, counts):
-    """Return typed data.
+    """Return heterogeneous data.
 
     edges: (source, target) pairs by edge type. counts: number of nodes by type.
     """
@@ -44,7 +44,7 @@ def hetero(edges, counts):
 
 
 def hub(size):
-    """Return a graph in which all nodes point to node 0, and node 0 points to nodes 0, 1 and 2."""
+    """Return edges (source, target): from nodes 1 to ``size`` to node 0, and from node 0 to nodes 0, 1 and 2."""
     return [(i, 0) for i in range(1, size + 1)] + [(0, 1), (0, 2), (0, 0)]
 
 
@@ -69,7 +69,7 @@ GRAPHS = {
 
 
 def seeds_of(data):
-    """Return loader arguments with node seeds, links and times, and the number of node seeds."""
+    """Return (loader arguments, number of node seeds). The arguments are node seeds, links and times of the links."""
     count = data.num_nodes if isinstance(data, Data) else data["item"].num_nodes
     ids = torch.tensor([*range(min(count, 9)), 0, 0, count - 1, 0])
     src = data.num_nodes if isinstance(data, Data) else data["user"].num_nodes
@@ -83,7 +83,7 @@ def seeds_of(data):
 
 
 def cut(data, num_parts, only=None, empty=()):
-    """Open ``data`` as parts. Nodes are assigned round-robin to all parts except ``empty``."""
+    """Partition ``data`` and open the parts ``only`` (None: all). Parts in ``empty`` get no nodes."""
     full = [part for part in range(num_parts) if part not in empty]
     nodes = {"node": data} if isinstance(data, Data) else {of: data[of] for of in data.node_types}
     edges = {("node", "to", "node"): data} if isinstance(data, Data) else {of: data[of] for of in data.edge_types}

@@ -117,7 +117,7 @@ def layout_of(world_size, num_parts):
 def facts(batches, load, target=None, link=None):
     """Return the content of a global batch in a form that does not depend on how ranks share the batch.
 
-    batches: those of all ranks. target: node type of the seeds. link: edge type of the links.
+    batches: the batches of all ranks. target: node type of the seeds. link: edge type of the links.
     """
     # node seeds and trees are identified by input id; seed nodes of joint link batches by their own id, counted once
     found = Counter(fact for batch in batches for fact in _facts(batch, load, target, link))

@@ -28,9 +28,9 @@ def written(dataset, folder, num_parts=2, method="random", seed=0):
 
 
 def by_hand(dataset, parts, num_parts, **options):
-    """Return a ``PartitionAssignment``.
+    """Return a ``PartitionAssignment`` with the given parts, and with placeholders for the quality measures.
 
-    parts: part of each node, by node type, or as a list for one type.
+    parts: for each node type, the part of each node; for a homogeneous graph, only the list of parts.
     """
     given = parts if isinstance(parts, dict) else {HOMO_NODE: parts}
     arrays = {of: np.asarray(part, np.int32) for of, part in given.items()}

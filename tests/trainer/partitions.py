@@ -36,7 +36,7 @@ def typed_store(
 
     num_nodes: by node type. edges: [2, E] by edge type. node_attrs, edge_attrs: by type and name. splits: original ids
     by (type, split). assignment: part of each node by type, by default id % num_parts. time_attrs: names of the node
-    attributes that are times. only: parts to open. endpoints: whether the parts also have the ends of all edges.
+    attributes that are times. only: parts to open. endpoints: whether parts also store edges as (source, target).
     """
     node_attrs, edge_attrs, splits = node_attrs or {}, edge_attrs or {}, splits or {}
     owner = {of: np.arange(n) % num_parts for of, n in num_nodes.items()}
@@ -101,7 +101,7 @@ def _node_spec(of, num_nodes, offsets, attrs, splits):
 
 
 def _rows_of(edge_index, owned):
-    """Return the edge ids of each owned target, in original edge order."""
+    """Return, for each node in ``owned``, the ids of its in-edges in ascending order."""
     by_target = np.argsort(edge_index[1], kind="stable")
     bounds = np.searchsorted(edge_index[1][by_target], [owned, owned + 1])
     return [by_target[begin:end] for begin, end in bounds.T]

@@ -31,7 +31,7 @@ class PlainGraph:
         )  # fmt: skip
 
     def time(self, e, edge, rule):
-        """Return the time of an edge, or of its source, or None if it has no time."""
+        """Return the time of an edge, or with ``rule.on`` = "node" that of its source node; None without times."""
         attrs, of = (self.edge_attrs.get(e, {}), edge) if rule.on == "edge" else (
             self.node_attrs.get(e[0], {}), self.edges[e][0][edge],
         )  # fmt: skip

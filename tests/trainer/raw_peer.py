@@ -1,4 +1,4 @@
-"""A raw connection to a graph server that sends any bytes, valid or not."""
+"""A raw connection to a graph server, on which tests send any bytes, valid or not."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class RawPeer:
         until = time.monotonic() + seconds
         while True:
             while self._reader.messages:
-                if parts := self._reader.messages.popleft().parts:
-                    return parts
+                if frames := self._reader.messages.popleft().frames:
+                    return frames
             self.sock.settimeout(max(1e-3, until - time.monotonic()))
             try:
                 self._reader.read(self.sock.recv_into)

@@ -108,7 +108,7 @@ def orig_edges(store, subgraph, e=HOMO_EDGE):
 
 
 def names(store, subgraph, of):
-    """Return (tree, original id) of every sampled node. The tree is None unless sampling is disjoint."""
+    """Return (tree, original id) of every sampled node of type ``of``. The tree is None if sampling is not disjoint."""
     nodes = subgraph.nodes[of]
     trees = [None] * len(nodes.ids) if nodes.tree is None else nodes.tree.tolist()
     return list(zip(trees, orig_nodes(store, subgraph, of).tolist(), strict=True))

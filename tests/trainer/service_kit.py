@@ -27,7 +27,7 @@ INFO = HelloInfo(node_rank=1, host="10.0.0.2", part_ids=(1, 3), manifest_digest=
 class ArithmeticGraph:
     """A graph in which node v has the neighbours v*10, v*10+1, … and the row (v, v+0.5).
 
-    Some attributes fail, are slow or are large.
+    Reading an attribute can fail (``raises``), be slow (``sleep1``) or return large rows (``wide``).
     """
 
     def __init__(self):
@@ -139,10 +139,10 @@ def write_cluster(path, *nodes, num_parts=None):
 
 @contextlib.contextmanager
 def serve_process(folder, parts, own, bind, cluster, key_file=None, node_rank=None, **more):
-    """Start ``python -m trainer serve``, and return the process and its ready file.
+    """Start ``python -m trainer serve``. Yield the process and the path of its ready file.
 
-    parts: the partition folder. own: the parts that the server holds. node_rank: by default that of the node with
-    exactly the parts ``own`` in the cluster file. more: further options of ``serve``.
+    parts: the partition folder. own: the numbers of the parts that the server holds. node_rank: by default, that of
+    the node that has these parts in the cluster file. more: further options of ``serve``.
     """
     if node_rank is None:
         nodes = json.loads(Path(cluster).read_text())["nodes"]

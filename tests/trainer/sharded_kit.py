@@ -32,7 +32,7 @@ def global_batch(step: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 
 
 def own_share(ids: dict[str, torch.Tensor], rank: int, size: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return the ids of a rank by node type, and their positions in the global batch."""
+    """Return the ids of a rank by node type, and their positions in the global batch. ``size``: number of ranks."""
     # at most two ranks share the batch; a third rank gets no ids
     places = dict(zip(ids, torch.arange(GLOBAL_BATCH).split([len(of) for of in ids.values()]), strict=True))
     sharing = min(size, 2)

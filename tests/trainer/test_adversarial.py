@@ -42,9 +42,9 @@ def arguments_of(data, how, load):
 
 @pytest.fixture(scope="module")
 def places():
-    """Return a function from the name of a graph to its data, the partition into one part, and two into four parts.
+    """Return a function ``of(name)`` that returns the graph ``name`` as (data, opened in one part, others).
 
-    In the second of the two, two parts are empty.
+    ``others``: the graph opened in four parts, and in four parts of which two are empty.
     """
     with_wires = {}
 

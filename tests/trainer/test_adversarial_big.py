@@ -106,13 +106,16 @@ COUNT, DEGREE = FAR + 10, 3
 
 
 def sources_of(nodes):
-    """Return three in-neighbours of each node, [n, 3]. The second has an id above 2^31; the third is the node."""
+    """Return three in-neighbours of each node, [n, 3]. The second is an id above 2^31, the third the node itself."""
     near, far = nodes * 5 % COUNT, FAR + nodes % 10
     return np.stack([near, far, nodes], axis=1)
 
 
 class FarGraph:
-    """The first part of a huge graph with computed edges: node v has the edges 3 v, 3 v + 1 and 3 v + 2."""
+    """The first part of a huge graph, which computes its edges instead of storing them.
+
+    Node v has the in-edges with ids 3 v, 3 v + 1 and 3 v + 2.
+    """
 
     def sample_hops(self, requests):
         return [self._hop(request) for request in requests]

@@ -41,7 +41,10 @@ def sampled(rows, edge_types, seeds, fanouts, rng):
 
 
 def frequencies(dataset, seeds, fanouts, turns=1500, chance=1.0):
-    """Return the fraction of ``turns`` batches that visit each node: type -> [num_nodes]."""
+    """Sample ``turns`` batches. Return the fraction of them that visit each node: type -> [num_nodes].
+
+    chance: probability that a batch contains a seed.
+    """
     rng, rows = np.random.default_rng(0), neighbours(dataset)
     counts = {of: np.zeros(nodes.num_nodes) for of, nodes in dataset.nodes.items()}
     for _ in range(turns):

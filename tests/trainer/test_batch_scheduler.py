@@ -41,7 +41,7 @@ class Driver:
         return self.scheduler.next(NOW)
 
     def make(self, nbytes):
-        """Make the next batch, which its client does not yet acknowledge."""
+        """Make the next batch, of ``nbytes``, and return its request. ``take`` acknowledges the batch."""
         job = self.next()
         assert job is not None
         self.scheduler.done(job, nbytes)

@@ -112,7 +112,7 @@ DTYPES = ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8",
 
 
 def column(rows: int):
-    """Return a strategy for arrays of ``rows`` rows, of any dtype and rank."""
+    """Return a strategy for arrays of ``rows`` rows, of any dtype, with one to three dimensions."""
     shapes = st.lists(st.integers(0, 3), max_size=2).map(lambda more: (rows, *more))
     return st.sampled_from(DTYPES).flatmap(lambda dtype: arrays.arrays(dtype, shapes))
 

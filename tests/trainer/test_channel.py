@@ -84,7 +84,7 @@ def busy_server(answer_after: float):
                 reader = MessageReader(1 << 20)
                 while not reader.messages:
                     reader.read(sock.recv_into)
-                request, start = decode(reader.messages.popleft().parts), time.monotonic()
+                request, start = decode(reader.messages.popleft().frames), time.monotonic()
                 while not stop.wait(0.2):
                     if time.monotonic() - start < answer_after:
                         sock.sendall(framed(encode(Message(Kind.ALIVE, Status.OK, 0))))

@@ -241,5 +241,5 @@ def test_settings_that_do_not_change_the_loss_curve_may_differ() -> None:
     recut = graph_record(dataclasses.replace(MANIFEST, num_parts=4, fingerprint="g"), "paper")
     # raises for any difference that changes the loss curve
     check_fits(made(), other, recut, "last.pt", "classification")
-    with pytest.raises(CheckpointError, match="of another run: lr is 0.5, in the checkpoint 0.004$"):
+    with pytest.raises(CheckpointError, match="belongs to another run: lr is 0.5, in the checkpoint 0.004$"):
         check_fits(made(), dataclasses.replace(other, lr=0.5), recut, "last.pt", "classification")

@@ -15,7 +15,7 @@ from train_kit import command_line, curve, finish_all, job, metrics, start_words
 from trainer.core.errors import SettingsError
 from trainer.graph.environment import open_any
 from trainer.graph.seed_order import RankLayout
-from trainer.train.infer import infer
+from trainer.infer.infer import infer
 from trainer.train.job import train
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
 

@@ -20,8 +20,8 @@ from service_kit import free_endpoint, new_keys, serve_process, wait_for, write_
 from train_kit import command_line, curve, finish_all, infer_words, job, metrics, start_words, write_parts
 from trainer.core.ranks import Ranks
 from trainer.core.remote_settings import RemoteAccess
+from trainer.infer.infer import infer
 from trainer.service.service_keys import write_key_file
-from trainer.train.infer import infer
 from trainer.train.job import train
 from trainer.train.settings import InferJob, TrainJob
 
@@ -56,7 +56,7 @@ class Node:
 def two_nodes(folder: Path, **options: Any) -> Iterator[list[Node]]:
     """Start the encrypted graph servers of two nodes.
 
-    options: of the dataset.
+    options: options of the dataset.
     """
     whole = write_parts(folder / "whole", 2, **options)
     endpoints = [free_endpoint(), free_endpoint()]

@@ -1,4 +1,4 @@
-"""Tests of ``DistClusterLoader``: batches are whole clusters with all edges between them, each once per epoch."""
+"""Tests of ``DistClusterLoader``: batches of whole clusters and all their edges, each cluster once per epoch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.store.part_store import open_parts
 
 
 def clustered(num_parts=4, per_part=3, edges=260):
-    """Return opened parts with attribute ``cluster``, the data, and the cluster number of each node."""
+    """Return (graph opened from parts with attribute ``cluster``, the same graph as Data, cluster of each node)."""
     data = homo_data(num_edges=edges)
     rng = np.random.default_rng(1)
     part = np.arange(data.num_nodes) % num_parts
@@ -202,7 +202,7 @@ def test_fewer_clusters_than_ranks_leave_some_without_nodes():
 
 
 def test_invalid_arguments_are_refused():
-    with pytest.raises(SettingsError, match="num_clusters: a graph in memory is not divided into clusters yet"):
+    with pytest.raises(SettingsError, match="num_clusters is not set: for a graph in memory, pass"):
         DistClusterLoader(homo_data())
     with pytest.raises(SettingsError, match="num_clusters is for graphs in memory.*partition make --clusters K"):
         DistClusterLoader(parts_of(homo_data(), 2), num_clusters=4)

@@ -54,7 +54,7 @@ def secured(folder, tmp_path_factory):
 
 
 def refusal(*given, **options):
-    """Return the message of a failing ``connect``, and its seconds."""
+    """Return the message of a failing ``connect``, and the seconds until it failed."""
     start = time.monotonic()
     with pytest.raises(ServiceError) as caught:
         trainer.connect(*given, **options)

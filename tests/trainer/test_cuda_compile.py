@@ -1,20 +1,23 @@
-"""Compiles the CUDA kernels of sampling and layers to PTX: needs NVVM (extra ``cuda12`` or ``cuda13``), but no GPU.
+"""Compiles the CUDA kernels of sampling and layers: needs NVVM (extra ``cuda12`` or ``cuda13``), but no GPU.
 
-The simulator runs kernels in Python. Only the compiler finds code that Python runs but a device cannot, and
-expressions that mix signed and unsigned integers, which it computes in float64.
+numba's simulator runs kernels in Python, so it does not find two kinds of mistakes: code that a device cannot run, and
+expressions that mix signed and unsigned integers, which compiled kernels compute in float64.
 """
 
 from __future__ import annotations
 
 import importlib
+import pickle
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from trainer.cuda import array_ops, gather_kernels, neighbor_kernels, relabel
+from trainer.cuda import array_ops, gather_kernels, kernel_cache, neighbor_kernels, relabel
+from trainer.cuda.kernel_cache import variant
 from trainer.cuda.launch import Kernel, simulated
 from trainer.nn.kernels import cuda_elements, cuda_sums
 
@@ -26,7 +29,7 @@ CAPABILITY = (8, 0)
 def has_compiler() -> bool:
     load = importlib.import_module("cuda.pathfinder").load_nvidia_dynamic_lib
     try:
-        for library in ("nvvm", "nvrtc"):
+        for library in ("nvvm", "nvrtc", "nvJitLink"):
             load(library)
     except RuntimeError:  # DynamicLibNotFoundError
         return False
@@ -37,7 +40,7 @@ def signatures() -> list[tuple[Kernel, tuple[Any, ...], bool]]:
     """Return each kernel, the types of its arguments, and whether it computes with float64."""
     t = types
     int32s, int64s, float64s, rows = t.int32[::1], t.int64[::1], t.float64[::1], t.float32[:, ::1]
-    number, flag, key, bits = t.int64, t.boolean, t.uint64, t.uint32[:, ::1]
+    number, flag, key = t.int64, t.boolean, t.uint64
     found = [
         (neighbor_kernels.count_picks,
          (int64s, int64s, number, flag, flag, int64s, int64s, int32s, int64s), False),
@@ -46,11 +49,11 @@ def signatures() -> list[tuple[Kernel, tuple[Any, ...], bool]]:
         (relabel.look_up, (int64s, int64s, int32s), False),
         (array_ops.copy_rows, (int64s, int32s, int32s, int32s), False),
         (gather_kernels.locate_rows, (int64s, int32s, int64s, int64s, int64s), False),
-        (gather_kernels.take_bfloat16_rows, (int64s, t.uint16[:, ::1], bits, bits), False),
+        (gather_kernels.take_bfloat16_rows, (int64s, t.uint16[:, ::1], rows, rows, rows), False),
         (gather_kernels.take_scaled_rows, (int64s, t.int8[:, ::1], rows, rows, rows), False),
     ]  # fmt: skip
     for stored in (t.float32, t.float64, t.float16, t.int8, t.uint8, t.int64, t.boolean):
-        found.append((gather_kernels.take_rows, (int64s, stored[:, ::1], rows, rows), stored == t.float64))
+        found.append((gather_kernels.take_rows, (int64s, stored[:, ::1], rows, rows, rows), stored == t.float64))
     for ids in (int32s, int64s):
         found += [
             (neighbor_kernels.draw_picks,
@@ -105,10 +108,52 @@ def heads_of(dtype: Any) -> Any:
     return dtype[:, :, ::1]
 
 
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let numba-cuda compile for a device that is not there."""
+    dispatcher, devices, codegen = (
+        importlib.import_module(f"numba.cuda.{name}") for name in ("dispatcher", "cudadrv.devices", "codegen")
+    )
+    here = SimpleNamespace(compute_capability=CAPABILITY)
+    monkeypatch.setattr(dispatcher, "get_current_device", lambda: here)
+    monkeypatch.setattr(devices, "get_context", lambda *_: SimpleNamespace(device=here))
+    monkeypatch.setattr(codegen.JITCUDACodegen, "magic_tuple", lambda self: ((13, 0), CAPABILITY))
+    monkeypatch.setattr(dispatcher._Kernel, "bind", lambda self: self._codelibrary.get_cubin(CAPABILITY))
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.skipif(not has_compiler(), reason="no NVVM: pip install 'gnnfleet[cuda12]'")
-def test_kernels_compile_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    dispatcher = importlib.import_module("numba.cuda.dispatcher")
-    monkeypatch.setattr(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=CAPABILITY))
+def test_a_compiled_kernel_is_loaded_by_later_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cache, "usable_folder", lambda: tmp_path)
+    chosen = [each for each in layer_signatures() if each[0] in cuda_sums._sum_rows.values()][:3]
+    for kernel, arguments, _ in chosen:
+        cubins = []
+        for loaded in (0, 1):
+            dispatcher = Kernel(kernel.function)._compiled  # as in a new process
+            compiled = dispatcher.compile(arguments)
+            assert sum(dispatcher.stats.cache_hits.values()) == loaded
+            cubins.append(bytes(compiled._codelibrary.get_cubin(CAPABILITY).code))
+        assert cubins[0] == cubins[1]
+    files = [*tmp_path.glob("cuda.*sum_rows-*.nbc")]
+    assert len(files) == len(chosen)
+    for file in files:  # as if an incompatible version of a package had written them
+        file.write_bytes(pickle.dumps({"unknown": 1}))
+    dispatcher = Kernel(chosen[0][0].function)._compiled
+    assert dispatcher.compile(chosen[0][1]) and not dispatcher.stats.cache_hits
+
+
+def test_variants_of_a_kernel_are_kept_apart() -> None:
+    gathering = (gather_kernels.take_rows, gather_kernels.take_scaled_rows, gather_kernels.take_bfloat16_rows)
+    assert len({variant(kernel.function) for kernel in gathering}) == len(gathering)
+    for kernels in (cuda_sums._sum_rows, cuda_sums._weighted_rows, cuda_sums._edge_dots):
+        assert len({variant(kernel.function) for kernel in kernels.values()}) == len(kernels)
+    plain, bits = (cuda_elements._mask_rows(dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert variant(plain.function) != variant(bits.function) and variant(array_ops.copy_rows.function) == ()
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.skipif(not has_compiler(), reason="no NVVM: pip install 'gnnfleet[cuda12]'")
+def test_kernels_compile_for_a_device() -> None:
     for kernel, arguments, with_float64 in [*signatures(), *layer_signatures()]:
         text, _ = cuda.compile_ptx(kernel.function, arguments, cc=CAPABILITY)
         name = kernel.function.__name__

@@ -79,7 +79,7 @@ def rewrite(path: Path, change) -> None:
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("indices", lambda values: values[:-1], "holds int.* expected int.* by the manifest"),
+        ("indices", lambda values: values[:-1], "holds int.* expected int.* according to the manifest"),
         ("indices", lambda values: values.astype(np.float32), "holds float32"),
         (
             "indices",
@@ -172,7 +172,7 @@ def test_digests_of_index_files_are_compared_first(folder: Path) -> None:
     flip_a_byte(folder / EDGES / "orig_id.npy")
     store = open_parts(folder)
     with pytest.raises(PartitionError, match=r"orig_id.npy does not have the sha256"), checked_digests(store):
-        raise AssertionError("entered")
+        raise AssertionError("the context was entered")
 
 
 def test_a_restarted_process_does_not_compare_digests_again(folder, tmp_path, monkeypatch) -> None:

@@ -17,7 +17,7 @@ from trainer.sources.load import dataset_fingerprint, load_dataset
 
 
 def save_graph(folder, **changes):
-    """Write a graph of six nodes as a folder. ``changes`` replace arrays, and None omits one."""
+    """Write a graph of six nodes as a folder. ``changes``: arrays to replace, by name; None omits one."""
     arrays = {
         "edge_index": np.array([[0, 1, 2, 4, 4], [1, 2, 0, 3, 3]], np.int32),
         "x": np.arange(12, dtype=np.float16).reshape(6, 2),

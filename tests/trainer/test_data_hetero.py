@@ -19,7 +19,7 @@ WRITES, CITES = ("author", "writes", "paper"), ("paper", "cites", "paper")
 
 
 def save_typed(folder, counts=None, **changes):
-    """Write a graph of two authors and three papers. ``changes`` replace arrays, and None omits one."""
+    """Write a graph of two authors and three papers. ``changes``: arrays to replace; None omits one."""
     arrays = {
         "author__writes__paper": np.array([[0, 0, 1], [0, 1, 2]], np.int32),
         "author__writes__paper__edge_weight": np.array([1.0, 2.0, 3.0], np.float32),

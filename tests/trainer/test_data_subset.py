@@ -17,7 +17,7 @@ HETERO = load_dataset("synthetic-hetero", None, {"num_nodes": 1000})
 
 
 def with_own_ids(whole: Dataset) -> Dataset:
-    """Return the graph with the attribute ``id`` of every node and edge: its number in this graph."""
+    """Return a copy of the graph with a new attribute ``id``: the number of each node or edge in ``whole``."""
     nodes = {
         of: replace(data, attrs={**data.attrs, "id": np.arange(data.num_nodes)}) for of, data in whole.nodes.items()
     }

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import Barrier, Thread
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,9 +23,16 @@ from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_NODE
 from trainer.cuda.availability import why_no_kernels
 from trainer.cuda.features import PinnedPlan
+from trainer.cuda.streams import StreamPool
 from trainer.cuda.topology import TopologyPlan, pinned_bytes
 from trainer.graph.open import open_graph
-from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader import block_loader
+from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings
+from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
+from trainer.loader.link_seeds import link_inputs
+from trainer.sampler import multi_hop
+from trainer.sampler.subgraph_sampler import SampledBatch
+from trainer.sampler.types import SampledSubgraph, SeedSet
 from trainer.train import device_sampling
 from trainer.train.device_sampling import choose_sampling, why_not
 
@@ -127,6 +140,90 @@ def test_auto_samples_on_the_cpu_if_the_device_cannot_be_prepared(
         choose_sampling(graph, loaders, "cuda", torch.device("cuda", 0))
 
 
+@pytest.mark.parametrize("links", [False, True])
+def test_blocks_are_cut_on_the_stream_on_which_their_edges_were_sampled(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, inside, cut = open_graph(write_parts(tmp_path / "parts")), list[bool](), list[int]()
+    settings = LoaderSettings("train", (2, 2), 64)
+    loader: BlockLoader = BatchLoader(graph, settings, 0, graph.layout)
+    if links:
+        given = link_inputs(graph, None)
+        loader = LinkBlockLoader(graph, settings, given, LinkBlockSettings(4, True), 0, graph.layout)
+
+    @contextmanager
+    def stream() -> Iterator[None]:
+        inside.append(True)
+        yield
+        inside.pop()
+
+    class Recorded:
+        def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
+            assert inside
+            return loader.host_sampler.sample(seeds, key)
+
+        def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
+            raise NotImplementedError
+
+    def cut_block(*args: Any) -> Any:
+        cut.append(len(inside))
+        return multi_hop.cut_block(*args)
+
+    monkeypatch.setattr(block_loader, "cut_block", cut_block)
+    loader.sample_with(Recorded(), stream)
+    assert next(iter(loader.epoch(1))).blocks and cut[:2] == [1, 1]
+
+
+class Stream:
+    """A fake ``torch.cuda.Stream``."""
+
+    made: ClassVar[list[Stream]] = []
+
+    def __init__(self, device: torch.device):
+        self.waits = 0
+        Stream.made.append(self)
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+@pytest.fixture
+def fake_streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    monkeypatch.setattr(Stream, "made", [])
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    return Stream.made
+
+
+def test_threads_of_later_epochs_use_the_same_streams(fake_streams: list[Stream]) -> None:
+    pool, both = StreamPool(torch.device("cuda", 0)), Barrier(2)
+
+    def work() -> None:
+        for _ in range(3):
+            with pool.stream():
+                both.wait(30)
+
+    for _ in range(4):
+        threads = [Thread(target=work) for _ in range(2)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert len(fake_streams) == 2, "two threads at a time"
+    assert sum(stream.waits for stream in fake_streams) == 4 * 2 * 3
+
+
+def test_a_context_within_another_uses_its_stream_and_errors_return_it(fake_streams: list[Stream]) -> None:
+    pool = StreamPool(torch.device("cuda", 0))
+    with pool.stream(), pool.stream():
+        pass
+    with pytest.raises(ValueError), pool.stream(), pool.stream():
+        raise ValueError
+    with pool.stream():
+        pass
+    (stream,) = fake_streams
+    assert stream.waits == 3
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_driver_is_named() -> None:
     assert why_no_kernels(torch.device("cuda", 0)).startswith("numba-cuda finds no usable CUDA driver")
@@ -139,5 +236,14 @@ def test_tensors_are_passed_to_kernels_without_copies() -> None:
     view = _DeviceView(strided).__cuda_array_interface__
     assert view["data"] == (strided.data_ptr(), False) and view["strides"] == (16, 8) and view["typestr"] == "<f4"
     assert _DeviceView(torch.zeros(2, dtype=torch.bfloat16)).__cuda_array_interface__["typestr"] == "<u2"
+    typeof = importlib.import_module("numba.cuda.typing.typeof").typeof
+    for dtype in (torch.float32, torch.int32, torch.bool, torch.bfloat16):
+        for shape in ((6,), (2, 3), (0, 3)):
+            given = _DeviceView(torch.zeros(shape, dtype=dtype))
+            assert given._numba_type_ == typeof(
+                SimpleNamespace(__cuda_array_interface__=given.__cuda_array_interface__)
+            )
+    far = _DeviceView(torch.zeros(3, 4, 8)[:, :, 0])._numba_type_
+    assert far.layout == _DeviceView(strided)._numba_type_.layout == "A"
     empty = _DeviceView(torch.empty(0, dtype=torch.int32)).__cuda_array_interface__
     assert empty["shape"] == (0,) and empty["data"][0] != 0

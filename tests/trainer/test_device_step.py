@@ -1,8 +1,8 @@
 """Tests, on a fake device, that a training step never waits for the device and has the same loss as on the CPU.
 
 Some code waits for the device on purpose and is not covered: a loss that is read for a metrics line (once a second),
-sums at the end of an epoch or an evaluation, checkpoints, and embeddings of nodes without features, whose ranks
-exchange rows on the host.
+sums at the end of an epoch or an evaluation, checkpoints, and embeddings of nodes without features, because ranks
+exchange the rows of embeddings on the host.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def fake_feed(device: torch.device) -> Any:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankGroup]:
-    """A rank whose device is the fake one. The losses of an epoch may be read at its end."""
+    """Yield a rank with the fake device. At the end of an epoch, ``train_epoch`` may read its losses."""
     report = epoch_module._report
 
     def read_report(tally: Any, *args: Any) -> EpochReport:

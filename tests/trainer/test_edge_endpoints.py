@@ -73,7 +73,7 @@ def test_ends_are_those_of_the_dataset(num_parts):
         graph.access.endpoints(WRITES, np.array([150]))
     with pytest.raises(PartitionError, match="no edge type"):
         graph.access.endpoints(("a", "b", "c"), edges)
-    with pytest.raises(PartitionError, match="does not store the ends of the edges"):
+    with pytest.raises(PartitionError, match="does not store source and target of the edges"):
         parts_of(data, num_parts, endpoints=False).access.endpoints(WRITES, edges)
 
 

@@ -16,13 +16,13 @@ from trainer.core.errors import SettingsError
 from trainer.core.ranks import Ranks
 from trainer.graph.open import open_graph
 from trainer.graph.seed_order import RankLayout
+from trainer.infer.infer import infer
 from trainer.loader.block_loader import BatchLoader
 from trainer.nn.layers import SAGEConv
 from trainer.partition.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.store.manifest import read_manifest
 from trainer.train.checkpoint import load_checkpoint
-from trainer.train.infer import infer
 from trainer.train.job import train
 from trainer.train.loaders import loader_settings
 from trainer.train.model import trained_model

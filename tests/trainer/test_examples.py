@@ -79,7 +79,7 @@ NOT_ALONE = {"common", "prepare_debian", "remote_loader"}
 
 
 def marks(words: list[str]) -> tuple[pytest.MarkDecorator, ...]:
-    """Return the mark "slow", unless ``words`` is the first command that runs its script, and takes few seconds."""
+    """Return no mark for the first command of a fast script; return the mark "slow" for all other commands."""
     first = words is next(each for each in RUNS if each[1] == words[1])
     return () if first and words[1] != "examples/link_prediction.py" else (pytest.mark.slow,)
 

@@ -1,4 +1,4 @@
-"""Tests of the examples on the Debian graph: the data that they derive from it, and their accuracy."""
+"""Tests of the examples on the Debian graph: the data derived from it, and the accuracy."""
 
 from __future__ import annotations
 

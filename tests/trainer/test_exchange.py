@@ -25,7 +25,7 @@ def table(dtype, shape):
 
 
 def rank_of_two(rank, folder, then):
-    """Run one of two ranks that exchange rows. Rank 0 requests none.
+    """Run one of two ranks that exchange rows. Rank 0 requests no rows.
 
     then: what rank 1 does afterwards: exit ("gone") or hang.
     """

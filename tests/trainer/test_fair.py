@@ -45,7 +45,7 @@ class Server:
 
     @property
     def memory(self) -> float:
-        """Anonymous memory in MB."""
+        """Anonymous memory of the server process in MB."""
         # without the parts: mapped files, which the kernel may drop
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1000 for line in lines if line.startswith("RssAnon:"))
@@ -124,7 +124,7 @@ def test_clients_that_hang_or_die_cost_no_more_than_the_buffer(server: Server) -
 
 
 def watched(server: Server, seconds: float, names: Collection[str]) -> tuple[float, float]:
-    """Return the peak memory of the server in MB, and the clients' peak bytes in its buffer."""
+    """Return the peak memory of the server in MB, and the peak bytes that its buffer holds for clients ``names``."""
     peak = held = 0.0
     start = time.monotonic()
     while time.monotonic() < start + seconds:

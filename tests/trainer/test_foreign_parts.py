@@ -357,7 +357,7 @@ def test_wrong_arguments_are_one_clear_message(samples, tmp_path, monkeypatch):
     assert "is a partition of gnnfleet already" in refused("convert", parts, out)
     assert "holds several partitions" in refused("convert", several(samples, tmp_path / "all"), out)
     assert "x is also in" in refused("convert", source, out, "--nodes", f"x={source}/node_map.pt")
-    assert "from --nodes y=absent.npy" in refused("convert", source, out, "--nodes", "y=absent.npy")
+    assert "--nodes y=absent.npy: absent.npy does not" in refused("convert", source, out, "--nodes", "y=absent.npy")
     assert "unknown option 'colour'" in refused("convert", source, out, "--option", "colour=red")
     assert "--nodes cannot be combined with --to pyg" in refused(
         "convert", "--to", "pyg", parts, out, "--nodes", "y=y.npy"
@@ -365,7 +365,7 @@ def test_wrong_arguments_are_one_clear_message(samples, tmp_path, monkeypatch):
     assert "is not an empty folder" in refused("convert", "--to", "pyg", parts, source)
     make = ("make", "--source", source, "--out", out, "--num-parts", 3, "--method", "keep", "--dataset")
     assert "has 2 parts, but 3 are needed" in refused(*make, "partition")
-    assert "method keep needs dataset partition" in refused(*make, "synthetic")
+    assert "method `keep` needs dataset `partition`" in refused(*make, "synthetic")
     assert not out.exists()
 
 

@@ -59,7 +59,7 @@ def edited(folder, change):
 def put(*keys):
     """Return a function that sets one value in the JSON of a manifest, for ``edited``.
 
-    keys: the keys that lead to the value, from the outermost on, then the new value.
+    keys: the path of keys to the value, outermost key first; the last argument is the new value.
     """
 
     def change(raw):

@@ -1,4 +1,4 @@
-"""Tests of ``num_neighbors=[-1] * k``: whole neighbourhoods, including those of hubs."""
+"""Tests of ``num_neighbors=[-1] * k``: all neighbours, also of a node with very many neighbours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ LEAVES = 200_000
 
 @pytest.fixture(scope="module")
 def hub():
-    """Return a hub with edges to and from every leaf, and a tail behind one leaf."""
+    """Return a star: node 0 with edges to and from ``LEAVES`` leaves.
+
+    Leaf 1 has an edge to one more node, the last.
+    """
     leaves = torch.arange(1, LEAVES + 1)
     zeros = torch.zeros_like(leaves)
     edges = torch.stack([torch.cat([leaves, zeros, leaves[:1]]), torch.cat([zeros, leaves, leaves[-1:] + 1])])

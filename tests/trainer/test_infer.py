@@ -18,12 +18,12 @@ from trainer.core.errors import CheckpointError
 from trainer.core.ranks import Ranks
 from trainer.graph.open import open_graph
 from trainer.graph.seed_order import RankLayout
+from trainer.infer.infer import infer
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.partition.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.store.manifest import read_manifest
 from trainer.train.checkpoint import load_checkpoint
-from trainer.train.infer import infer
 from trainer.train.job import train
 from trainer.train.model import trained_model
 from trainer.train.settings import InferJob
@@ -33,7 +33,7 @@ MODELS = {"sage": False, "gcn": False, "gat": False, "rgcn": True, "hgt": True, 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with two partitions, ``homo`` and ``hetero``, and a run per model."""
+    """Return a folder with the partitions ``homo`` and ``hetero``, and with one run folder for each trained model."""
     folder = tmp_path_factory.mktemp("infer")
     write_parts(folder / "homo", 3)
     write_parts(folder / "hetero", 3, "synthetic-hetero", num_nodes=300)
@@ -111,7 +111,7 @@ def test_the_command_prints_the_accuracy(trained: Path, tmp_path: Path, capsys: 
 
 def test_a_checkpoint_of_another_graph_is_refused(trained: Path, tmp_path: Path) -> None:
     checkpoint = trained / "sage" / "checkpoints" / "last.pt"
-    with pytest.raises(CheckpointError, match="graph, synthetic: its model is for 'node'; synthetic-hetero has only"):
+    with pytest.raises(CheckpointError, match="graph, synthetic: the model's target is 'node', but synthetic-hetero"):
         infer(InferJob(checkpoint, trained / "hetero", tmp_path), Ranks())
 
 

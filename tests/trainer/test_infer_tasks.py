@@ -17,10 +17,10 @@ from trainer.core.errors import DataError, SettingsError
 from trainer.core.ranks import Ranks
 from trainer.core.schema import EdgeType
 from trainer.graph.open import open_graph
+from trainer.infer import link_embeddings, prediction_files
+from trainer.infer.infer import infer
+from trainer.infer.prediction_files import Column, write_table
 from trainer.partition.make import PartitionSpec, make_partition
-from trainer.train import infer_files, link_embeddings
-from trainer.train.infer import infer
-from trainer.train.infer_files import Column, write_table
 from trainer.train.job import train
 from trainer.train.settings import InferJob
 
@@ -141,7 +141,7 @@ def test_links_are_scored_by_embeddings(
 ) -> None:
     monkeypatch.setattr(link_embeddings, "_TARGETS", 37)  # several blocks
     monkeypatch.setattr(link_embeddings, "_SOURCES", 50)
-    monkeypatch.setattr(infer_files, "ROWS_AT_ONCE", 41)
+    monkeypatch.setattr(prediction_files, "ROWS_AT_ONCE", 41)
     parts = linked / ("homo" if name == "sage" else "hetero")
     result = infer(InferJob(linked / name / "checkpoints" / "last.pt", parts, tmp_path, top_k=5), Ranks())
     ended = metrics(linked / name, "result")[0]
@@ -211,7 +211,7 @@ def test_parquet_has_the_same_rows_as_csv(tmp_path: Path) -> None:
 
 
 def test_parquet_without_duckdb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infer_files.importlib.util, "find_spec", lambda name: None)
-    assert not infer_files.writes_parquet(None) and not infer_files.writes_parquet(False)
+    monkeypatch.setattr(prediction_files.importlib.util, "find_spec", lambda name: None)
+    assert not prediction_files.writes_parquet(None) and not prediction_files.writes_parquet(False)
     with pytest.raises(SettingsError, match="--parquet needs the package duckdb"):
-        infer_files.writes_parquet(True)
+        prediction_files.writes_parquet(True)

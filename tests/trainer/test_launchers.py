@@ -64,7 +64,7 @@ def test_ranks_of_each_launcher(text: str, expected: Ranks) -> None:
         MPI: "mpirun -x MASTER_ADDR=HOST",
         POD.replace(" MASTER_ADDR=job-0.net", ""): "MASTER_ADDR not set: give it in the pod template",
         STEP.replace("=2,1", "=two"): "SLURM_STEP_TASKS_PER_NODE='two' in the environment is not a list",
-        STEP.replace("=2,1", "=3"): "has no number for SLURM_NODEID=1",
+        STEP.replace("=2,1", "=3"): "has no number of tasks for SLURM_NODEID=1",
         STEP.replace("SLURM_PROCID=2", "SLURM_PROCID=x"): "SLURM_PROCID='x' in the environment is not a whole number",
         STEP.replace("gpu[07-08]", ","): "is not a list of hosts",
         "WORLD_SIZE=2": "RANK, MASTER_ADDR, MASTER_PORT not set; start the trainer with torchrun, srun or mpirun",

@@ -36,7 +36,7 @@ def hetero():
 
 
 def shapes(batch):
-    """Return dtype and number of dimensions, or Python type, by (type, attribute)."""
+    """Return (dtype, number of dimensions) of each tensor and the Python type of other values, by (type, attribute)."""
     stores = (
         [("", batch)] if isinstance(batch, Data) else [(of, batch[of]) for of in batch.node_types + batch.edge_types]
     )

@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of partitions, named ``<edge type of the links>-<number of parts>``."""
+    """A folder with several partition folders, each named ``<edge type of the links>-<number of parts>``."""
     folder = tmp_path_factory.mktemp("timed")
     for name, dataset in GRAPHS.items():
         for number in (1, 2):
@@ -55,7 +55,7 @@ def loaders(opened: Graph, name: str, rank: int = 0, layout: RankLayout | None =
 
 
 def seen(loader: LinkBlockLoader, share: Any) -> tuple[list[tuple[int, int, int, int]], list[np.ndarray]]:
-    """Return the sampled edges of the links' type, and for each link the trees that it is scored with.
+    """Sample the batch ``share``. Return the sampled edges of the links' type, and the numbers of each link's trees.
 
     An edge is (tree, time, source, target) with original ids. A link has the trees of its source, target and negatives.
     """
@@ -186,7 +186,7 @@ def test_links_held_out_at_random_have_no_times(tmp_path: Path) -> None:
 
 
 def shop(folder: Path) -> None:
-    """Write tables of users, items and ratings. Later ratings are of other items than earlier ones."""
+    """Write tables of users, items and ratings. Which items are rated changes with time."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     users, items = [f"u-{k:03d}" for k in range(60)], [f"sku {k}" for k in range(40)]

@@ -1,4 +1,4 @@
-"""Tests of ``BatchLoader``: seeds, ranks, prefetching, and equal batches for every placement of parts."""
+"""Tests of ``BatchLoader``: seeds, ranks, prefetching, and equal batches wherever the parts are."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def graph_store(num_parts, only=None):
 
 @contextmanager
 def opened(num_parts, here):
-    """Open the parts ``here`` in this process, and the others by a graph server."""
+    """Yield a graph. This process opens the parts ``here``; a graph server answers for each other part."""
     with ExitStack() as stack:
         store = graph_store(num_parts, only=here)
         clients = {}

@@ -194,7 +194,7 @@ HOMO_REFUSALS = {
     "induced disjoint": ({"subgraph_type": "induced", "disjoint": True}, "induced subgraphs cannot be disjoint"),
     "no such time": ({"time_attr": "when"}, "'when' is neither a node-level nor an edge-level"),
     "no such weight": ({"weight_attr": "heft"}, "weight attribute 'heft'"),
-    "edge time": ({"time_attr": "edge_time"}, "'node' nodes have no time 'edge_time' of their own; give input_time"),
+    "edge time": ({"time_attr": "edge_time"}, "'node' nodes have no attribute 'edge_time' with their times"),
     "float time": ({"time_attr": "x"}, "expected one integer per node"),
     "input_time shape": ({"time_attr": "time", "input_time": [1, 2]}, r"input_time: int64 \[2\] for 60 'node' seeds"),
     "input_time dtype": ({"time_attr": "time", "input_time": torch.rand(60)}, "expected whole numbers"),
@@ -204,7 +204,7 @@ HOMO_REFUSALS = {
         "input_nodes: 60 at position 1, but ids of 'node' nodes go from 0 to 59",
     ),
     "negative id": ({"input_nodes": [-1]}, "input_nodes: -1 at position 0"),
-    "float ids": ({"input_nodes": [0.5]}, r"float64 \[1\]; expected whole node ids"),
+    "float ids": ({"input_nodes": [0.5]}, r"float64 \[1\]; expected integer node ids \[n\], or a boolean mask"),
     "short mask": ({"input_nodes": MASK[:5]}, r"mask has shape \[5\], there are 60"),
     "split": ({"input_nodes": "test"}, r"'node' nodes have no split 'test'; they have \['train'\]"),
     "typed": ({"input_nodes": ("paper", None)}, "the graph is homogeneous; pass the seeds alone"),
@@ -235,7 +235,7 @@ HETERO_REFUSALS = {
     "edge type missing": ({"num_neighbors": {CITES: [1]}}, "Missing number of neighbors for edge type"),
     "edge type unknown": ({"num_neighbors": {("a", "b", "c"): [1]}}, "Not all edge types specified"),
     "hops": ({"num_neighbors": {CITES: [1], WRITES: [1, 2], REV: [1]}}, "Number of hops must be the same"),
-    "no own time": ({"input_nodes": "venue", "time_attr": "time"}, "'venue' nodes have no time 'time' of their own"),
+    "no own time": ({"input_nodes": "venue", "time_attr": "time"}, "'venue' nodes have no attribute 'time' with their"),
     "mapped id": (
         {"input_nodes": "paper", "input_id": {"paper": [1]}},
         "input_id is a mapping, but input_nodes is not",
@@ -256,5 +256,5 @@ def test_invalid_arguments_for_typed_graphs_are_refused(what):
 def test_data_of_another_kind_is_refused():
     with pytest.raises(SettingsError, match=r"not str; open it first: gnnfleet.open\('parts'\)"):
         DistNeighborLoader("parts", [2])
-    with pytest.raises(SettingsError, match="attrs limits what travels between hosts"):
+    with pytest.raises(SettingsError, match="attrs selects the attributes that hosts send"):
         DistNeighborLoader(homo_data(), [2], attrs=["x"])

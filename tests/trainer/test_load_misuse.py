@@ -69,7 +69,7 @@ def test_seeds_may_be_any_mapping_over_types():
 
 def test_a_transform_that_returns_nothing_is_reported():
     loader = DistNeighborLoader(homo_data(), [3], transform_sampler_output=lambda out: None)
-    with pytest.raises(SettingsError, match="transform_sampler_output must return the sampler's output, not NoneType"):
+    with pytest.raises(SettingsError, match="must return a SamplerOutput or HeteroSamplerOutput, not NoneType"):
         next(iter(loader))
 
 

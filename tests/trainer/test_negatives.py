@@ -13,9 +13,9 @@ KEY = 12345
 
 
 def drawn(rule, places, global_size, ends, is_link=None, times=None, key=KEY):
-    """Draw negatives. Return (source, target) by (place, number of the negative).
+    """Draw negatives. Return (source, target) by (place of the positive link, number of the negative).
 
-    places: positions of the positive links in the global batch. is_link: function that tells which pairs are links.
+    places: indices of the positive links in the global batch. is_link: function that tells which pairs are links.
     times: times of the links of the global batch.
     """
     places = np.asarray(places)

@@ -52,7 +52,10 @@ def whole_graph(dim: int) -> tuple[dict, dict, dict]:  # type: ignore[type-arg]
 
 
 def as_one_type(x: dict[str, Tensor], edges: dict) -> tuple[Tensor, Tensor, Tensor, dict[str, int]]:  # type: ignore[type-arg]
-    """Join all types for ``RGCNConv``. Return rows, edges, edge type numbers, and the first row of each node type."""
+    """Join all types for ``RGCNConv``.
+
+    Return the rows, the edges, the number of each edge's type, and the index of the first row of each node type.
+    """
     first = dict(zip(x, np.cumsum([0, *map(len, x.values())]).tolist(), strict=False))
     index = [edges[of] + torch.tensor([[first[of[0]]], [first[of[2]]]]) for of in EDGE_TYPES]
     number = [torch.full((edges[of].shape[1],), place) for place, of in enumerate(EDGE_TYPES)]

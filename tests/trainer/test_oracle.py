@@ -38,9 +38,9 @@ PLACES = ("4 parts", "wire 4")
 
 @pytest.fixture(scope="module")
 def graphs():
-    """Yield the opened graphs by (kind, place).
+    """Yield the opened graphs, keyed by ("homo" or "hetero", place).
 
-    In the places "wire 2" and "wire 4", all parts but one are behind graph servers.
+    Places: "memory", "N parts" (all opened in this process), and "wire N" (N parts, all but one behind graph servers).
     """
     with contextlib.ExitStack() as stack:
         opened = {}
@@ -91,7 +91,7 @@ def test_data_in_memory_gives_the_batches_of_its_partition(graphs, kind, how, lo
 
 
 def assert_same_by_name(ours, theirs):
-    """Assert equal attributes in any order, without ``num_nodes``."""
+    """Assert that two batches have equal attributes, in any order. Ignores ``num_nodes`` and values that are None."""
     # for data in memory, torch_geometric keeps the user's order and may omit ``num_nodes``
     for mine, other in zip(ours.stores, theirs.stores, strict=True):
         pairs = [{k: v for k, v in store.items() if v is not None and k != "num_nodes"} for store in (mine, other)]

@@ -35,7 +35,7 @@ GLOBAL, SEEDS = 12, 31
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Yield what two hosts open: a homogeneous graph ("homo") and a heterogeneous one ("hetero")."""
+    """Yield {"homo": graphs, "hetero": graphs}: a homogeneous and a heterogeneous graph, each opened on two hosts."""
     with contextlib.ExitStack() as stack:
         yield {kind: stack.enter_context(hosts_of(make(), 2)) for kind, make in (("homo", homo_data),
                ("hetero", hetero_data))}  # fmt: skip
@@ -113,7 +113,7 @@ def test_samples_of_the_bundled_trainer_are_equal_on_any_ranks(kind, how):
 
 
 def _merged(shares, target):
-    """Return (seed, label, digest of the tree) by input id, for all shares of a global batch."""
+    """Return {input id: (seed, label, digest of the seed's tree)}. ``shares``: the batches of all ranks."""
     found = {}
     for batch in shares:
         labels = trees(batch)[target or ""]

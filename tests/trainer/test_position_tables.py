@@ -10,8 +10,9 @@ from trainer.sampler.row_index import IdIndex, SourceCodes, locate
 
 
 def played(table, batches):
-    """Number the nodes of each batch. Return all positions and new ids.
+    """Number the nodes of each batch with ``table``.
 
+    Returns two arrays for each hop: the position of each source in the batch, and the ids that are new in the batch.
     batches: pairs (seeds, sources of each hop).
     """
     seen = []

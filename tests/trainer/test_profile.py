@@ -99,7 +99,7 @@ def test_epochs_can_be_chosen(recorded: Path) -> None:
 
 
 WRONG = {
-    "the metrics files contain none of these epochs, only 1 to 3": ["--epochs", "7"],
+    "the metrics files contain none of the chosen epochs; they contain epochs 1 to 3": ["--epochs", "7"],
     "'x-2' is neither an epoch, such as 3, nor a range of epochs, such as 2-5": ["--epochs", "x-2"],
 }
 

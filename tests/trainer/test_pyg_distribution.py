@@ -38,7 +38,7 @@ def partition():
 
 
 def in_trees(loader):
-    """Count the sampled sets of neighbours of node 0, over many trees of one batch."""
+    """Return how often each set of neighbours of node 0 was sampled in the trees of one batch."""
     (batch,) = loader
     rows = [[] for _ in range(DRAWS)]
     for tree, edge in zip(batch.batch[batch.edge_index[1]].tolist(), batch.e_id.tolist(), strict=True):
@@ -54,7 +54,7 @@ def ours_of(fanout, **how):
 
 
 def epochs_of(fanout, epochs=400, **how):
-    """Count the sampled sets of neighbours of node 0, the only seed, over ``epochs`` epochs."""
+    """Return how often each set of neighbours of node 0, the only seed, was sampled in ``epochs`` epochs."""
     loader, found = DistNeighborLoader(partition(), [fanout], torch.tensor([0]), **how), Counter()
     for _ in range(epochs):
         (batch,) = loader
@@ -63,7 +63,7 @@ def epochs_of(fanout, epochs=400, **how):
 
 
 def choices(fanout, weights, replace=False, over=range(DEGREE)):
-    """Return the exact probability of each choice of edge ids, by enumerating all draws."""
+    """Return the exact probability of each tuple of ``fanout`` edge ids from ``over``, by enumerating all draws."""
     found = Counter()
     for order in itertools.product(over, repeat=fanout):
         if not replace and len(set(order)) < fanout:

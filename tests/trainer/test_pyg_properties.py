@@ -67,7 +67,10 @@ def test_no_edge_is_later_than_its_seed_and_last_takes_the_latest(case, fanouts,
 
 
 def _assert_latest(targets, stamps, edges, dst, tree, until):
-    """Assert that no other candidate is later than a sampled edge."""
+    """Assert that each target got its latest in-edges: no edge left out is later than a sampled one.
+
+    until: by tree, the latest time that an edge may have.
+    """
     for node, number in set(zip(dst.tolist(), tree.tolist(), strict=True)):
         taken = edges[(dst == node) & (tree == number)]
         candidates = ((targets == node) & (stamps <= until[number])).nonzero().view(-1)

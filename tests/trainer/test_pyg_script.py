@@ -1,6 +1,6 @@
 """Tests of scripts from torch_geometric's documentation with a gnnfleet loader.
 
-Each script is text. The lines that are replaced for gnnfleet or for several ranks are listed here.
+The scripts are strings in this file. The tests replace some lines, to use gnnfleet's loader and several ranks.
 """
 
 from __future__ import annotations

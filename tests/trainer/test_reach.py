@@ -95,7 +95,7 @@ def some_rows(graph, share=0.3):
 
 
 def host_of(data, topology, cache, held):
-    """Return the graph of host 0, and the host that owns each part, all in this process."""
+    """Return the graph of host 0, and a ``Host`` for each other part, by part. All are in this process."""
     others = {part: Host(host_store(data, part, "partitioned")) for part in range(1, PARTS)}
     store = host_store(data, 0, topology)
     graph = Graph(store, DistGraph(LocalGraph(store), others, held=held))

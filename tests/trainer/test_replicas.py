@@ -79,7 +79,7 @@ def request_of(key: int) -> HopRequest:
 
 
 class Sampling:
-    """A thread that samples, and compares each sample with that of the graph in a single part."""
+    """Samples from ``graph`` in a thread, and asserts that each sample equals the one from the unpartitioned graph."""
 
     def __init__(self, graph: DistGraph, whole: LocalGraph):
         self.done, self.longest, self.error = 0, 0.0, None

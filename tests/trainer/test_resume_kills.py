@@ -1,7 +1,8 @@
 """Tests of 30 random runs: a rank is killed, and the run resumes with equal losses.
 
-The resumed run has the same number of hosts, fewer or more. A host is a rank with a graph server for its parts; clients
-use two graph servers. GNNFLEET_KILLS_TABLE names a file for a table of the runs.
+The killed run has two hosts, the resumed run one to three. Each host has one rank. In mode ``worker``, each host has a
+graph server for its parts. In mode ``server-client``, all ranks are clients of two graph servers on other hosts. The
+environment variable GNNFLEET_KILLS_TABLE names a file to which a table of the runs is written.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Stage:
         return path
 
     def places(self, mode: str, hosts: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Return (node rank, parts) of the host of each rank."""
+        """Return for each rank its node rank and the parts on its host. A client's host has no parts."""
         if mode == "worker":
             return [(node, tuple(parts)) for node, parts in enumerate(HELD[hosts])]
         return [(2 + rank, ()) for rank in range(hosts)]
@@ -125,7 +126,11 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stage
 
 
 def run(stage: Stage, kill: Kill, hosts: int, folder: Path, resume: Path | None = None, mode: str = "") -> list[Ended]:
-    """Train on ``hosts`` hosts. Without ``resume``, kill rank ``kill.victim`` after ``kill.last`` steps (0: never)."""
+    """Train on ``hosts`` hosts, with one rank each.
+
+    If a checkpoint ``resume`` is given, start from it. Otherwise kill rank ``kill.victim`` after ``kill.last`` steps;
+    0: kill no rank. ``mode`` replaces ``kill.mode``.
+    """
     mode, port = mode or kill.mode, free_port()
     cluster, die = stage.cluster(mode, hosts), resume is None and kill.last > 0
     newest, ranks = folder / "checkpoints" / "last.pt", []

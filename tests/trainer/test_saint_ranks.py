@@ -1,4 +1,4 @@
-"""Tests that two processes share the work of GraphSAINT's normalisation, and that both report an error of either."""
+"""Tests that two processes share the work of GraphSAINT's normalisation, and that both raise if one of them fails."""
 
 from __future__ import annotations
 

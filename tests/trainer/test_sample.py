@@ -268,9 +268,9 @@ def test_unknown_types_and_foreign_nodes_are_refused():
         hop(first, weight="w")
     with pytest.raises(PartitionError, match=r"'x' of .* is float64 \[\d+, 2\], not weights"):
         hop(first, weight="x")
-    with pytest.raises(PartitionError, match="no time 'when' of the nodes"):
+    with pytest.raises(PartitionError, match="no time attribute 'when' of the nodes"):
         hop(first, bound=TimeBound(first, "when", "node"))
-    with pytest.raises(PartitionError, match="'node' sources outside 0 to 19"):
+    with pytest.raises(PartitionError, match="ids of type 'node' outside 0 to 19"):
         hop(first, sources=np.array([3, 20]))
     with pytest.raises(PartitionError, match="no attribute 'color' of 'node'"):
         half.gather([RowRequest(HOMO_NODE, first, ("color",))])

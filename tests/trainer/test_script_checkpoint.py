@@ -104,7 +104,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(path: Path) -> dict[tuple[int, int], float]:
-    """Return the losses by epoch and step. Of a step that was trained twice, the last loss counts."""
+    """Return the losses by (epoch, step). If a step was trained twice, return its last loss."""
     return {(epoch, step): loss for epoch, step, loss in map(json.loads, path.read_text().splitlines())}
 
 

@@ -35,7 +35,7 @@ from trainer.service import network_thread
 from trainer.service import server as server_module
 from trainer.service.client import HostClient
 from trainer.service.stats import resident_bytes
-from trainer.service.stream import MAX_PARTS, PING
+from trainer.service.stream import MAX_FRAMES, PING
 from trainer.service.wire import messages
 from trainer.service.wire.frames import Kind, Message, Status, decode, encode
 from waiting import wait_until
@@ -295,7 +295,7 @@ def test_a_request_over_the_limit_is_refused_and_the_connection_stays_open() -> 
 
 def test_too_many_parts_in_a_message_close_the_connection(server, client) -> None:
     with RawPeer(server.endpoint) as peer:
-        peer.sock.sendall(struct.pack("<I", MAX_PARTS + 1))
+        peer.sock.sendall(struct.pack("<I", MAX_FRAMES + 1))
         assert peer.hung_up(60)
     assert client.stats().malformed == 1
 

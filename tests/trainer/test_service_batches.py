@@ -161,7 +161,7 @@ def test_shared_arrays_and_ids(graph, server) -> None:
             with pytest.raises(ServiceError, match=cause):
                 client.submit_shared(asked).result()
         for of, wrong, cause in (
-            (HOMO_NODE, [60], "they go from 0 to 59"), (HOMO_NODE, [-1], "go from"), ("x", [0], "no node type"),
+            (HOMO_NODE, [60], "valid ids are 0 to 59"), (HOMO_NODE, [-1], "valid ids are"), ("x", [0], "no node type"),
         ):  # fmt: skip
             with pytest.raises(ServiceError, match=cause):
                 client.submit_to_global(of, np.array(wrong)).result()

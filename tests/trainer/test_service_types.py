@@ -72,7 +72,7 @@ def whole() -> LocalGraph:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    """Yield a graph of this process's parts, and the clients of two server processes."""
+    """Yield a graph on three hosts: this process has the parts ``OWNERS[0]``, two server processes have the others."""
     folder = tmp_path_factory.mktemp("typed")
     parts = folder / "parts"
     write_store(parts, papers_parts())
@@ -202,7 +202,7 @@ def test_a_server_names_the_ids_and_attributes_it_lacks(whole, hosts) -> None:
     for ask, words in [
         (lambda: client.sample_hops([replace(plain, edge_type=("a", "b", "c"))]), "sample failed: no edge type"),
         (lambda: client.sample_hops([replace(plain, weight="price")]), "sample failed: no attribute 'price'"),
-        (lambda: client.sample_hops([replace(plain, bound=TimeBound(mine, "year", "node"))]), "no time 'year'"),
+        (lambda: client.sample_hops([replace(plain, bound=TimeBound(mine, "year", "node"))]), "time attribute 'year'"),
         (lambda: client.sample_hops([plain] * 3000), "the request cannot be sent|3000 requests would have more"),
         (lambda: rows_of(client, mine, ["z"], "paper"), "gather failed: no attribute 'z'"),
         (lambda: rows_of(client, mine, ["x\ny"], "paper"), "the request cannot be sent: .* has a line break"),
@@ -229,7 +229,7 @@ def test_slices_of_a_part_make_up_its_edges(whole, edge_type, step: int) -> None
 
 
 class MismatchedHost:
-    """A host that answers with given rows or samples, which do not match its partition."""
+    """A fake graph for a graph server. It answers every request with ``rows`` or ``samples``, which are wrong."""
 
     store = None
 

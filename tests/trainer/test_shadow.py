@@ -64,9 +64,9 @@ def test_whole_neighbourhoods_with_all_edges_inside_them(make, num_neighbors):
 
 
 def local(batch, ends):
-    """Return, for each edge of the batch, the position of one end in the batch.
+    """Return the sources or the targets of the batch's edges, as indices into ``batch.n_id``.
 
-    ends: node id of this end, for all edges of the graph.
+    ends: the sources or the targets of all edges of the graph, as node ids.
     """
     members = zip(batch.batch.tolist(), batch.n_id.tolist(), strict=True)
     place = {member: place for place, member in enumerate(members)}

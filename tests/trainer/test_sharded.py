@@ -20,7 +20,8 @@ Trained = dict[tuple[str, int], Any]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Return the saved states by (optimizer, number of processes).
 
-    ("resumed", n): n processes resumed from a checkpoint of three processes, after half of the steps.
+    The state ("resumed", n) is from n processes that resumed from a checkpoint after half of the steps. Three
+    processes saved this checkpoint.
     """
     three, two = (tmp_path_factory.mktemp(name) for name in ("three", "two"))
     runs = [(name, WHOLE, None) for name in OPTIMIZERS]

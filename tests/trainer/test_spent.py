@@ -21,11 +21,12 @@ from train_kit import FewBatches, metrics, run_forked
 from trainer.core.batch import Batch
 from trainer.core.batch_cost import Cost
 from trainer.core.ranks import RankGroup, Ranks
-from trainer.train import step_timing as spent_module
+from trainer.train import step_clock
 from trainer.train.epoch import EpochReport, train_epoch
 from trainer.train.metrics import KINDS, MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.step_timing import BatchWait, DeviceClock, Phase, StepTimes, behind, traffic
+from trainer.train.step_clock import DeviceClock, Phase
+from trainer.train.step_timing import BatchWait, StepTimes, behind, traffic
 from trainer.train.tasks.classification import Classification
 
 SLEEP = 0.02
@@ -33,7 +34,7 @@ WORK = Cost(remote_bytes=100, rows=10, remote_rows=6, cached_rows=2, sample_s=0.
 
 
 class Batches(FewBatches):
-    """Batches that take ``load`` seconds to load and ``copy`` seconds to copy, each with the cost ``cost``."""
+    """Yields batches that take ``load`` seconds to load and ``copy`` seconds to copy. Each batch reports ``cost``."""
 
     def __init__(self, load: float = 0.0, copy: float = 0.0, cost: Cost = WORK):
         super().__init__(steps=5)
@@ -160,7 +161,7 @@ def test_a_rank_waits_for_a_slower_one_in_reduce(tmp_path: Path) -> None:
 
 
 class Event:
-    """Fake ``torch.cuda.Event``, complete once the clock ``Event.now`` is past the time of ``record``."""
+    """Fake ``torch.cuda.Event``. An event is complete once the clock ``Event.now`` has advanced since ``record``."""
 
     now = 0.0
 
@@ -176,7 +177,7 @@ class Event:
 
 def test_on_a_device_its_events_give_the_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     # Events that the device has not reached yet count with a later step.
-    monkeypatch.setattr(spent_module, "_event", Event)
+    monkeypatch.setattr(step_clock, "_event", Event)
     clock = DeviceClock()
 
     def step(forward: float, reduce: float) -> None:
@@ -196,8 +197,22 @@ def test_on_a_device_its_events_give_the_shares(monkeypatch: pytest.MonkeyPatch)
     step(3.0, 1.0)
     only_forward = [0, 0, 1, 0, 0, 0, 0]
     assert shares() == only_forward  # the event at the end of the step has not been reached
+    assert clock.pop_device() == (0, 3.0)
     step(2.0, 1.0)
     assert shares() == [0, 0, 0.667, 0, 0.333, 0, 0]
+    assert clock.pop_device() == (1, 3.0)  # the update of the second step's weights has not been reached
+    assert clock.pop_device() == (0, 0.0)
+
+
+def test_the_device_time_of_a_step_leaves_out_waits_for_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_clock, "_event", Event)
+    clock, total = DeviceClock(), StepTimes()
+    for _ in range(3):
+        for phase in (Phase.LOAD, Phase.COPY, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER):
+            clock.enter(phase)
+            Event.now += 1.0
+        total += StepTimes.of(1, clock.pop_seconds(), [], clock.pop_device())
+    assert (total.steps, total.device_steps, total.device_s) == (3, 3, 12.0)
 
 
 def test_a_step_log_records_the_costs_of_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

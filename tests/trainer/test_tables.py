@@ -257,7 +257,7 @@ ODD_FILES: dict[str, tuple[dict[str, str | bytes], str | None]] = {
         r"row 2: joined is 'yesterday' .*time of nodes\.user must be",
     ),
     "a split without a label": (
-        {"users__csv": USERS.replace("1.5,b,test", "1.5,,test")}, r"row 4: segment is empty .*the row has a fold"
+        {"users__csv": USERS.replace("1.5,b,test", "1.5,,test")}, r"row 4: segment is empty .*but fold has a value"
     ),
     "too few columns in a row": ({"ratings__csv": RATINGS + "u1,7\n"}, r"edges\.user__rates__item: .*ratings\.csv"),
     "not UTF-8": ({"users__csv": USERS.replace("u3", "\xfc3").encode("latin-1")}, r"nodes\.user: .*users\.csv"),
@@ -308,14 +308,14 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no id": (with_keys(user={"id": None}), "nodes.user: id is required"),
     "unknown type": (
         {**SHOP, "edges": {"users__rates__item": SHOP["edges"]["user__rates__item"]}},
-        "needs a table nodes.users; did you mean 'user'",
+        "option nodes has no table 'users'; did you mean 'user'",
     ),
     "no such file": (with_keys(user={"files": "u/*.csv"}), "does not exist or has no CSV or Parquet file"),
     "wrong share": (with_keys(user={"split": {"train": 0.9, "test": 0.2}}), "add up to at most 1"),
     "one word": (
         {**SHOP, "edges": {"rates": SHOP["edges"]["user__rates__item"]}}, "write source__relation__target"
     ),
-    "option of another dataset": ({**SHOP, "num_nodes": 3}, "option 'num_nodes' does not apply"),
+    "option of another dataset": ({**SHOP, "num_nodes": 3}, "leave out option 'num_nodes'; its value follows"),
     "one name twice": (with_keys(item={"attributes": ["price"], "categories": ["price"]}), "two attributes"),
 }  # fmt: skip
 

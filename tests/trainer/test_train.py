@@ -1,4 +1,4 @@
-"""Tests of training: equal on any number of processes, resumed or not; unusual graphs; refused settings."""
+"""Tests of training: equal results on any number of processes, resumed or not; unusual graphs; refused settings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train each model for two epochs in one process, and return the folder of the run folders."""
+    """Train each model for two epochs in one process, and return the parent folder of the run folders."""
     folder = tmp_path_factory.mktemp("alone")
     for model in MODELS:
         train(job(parts, folder / model, model=model, epochs=2), Ranks())
@@ -56,7 +56,7 @@ def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(parts: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train each model for two epochs in three processes, and return the folder of the run folders."""
+    """Train each model for two epochs in three processes, and return the parent folder of the run folders."""
     # the run ``resumed`` trains the second epoch of sage, from the checkpoint of the run with one process
     folder = tmp_path_factory.mktemp("together")
     first = str(alone / "sage" / "checkpoints" / "epoch-0001.pt")
@@ -164,7 +164,7 @@ SPLITS = {"train": NODES[:7], "val": NODES[7:9], "test": NODES[9:]}
 
 
 def edge_case(folder: Path, edges: list[tuple[int, int]], attrs: dict[str, np.ndarray], splits: Any = SPLITS) -> Path:
-    """Write a partition of 12 nodes in 5 parts."""
+    """Partition a graph of 12 nodes into 5 parts in ``folder``, and return ``folder``."""
     data = graph(edges, 12, attrs, splits)
     write_partition(data, assign_parts(data, 5, "random"), folder)
     return folder

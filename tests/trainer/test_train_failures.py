@@ -7,7 +7,6 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from train_kit import Ended, finish, finish_all, job, run_forked, start_rank, wr
 from trainer.cli import main
 from trainer.core.errors import PartitionError, PeerError, SettingsError, TrainerError, TrainingError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
-from trainer.train.device_memory import memory_errors, memory_fields
+from trainer.train.device_memory import memory_errors
 from trainer.train.settings import TrainJob, TrainSettings
 
 
@@ -106,9 +105,9 @@ def rank_that_settles(dies: bool) -> None:
 
 
 def settle(dies: bool) -> list[list[str]]:
-    """Run two ranks, of which rank 0 cannot start. Return their output lines.
+    """Run two ranks. Rank 0 fails and sends its error to rank 1. Return the words of each output line.
 
-    dies: whether rank 1 dies before it reads the reason.
+    dies: whether rank 1 exits before it reads the error.
     """
     ranks = run_forked(rank_that_settles, (dies,), 2)
     return [line.split(maxsplit=3) for ended in ranks for line in ended.output.splitlines()]
@@ -211,15 +210,6 @@ def test_too_few_given_devices_are_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SettingsError, match="2 processes share 1 CUDA devices"):
         pick_device(Ranks(local_world_size=2), {"CUDA_VISIBLE_DEVICES": "0"})
-
-
-def test_a_step_line_has_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 20)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=99))
-    device = {"allocated_bytes": 10, "peak_bytes": 20, "total_bytes": 99}
-    assert memory_fields(torch.device("cuda", 0)) == {"device": device}
-    assert memory_fields(torch.device("cpu")) == {}
 
 
 def test_a_process_with_a_mig_instance_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:

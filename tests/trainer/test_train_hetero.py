@@ -43,7 +43,7 @@ def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(parts: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train each model in three processes, and return the folder of the run folders."""
+    """Train each model in three processes, and return the parent folder of the run folders."""
     # the run ``resumed`` trains the second epoch of rgcn, from the checkpoint of the run with one process
     folder = tmp_path_factory.mktemp("together")
     jobs = [job(parts, folder / name, epochs=2, batch_size=44, **settings) for name, settings in RUNS.items()]

@@ -1,4 +1,4 @@
-"""Tests of the report of an expired wait, with real errors of gloo, torch's store and graph servers."""
+"""Tests that timeouts of gloo, torch's store and graph servers are recognised and reported to the supervisor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of large arrays, each sent as a frame of its own, and of wrong frame sizes."""
+"""Tests of large arrays, each sent in a separate frame, and of wrong frame sizes."""
 
 from __future__ import annotations
 

@@ -37,7 +37,10 @@ class Ended:
 
 
 def job(parts: Path, run_dir: Path, **settings: Any) -> TrainJob:
-    """Return a job with 180 train seeds, in steps of 89, 89 and 2: a third rank gets no seed in the last step."""
+    """Return a job with 180 training seeds. Its steps have 89, 89 and 2 seeds.
+
+    With three ranks, one rank therefore gets no seed in the last step.
+    """
     small: dict[str, Any] = {"batch_size": 89, "fanouts": (5, 5), "hidden": 16, "timeout": 120.0, "epochs": 1}
     return TrainJob(TrainSettings(**{**small, **settings}), parts, run_dir)
 
@@ -48,7 +51,7 @@ def start_rank(jobs: Sequence[TrainJob], rank: int, world_size: int, port: int, 
 
 
 def start_words(lines: Sequence[list[str]], rank: int, world_size: int, port: int, **more_env: str) -> Forked:
-    """Start a process that runs one rank of each command line in turn. Command k uses ``port + k``."""
+    """Start a process that runs command lines of the trainer in turn, as rank ``rank``. Line k uses ``port + k``."""
     # on one port, a fast rank could join the rendezvous that rank 0 is closing
     return Forked(_in_turn, (list(lines),), rank_environment(rank, world_size, port, **more_env))
 
@@ -91,7 +94,7 @@ def rank_environment(rank: int, world_size: int, port: int, **more: str) -> dict
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without variables GNNFLEET_…, except the folder of compiled kernels."""
+    """Return this process's environment without the variables GNNFLEET_…, except GNNFLEET_KERNELS."""
     kept = {"GNNFLEET_KERNELS"}
     return {name: value for name, value in os.environ.items() if name in kept or not name.startswith("GNNFLEET_")}
 
@@ -126,7 +129,7 @@ def finish(process: Forked, timeout: float = 120) -> Ended:
 
 
 def finish_all(ranks: Sequence[Forked], timeout: float = 120) -> list[Ended]:
-    """Wait for all ranks of a job. On timeout kill those that still run and fail the test with everyone's output."""
+    """Wait for all ranks of a job. On timeout kill those that still run and fail the test with the output of all."""
     deadline = time.monotonic() + timeout
     try:
         for rank in ranks:

@@ -1,7 +1,7 @@
 """Fuzzer for messages between graph servers and clients, and for byte streams.
 
-Run ``requests``, ``replies`` and ``streams`` each in a process of its own, as compiled code could crash it. Each prints
-``done TRIED REFUSED``, the numbers of cases and of refused cases.
+Run ``requests``, ``replies`` and ``streams`` in separate processes, because compiled code could crash a process.
+Each of them prints ``done TRIED REFUSED``: the number of cases and the number of refused cases.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def answer(handlers: Handlers, request: Message) -> Message:
 
 
 def cases(seed: int, seconds: float) -> Iterator[tuple[str, random.Random]]:
-    """Yield the name and random generator of one case after another for ``seconds``.
+    """Yield (name, random generator) of new cases until ``seconds`` have passed.
 
-    Raises AssertionError if a case takes longer than ``SLOWEST``.
+    Raises AssertionError if a case takes longer than ``SLOWEST`` seconds.
     """
     until, number = time.monotonic() + seconds, 0
     while time.monotonic() < until:

@@ -64,9 +64,9 @@ class KeptRows:
 class LinkEnds:
     """The links of a batch of link prediction, as positions among the seed nodes of their types.
 
-    The seed nodes are the distinct ends of the links, and the negatives. ``num_seeds`` is the number of links. In link
-    prediction with times, seed nodes repeat: once per link of which they are an end, and as negatives once per group of
-    links of similar time.
+    The seed nodes are the ends of the links, and the negatives. ``num_seeds`` is the number of links. Without times,
+    each seed node is in the batch once. With times, the batch has a copy of both ends for each link. The links are
+    divided into groups of similar time, and the batch has a copy of the negatives for each group.
     """
 
     source: NodeType
@@ -112,7 +112,7 @@ class Batch:
     links: LinkEnds | None = None  #: in link prediction; seeds are then links, and ``y`` is None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """Return the batch with all tensors on ``device``. ``x`` gets the rows of all nodes."""
+        """Return the batch with all tensors on ``device``, and with the cached rows in ``x``."""
         if device.type == "cpu" and self.kept is None and not self.n_id.is_cuda:
             return self
 
@@ -156,7 +156,7 @@ class HeteroBatch:
     links: LinkEnds | None = None  #: in link prediction; seeds are then links, and ``y`` is None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> HeteroBatch:
-        """Return the batch with all tensors on ``device``. ``x`` gets the rows of all nodes."""
+        """Return the batch with all tensors on ``device``, and with the cached rows in ``x``."""
         if device.type == "cpu" and not self.kept and not any(ids.is_cuda for ids in self.n_id.values()):
             return self
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class FromHost(NamedTuple):
-    """The cost of batches with respect to one other host: bytes received from it, and gathered rows that it owns."""
+    """Counts of one other host: bytes received from it, and gathered rows that it owns."""
 
     remote_bytes: int = 0  #: bytes received from the other host
     remote_rows: int = 0  #: gathered rows that the other host owns: received, cached or held
@@ -84,7 +84,7 @@ class CostMeter:
         self._own.cost = self._now() + cost
 
     def take(self) -> Cost:
-        """Return the sum of the costs that this thread added since its last call."""
+        """Return the sum of the costs that this thread has added, and reset the sum to zero."""
         cost = self._now()
         self._own.cost = Cost()
         return cost

@@ -1,6 +1,7 @@
 """Sends values (as MessagePack) and tensors (as raw bytes) between ranks by torch.distributed, without pickle.
 
-torch's ``all_gather_object`` and ``broadcast_object_list`` unpickle what another rank sends, and so could run its code.
+torch's ``all_gather_object`` and ``broadcast_object_list`` unpickle what another rank sends, and unpickling can run
+any code.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(function: Callable[..., Any]) -> Any:
         kernel = numba.njit(nogil=True, cache=True, **options)(function)
-        folder = _usable_folder()
+        folder = usable_folder()
         if folder is not None:
             name = f"{function.__module__}.{function.__qualname__}-{function.__code__.co_firstlineno}"
             kernel._cache = KernelCache(function)
@@ -157,7 +157,7 @@ def _file_of(module: str) -> str:
 
 
 @cache
-def _usable_folder() -> Path | None:
+def usable_folder() -> Path | None:
     """Create the folder for compiled kernels, delete kernels that were not used for long, and return the folder.
 
     If the folder cannot be written, or other users may write to it, warns and returns a temporary folder instead.
@@ -201,9 +201,9 @@ def _private_folder() -> Path:
 
 
 def others_may_write(found: os.stat_result) -> bool:
-    """Return whether users other than root and the user of this process may write to a file or folder, or own it.
+    """Return whether another user owns a file or folder, or may write to it.
 
-    ``found``: the result of ``os.stat``. Members of the user's private group do not count as other users.
+    ``found``: the result of ``os.stat``. Root and the members of this user's private group do not count as other users.
     """
     if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o002:
         return True

@@ -43,7 +43,7 @@ def _open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     if local_size < size and not environ.get("MASTER_ADDR"):
         raise SettingsError(
             "MASTER_ADDR not set: Open MPI does not tell on which host rank 0 runs; start the trainer with mpirun -x "
-            "MASTER_ADDR=HOST, the first host of the hostfile"
+            "MASTER_ADDR=HOST, where HOST is the first host of the hostfile"
         )
     return {
         **_ranks(rank, size, local_rank, local_size),
@@ -83,7 +83,7 @@ def _slurm_tasks(environ: Mapping[str, str], node: int) -> int:
             raise SettingsError(f"SLURM_STEP_TASKS_PER_NODE={text!r} in the environment is not a list such as 2(x3),1")
         counts += [int(match[1])] * int(match[2] or 1)
     if node >= len(counts):
-        raise SettingsError(f"SLURM_STEP_TASKS_PER_NODE={text!r} has no number for SLURM_NODEID={node}")
+        raise SettingsError(f"SLURM_STEP_TASKS_PER_NODE={text!r} has no number of tasks for SLURM_NODEID={node}")
     return counts[node]
 
 

@@ -1,4 +1,4 @@
-"""Permutations of large ranges, of which slices are computed on demand, without an array of the whole range.
+"""Permutations of large ranges of numbers. Slices are computed on demand, without an array of the whole range.
 
 A Feistel network (Luby and Rackoff, "How to Construct Pseudorandom Permutations from Pseudorandom Functions", SIAM J.
 Comput. 17(2), 1988) with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002).

@@ -262,7 +262,7 @@ def _error_text(error: Exception) -> str:
 def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.device:
     """Return ``cuda:LOCAL_RANK`` when this node has a CUDA device for each of its processes, else the CPU.
 
-    A task of Slurm that has devices of its own (``--gpus-per-task``) uses the first of them. Raises ``SettingsError``
+    A Slurm task with its own devices (``--gpus-per-task``) uses the first of these devices. Raises ``SettingsError``
     when CUDA_VISIBLE_DEVICES names devices that torch does not find, or fewer devices than processes.
     """
     devices, given = torch.cuda.device_count(), environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -284,7 +284,7 @@ def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.
 
 
 def _one_instance(visible: str) -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES names one MIG instance: the launcher gives each process its own."""
+    """Return whether CUDA_VISIBLE_DEVICES names one MIG instance, as the launcher sets it for each process."""
     return visible.startswith("MIG") and "," not in visible
 
 
@@ -349,7 +349,7 @@ def _rendezvous(ranks: Ranks, timeout: float) -> None:
 
 
 def run_store(ranks: Ranks, timeout: float) -> Store:
-    """Connect to the key-value store of the run: that of torchrun if there is one, else a store that rank 0 creates.
+    """Connect to the key-value store of the run: torchrun's store or, without torchrun, a store that rank 0 creates.
 
     Raises ``PeerError`` when the store cannot be reached.
     """

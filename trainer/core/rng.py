@@ -79,8 +79,9 @@ _S15, _S16 = np.uint32(15), np.uint32(16)
 
 @numba.njit(inline="always")
 def column_bits(state: Any, column: Any) -> Any:
-    """Return the random bits of a column, uint32: the integer hash "lowbias32" (Chris Wellons, "Prospecting for Hash
-    Functions") of the row's ``state``, uint32, plus ``column * STRIDE``.
+    """Return a random uint32 for one column of a row: a hash of ``state + column * _STRIDE``.
+
+    ``state``: random uint32 of the row. The hash is "lowbias32" (Chris Wellons, "Prospecting for Hash Functions").
     """
     bits = np.uint32(state + np.uint32(np.uint32(column) * _STRIDE))
     bits = np.uint32(np.uint32(bits ^ (bits >> _S16)) * _LOW_A)

@@ -51,7 +51,9 @@ class Unroundable(DataError):
 def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> bool:
     """Return whether the rows of attribute ``name`` are rounded when they are sent in ``form``.
 
-    Labels (``y``), 1-d attributes and integers are never rounded, nor are rows that would not become smaller.
+    Only floating-point attributes with two or more dimensions are rounded, and only if this makes a row smaller. Labels
+    (``y``) are never rounded.
+
     ``dtype`` and ``shape`` [n, …] are those of the attribute.
     """
     kind = np.dtype(dtype)
@@ -61,7 +63,10 @@ def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRo
 
 
 def row_bytes(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> int:
-    """Return the bytes that one row of an attribute, ``dtype`` [n, …], takes when sent in ``form``."""
+    """Return the number of bytes of one row of attribute ``name`` when it is sent in ``form``.
+
+    ``dtype`` and ``shape`` [n, …] are those of the attribute.
+    """
     return _row_bytes(np.dtype(dtype), shape, form if rounds(name, dtype, shape, form) else "stored")
 
 

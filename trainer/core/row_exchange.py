@@ -60,10 +60,9 @@ class Route:
         return rows
 
     def push(self, rows: Tensor) -> Tensor:
-        """Send one row, such as a gradient, for each id that this rank requests to the rank that owns the id.
+        """Send row i of ``rows``, such as a gradient, to the rank that owns the i-th id requested by this rank.
 
-        ``rows``: [n, …], in the order of the requested ids. Returns the rows that all ranks sent to this rank,
-        [m, …]; row i belongs to the id ``asked[i]``.
+        ``rows``: [n, …]. Returns the rows that all ranks sent to this rank, [m, …]; row i belongs to id ``asked[i]``.
         """
         return _all_to_all(rows[self.order.to(rows.device)], self.counts, self.asked_counts, self.group)
 

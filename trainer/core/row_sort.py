@@ -30,7 +30,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Column:
-    """Dtype and shape of one of the values of each record."""
+    """A column of the records: dtype and shape of its value in one record."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...] = ()

@@ -69,9 +69,9 @@ def check_word(word: str, where: str) -> None:
 
 @functools.cache
 def edge_salt(edge_type: EdgeType) -> int:
-    """Return a number of the edge type, uint64. It is combined with random keys, so that types draw independently.
+    """Return a uint64 that depends only on the edge type; 0 for ``HOMO_EDGE``.
 
-    The number of ``HOMO_EDGE`` is 0.
+    Combined with a random key, it makes the draws of different edge types independent.
     """
     if edge_type == HOMO_EDGE:
         return 0

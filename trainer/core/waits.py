@@ -48,7 +48,7 @@ class Wait:
 
 
 def expired_wait(error: BaseException) -> Wait | None:
-    """Return the timeout that led to ``error``, or None if it has another cause."""
+    """Return the timeout that led to ``error``; None if ``error`` has another cause."""
     # Timeouts of other processes and of torch have no exception type, so messages are searched.
     for one in _chain(error):
         wait = _in_text(one, str(one))

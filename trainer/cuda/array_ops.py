@@ -54,7 +54,7 @@ def begins_of(counts: Tensor) -> Tensor:
 
 @kernel
 def copy_rows(begin: Any, indptr: Any, values: Any, indices: Any) -> None:
-    """Fill ``indices``, the entries of a CSR: each row gets the values from ``values[begin[row]]`` on.
+    """Fill ``indices``, the entries of a CSR: each row gets consecutive ``values``, the first from ``begin[row]``.
 
     One thread fills a row. ``indptr``: the CSR's row offsets.
     """

@@ -1,16 +1,14 @@
-"""Makes batches on a CUDA device: samples, gathers rows and cuts blocks there.
+"""Samples and gathers batches on a CUDA device.
 
-Each sampler thread has a stream of its own. The thread waits for its stream several times per batch, to read the sizes
-of tensors, and once at the end of the batch, which can then be used on any stream. Meanwhile, training steps run on
-another stream and do not wait.
+Each sampler thread uses a stream of its own (``StreamPool``), on which the loader then also cuts the blocks. The thread
+waits for its stream several times per batch, to read the sizes of tensors, and once at the end of the batch. Meanwhile,
+training steps run on another stream and do not wait.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +24,7 @@ from trainer.cuda.features import FeatureRows
 from trainer.cuda.gather_kernels import take_numbers
 from trainer.cuda.hop_sampling import DeviceHops
 from trainer.cuda.relabel import DeviceTables
+from trainer.cuda.streams import StreamPool
 from trainer.cuda.topology import DeviceTopology
 from trainer.sampler.multi_hop import sample_multi_hop
 from trainer.sampler.subgraph_sampler import SampledBatch, SubgraphSampler
@@ -37,7 +36,7 @@ from trainer.store.part_store import PartStore
 class DeviceSampler:
     """A ``Sampler`` whose batches are on a device, and equal those of ``host`` bit for bit. Thread-safe.
 
-    Rows of ``x`` and of edge features are float32. Labels are gathered by the CPU, as are rows that no kernel can read.
+    Rows of ``x`` and of edge features are float32. The CPU gathers labels, and rows that no kernel can read.
     """
 
     host: SubgraphSampler  #: its settings, attributes and labels are those of the batches
@@ -45,9 +44,9 @@ class DeviceSampler:
     topology: DeviceTopology
     features: Mapping[tuple[AnyType, str], FeatureRows]
     device: torch.device
+    streams: StreamPool  #: for the threads that call this sampler
     _hops: DeviceHops = field(init=False, repr=False)
     _ops: TorchOps = field(init=False, repr=False)
-    _local: threading.local = field(default_factory=threading.local, repr=False)
 
     def __post_init__(self) -> None:
         self._hops, self._ops = DeviceHops(self.topology, self.store, self.device), TorchOps(self.device)
@@ -57,7 +56,7 @@ class DeviceSampler:
         access = self.host.access
         access.take_cost()
         began = time.perf_counter()
-        with self._stream():
+        with self.streams.stream():
             subgraph = self._subgraph(seeds, key)
             found_at = time.perf_counter()
             rows = self._rows(subgraph)
@@ -68,7 +67,7 @@ class DeviceSampler:
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
         """Sample a subgraph around ``seeds``, without attributes."""
-        with self._stream():
+        with self.streams.stream():
             return self._subgraph(seeds, key)
 
     def _subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
@@ -120,23 +119,14 @@ class DeviceSampler:
         return found
 
     def _counted(self, cost: Cost, subgraph: SampledSubgraph) -> Cost:
-        """Return ``cost`` with all rows of the batch; before, it counts only those that the CPU gathered."""
+        """Return ``cost`` with ``rows`` set to the number of all rows of the batch; unchanged with one host.
+
+        In the argument, ``rows`` counts only the rows that the CPU gathered.
+        """
         if not getattr(self.host.access, "remotes", {}):
             return cost
         with_ids = [edges.edge for edges in subgraph.edges.values() if edges.edge is not None]
         return replace(cost, rows=sum(len(nodes.ids) for nodes in subgraph.nodes.values()) + sum(map(len, with_ids)))
-
-    @contextmanager
-    def _stream(self) -> Iterator[None]:
-        """Within this context, use this thread's own CUDA stream. Waits for the stream at the end."""
-        if self.device.type != "cuda":
-            yield
-            return
-        if not hasattr(self._local, "stream"):
-            self._local.stream = torch.cuda.Stream(self.device)
-        with torch.cuda.device(self.device), torch.cuda.stream(self._local.stream):
-            yield
-            self._local.stream.synchronize()
 
 
 def _ids_of(subgraph: SampledSubgraph, of: AnyType) -> Ids:

@@ -60,6 +60,7 @@ class FeatureRows:
         self._slots = cache.slots if cache else torch.empty(0, dtype=torch.int32, device=device)
         empty = torch.empty((0, self._width), dtype=torch.float32, device=device)
         self._cached = cache.rows.reshape(-1, self._width) if cache else empty
+        self._no_scales = torch.empty((0, 1), dtype=torch.float32, device=device)
         self._all_near = pinned is not None and bool((pinned.bases >= 0).all())
 
     def take(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,19 +81,16 @@ class FeatureRows:
         out.index_copy_(0, missing, as_float32(rows, self.spec).to(self._device))  # waits: the rows may be freed then
 
     def _copy_near(self, sources: Tensor, out: Tensor) -> None:
-        size = out.numel()
-        if self._pinned is None:
-            gather_kernels.take_rows(size, sources, self._cached[:0], self._cached, out)
-            return
-        table = Mapped(self._pinned.table)
-        if self._pinned.scales is not None:
-            scales = Mapped(self._pinned.scales)
-            gather_kernels.take_scaled_rows(size, sources, table, scales, self._cached, out)
-        elif self.spec.dtype == "bfloat16":
-            bits = self._cached.view(torch.uint32), out.view(torch.uint32)
-            gather_kernels.take_bfloat16_rows(size, sources, table, *bits)
-        else:
-            gather_kernels.take_rows(size, sources, table, self._cached, out)
+        pinned, run = self._pinned, gather_kernels.take_rows
+        table: Tensor | Mapped = self._cached[:0]
+        scales: Tensor | Mapped = self._no_scales
+        if pinned is not None:
+            table = Mapped(pinned.table)
+            if pinned.scales is not None:
+                scales, run = Mapped(pinned.scales), gather_kernels.take_scaled_rows
+            elif self.spec.dtype == "bfloat16":
+                run = gather_kernels.take_bfloat16_rows
+        run(out.numel(), sources, table, scales, self._cached, out)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.cuda.launch import cuda, kernel
+from trainer.cuda.elements import from_bits, split
+from trainer.cuda.launch import Kernel, cuda, device_function, kernel
 
 ELSEWHERE = -1  #: source of a row that kernels cannot read
 
@@ -38,58 +39,47 @@ def locate_rows(ids: Any, slots: Any, offsets: Any, bases: Any, sources: Any) ->
             sources[i] = 2 * (bases[low] + ids[i] - offsets[low]) if bases[low] >= 0 else ELSEWHERE
 
 
-@kernel
-def take_rows(sources: Any, table: Any, cached: Any, out: Any) -> None:
-    """Gather n rows into ``out``, float32 [n, width], from the places ``sources``.
+def _make_take_rows(load: Any) -> Kernel:
+    def take_rows(sources, table, scales, cached, out):  # type: ignore[no-untyped-def]  # Numba infers the types
+        # one thread per element, so that neighbouring threads read neighbouring addresses
+        width = out.shape[1]
+        for item in range(cuda.grid(1), len(sources) * width, cuda.gridsize(1)):
+            i, column = split(item, width)
+            source = sources[i]
+            if source >= 0:
+                row = source >> 1
+                if source & 1:
+                    out[i, column] = cached[row, column]
+                else:
+                    out[i, column] = load(table[row, column], scales, row)
 
-    ``sources``: int64 [n], from ``locate_rows``. An even place s is row ``s // 2`` of ``table`` [rows, width]. An odd
-    place s is row ``s // 2`` of ``cached``, float32 [k, width]. Where the place is negative, ``out`` is not changed.
-    The values of ``table`` are converted to float32.
-    """
-    # one thread per element, so that neighbouring threads read neighbouring addresses
-    width = out.shape[1]
-    for k in range(cuda.grid(1), len(sources) * width, cuda.gridsize(1)):
-        i, column = k // width, k % width
-        source = sources[i]
-        if source >= 0:
-            row = source // 2
-            if source % 2 == 1:
-                out[i, column] = cached[row, column]
-            else:
-                out[i, column] = np.float32(table[row, column])
+    return kernel(take_rows)
 
 
-@kernel
-def take_bfloat16_rows(sources: Any, table: Any, cached: Any, out: Any) -> None:
-    """As ``take_rows`` for a bfloat16 table: ``table`` has its bits as uint16.
-
-    ``cached`` and ``out`` have the bits of their float32 values as uint32.
-    """
-    width = out.shape[1]
-    for k in range(cuda.grid(1), len(sources) * width, cuda.gridsize(1)):
-        i, column = k // width, k % width
-        source = sources[i]
-        if source >= 0:
-            row = source // 2
-            if source % 2 == 1:
-                out[i, column] = cached[row, column]
-            else:
-                out[i, column] = np.uint32(table[row, column]) << np.uint32(16)
+@device_function
+def _converted(value, scales, row):  # type: ignore[no-untyped-def]
+    return np.float32(value)
 
 
-@kernel
-def take_scaled_rows(sources: Any, table: Any, scales: Any, cached: Any, out: Any) -> None:
-    """As ``take_rows`` for an int8 ``table``. Each row is multiplied by its scale. ``scales``: float32 [rows, 1]."""
-    width = out.shape[1]
-    for k in range(cuda.grid(1), len(sources) * width, cuda.gridsize(1)):
-        i, column = k // width, k % width
-        source = sources[i]
-        if source >= 0:
-            row = source // 2
-            if source % 2 == 1:
-                out[i, column] = cached[row, column]
-            else:
-                out[i, column] = np.float32(table[row, column]) * scales[row, 0]
+@device_function
+def _scaled(value, scales, row):  # type: ignore[no-untyped-def]
+    return np.float32(value) * scales[row, 0]
+
+
+@device_function
+def _from_bits(value, scales, row):  # type: ignore[no-untyped-def]
+    return from_bits(value)
+
+
+#: Kernels that gather n rows into ``out``, float32 [n, width], from the places ``sources``. Arguments:
+#:
+#: - ``sources``: int64 [n], from ``locate_rows``. An even place s is row ``s // 2`` of ``table``, an odd place s is row
+#:   ``s // 2`` of ``cached``. Where the place is negative, ``out`` is not changed.
+#: - ``table``: [rows, width]. Its values are converted to float32; ``take_scaled_rows`` then multiplies each row by its
+#:   scale. For ``take_bfloat16_rows`` it has the bits of the values as uint16.
+#: - ``scales``: float32 [rows, 1], or [0, 1] for kernels that do not use it
+#: - ``cached``: float32 [k, width]
+take_rows, take_scaled_rows, take_bfloat16_rows = map(_make_take_rows, (_converted, _scaled, _from_bits))
 
 
 @kernel

@@ -177,7 +177,7 @@ class DeviceHops:
 
 
 def _conditional(request: HopRequest) -> bool:
-    """Return whether the draws of every node have conditions: weights or times. Exclusions concern some nodes only."""
+    """Return whether draws depend on weights or times. Excluded edges do not count: they affect only some nodes."""
     return request.bound is not None or request.weight is not None
 
 

@@ -2,8 +2,9 @@
 
 Nodes are global ids, which are also their rows in the CSC arrays of an edge type (``topology.DeviceEdges``). The
 functions that draw are compiled from the sources of the CPU's kernels, so weighted draws compute the same float64
-operations in the same order. Only ``log1p`` may differ from the CPU's in the last bit. This changes a draw only if two
-edges have almost equal arrival times: in about one weighted batch of 10^9.
+operations in the same order. Only ``log1p``, in weighted draws without replacement, may differ from the CPU's in the
+last bit. These draws take the edges with the smallest ``-log1p(-u) / weight``. A draw changes only if two of these
+values are almost equal: in about one weighted batch of 10^9.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _mix = device_function(rng.mix)
 
 
 class DeviceTables:
-    """Makes the hash tables of one batch. Every batch has its own, so that threads share none."""
+    """Makes the hash tables of one batch. Each batch has new tables, so that threads never use the same table."""
 
     def __init__(self, schema: GraphSchema, ops: TorchOps):
         self.ops: ArrayOps = ops
@@ -174,7 +174,7 @@ def mark_new(slots: Any, first: Any, positions: Any, new: Any) -> None:
 
 @kernel
 def number(at: Any, slots: Any, first: Any, positions: Any) -> None:
-    """Give new keys their final positions: key ``at[k]`` gets ``first + k``. ``at``: their indices, ascending."""
+    """Give new keys their final positions: key ``at[k]`` gets ``first + k``. ``at``: ascending indices of new keys."""
     for k in range(cuda.grid(1), len(at), cuda.gridsize(1)):
         positions[slots[at[k]]] = first + k
 

@@ -36,7 +36,7 @@ _SINGLE_EXACT = {"b1", "i1", "u1", "i2", "u2", "f2", "f4"}  #: dtypes whose valu
 
 @dataclass(frozen=True)
 class DeviceArray:
-    """An array that kernels can read, joined from those of all parts."""
+    """The arrays of all parts, joined to one array that kernels can read."""
 
     tensor: Tensor  #: on the device, or pinned on the host
     place: Place
@@ -79,7 +79,7 @@ class TopologyPlan:
     def of(
         cls, store: PartStore, settings: Sequence[SampleSettings], device: torch.device, ranks_here: int = 1
     ) -> TopologyPlan:  # fmt: skip
-        """Choose the place by the memory that is free now, on the device and on the host.
+        """Choose where to store the arrays, by the memory that is free now on the device and on the host.
 
         The ranks on this host, ``ranks_here``, share the host's memory equally.
         """

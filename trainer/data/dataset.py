@@ -245,5 +245,5 @@ def check_labelled(y: Array, splits: Mapping[str, npt.NDArray[np.int64]], where:
         if len(unlabelled):
             raise DataError(
                 f"{where}: split {name!r} holds node {ids[unlabelled[0]]} (position {unlabelled[0]}), "
-                f"which has no label (-1); {len(unlabelled)} of its {len(ids)} nodes have none"
+                f"which has no label (-1); {len(unlabelled)} of {len(ids)} nodes of the split have no label"
             )

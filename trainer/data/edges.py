@@ -30,7 +30,8 @@ def first_outside(ids: Array, num_nodes: int) -> int:
 def symmetric_adjacency(edge_index: Array, num_nodes: int, dtype: Any = np.int32) -> tuple[Array, Array]:
     """Build the CSR of the graph with every edge in both directions, without self loops and duplicates.
 
-    Returns ``indptr`` int64 [num_nodes + 1] and ``neighbours`` ``dtype`` [nnz], in the order of the edge list.
+    Returns ``indptr`` int64 [num_nodes + 1] and ``neighbours`` ``dtype`` [nnz]. The neighbours of a node are in the
+    order in which the edge list first names them.
     """
     return joint_adjacency([(edge_index, 0, 0)], num_nodes, dtype)
 

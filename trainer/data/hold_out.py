@@ -46,19 +46,21 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
 
     The options state which share of the links to move. The graph attribute ``held_out_type`` names the edge type.
 
-    Without ``hold_out_time``, a hash of source and target decides whether a link is moved. Copies of an edge are
-    therefore moved together. If the ends have the same node type, so are both directions, and self loops are not moved.
-    ``val_links`` and ``test_links`` contain each link once, sorted by source, then target.
+    Without ``hold_out_time``, a hash of source and target decides whether a link is moved. Therefore all copies of an
+    edge are moved together. If both ends have the same node type, a link and its reverse are also moved together, and
+    self loops are not moved. ``val_links`` and ``test_links`` contain each link once, sorted by source, then target.
 
-    With ``hold_out_time``, an integer attribute of the edges, the latest edges are moved: the last ones for test, and
-    the ones just before them for validation; ``split_times`` chooses the limits. Copies of an edge with different times
-    are different links. Links are sorted by time, source and target. The graph attributes ``val_link_times`` and
+    ``hold_out_time`` names an integer attribute of the edges. With it, the latest edges are moved to ``test_links``,
+    and the edges just before them to ``val_links``. ``split_times`` chooses the limits. Copies of an edge at different
+    times are different links. Links are sorted by time, source and target. The graph attributes ``val_link_times`` and
     ``test_link_times`` contain their times, and ``held_out_time`` the name of the edge attribute.
 
-    If there is a reverse edge type, ``rev_<relation>`` (or ``<relation>`` for an edge type ``rev_<relation>``), the
-    reverses of the moved links are removed from it; with ``hold_out_time``, its edges from the same times on are
-    removed. If the two node types differ, any other edge type from the target type to the source type also loses the
-    reverses, if it contains all of them. If it contains only some, it is left unchanged, and the dataset gets a note.
+    The reverse edge type of ``<relation>`` is ``rev_<relation>``, and vice versa. If the dataset has it, the reverses
+    of the moved links are removed from it. With ``hold_out_time``, its edges from the earliest limit on are removed.
+
+    If the two node types differ, other edge types from the target type to the source type are checked too. If such a
+    type contains the reverses of all moved links, they are removed. If it contains only some of them, it is left
+    unchanged, and the dataset gets a note.
 
     Raises ``DataError`` for an unknown edge type or attribute, for shares out of range, and for times that cannot be
     split.
@@ -213,7 +215,7 @@ def _check(dataset: Dataset, options: HoldOut) -> None:
     if min(shares) < 0 or not 0 < sum(shares) < 1:
         raise DataError(
             f"{dataset.name}: options hold_out_val={shares[0]:g} and hold_out_test={shares[1]:g} must be shares of the "
-            "links, none negative, together more than 0 and less than 1"
+            "links: each at least 0, their sum more than 0 and less than 1"
         )
     if existing := {VAL_LINKS, TEST_LINKS, VAL_TIMES, TEST_TIMES, HELD_OUT, HELD_OUT_TIME} & set(dataset.graph_attrs):
         raise DataError(

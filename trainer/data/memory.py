@@ -1,4 +1,7 @@
-"""Wraps PyG's ``Data`` and ``HeteroData`` as a ``Dataset`` that shares their memory, without most of the checks."""
+"""Wraps PyG's ``Data`` and ``HeteroData`` as a ``Dataset`` that shares their memory.
+
+The checks of ``trainer.data.dataset`` are not made on the arrays.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
 
     PyG's own rules decide whether an attribute belongs to nodes or edges. A boolean ``<split>_mask`` [N] is both an
     attribute and a split; a mask of another length causes a warning. Attributes that are not dense tensors are ignored.
-    A name in ``time_attrs`` is used only if this attribute is one integer per node in every node type that has it.
+    An attribute named in ``time_attrs`` is used as a time if it has one integer per node in each node type that has it.
 
     Edges are read from ``edge_index`` or, if it is missing, from ``adj_t``. An edge type with neither has no edges.
     Raises ``DataError`` if a type without edges has edge attributes, or an edge type begins or ends at an unknown type.

@@ -50,7 +50,7 @@ class RawGraph:
 
     @property
     def node_types(self) -> tuple[NodeType, ...]:
-        """All node types for which the source states a number of nodes, arrays, or edges."""
+        """All node types that have a number of nodes or an array in the source, or are an end of an edge type."""
         ends = [end for source, _, target in self.edges for end in (source, target)]
         return tuple(dict.fromkeys([*self.num_nodes, *self.nodes, *ends]))
 
@@ -206,8 +206,8 @@ def _num_nodes(raw: RawGraph, of: NodeType) -> int:
 def _known_nodes(raw: RawGraph, of: NodeType) -> int | None:
     """Return the number of nodes of a type, or None if it is unknown.
 
-    The number is the one that the source states, else the number of rows of x or y. If there is none of these, it is
-    the number of rows of the other attributes, provided that all have equally many.
+    Returns the first of these that exists: the number that the source states, the number of rows of x, that of y, and
+    the number of rows of the other attributes if all have equally many.
     """
     if of in raw.num_nodes:
         return raw.num_nodes[of]

@@ -73,7 +73,7 @@ def _restored(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _npy_file(values: Array, folder: Path) -> Path | None:
-    """Return the .npy file in ``folder`` of which ``values`` is the complete memory map; None if there is none."""
+    """If ``values`` is the memory map of a whole .npy file in ``folder``, return the path of the file; else None."""
     owner: object = values.base
     if not isinstance(values, np.memmap) or not isinstance(owner, mmap.mmap):
         return None

@@ -20,15 +20,17 @@ _FIRST_SHARE = 0.1  # share of the subset that is drawn before neighbours are ad
 
 
 def subset_of(dataset: Dataset, num_nodes: int | None) -> Dataset:
-    """Return the subgraph that a snowball sample of at most ``num_nodes`` nodes induces; None: the whole graph.
+    """Return the subgraph induced by a snowball sample of at most ``num_nodes`` nodes; None: the whole graph.
 
-    A tenth of the nodes is drawn at random: of each split alike, or of all nodes of a graph without splits. Then
-    neighbours along incoming edges are added, hop by hop, and at last random nodes (L. A. Goodman, "Snowball
-    sampling", 1961). So the nodes in splits keep neighbours, of which an independent draw would leave few. The draw is
-    the same each time. Nodes keep their order; they are numbered anew, from 0.
+    Source: L. A. Goodman, "Snowball sampling", 1961. First draws a tenth of the sample at random: equally many nodes
+    from each split or, if there are no splits, from each node type. Then adds in-neighbours of the sample, hop by hop;
+    if there are no more, random nodes. Nodes in splits thus keep more neighbours than in an independent draw.
+
+    The same graph and ``num_nodes`` always give the same sample. Nodes keep their order, and get new ids from 0.
 
     Raises:
-        DataError: ``num_nodes`` is less than 1, or graph attributes hold links, whose ends would be missing.
+        DataError: ``num_nodes`` is less than 1, or the graph has held-out links (a graph attribute ``…_links``), whose
+            nodes would be missing.
     """
     if num_nodes is None or 0 < dataset.num_nodes <= num_nodes:
         return dataset

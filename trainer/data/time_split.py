@@ -12,9 +12,9 @@ from trainer.core.errors import DataError
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """The times from which on edges are for validation and for test. Earlier edges are for training.
+    """The time of the first validation edges, and that of the first test edges. Earlier edges are for training.
 
-    A time is None if no edges are for its split.
+    A time is None if its split has no edges.
     """
 
     val: int | None
@@ -48,8 +48,8 @@ def split_times(times: Array, val: float, test: float, where: str) -> TimeSplit:
     if len(known) < least:
         found = f"all equal ({known[0]})" if len(known) == 1 else f"only {len(known)} different ones"
         raise DataError(
-            f"{where}: {found}, so these edges cannot be split into {least} by time; use a finer time, or leave out "
-            "option hold_out_time"
+            f"{where}: {found}, so these edges cannot be split into {least} sets by time; use more precise times, or "
+            "leave out option hold_out_time"
         )
     from_on = np.append(np.cumsum(counts[::-1])[::-1], 0)  # edges at this time and later
     test_at = val_at = len(known)

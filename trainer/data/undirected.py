@@ -27,7 +27,7 @@ def both_ways(
     The reverse edges of a type ``(a, r, b)`` become the new edge type ``(b, rev_r, a)``, in the same order. But if both
     ends have the same node type, the reverse edges are added to the type itself, unless ``reverse_types`` is set. With
     ``scratch``, new arrays are memory-mapped files in its folder. Raises ``DataError`` if a new type already exists.
-    ``where``: beginning of its message.
+    ``where``: beginning of the error message.
     """
     result = dict(edges)
     for of, data in edges.items():
@@ -55,8 +55,8 @@ def reverse(data: EdgeData, scratch: Scratch | None = None) -> EdgeData:
 def merged(data: EdgeData, num_nodes: int, scratch: Scratch | None = None) -> EdgeData:
     """Return both directions of every edge, without duplicates, sorted by source, then by target.
 
-    A repeated edge gets the attributes of its first occurrence in ``data``, or of the first reversed edge if ``data``
-    does not contain the edge itself.
+    An edge s -> t of the result gets the attributes of the first edge s -> t in ``data``; if there is none, those of
+    the first edge t -> s.
     """
     if scratch is not None:
         return _merged_on_disk(data, num_nodes, scratch)
@@ -67,7 +67,10 @@ def merged(data: EdgeData, num_nodes: int, scratch: Scratch | None = None) -> Ed
 
 
 def _first_of_equal(edge_index: Array) -> tuple[Array, Array]:
-    """Return both directions of every edge, without duplicates, [2, E'], and the position of each in ``edge_index``."""
+    """Return both directions of every edge, without duplicates, [2, E'], and the origin of each, [E'].
+
+    The origin of an edge is its position in ``edge_index``, or that of its reverse if only the reverse is given.
+    """
     both = np.concatenate([edge_index, edge_index[::-1]], axis=1)
     order = np.lexsort((both[1], both[0]))  # stable, so a given edge comes before an equal reversed one
     both = both[:, order]

@@ -96,7 +96,7 @@ def _check_ids(ids: Array, seen: Array, piece: Piece, of: str) -> None:
         return
     if int(ids.min()) < 0 or int(ids.max()) >= len(seen):
         wrong = ids[(ids < 0) | (ids >= len(seen))][0]
-        raise DataError(f"{piece.place}: {of} {wrong}, but ids go from 0 to {len(seen) - 1}")
+        raise DataError(f"{piece.place}: found {of} {wrong}, but ids go from 0 to {len(seen) - 1}")
     again = seen[ids]
     if again.any():
         raise DataError(f"{piece.place}: {of} {ids[int(np.argmax(again))]} is also in an earlier part")

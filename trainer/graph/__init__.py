@@ -1,1 +1,1 @@
-"""Opens a graph in a training process: parts on this host, connections to others, row cache, order of the seeds."""
+"""Opens a graph in a training process: parts on this host, connections to graph servers, row cache, seed order."""

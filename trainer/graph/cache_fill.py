@@ -83,7 +83,8 @@ def fill_cache(
     """Cache the rows of other hosts that this host's ranks request most. All ranks must call this.
 
     The first rank of each host samples some of its batches in advance, without gathering rows. It writes the rows that
-    these request most into files in ``folder``. All ranks of the host memory-map the files, which are then unlinked.
+    these batches request most to files in ``folder``. All ranks of the host memory-map the files. Then the files are
+    unlinked.
 
     ``plan``: the batches. ``node``: identifies the host. ``ranks``: the group of all ranks.
 

@@ -215,7 +215,7 @@ def remote_ranges(store: PartStore, of: NodeType) -> list[tuple[int, int]]:
 
 
 def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, int]) -> int:
-    """Return the size of the cache in bytes. If ``size`` is a share, it is a share of all rows of other hosts.
+    """Return the size of the cache in bytes. A ``size`` in percent refers to the bytes of all rows of other hosts.
 
     ``row_bytes``: size of a row of each node type.
     """

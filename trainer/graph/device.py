@@ -104,7 +104,7 @@ def packed_batch(batch: B, device: torch.device, new_buffer: Callable[[int], Ten
     """Copy the tensors of ``batch`` that are in pageable memory to ``device``, all in one copy.
 
     If the tensors were copied one by one, each copy would wait for the stream. Tensors in pinned memory or on a device
-    are left there.
+    are not copied.
 
     Args:
         batch: A batch, made of nested dataclasses, dicts, lists and tuples.
@@ -112,8 +112,8 @@ def packed_batch(batch: B, device: torch.device, new_buffer: Callable[[int], Ten
         new_buffer: Allocates pinned memory, uint8 [size].
 
     Returns:
-        The batch, in which views of one buffer on ``device`` replace these tensors; and the pinned buffer, which must
-        be kept until the copy has finished, or None if there was nothing to copy.
+        A new batch, in which the copied tensors are views of one buffer on ``device``; and the pinned buffer. The
+        caller must keep the pinned buffer until the copy has finished. It is None if there was nothing to copy.
     """
     small = [tensor for tensor in tensors_of(batch) if tensor.device.type == "cpu" and not tensor.is_pinned()]
     starts = [0]

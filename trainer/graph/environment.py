@@ -116,8 +116,8 @@ def _check_path(path: Any) -> None:
         )
     if Path(path).is_file():
         raise SettingsError(
-            f"{path} is a file, not a partition folder. Partition the graph in it first, python -m trainer partition"
-            f" make --dataset file --source {path} --num-parts 2 --out parts, then gnnfleet.open('parts')"
+            f"{path} is a file, not a partition folder; make a partition folder from it by `python -m trainer partition"
+            f" make --dataset file --source {path} --num-parts 2 --out parts`, then call gnnfleet.open('parts')"
         )
 
 
@@ -132,8 +132,8 @@ def _check_in_run(environ: Mapping[str, str]) -> None:
 def _layout_of_run(cluster: str | Path, ranks: Ranks) -> RankLayout | None:
     """Return, for each part, the ranks on hosts that store it, as the cluster file states.
 
-    Returns None if this process is the only rank, but the file is of a run with several ranks. Raises ``SettingsError``
-    if the numbers of ranks differ in another way.
+    Returns None if this process is the only rank, and the file lists another number of ranks. Raises ``SettingsError``
+    if several ranks were started, but not as many as the file lists.
     """
     layout = RankLayout.from_cluster(read_cluster(cluster))
     if layout.world_size == ranks.world_size:

@@ -159,7 +159,7 @@ def _edge_part(dataset: Dataset, of: EdgeType, data: EdgeData, labels: Mapping[N
     edge_index = np.ascontiguousarray(data.edge_index)
     if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype.kind not in "iu":
         raise DataError(
-            f"edge_index of {of}: {edge_index.dtype} {list(edge_index.shape)}; expected whole node ids [2, num_edges]"
+            f"edge_index of {of}: {edge_index.dtype} {list(edge_index.shape)}; expected integer node ids [2, num_edges]"
         )
     for row, end in ((0, of[0]), (1, of[2])):
         _check_ends(edge_index[row], dataset, of, end)

@@ -98,7 +98,7 @@ class Graph:
 
     @property
     def near_parts(self) -> tuple[int, ...]:
-        """Parts opened in this process, or in a client the parts of its home server."""
+        """Parts that are opened in this process. In a client: parts of its home server."""
         return self.gateway.home.parts if self.gateway else tuple(self.store.parts)
 
     def sampler(
@@ -127,7 +127,10 @@ class Graph:
         return max(threads, 2) if self.store.larger_than_memory else threads
 
     def patience(self, deadline: float, num_requests: int) -> float:
-        """Return the time limit in seconds of a batch that makes ``num_requests`` consecutive requests."""
+        """Return the seconds that a batch of ``num_requests`` consecutive requests may take.
+
+        ``deadline``: seconds that one request may take. A client adds the time to wait for a lost server.
+        """
         return (deadline + (self.gateway.server_wait if self.gateway else 0.0)) * num_requests
 
     @property
@@ -251,10 +254,12 @@ def open_graph(
     Args:
         cluster_file: ``cluster.json``; None if no other host serves parts.
         placed: For each part, the ranks on hosts that store it. Default: every rank reads every part.
-        remote_access: Topology, cache, rounding and waiting time for data of other hosts.
+        remote_access: Whether topology is replicated, size of the row cache, type that rows are rounded to when sent,
+            and seconds to wait for a lost server.
 
     Raises:
-        PartitionError: A part is neither here nor served, or another host has a different manifest.
+        PartitionError: A part is neither opened here nor served by another node, or another host has a different
+            manifest.
         ServiceError: A host does not answer within ``deadline`` seconds.
     """
     remote_access = remote_access or RemoteAccess()
@@ -370,7 +375,7 @@ def _reachable_servers(endpoints: Sequence[str], keys: ServiceKeys | None, deadl
 
 
 def _say_hello(clients: Sequence[HostClient], patience: float) -> tuple[list[tuple[str, HelloInfo]], list[str]]:
-    """Send the first request of a connection to all servers at once.
+    """Send a hello, the first request of a connection, to all servers in parallel.
 
     Returns (endpoint, answer) of the servers that answer within ``patience`` seconds, and error texts of the others.
     """

@@ -1,6 +1,6 @@
-"""The order of the seeds in an epoch, and each rank's share of every step.
+"""The order of the seeds in an epoch, and the seeds that each rank gets in every step.
 
-All ranks compute the same order and the same shares.
+All ranks compute the same order, and divide the seeds in the same way.
 """
 
 from __future__ import annotations
@@ -169,10 +169,10 @@ def shares(
 
 
 def split_step(parts: Ids, layout: RankLayout) -> Ids:
-    """Assign the seeds of a global batch, given the part of each, to ranks: returns the rank of each, int64 [n].
+    """Return the rank that gets each seed of a global batch, int64 [n]. ``parts`` [n]: the part of each seed.
 
-    Every rank gets its quota of seeds. A seed goes to a rank on a host that holds its part, if that rank's quota is not
-    used up. The remaining seeds go, in order, to the ranks whose quota is not used up.
+    Every rank gets as many seeds as its quota. A seed goes to a rank on a host that holds the seed's part, unless the
+    quotas of all these ranks are used up. The remaining seeds go, in order, to the ranks with quota left.
     """
     n = len(parts)
     room, rank_of = quotas(n, layout), np.full(n, -1)
@@ -198,8 +198,8 @@ def quotas(n: int, layout: RankLayout) -> Ids:
 def _assign(parts: Any, ranks_of_part: Any, room: Any, rank_of: Any) -> None:
     """Write the rank of each seed to ``rank_of``. ``parts``: the part of each seed.
 
-    ``ranks_of_part``: the ranks of each part, padded with -1. ``room``: the number of seeds that each rank may get, in
-    total the number of all seeds; it is overwritten.
+    ``ranks_of_part``: the ranks of each part, padded with -1. ``room``: the quota of each rank, which is overwritten.
+    The quotas add up to the number of seeds.
     """
     n = len(parts)
     for i in range(n):

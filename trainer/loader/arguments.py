@@ -43,7 +43,7 @@ _WORKER_ARGUMENTS = ("num_workers", "prefetch_factor", "worker_init_fn")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a loader divides seeds into batches, shuffles them and makes batches ahead."""
+    """How a loader shuffles seeds, divides them into batches and prefetches batches."""
 
     batch_size: int = 1  #: seeds per step and rank
     shuffle: bool = False
@@ -51,7 +51,7 @@ class LoadOptions:
     pin_memory: bool = False
     seed: int = 0  #: seed of the order and of all draws
     threads: int = 1
-    prefetch: int = 2  #: number of batches made ahead
+    prefetch: int = 2  #: number of prefetched batches
     deadline: float = 120.0  #: seconds that one request may take
     local: bool = False  #: the loader yields all seeds in this process, without sharing them with other ranks
     thread_init: Callable[[int], Any] | None = None  #: called once on each sampler thread with its number
@@ -76,7 +76,7 @@ def load_options(
     """Convert the arguments of a loader to ``LoadOptions``.
 
     ``given``: ``local`` and arguments of torch's ``DataLoader``. ``num_workers`` is the number of sampler threads,
-    ``prefetch_factor`` the number of batches made ahead per thread. ``timeout`` replaces ``deadline``, and the initial
+    ``prefetch_factor`` the number of batches prefetched per thread. ``timeout`` replaces ``deadline``, and the initial
     seed of ``generator`` replaces ``seed``. ``worker_init_fn`` is called on each sampler thread, except with
     ``num_workers=0``. Raises ``SettingsError`` for unknown, unsupported or contradictory arguments.
     """
@@ -229,7 +229,8 @@ def wanted_attrs(graph: Graph, attrs: AttrNames | None) -> dict[AnyType, tuple[s
         return known
     if graph.source is not None:
         raise SettingsError(
-            "attrs limits what travels between hosts, but batches of data in memory have all attributes; leave it out"
+            "attrs selects the attributes that hosts send, but this graph is data in memory: batches have all its "
+            "attributes; leave out attrs"
         )
     if not isinstance(attrs, Mapping):
         wanted = _name_list(attrs)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -39,7 +40,7 @@ class LoaderSettings:
         fanouts: Number of neighbours per hop, starting at the seeds; -1 takes all. A tuple, or a mapping over edge
             types.
         global_batch: Seeds per step over all ranks.
-        seed: Seed of the order and of all draws.
+        seed: Random seed of the order and of all draws.
         replace: Draw neighbours with replacement.
         shuffle: Shuffle the seeds in each epoch.
         threads: Number of sampler threads.
@@ -50,7 +51,7 @@ class LoaderSettings:
         weight: Edge attribute; the chance of a neighbour is proportional to it.
         time_attr: Integer attribute of nodes or edges; neighbours later than their seed are not sampled.
         last: With ``time_attr``: take the latest neighbours instead of drawing.
-        disjoint: Sample a subgraph of its own for each seed. Implied by ``time_attr``.
+        disjoint: Sample a separate subgraph for each seed. Implied by ``time_attr``.
         edge_attr: Edge attribute [E] or [E, d] that blocks get as ``edge_attr``, for the edge types that have it.
     """
 
@@ -73,7 +74,7 @@ class LoaderSettings:
 
 
 class BlockLoader(ABC):
-    """Base of loaders that yield the blocks of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``."""
+    """Base of loaders that yield the batches of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``."""
 
     def __init__(
         self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout, num_seeds: int,
@@ -89,12 +90,13 @@ class BlockLoader(ABC):
         self._kept: dict[NodeType, DeviceRows] = {}
         self.sampler = graph.sampler(sampling, columns_of(graph, settings), labels)
         self._device_sampler: Sampler | None = None
+        self._making: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __len__(self) -> int:
         return self.order.num_steps
 
     def keep(self, rows: Mapping[NodeType, DeviceRows]) -> None:
-        """Make batches without those rows of ``x`` that the device caches. ``rows``: the cached rows.
+        """Make batches without the rows of ``x`` that the device caches. ``rows``: the cached rows.
 
         ``Batch.to`` adds the cached rows when it copies a batch to the device.
 
@@ -117,9 +119,15 @@ class BlockLoader(ABC):
         assert isinstance(self.sampler, SubgraphSampler)
         return self.sampler
 
-    def sample_with(self, sampler: Sampler | None) -> None:
-        """Make batches with ``sampler``, which samples on a device. None: with this loader's own sampler."""
-        self._device_sampler = sampler
+    def sample_with(
+        self, sampler: Sampler | None, making: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:  # fmt: skip
+        """Make batches with ``sampler``, which samples on a device. None: with this loader's own sampler.
+
+        ``making``: returns a context in which each batch is made: the stream of the device on which all of its tensors
+        are computed. On another stream, a tensor's memory could be used again before the stream has read it.
+        """
+        self._device_sampler, self._making = sampler, making
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
         """Yield the batches of one epoch, from ``first_step`` on.
@@ -136,6 +144,11 @@ class BlockLoader(ABC):
         return shares(self.order, self._part_of, self.rank, self.layout, epoch, first_step)
 
     def load(self, share: SeedShare) -> AnyBatch:
+        """Return this rank's batch of one step."""
+        with self._making():
+            return self._load(share)
+
+    def _load(self, share: SeedShare) -> AnyBatch:
         return self._batch(share, self.sample(share))
 
     def sample(self, share: SeedShare) -> SampledBatch:
@@ -143,7 +156,7 @@ class BlockLoader(ABC):
         return self.make(self._seed_set(share), share.key)
 
     def make(self, seeds: SeedSet, key: int) -> SampledBatch:
-        """Return the subgraph and the attributes for some seeds: tensors if a device samples, else numpy arrays."""
+        """Return the subgraph and the attributes of ``seeds``: tensors if sampled on a device, else numpy arrays."""
         return (self._device_sampler or self.sampler).sample(seeds, key)
 
     def requests(self, epoch: int) -> Iterator[list[RowRequest]]:
@@ -221,13 +234,13 @@ class BlockLoader(ABC):
 
 
 class BatchLoader(BlockLoader):
-    """Loader that yields the blocks of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``.
+    """Loader that yields the batches of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``.
 
     Every rank yields the same number of batches; some may have no seeds.
 
     Args:
         graph: An opened graph.
-        settings: What to load, and how far ahead.
+        settings: What to sample, and how many batches to prefetch.
         rank: Rank of this process in ``layout``.
         layout: For each part, the ranks on hosts that store it.
 

@@ -70,8 +70,8 @@ class StoredEndpoints:
 def all_edges(graph: Graph, edge_type: EdgeType) -> EdgeEndpoints:
     """Return the ends of all edges of a type.
 
-    If the partition was made without endpoints, reads all edges into memory: 32 bytes per edge while reading, 8 or 16
-    afterwards. Raises ``ServiceError``.
+    If the partition has no ``endpoints.npy`` files (those of earlier versions have none), reads all edges into memory:
+    32 bytes per edge while reading, 8 or 16 afterwards. Raises ``ServiceError``.
     """
     if graph.manifest.edges[edge_type].endpoints:
         return StoredEndpoints(graph, edge_type)
@@ -85,7 +85,7 @@ def all_edges(graph: Graph, edge_type: EdgeType) -> EdgeEndpoints:
 def all_times(graph: Graph, edge_type: EdgeType, attr: str) -> Ids:
     """Return the integer attribute ``attr`` of all edges of a type in order of their original ids, int64 [E].
 
-    The values of other hosts' edges are requested from them. Raises ``ServiceError``.
+    Requests the values of edges on other hosts from these hosts. Raises ``ServiceError``.
     """
     count = graph.manifest.edges[edge_type].num_edges
     times = np.empty(count, np.int64)

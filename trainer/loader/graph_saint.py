@@ -255,13 +255,13 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
         batch_size: Number of nodes drawn per subgraph; repeats count once.
         num_steps: Number of subgraphs per epoch and rank.
-        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0: none. The
-            ranks of a process group share the work, and all of them must make the loader.
+        sample_coverage: How often each node is sampled on average to estimate the normalisation. With 0, batches have
+            no normalisation. The ranks of a process group share the work, and all of them must make the loader.
         save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
         log: Print on rank 0 how many subgraphs were sampled to estimate the normalisation.
         transform: Function called with each batch; its result is yielded instead.
         attrs: Names of the attributes that batches have, or a mapping of types to names. Default: all.
-        seed: Seed of the order and of all draws; the same on every rank. Default: 0.
+        seed: Random seed of the order and of all draws; the same on every rank. Default: 0.
         threads: Number of sampler threads. Default: ``num_workers``, at least 1.
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
@@ -320,13 +320,13 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
         data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
         batch_size: Number of draws per subgraph. An edge may be drawn more than once.
         num_steps: Number of subgraphs per epoch and rank.
-        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0: none. The
-            ranks of a process group share the work, and all of them must make the loader.
+        sample_coverage: How often each node is sampled on average to estimate the normalisation. With 0, batches have
+            no normalisation. The ranks of a process group share the work, and all of them must make the loader.
         save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
         log: Print on rank 0 how many subgraphs were sampled to estimate the normalisation.
         transform: Function called with each batch; its result is yielded instead.
         attrs: Names of the attributes that batches have, or a mapping of types to names. Default: all.
-        seed: Seed of the order and of all draws; the same on every rank. Default: 0.
+        seed: Random seed of the order and of all draws; the same on every rank. Default: 0.
         threads: Number of sampler threads. Default: ``num_workers``, at least 1.
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
@@ -381,8 +381,8 @@ class DistGraphSAINTRandomWalkSampler(GraphSAINTSampler):
         batch_size: Number of walks per subgraph.
         walk_length: Number of steps of each walk.
         num_steps: Number of subgraphs per epoch and rank.
-        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0: none. The
-            ranks of a process group share the work, and all of them must make the loader.
+        sample_coverage: How often each node is sampled on average to estimate the normalisation. With 0, batches have
+            no normalisation. The ranks of a process group share the work, and all of them must make the loader.
         save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
         log: Print on rank 0 how many subgraphs were sampled to estimate the normalisation.
         **kwargs: ``transform``, ``attrs``, ``seed``, ``threads``, ``prefetch``, ``deadline``, ``rank``, ``layout`` and

@@ -49,12 +49,12 @@ class LinkBlockLoader(BlockLoader):
         self._reverse = reverse_type(graph.manifest, links.edge_type)
         super().__init__(graph, replace(settings, target=links.edge_type[2]), rank, layout, len(links), ("", ()))
 
-    def load(self, share: SeedShare) -> AnyBatch:
+    def _load(self, share: SeedShare) -> AnyBatch:
         seeds, ends = self._seeded(share)
         return replace(self._batch(share, self.make(seeds, share.key)), links=ends)
 
     def ends(self, share: SeedShare) -> tuple[Ids, Ids, Ids]:
-        """Return sources and targets of this rank's links in one step, and its negatives: original ids."""
+        """Return sources and targets of this rank's links in one step, and the step's negatives, as original ids."""
         return *self.links.ends.ends_of(share.positions), self._negatives(share)
 
     def _seed_set(self, share: SeedShare) -> SeedSet:
@@ -95,9 +95,10 @@ class LinkBlockLoader(BlockLoader):
 def distinct_ends(
     edge_type: EdgeType, src: Ids, dst: Ids, negatives: Ids, store: PartStore
 ) -> tuple[SeedSet, LinkEnds]:  # fmt: skip
-    """Return the distinct ends of links and negatives as seeds, and the position of each end among the seeds.
+    """Return the seeds of links and negatives, and the position of each link end and negative among the seeds.
 
-    ``src``, ``dst``: sources and targets of the links. ``negatives``: nodes of the target type. All are original ids.
+    Every node is a seed only once. ``src``, ``dst``: sources and targets of the links. ``negatives``: nodes of the
+    target type. All are original ids.
     """
     groups: dict[NodeType, list[Ids]] = {edge_type[0]: [src]}
     groups.setdefault(edge_type[2], []).extend([dst, negatives])
@@ -112,9 +113,10 @@ def distinct_ends(
 
 
 def reverse_type(manifest: Manifest, edge_type: EdgeType) -> EdgeType | None:
-    """Return the edge type with the reverses of links, or None.
+    """Return the type of the reverse edges of links, or None if the graph has no such type.
 
-    This is ``rev_<relation>`` if the graph has it; else ``edge_type`` itself if both ends have the same node type.
+    For a relation ``r`` this is ``rev_r``, and for ``rev_r`` it is ``r``, if the graph has that type. Otherwise it is
+    ``edge_type`` itself if sources and targets have the same node type.
     """
     source, relation, target = edge_type
     named = relation.removeprefix("rev_") if relation.startswith("rev_") else f"rev_{relation}"

@@ -85,7 +85,8 @@ def seeds_of(
 ) -> tuple[SeedSet, LinkIndex]:
     """Return the seed nodes of a batch of links, and for each link the positions of its ends among the seeds.
 
-    Seeds are the distinct ends, by ascending original id. In disjoint batches each end of each link is its own seed.
+    Seeds are the distinct ends, by ascending original id. In disjoint batches, every end of every link is a separate
+    seed.
     """
     triplet = rule is not None and rule.triplet
     src, dst = _ends(links, triplet)
@@ -105,10 +106,10 @@ def seeds_of(
 def excluded(
     edge_type: EdgeType, reverse: EdgeType | None, src: Ids, dst: Ids, store: PartStore
 ) -> dict[EdgeType, tuple[Ids, Ids]]:
-    """Return the edges that sampling must leave out so that it does not find the links ``src`` -> ``dst``.
+    """Return the edges that sampling must leave out: the links ``src`` -> ``dst`` of type ``edge_type``.
 
-    ``src``, ``dst``: original ids. If ``reverse`` is given, the edges ``dst`` -> ``src`` of type ``reverse`` are left
-    out too. Returns (targets, sources) by edge type, global ids.
+    If ``reverse`` is given, also returns the edges ``dst`` -> ``src`` of type ``reverse``. ``src``, ``dst``: original
+    ids. The result has for each edge type two arrays of global ids: targets and sources.
     """
     sources, targets = store.to_global(edge_type[0], src), store.to_global(edge_type[2], dst)
     pairs = {edge_type: [(targets, sources)]}
@@ -187,14 +188,15 @@ class DistLinkNeighborLoader(PyGLoader):
             graph_store)`` pair.
         num_neighbors: Number of neighbours per hop, starting at the links' ends; -1 takes all. A list, a mapping over
             all edge types, or torch_geometric's ``NumNeighbors``.
-        edge_label_index: Seed links: None (all edges) or ids ``[2, n]``. For a heterogeneous graph an edge type, or
-            ``(edge type, None | ids)``. With ``shuffle``, the order of 2^20 or more edges depends on whether they are
-            given as None or as ids.
-        edge_label: Labels of the links, ``[n, ...]``.
-        edge_label_time: Times of the links, integer ``[n]``. Required with ``time_attr``, not allowed without it.
+        edge_label_index: Seed links: None (all edges) or ids ``[2, num_links]``. For a heterogeneous graph an edge
+            type, or ``(edge type, None | ids)``. With ``shuffle`` and 2^20 or more edges, the order of the links
+            for None differs from that for the ids of all edges.
+        edge_label: Labels of the links, ``[num_links, ...]``.
+        edge_label_time: Times of the links, integer ``[num_links]``. Required with ``time_attr``, not allowed without
+            it.
         replace: Draw neighbours with replacement.
         subgraph_type: ``"directional"``, ``"bidirectional"`` or ``"induced"``.
-        disjoint: Sample a subgraph of its own for each link end. Implied by ``time_attr``.
+        disjoint: Sample a separate subgraph for each link end. Implied by ``time_attr``.
         temporal_strategy: ``"uniform"`` or ``"last"``: with ``time_attr``, draw neighbours or take the latest ones.
         neg_sampling: ``"binary"``, ``"triplet"``, a mapping with ``mode`` and ``amount``, or torch_geometric's
             ``NegativeSampling``. Default: no negatives.
@@ -204,21 +206,21 @@ class DistLinkNeighborLoader(PyGLoader):
         transform: Function called with each batch; its result is yielded instead.
         transform_sampler_output: Function called with each ``SamplerOutput`` or ``HeteroSamplerOutput``, before
             attributes are added.
-        is_sorted: No effect; edges are stored by target.
+        is_sorted: Has no effect; gnnfleet always stores edges sorted by target.
         filter_per_worker: If true, the sampler threads call the transforms, which must then be thread-safe. Default:
             the iterating thread calls them, in order.
         neighbor_sampler: Not supported; must be None.
         directed: Deprecated; False means ``subgraph_type="induced"``.
         custom_cls: Class of the batches of an opened graph or of stores, instead of ``Data`` or ``HeteroData``.
         input_id: Ids that batches report as ``input_id`` instead of the links' positions.
-        avoid_links: Draw no negative that is an edge of the links' type. torch_geometric does not check.
+        avoid_links: Draw no negative that is an edge of the links' type. torch_geometric can draw such negatives.
         exclude: ``"self"`` removes the links of the global batch from the sampled edges, ``"both"`` also removes their
             reverses. Default: they can be sampled, as in torch_geometric, so the model can see the edges that it has to
             predict.
         reverse_type: Edge type of the links' reverse edges, for ``exclude="both"``. Default: ``rev_<relation>`` if the
             graph has this type, else the links' own type if both ends have one node type.
         attrs: Names of the attributes that batches have, or a mapping of types to names. Default: all.
-        seed: Seed of the order and of all draws; the same on every rank. Default: 0.
+        seed: Random seed of the order and of all draws; the same on every rank. Default: 0.
         threads: Number of sampler threads. Default: ``num_workers``, at least 1.
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
@@ -387,8 +389,8 @@ class DistLinkNeighborLoader(PyGLoader):
     def _by_link(self, batch: Any, index: LinkIndex) -> Any:
         """Return for each node of a disjoint batch the index of the link that it was sampled for.
 
-        ``batch``: number of each node's tree; one tree per seed. In a heterogeneous graph, argument and result are by
-        node type.
+        ``batch``: for each node the number of its tree; each seed has one tree. In a heterogeneous graph, ``batch`` and
+        the result are dicts by node type.
         """
         owners = torch.from_numpy(np.concatenate(list(index.owners.values())))
         if isinstance(batch, dict):
@@ -415,4 +417,6 @@ def _reverse_type(graph: Any, edge_type: EdgeType, exclude: str | None, given: A
         return named
     if edge_type[0] == edge_type[2]:
         return edge_type
-    raise SettingsError(f"exclude='both': the graph has no edge type {named}; pass the reverses' type as reverse_type")
+    raise SettingsError(
+        f"exclude='both': the graph has no edge type {named}; pass the type of the reverse edges as reverse_type"
+    )

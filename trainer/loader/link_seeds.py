@@ -25,9 +25,9 @@ from trainer.sampler.types import RowRequest, SampleSettings
 
 @dataclass(frozen=True)
 class LinkInputs:
-    """The seed links of a loader. The *position* of a link is its index among them.
+    """The seed links of a loader. The *position* of a link is its index among the seed links.
 
-    Without given ids the links are all edges of the type, and the position of an edge is its original id.
+    If the user gives no ids, the links are all edges of ``edge_type``, and the position of an edge is its original id.
     """
 
     edge_type: EdgeType
@@ -53,11 +53,11 @@ def link_inputs(
 ) -> LinkInputs:
     """Return the links that ``edge_label_index`` describes.
 
-    Homogeneous graph: None (all edges) or ids [2, n]. Heterogeneous graph: an edge type, or (edge type, None | ids). An
-    edge type given with ids may have no edges in the graph.
+    Homogeneous graph: None (all edges) or ids [2, n]. Heterogeneous graph: an edge type, or (edge type, None | ids). If
+    ids are given, the graph need not have edges of the type.
 
-    If no ids are given and the partition was made without endpoints, all edges are read. Raises ``ServiceError`` if a
-    host fails meanwhile, and ``SettingsError`` for invalid arguments.
+    Reads all edges if no ids are given and the partition has no ``endpoints`` files. Raises ``ServiceError`` if a host
+    fails meanwhile, and ``SettingsError`` for invalid arguments.
     """
     edge_type, given = _typed(graph, edge_label_index)
     ends = all_edges(graph, edge_type) if given is None else _given_links(graph, edge_type, given)
@@ -70,9 +70,9 @@ def link_inputs(
 
 
 def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> tuple[NegativeRule | None, Any]:
-    """Return the rule for negatives, and torch_geometric's ``NegativeSampling``, from which the node weights are read.
+    """Return the rule for negatives, and torch_geometric's ``NegativeSampling``, which has the node weights.
 
-    Returns (None, None) if there are no negatives. Raises ``SettingsError``.
+    Returns (None, None) if no negatives are requested. Raises ``SettingsError`` for invalid arguments.
     """
     try:
         given = NegativeSampling("binary", ratio) if ratio else NegativeSampling.cast(neg_sampling)
@@ -88,10 +88,10 @@ def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> 
 def node_draws(
     graph: Graph, edge_type: EdgeType, weights: NegativeSampling, settings: SampleSettings
 ) -> tuple[NegativeDraw, NegativeDraw]:
-    """Return the ``NegativeDraw`` of the sources and that of the targets.
+    """Return one ``NegativeDraw`` for the sources of negative links, and one for their targets.
 
-    With temporal sampling by node times, this reads the times of all nodes of both types and keeps 12 bytes per node
-    (24 while they are sorted).
+    With temporal sampling by node times, this reads the times of all nodes of both types. The result then takes 12
+    bytes per node, and sorting the times takes 24 bytes per node.
     """
     draws = []
     for end, weight in ((SRC, weights.src_weight), (DST, weights.dst_weight)):
@@ -102,16 +102,17 @@ def node_draws(
 
 
 def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Tensor | None:
-    """Return the labels of the positives. If the lowest label is 0, 1 is added to all, as negatives have label 0.
+    """Return the labels of the positives, raised by 1 if the lowest is 0, because negatives have label 0.
 
-    Raises ``SettingsError`` if labels are given with triplet negatives.
+    Without negatives, labels are returned unchanged. Raises ``SettingsError`` if labels are given with triplet
+    negatives.
     """
     if label is None or rule is None:
         return label
     if rule.triplet:
         raise SettingsError(
-            "edge_label cannot be used with triplet negatives, which are given by src_index, dst_pos_index and"
-            " dst_neg_index; leave edge_label out, or use neg_sampling='binary'"
+            "edge_label cannot be used with triplet negatives, as batches then have src_index, dst_pos_index and"
+            " dst_neg_index instead of labels; leave edge_label out, or use neg_sampling='binary'"
         )
     return label + 1 if len(label) and not label.is_complex() and label.min() == 0 else label
 
@@ -119,8 +120,9 @@ def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Te
 def canonical(graph: Graph, given: Any, with_ids: bool = False) -> EdgeType:
     """Return the edge type that ``given`` names: a full triple, or an unambiguous (source, target) pair or relation.
 
-    With ``with_ids``, the type may have no edges in the graph, and a pair means the relation ``to``, as in
-    torch_geometric; warns if an existing type has a similar name. Raises ``SettingsError``.
+    With ``with_ids``, the graph need not have the type: a triple is returned unchanged, and a pair gets the relation
+    ``to``, as in torch_geometric. Warns if the graph has a type of a similar name. Raises ``SettingsError`` for any
+    other name.
     """
     names = (given,) if isinstance(given, str) else tuple(given)
     if names in graph.manifest.edges:

@@ -61,8 +61,8 @@ def tree_seeds(edge_type: EdgeType, links: TimedLinks, store: PartStore) -> tupl
     Seeds of the source type are the links' sources. Seeds of the target type are the links' targets, and all negatives
     once for each time group that has links on this rank.
 
-    The random key of a link end's tree depends on the link's place in the global batch. That of a negative's tree
-    depends on the negative and the group. Neither depends on the numbers of ranks and parts.
+    The random key of a link end's tree depends on the link's place in the global batch. The random key of a negative's
+    tree depends on the negative and the group. Neither key depends on the numbers of ranks and parts.
     """
     groups, group = np.unique(links.groups.of[links.places], return_inverse=True)
     num_links, num_negatives = len(links.src), len(links.negatives)

@@ -38,10 +38,10 @@ class NegativeRule:
         return math.ceil(self.amount)
 
     def owners(self, places: Ids, global_size: int) -> tuple[Ids, Ids]:
-        """Return the negatives of the positives at ``places`` in the global batch, as two arrays, int64 [m] each.
+        """List the m negatives of the positives at ``places`` in the global batch. Returns (owner, j), int64 [m] each.
 
-        The first array has the index in ``places`` of each negative's positive. The second has the number j of each
-        negative, counted from 0 for each positive.
+        ``owner``: for each negative the index of its positive in ``places``. ``j``: number of the negative among
+        those of its positive, from 0.
 
         The global batch has ceil(amount * global_size) negatives. With a fractional amount, positives at the first
         places of the batch have one negative more than the others.
@@ -102,10 +102,10 @@ def draw_negatives(
     In triplets, a negative has the source of its positive. With ``rule.avoid_links``, raises ``DataError`` if 64 draws
     of a negative are all links of the graph.
 
-    ``key``: random key of the batch. ``places`` [n]: places of the positives in the global batch. ``owner`` [m]: the
-    index of each negative's positive; ``j`` [m]: its number among the negatives of that positive. ``positives``:
-    sources and targets of the positives, original ids. ``ends``: draw sources and targets. ``is_link``: whether pairs
-    of nodes are links of the graph. ``times`` [n]: times of the positives.
+    ``key``: random key of the batch. ``places`` [n]: places of the positives in the global batch. ``owner`` [m]: for
+    each negative the index of its positive. ``j`` [m]: its number among the negatives of that positive. ``positives``:
+    sources and targets of the positives, original ids. ``ends``: the ``NegativeDraw`` of sources and that of targets.
+    ``is_link``: returns which pairs of nodes are links of the graph. ``times`` [n]: times of the positives.
     """
     src = np.empty(len(owner), np.int64)
     dst = np.empty(len(owner), np.int64)

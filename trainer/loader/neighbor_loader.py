@@ -30,12 +30,12 @@ from trainer.sampler.types import RowRequest, SeedSet
 
 
 class DistNeighborLoader(PyGLoader):
-    """Yield mini-batches by neighbour sampling, as torch_geometric's ``NeighborLoader`` on a partitioned graph.
+    """Yield mini-batches of sampled neighbours from a partitioned graph, like torch_geometric's ``NeighborLoader``.
 
     Arguments, defaults and batches are those of ``NeighborLoader``. Every rank must pass the same arguments, with the
     seeds of all ranks. The loader divides the seeds into global batches of ``batch_size`` × world size and splits each
-    over the ranks. If possible, a seed goes to a rank on a host that stores its part. All ranks get the same number of
-    batches. A last global batch with fewer seeds than ranks is merged into the previous batch.
+    over the ranks. If possible, a seed goes to a rank on a host that stores the seed's part. All ranks get the same
+    number of batches. A last global batch with fewer seeds than ranks is merged into the previous batch.
 
     Each iteration is the next epoch; ``set_epoch`` sets the epoch of the next iteration. ``loader(index)`` returns one
     batch of the seeds at the positions ``index``, for this rank alone.
@@ -54,7 +54,7 @@ class DistNeighborLoader(PyGLoader):
         input_time: Times of the seeds, instead of the ``time_attr`` of their nodes.
         replace: Draw neighbours with replacement.
         subgraph_type: ``"directional"``, ``"bidirectional"`` or ``"induced"``.
-        disjoint: Sample a subgraph of its own for each seed. Implied by ``time_attr``.
+        disjoint: Sample a separate subgraph for each seed. Implied by ``time_attr``.
         temporal_strategy: ``"uniform"`` or ``"last"``: with ``time_attr``, draw neighbours or take the latest ones.
         time_attr: Integer attribute of nodes or edges; neighbours later than their seed are not sampled.
         weight_attr: Edge attribute; neighbours are drawn with probability proportional to it.
@@ -70,7 +70,7 @@ class DistNeighborLoader(PyGLoader):
             ``HeteroData`` in memory.
         input_id: Ids that batches report as ``input_id`` instead of the seeds' positions.
         attrs: Names of the attributes that batches have, or a mapping of types to names. Default: all.
-        seed: Seed of the order and of all draws; the same on every rank. Default: 0.
+        seed: Random seed of the order and of all draws; the same on every rank. Default: 0.
         threads: Number of sampler threads. Default: ``num_workers``, at least 1.
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
@@ -149,7 +149,7 @@ class DistNeighborLoader(PyGLoader):
         for of, inputs in self.inputs.of.items():
             own = time.on == "node" and time.attr in self.graph.manifest.nodes[of].attrs
             if inputs.times is None and not own:
-                raise SettingsError(f"{of!r} nodes have no time {time.attr!r} of their own; give input_time")
+                raise SettingsError(f"{of!r} nodes have no attribute {time.attr!r} with their times; pass input_time")
 
     def part_of(self, positions: Ids) -> Ids:
         parts = np.empty(len(positions), np.int64)

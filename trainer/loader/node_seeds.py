@@ -39,8 +39,8 @@ class NodeInputs:
     def split(self, positions: Ids) -> dict[NodeType, tuple[Ids, Ids]]:
         """Split seed positions by node type.
 
-        Returns two arrays for each node type. The first states which elements of ``positions`` are seeds of the type,
-        the second has the indices of these seeds among all seeds of the type.
+        Returns two arrays for each node type. The first has the indices of those elements of ``positions`` that are
+        seeds of the type. The second has the indices of these seeds among all seeds of the type.
         """
         begin, found = 0, {}
         for of, inputs in self.of.items():
@@ -76,9 +76,9 @@ def node_inputs(graph: Graph, input_nodes: Any, input_time: Any = None, input_id
 
 
 def split_name(input_nodes: Any) -> str | None:
-    """Return the string in ``input_nodes``, given alone or as ``(type, string)``; None if there is none.
+    """Return the name of the split if ``input_nodes`` is a string or a pair ``(type, string)``, else None.
 
-    The string is the name of a split or, if given alone, perhaps of a node type.
+    A single string is returned even if it is a node type.
     """
     if isinstance(input_nodes, tuple) and len(input_nodes) == 2:
         input_nodes = input_nodes[1]
@@ -162,7 +162,8 @@ def checked_ids(values: Array, num_nodes: int, of: NodeType, where: str) -> Ids:
     """
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise SettingsError(
-            f"{where}: {values.dtype} {list(values.shape)}; expected whole node ids [n], or a boolean mask"
+            f"{where}: {values.dtype} {list(values.shape)}; expected integer node ids [n]"
+            f"{', or a boolean mask' if where == 'input_nodes' else ''}"
         )
     ids = values.astype(np.int64)
     bad = np.flatnonzero((ids < 0) | (ids >= num_nodes))

@@ -39,10 +39,10 @@ Output: TypeAlias = "SamplerOutput | HeteroSamplerOutput"
 
 
 def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, copy_ids: bool) -> Output:
-    """Return a subgraph as torch_geometric's sampler output: nodes as original ids, edges as batch positions.
+    """Return a subgraph as torch_geometric's sampler output.
 
-    ``induced``: leave out the numbers of nodes and edges per hop, which induced subgraphs do not have. ``copy_ids``:
-    copy the ids, so that a transform may overwrite them.
+    Nodes are original ids; ends of edges are batch positions. ``induced``: leave out the numbers of nodes and edges per
+    hop, which induced subgraphs do not have. ``copy_ids``: copy the ids, so that a transform may overwrite them.
     """
     from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput  # slow, and not needed for blocks
 
@@ -110,7 +110,7 @@ def _order_by(first: Array, second: Array) -> Ids | None:
 
 @njit()
 def _counting_sort(keys: Any, order: Any, begin: Any, sorted_: Any) -> Any:
-    """Write the indices in ``order``, stably sorted by their ``keys``, to ``sorted_``, and return it.
+    """Sort the indices ``order`` by their ``keys`` (stable), write them to ``sorted_``, and return ``sorted_``.
 
     ``begin``: zeros [number of possible keys + 1], overwritten.
     """
@@ -144,7 +144,7 @@ Attrs = Mapping[AnyType, tuple[str, ...]]
 
 
 def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) -> Join:
-    """Return the function that makes a batch with attributes from a sampler output."""
+    """Return the function that converts a sampler output to a batch, and adds the attributes of its nodes and edges."""
     if isinstance(graph.source, (Data, HeteroData)):
         return MemoryJoin(graph.source)
     if graph.source is not None:
@@ -153,7 +153,7 @@ def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) ->
 
 
 def gathered_attrs(graph: Graph, attrs: Attrs) -> Attrs:
-    """Return the attributes that sampler threads gather: {} for a graph in memory."""
+    """Return the attributes that sampler threads gather: ``attrs`` for a partition, none for a graph in memory."""
     return attrs if graph.source is None else {}
 
 
@@ -259,7 +259,7 @@ class PartitionJoin:
         if (at := places_of(edge.numpy(), rows["orig_id"])) is None:
             raise SettingsError(
                 f"transform_sampler_output returned edges of {of} that were not sampled, so attributes are unknown;"
-                " return only sampled edges, or set 'edge' to None for batches without edge attributes"
+                " return only sampled edges, or an output with edge=None for batches without edge attributes"
             )
         return _take(rows, at)
 

@@ -44,8 +44,9 @@ _made: Counter[str] = Counter()  #: number of loaders made by each line of the u
 class SameOnAllRanks:
     """Checks once that all ranks gave a loader the same seeds. No rank waits for another.
 
-    The first rank to check publishes a digest of its seeds, with which all others compare theirs. A loader is
-    identified by the line of the user's code that made it, and a count of the loaders made by this line.
+    The first rank to check publishes a digest of its seeds. Every other rank compares its digest with the published
+    one. A loader is identified by the line of the user's code that made it, and a count of the loaders made by this
+    line.
     """
 
     def __init__(self, digest: str, rank: int, world_size: int):
@@ -58,7 +59,7 @@ class SameOnAllRanks:
     def check(self) -> None:
         """Raise ``SettingsError`` if another rank has different seeds or settings.
 
-        Does nothing without a process group of the loader's size.
+        Does nothing unless a process group has as many ranks as the loader.
         """
         if self._done or self._world_size == 1 or not (dist.is_available() and dist.is_initialized()):
             return
@@ -104,9 +105,10 @@ class _SeededBatch:
 
 
 class RankLoader(ABC):
-    """Yields for every step a batch from this rank's share of the global batch. Each iteration is the next epoch.
+    """Yields for every step a batch from this rank's share of the global batch. One iteration is one epoch.
 
-    The *inputs* are what is split into batches: seed nodes, links or clusters. A position is an index of an input.
+    The *inputs* of a loader are the seed nodes, links or clusters that it divides into batches. The position of an
+    input is its index.
     """
 
     def __init__(self, options: LoadOptions, order: SeedOrder, rank: int, layout: RankLayout, digest: str):
@@ -189,11 +191,11 @@ class RankLoader(ABC):
         return shares(self.order, self.part_of, self.rank, self.layout, epoch, first_step)
 
     def work_items(self, epoch: int, first_step: int) -> Iterator[Any]:
-        """Yield an argument of ``share`` for every step."""
+        """Yield one item for every step, from ``first_step`` on. ``share`` returns this rank's inputs for an item."""
         return self.shares(epoch, first_step)
 
     def share(self, item: Any) -> SeedShare:
-        """Return the inputs of this rank for one of ``work_items``, in a sampler thread. Raises ``ServiceError``."""
+        """Return this rank's inputs for one of ``work_items()``. Runs in a sampler thread. Raises ``ServiceError``."""
         share: SeedShare = item
         return share
 
@@ -237,7 +239,7 @@ class PyGLoader(RankLoader):
 
     @property
     def cost(self) -> Cost:
-        """Bytes, rows and seconds of sampler threads for all batches made so far, including those made ahead."""
+        """Cost of all batches made so far, also of batches made ahead: bytes, rows, and seconds of sampler threads."""
         return self._costs.sum
 
     def make_sampler(self, attrs: Attrs) -> Sampler:
@@ -260,7 +262,7 @@ class PyGLoader(RankLoader):
 
     @property
     def num_requests(self) -> int:
-        """Largest number of requests that a batch sends one after the other. Each has its own deadline."""
+        """Largest number of consecutive requests for one batch. ``patience`` is proportional to it."""
         return self.settings.num_hops + 2
 
     @property
@@ -301,7 +303,8 @@ class PyGLoader(RankLoader):
             out = o.transform_sampler_output(out)
             if not isinstance(out, (SamplerOutput, HeteroSamplerOutput)):
                 raise SettingsError(
-                    f"transform_sampler_output must return the sampler's output, not {type(out).__name__}"
+                    "transform_sampler_output must return a SamplerOutput or HeteroSamplerOutput, not"
+                    f" {type(out).__name__}"
                 )
         data = self._join(out, made.sampled)
         _set_sample_info(data, out)

@@ -46,8 +46,8 @@ def check_homogeneous(graph: Graph, what: str) -> None:
     if graph.manifest.hetero:
         one_type = "HeteroData.to_homogeneous()" if graph.source is not None else "a partition of its to_homogeneous()"
         raise SettingsError(
-            f"{what} takes homogeneous graphs only, as torch_geometric's does, and this one is heterogeneous;"
-            f" take {one_type}, or use DistNeighborLoader or DistClusterLoader"
+            f"{what} takes homogeneous graphs only, as in torch_geometric, but the graph is heterogeneous;"
+            f" pass {one_type}, or use DistNeighborLoader or DistClusterLoader"
         )
 
 
@@ -81,8 +81,8 @@ class NeighbourhoodSampler:
     def _drawn(self, seeds: SeedSet, key: int) -> tuple[NodeSet, SeedSet, Positions]:
         """Sample the nodes around each seed. ``key``: random key of the batch.
 
-        Returns three things: the nodes around the first seed, then those around the second, and so on; the distinct
-        nodes among them as a ``SeedSet``; and for each node its index in the distinct nodes.
+        Returns (nodes, distinct, member). ``nodes``: the nodes of all trees, seeds first. ``distinct``: the same nodes
+        without duplicates. ``member``: index in ``distinct`` of each of ``nodes``.
         """
         drawn = self._draw.subgraph(seeds, key).nodes[HOMO_NODE]
         distinct, member = np.unique(drawn.ids, return_inverse=True)
@@ -106,10 +106,11 @@ class DistShaDowKHopSampler(PyGLoader):
         depth: Number of hops from the root.
         num_neighbors: Number of neighbours drawn for each node in each hop; -1 takes all.
         node_idx: Roots: None (all nodes), ids, a boolean mask, or the name of a split.
-        replace: Draw with replacement, also for nodes with few neighbours (torch_geometric takes all of those).
+        replace: Draw neighbours with replacement. If a node has at most ``num_neighbors`` neighbours, torch_geometric
+            takes all of them; this class draws with replacement from these, too.
         transform: Function called with each batch; its result is yielded instead.
         attrs: Names of the attributes that batches have, or a mapping of types to names. Default: all.
-        seed: Seed of the order and of all draws; the same on every rank. Default: 0.
+        seed: Random seed of the order and of all draws; the same on every rank. Default: 0.
         threads: Number of sampler threads. Default: ``num_workers``, at least 1.
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
@@ -265,21 +266,23 @@ _NODES_AT_ONCE = 1 << 22  #: nodes per request for their clusters
 class DistClusterLoader(PyGLoader):
     """Yield the subgraphs of several clusters, as torch_geometric's ``ClusterData`` and ``ClusterLoader`` together.
 
-    An epoch yields every cluster once over all ranks. A rank gets clusters of the parts on its own host, up to an equal
-    share. The clusters left then go to other ranks. All ranks get the same number of batches. A last step with fewer
-    clusters than ranks is merged into the previous step. A batch has all nodes of its clusters, sorted by cluster and
-    then by id, and all edges between these nodes. ``loader(index)`` returns the clusters at the given positions;
-    clusters without nodes have no position. Memory: 8 bytes per node.
+    The ranks together yield every cluster once per epoch. All ranks get about the same number of clusters, and exactly
+    the same number of batches. Where possible, a rank gets clusters of parts on its host. A last step with fewer
+    clusters than ranks is merged into the previous step.
+
+    A batch has all nodes of its clusters and all edges between these nodes. Nodes are grouped by cluster and sorted by
+    id within a cluster. ``loader(index)`` returns a batch of the clusters at the given positions; clusters without
+    nodes have no position. Memory: 8 bytes per node.
 
     Args:
         data: An opened graph (``gnnfleet.open``), or ``Data``, ``HeteroData`` or stores in memory.
         num_clusters: Number of clusters that METIS makes of a graph in memory. Must be None for a partition: its
-            clusters are those of ``partition make --clusters K``, or else its parts.
+            clusters are those of ``partition make --clusters K``, or its parts if it has no clusters.
         sparse_format: Order of the edges: ``"csr"`` by source, then target; ``"csc"`` by target, then source.
         keep_inter_cluster_edges: Not supported; must be False. The other ends of these edges are not in the batch.
         transform: Function called with each batch; its result is yielded instead.
         attrs: Names of the attributes that batches have, or a mapping of types to names. Default: all.
-        seed: Seed of the order and of all draws; the same on every rank. Default: 0.
+        seed: Random seed of the order and of all draws; the same on every rank. Default: 0.
         threads: Number of sampler threads. Default: ``num_workers``, at least 1.
         prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
@@ -415,7 +418,7 @@ def _cluster_of_nodes(graph: Graph, num_clusters: int | None, seed: int) -> dict
     having = [of for of, spec in graph.manifest.nodes.items() if CLUSTER in spec.attrs]
     if not having and graph.source is not None:
         raise SettingsError(
-            "num_clusters: a graph in memory is not divided into clusters yet; pass the number of clusters to make"
+            "num_clusters is not set: for a graph in memory, pass the number of clusters that METIS makes"
         )
     if not having:
         return {of: _part_of_nodes(graph, of) for of in graph.manifest.nodes}

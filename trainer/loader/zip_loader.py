@@ -20,18 +20,18 @@ from trainer.loader.pyg_loader import PyGLoader, RankLoader
 
 
 class DistZipLoader(RankLoader):
-    """Yield tuples of batches, one from each of several loaders, for the inputs at the same positions.
+    """Yield tuples with one batch from each of several loaders. All batches of a tuple have the same input positions.
 
-    Positions run from 0 to the number of inputs of the smallest loader. The loader splits global batches of positions
-    over the ranks as ``DistNeighborLoader`` does, by the parts of the first loader's inputs. The loaders draw
-    independently, even if they have the same seeds.
+    A position is an index into the inputs of each loader. Positions end where the loader with the fewest inputs ends.
+    Each global batch of positions is split over the ranks as by ``DistNeighborLoader``; the parts of the first loader's
+    inputs decide. The loaders draw independently, even if they have the same random seed.
 
     Args:
         loaders: Loaders of this package, except GraphSAINT samplers, which have no inputs. Their ranks, or
             ``local=True``, also apply to this loader; their ``batch_size``, ``shuffle``, ``drop_last`` and ``threads``
             have no effect.
         filter_per_worker: As in ``DistNeighborLoader``, for all loaders. Default: the setting of each loader.
-        seed: Seed of the order and of all draws; the same on every rank. Default: 0.
+        seed: Random seed of the order and of all draws; the same on every rank. Default: 0.
         threads: Number of sampler threads. Default: ``num_workers``, at least 1.
         prefetch: Number of tuples to make ahead. Default: ``prefetch_factor`` (3) per thread.
         deadline: Seconds that one request to another host may take.
@@ -124,7 +124,8 @@ def _checked(loaders: list[PyGLoader]) -> PyGLoader:
             )
         if isinstance(loader, GraphSAINTSampler):
             raise SettingsError(
-                f"loaders: {type(loader).__name__} draws its own nodes and has no inputs to zip by; leave it out"
+                f"loaders: {type(loader).__name__} draws its own nodes and has no inputs, so it cannot be zipped;"
+                " leave it out"
             )
         if (loader.rank, loader.layout.world_size) != (loaders[0].rank, loaders[0].layout.world_size):
             raise SettingsError("loaders: all must use the same ranks; pass local=True to all of them or to none")

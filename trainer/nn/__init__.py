@@ -1,1 +1,1 @@
-"""Models and layers, most of them for blocks, sharded embeddings, and losses and metrics of link prediction."""
+"""Models, layers (most of them for blocks), sharded embeddings, and losses and metrics of link prediction."""

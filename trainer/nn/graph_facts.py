@@ -120,8 +120,8 @@ def layer_needs(
         num_layers: Number of layers.
 
     Returns:
-        One need per layer, first layer first. An edge type is missing from a layer if no later layer reads its target
-        type.
+        One need per layer, first layer first. A layer has an edge type only if a later layer or the output needs
+        its target type.
 
     Example:
         ```python

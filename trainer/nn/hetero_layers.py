@@ -1,7 +1,7 @@
 """Heterogeneous graph layers on blocks, from rows of each source type to rows of each target type.
 
-Parameters have the names and shapes of the torch_geometric layers of the same name, and with all neighbours the output
-is the same. Every parameter gets a gradient in every batch, as DistributedDataParallel requires.
+Parameters have the names and shapes of the torch_geometric layers of the same name. If the blocks have all neighbours,
+the output is the same, too. Every parameter gets a gradient in every batch, as DistributedDataParallel requires.
 """
 
 from __future__ import annotations

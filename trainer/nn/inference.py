@@ -75,8 +75,9 @@ def _layer(
 ) -> Tensor:  # fmt: skip
     """Compute one layer's output [num_nodes, f]: rows of this rank's seeds, 0 for all other nodes.
 
-    rows: output of the previous layer; None: the batches' ``x``. cached: ids and edges of all batches. Layer 0 appends
-    them, and later layers read them instead of iterating over ``loader``. If it is None, every layer iterates.
+    ``rows``: output of the previous layer; None for layer 0, whose input is ``x`` of the batches. ``cached``: ids and
+    edges of all batches. Layer 0 appends them; later layers read them instead of iterating over ``loader``. If
+    ``cached`` is None, every layer iterates over ``loader``.
     """
     found: Tensor | None = None
     for batch in cached if layer and cached is not None else loader:

@@ -1,7 +1,7 @@
 """Graph layers on blocks, from rows ``[num_src, in_dim]`` to rows ``[num_dst, out_dim]``.
 
-Parameters have the names and shapes of the torch_geometric layers of the same name, and with all neighbours the output
-is the same.
+Parameters have the names and shapes of the torch_geometric layers of the same name. If the blocks have all neighbours,
+the output is the same, too.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SAGEConv(nn.Module):
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """Compute ``forward`` without the bias, after applying the activation ``before`` to ``x``.
+        """Apply the activation ``before``, if given, to ``x``. Then compute ``forward`` without the bias.
 
         On CPU the activation overwrites ``x``.
         """
@@ -161,7 +161,7 @@ class GCNConv(nn.Module):
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """Compute ``forward`` without the bias, after applying the activation ``before`` to ``x``.
+        """Apply the activation ``before``, if given, to ``x``. Then compute ``forward`` without the bias.
 
         On CPU the activation overwrites ``x``.
         """
@@ -227,7 +227,7 @@ class GATConv(nn.Module):
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """Compute ``forward`` without the bias, after applying the activation ``before`` to ``x``.
+        """Apply the activation ``before``, if given, to ``x``. Then compute ``forward`` without the bias.
 
         On CPU the activation overwrites ``x``.
         """

@@ -31,7 +31,7 @@ class LinkModel(nn.Module):
         self.as_source, self.as_target = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, batch: Batch | HeteroBatch) -> Tensor:
-        """Return for each link its score, and those of its source with the m negatives: float [num_seeds, 1 + m]."""
+        """Return each link's score, then its source's scores with the m negatives: float [num_seeds, 1 + m]."""
         links = batch.links
         assert links is not None, "a batch of links"
         rows = self.encoder.seed_rows(batch)
@@ -44,7 +44,8 @@ class LinkModel(nn.Module):
 def _negative_scores(src: Tensor, targets: Tensor, links: LinkEnds) -> Tensor:
     """Return the score of each link's source with each of the link's m negatives, float [num_seeds, m].
 
-    ``src``: projected rows of the sources, [num_seeds, width]. ``targets``: projected rows that negatives index.
+    ``src``: projected rows of the sources, [num_seeds, width]. ``targets``: projected rows of the target
+    type; ``links.negatives`` has indices of these rows.
     """
     if links.group is None:
         return src @ targets[links.negatives].t()

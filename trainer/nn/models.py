@@ -76,7 +76,7 @@ Builder = Callable[[ModelSettings, int, int, int], nn.Module]
 
 
 def sage(settings: ModelSettings, in_dim: int, num_classes: int, edge_dim: int = 0) -> nn.Module:
-    """Build a GraphSAGE model. ``edge_dim``: width of edge features, which it averages too; 0: none."""
+    """Build a GraphSAGE model. ``edge_dim``: width of the edge features that the layers read; 0: none."""
     dims = _dims(settings, in_dim, num_classes)
     layers = [SAGEConv(a, b, edge_dim) for a, b in dims]
     return BlockModel(layers, settings.dropout, precision=precision_of(settings))

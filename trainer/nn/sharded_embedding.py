@@ -43,7 +43,7 @@ class ShardedEmbedding:
         dim: Width of a row.
         seed: Seed of the initial values.
         device: Device of this rank's rows; default CPU.
-        group: Process group; default ``torch.distributed``'s default group, or this process alone without one.
+        group: Process group; default: ``torch.distributed``'s default group, or this process alone if there is none.
 
     Shapes:
         - ``weight``: float32 [n, dim], this rank's rows: about 1 / ranks of all rows.
@@ -198,11 +198,11 @@ def embedding_state(
         to: Rank that gets the result.
 
     Shapes:
-        - **output:** tables float32 [num_nodes[type], dim] by node type, by original id, on CPU.
+        - **output:** ``result["tables"][type]`` float32 [num_nodes[type], dim], on CPU; row i is for original id i.
 
     Returns:
         On rank ``to`` a dict that ``torch.save`` can write: ``tables``, ``optimizer_rows`` (optimizer states with one
-        row per node, by name) and ``optimizer_rest`` (all others). None on other ranks.
+        row per node, by name) and ``optimizer_rest`` (all other states). None on other ranks.
 
     Example:
         ```python
@@ -302,7 +302,7 @@ def _by_type(embedding: ShardedEmbedding, whole: Tensor) -> Tables:
 class Embeddings(Protocol):
     """Interface of trainable rows of some node types, which a model looks up in each batch.
 
-    An ``nn.Module`` is trained with the model. Any other implementation needs an optimizer of its own.
+    An implementation that is an ``nn.Module`` is trained with the model. Any other needs a separate optimizer.
     """
 
     dim: int  #: width of a row

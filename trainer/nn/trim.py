@@ -182,7 +182,7 @@ def to_hetero(
     aggr: str = "sum",
     edge_arg: str | None = None,
 ) -> TrimmedToHetero:
-    """Convert a homogeneous model like torch_geometric's ``to_hetero``, and trim its layers.
+    """Make a homogeneous model heterogeneous, as torch_geometric's ``to_hetero`` does, and trim its layers.
 
     Args:
         model: A ``BasicGNN``, or a sequence of convolutions, which are connected by ReLU.
@@ -294,7 +294,7 @@ class TrimmedHetero(nn.Module):
 
 
 def check_one_hop(model: nn.Module) -> None:
-    """Raise ``SettingsError`` if a convolution's result for a node depends on more than its sampled in-edges."""
+    """Raise ``SettingsError`` if a convolution's result for a node depends on more than the node's in-edges."""
     for layer in model.modules():
         if isinstance(layer, NOT_ONE_HOP) and getattr(layer, "normalize", True):
             raise SettingsError(
@@ -323,7 +323,7 @@ def _cut_to_last(_: nn.Module, args: tuple[list[Tensor]]) -> tuple[list[Tensor]]
 
 @dataclass(frozen=True)
 class Hops:
-    """The inputs of a model, made from a batch and with exactly one hop per layer.
+    """The inputs of a model for one batch, with exactly one hop per layer.
 
     For a ``HeteroData``, each field is a dict by node or edge type.
     """

@@ -68,7 +68,7 @@ def method_options(method: str, **given: Any) -> dict[str, Any]:
 
 
 def made_by(manifest: Manifest) -> str:
-    """Return the method that was requested: `auto` if it chose the manifest's algorithm, else this algorithm."""
+    """Return the method that the user requested: `auto` if it chose the algorithm, else the algorithm itself."""
     return str(manifest.options.get(CHOSEN_BY, manifest.algorithm))
 
 
@@ -158,10 +158,10 @@ def assign_parts(
 
     Args:
         num_parts: number of parts, at most the number of nodes.
-        method: `metis` cuts few edges; `streaming` too, with edges on disk; `frequency` assigns nodes to the part whose
-            seeds sample them most often; `random` balances exactly; `hash` hashes type, id and seed, so a part may be
-            empty.
-        seed: seed of the method.
+        method: `metis` cuts few edges; `streaming` cuts few edges and keeps the edges on disk; `frequency` assigns
+            nodes to the part whose seeds sample them most often; `random` balances exactly; `hash` hashes type, id and
+            seed, so a part may be empty.
+        seed: random seed of the method.
         scratch: for method `streaming`: folder for its files, and the memory that it may use.
         options: options of the method, see ``method_options``.
 
@@ -186,7 +186,7 @@ def _assign(
     options: Mapping[str, Any],
 ) -> Part:  # fmt: skip
     if method == "auto":
-        raise ValueError("resolve method auto by choose_method")
+        raise ValueError("method auto: call choose_method first, and pass the method that it returns")
     if method == "streaming":
         if scratch is None:
             raise ValueError("method streaming needs a scratch folder")

@@ -155,10 +155,10 @@ def _move(
 
 @njit()
 def _gains(indptr: Array, neighbours: Array, part: Array, of: Array, receivers: Array, nodes: Array) -> Array:
-    """Return for each of ``nodes`` by how many edges the cut decreases if only this node moves, int64 [nodes].
+    """Return the gain of each of ``nodes``, int64 [nodes]: the decrease of the edge cut if this node alone moves.
 
-    The node moves to the part that decreases the cut most. ``receivers``, bool [classes, num_parts]: the parts that may
-    receive nodes of each class. ``part`` and ``of``: part and class of every node.
+    A node moves to the part with the highest gain. ``receivers``, bool [classes, num_parts]: the parts that may receive
+    nodes of each class. ``part`` [N]: part of each node. ``of`` [N]: class of each node.
     """
     gains = np.zeros(len(nodes), np.int64)
     links = np.zeros(receivers.shape[1], np.int64)

@@ -188,7 +188,8 @@ def convert(
 def repartition(folder: str, out: str, **values: Any) -> None:
     """Divide the graph of the partition FOLDER into another number of parts, in the partition folder OUT.
 
-    The graph that FOLDER was made from is not needed: OUT gets the files that `partition make` would write from it.
+    Reads only FOLDER, not the dataset that FOLDER was made from. OUT gets the same files that `partition make` would
+    write from this dataset.
     FOLDER may also be a partition of another program. OUT may be FOLDER.
 
     \b
@@ -251,7 +252,7 @@ def inspect(folder: str, as_json: bool) -> None:
 @click.argument("folder", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tables(folder: str, as_json: bool) -> None:
-    """Look at the CSV and Parquet files of a folder, and print a section `data` for them, as a first draft."""
+    """Print a draft of the cluster file's section `data` for the CSV and Parquet files of a folder."""
     from trainer.sources.draft_tables import draft_tables
 
     options = draft_tables(Path(folder))

@@ -43,7 +43,7 @@ class WeightedGraph:
 
 
 def clusters_of(graph: WeightedGraph, limit: int, seed: int) -> Array:
-    """Divide the nodes into clusters, and return the cluster of each node, from 0, int32|int64 [N].
+    """Divide the nodes into clusters; return the number of each node's cluster, counted from 0: int32|int64 [N].
 
     The node weights in a cluster add up to at most ``limit``. ``seed``: random seed. Takes 24 bytes of memory per node.
     """
@@ -109,7 +109,7 @@ def contracted(graph: WeightedGraph, cluster: Array, scratch: Scratch, name: str
     """Return a graph with one node per cluster. ``cluster``: the cluster of each node.
 
     The weight of an edge is the total weight of the edges between its two clusters. Neighbours and weights are
-    memory-mapped files ``<name>.*`` in the folder of ``scratch``. Takes 32 bytes of memory per cluster, and
+    memory-mapped files ``<name>.*`` in the folder of ``scratch``. Memory: 32 bytes per cluster, plus
     ``scratch.memory``.
     """
     count = int(cluster.max()) + 1

@@ -30,8 +30,8 @@ def convert_partition(
     found = open_source(source, options)
     if found.format is None:
         raise PartitionError(
-            f"{found.folder} is a partition of gnnfleet already; --to pyg converts it, `partition repartition` changes "
-            "its parts"
+            f"{found.folder} is a partition of gnnfleet already; use --to pyg to convert it to torch_geometric's "
+            "format, or `partition repartition` to change its parts"
         )
     say(f"{found.folder}: {found.title}, {found.num_parts or 'not assigned to'} parts")
     spec = PartitionSpec(

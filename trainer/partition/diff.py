@@ -150,7 +150,10 @@ def _sorted(attrs: Mapping[str, Array]) -> list[Array]:
 def _attr_differences(
     what: str, a: NodeData | EdgeData, b: NodeData | EdgeData, orders: tuple[Array, Array] | None
 ) -> Iterator[str]:
-    """Yield the differences of attributes. ``orders``: permutation of the rows of ``a`` and ``b``; None: as stored."""
+    """Yield the differences of attributes.
+
+    ``orders``: for ``a`` and for ``b``, the order in which rows are compared; None: as stored.
+    """
     if set(a.attrs) != set(b.attrs):
         ours, theirs = set(a.attrs), set(b.attrs)
         yield (
@@ -201,10 +204,10 @@ def _same_order(a: Dataset, b: Dataset) -> bool:
 
 
 def _moved(a: PartitionedGraph, b: PartitionedGraph) -> float:
-    """Return the share of nodes whose part in ``b`` does not correspond to their part in ``a``.
+    """Match the parts of ``a`` and ``b`` one to one, and return the share of nodes outside the matched parts.
 
-    Each part of ``a`` is matched with at most one part of ``b``, so that this share is smallest. Returns nan if the
-    graphs have different nodes.
+    A node is outside if its part in ``a`` is not matched with its part in ``b``. The matching makes the share as small
+    as possible. Returns nan if the graphs have different numbers of nodes, or no nodes.
     """
     counts = [{of: nodes.num_nodes for of, nodes in graph.dataset.nodes.items()} for graph in (a, b)]
     if counts[0] != counts[1] or not a.dataset.num_nodes:

@@ -38,8 +38,8 @@ def reusable(folder: Path, fingerprint: str, say: Callable[[str], None] = lambda
     In a complete partition, each file has the size that the manifest states. Partitions of up to 4 GiB must also have
     the digests that the manifest states. ``say`` is called with a message about damaged files.
 
-    Raises ``PartitionError`` if ``folder`` is no partition folder. Also raises it if the partition cannot be reused and
-    ``folder`` contains other files, which replacing the folder would remove.
+    Raises ``PartitionError`` if ``folder`` is no partition folder. If the partition cannot be reused, also raises
+    ``PartitionError`` for other files in ``folder``, because they would be deleted when the folder is replaced.
     """
     _check_kind(folder)
     with contextlib.suppress(PartitionError):
@@ -156,8 +156,8 @@ def _raw_manifest(folder: Path) -> dict[str, Any] | None:
 def staged(folder: Path, kept: Path | None = None) -> Iterator[Path]:
     """Yield a staging folder, which replaces ``folder`` at the end of the ``with`` block.
 
-    The staging folder is ``kept`` if this is given; after an error, ``kept`` is not removed. Otherwise it is a new
-    folder beside ``folder``, which is removed after an error. Staging folders of killed processes are removed too.
+    By default, the staging folder is a new folder beside ``folder``, and is removed after an error. With ``kept``, the
+    staging folder is ``kept``, and remains after an error. Staging folders that killed processes left are removed.
     Raises ``PartitionError`` when the disk cannot be written, or ``folder`` holds files other than a partition.
     """
     staging = kept or folder.parent / f".{folder.name}.{socket.gethostname()}.{os.getpid()}"

@@ -1,9 +1,9 @@
 """Method `frequency`: assigns each node to the part whose train seeds sample it most often.
 
-A node's visit probability for a part is the probability that a batch of the part's train seeds contains the node: the
-vertex-inclusion probability of SALIENT++ (Kaler et al., "Communication-Efficient Graph Neural Networks with
-Probabilistic Neighborhood Expansion Analysis and Caching", MLSys 2023), per node type. Nodes are assigned in descending
-order of the difference between their two highest visit probabilities.
+A node's visit probability for a part is the probability that a batch of the part's train seeds contains the node. This
+is the vertex-inclusion probability of SALIENT++ (Kaler et al., "Communication-Efficient Graph Neural Networks with
+Probabilistic Neighborhood Expansion Analysis and Caching", MLSys 2023), computed here for graphs of one or several node
+types. Nodes are assigned in descending order of the difference between their two highest visit probabilities.
 """
 
 from __future__ import annotations

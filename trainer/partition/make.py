@@ -67,14 +67,17 @@ class PartitionSpec:
 
     @cached_property
     def partition_source(self) -> PartitionSource:
-        """The partition folder that is read, for dataset `partition`. Raises ``DataError`` or ``PartitionError``."""
+        """The partition folder to read, for dataset `partition`. Raises ``DataError`` or ``PartitionError``."""
         return open_source(self.source, self.options)
 
     @property
     def kept_source(self) -> PartitionSource:
-        """The partition folder whose parts are kept. Raises ``PartitionError`` unless it has ``num_parts`` parts."""
+        """The partition folder from which method `keep` takes the part of each node.
+
+        Raises ``PartitionError`` unless the dataset is `partition`, and the folder has ``num_parts`` parts.
+        """
         if self.dataset != DATASET:
-            raise PartitionError("method keep needs dataset partition, whose source is a partition folder")
+            raise PartitionError("method `keep` needs dataset `partition`, with a partition folder as source")
         found = self.partition_source.num_parts
         if found == 0:
             raise PartitionError(
@@ -177,9 +180,10 @@ def _loaded(spec: PartitionSpec, limit: int, work: WorkFolder) -> Dataset:
 
 
 def _memory_of_steps(dataset: Dataset, limit: int) -> int:
-    """Return the bytes that are left for arrays: ``limit`` minus what the process and the nodes need.
+    """Return how many bytes of memory each step may use, besides the arrays with one value per node.
 
-    Raises ``PartitionError`` if less than 64 MiB are left.
+    This is ``limit`` without these arrays and the memory of the process itself. Raises ``PartitionError`` if less than
+    64 MiB are left.
     """
     fixed = _PROCESS_BYTES + _NODE_BYTES * dataset.num_nodes
     if limit - fixed < _LEAST_BYTES:

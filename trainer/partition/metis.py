@@ -30,9 +30,10 @@ def metis_assignment(
     """Assign nodes to parts by METIS, then balance the parts, and return the part of each node, int32 [total].
 
     ``joined``: numbers the nodes of all types consecutively. Edges of all types count as undirected. All parts get
-    about the same number of nodes of each class. ``balance``, such as ``types+seeds``, states what distinguishes
-    classes: the node type, being a train seed, or both. ``slack``: allowed deviation from the mean number. Raises
-    ``PartitionError`` when METIS fails or returns an incomplete partition.
+    about the same number of nodes of each class. ``balance``, such as ``types+seeds``, defines the classes: with
+    ``types``, each node type is a class; with ``seeds``, the train seeds of each type are a separate class. ``slack``:
+    allowed deviation from equal numbers, as a fraction. Raises ``PartitionError`` when METIS fails or returns an
+    incomplete partition.
     """
     indptr, neighbours = joined_adjacency(dataset, joined)
     part = _connected_parts(indptr, neighbours, num_parts, seed)

@@ -89,7 +89,10 @@ def _conversion(form: WireRows, column: Column) -> tuple[Callable[[Array], Seque
 
 
 def stored_form(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], rows: WireRows) -> WireRows:
-    """Return in which form an attribute is stored: rounded to ``rows`` if possible, else unchanged (``stored``)."""
+    """Return the type that the attribute is rounded to in the files: ``rows``, or ``stored`` if it is not rounded.
+
+    ``rows``: the value of option ``--rows``.
+    """
     return rows if rounds(name, dtype, shape, rows) else "stored"
 
 

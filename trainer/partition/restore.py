@@ -32,8 +32,9 @@ class PartitionedGraph:
 def restore_graph(folder: str | Path, work: Path | None = None) -> PartitionedGraph:
     """Return the graph in a partition folder, in the order of its original ids, and the part of every node.
 
-    The result equals the dataset that the folder was made from, except for rounded features and an attribute `cluster`
-    that was added. Memory: the size of the graph, without arrays of 64 MiB or more if ``work`` is given.
+    The result equals the dataset that the folder was made from, but features that were rounded stay rounded. An
+    attribute `cluster` that partitioning added is left out. Memory: the size of the graph; with ``work``, arrays of
+    64 MiB or more are on disk instead.
 
     Args:
         folder: partition folder with all parts. Every file is compared with its digest first.

@@ -94,7 +94,7 @@ class PartitionSource:
     def read(self, work: Path | None = None) -> PartitionedGraph:
         """Read the graph and the part of every node.
 
-        ``work``: an empty folder on disk for large arrays; None: all are in memory. Raises ``DataError`` or
+        ``work``: an empty folder for large arrays; None: they are kept in memory. Raises ``DataError`` or
         ``PartitionError`` for files that are incomplete or damaged, or contradict each other.
         """
         if self.format is None:
@@ -111,13 +111,12 @@ def open_source(source: str | Path | None, options: Mapping[str, Any] | None = N
     Args:
         source: the folder, the file in it that describes the partition (META.json, DGL's part config, …), or a folder
             that contains one folder `NAME-partitions`.
-        options: the options of datasets that are read from files (``SourceOptions``), and `nodes`: a mapping of names
-            of node attributes to files (.npy or .pt) or folders (with partition0.pt, …). Must be empty for a partition
-            in gnnfleet's format.
+        options: fields of ``SourceOptions``, and `nodes`: a mapping of names of node attributes to files (.npy or .pt)
+            or folders (with partition0.pt, …). Must be empty for a partition in gnnfleet's format.
 
     Raises:
-        DataError: when the folder does not exist or has no known format, or for unknown options.
-        PartitionError: for options with a partition in gnnfleet's format.
+        DataError: when the folder does not exist or has no known format, or an option is unknown.
+        PartitionError: when options are given for a partition in gnnfleet's format.
     """
     if not source:
         raise DataError("dataset partition: no source; give the partition folder to read")
@@ -135,7 +134,10 @@ def open_source(source: str | Path | None, options: Mapping[str, Any] | None = N
 
 
 def _located(folder: Path) -> tuple[Path, ForeignFormat | None]:
-    """Return the partition folder and its format. It is ``folder``, or its only sub-folder `NAME-partitions`."""
+    """Find the partition folder: ``folder`` or its only sub-folder `NAME-partitions`.
+
+    Returns the partition folder, and its format (None: gnnfleet's).
+    """
     places = [folder, *sorted(path for path in folder.glob("*-partitions") if path.is_dir())]
     found = [(place, form) for place in places for form in (_format(place),) if form != ""]
     if not found:

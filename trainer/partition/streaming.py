@@ -30,10 +30,10 @@ def streaming_assignment(
 ) -> Part:
     """Assign nodes to parts, and return the part of each node, int32 [total].
 
-    ``joined``: numbers the nodes of all types consecutively. All parts get about the same number of nodes of each
-    class. ``balance``, such as ``types+seeds``, states what distinguishes classes: the node type, being a train seed,
-    or both. Memory: about 60 bytes per node, and ``scratch.memory``. Disk space in ``scratch.folder``: up to 24 bytes
-    per edge while the edges are sorted, then 8 bytes per edge.
+    ``joined``: numbers the nodes of all types consecutively. ``balance``: how nodes are divided into classes, by node
+    type (``types``), into train seeds and others (``seeds``), or by both (``types+seeds``). All parts get about the
+    same number of nodes of each class. Memory: about 60 bytes per node, and ``scratch.memory``. Disk space in
+    ``scratch.folder``: up to 24 bytes per edge while the edges are sorted, then 8 bytes per edge.
     """
     indptr, neighbours = joined_adjacency(dataset, joined, scratch)
     connected = np.diff(indptr) > 0

@@ -32,7 +32,7 @@ class EndpointSums:
     def add_endpoints(self, ends: Array, first: int, src_gid: Array, dst_gid: Array) -> None:
         """Add ``ends`` [m, 2]: source and target of the edges with the original ids ``first`` to ``first + m - 1``.
 
-        ``src_gid`` and ``dst_gid``: the global id of each original node id; empty if both ids of every node are equal.
+        ``src_gid`` and ``dst_gid``: the global id of each original node id; empty if global and original ids are equal.
         """
         with np.errstate(over="ignore"):
             self._of_endpoints += _sum_of_endpoints(ends, first, src_gid, dst_gid)

@@ -51,7 +51,7 @@ class WorkFolder:
     def once(self, stage: str, run: Callable[[], Any]) -> Any:
         """Return the recorded result of a stage. If the stage is not finished, call ``run`` and record its result.
 
-        ``run`` returns JSON values.
+        The result must be serialisable as JSON.
         """
         if not self.is_done(stage):
             result = json.dumps(run())
@@ -81,9 +81,9 @@ class WorkFolder:
 def work_folder(folder: Path, fingerprint: str, keep: bool) -> Iterator[WorkFolder]:
     """Open the work folder of a partition folder for the ``with`` block, and delete it at the end and after errors.
 
-    The work folder remains if the process is killed and, with ``keep``, after an interrupt (Ctrl-C). Results for
-    another ``fingerprint`` are deleted first. Raises ``PartitionError`` if another process uses the work folder, or the
-    disk cannot be written.
+    The work folder remains if the process is killed and, with ``keep``, after an interrupt (Ctrl-C). ``fingerprint``:
+    identifies the work; results of other work are deleted first. Raises ``PartitionError`` if another process uses the
+    work folder, and in place of any ``OSError``.
     """
     work = None
     try:

@@ -1,4 +1,4 @@
-"""Writes a partition folder atomically: relabels nodes, cuts edges by part, and records digests."""
+"""Writes a partition folder atomically: relabels nodes, writes the edges of each part, and records digests."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def write_partition(
         dataset: the graph.
         assignment: the part of every node.
         folder: partition folder to write.
-        rows: type that floating-point attributes with two or more dimensions are rounded to, except labels.
+        rows: type to which floating-point attributes are rounded, except labels and 1-d attributes.
         memory: bytes for sorting edges and their attributes; if they need more, they are sorted in files.
         work: folder that records which groups of files are finished, so that an interrupted call can be continued.
         fingerprint: fingerprint of the partition; default: computed from dataset and assignment.
 
     Raises:
         PartitionError: when the folder cannot be written, or contains files that are not of a partition.
-        DataError: when a row cannot be rounded. After both errors, ``folder`` is unchanged.
+        DataError: when a row cannot be rounded. After either error, ``folder`` is unchanged.
     """
     target = Path(folder)
     assignment = replace(assignment, options=options_with(assignment.options, rows))

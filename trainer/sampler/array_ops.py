@@ -1,4 +1,7 @@
-"""Operations on the arrays of a growing subgraph: in numpy here, and in torch where a CUDA device samples."""
+"""Array operations for growing a subgraph: the protocol ``ArrayOps``, and its implementation for numpy.
+
+``trainer.cuda.array_ops`` implements the protocol for torch tensors.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class ArrayOps(Protocol):
         """
 
     def begins(self, counts: Array, first: int) -> Array:
-        """Return where each of n consecutive ranges of lengths ``counts`` begins, the first at ``first``: int64 [n]."""
+        """Return ``first`` plus the exclusive cumulative sum of ``counts``, int64 [n]."""
 
     def block_rows(self, begin: Array, count: Array, fanout: int, values: Array) -> tuple[Array, Array]:
         """Return a CSR with the first ``fanout`` values of each row (-1: all): int32 offsets [n + 1], and the values.

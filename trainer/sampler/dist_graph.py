@@ -186,10 +186,10 @@ class DistGraph:
         return [*columns]
 
     def pieces(self, requests: Sequence[RowRequest], cache: RowCache | None, held: HeldRows) -> list[GatherPiece]:
-        """Return from where ``gather`` would read each row, given ``cache`` and ``held``, without sending a request.
+        """Return the source from which ``gather`` would read each row, without sending a request.
 
-        The arrays in the result have no values and take no memory. Raises ``PartitionError`` for an unknown type or
-        attribute, or an id outside all parts.
+        The sources depend on ``cache`` and ``held``. ``GatherPiece.out`` has placeholder arrays that take no memory.
+        Raises ``PartitionError`` for an unknown type or attribute, or an id outside all parts.
         """
         return self._pieces(requests, [self.local.no_rows(request) for request in requests], cache, held)
 
@@ -277,7 +277,7 @@ class DistGraph:
         return whole
 
     def edges_of(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList:
-        """Return ``count`` edges of any part, from slot ``first`` of the part's edge arrays on.
+        """Return ``count`` consecutive edges of any part. ``first``: slot of the first edge in the part's edge arrays.
 
         Raises ``ServiceError`` and ``PartitionError``.
         """
@@ -291,7 +291,7 @@ class DistGraph:
         return self._received(piece, edge_type, host, self._ask_slice(piece, edge_type, host))
 
     def take_cost(self) -> Cost:
-        """Return the cost of this thread's requests since its last call: bytes, waiting time and rows by source.
+        """Return the cost of this thread's requests since it last called this: bytes, waiting time and rows by source.
 
         Rows are counted only if there are other hosts.
         """

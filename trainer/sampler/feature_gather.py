@@ -145,7 +145,7 @@ class GatherPiece:
             self._put(rows, placed)
 
     def put(self, host: str, rows: Columns, at: npt.NDArray[np.int32]) -> None:
-        """Copy rows that ``host`` sent to the positions ``at`` of the result arrays.
+        """Copy ``rows``, a reply of ``host``, to the positions ``at`` of the result arrays.
 
         Raises ``ServiceError`` for rows of a wrong dtype or shape.
         """
@@ -173,8 +173,8 @@ class GatherPiece:
 class GatherPlan:
     """Divides the requests of one ``gather`` call into pieces.
 
-    The attributes of a piece are stored in the same places. ``hosts``: the host that answers for each part
-    (``PartHolders.table``).
+    A piece has attributes of one kind: those that every host stores (replicated topology), those in the row cache, or
+    all others. ``hosts``: the host that answers for each part (``PartHolders.table``).
     """
 
     def __init__(self, local: LocalGraph, hosts: Array, cache: RowCache | None, held: HeldRows):

@@ -84,7 +84,7 @@ class LocalGraph:
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
         """Return sources and targets of edges, given by original id: original node ids, int64 [n] each.
 
-        Raises ``PartitionError`` if another part, or none, stores the endpoints of an edge.
+        Raises ``PartitionError`` if no opened part stores the source and target of an edge.
         """
         check_endpoints(self.store, edge_type)
         table = EndpointTable(edge_type)
@@ -104,7 +104,7 @@ class LocalGraph:
         groups = self.by_part(request.edge_type[2], request.nodes)
         if self._max_edges is not None and (most := self._most_edges(request, groups)) > self._max_edges:
             raise SettingsError(
-                f"a hop of up to {most} edges is over the limit of {self._max_edges}; use smaller batches or fanouts"
+                f"a hop can have {most} edges, over the limit of {self._max_edges}; use smaller batches or fanouts"
             )
         if self.store.larger_than_memory:
             self._read_ahead(request, groups)
@@ -173,7 +173,7 @@ class LocalGraph:
         return {name: slabs.empty((len(request.ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
 
     def no_rows(self, request: RowRequest) -> dict[str, Array]:
-        """Return read-only arrays with the shapes and dtypes of ``new_rows`` that take no memory."""
+        """Return placeholders for the arrays of ``new_rows``: read-only zeros that take no memory."""
         specs = self._row_specs(request)
         return {name: blank_rows(len(request.ids), *spec) for name, spec in specs.items()}
 
@@ -204,9 +204,9 @@ class LocalGraph:
                     put_rows(_column(table, name), rows, values)
 
     def by_part(self, of: AnyType, ids: Ids) -> Mapping[int, RowPlacement]:
-        """Group ids by part. Each part, or at least its topology, must be on this host.
+        """Group ids by part.
 
-        Raises ``PartitionError`` for other parts.
+        Raises ``PartitionError`` if this host does not store the topology of a part.
         """
         return self._by_part(of, ids, self._topology)
 

@@ -55,11 +55,11 @@ class HopSource(Protocol):
 def sample_multi_hop(
     graph: HopSource, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: Relabelling
 ) -> SampledSubgraph:
-    """Sample a subgraph around ``seeds``.
+    """Sample a subgraph around ``seeds``, which has numpy arrays.
 
-    ``tables``: tables that are reused between calls. Those on the CPU must contain only zeros, and do so again after
-    the call. ``seeds`` contains numpy arrays. The arrays of requests, answers and the result are those that
-    ``tables.ops`` makes: numpy arrays or tensors.
+    ``tables``: maps global ids to batch positions, and can be reused. Tables on the CPU must be all zeros before the
+    call, and are reset to zeros after it. ``tables.ops`` decides whether requests, answers and the result have numpy
+    arrays or tensors.
 
     Raises:
         ServiceError: A host that is needed does not answer.
@@ -80,9 +80,9 @@ def sample_multi_hop(
 def cut_block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> tuple[Positions, Positions, int]:
     """Return the block of one edge type and hop as CSR: indptr, indices and the number of sources.
 
-    Rows are targets, indices are sources, as batch positions in int32. Targets are all nodes that the subgraph had
-    before the hop, with up to ``fanouts[hop]`` edges each; sources are all nodes that it had after the hop. In an
-    induced subgraph, the block of every hop has all nodes and edges.
+    Each row is a target, each index a source, as int32 batch positions. Targets are all nodes that the subgraph had
+    before the hop. Each target has up to ``fanouts[hop]`` edges. Sources are all nodes that the subgraph had after the
+    hop. In an induced subgraph, the block of every hop has all nodes and edges.
     """
     src_per_hop = subgraph.nodes[edge_type[0]].per_hop
     num_src = sum(src_per_hop) if subgraph.induced else sum(src_per_hop[: hop + 2])

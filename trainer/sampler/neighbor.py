@@ -122,7 +122,7 @@ def _times(edges: EdgePart, request: HopRequest) -> Array:
     known = edges.src_times if request.bound.on == "node" else edges.attrs
     if attr not in known:
         raise PartitionError(
-            f"no time {attr!r} of the {request.bound.on}s of {request.edge_type}; there are {sorted(known)}"
+            f"no time attribute {attr!r} of the {request.bound.on}s of {request.edge_type}; there are {sorted(known)}"
         )
     times = known[attr]
     if times.ndim != 1 or times.dtype.kind not in "iu":
@@ -141,7 +141,7 @@ def _weights(edges: EdgePart, request: HopRequest) -> Array:
 
 
 def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
-    """Return the sources of excluded edges, and where those of each requested node begin and end.
+    """Return the sources of excluded edges, and the begin and end of each requested node's range in these sources.
 
     The sources are sorted by target, and then by source.
     """
@@ -154,15 +154,16 @@ def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
 
 
 def _allowed(request: HopRequest, num_sources: int) -> Array:
-    """Return a bit array, uint8, with the bits of the nodes ``request.sources`` set; empty if all are allowed.
+    """Return a bit array, uint8, with one bit for each of the ``num_sources`` nodes of the source type.
 
-    There is one bit for each of the ``num_sources`` nodes of the source type.
+    Bits of nodes in ``request.sources`` are 1, others 0. If ``request.sources`` is None, all sources are allowed, and
+    the array is empty.
     """
     if request.sources is None:
         return np.empty(0, np.uint8)
     bits = np.zeros(num_sources // 8 + 1, np.uint8)
     if len(request.sources):
         if request.sources.min() < 0 or request.sources.max() >= num_sources:
-            raise PartitionError(f"the request names {request.edge_type[0]!r} sources outside 0 to {num_sources - 1}")
+            raise PartitionError(f"the request has ids of type {request.edge_type[0]!r} outside 0 to {num_sources - 1}")
         allow(request.sources, bits)
     return bits

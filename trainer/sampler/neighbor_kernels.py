@@ -69,9 +69,9 @@ def draw_edges(
 ) -> None:  # fmt: skip
     """Draw ``counts[i]`` in-edges of each node ``nodes[i]``, and write their sources to ``src``.
 
-    Unless ``edge`` is empty, the ids of the edges are written to it. Without replacement, the edges drawn for a smaller
-    count are the first ones drawn for a larger count. If all edges of a node are taken, only the first ``shuffle`` of
-    them are in random order. ``indptr`` and ``indices``: CSC of the part. ``first_node`` and ``first_edge``: first ids
+    Writes the edge ids to ``edge``, unless ``edge`` is empty. Without replacement, the edges drawn for a smaller count
+    are a prefix of those drawn for a larger count. If all edges of a node are taken, only the first ``shuffle`` of them
+    are in random order. ``indptr`` and ``indices``: CSC of the part. ``first_node`` and ``first_edge``: first ids
     of the part's nodes and edges. ``longest``: highest degree of a node. ``trees``: int64 [n], tree of each node in
     disjoint sampling, else empty.
     """
@@ -116,10 +116,10 @@ def draw_edges(
 
 @_jit
 def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order: Any, moved: Any) -> None:
-    """Write the first ``len(picks)`` of ``degree`` shuffled numbers to ``picks``.
+    """Fill ``picks`` with distinct numbers from ``begin`` to ``begin + degree - 1``.
 
-    The numbers ``begin``, ``begin + 1``, … are shuffled by ``steps`` steps of Fisher-Yates. ``drawn``: random key.
-    ``order``, int32, must contain 0, 1, 2, …, and does so again after the call. ``moved``: work array.
+    The first ``steps`` picks are drawn at random, by ``steps`` steps of Fisher-Yates; the others are not. ``drawn``:
+    random key. ``order``, int32: 0, 1, 2, …, unchanged after the call. ``moved``: work array.
     """
     for j in range(steps):
         other = j + draw(drawn, j, degree - j)
@@ -252,7 +252,7 @@ def write_ends(src: Any, counts: Any, ends: Any) -> None:
 
 @_jit
 def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any) -> None:
-    """For each k, copy the next ``counts[k]`` elements of ``values`` to ``out``, from ``begins[positions[k]]`` on."""
+    """For each k, copy the next ``counts[k]`` elements of ``values`` to ``out[begins[positions[k]]]`` and after it."""
     cursor = 0
     for k in range(len(positions)):
         begin = begins[positions[k]]

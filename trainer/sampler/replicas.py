@@ -55,8 +55,8 @@ class RemoteHost(Protocol):
 class PartHolders:
     """The holders of each part, and which hosts are lost. Thread-safe.
 
-    This process itself answers for its own parts. The holders of another part are tried in an order that depends on the
-    part number and on ``turn``. Lost hosts are used again once they answer.
+    This process itself answers for its own parts. The first holder that is tried for another part depends on the part
+    number and on ``turn``, which is the node rank of this process. Lost hosts are used again once they answer.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PartHolders:
             self._table = self._make_table()
 
     def table(self) -> Array:
-        """Return the host that answers for each part, int16 [num_parts + 2]: that of part p at index p + 1.
+        """Return the host that answers for each part, int16 [num_parts + 2]. Part p is at index p + 1.
 
         The first and last entries, for ids in no part, are ``NOBODY``. If all holders of a part are lost, its entry is
         the holder that is tried first.
@@ -175,7 +175,7 @@ class _LostHost:
 
 
 def _in_turn(part: int, own: Collection[int], remotes: Mapping[int, RemoteHost], turn: int) -> tuple[int, ...]:
-    """Return the holders of a part in the order in which they are tried; only ``HERE`` for a part of this process."""
+    """Return the holders of a part in the order in which they are tried; ``(HERE,)`` for a part of this process."""
     if part in own:
         return (HERE,)
     holders = [host for host in sorted(remotes) if part in remotes[host].part_ids]

@@ -19,9 +19,10 @@ Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 
 
 class RequestSplit:
-    """Splits the arrays of one call by the host that answers for each id.
+    """Splits the arrays of several requests by the host that answers for each id.
 
-    Make an instance per call: it identifies the arrays by ``id()``, which Python reuses once they are deleted.
+    Use an instance only while the arrays exist: it caches results by the ``id()`` of an array, and Python gives the
+    ``id()`` of a deleted array to new arrays.
     """
 
     def __init__(self, group: Callable[[BookKey, Ids], Groups]):
@@ -111,7 +112,7 @@ EDGES_AT_ONCE = 1 << 22  #: edges per request of an edge list: at most 96 MiB
 
 
 def edge_slice(store: PartStore, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList:
-    """Return ``count`` edges of a part, from slot ``first`` of the part's edge arrays on.
+    """Return ``count`` consecutive edges of a part. ``first``: slot of the first edge in the part's edge arrays.
 
     Raises ``PartitionError`` for a part that is not open, an unknown edge type, or slots out of range.
     """

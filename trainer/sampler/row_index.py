@@ -96,9 +96,10 @@ class SourceCodes:
         return self.num_parts + 1 + self.num_held
 
     def of_parts(self, hosts: Array, here: int) -> Array:
-        """Return the code of the source of each part's rows: int32 [num_parts + 2], that of part p at index p + 1.
+        """Return for each part the code of the source of its rows: int32 [num_parts + 2]. Part p is at index p + 1.
 
-        ``hosts``: result of ``PartHolders.table``, in which ``here`` stands for this host.
+        The first and last entries, for ids in no part, are -1. ``hosts``: result of ``PartHolders.table``. ``here``:
+        the value in ``hosts`` that means this host.
         """
         codes = hosts.astype(np.int32) + self.first_host
         parts = np.arange(-1, self.num_parts + 1, dtype=np.int32)
@@ -111,9 +112,9 @@ class SourceCodes:
 def locate(
     ids: Ids, offsets: Ids, of_part: Array, codes: SourceCodes, slots: Array | None = None, held: IdIndex = NO_INDEX
 ) -> tuple[int, Mapping[int, RowPlacement]]:
-    """Find the source of each row. Returns -1, and the rows to copy from each source, by the code of the source.
+    """Find the source of each row. Returns (-1, mapping from the code of a source to the rows to copy from it).
 
-    If an id is in no part, returns its position in ``ids`` and an empty mapping instead.
+    If an id is in no part, returns (position of the id in ``ids``, empty mapping) instead.
 
     Args:
         ids: int64 [n], global ids.

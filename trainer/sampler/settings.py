@@ -23,15 +23,18 @@ def check_settings(schema: GraphSchema, settings: SampleSettings) -> None:
     if settings.weight is not None and settings.time is not None:
         raise SettingsError(
             f"weights {settings.weight!r} and times {settings.time.attr!r} cannot be used together"
-            " (nor in torch_geometric); pass one of them"
+            " (torch_geometric does not allow this either); pass one of them"
         )
     if settings.induced and (settings.disjoint or settings.time is not None):
-        cause = "disjoint" if settings.time is None else "temporal, hence disjoint,"
+        cause = "disjoint" if settings.time is None else "temporal, because temporal subgraphs are disjoint"
         raise SettingsError(
-            f"induced subgraphs cannot be {cause} (nor in torch_geometric); use directional or bidirectional"
+            f"induced subgraphs cannot be {cause} (torch_geometric does not allow this either);"
+            " use directional or bidirectional subgraphs"
         )
     if settings.replace and settings.time is not None and settings.time.last:
-        raise SettingsError("replace has no effect on the latest neighbours, which are not drawn; leave replace off")
+        raise SettingsError(
+            "the latest neighbours are not drawn at random, so replace has no effect; leave replace off"
+        )
     if settings.weight is not None:
         _check_weight(schema, settings.weight)
     if settings.time is not None:
@@ -113,7 +116,8 @@ def check_endpoints(store: PartStore, edge_type: EdgeType) -> None:
     check_type(store, edge_type)
     if not store.manifest.edges[edge_type].endpoints:
         raise PartitionError(
-            f"{store.folder} does not store the ends of the edges {edge_type} by original id; make the partition again"
+            f"{store.folder} does not store source and target of the edges {edge_type} by original edge id; make the "
+            "partition again"
         )
 
 

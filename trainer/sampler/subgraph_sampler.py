@@ -24,7 +24,7 @@ class CountedAccess(GraphAccess, Protocol):
 
 @dataclass(frozen=True)
 class BatchWork:
-    """All arguments with which a batch is made from a graph."""
+    """The arguments for making one batch from a graph."""
 
     settings: SampleSettings
     seeds: SeedSet
@@ -113,6 +113,6 @@ class SubgraphSampler:
 def _missing(subgraph: SampledSubgraph, kept: Mapping[NodeType, Array]) -> list[RowRequest]:
     """Return requests for the rows of ``x`` that are not on the device.
 
-    ``kept``: for each node of the subgraph, its row on the device, or -1.
+    ``kept``: for each node of the subgraph, the index of its row on the device; -1 if the row is not there.
     """
     return [RowRequest(of, subgraph.nodes[of].ids[slots < 0], ("x",)) for of, slots in kept.items()]

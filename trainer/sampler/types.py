@@ -34,7 +34,7 @@ class GraphSchema(Protocol):
 
 @dataclass(frozen=True)
 class TimeBound:
-    """Restricts the sampled edges of each node to those not later than a time given for the node."""
+    """Restricts the sampled edges of a request: the edges of node i must not be later than ``times[i]``."""
 
     times: Ids  #: int64 [n] latest time for each node
     attr: str  #: integer attribute
@@ -133,9 +133,9 @@ class GraphAccess(Protocol):
         """Return all edges of a type. Memory: 24 bytes per edge."""
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
-        """Return sources and targets of edges, given by *original* id: original node ids, int64 [n] each.
+        """Return the sources and the targets of edges, as *original* node ids, int64 [n] each.
 
-        The partition must store endpoints (``EdgeSpec.endpoints``).
+        ``edges``: *original* edge ids. The partition must store endpoints (``EdgeSpec.endpoints``).
         """
 
 
@@ -225,13 +225,16 @@ class EdgeSet:
     whole: EdgeRanges | None = None
 
     def dst(self) -> Positions:
-        """Return the target of each edge, int32 [e]. Wrong if the neighbours of a node were requested twice."""
+        """Return the target of each edge, int32 [e].
+
+        Must not be called if the neighbours of a node were requested several times (``SampleSettings.ask_again``).
+        """
         return np.repeat(np.arange(len(self.row_count), dtype=np.int32), self.row_count)
 
     def ends(self) -> npt.NDArray[np.int64]:
         """Return the source and target of each edge, int64 [2, e].
 
-        Wrong if the neighbours of a node were requested twice.
+        Must not be called if the neighbours of a node were requested several times (``SampleSettings.ask_again``).
         """
         found: npt.NDArray[np.int64] = slabs.empty((2, len(self.src)), np.int64)
         neighbor_kernels.write_ends(read_only(self.src), read_only(self.row_count), found)

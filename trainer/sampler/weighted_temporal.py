@@ -99,11 +99,11 @@ def count_drawn(found: int, draws: Any) -> int:
 def draw_candidates(
     times: Any, timed: bool, draws: Any, begin: int, drawn: Any, slots: Any, values: Any, ranks: Any, picks: Any
 ) -> None:  # fmt: skip
-    """Fill ``picks`` with edges drawn among the candidates ``slots`` of one node, whose first edge is at ``begin``.
+    """Fill ``picks`` with edges drawn among the candidates ``slots`` of one node.
 
-    ``times``: integer [e], used if the node's edges are restricted by time (``timed``).
-    ``values``: float64, the weights of the candidates, and ``ranks``, the same memory as int64; both are work arrays.
-    ``drawn``: uint64, the key of the node's random numbers.
+    ``begin``: slot of the node's first in-edge. ``times``: integer [e], used if the node's edges are restricted by time
+    (``timed``). ``values``: float64, weights of the candidates. ``ranks``: the same memory as int64. ``values`` and
+    ``ranks`` are overwritten. ``drawn``: uint64, key of the node's random numbers.
     """
     if draws.last:
         _take_last(times, slots, ranks, draws.shuffle, picks)
@@ -130,8 +130,8 @@ def collect_candidates(
 ) -> int:
     """Write the slots and weights of a node's candidates to ``slots`` and ``values``. Returns the number of candidates.
 
-    ``row``: the node's row in the CSC of the part. ``i``: its index in the request. If an edge has an invalid weight,
-    returns -1 - the edge's slot instead.
+    ``row``: the node's row in the CSC of the part. ``i``: the node's index in the request. If the edge at slot s has an
+    invalid weight, returns ``-1 - s`` instead.
     """
     timed, chosen = len(conditions.bounds) > 0, len(conditions.allowed) > 0
     low, high = 0, 0
@@ -159,9 +159,9 @@ def collect_candidates(
 
 @_jit
 def _take_shuffled(slots: Any, shuffle: int, drawn: Any, picks: Any) -> None:
-    """Draw without replacement by Fisher-Yates.
+    """Fill ``picks`` with elements of ``slots``, drawn without replacement by Fisher-Yates.
 
-    If all slots are taken, only the first ``shuffle`` places are shuffled.
+    If all elements are taken, only the first ``shuffle`` elements of ``picks`` are in random order.
     """
     steps = len(picks) if len(picks) < len(slots) else min(shuffle, len(slots) - 1)
     for j in range(steps):

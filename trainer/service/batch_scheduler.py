@@ -2,8 +2,8 @@
 
 Uses start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the bytes of replies as cost. Until a batch
 is made, its cost is estimated from the client's recent batches. The buffer contains replies until clients acknowledge
-them. A client with replies in the buffer may use at most as many bytes as are free (dynamic thresholds: Choudhury and
-Hahne, 1998).
+them. A batch is made only if the buffer is empty, or if the client's bytes in the buffer, including this batch, are at
+most the free bytes of the buffer (dynamic thresholds: Choudhury and Hahne, 1998).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ClientQueue(Generic[Work]):
         self._gone.discard(job)
 
     def acknowledge_sent(self, peer: Peer) -> None:
-        """Treat all replies to a connection as acknowledged, unless other requests of this connection are pending."""
+        """Treat all replies to a connection as acknowledged, unless a request of it is queued or being answered."""
         if not any(job.peer == peer for job in (*self.queue, *self.making)):
             self._forget_sent(peer)
 
@@ -152,8 +152,8 @@ _RECENT = 32  #: number of recent batches of all clients
 class BatchScheduler(Generic[Work]):
     """Queue of requests for the batch threads of a graph server. Thread-safe.
 
-    Requests for batches alternate with the other requests, which have None as ``ScheduledRequest.client``. The
-    connections of these other requests are served in turn. ``clock``: returns the time in seconds.
+    Requests for batches alternate with requests of other kinds, whose ``client`` is None. For the latter, connections
+    are served in turn. ``clock``: returns the time in seconds.
     """
 
     def __init__(self, buffer_limit: int, clock: Callable[[], float] = time.monotonic):

@@ -56,7 +56,7 @@ _REFUSED = "handshake refused: do both nodes have this run's service.key?"
 
 @functools.cache
 def allow_many_files() -> None:
-    """Raise the soft limit of open files of this process."""
+    """Raise this process's soft limit on open files to ``_MAX_FILES``, or to the hard limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -216,7 +216,7 @@ class Channel:
             return False
         received = self._reader.messages.popleft()
         self.bytes_received += received.size
-        self._deliver(received.parts)
+        self._deliver(received.frames)
         return True
 
     def _note_bytes(self, count: int) -> None:

@@ -235,7 +235,7 @@ class HostClient:
         )
 
     def submit_gather(self, requests: Sequence[RowRequest]) -> PendingRows:
-        """Request attributes: for each request a mapping of names to arrays [n, …]."""
+        """Request attributes. The result has for each request a mapping of names to arrays [n, …]."""
         return RowsInPieces(requests, self._submit_rows, self._row_sizes)
 
     def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingReply[npt.NDArray[np.bool_]]:
@@ -252,9 +252,9 @@ class HostClient:
         )
 
     def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingReply[EdgeList]:
-        """Request ``count`` edges of a part, from slot ``first`` of the part's edge arrays on.
+        """Request ``count`` consecutive edges of a part, at most ``EDGES_AT_ONCE``.
 
-        ``count`` is at most ``EDGES_AT_ONCE``.
+        ``first``: slot of the first edge in the part's edge arrays.
         """
         return self._submit(
             lambda: messages.edges_request(part_id, edge_type, first, count),

@@ -59,7 +59,7 @@ class BoundedGraph:
         self._edges += sum(len(sample.src) for sample in samples)
         if self._edges * _BYTES_OF_EDGE > self._limit:
             raise ServiceError(
-                f"the {self._edges} edges so far take over {self._limit} bytes; make batches or fanouts smaller"
+                f"the {self._edges} edges sampled so far take over {self._limit} bytes; make batches or fanouts smaller"
             )
         return samples
 
@@ -174,15 +174,15 @@ class Handlers:
             most = sum(map(self._graph.most_edges, requests))
             if most * _BYTES_OF_EDGE > self._limit:
                 raise ServiceError(
-                    f"the answer could have {most} edges, more than the {self._limit} bytes allowed per answer; "
-                    "ask for fewer nodes at once"
+                    f"the answer could have {most} edges, which take over {self._limit} bytes; ask for fewer nodes "
+                    "at once"
                 )
         for asked in requests:
             samples += self._graph.sample_hops([asked])
             edges += len(samples[-1].src)
             if edges * _BYTES_OF_EDGE > self._limit:
                 raise ServiceError(
-                    f"the {edges} edges so far take over {self._limit} bytes; ask for fewer nodes at once"
+                    f"the {edges} edges sampled so far take over {self._limit} bytes; ask for fewer nodes at once"
                 )
         return request.reply(hop_messages.sample_arrays(samples))
 
@@ -250,6 +250,6 @@ class Handlers:
         last = self._graph.store.manifest.nodes[of].num_nodes - 1
         if len(ids) and not 0 <= ids.min() <= ids.max() <= last:
             raise PartitionError(
-                f"ids of {of!r} nodes from {ids.min()} to {ids.max()} were requested; they go from 0 to {last}"
+                f"ids of {of!r} nodes from {ids.min()} to {ids.max()} were requested; valid ids are 0 to {last}"
             )
         return request.reply([self._graph.store.to_global(of, ids)])

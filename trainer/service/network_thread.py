@@ -258,7 +258,7 @@ class NetworkThread(threading.Thread):
         self._serve(connection, select.EPOLLOUT)
 
     def _close_unadmitted(self, number: int) -> int:
-        """Close up to ``number`` connections without a finished handshake, oldest first. Returns how many."""
+        """Close at most ``number`` connections without a finished handshake, oldest first. Returns how many."""
         waiting = sorted((one for one in self._by_fd.values() if one.state != _State.OPEN), key=lambda one: one.since)
         for connection in waiting[:number]:
             self._close(connection)
@@ -396,7 +396,7 @@ class NetworkThread(threading.Thread):
 
     def _arrive(self, connection: _Connection, received: Received) -> None:
         self._counters.add("bytes_in", received.size)
-        head = head_of(received.parts)
+        head = head_of(received.frames)
         if head is None:
             raise WireError("the message is not a request")
         if received.size > self._max_request:
@@ -404,7 +404,7 @@ class NetworkThread(threading.Thread):
             self._counters.add("malformed")
             self._send(connection, encode(head.error(f"{cause}; ask for fewer nodes or pairs at once")))
         elif head.kind == Kind.ACK:
-            decode(received.parts, 0, 0)
+            decode(received.frames, 0, 0)
             self._scheduler.acknowledge(connection.peer, head.request_id)
         else:
             connection.host.requests += received.size
@@ -467,7 +467,7 @@ class NetworkThread(threading.Thread):
 
     @staticmethod
     def _stuck(host: _Host, now: float) -> Iterator[_Connection]:
-        """Yield the connections of a host to which almost nothing could be sent recently, although replies wait."""
+        """Yield a host's connections that have unsent replies, but could send almost nothing recently."""
         for connection in list(host.connections):
             if connection.writer.unsent and now - connection.progress_since > _STUCK:
                 yield connection
@@ -493,7 +493,7 @@ def _end() -> bytes:
 def bound_listener(endpoint: str) -> tuple[socket.socket, str]:
     """Listen at ``tcp://address:port``. Returns the socket, and the endpoint with the actual port.
 
-    Raises ``ServiceError`` if it is not possible to listen there.
+    Raises ``ServiceError`` if listening fails.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     bare = host.strip("[]")

@@ -250,9 +250,9 @@ class Gateway:
             client.close()
 
     def probe_servers(self, learn: bool) -> None:
-        """Send HELLO to all unreachable servers and, with ``learn``, to a reachable one.
+        """Send HELLO to all unreachable servers, and use those that answer again.
 
-        Servers that answer are used again. Servers that a reply lists are added.
+        With ``learn``, also sends HELLO to a reachable server. New servers that a reply lists are added.
         """
         reachable = self._choice.pick(0) if learn else None
         for client in (*self._choice.gone, *([reachable] if reachable else [])):
@@ -267,10 +267,10 @@ class Gateway:
     def _ask(
         self, submit: Callable[[HostClient], _PendingReply[T]], patience: float | None = None, known: bool = True
     ) -> T:  # fmt: skip
-        """Send a request to the first reachable server, or to the next one if it is lost, and return the reply.
+        """Send a request to the first reachable server, and return the reply. If the server is lost, tries the next.
 
         ``patience``: seconds to wait for a reachable server (default: ``server_wait``). With ``known``, checks at the
-        first use of a server that it has the same partition.
+        first use of a server that it serves the partition of ``manifest``.
         """
         patience = self.server_wait if patience is None else patience
         until, lost = time.monotonic() + patience, False

@@ -56,9 +56,11 @@ class ServeJob:
 def serve(job: ServeJob) -> None:
     """Serve parts of a partition folder until SIGTERM or SIGINT, and then for ``GNNFLEET_SAVE_ON_TERM`` seconds.
 
+    In these last seconds, ranks that got SIGTERM as well save a checkpoint. Until then they need batches.
+
     Writes ``job.ready_file`` (``{"endpoint", "pid"}``, atomically) once the server answers requests. Raises
     ``SettingsError``, ``PartitionError`` or ``ServiceError`` if the server cannot start, and ``ServiceError`` if one of
-    its threads ends by an error. Must be called in the main thread, because it handles both signals.
+    its threads ends with an error. Must be called in the main thread, because it handles both signals.
     """
     stopping = _catch_signals()
     keys = None if job.key_file is None else read_key_file(job.key_file)

@@ -40,8 +40,9 @@ class GraphServer:
     ``threads``: number of threads for requests that need only the parts on this host; they never wait for other
     servers. ``batch_threads``: number of threads that make whole batches and answer requests that need other parts.
 
-    ``max_request`` and ``max_answer``: largest size of the arrays of a request and of a reply, in bytes. ``topology``:
-    returns the version of ``cluster.json`` and the list of all servers. ``stats_file`` is rewritten every two seconds.
+    ``max_request`` and ``max_answer``: largest size of the arrays of a request and of a reply, in bytes.
+    ``topology``: function that returns the version of ``cluster.json`` and the list of all servers. ``stats_file`` is
+    rewritten every two seconds.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class GraphServer:
 
     def _receive(self, peer: Peer, received: Received) -> list[Any] | None:
         try:
-            request = decode(received.parts, self._max_request, self._max_request)
+            request = decode(received.frames, self._max_request, self._max_request)
             if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.ACK):
                 raise WireError("the message is not a request")
         except WireError:

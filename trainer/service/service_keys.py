@@ -1,8 +1,8 @@
 """Keys of an encrypted graph service: mutual TLS 1.3 with pinned certificates, without a certificate authority.
 
 A key file (mode 0600) contains a self-signed certificate and its private key. The servers and ranks of a run share one
-key file. A server also admits the certificates in ``clients/*.key`` in the folder of its key file, one per line in
-base64 (DER): those of runs and notebooks that are attached to a serving cluster.
+key file. A server also admits runs and notebooks that are attached to a serving cluster. Their certificates are in
+``clients/*.key`` in the folder of the server's key file, one per line, as base64 of DER.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_CERTIFICATE = 1 << 14  #: characters
 
 @dataclass(frozen=True)
 class ServiceKeys:
-    """The content of a key file: a certificate and its private key (base64 of DER), and optional fields."""
+    """The content of a key file. Certificates and keys are base64 of DER. Fields with a default may be missing."""
 
     public: str  #: certificate
     secret: str = field(repr=False)  #: private key (PKCS #8)
@@ -42,9 +42,9 @@ class ServiceKeys:
     guests: Path | None = field(default=None, compare=False)  #: folder of further certificates that a server admits
 
     def client_context(self) -> ssl.SSLContext:
-        """Return a TLS context that accepts only servers with one certificate.
+        """Return a TLS context that accepts only servers with the certificate ``server`` (if empty: ``public``).
 
-        This is ``server`` or, if ``server`` is empty, ``public``. Raises ``ssl.SSLError``.
+        Raises ``ssl.SSLError``.
         """
         return _context(ssl.PROTOCOL_TLS_CLIENT, self, [self.server or self.public])
 

@@ -1,8 +1,8 @@
 """Reads and writes messages on a TCP connection between a graph server and a client, plain or with TLS.
 
 Each side begins with a greeting: ``GNFS`` · version u16 · flags u16 (1: TLS follows). A message is sent as the number
-of its parts (buffers of bytes) u32, the size of each part u64, and the parts, all little-endian. A message without
-parts is a ping: a server sends a ping as soon as it admits a connection, and in reply to each ping.
+of its frames (see ``wire/frames.py``) u32, the size of each frame in bytes u64, and the frames, all little-endian. A
+message without frames is a ping: a server sends a ping as soon as it admits a connection, and in reply to each ping.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from trainer.core.arrays import Array
 from trainer.core.errors import WireError
 from trainer.service.wire.frames import MAX_ARRAYS, VERSION
 
-MAX_PARTS = MAX_ARRAYS + 1
+MAX_FRAMES = MAX_ARRAYS + 1
 
-PING = struct.pack("<I", 0)  #: a message without parts
+PING = struct.pack("<I", 0)  #: a message without frames
 
 _GREETING = struct.Struct("<4sHH")
 
@@ -34,7 +34,7 @@ _TLS = 1
 
 SCRATCH = 1 << 16  #: bytes read at once while messages are small; more than a TLS record
 
-_DIRECT = 1 << 15  #: bytes; a part of which at least this much is missing is read directly into its memory
+_DIRECT = 1 << 15  #: bytes; a frame of which at least this much is missing is read directly into its memory
 
 _BUFFERS = 64  #: buffers per call of sendmsg
 
@@ -70,16 +70,16 @@ def greeting_problem(received: bytes, encrypted: bool) -> str:
 
 @dataclass
 class Received:
-    parts: list[Any]  #: buffers
-    size: int  #: announced bytes of all parts; a message over the limit has only its first part, if small
+    frames: list[Any]  #: buffers
+    size: int  #: announced bytes of all frames; a message over the limit has only its first frame, if small
     freed: object = None  #: an object whose deletion shows that the message is no longer referenced
 
 
 class MessageReader:
     """Splits the bytes received on a connection into messages.
 
-    If a message has more than ``limit`` bytes, only its first part is kept, and only if the part has at most 64 KiB.
-    ``allocate`` returns memory, uint8 [size], for each part except the first.
+    The frames of a message over ``limit`` bytes are discarded, except the first frame if it has at most 64 KiB.
+    ``allocate`` returns memory, uint8 [size], for each frame except the first.
     """
 
     def __init__(
@@ -93,20 +93,20 @@ class MessageReader:
         self._limit, self._allocate = limit, allocate
         self._scratch = memoryview(bytearray(SCRATCH)) if scratch is None else scratch
         self._head = bytearray()  # count and sizes, until they are complete
-        self._sizes: list[int] = []  # sizes of the parts of the current message
-        self._parts: list[Any] = []
+        self._sizes: list[int] = []  # sizes of the frames of the current message
+        self._frames: list[Any] = []
         self._size = 0  # size of the current message
-        self._part: memoryview | None = None  # the part that is being filled; None between messages
-        self._filled = 0  # bytes received of the current part
-        self._skip = False  # whether the current part is discarded
+        self._frame: memoryview | None = None  # the frame that is being filled; None between messages
+        self._filled = 0  # bytes received of the current frame
+        self._skip = False  # whether the current frame is discarded
 
     def read(self, receive: Callable[[memoryview], int]) -> int:
         """Call ``receive`` (a socket's ``recv_into``) once and process the bytes. Returns the number of bytes.
 
         Raises ``EOFError`` at the end of the connection, ``WireError`` for invalid bytes, and errors of ``receive``.
         """
-        direct = self._part is not None and not self._skip and len(self._part) - self._filled >= _DIRECT
-        target = self._part[self._filled :] if direct and self._part is not None else self._scratch
+        direct = self._frame is not None and not self._skip and len(self._frame) - self._filled >= _DIRECT
+        target = self._frame[self._filled :] if direct and self._frame is not None else self._scratch
         count = receive(target)
         if count == 0:
             raise EOFError
@@ -118,18 +118,18 @@ class MessageReader:
 
     def _take(self, data: memoryview) -> None:
         while len(data):
-            if self._part is None:
+            if self._frame is None:
                 data = self._take_sizes(data)
                 continue
             count = min(len(data), self._left)
             if not self._skip:
-                self._part[self._filled : self._filled + count] = data[:count]
+                self._frame[self._filled : self._filled + count] = data[:count]
             self._advance(count)
             data = data[count:]
 
     @property
     def _left(self) -> int:
-        return self._sizes[len(self._parts)] - self._filled
+        return self._sizes[len(self._frames)] - self._filled
 
     def _take_sizes(self, data: memoryview) -> memoryview:
         missing = 4 - len(self._head)
@@ -137,8 +137,8 @@ class MessageReader:
             missing = 4 + 8 * self._count - len(self._head)
         self._head += data[:missing]
         if len(self._head) >= 4:
-            if self._count > MAX_PARTS:
-                raise WireError(f"the message has {self._count} parts; the limit is {MAX_PARTS}")
+            if self._count > MAX_FRAMES:
+                raise WireError(f"the message has {self._count} frames; the limit is {MAX_FRAMES}")
             if self._count == 0:
                 self._ping()
             elif len(self._head) == 4 + 8 * self._count:
@@ -158,33 +158,33 @@ class MessageReader:
     def _begin(self) -> None:
         self._sizes = list(struct.unpack_from(f"<{self._count}Q", self._head, 4))
         self._head.clear()
-        self._parts, self._size = [], sum(self._sizes)
-        self._next_part()
+        self._frames, self._size = [], sum(self._sizes)
+        self._next_frame()
 
-    def _next_part(self) -> None:
-        while len(self._parts) < len(self._sizes):
-            size = self._sizes[len(self._parts)]
+    def _next_frame(self) -> None:
+        while len(self._frames) < len(self._sizes):
+            size = self._sizes[len(self._frames)]
             over = self._size > self._limit
-            self._skip = over and (len(self._parts) > 0 or size > SCRATCH)
+            self._skip = over and (len(self._frames) > 0 or size > SCRATCH)
             self._filled = 0
             if size:
-                self._part = self._scratch if self._skip else memoryview(self._memory(size)).cast("B")
+                self._frame = self._scratch if self._skip else memoryview(self._memory(size)).cast("B")
                 return
-            self._parts.append(b"")
-        self._part = None
-        self.messages.append(Received(self._parts, self._size))
-        self._parts, self.partial = [], 0
+            self._frames.append(b"")
+        self._frame = None
+        self.messages.append(Received(self._frames, self._size))
+        self._frames, self.partial = [], 0
 
     def _memory(self, size: int) -> Any:
-        return bytearray(size) if not self._parts else self._allocate(size)
+        return bytearray(size) if not self._frames else self._allocate(size)
 
     def _advance(self, count: int) -> None:
         self._filled += count
         self.partial += 0 if self._skip else count
         if self._left == 0:
-            assert self._part is not None
-            self._parts.append(b"" if self._skip else self._part.obj)
-            self._next_part()
+            assert self._frame is not None
+            self._frames.append(b"" if self._skip else self._frame.obj)
+            self._next_frame()
 
 
 class MessageWriter:
@@ -195,12 +195,12 @@ class MessageWriter:
         self._ends: deque[int] = deque()  # number of bytes queued up to the end of each message
         self._put = self._sent = 0
 
-    def put(self, parts: Sequence[Any]) -> None:
-        sizes = [len(part) for part in parts]
+    def put(self, frames: Sequence[Any]) -> None:
+        sizes = [len(frame) for frame in frames]
         prefix = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
-        self._add(prefix + parts[0] if parts else prefix)
-        for part in parts[1:]:
-            self._add(part)
+        self._add(prefix + frames[0] if frames else prefix)
+        for frame in frames[1:]:
+            self._add(frame)
         self._ends.append(self._put)
         self.messages += 1
 

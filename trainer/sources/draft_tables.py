@@ -48,7 +48,7 @@ class _Found:
 
     @property
     def type_name(self) -> str:
-        """The file's name without suffix as the name of a type: lower case, with letters, digits and ``_`` only."""
+        """Name of a type, made from the file name without suffix: lower case, with letters, digits and ``_`` only."""
         stem = re.sub(r"\.(csv|tsv|txt|parquet|pq)(\.\w+)?$", "", Path(self.file).name, flags=re.IGNORECASE)
         word = re.sub(r"[^A-Za-z0-9]+", "_", stem).strip("_").lower() or "table"
         return word

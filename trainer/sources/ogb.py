@@ -81,4 +81,4 @@ class _ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in _NUMPY_MODULES and name in _NUMPY_ONLY:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"Unsupported: {module}.{name} in a cache of arrays")
+        raise pickle.UnpicklingError(f"Unsupported: {module}.{name}; a file of ogb may contain only numpy arrays")

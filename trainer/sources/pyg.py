@@ -51,9 +51,9 @@ def _unsafe_class(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line with ``Unsupported`` of an error's message, or else the first line.
+    """Return the first line of an error's message that contains ``Unsupported``, or else the first line.
 
-    Only the first 200 characters of the line are returned.
+    The line is cut to 200 characters. If the message is empty, returns the type of the error.
     """
     lines = [line for line in str(error).splitlines() if "Unsupported" in line] or str(error).splitlines()
     return lines[0].strip()[:200] if lines else type(error).__name__

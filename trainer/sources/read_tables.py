@@ -198,7 +198,7 @@ class _Conversion:
         if count:
             at = scan.first([*table.label, table.split], bad)
             raise DataError(
-                f"{at} ({count:,} such rows), but the row has a {table.split}; only nodes with a label can have one"
+                f"{at} ({count:,} such rows), but {table.split} has a value; only nodes with a label can be in a split"
             )
 
     @staticmethod

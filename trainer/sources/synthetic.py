@@ -38,7 +38,7 @@ def check_limits(dataset: str, options: AnySynthetic, limits: Mapping[str, tuple
 
 
 def class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) -> Array:
-    """Return features, float32 [N, F]: a random vector of length 2 per class, plus normal noise per node."""
+    """Return features, float32 [N, F]: a random vector of norm 2 per class, plus normal noise per node."""
     centres = rng.standard_normal((options.num_classes, options.num_features), dtype=np.float32)
     centres *= 2.0 / np.linalg.norm(centres, axis=1, keepdims=True)
     x = np.empty((len(y), options.num_features), np.float32)
@@ -79,16 +79,16 @@ def node_times(num_nodes: int, rng: np.random.Generator) -> Array:
     return rng.integers(TIMES, size=num_nodes)
 
 
-def mostly_forward(earlier: Array, later: Array, rng: np.random.Generator) -> Array:
-    """Return a mask of the edges to keep, bool [E]: all edges with ``earlier <= later``, and a few random others.
+def mostly_forward(first: Array, second: Array, rng: np.random.Generator) -> Array:
+    """Return a mask of the edges to keep, bool [E]: all edges with ``first <= second``, and a few random others.
 
-    ``earlier`` [E]: time of the end that should be the earlier one. ``later`` [E]: time of the other end.
+    ``first`` and ``second``: times of the two ends of each edge, [E].
     """
-    return (earlier <= later) | (rng.random(len(earlier)) < _AGAINST_TIME)
+    return (first <= second) | (rng.random(len(first)) < _AGAINST_TIME)
 
 
 def edge_times(one: Array, other: Array, rng: np.random.Generator) -> Array:
-    """Draw a time for each edge, int64 [E]: that of its later end, plus a delay for some edges.
+    """Draw a time for each edge, int64 [E]: the larger of ``one`` and ``other``, plus a delay for some edges.
 
     ``one`` and ``other``: times of the two ends of each edge, [E].
     """
@@ -109,8 +109,8 @@ def make_synthetic(options: SyntheticOptions, fingerprint: str) -> Dataset:
     """Generate a simple undirected graph (both directions stored, sorted by source) with x, y and splits.
 
     The label of a node is its community. Degrees follow a power law; with probability ``homophily`` the target of an
-    edge is drawn from the community of the source. With times, most edges from a later to an earlier node are left out.
-    Raises ``DataError`` for options out of range.
+    edge is drawn from the community of the source. With option ``time``, most edges whose source is later than
+    their target are left out. Raises ``DataError`` for options out of range.
     """
     _check(options)
     rng = np.random.default_rng(options.seed)
@@ -271,7 +271,7 @@ def _draw_links(
     """Draw on average ``degree`` nodes of one type for each paper, and drop duplicates.
 
     With probability ``homophily`` a node is drawn from class ``wanted[paper]``, else from all classes. ``classes``: the
-    class of each node of that type.
+    class of each node that can be drawn.
     """
     papers = np.repeat(np.arange(len(wanted)), rng.poisson(degree, len(wanted)))
     by_class = np.argsort(classes, kind="stable")

@@ -34,7 +34,11 @@ class ArrayColumn:
 
 
 def number_array(name: str, columns: Sequence[NumberColumn], dtype: Any) -> ArrayColumn:
-    """Return the attribute ``name`` with ``columns`` side by side; `x`, `edge_attr` and lists are always matrices."""
+    """Return attribute ``name``, made from one or more columns.
+
+    Its array is a matrix if ``name`` is x or edge_attr, if there are several columns, or if a column contains lists.
+    Otherwise it is 1-d.
+    """
     matrix = name in ("x", "edge_attr") or len(columns) > 1 or any(column.width for column in columns)
     narrow = np.dtype(dtype) == np.float32
     named = [
@@ -55,7 +59,10 @@ def _plain(values: Any, dtype: np.dtype[Any]) -> Array:
 
 
 def row_ranges(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of consecutive rows of ``row_bytes`` bytes that are read at once."""
+    """Divide ``count`` rows into ranges that are read at once, and yield (begin, end) of each range.
+
+    ``row_bytes``: size of a row.
+    """
     step = max(1024, _CHUNK // max(1, row_bytes))
     for begin in range(0, count, step):
         yield begin, min(count, begin + step)

@@ -143,7 +143,7 @@ def _check_lists(scan: Scan, name: str, role: str) -> int:
     (bad,) = scan.database.rows(f"SELECT count(*) FILTER (WHERE list_bool_or({values})) FROM {scan.sql}", scan.where)[0]
     if bad:
         at = scan.first([name], f"list_bool_or({values})")
-        raise DataError(f"{at} ({bad:,} such rows); lists must not contain empty, NaN or infinite numbers")
+        raise DataError(f"{at} ({bad:,} such rows); lists must not contain missing values, NaN or infinity")
     return int(low or 0)
 
 
@@ -159,7 +159,9 @@ def label_sql(scan: Scan, name: str) -> tuple[str, int]:
         ((count,),) = scan.database.rows(f"SELECT count(*) FILTER (WHERE {wrong}) FROM {scan.sql}", scan.where)
         if count:
             at = scan.first([name], wrong)
-            raise DataError(f"{at} ({count:,} such rows); several columns of labels of {scan.where} must be numbers")
+            raise DataError(
+                f"{at} ({count:,} such rows); if {scan.where} has several label columns, all labels must be numbers"
+            )
         return f"coalesce({number}, 'NaN')", 0
     if not is_number_type(element):
         raise DataError(
@@ -174,7 +176,7 @@ def label_sql(scan: Scan, name: str) -> tuple[str, int]:
 
 
 def standardized(scan: Scan, columns: Sequence[NumberColumn]) -> list[NumberColumn]:
-    """Return the columns, scaled to mean 0 and standard deviation 1, except lists. Constants become 0."""
+    """Scale columns to mean 0 and standard deviation 1. Constant columns become 0; columns of lists are unchanged."""
     found = dict(zip([column.name for column in columns], columns, strict=True))
     for column, mean, deviation in _moments(scan, columns):
         sql = f"({column.sql} - {mean!r}) / {deviation or 1.0!r}"
@@ -280,7 +282,8 @@ def time_sql(scan: Scan, column: str) -> str:
 def categories(scan: Scan, column: str, role: str, most: int = 1 << 20) -> list[str]:
     """Return the distinct texts of a column, sorted, without missing values.
 
-    Raises ``DataError`` for more than ``most`` texts, and for a column of another type.
+    Numbers are converted to texts. Raises ``DataError`` for more than ``most`` texts, and for a column of lists or
+    another nested type.
     """
     scan.check_column(column, role)
     of = scan.types[column]

@@ -82,7 +82,7 @@ class Database:
             if isinstance(error, self._module.OutOfMemoryException):
                 raise DataError(
                     f"{where}: {size_text(self._memory or 0)} of memory is too little for reading tables; raise data"
-                    ".partition.memory (--memory). Thousands of columns are read faster as one list column of Parquet"
+                    ".partition.memory (--memory), or store thousands of columns as one list column of Parquet"
                 ) from None
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise DataError(f"{where}: {' '.join(lines[:6])[:600]}") from None

@@ -58,7 +58,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def source_folder(source: str | None) -> Path:
-    """Return ``source``, or by default the current folder: paths of tables are relative to it."""
+    """Return the folder that paths of tables are relative to: ``source``, or the current folder if it is None."""
     folder = Path(source or ".").expanduser()
     if not folder.is_dir():
         raise DataError(f"dataset tables: source {folder} is not a folder; give the folder of the tables")

@@ -71,7 +71,7 @@ def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
     rest = {name: value for name, value in options.items() if name not in ("nodes", "edges")}
     for name in ("num_nodes", "split", "hetero"):
         if rest.get(name) is not None:
-            raise DataError(f"dataset tables: option {name!r} does not apply; the tables determine it")
+            raise DataError(f"dataset tables: leave out option {name!r}; its value follows from the tables")
     common = parse_options(SourceOptions, rest, "tables")
     nodes = {
         of: _table(NodeTable, f"nodes.{of}", given) for of, given in _mapping("nodes", options.get("nodes")).items()
@@ -101,8 +101,8 @@ def _edge_type(name: str, node_types: tuple[NodeType, ...]) -> EdgeType:
     for end in (words[0], words[2]):
         if end not in node_types:
             near = difflib.get_close_matches(end, node_types, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(node_types)}"
-            raise DataError(f"dataset tables, option edges: {name!r} needs a table nodes.{end}; {hint}")
+            hint = f"did you mean {near[0]!r}?" if near else f"its tables are {', '.join(node_types)}"
+            raise DataError(f"dataset tables, option edges: {name!r}: option nodes has no table {end!r}; {hint}")
     return words[0], words[1], words[2]
 
 

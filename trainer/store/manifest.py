@@ -55,7 +55,7 @@ class AttrSpec:
 
     @property
     def stored(self) -> np.dtype[Any]:
-        """Dtype of the rows that callers get. Files of rows stored as int8 have another dtype."""
+        """Numpy dtype of the rows in memory. The dtype in the files is ``in_files``."""
         return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
 
     @property
@@ -96,10 +96,10 @@ class EdgeSpec:
 
 
 def endpoint_offsets(num_edges: int, num_parts: int) -> tuple[int, ...]:
-    """Return which original edge ids each part's endpoints file has, as offsets [num_parts + 1].
+    """Divide the original edge ids among the endpoints files of all parts. Returns offsets [num_parts + 1].
 
-    Part p stores source and target of the edges offsets[p] <= original id < offsets[p + 1], even if another part owns
-    the edges.
+    The file of part p stores source and target of the edges ``offsets[p] <= original id < offsets[p + 1]``, even if
+    another part owns the edges.
     """
     return tuple(num_edges * part // num_parts for part in range(num_parts + 1))
 
@@ -228,7 +228,8 @@ def _read_bytes(path: Path) -> bytes:
     except (FileNotFoundError, NotADirectoryError):
         where = "the folder does not exist" if not path.parent.is_dir() else "the folder holds no partition"
         raise PartitionError(
-            f"{path} is missing: {where}; make one with `partition make`, or `partition convert` for another program's"
+            f"{path} is missing: {where}; make one with `partition make`, or convert a partition of another "
+            "program with `partition convert`"
         ) from None
     except OSError as error:
         raise PartitionError(f"{path} cannot be read: {error.strerror}") from error
@@ -330,7 +331,7 @@ def _attr_specs(raw: dict[str, Any], rows: int | None = None) -> dict[str, AttrS
     for name, spec in specs.items():
         _ = spec.stored  # raises TypeError for a dtype numpy does not know
         if spec.kept and (spec.kept, spec.dtype, len(spec.shape) > 1) != ("int8", "float32", True):
-            raise ValueError(f"attribute {name!r}, {spec.dtype} {list(spec.shape)}, cannot be kept as {spec.kept!r}")
+            raise ValueError(f"attribute {name!r}, {spec.dtype} {list(spec.shape)}, cannot be stored as {spec.kept!r}")
         if rows is not None and spec.shape[:1] != (rows,):
             raise ValueError(f"attribute {name!r} has shape {list(spec.shape)}, expected {rows} rows")
     return specs

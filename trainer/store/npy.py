@@ -63,7 +63,7 @@ def rows_in_chunks(rows: Array) -> Iterator[Array]:
 
 
 def rows_per_chunk(rows: Array) -> int:
-    """Return how many rows of this dtype and shape have ``_CHUNK_BYTES`` bytes, at least 1."""
+    """Return how many rows of the array ``rows`` fit into ``_CHUNK_BYTES`` bytes, at least 1."""
     row_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
     return max(1, _CHUNK_BYTES // max(row_bytes, 1))
 

@@ -35,7 +35,8 @@ _FIX = "send or make the part again (partition verify lists all problems)"
 def map_array(path: Path) -> Array:
     """Memory-map a .npy file read-only.
 
-    Raises ``PartitionError`` if the file is missing, is no array in C order, or has another size than its header says.
+    Raises ``PartitionError`` if the file is missing or damaged, its size contradicts its header, or the array is not in
+    C order.
     """
     try:
         size = _regular_size(path)
@@ -76,17 +77,18 @@ class FileNote:
         self._known = {} if path is None else _read_json(path)
         self._new: dict[str, str] = {}
 
-    def has(self, path: Path, name: str, found: str = "") -> bool:
-        """Return whether ``path`` was recorded, under ``name`` and with the text ``found``, and has not changed since.
+    def has(self, path: Path, name: str, detail: str = "") -> bool:
+        """Return whether the file ``path`` passed the check with the same ``detail``, and has not changed since.
 
-        If not, ``save`` will record the file, unless the file changed in the last two seconds. Raises
-        ``PartitionError`` when the file cannot be read.
+        ``name``: key of the file's record. ``detail``: parameters of the check. If the result is False, ``save`` will
+        record the file, unless it changed in the last two seconds. Raises ``PartitionError`` when the file cannot be
+        read.
         """
         try:
             now = os.stat(path)
         except OSError as error:
             raise PartitionError(f"{path} cannot be read: {error.strerror}; {_FIX}") from error
-        stamp = f"{now.st_size} {now.st_mtime_ns} {now.st_ctime_ns} {now.st_ino} {found}"
+        stamp = f"{now.st_size} {now.st_mtime_ns} {now.st_ctime_ns} {now.st_ino} {detail}"
         if self._known.get(name) == stamp:
             return True
         if time.time_ns() - now.st_ctime_ns > _SETTLED_NS:
@@ -209,6 +211,6 @@ class PartFiles:
     def _check_kind(self, path: str, array: Array, right: bool, expected: str) -> None:
         if not right:
             raise PartitionError(
-                f"{self.root / path}.npy holds {array.dtype.name} {list(array.shape)}, expected {expected} by the"
-                f" manifest; {_FIX}"
+                f"{self.root / path}.npy holds {array.dtype.name} {list(array.shape)}, expected {expected} "
+                f"according to the manifest; {_FIX}"
             )

@@ -63,9 +63,9 @@ class Part:
 
 @dataclass(frozen=True)
 class EndpointTable:
-    """Key in ``PartStore.books`` of the book that maps original edge ids to parts.
+    """Key of a partition book in ``PartStore.books``.
 
-    An edge id is mapped to the part that stores the edge's source and target.
+    The book maps the original id of an edge to the part whose endpoints file stores the source and target of the edge.
     """
 
     edge_type: EdgeType

@@ -36,7 +36,7 @@ def fits_in_memory(nbytes: int) -> bool:
 
 
 def read_at_random(arrays: Iterable[Array]) -> None:
-    """Make the kernel read only the pages of memory-mapped arrays that are used, not those around them."""
+    """Disable the kernel's read-ahead for memory-mapped arrays: it reads only the pages that are used."""
     for array in arrays:
         mapped = _map_of(array)
         if mapped is not None and hasattr(mmap, "MADV_RANDOM"):
@@ -59,10 +59,10 @@ def touch_rows(wanted: Sequence[tuple[Array, Array]]) -> None:
 
 
 def touch_neighbours(indptr: Ids, of_edges: Sequence[Array], rows: Array) -> None:
-    """Read the pages with the offsets ``indptr`` and the edges of ``rows`` in a CSC. Return when they are in memory.
+    """Read the pages of a CSC that sampling the neighbours of nodes ``rows`` needs. Return when they are in memory.
 
-    ``of_edges``: memory-mapped arrays [e], one value per edge. Rows whose edges take more than ``_MOST_PAGES`` pages
-    are skipped.
+    ``indptr``: memory-mapped offsets. ``of_edges``: memory-mapped arrays [e], one value per edge. The edges of a node
+    are skipped if they take more than ``_MOST_PAGES`` pages.
     """
     if len(rows) == 0 or _map_of(indptr) is None:
         return

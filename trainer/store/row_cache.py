@@ -26,7 +26,7 @@ class CachedRows:
 
     @classmethod
     def of(cls, ids: Ids, rows: Mapping[str, Array], num_nodes: int) -> CachedRows:
-        """Make the cache of a type with ``num_nodes`` nodes. ``rows[name][i]`` is the row of global id ``ids[i]``."""
+        """Make the cache of a node type with ``num_nodes`` nodes. ``rows[name][i]`` is the row of gid ``ids[i]``."""
         slots = np.full(num_nodes, -1, np.int32)
         slots[ids] = np.arange(len(ids), dtype=np.int32)
         return cls(slots, {name: np.ascontiguousarray(values) for name, values in rows.items()})
@@ -37,7 +37,7 @@ class CachedRows:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows, without ``slots``."""
+        """Size of the cached rows in bytes, without the index ``slots``."""
         return sum(values.nbytes for values in self.rows.values())
 
 

@@ -1,1 +1,1 @@
-"""Training: loop, evaluation, checkpoints, metrics, full-graph inference."""
+"""Training: loop, evaluation, checkpoints, metrics."""

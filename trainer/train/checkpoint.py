@@ -53,7 +53,7 @@ _SINCE = {
 
 @dataclass(frozen=True)
 class BestEpoch:
-    """Weights after the epoch with the best value so far of the task's metric on the val split."""
+    """Weights after the best epoch so far, by the task's metric on the val split."""
 
     epoch: int
     metrics: Mapping[str, float]  #: metrics on the val split by name
@@ -63,7 +63,7 @@ class BestEpoch:
 
 @dataclass(frozen=True)
 class PartialEpoch:
-    """Losses and sizes of the steps trained so far in an unfinished epoch."""
+    """Loss and number of seeds of each step trained so far in an unfinished epoch."""
 
     loss_sums: Tensor  #: float64 [steps], sum of the loss over each step's seeds, over all ranks
     sizes: Tensor  #: int64 [steps], seeds of each step over all ranks
@@ -71,7 +71,10 @@ class PartialEpoch:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """State from which a run continues exactly: after ``epoch`` complete epochs and the steps in ``partial``."""
+    """State of a run after ``epoch`` complete epochs and the steps in ``partial``.
+
+    A resumed run continues exactly from this state.
+    """
 
     epoch: int  #: number of complete epochs
     model: Mapping[str, Tensor]
@@ -282,7 +285,7 @@ def check_fits(
     pairs += [("the version of the random draws", draws, DRAWS)]
     problems = [f"{name} is {new}, in the checkpoint {old}" for name, old, new in pairs if old != new]
     if problems:
-        raise CheckpointError(f"checkpoint {path} is of another run: {'; '.join(problems)}")
+        raise CheckpointError(f"checkpoint {path} belongs to another run: {'; '.join(problems)}")
 
 
 def _point_to(link: Path, target: Path) -> None:

@@ -27,8 +27,8 @@ _EVERY_BEFORE_END = 0.25  # the same, if SIGTERM asks for a checkpoint, as littl
 class CheckpointRequest:
     """A request of the launcher to save a checkpoint now: the file ``control/checkpoint`` in a node's run folder.
 
-    The file is deleted when a checkpoint that was begun after the request is on the disk. After a call of
-    ``save_on_term``, SIGTERM counts as a request too. The process then ends after the checkpoint.
+    If the file exists when a checkpoint is begun, it is deleted once the checkpoint is on the disk. After a call of
+    ``save_on_term``, SIGTERM counts as a request too, and the process ends after the checkpoint.
     """
 
     def __init__(self, run_dir: Path):
@@ -120,7 +120,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: Path, request: CheckpointRequest | None = None):
-        """request: fulfilled when a checkpoint that was begun after it is written."""
+        """``request``: if pending when a checkpoint is begun, its file is deleted once the checkpoint is written."""
         self.folder = folder
         self._request = request
         self._thread: threading.Thread | None = None

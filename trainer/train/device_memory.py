@@ -1,11 +1,10 @@
-"""A GPU's memory: how much of it is used, and an error that says what to lower when it is exhausted."""
+"""An error that says what to lower when a GPU's memory is exhausted."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -20,7 +19,10 @@ _EXHAUSTED = re.compile(r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUB
 
 @contextmanager
 def memory_errors(group: RankGroup, settings: TrainSettings) -> Iterator[None]:
-    """Within this context, an error of CUDA that the device's memory is exhausted becomes a ``TrainingError``."""
+    """In the ``with`` block, convert CUDA's out-of-memory errors to ``TrainingError``.
+
+    The message names settings to lower.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -32,7 +34,7 @@ def memory_errors(group: RankGroup, settings: TrainSettings) -> Iterator[None]:
 
 
 def _lowered(settings: TrainSettings) -> list[str]:
-    """Return settings to lower, each with its value, as texts: those that save the most memory first."""
+    """Return settings to lower, such as ``batch_size (1024)``; those that save the most memory come first."""
     batch = [f"batch_size ({settings.batch_size})", f"fanouts ({', '.join(map(str, settings.fanouts))})"]
     cache = CacheSize.parse(settings.device_cache)
     cached = [f"device_cache ({settings.device_cache})"] if cache != CacheSize() else []
@@ -46,19 +48,3 @@ def _lowered(settings: TrainSettings) -> list[str]:
         f"eval_batch_size ({settings.eval_batch_size})",
         *sampling,
     ]
-
-
-def memory_fields(device: torch.device) -> dict[str, Any]:
-    """Return field ``device`` of a ``step`` line of the metrics log: the device's used memory. {} on the CPU.
-
-    The numbers, in bytes, are those of torch's allocator, which the host knows without waiting for the device.
-    """
-    if device.type != "cuda":
-        return {}
-    return {
-        "device": {
-            "allocated_bytes": torch.cuda.memory_allocated(device),
-            "peak_bytes": torch.cuda.max_memory_allocated(device),
-            "total_bytes": torch.cuda.get_device_properties(device).total_memory,
-        }
-    }

@@ -1,4 +1,4 @@
-"""Chooses whether this rank's device samples and gathers its batches, or the CPU, and prepares the device for it."""
+"""Chooses whether a rank's batches are sampled and gathered on its GPU or on the CPU, and prepares the GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Sampling = Literal["auto", "cpu", "cuda"]  #: setting ``sampling``
 
 @dataclass(frozen=True)
 class SamplingChoice:
-    """Where a rank's batches are made, and why."""
+    """Whether a rank's batches are made on its GPU or on the CPU, and the reason."""
 
     on_device: bool
     why: str  #: for people; '' if there was no choice to make
@@ -36,13 +36,13 @@ class SamplingChoice:
 def choose_sampling(
     graph: Graph, loaders: Mapping[str, BlockLoader], wanted: Sampling, device: torch.device
 ) -> SamplingChoice:  # fmt: skip
-    """Let ``device`` make the batches of all loaders, if ``wanted`` and possible. Batches are the same either way.
+    """Choose whether ``device`` or the CPU makes the batches of all loaders. The batches do not depend on the choice.
 
-    Copies the topology to the device or to pinned memory, and rows of features to pinned memory as far as they fit. The
-    first batch is made by device and CPU, and compared.
+    For ``device``, copies the topology to the device or to pinned memory, and copies as many rows of features as fit to
+    pinned memory. Then device and CPU both make the first batch, and the two batches are compared.
 
-    If ``device`` cannot make batches, ``cuda`` raises ``SettingsError``. If ``device`` makes a different first batch,
-    ``cuda`` raises ``TrainingError``. In both cases, ``auto`` lets the CPU make the batches.
+    With ``wanted`` = ``cuda``, raises ``SettingsError`` if ``device`` cannot make batches, and ``TrainingError`` if its
+    first batch differs from the CPU's. With ``wanted`` = ``auto``, chooses the CPU instead of raising these errors.
     """
     if wanted == "cpu" or (wanted == "auto" and device.type != "cuda"):
         return SamplingChoice(False, "")
@@ -99,6 +99,7 @@ def _use_device(graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.
     """Prepare the device and let it make the batches of all loaders. Returns a text about the pinned rows."""
     from trainer.cuda.device_sampler import DeviceSampler
     from trainer.cuda.features import DeviceCache, FeatureRows, PinnedPlan, pin_rows
+    from trainer.cuda.streams import StreamPool
     from trainer.cuda.topology import load_topology
 
     assert plan.place is not None
@@ -119,11 +120,12 @@ def _use_device(graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.
     }  # fmt: skip
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # sampler threads use other streams
+    streams = StreamPool(device)
     for loader, sampler in zip(loaders.values(), samplers, strict=True):
-        loader.sample_with(DeviceSampler(sampler, store, topology, features, device))
+        loader.sample_with(DeviceSampler(sampler, store, topology, features, device, streams), streams.stream)
     return pins.why
 
 
 def _features(sampler: SubgraphSampler) -> dict[AnyType, tuple[str, ...]]:
-    """Return the attributes to gather, by type, without in-degrees: the device computes them from the topology."""
+    """Return the attributes to gather, by type. In-degrees are left out: the device computes them from the topology."""
     return {of: tuple(name for name in names if name != "in_degree") for of, names in sampler.attrs.items()}

@@ -17,10 +17,11 @@ from trainer.core.errors import TrainingError
 from trainer.core.ranks import RankGroup
 from trainer.graph.device import feed
 from trainer.train.checkpoint import PartialEpoch
-from trainer.train.device_memory import memory_fields
+from trainer.train.device_monitor import DeviceMonitor
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.step_timing import Phase, StepTimer, StepTimes, by_host, traffic
+from trainer.train.step_clock import Phase
+from trainer.train.step_timing import StepTimer, StepTimes, by_host, traffic
 from trainer.train.tasks.task import AnyBatch, Metric, Task
 
 
@@ -45,6 +46,7 @@ class EpochReport:
     batches: int  #: number of this rank's batches
     times: StepTimes  #: times of this rank's steps
     cpu_s: float  #: CPU seconds of this rank's process, all threads
+    device: Mapping[str, Any] = field(default_factory=dict)  #: use of this rank's GPU, by ``DeviceMonitor``
 
     @property
     def line(self) -> dict[str, Any]:
@@ -56,6 +58,7 @@ class EpochReport:
             "traffic": traffic(self.cost, self.batches),
             **by_host(self.cost),
             "remote_share": self.cost.remote_share,
+            **self.device,
         }
 
     @property
@@ -80,7 +83,7 @@ class EpochSums:
 
     @classmethod
     def of(cls, partial: PartialEpoch) -> EpochSums:
-        """Return the sums over the steps that were trained before a resume within the epoch."""
+        """Return the sums of the steps of this epoch that were trained before the run was resumed."""
         sizes = [int(size) for size in partial.sizes]
         return cls(partial.loss_sums.clone(), sizes=sizes, resumed=len(sizes))
 
@@ -94,7 +97,7 @@ class EpochSums:
         self.costs.append(batch.cost)
 
     def reduce_losses(self, group: RankGroup) -> None:
-        """Sum ``losses`` over ranks, and append them to ``sums``. Collective."""
+        """Append ``losses``, summed over ranks, to ``sums``, and clear ``losses``. Collective."""
         if self.losses:
             self.sums = torch.cat([self.sums, group.sum(torch.stack(self.losses).double().cpu())])
             self.losses = []
@@ -128,12 +131,13 @@ def train_epoch(
 ) -> EpochReport:  # fmt: skip
     """Train one epoch. Collective: ranks without seeds take part in every step too.
 
-    tally: sums over the steps of this epoch that are trained already; training continues with the next step.
+    tally: sums over the steps of this epoch that were trained before; training continues with the next step.
     after_step: called with the sums after every step except the last. Raises ``TrainingError`` when the loss is not
     finite.
     """
     model.train()
     tally, steps, to_device = tally or EpochSums(), len(batches), feed(group.device)
+    monitor = DeviceMonitor(group.device)
     tally.begin()
     metrics.at(epoch, tally.steps, "load")
     step_timer = StepTimer(model, optimizers.model, lambda: metrics.at(epoch, tally.steps, "reduce"))
@@ -153,17 +157,19 @@ def train_epoch(
             timer.step()
             tally.add(batch, loss)
             if due:
-                metrics.write("step", **_step_line(tally, timer, batch, epoch, steps), **memory_fields(group.device))
+                metrics.write("step", **_step_line(tally, timer, monitor, batch, epoch, steps))
             metrics.at(epoch, batch.step + 1, "load")
             del batch, loss  # frees their memory before the next batch is requested
             if after_step is not None and tally.steps < steps:
                 after_step(tally)
         timer.lap()
     metrics.at(epoch, steps, "reduce")
-    return _report(tally, timer, epoch, group)
+    return _report(tally, timer, monitor, epoch, group)
 
 
-def _step_line(tally: EpochSums, timer: StepTimer, batch: AnyBatch, epoch: int, steps: int) -> dict[str, Any]:
+def _step_line(
+    tally: EpochSums, timer: StepTimer, monitor: DeviceMonitor, batch: AnyBatch, epoch: int, steps: int
+) -> dict[str, Any]:  # fmt: skip
     lap = timer.lap()
     return {
         "epoch": epoch,
@@ -176,10 +182,13 @@ def _step_line(tally: EpochSums, timer: StepTimer, batch: AnyBatch, epoch: int, 
         **lap.means(),
         "traffic": traffic(lap.cost, lap.batches),
         "remote_share": lap.cost.remote_share,
+        **monitor.step_fields(lap),
     }
 
 
-def _report(tally: EpochSums, timer: StepTimer, epoch: int, group: RankGroup) -> EpochReport:
+def _report(
+    tally: EpochSums, timer: StepTimer, monitor: DeviceMonitor, epoch: int, group: RankGroup
+) -> EpochReport:  # fmt: skip
     sizes = torch.tensor(tally.sizes, dtype=torch.float64)
     tally.reduce_losses(group)
     sums = tally.sums
@@ -196,6 +205,7 @@ def _report(tally: EpochSums, timer: StepTimer, epoch: int, group: RankGroup) ->
         batches=len(tally.costs),
         times=timer.total,
         cpu_s=time.process_time() - tally.cpu_began,
+        device=monitor.epoch_fields(timer.total),
     )
 
 

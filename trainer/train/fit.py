@@ -52,7 +52,7 @@ class FitResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """Results of a run so far, without the current weights."""
+    """Results of the epochs trained so far. The current weights are not included."""
 
     done: int = 0  #: number of epochs trained
     scored: bool = True  #: whether epoch ``done`` has been evaluated, if an evaluation is due

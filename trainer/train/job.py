@@ -40,10 +40,10 @@ from trainer.train.tasks.task import Task
 
 
 def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None:
-    """Compare the files that this node's ranks open with their digests.
+    """Check the digests of all files that the ranks of this node open.
 
-    Returns an error for the first file that differs, or None. Also returns None if another process of the node checks
-    the files, or the job disables the check.
+    Returns an error for the first file that does not match its digest, or None. Also returns None if another process of
+    the node checks the files, or the job disables the check.
     """
     if not job.digests or job.parts is None or not compares_digests(ranks):
         return None
@@ -102,7 +102,7 @@ def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
 
 
 def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:
-    """Return ``layout_of``, but with each part assigned to the ranks of one node only. Collective."""
+    """Assign each part to the ranks of one node, even if several nodes hold the part. Collective."""
     near_by_rank = group.gather((group.ranks.node_rank, graph.near_parts))
     # A part goes to the near node, or else any node, with the fewest parts so far.
     nodes = sorted({node for node, _ in near_by_rank})

@@ -43,9 +43,9 @@ def link_loaders(
     With ``time_attr``, an attribute of the links' edge type, neighbours later than a link are not sampled for it.
     ``want_degree``: whether batches contain the in-degrees of nodes.
 
-    Raises ``SettingsError`` for disjoint sampling without times, and for a time attribute that the links do not have.
-    Raises ``DataError`` if there are no edges of the type, or the held-out links are of another type or have no such
-    times.
+    Raises ``SettingsError`` for disjoint sampling without times, and if the links lack the attribute ``time_attr``.
+    Raises ``DataError`` if there are no edges of the type, if the held-out links are of another type, or if they were
+    held out without the times of ``time_attr``.
     """
     # imported here because they import torch_geometric, which takes seconds
     from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings

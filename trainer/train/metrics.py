@@ -101,8 +101,8 @@ class TensorBoard:
     """Writes the scalars of a rank into ``tensorboard/rank<r>/``. Rank 0 also writes those of the run into ``all/``.
 
     A tag is the path of a value in its metrics line, such as ``epoch/spent/sample``. The step of ``epoch/`` and
-    ``eval/`` tags is the epoch; other steps count over all epochs. Raises ``SettingsError`` if the package tensorboard
-    is not installed.
+    ``eval/`` tags is the epoch. The step of ``step/`` tags is the number of training steps of all epochs so far. Raises
+    ``SettingsError`` if the package tensorboard is not installed.
     """
 
     def __init__(self, run_dir: Path, rank: int):

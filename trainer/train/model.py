@@ -22,9 +22,10 @@ from trainer.train.tasks.target import Target
 
 
 def model_facts(manifest: Manifest, target: Target, outputs: int, edge_attr: str | None = None) -> GraphFacts:
-    """Return the ``GraphFacts`` for a model that predicts ``target`` with ``outputs`` numbers per seed.
+    """Return the types and widths from which a model is built.
 
-    ``edge_attr``: edge attribute that the model reads. Raises ``SettingsError`` if no edge type has it.
+    ``target``: node type of the seeds, or edge type of the links. ``outputs``: numbers that the model predicts per
+    seed. ``edge_attr``: edge attribute that the model reads. Raises ``SettingsError`` if no edge type has it.
     """
     facts = facts_of(manifest, target if isinstance(target, str) else target[2])
     if edge_attr is not None:

@@ -273,9 +273,9 @@ def _rows(rank: RankTimes) -> tuple[str, ...]:
     expected = rank.bytes_predicted
     return (
         f"{rank.traffic['rows']:,.0f}" if rank.traffic["rows"] else "-",
-        _share(rank.part("remote_rows", "rows")),
-        _share(rank.part("cached_rows", "remote_rows")),
-        _share(rank.part("held_rows", "remote_rows")),
+        _share(rank.ratio("remote_rows", "rows")),
+        _share(rank.ratio("cached_rows", "remote_rows")),
+        _share(rank.ratio("held_rows", "remote_rows")),
         f"{rank.traffic['remote_bytes'] / 1e6:.2f}",
         "-" if expected is None else f"{expected / 1e6:.2f}",
     )

@@ -87,11 +87,8 @@ class RankTimes:
     def share(self, *kinds: str) -> float:
         return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
 
-    def part(self, rows: str, of: str) -> float | None:
-        """Return count ``rows`` / count ``of``, such as ``cached_rows`` / ``remote_rows``. Both are in ``TRAFFIC``.
-
-        Returns None if the count ``of`` is 0.
-        """
+    def ratio(self, rows: str, of: str) -> float | None:
+        """Return ``traffic[rows] / traffic[of]``, or None if ``traffic[of]`` is 0."""
         return self.traffic[rows] / self.traffic[of] if self.traffic[of] else None
 
     def per_epoch(self, name: str) -> float:
@@ -205,7 +202,7 @@ class RankLines:
 
     @property
     def timed_epochs(self) -> list[MetricsLine]:
-        """The epoch lines that contain the seconds of a step by kind of work."""
+        """The epoch lines that contain mean times per step (field ``spent``)."""
         return [line for line in self.epochs.values() if _is_timed(line)]
 
     def to_json(self) -> dict[str, Any]:
@@ -240,7 +237,7 @@ def read_lines(paths: Iterable[Path]) -> dict[int, RankLines]:
 
 
 def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = None) -> RunTimes | None:
-    """Return the mean times and traffic over ``epochs``, by default all but the first of several epochs.
+    """Return the mean times and traffic over ``epochs``. Default: all epochs but the first, or the only epoch.
 
     If no epoch is complete yet, the means are taken over each rank's ``step`` lines except its first. Returns None if
     no line has times. Raises ``SettingsError`` if the lines contain none of ``epochs``.
@@ -256,7 +253,9 @@ def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = No
         recorded[1:] if without_first else (epoch for epoch in recorded if epochs is None or epoch in epochs)
     )
     if not wanted:
-        raise SettingsError(f"the metrics files contain none of these epochs, only {recorded[0]} to {recorded[-1]}")
+        raise SettingsError(
+            f"the metrics files contain none of the chosen epochs; they contain epochs {recorded[0]} to {recorded[-1]}"
+        )
     chosen = {rank: [line for line in lines if line["epoch"] in wanted] for rank, lines in timed.items()}
     records = [
         RankTimes.of(rank, lines, ranks[rank].predict, ranks[rank].node) for rank, lines in chosen.items() if lines
@@ -269,7 +268,7 @@ def _files(folder: Path) -> list[Path]:
         if files := sorted(folder.glob(pattern)):
             return files
     raise SettingsError(
-        f"{folder} has no metrics-rank*.jsonl, and neither has its logs/node*/; give a run's folder: the --run-dir of"
+        f"{folder} has no metrics-rank*.jsonl or logs/node*/metrics-rank*.jsonl; give a run's folder: the --run-dir of"
         " train, or runs/RUN of a launch"
     )
 

@@ -37,7 +37,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class StartPosition:
-    """The epoch and step with which a script's training loop begins: epoch 1 and step 0, or those after a checkpoint.
+    """The epoch and step with which a script's training loop begins: epoch 1 and step 0 if no checkpoint is restored.
 
     Args:
         epoch: Epoch, counted from 1.
@@ -65,8 +65,8 @@ class _Rows:
     def load(self, state: Mapping[str, Any] | None, groups: list[dict[str, Any]]) -> None:
         """Restore the rows, and the state and options of their optimizer. Collective.
 
-        state: result of ``gather`` on rank 0, None on other ranks. groups: ``optimizer_groups`` in that result, given
-        on all ranks.
+        ``state``: on rank 0, the result of ``gather``; on other ranks None. ``groups``: on all ranks, the field
+        ``optimizer_groups`` of this result.
         """
         load_embedding_state(self.embedding, state, self.optimizer)
         if self.optimizer is not None:
@@ -227,7 +227,7 @@ def _without_ddp(one: Stateful) -> Stateful:
 
 
 def _rows_of(objects: Mapping[str, Any]) -> tuple[dict[str, _Rows], dict[str, Stateful]]:
-    """Split ``objects`` into sharded embeddings and other objects. An embedding's optimizer stays with it.
+    """Split ``objects`` into sharded embeddings, each with its optimizer, and other objects.
 
     Raises ``SettingsError`` if the optimizer of an embedding also updates other parameters.
     """
@@ -242,8 +242,8 @@ def _rows_of(objects: Mapping[str, Any]) -> tuple[dict[str, _Rows], dict[str, St
         own = [other for other, params in users.items() if any(param is embedding.weight for param in params)]
         if any(len(users[other]) > 1 for other in own):
             raise SettingsError(
-                f"the optimizer {own[0]!r} updates the rows of {name!r} and other parameters; to save them, give the "
-                "rows an optimizer of their own, over [embedding.weight]"
+                f"the optimizer {own[0]!r} updates the rows of {name!r} and other parameters; to save them, use a "
+                "separate optimizer for [embedding.weight]"
             )
         found[name] = _Rows(embedding, objects[own[0]] if own else None)
         taken |= set(own)

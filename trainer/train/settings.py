@@ -125,7 +125,7 @@ class TrainJob:
 
     @property
     def timeout(self) -> float:
-        """Seconds that a wait for another process may take."""
+        """Timeout in seconds of waits for other processes."""
         return self.settings.timeout
 
 

@@ -6,27 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from trainer.core.batch_cost import Cost
-from trainer.core.row_exchange import take_waited
 from trainer.train.metrics import KINDS, LOADING
-
-
-class Phase(IntEnum):
-    """Phases of a training step. In ``StepTimes``, LOAD is divided into the work kinds sample, remote and gather."""
-
-    LOAD = 0
-    COPY = 1
-    FORWARD = 2
-    BACKWARD = 3  #: up to the last gradient
-    REDUCE = 4  #: from the last gradient to the end of the backward pass, and exchanges of sharded rows
-    OPTIMIZER = 5
-    OTHER = 6
+from trainer.train.step_clock import DeviceClock, HostClock, Phase
 
 
 class BatchWait(NamedTuple):  # made in each step: a NamedTuple takes a quarter of a dataclass's time
@@ -54,19 +41,30 @@ class StepTimes:
     seconds: tuple[float, ...] = (0.0,) * len(KINDS)  #: seconds of all steps, by ``KINDS``
     batches: int = 0  #: number of batches whose cost is known
     cost: Cost = Cost()  #: sum of the costs of these batches
+    device_steps: int = 0  #: number of steps whose end a GPU has reached
+    device_s: float = 0.0  #: seconds that the GPU took for them, from the batch's copy to the update of the weights
 
     @classmethod
-    def of(cls, steps: int, phases: Sequence[float], waits: Sequence[BatchWait]) -> StepTimes:
-        """Make ``StepTimes`` from ``phases`` (seconds by ``Phase``) and ``waits`` (one per batch)."""
+    def of(
+        cls, steps: int, phases: Sequence[float], waits: Sequence[BatchWait], device: tuple[int, float] = (0, 0.0)
+    ) -> StepTimes:  # fmt: skip
+        """Make ``StepTimes`` from ``phases`` (seconds by ``Phase``) and ``waits`` (one per batch).
+
+        ``device``: ``device_steps`` and ``device_s``.
+        """
         parts = [sum(part) for part in zip(*(load.parts for load in waits), strict=True)] or [1.0, 0.0, 0.0]
         whole = sum(parts)
         split = [phases[Phase.LOAD] * part / whole for part in parts] if whole > 0 else [phases[Phase.LOAD], 0.0, 0.0]
         costs = [load.cost for load in waits if load.cost is not None]
-        return cls(steps, (*split, *phases[Phase.COPY :]), len(costs), Cost.total(costs) if costs else Cost())
+        cost = Cost.total(costs) if costs else Cost()
+        return cls(steps, (*split, *phases[Phase.COPY :]), len(costs), cost, *device)
 
     def __add__(self, other: StepTimes) -> StepTimes:
         seconds = tuple(a + b for a, b in zip(self.seconds, other.seconds, strict=True))
-        return StepTimes(self.steps + other.steps, seconds, self.batches + other.batches, self.cost + other.cost)
+        return StepTimes(
+            self.steps + other.steps, seconds, self.batches + other.batches, self.cost + other.cost,
+            self.device_steps + other.device_steps, self.device_s + other.device_s,
+        )  # fmt: skip
 
     @property
     def batch_s(self) -> float:
@@ -116,107 +114,6 @@ def by_host(cost: Cost) -> dict[str, dict[str, dict[str, int]]]:
 
 def _work(cost: Cost) -> tuple[float, float, float]:
     return cost.sample_s, cost.wait_s, cost.gather_s
-
-
-class HostClock:
-    """Measures seconds by phase with this process's clock."""
-
-    def __init__(self) -> None:
-        self._seconds, self._phase = [0.0] * len(Phase), Phase.OTHER
-        self._since, self._ready = (
-            time.perf_counter(),
-            0.0,
-        )  # _ready: time of the last gradient; 0.0: none in this phase
-        take_waited()
-
-    def enter(self, phase: Phase) -> None:
-        """End the current phase and start ``phase``. The time of row exchanges between ranks counts as REDUCE."""
-        now, waited = time.perf_counter(), take_waited()
-        self._seconds[self._phase] += now - self._since
-        if waited:
-            self._move_to_reduce(waited)
-        self._since, self._phase, self._ready = now, phase, 0.0
-
-    def _move_to_reduce(self, seconds: float) -> None:
-        self._seconds[self._phase] -= seconds
-        self._seconds[Phase.REDUCE] += seconds
-
-    def gradient_ready(self) -> None:
-        """Record that a gradient is ready. Only the last call in a backward pass counts."""
-        self._ready = time.perf_counter()
-
-    def reduced(self) -> None:
-        """Record the end of the backward pass. The time since the last gradient counts as REDUCE."""
-        if ready := self._ready:
-            self._seconds[self._phase] += ready - self._since
-            self._since, self._phase = ready, Phase.REDUCE
-        self.enter(Phase.OPTIMIZER)
-
-    def pop_seconds(self) -> list[float]:
-        self.enter(self._phase)
-        seconds, self._seconds = self._seconds, [0.0] * len(Phase)
-        return seconds
-
-
-class DeviceClock(HostClock):
-    """``HostClock`` for a training loop on a GPU, which runs asynchronously.
-
-    Divides the host's seconds among the phases in proportion to the time between CUDA events. Never waits for an event.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last, self._gradient = _recorded(), None  # type: Any, Any
-        self._spans: list[tuple[Phase, Any, Any]] = []  # phase, event at its begin, event at its end
-        self._exchanges = [0.0] * len(Phase)
-
-    def enter(self, phase: Phase) -> None:
-        self._mark(_recorded())
-        self._gradient = None
-        super().enter(phase)
-
-    def gradient_ready(self) -> None:
-        super().gradient_ready()
-        self._gradient = self._gradient or _event()
-        self._gradient.record()
-
-    def reduced(self) -> None:
-        if self._gradient is not None:
-            self._mark(self._gradient)
-        super().reduced()
-
-    def pop_seconds(self) -> list[float]:
-        host, seconds = super().pop_seconds(), [0.0] * len(Phase)
-        passed = 0
-        while passed < len(self._spans) and self._spans[passed][2].query():
-            phase, begin, end = self._spans[passed]
-            seconds[phase] += begin.elapsed_time(end) / 1000
-            passed += 1
-        self._spans = self._spans[passed:]
-        for phase in Phase:
-            moved = min(self._exchanges[phase], seconds[phase])
-            seconds[phase] -= moved
-            seconds[Phase.REDUCE] += moved
-        self._exchanges, whole = [0.0] * len(Phase), sum(seconds)
-        return [sum(host) * value / whole for value in seconds] if whole > 0 else host
-
-    def _move_to_reduce(self, seconds: float) -> None:
-        super()._move_to_reduce(seconds)
-        self._exchanges[self._phase] += seconds
-
-    def _mark(self, event: Any) -> None:
-        self._spans.append((self._phase, self._last, event))
-        self._last = event
-
-
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _recorded() -> Any:
-    event = _event()
-    event.record()
-    return event
 
 
 class HasCost(Protocol):
@@ -274,7 +171,7 @@ class StepTimer:
 
     def lap(self) -> StepTimes:
         """Return the times of the steps since the last call, and add them to ``total``."""
-        lap = StepTimes.of(self._steps, self._clock.pop_seconds(), self._waits)
+        lap = StepTimes.of(self._steps, self._clock.pop_seconds(), self._waits, self._clock.pop_device())
         self._steps, self._waits = 0, []
         self.total += lap
         return lap

@@ -15,19 +15,22 @@ from trainer.core.batch_cost import Cost
 from trainer.core.ranks import Ranks
 from trainer.core.waits import report_uncaught
 from trainer.nn.sharded_embedding import ShardedEmbedding
+from trainer.train.device_monitor import DeviceMonitor
 from trainer.train.metrics import MetricsLog
 from trainer.train.script_checkpoint import ScriptCheckpoints, StartPosition, Stateful
-from trainer.train.step_timing import HasCost, Phase, StepTimer, StepTimes, by_host, traffic
+from trainer.train.step_clock import Phase
+from trainer.train.step_timing import HasCost, StepTimer, StepTimes, by_host, traffic
 
 
 class StepLog:
     """Report the progress of a script to the launcher: at most one line per second, and one at the end of each epoch.
 
     Without a launcher all methods do nothing. With ``loader``, ``python -m trainer profile`` also shows where a step's
-    time goes. There, the wait for a batch lasts until the model is called, so it includes copying to the device; the
-    time from the model's output to the last gradient counts as backward.
+    time goes. It counts the time until the model is called as waiting for a batch, including the copy to the device.
+    It counts the time from the model's output to the last gradient as the backward pass.
 
-    After a call of ``restore``, ``step`` and ``epoch`` also save checkpoints, from which ``gnnfleet resume`` continues.
+    Once ``restore`` has been called, ``step`` and ``epoch`` also save checkpoints. ``gnnfleet resume`` continues from
+    the last one.
 
     Args:
         model: The model that is trained; hooks on it measure the forward pass.
@@ -71,6 +74,8 @@ class StepLog:
         report_uncaught(environ)
         self._log = MetricsLog(Path(run_dir), Ranks.from_env(environ).rank, tensorboard) if run_dir else None
         self._timer = StepTimer(model, optimizer)
+        self._model_device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
+        self._monitor = DeviceMonitor(self._model_device)
         self._loader, self._cost = loader, Cost()
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward),
@@ -132,6 +137,7 @@ class StepLog:
             self._epoch, self._seeds, self._since = epoch, 0, now
             first = self._timer.lap()
             self._all_seeds, self._times = 0, StepTimes(batches=first.batches, cost=first.cost)
+            self._monitor = DeviceMonitor(self._model_device)
         else:
             self._timer.step()
             self._seeds += seeds
@@ -143,7 +149,7 @@ class StepLog:
         if self._checkpoints is not None:
             self._checkpoints.after_step(epoch, step)
         if recorded:
-            more = lap.means()
+            more = lap.means() | self._monitor.step_fields(lap)
             if self._seeds:
                 more["seeds_per_s"] = round(self._seeds / (now - self._since), 1)
             if lap.batches:
@@ -164,7 +170,7 @@ class StepLog:
         if self._log is None:
             return
         times, seconds = self._times, max(self._ended - self._began, 1e-6)
-        more = times.means()
+        more = times.means() | self._monitor.epoch_fields(times)
         if times.batches:
             more |= {"remote_bytes": times.cost.remote_bytes, "traffic": traffic(times.cost, times.batches)}
             more |= {**by_host(times.cost), "remote_share": times.cost.remote_share}

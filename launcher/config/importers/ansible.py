@@ -93,7 +93,7 @@ def expand(source: Source, line: int, name: str) -> list[str]:
     """
     choices, end = [], 0
     for match in _RANGE.finditer(name):
-        choices += [[name[end : match.start()]], _middle(match)]
+        choices += [[name[end : match.start()]], _range_values(match)]
         end = match.end()
     choices.append([name[end:]])
     if not all(choices):
@@ -103,8 +103,11 @@ def expand(source: Source, line: int, name: str) -> list[str]:
     return ["".join(words) for words in itertools.product(*choices)]
 
 
-def _middle(match: re.Match[str]) -> Sequence[str]:
-    """Return the values of a range such as ``[01:03]``, at most ``MOST + 1``; none if the range is invalid."""
+def _range_values(match: re.Match[str]) -> Sequence[str]:
+    """Return the values of a range such as ``[01:03]``; () if the range is invalid.
+
+    A longer range is cut to ``MOST + 1`` values, so that ``expand`` can refuse it.
+    """
     low, high, step = match[1], match[2], int(match[3] or 1) or 1
     if low.isdecimal() and high.isdecimal():
         width = len(low) if low.startswith("0") else 0
@@ -253,7 +256,7 @@ def _host(source: Source, line: int, words: str, group: Group) -> None:
 
 
 def _port(pattern: str, origin: Origin) -> tuple[str, Variables]:
-    """Split ``host:2222`` into host and port; the colon of a range, as in ``node[01:03]``, is not a port."""
+    """Split ``host:2222`` into the host and the variable ansible_port. A range ``[01:03]`` contains no port."""
     match = re.fullmatch(r"([^:\[]*(?:\[[^\]]*\][^:\[]*)*):(\d+)", pattern)
     return (match[1], {"ansible_port": text(origin, match[2])}) if match else (pattern, {})
 

@@ -79,7 +79,7 @@ def section(origin: Origin, items: Mapping[str, Tree]) -> Section:
 
 
 def virtual_origin(words: str) -> Origin:
-    """Return the origin of a value that is in no file. In messages, ``words`` replaces the file name."""
+    """Return an origin for a value that was not read from a file. Messages show ``words`` instead of a file name."""
     return Origin(words, 0, Path.cwd())
 
 
@@ -179,7 +179,7 @@ def environment_overrides(venv: str | None, conda: str | None) -> tuple[str, ...
     The home folder is written as ``~``. Raises UsageError if both are given.
     """
     if venv and conda:
-        raise UsageError("--venv and --conda: give one of them, the one that holds torch")
+        raise UsageError("--venv and --conda: give only the one in which torch is installed")
     key, text = ("venv", venv) if venv else ("conda", conda)
     if not text:
         return ()

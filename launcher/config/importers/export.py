@@ -1,4 +1,4 @@
-"""Renders a config that was imported from a file of another launcher as a commented cluster.yml."""
+"""Renders a commented cluster.yml from a config that was imported from a file of another launcher."""
 
 from __future__ import annotations
 

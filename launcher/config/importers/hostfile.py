@@ -33,7 +33,10 @@ _EXAMPLE_SETTINGS = {"hidden": "256", "dropout": "0.0", "lr": "0.0004"}
 
 
 def read_nodes(flags: Flags) -> Foreign:
-    """Convert ``--nodes a,b,c`` or ``--nodes 2``, given without a file. Raises ConfigError for an empty list."""
+    """Convert ``--nodes``, given without a file: hosts as ``a,b,c``, or ``2`` for two nodes on this machine.
+
+    Raises ConfigError for an empty list.
+    """
     origin = virtual_origin("--nodes")
     if (flags.nodes or "").isdecimal():
         tree = {"nodes": number(origin, flags.nodes or ""), "transport": text(origin, "local")}
@@ -113,9 +116,10 @@ def _same_number(source: Source, nodes: list[tuple[Origin, str]], flags: Flags) 
 
 
 def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Section:
-    """Return the YAML tree for a list of hosts, with settings from the flags and the quoted command of PyG's launch.py.
+    """Return the YAML tree for a list of hosts.
 
-    Appends notes for the user to ``notes``.
+    The settings come from the flags of PyG's launch.py, and from the quoted command that it runs on each host. Appends
+    notes for the user to ``notes``.
     """
     remote = flags.remote or Remote("")
     common = _common_keys(remote, flags)

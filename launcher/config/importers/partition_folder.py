@@ -1,4 +1,4 @@
-"""Finds partition folders of torch_geometric, GLT and DGL, whose parts gnnfleet converts and keeps."""
+"""Finds partition folders of torch_geometric, GLT and DGL, whose parts gnnfleet converts without partitioning again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class ForeignParts:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The config overrides by which a run converts and keeps these parts; they also clear ``data.options``."""
+        """Config overrides that make a run convert these parts instead of partitioning the graph.
+
+        They clear ``data.options``.
+        """
         return (
             "data.dataset=partition", f"data.source={self.folder}", "data.options={}", f"data.folder=parts/{self.name}",
             "data.partition.method=keep",
@@ -58,7 +61,7 @@ def find_parts(path: str | Path) -> ForeignParts | None:
 
 
 def named_parts(workspace: str | None, *paths: str | None) -> ForeignParts | None:
-    """Return the partition folder at the first of ``paths`` that has one; None if none has.
+    """Return the first partition folder found at ``paths``; None if there is none.
 
     A relative path is looked up in ``workspace`` first, then in the current directory.
     """

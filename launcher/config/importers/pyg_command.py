@@ -1,4 +1,4 @@
-"""Parses the command that torch_geometric's launch.py takes in quotes into folder, environment, setup and script."""
+"""Parses the quoted command of torch_geometric's launch.py: its folder, environment, setup and script."""
 
 from __future__ import annotations
 

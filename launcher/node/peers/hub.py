@@ -17,20 +17,21 @@ from launcher.node.child_process import Loop
 from launcher.node.json_reader import WAIT, checked
 from launcher.node.peers.link import Link, Message, listen, proof, proven
 from launcher.node.peers.model import (
-    EOF_PATIENCE,
     Cause,
     Decision,
     Order,
     PeerConfig,
     Report,
     earlier,
+    eof_patience,
     fatal,
     left_words,
     make_cause,
     received_cause,
 )
 
-_MAX_STRANGERS = 64  # connections that are not authenticated yet; the oldest is dropped first
+# connections that are not authenticated yet, at least; all members may connect at once. The oldest is dropped first
+_MAX_STRANGERS = 64
 
 _GREETING_TIME = 5.0  # seconds a connection has to authenticate itself
 
@@ -39,6 +40,8 @@ _ACCEPTS_AT_ONCE = 32
 _LATE = 2.0  # seconds between two calls of ``look`` that mean that this machine was suspended
 
 _TABLE_NODES = 64  # with at most this many nodes, each answer to a heartbeat contains the state of all nodes
+
+_LOOKS = 10_000  # members whose silence is checked per second, at most; each is checked every 0.2 s or more often
 
 _ENDS = ("done", "failed", "stopped")
 
@@ -89,6 +92,7 @@ class Hub:
         self._listener: socket.socket | None = None
         self._ordered: float | None = None  # time of the first stop order; monotonic
         self._opened = self._looked = time.monotonic()
+        self._checked = 0.0  # when members were last checked for silence
 
     # Methods of ``Peers``.
 
@@ -105,13 +109,18 @@ class Hub:
         if pause > _LATE:  # this supervisor could not receive anything meanwhile
             self._excuse(pause)
             self.suspended = True
+        if now - self._checked >= min(0.2, len(self.members) / _LOOKS):
+            self._checked = now
+            self._lose_overdue(now)
+        for link, since in list(self._strangers.items()):
+            if now - since > _GREETING_TIME:
+                self._drop(link, "did not authenticate in time")
+
+    def _lose_overdue(self, now: float) -> None:
         for member in self._expected():
             why, since = self._overdue(member, now)
             if why:
                 self._lose(member, why, since)
-        for link, since in list(self._strangers.items()):
-            if now - since > _GREETING_TIME:
-                self._drop(link, "did not authenticate in time")
 
     @property
     def table(self) -> dict[str, dict[str, Any]]:
@@ -151,19 +160,19 @@ class Hub:
     def inherit(self, cause: Cause, lost: dict[str, dict[str, Any]], gone: dict[str, dict[str, Any]]) -> None:
         """Continue as the new hub of a run that has lost its previous hub.
 
-        cause: why the run ends, such as the loss of the hub. lost: all lost nodes, including the previous hub. gone:
-        nodes that the run continues without.
+        cause: why the attempt ended, such as the loss of the previous hub. lost: the lost hubs, as in ``Peers.lost``.
+        gone: nodes without which the run has continued, as in ``Peers.gone``.
         """
         self.cause, self.order, self._ordered = cause, Order(cause), time.monotonic()
         self.lost, self.gone = {**lost}, {**gone}
 
     def decide(self, decision: Decision) -> None:
-        """Send a decision to all members, now and with every later message."""
+        """Send a decision to all members now, and repeat it in every later message."""
         self.decision = decision
         self._broadcast()
 
     def awaited(self) -> list[int]:
-        """Return the members that are still active and have not yet reported what they offer for a restart."""
+        """Return the node_ranks of the members that still have to report what they can contribute to a restart."""
         return [member.node_rank for member in self._expected() if member.standing is None and not member.away]
 
     def close(self) -> None:
@@ -196,7 +205,7 @@ class Hub:
 
     def _greet(self, sock: socket.socket) -> None:
         # A nonce goes out first; of too many unauthenticated connections, the oldest is dropped.
-        if len(self._strangers) >= _MAX_STRANGERS:
+        if len(self._strangers) >= max(_MAX_STRANGERS, len(self.members)):
             self._drop(min(self._strangers, key=lambda one: self._strangers[one]), "too many unauthenticated")
         link = Link(sock, self._loop, lambda message: self._receive(link, message), lambda why: self._closed(link, why))
         link.nonce = secrets.token_hex(16)
@@ -257,14 +266,15 @@ class Hub:
             self._take_state(member, message, ahead)
         member.heard, member.beats = time.monotonic(), member.beats + 1
         if member.link is not None and not member.link.waiting:
-            often = member.beats % (1 + len(self.members) // _TABLE_NODES) == 0
+            # not to all members at the same time
+            often = (member.beats + member.node_rank) % (1 + len(self.members) // _TABLE_NODES) == 0
             member.link.send({"t0": sent, "t1": got, **self._orders(member, with_peers=often)})
 
     def _take_state(self, member: MemberStatus, message: Message, ahead: float) -> None:
         """Store a member's report.
 
-        A stop or failure in the report ends the run, except the failure of a member that the run can lose. ``ahead``:
-        seconds by which the member's clock is ahead of the hub's.
+        A stop or failure in the report ends the run. If the run can continue without the member, the failure does not
+        end it. ``ahead``: seconds by which the member's clock is ahead of the hub's.
         """
         cause, member.ahead = received_cause(message["cause"], ahead), ahead
         member.state, member.trained = str(message["state"])[:20], message["trained"]
@@ -287,9 +297,10 @@ class Hub:
             member.link.send({"pong": 1})
 
     def _orders(self, member: MemberStatus, *, with_peers: bool = False) -> Message:
-        """Return the message to a member: the cause of the run's end, and whether to stop or to finish.
+        """Return the message to a member, with the current orders of the hub.
 
-        with_peers: include the state of all nodes.
+        "stop": end now; "cause" says why. "finish": end normally, as all training nodes are done. with_peers: include
+        the state of all nodes.
         """
         own = {str(self.config.hub): {"state": self._own.get("state"), "age": 0.0}}
         return {
@@ -328,8 +339,11 @@ class Hub:
 
     def _finish(self) -> None:
         # Ranks of nodes that the run continues without do not count.
-        trained = [self._own.get("trained", False), *(one.trained for one in self.members.values() if one.left is None)]
-        if self.order is None and any(trained) and False not in trained:
+        # Called for each report: in a run of many nodes, most calls end at the first node that trains.
+        if self.order is not None or self._own.get("trained", False) is False:
+            return
+        trained = [one.trained for one in self.members.values() if one.left is None]
+        if False not in trained and (self._own["trained"] or any(trained)):
             self.order = Order()
             self._broadcast()
 
@@ -347,7 +361,7 @@ class Hub:
             late = now - self._opened > config.start_timeout
             why = f"it did not report to node{config.hub} within {config.start_timeout:g} s (run.start_timeout)"
             return (why, self._clock()) if late else ("", 0.0)
-        if member.gone is not None and now - member.gone > min(EOF_PATIENCE, config.peer_timeout):
+        if member.gone is not None and now - member.gone > eof_patience(config.peer_timeout):
             return KILLED, member.gone_wall
         if now - member.heard > config.peer_timeout:
             since = self._clock() - (now - member.heard)
@@ -406,10 +420,10 @@ class Hub:
 
 
 def excused(when: float | None, pause: float, now: float) -> float | None:
-    """Return the time of another node's last message, ``when``, moved by ``pause`` but not beyond ``now``.
+    """Move a time later by ``pause``, at most to ``now``, so that a pause does not count as silence of another node.
 
-    ``pause``: seconds for which this machine was suspended; they do not count as silence of the node. Returns None if
-    ``when`` is None.
+    when: time of the other node's last message, or of the end of its connection; None stays None. pause: seconds for
+    which this machine was suspended and could not receive messages.
     """
     return None if when is None else min(when + pause, now)
 

@@ -53,9 +53,9 @@ class Link:
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Send a message; if the socket is not writable, later.
+        """Send a message, or store it until the socket is writable.
 
-        Closes the connection if more than ``MAX_UNSENT`` bytes are unsent.
+        Closes the connection if more than ``MAX_UNSENT`` bytes are stored.
         """
         if not self._open or self._broken:
             return

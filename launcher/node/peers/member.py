@@ -19,12 +19,12 @@ from launcher.node.child_process import Loop
 from launcher.node.peers.hub import KILLED, excused, silence
 from launcher.node.peers.link import Link, Message, proof, proven
 from launcher.node.peers.model import (
-    EOF_PATIENCE,
     Cause,
     Decision,
     Order,
     PeerConfig,
     Report,
+    eof_patience,
     make_cause,
     received_cause,
 )
@@ -46,7 +46,7 @@ class ClockOffset:
 
     @property
     def quickest(self) -> float | None:
-        """Network time of the quickest round trip, in seconds; None before the first round trip."""
+        """Seconds of the quickest round trip, without the hub's processing time; None before the first round trip."""
         return min(self._trips)[0] if self._trips else None
 
     def add(self, t0: float, t1: float, t2: float, t3: float) -> None:
@@ -66,6 +66,8 @@ _TRY_EVERY = 0.3  # seconds between two attempts to connect
 
 # Timeout of an attempt in seconds. After a network cut a new attempt succeeds sooner than TCP's retransmissions.
 _TRY_FOR = 1.0
+
+_USUAL_TIMEOUT = 6.0  # default of run.peer_timeout
 
 _TRIPS_FOR = 3.0  # timeout of an attempt, as a multiple of the quickest round trip
 
@@ -145,7 +147,9 @@ class Member:
             if why:
                 self._lose(why, since)
         silent = self._heard is not None and now - self._heard > min(_SILENT, self.config.peer_timeout / 2)
-        if self._link is not None and now - self._tried > _SILENT and (silent or self._link.node_rank is None):
+        # On slow machines a connection gets longer: the hub may have accepted it already, and left the previous one.
+        tried_for = _SILENT * max(1.0, self.config.peer_timeout / _USUAL_TIMEOUT)
+        if self._link is not None and now - self._tried > tried_for and (silent or self._link.node_rank is None):
             self._set_aside(self._link)
         late = now - self._tried > (_TRY_EVERY if self._connecting is None else self._attempt_timeout)
         if self._link is None and late and not self.may_leave():
@@ -285,7 +289,7 @@ class Member:
             self._heard, self._gone = time.monotonic(), None
             self._send()
         else:
-            raise ValueError(f"the process that listens there is not node{config.hub} of this run")
+            raise ValueError(f"the process that listens on port {config.port} is not node{config.hub} of this run")
 
     def _send(self) -> None:
         link = self._proven
@@ -328,7 +332,7 @@ class Member:
             why = f"it could not be reached at {place} within {config.start_timeout:g} s (run.start_timeout): {trouble}"
             return (why, self._clock()) if late else ("", 0.0)
         refused = self._trouble == os.strerror(errno.ECONNREFUSED)
-        if self._gone is not None and refused and now - self._gone > min(EOF_PATIENCE, config.peer_timeout):
+        if self._gone is not None and refused and now - self._gone > eof_patience(config.peer_timeout):
             return KILLED, self._clock() - (now - self._gone)
         if now - self._heard > config.peer_timeout:
             return f"{silence(config)}; its machine or the network is down", self._clock() - (now - self._heard)

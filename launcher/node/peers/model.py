@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 
@@ -41,11 +42,11 @@ class Crew:
 
     def last_copies(self, k: int, gone: Collection[int] = ()) -> list[int]:
         """Return the parts of node ``k`` that no other node holds. gone: lost nodes, which do not count."""
-        return [part for part in self._held(k) if not self.holders([part], {*gone, k})]
+        return [part for part in self._held(k) if all(j == k or j in gone for j in self._holders[part])]
 
     def holders(self, parts: Collection[int], gone: Collection[int]) -> list[int]:
         """Return the nodes that hold any of ``parts``, without those in ``gone``."""
-        return [j for j in range(len(self.parts)) if j not in gone and set(parts) & set(self._held(j))]
+        return sorted({j for part in parts for j in self._holders.get(part, ()) if j not in gone})
 
     def served_by(self, k: int, gone: Collection[int]) -> list[int]:
         """Return the other nodes that hold any part of node ``k``, without those in ``gone``."""
@@ -58,10 +59,19 @@ class Crew:
     def _held(self, k: int) -> tuple[int, ...]:
         return self.parts[k] if k < len(self.parts) else ()
 
+    @cached_property
+    def _holders(self) -> dict[int, list[int]]:
+        """The nodes that hold each part, ascending, by part."""
+        found: dict[int, list[int]] = {}
+        for k, parts in enumerate(self.parts):
+            for part in parts:
+                found.setdefault(part, []).append(k)
+        return found
+
     def _clients_have_others(self, k: int, gone: Collection[int]) -> bool:
         """Whether the clients still have a server if node ``k`` is lost; true without clients."""
-        servers = [j for j, role in enumerate(self.roles) if role == "server" and j != k and j not in gone]
-        return bool(servers) or "client" not in self.roles
+        others = (role == "server" and j != k and j not in gone for j, role in enumerate(self.roles))
+        return any(others) or "client" not in self.roles
 
 
 def parts_words(parts: Collection[int]) -> str:
@@ -69,7 +79,16 @@ def parts_words(parts: Collection[int]) -> str:
     return f"part{'s' if len(parts) > 1 else ''} {', '.join(map(str, sorted(parts)))}"
 
 
-EOF_PATIENCE = 2.0  #: seconds without a new connection after one was closed; then the supervisor counts as killed
+_EOF_PATIENCE = 2.0  # seconds
+
+
+def eof_patience(peer_timeout: float) -> float:
+    """Return the seconds without a new connection, after one was closed, until a supervisor counts as killed.
+
+    A third of ``peer_timeout``, which is larger on machines that are slow to answer, but at least 2 s.
+    """
+    return min(peer_timeout, max(_EOF_PATIENCE, peer_timeout / 3))
+
 
 _MAX_TEXT = 2000  # maximum length of a reason, in characters
 
@@ -254,7 +273,10 @@ def sentence(cause: Mapping[str, Any], labels: tuple[str, ...]) -> str:
 
 
 def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
-    """Return the message that a server was lost and which nodes still hold its parts. gone: nodes lost before."""
+    """Return the message about a lost or failed server; it names the other nodes that hold the server's parts.
+
+    gone: nodes that were lost earlier.
+    """
     k, crew = cause["node_rank"], config.crew
     verb = "was lost" if cause["kind"] == "lost" else "failed"
     at = time.strftime("%H:%M:%S UTC", time.gmtime(cause["t"]))

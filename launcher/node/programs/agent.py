@@ -1,13 +1,15 @@
 """Node program: runs other node programs on request, in one Python process. Python 3.8, standard library only.
 
-It starts on all nodes at once and must start fast: importing typing, json, socket or subprocess takes longer than
-starting Python. Therefore messages are Python literals, and types of ``typing`` occur only in annotations.
+The agent starts on all nodes at once and must start fast. It does not import typing, json, socket or subprocess, as
+importing them takes longer than starting Python. So messages are Python literals instead of JSON, and types from
+``typing`` occur only in annotations, which are not evaluated.
 
-Each line of stdin is a request ``{"program": name, "sources": {name: source}, "request": …}``. ``sources`` become
-importable as ``launcher.node.<name>``; then ``main(request)`` of ``launcher.node.programs.<program>`` is called. The
-answer is a line of stdout, ``MARKER{"reply": …, "times": [received, sent]}``. After an exception it has ``"error":
-traceback`` in place of ``"reply"``. A request without program gets only the times, in seconds since the epoch.
-Modules stay loaded between requests. When stdin closes, ``leave()`` of each module that defines it is called.
+Each line of stdin is a request ``{"program": name, "sources": {name: source}, "request": …}``. The agent makes
+``sources`` importable as ``launcher.node.<name>``, and calls ``main(request)`` of ``launcher.node.programs.<program>``.
+It answers with a line of stdout: ``MARKER{"reply": …, "times": [received, sent]}``, times in seconds since the epoch.
+After an exception, the line has ``"error": traceback`` in place of ``"reply"``. If ``program`` is empty, the agent
+calls nothing, and the line has only ``"times"``. Modules stay loaded between requests. When stdin closes, the agent
+calls ``leave()`` of each module that defines it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Node program: downloads files in the background, and resumes cut downloads. Standard library only.
+"""Node program: downloads files in the background, and resumes interrupted downloads. Standard library only.
 
 ``main(request)`` answers one request, by its "op":
 
 - ``reach``: {"reached": [whether this host can download from each of ``urls``]}
 - ``fetch``: starts to download the ``wheels`` ({"file", "url", "sha256"}) to ``folder``
-- ``fetched``: {"bytes", "total", "done", "error"} of these downloads, when they have ended or after ``seconds``
+- ``fetched``: waits at most ``seconds`` until these downloads have ended; {"bytes": received so far, "total": bytes of
+  the downloads that have begun, "done": whether all have ended, "error": text or ''}
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def reach(url: str) -> bool:
-    """Whether a download from ``url`` would begin."""
+    """Whether a HEAD request for ``url`` succeeds."""
     try:
         with urlopen(Request(url, method="HEAD"), timeout=REACH_SECONDS) as answer:
             return bool(answer.status == 200)
@@ -50,7 +51,7 @@ def reach(url: str) -> bool:
 
 
 class Downloads:
-    """Downloads in the background. A file is complete when it has its final name; cut ones are resumed."""
+    """Downloads files in background threads and resumes interrupted downloads. A complete file has its final name."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -69,7 +70,7 @@ class Downloads:
             thread.start()
 
     def state(self, seconds: float) -> dict[str, Any]:
-        """Progress, when all downloads have ended or after ``seconds``."""
+        """Wait at most ``seconds`` until all downloads have ended; return their progress."""
         deadline = time.monotonic() + seconds
         for thread in self.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -116,7 +117,7 @@ class Downloads:
             raise ValueError("the connection was closed %d bytes before the end" % expected)
         if sha256_of(part) != one["sha256"]:
             os.unlink(part)
-            raise ValueError("the downloaded file has another digest than the one that was resolved")
+            raise ValueError("the downloaded file does not have the expected SHA-256 digest")
         os.replace(part, path)
 
     def count(self, received: int = 0, total: int = 0) -> None:

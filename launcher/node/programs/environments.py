@@ -109,7 +109,7 @@ def candidates(given: list[str]) -> Iterator[dict[str, str]]:
 
 
 def named(given: list[str]) -> Iterator[dict[str, str]]:
-    """Yield the environments and interpreters at the paths ``given`` that exist."""
+    """Yield the environment (a folder) or interpreter (a file) at each of the paths ``given``; skip missing ones."""
     for text in given:
         path = os.path.expanduser(text)
         if os.path.isdir(path):
@@ -150,7 +150,10 @@ def virtual_environments() -> Iterator[dict[str, str]]:
 
 
 def interpreters() -> Iterator[dict[str, str]]:
-    """Yield the Pythons on PATH, as environments if they belong to one, and pyenv's Pythons with torch."""
+    """Yield the Pythons on PATH, and pyenv's Pythons with torch.
+
+    For a folder on PATH that belongs to a conda or virtual environment, yields the environment.
+    """
     folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder.startswith("/")]
     for folder in folders:
         prefix = os.path.dirname(folder.rstrip("/"))

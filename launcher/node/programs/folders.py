@@ -5,8 +5,8 @@ node/programs/probe.py imports this module and must start fast.
 
 ``main`` tests for a shared folder: ``{"op": "write", "folder", "name"}`` creates an empty file and replies {"written",
 "identity"}; ``{"op": "look", "folder", "name"}`` replies {"seen", "identity"}; ``{"op": "remove", …}`` removes the
-files, as does the end of the process. ``identity`` is the size, inode and mtime of the folder's manifest.json, to
-recognise a read-only folder on several nodes.
+files, as does the end of the process. ``identity`` is the size, inode and mtime of the folder's manifest.json. It shows
+whether nodes share a folder in which they cannot create files.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def space(path: str) -> dict[str, Any]:
 
 
 def why_not_writable(path: str) -> str:
-    """Return why no file can be written in ``path``; '' when it can. Writes a test file: only that detects quotas."""
+    """Return why ``path`` is not a writable folder; '' if it is. Writes a test file, to detect an exhausted quota."""
     if not os.path.isdir(path):
         return "it is not a folder" if os.path.exists(path) else "the folder does not exist"
     name = os.path.join(path, ".gnnfleet-%d-%s" % (os.getpid(), os.urandom(4).hex()))
@@ -166,7 +166,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: str) -> bool:
-    """Create an empty file for ``leave`` to remove; return whether that succeeded."""
+    """Create an empty file, which ``leave`` removes later. Returns whether it was created."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
     except OSError:

@@ -4,8 +4,9 @@
 
 - ``survey``: facts about the host and about the folder ``environment``, as returned by ``survey``
 - ``mark``: creates the empty file ``name`` in the nearest existing folder above ``environment``
-- ``marks``: {"names"} of the files there that begin with ``prefix``; hosts that share the folder see the same
-- ``unmark``: removes the file that ``mark`` created; the end of the process does so, too
+- ``marks``: returns as "names" the files in that folder that begin with ``prefix``; hosts that share the folder return
+  the same names
+- ``unmark``: removes the files that ``mark`` created; the end of the process removes them, too
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def version_of(program: str) -> str:
 
 
 def uv() -> str:
-    """Path of uv on PATH or where its installer puts it; '' if it is not installed."""
+    """Return the path of uv, from PATH, ~/.local/bin or ~/.cargo/bin; '' if uv is in none of them."""
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     for folder in [*folders, os.path.expanduser("~/.local/bin"), os.path.expanduser("~/.cargo/bin")]:
         if folder.startswith("/") and os.access(os.path.join(folder, "uv"), os.X_OK):
@@ -143,7 +144,7 @@ def tmux_line() -> str:
 
 
 def why_not_writable(environment: str) -> str:
-    """Why nothing can be written to the folder, or to the nearest one above it that exists; '' if it can."""
+    """Return why the folder, or the nearest existing folder above it, is not writable; '' if it is writable."""
     if not environment:
         return ""
     if os.path.lexists(environment) and not os.path.isdir(environment):

@@ -6,7 +6,7 @@
 - ``install``: makes or repairs an environment, as described at ``install``
 
 A new environment is made in ``<environment>.setup/env`` and renamed when it is complete and imports its packages. While
-packages of an existing environment are replaced, ``UNFINISHED`` in it lists them.
+packages of an existing environment are replaced, its file ``UNFINISHED`` lists these packages.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def installed() -> dict[str, Any]:
-    """The environment of this Python: {"kind": venv, conda or python, "prefix", "python": version, "versions" by
-    package, "unfinished": [packages whose installation was interrupted], "cuda": that torch is built for}."""
+    """Return the environment of this Python.
+
+    {"kind": venv, conda or python, "prefix": its folder, "python": version, "versions": {package: version},
+    "unfinished": [packages whose installation was interrupted], "cuda": CUDA version for which torch was built, or ''}
+    """
     facts = packages.versions()  # adds folders of .pth files to sys.path if needed
     there = packages.installed()
     prefix = os.path.dirname(os.path.dirname(sys.executable))
@@ -58,7 +61,7 @@ def kind_of(prefix: str) -> str:
 
 
 def unfinished(prefix: str) -> list[str]:
-    """Packages whose installation in this environment was interrupted."""
+    """Return the packages whose installation in this environment was interrupted; ["?"] if they are unknown."""
     try:
         with open(os.path.join(prefix, UNFINISHED)) as file:
             return [str(name) for name in json.load(file)]
@@ -73,12 +76,19 @@ class Failed(Exception):
 
 
 def install(request: dict[str, Any]) -> dict[str, Any]:
-    """Make or repair an environment from wheels; {"error": text or '', "tool": uv or pip, "seconds", "cuda"}.
+    """Make or repair an environment from wheels.
 
-    request: "environment": folder of the environment; "base": the Python that makes a new environment, '' to repair
-    one; "folder": temporary folder with the wheels in ``wheels/``; "requirements": list such as ["torch==2.13.0"];
-    "uv": path of uv on this host, or "tool": file name of uv's wheel, or neither; "pip": file name of pip's wheel;
-    "imports": modules that must be importable afterwards.
+    Returns {"error": text} or, on success, {"error": '', "tool": uv or pip, "seconds", "cuda": whether torch can use
+    CUDA}. Fields of ``request``:
+
+    - "environment": folder of the environment
+    - "base": the Python that makes a new environment; '' to repair an environment
+    - "folder": temporary folder with the wheels in ``wheels/``
+    - "requirements": list such as ["torch==2.13.0"]
+    - "uv": path of uv on this host; '' if uv is not installed
+    - "tool": file name of uv's wheel, used if "uv" is ''; '' for none
+    - "pip": file name of pip's wheel, used if uv cannot run
+    - "imports": modules that must be importable afterwards
     """
     started = time.monotonic()
     environment, folder = os.path.expanduser(request["environment"]), os.path.expanduser(request["folder"])
@@ -115,7 +125,10 @@ def make(environment: str, folder: str, request: dict[str, Any]) -> tuple[str, b
 
 
 def repair(environment: str, folder: str, request: dict[str, Any]) -> tuple[str, bool]:
-    """Replace packages of an environment; ``UNFINISHED`` in it lists them meanwhile. Returns as ``make``."""
+    """Replace packages of an environment; return the same as ``make``.
+
+    Until all packages are replaced and importable, the file ``UNFINISHED`` in the environment lists them.
+    """
     names = [word.partition("=")[0] for word in request["requirements"]]
     marker = os.path.join(environment, UNFINISHED)
     with open(marker, "w") as file:
@@ -196,7 +209,7 @@ def importable(environment: str, modules: list[str]) -> bool:
 
 
 def move_paths(new: str, final: str) -> None:
-    """Write the final folder in place of ``new`` into pyvenv.cfg and the scripts of a new environment."""
+    """Replace the path ``new`` by ``final`` in pyvenv.cfg and the scripts of the environment in ``new``."""
     programs = os.path.join(new, "bin")
     for path in [os.path.join(new, "pyvenv.cfg"), *(os.path.join(programs, name) for name in os.listdir(programs))]:
         if os.path.islink(path) or not os.path.isfile(path):

@@ -1,6 +1,6 @@
 """Facts about a machine: CPUs, memory, limits, tmux and NVIDIA GPUs.
 
-Part of node/programs/probe.py: Python 3.8, few modules of the standard library.
+Python 3.8, standard library only. Imports few modules, as node/programs/probe.py imports this one and must start fast.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def read(path: str) -> str:
 
 
 def capacity() -> dict[str, Any]:
-    """Return the CPUs, memory in bytes and open-file limits that this login can use.
+    """Return the CPUs, memory in bytes and open-file limits of this process.
 
     "memory_limit", "memory_free" and "cpus" respect the limits of the cgroup; "memory" is that of the whole machine.
     """
@@ -122,7 +122,10 @@ def capacity() -> dict[str, Any]:
 
 
 def cpus() -> int:
-    """Return the number of CPUs of this login, by CPU affinity, limits of its cgroups and its Slurm job; at least 1."""
+    """Return the number of CPUs that this process may use, at least 1.
+
+    This is the minimum of its CPU affinity, the limits of its cgroups, and the CPUs of its Slurm job on this host.
+    """
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shares = [float(own)]
     allocated = os.environ.get("SLURM_CPUS_ON_NODE", "")

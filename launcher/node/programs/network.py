@@ -284,7 +284,7 @@ SCOPE_LINK = 253  # link-local addresses are ambiguous without an interface
 
 
 def addresses() -> list[tuple[str, str]]:
-    """Return (interface name, address) for each address of this machine but link-local ones, in the kernel's order."""
+    """Return (interface name, address) of this machine's addresses that are not link-local, in the kernel's order."""
     names = dict(socket.if_nameindex())
     return [(names.get(number, ""), address) for number, address in kernel_addresses()]
 

@@ -1,6 +1,7 @@
-"""Finds the package versions of a Python without importing the packages, and the sizes of a partitioned graph.
+"""Finds the versions of installed packages without importing them, and the sizes of a partitioned graph.
 
-Importing torch would take seconds. Part of node/programs/probe.py: Python 3.8, few modules of the standard library.
+Importing torch would take seconds. Python 3.8, standard library only. Imports few modules, as node/programs/probe.py
+imports this one and must start fast.
 """
 
 from __future__ import annotations
@@ -111,7 +112,10 @@ def glibc() -> str:
 
 
 def graph_size(manifest: str) -> dict[str, Any]:
-    """Return {"nodes", "row_bytes", "topology_bytes"} of the graph with this manifest.json; {} if it cannot be read."""
+    """Return sizes of the graph with this manifest.json; {} if the file cannot be read.
+
+    "nodes" and "row_bytes" are those of ``size_of``, "topology_bytes" is the result of ``topology_of``.
+    """
     if not manifest:
         return {}
     import json
@@ -134,7 +138,7 @@ def size_of(manifest: dict[str, Any]) -> dict[str, Any]:
 def topology_of(manifest: dict[str, Any], folder: str) -> int:
     """Return the size in bytes of the topology (all files with 1-d arrays) of all parts; 0 if a file is missing.
 
-    A file of another size than in the manifest counts as missing.
+    A file whose size differs from its size in the manifest counts as missing.
     """
     files = [file for file in manifest["files"] if file["path"].startswith("part") and len(file.get("shape", ())) == 1]
     for file in files:

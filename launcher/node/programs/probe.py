@@ -72,9 +72,10 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def numeric(name: str) -> str:
-    """Return the numeric address of a configured name or address; '' when it does not resolve.
+    """Return the numeric address of a configured host name or address; '' when it does not resolve.
 
-    A loopback address gives '' except for ``localhost``: many machines resolve their own name to loopback.
+    Also returns '' for a host name other than ``localhost`` that resolves to a loopback address, as many machines
+    resolve their own name to such an address.
     """
     found = lookup(name) if name else ""
     return "" if is_loopback(found) and found != name and name != "localhost" else found
@@ -130,12 +131,12 @@ def route_to(peer: str) -> str:
 
 
 def interface_of(address: str, own: list[tuple[str, str]]) -> str:
-    """Return the interface that has ``address``; '' when none has. own: (interface, address) of this machine."""
+    """Return the network interface of ``address``; '' when ``own`` lacks it. own: pairs (interface, address)."""
     return "lo" if address.startswith("127.") else next((name for name, one in own if one == address), "")
 
 
 def existing_run(run_dir: str, session: str) -> str:
-    """Return the tmux session or the run folder of a planned run, if one exists already, else ''."""
+    """Return what already exists of a planned run: its tmux session, else its run folder; '' if neither exists."""
     if session and machine.tmux_has(session):
         return "tmux session %s" % session
     return run_dir if run_dir and os.path.exists(run_dir) else ""
@@ -174,7 +175,8 @@ def leftovers(workdir: str) -> list[dict[str, Any]]:
 def gpus(started: dict[str, Any]) -> dict[str, Any]:
     """Return {"devices": names, "gpus": facts about each, "driver": version}, in the order of nvidia-smi (PCI bus).
 
-    started: running commands by name; its "nvidia-smi" is read.
+    started: started commands by name. The result is read from the output of "nvidia-smi"; without this command the
+    lists are empty.
     """
     if "nvidia-smi" not in started:
         return {"devices": [], "gpus": [], "driver": ""}

@@ -1,7 +1,7 @@
 """Node program: tests whether this machine can read ``data.store``. Imports fsspec, if it is installed.
 
 ``main({"url", "options", "env": environment variables of the node})`` replies {"error": message, '' for success,
-"denied": whether access was denied}. An empty folder can be read, too.
+"denied": whether access was denied}. Reading an empty folder is a success.
 """
 
 from __future__ import annotations

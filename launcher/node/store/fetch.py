@@ -1,4 +1,4 @@
-"""Fetches files of a partition folder from a store into a local folder; an interrupted fetch continues where it was.
+"""Fetches files of a partition folder from a store into a local folder; resumes an interrupted fetch.
 
 Chunks of several files are read ahead in parallel and written in order, so that ``<file>.part`` never has gaps and its
 size says where to continue. A complete file is renamed once its digest matches the manifest.
@@ -48,7 +48,7 @@ class _Chunk(NamedTuple):
 
 
 def fetch(store: RemoteFolder, folder: str, files: list[Wanted], lines: ProgressLines) -> int:
-    """Fetch ``files`` into ``folder``, except those that are there with the right digest; return how many were fetched.
+    """Fetch ``files`` into ``folder``, except complete files with the right digest; return how many were fetched.
 
     The manifest is fetched last, so a folder with a manifest is complete. Waits while another process fetches into
     ``folder``. Raises StoreError and OSError.
@@ -203,7 +203,7 @@ def _locked(folder: str, lines: ProgressLines) -> Iterator[None]:
 
 
 def wait_for_lock(file: BinaryIO, on_wait: Any) -> None:
-    """Lock an open file exclusively until it is closed; call ``on_wait`` if another process has it."""
+    """Lock an open file exclusively until it is closed; call ``on_wait`` if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Program: fetches the files of a node's parts from a store. ``fetch_parts.py SPEC`` prints ``progress_lines``.
+"""Program ``fetch_parts.py SPEC``: fetches the files of a node's parts from a store.
 
 SPEC is a JSON file with
 
@@ -8,7 +8,7 @@ SPEC is a JSON file with
 - ``run_dir``: folder of the run that needs the files; '' for none
 - ``limit``: how many bytes all fetched partition folders may have together; null for no limit
 
-The program ends when its stdin is closed.
+The program prints its progress (format: launcher/node/store/progress_lines.py). It ends when its stdin is closed.
 """
 
 from __future__ import annotations

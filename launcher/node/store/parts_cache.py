@@ -1,8 +1,8 @@
 """Limits the disk space of fetched partition folders: the least recently used ones that no run needs are deleted.
 
-A fetched folder has a note (``.gnnfleet-store.json``): ``{"url", "used": time of the last fetch, "runs": [{"run_dir",
-"host", "boot_id", "since"}]}``, the runs that have claimed it. Folders without a note, such as those that the launcher
-has sent, are neither counted nor deleted. All changes are made under one lock per folder of partition folders.
+A fetched folder has a note, ``.gnnfleet-store.json``: ``{"url", "used": time of the last fetch, "runs": [{"run_dir",
+"host", "boot_id", "since"}]}``. ``runs`` lists the runs that use the folder. Folders without a note, such as those that
+the launcher has sent, are neither counted nor deleted. Each change holds the lock file next to the partition folders.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from launcher.node.exit_description import size
+from launcher.node.procs import boot_id
 from launcher.node.programs.folders import lives, state_of, stored
 from launcher.node.record import read_json, write_json
 from launcher.node.remote_folder import StoreError
@@ -88,7 +89,7 @@ def _uses(run: dict[str, Any]) -> bool:
         return False
     if run["host"] != socket.gethostname():
         return age < _OTHER_HOST
-    if run["boot_id"] != _boot_id():
+    if run["boot_id"] != boot_id():
         return False
     state = state_of(run_dir)
     return bool(lives(state.get("pid"), state.get("start_ticks")) if state else age < _START_TIME)
@@ -98,7 +99,7 @@ def _write_claim(folder: str, url: str, run_dir: str) -> None:
     path, now = os.path.join(folder, NOTE), time.time()
     runs = [run for run in _note(path).get("runs", []) if run["run_dir"] != run_dir and _uses(run)]
     if run_dir:
-        runs.append({"run_dir": run_dir, "host": socket.gethostname(), "boot_id": _boot_id(), "since": now})
+        runs.append({"run_dir": run_dir, "host": socket.gethostname(), "boot_id": boot_id(), "since": now})
     write_json(path, {"url": url, "used": now, "runs": runs})
 
 
@@ -127,14 +128,6 @@ def _delete_evicted(top: str) -> None:
     for name in os.listdir(top):
         if name.startswith(_EVICTED):
             shutil.rmtree(os.path.join(top, name), ignore_errors=True)
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
 
 
 @contextmanager

@@ -25,7 +25,7 @@ _EVERY = 0.2  # seconds between lines of kind ``bytes``
 
 
 class ProgressLines:
-    """Prints the lines. Thread-safe."""
+    """Prints the progress lines of a program to stdout. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

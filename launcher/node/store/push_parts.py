@@ -1,4 +1,4 @@
-"""Program: uploads a partition folder to a store. ``push_parts.py SPEC`` prints ``progress_lines``.
+"""Program ``push_parts.py SPEC``: uploads a partition folder to a store.
 
 SPEC is a JSON file with
 
@@ -8,11 +8,11 @@ SPEC is a JSON file with
 - ``made``: arguments of the command that made the parts; [] if unknown
 - ``replace``: whether parts of another partition in the store are replaced
 
-The program ends when its stdin is closed.
+The program prints its progress (format: launcher/node/store/progress_lines.py). It ends when its stdin is closed.
 
-The store gets the files of the folder and ``.gnnfleet-pushed.json``: ``{"manifest": its sha256, "made"}``. That file
-comes first and the manifest last. So parts in a store with a manifest are complete, and an interrupted upload of the
-same parts continues with the missing files.
+The store gets the files of the folder and ``.gnnfleet-pushed.json``: ``{"manifest": its sha256, "made"}``. The program
+uploads ``.gnnfleet-pushed.json`` first and the manifest last. So the parts in a store with a manifest are complete, and
+an interrupted upload of the same parts continues with the missing files.
 """
 
 from __future__ import annotations

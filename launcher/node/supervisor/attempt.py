@@ -56,11 +56,11 @@ def next_spec(first: NodeSpec, decision: Decision) -> NodeSpec:
     )
 
 
-def returned(spec: NodeSpec) -> tuple[bool, NodeSpec]:
-    """Return whether this supervisor replaces one that ended without a result, and the spec to continue with.
+def read_returns(spec: NodeSpec) -> tuple[bool, NodeSpec]:
+    """Return whether this supervisor replaces one that ended without a result, and the specification to use.
 
-    ``returns.json`` is the last ``state.json`` of the earlier supervisor. The returned spec is ``spec`` with the
-    attempt number from that file. Deletes the file.
+    Reads and deletes ``returns.json``, the last ``state.json`` of the earlier supervisor. The specification is ``spec``
+    or, for a replacement, ``spec`` with the attempt number from that file.
     """
     path = os.path.join(spec.run_dir, "returns.json")
     try:

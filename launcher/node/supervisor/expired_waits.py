@@ -22,7 +22,8 @@ _SHOWN = 4  # at most so many ranks are named as "not there"
 def read_wait(run_dir: str, rank: int) -> dict[str, Any] | None:
     """Return the expired wait that a rank of this node has reported, or None.
 
-    Its stack is appended to ``logs/stacks-rank<r>.log``; the result has the source line of the wait ("at") instead.
+    The rank's stack is appended to ``logs/stacks-rank<r>.log``. The result has "at" in place of the stack: a summary
+    with the source line of the wait.
     """
     found = record_in(WAIT, os.path.join(run_dir, "procs", f"wait-rank{rank}.json"))
     if found is None:
@@ -52,7 +53,10 @@ class Processes:
         return f"the graph server of {self.labels[node] if node < len(self.labels) else f'node{node}'}"
 
     def held_up(self) -> Iterator[Culprit]:
-        """Yield the processes that the kernel keeps from running: stopped ones first, ranks before servers."""
+        """Yield the processes that the kernel keeps from running.
+
+        The order is: stopped ranks, stopped servers, other ranks, other servers.
+        """
         ranks = [(stacks.held_up(line), self.nodes.get(rank), rank) for rank, line in sorted(self.ranks.items())]
         servers = [(stacks.held_up(line), node, None) for node, line in sorted(self.servers.items())]
         for words, node, rank in sorted([*ranks, *servers], key=lambda one: one[0] != STOPPED):
@@ -117,9 +121,10 @@ def _waited_for(wait: Wait, known: Processes) -> tuple[str, int | None]:
 
 
 def _absent(waits: Sequence[Wait], first: Wait, known: Processes) -> list[int]:
-    """Return the ranks that may be what the others wait for.
+    """Return the ranks that may keep the ranks with expired waits waiting.
 
-    These are the ranks without an expired wait whose stack is known and shows another line than that of ``first``.
+    Leaves out each rank that has an expired wait too, and each rank whose stack shows the source line of ``first`` or
+    no Python frame.
     """
     waiting = {wait["rank"] for wait in waits}
     return sorted(
@@ -136,7 +141,7 @@ def _where(rank: int, known: Processes) -> str:
 
 
 def server_lines(known: Processes, asked: int | None) -> list[str]:
-    """Return a line on the graph server of node ``asked``, and on each that is stopped or blocked in the kernel.
+    """Return one line for the graph server of node ``asked``, and for each server that the kernel keeps from running.
 
     asked: node_rank; None for no node.
     """

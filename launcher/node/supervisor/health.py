@@ -1,4 +1,7 @@
-"""Collects the findings of a node and, on the lead node, of all nodes: losses, stalls, stragglers, expired waits."""
+"""Collects the findings of a node and, on the lead node, of all nodes.
+
+Findings are training losses that are not finite, stalls, stragglers, and waits that have passed their deadline.
+"""
 
 from __future__ import annotations
 
@@ -218,7 +221,7 @@ class DepartedNodes:
         self._reported: set[str] = set(peers.gone)  # reported in an earlier attempt
 
     def new_findings(self) -> list[dict[str, Any]]:
-        """Return a finding for each node that departed since the last call, while the run continues; also log it."""
+        """Log and return a finding for each node that departed since the last call. The run continues without it."""
         found = []
         for k, gone in self._peers.gone.items():
             if k not in self._reported:

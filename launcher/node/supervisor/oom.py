@@ -1,4 +1,4 @@
-"""Detects that the kernel killed a process for memory, from its cgroup or the kernel log."""
+"""Detects from the cgroup or the kernel log that the kernel's OOM killer has killed a process."""
 
 from __future__ import annotations
 
@@ -64,9 +64,10 @@ class OomWatch:
 
 
 def oom_kills(files: Sequence[str] = ()) -> int | None:
-    """Return how many processes the OOM killer has killed, as counted in the first of ``files`` that has such a count.
+    """Return how many processes the OOM killer has killed; None if this is unknown.
 
-    None if no file has one. Default for ``files``: those of this process's cgroup, then that of the whole machine.
+    Reads the first of ``files`` that contains this number. Default: the files of this process's cgroup, then
+    /proc/vmstat, which counts for the whole machine.
     """
     return _counted(files)[1]
 
@@ -89,9 +90,9 @@ def _counted(files: Sequence[str]) -> tuple[str, int | None]:
 
 
 def limit(files: Sequence[str] = ()) -> int | None:
-    """Return the memory limit of this process's cgroup in bytes, as given by the first of ``files`` that has a limit.
+    """Return the memory limit of this process's cgroup in bytes; None if there is no limit.
 
-    None if no file has one. Default for ``files``: those of the cgroup and of its ancestors.
+    Reads the first of ``files`` that contains a limit. Default: the files of the cgroup, then of its ancestors.
     """
     for path in files or _cgroup_files("memory.max", "memory.limit_in_bytes"):
         try:

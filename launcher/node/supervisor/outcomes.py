@@ -213,7 +213,7 @@ class Ended(Exception):
     def result(self, node_rank: int, cause: Cause | None) -> dict[str, Any]:
         """Return the fields of ``result.json`` that say how and why this node ended.
 
-        cause: cause of the run's end; included only if it lies on another node.
+        cause: why the run ended. The returned field "cause" is the same, but None if the cause is on this node.
         """
         elsewhere = cause if cause is not None and cause["node_rank"] != node_rank else None
         asked = cause["asked"] if cause is not None else None

@@ -1,12 +1,13 @@
-"""Runs one node of a run that ``gnnfleet export --to kubernetes`` wrote: ``pod.py RUN SECRETS``, in a pod.
+"""Runs one node of a run that ``gnnfleet export --to kubernetes`` has exported: ``pod.py RUN SECRETS``, in a pod.
 
 RUN: folder with ``export.json``, ``node<k>.json``, ``cluster.json``, ``run.json`` and, below ``files/``, the user's own
-files. SECRETS: folder with ``token`` and, if the graph service is encrypted, ``service.key``. The node is
+files. SECRETS: folder with ``token`` and, if the graph service is encrypted, ``service.key``. The node_rank is
 ``GNNFLEET_FIRST_NODE`` + ``JOB_COMPLETION_INDEX``.
 
-First waits for the parts, for the lead node's attempt (the lead node: until the other nodes have begun it), and for the
-other pods' DNS names. Then prepares the node run folder and starts the supervisor, which prints its events. Also
-prints the logs of the node's processes. ``pod.py --alive RUN`` only checks that the node's heartbeat is recent.
+First waits until the parts exist and the lead node has begun an attempt; the lead node waits until all other nodes have
+begun it. Then waits until the DNS names of all pods resolve, prepares the node run folder and starts the supervisor,
+which prints its events. Also prints the logs of the node's processes. ``pod.py --alive RUN`` only checks that the
+supervisor writes ``state.json``.
 
 Exit status: 0 (done), 1 (failed or stopped; another attempt resumes from the newest checkpoint), 2 (the run cannot work
 as it was exported).
@@ -44,18 +45,19 @@ class Pod(ExportedNode):
     # What the pod waits for.
 
     def await_parts(self) -> None:
-        """Wait until the partition folder is complete, if this node opens parts. Raises TooLate."""
+        """Wait until this node's partition folder is complete; returns at once if it has none. Raises TooLate."""
         folder = self.export["data_dirs"][self.node_rank]
         if folder:
             manifest = os.path.join(folder, "manifest.json")
             self.wait(lambda: os.path.exists(manifest), f"for the parts: there is no {manifest}")
 
     def begin_attempt(self) -> int:
-        """Begin an attempt of this node and return its number, counted from 0. Raises TooLate.
+        """Begin the next attempt of this node and return its number, counted from 0. Raises TooLate.
 
-        The lead node begins its next attempt at once. Any other node waits until the lead node has an attempt with a
-        higher number than its own last one, and gets the same number. So a pod that was started again does not meet
-        supervisors that are about to end. Files of this node's last attempt are moved to ``attempts/``.
+        The lead node begins its next attempt at once. Any other node waits until the attempt number of the lead node is
+        higher than the number of its own last attempt; then it takes the lead node's number. So the supervisor of a
+        restarted pod does not connect to supervisors that are about to end. Files of this node's last attempt are moved
+        to ``attempts/``.
         """
         last = self._attempt(self.run_dir)
         if last >= 0:
@@ -90,7 +92,7 @@ class Pod(ExportedNode):
             self.wait(partial(self._has_begun, folder, attempt), f"for node{k} to begin attempt {attempt}")
 
     def await_names(self) -> None:
-        """Wait until the pods of all nodes run, which is when their DNS names have addresses. Raises TooLate."""
+        """Wait until the DNS names of all nodes resolve, that is, until their pods run. Raises TooLate."""
         for k, name in enumerate(self.export["addresses"]):
             self.wait(partial(resolves, name), f"for node{k}: {name} has no address")
 

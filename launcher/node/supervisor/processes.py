@@ -58,10 +58,9 @@ class RankRunners:
         return any(child.running() for child in self.children.values())
 
     def ended_badly(self) -> Child | None:
-        """Return a rank runner that failed by itself while its rank did not fail; None if there is none.
+        """Return a rank runner that failed although its rank did not; None if there is none.
 
-        A rank runner that was stopped does not count. To be called after ``OutcomeBook.look``, which reads the outcomes
-        of the ranks.
+        Leaves out rank runners that were stopped. Call ``OutcomeBook.look`` first: it reads the outcomes of the ranks.
         """
         for rank, child in self.children.items():
             known = self._book.outcomes.get(f"rank{rank}", {})

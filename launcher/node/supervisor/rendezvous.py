@@ -47,10 +47,11 @@ def _with_hub(spec: NodeSpec, hub: int, seconds: float) -> PeerConfig:
 
 
 class Rendezvous:
-    """Makes or receives the decision about a restart after one attempt: call ``look`` several times a second.
+    """Makes or receives the decision about a restart after one attempt. Call ``look`` several times a second.
 
     spec: node.json of the attempt that has ended. first: node.json of the first attempt. cause: what ended the attempt,
-    if it lies on this node. history: fields that are added to a decision made here.
+    if it occurred on this node, else None. history: earlier restarts and lost nodes, added to the decision if this node
+    makes it.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Rendezvous:
     def look(self, standing: Standing | None) -> Decision | None:
         """Return the decision once it has been made, else None. Connects to another hub if the hub is lost.
 
-        standing: what this node can contribute; None until its processes have ended.
+        standing: newest checkpoint and parts of this node; None until its processes have ended.
         """
         peers = self.peers
         if isinstance(peers, Member):
@@ -191,7 +192,7 @@ class Guest:
         return made
 
     def look(self) -> Decision | None:
-        """Return the decision that an attempt includes this node, or that none will; None while undecided."""
+        """Return the decision that this node takes part in an attempt or leaves the run; None while undecided."""
         peers, now = self.peers, time.monotonic()
         decision = peers.decision
         if decision is not None:
@@ -230,7 +231,7 @@ class Restarts:
     def meet(self, spec: NodeSpec, peers: Peers, own: Cause | None) -> None:
         """Begin a rendezvous after an attempt, unless the run is done or was stopped.
 
-        own: the cause of the end if it lies on this node.
+        own: the cause of the attempt's end if it occurred on this node, else None.
         """
         self.rendezvous = self.decision = self.standing = None
         self.lost = {}
@@ -257,9 +258,10 @@ class Restarts:
             peers.decide({"generation": generation + 1, "restart": False, "leave": True, "why": ""})
 
     def visit(self, spec: NodeSpec, peers: Peers) -> bool:
-        """Begin to wait, as ``Guest``, for the next attempt of the other nodes; return False if there can be none.
+        """Begin to wait, as ``Guest``, for the next attempt of the other nodes.
 
-        To be called after ``next_attempt`` has returned None.
+        Does nothing and returns False if no further attempt can include this node. To be called after ``next_attempt``
+        has returned None.
         """
         given_up = self.decision is not None and self.decision.get("given_up")
         if not self.left or given_up or self._first.control is None:

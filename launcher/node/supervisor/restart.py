@@ -45,7 +45,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """How an attempt ended, as far as its hub knows. Keys and members are node_ranks."""
+    """How an attempt ended, as far as its hub knows. Its mappings and collections name nodes by node_rank."""
 
     spec: NodeSpec  #: of the hub's node
     first: NodeSpec  #: of the hub's node in the first attempt, which had all nodes
@@ -59,9 +59,9 @@ class AttemptEnd:
 
 
 class _NoRestart(Exception):
-    """Raised when this node takes no part in a restart. The message is the reason; '' if the run was stopped.
+    """Raised when the hub decides against a restart. The message is the reason; '' if the run was stopped.
 
-    left: whether this node leaves the run, so that other nodes may restart it without this one.
+    left: whether nodes that the hub cannot reach may restart the run without it.
     """
 
     def __init__(self, why: str, left: bool = False) -> None:
@@ -75,7 +75,7 @@ def decide(end: AttemptEnd, now: float) -> Decision:
     now: seconds since the epoch by the hub's clock. The result always has "generation" (number of the next attempt),
     "restart" (true or false), "t" and "lead" (node_rank of the hub).
 
-    Without a restart, it also has "why" and "left" (whether other nodes may go on without this one).
+    Without a restart, it also has "why", and "left": whether nodes that the hub cannot reach may restart the run.
 
     With a restart, it also has
 

@@ -69,11 +69,11 @@ class ServerKeeper:
 
     @property
     def waiting(self) -> dict[str, Any] | None:
-        """The outcome of the dead server, while it waits for its restart; else None."""
+        """The outcome of a server that has died and will be restarted, until its restart; else None."""
         return self._last if self.child is None and self._last else None
 
     def look(self) -> str:
-        """Check the server, and restart it when due; return why the node fails because of it, or ''."""
+        """Check the server, and restart it when due. Returns why the node must fail, or ''."""
         if self.child is None:
             if time.monotonic() >= self._again_at:
                 self.begin()
@@ -127,9 +127,10 @@ class ServerKeeper:
 
 
 def _kernels(env: Mapping[str, str]) -> tuple[bool, str]:
-    """Return whether a graph server with the environment ``env`` finds compiled kernels, and a note.
+    """Return whether a graph server with the environment ``env`` finds compiled kernels, and a warning or ''.
 
-    The note says why it cannot use its usual cache folder; '' if it can. Same rules as in trainer/core/compiled.py.
+    The warning says that the usual cache folder is not writable, and which folder is used instead. Looks in the same
+    folders as trainer/core/compiled.py.
     """
     cache = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME", "~"), ".cache")
     folder = env.get("GNNFLEET_KERNELS") or os.path.join(os.path.expanduser(cache), "gnnfleet", "kernels")

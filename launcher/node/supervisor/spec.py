@@ -102,7 +102,7 @@ class NodeSpec:
         return self.nodes or tuple(range(self.num_nodes))
 
     def role_of(self, k: int) -> str:
-        """Return worker, server or client; ``absent`` if the attempt goes without node ``k``."""
+        """Return worker, server or client; ``absent`` if node ``k`` does not take part in the attempt."""
         return self.roles[k] if self.roles else self.role
 
     def parts_of(self, k: int) -> tuple[int, ...]:

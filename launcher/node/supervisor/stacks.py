@@ -83,7 +83,10 @@ class _Rank:
         self._begin = self._size = self._quiet = 0
 
     def turn(self) -> bool:
-        """Send the signal to the next process, or read the stacks of the last one; return whether all have answered."""
+        """Send the signal to the next process, or read its stacks once they are complete. Return whether none is left.
+
+        Must be called repeatedly: the processes get the signal one after the other.
+        """
         if self._waiting and not self._sent:
             self._begin = self._size = _size(self.dump)
             self._quiet, self._sent = 0, True
@@ -165,7 +168,7 @@ def held_up(summary: str) -> str:
 
 
 def place(summary: str) -> str:
-    """Return the part of a summary that says where the process is; '' for a stopped one."""
+    """Return the source line in a summary, such as ``data.py:17 in load()``; '' for a stopped process."""
     return "" if summary == STOPPED else summary.partition("; ")[2] if held_up(summary) else summary
 
 

@@ -64,7 +64,7 @@ class StallDetector:
         return [*self._stall.look(now, ranks), *self._pace.look(now, ranks)]
 
     def without(self, exiting: Collection[int]) -> dict[str, Any] | None:
-        """Return "node_rank", "rank" and "text" of the last stall, as they are if the ranks ``exiting`` are ignored.
+        """Return "node_rank", "rank" and "text" of the last stall, computed without the ranks ``exiting``.
 
         None if no rank of ``exiting`` was stalled, or if all stalled ranks are in ``exiting``.
         """

@@ -24,7 +24,7 @@ from launcher.node.exit_description import describe, describe_stop
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
 from launcher.node.peers.model import Cause, NoPeers, Order, Peers, make_cause, sentence
-from launcher.node.supervisor.attempt import returned, standing_of
+from launcher.node.supervisor.attempt import read_returns, standing_of
 from launcher.node.supervisor.health import DepartedNodes, Finding, Health
 from launcher.node.supervisor.journal import Journal, stop_request
 from launcher.node.supervisor.oom import OomWatch
@@ -35,6 +35,8 @@ from launcher.node.supervisor.server_keeper import ServerKeeper
 from launcher.node.supervisor.spec import NodeSpec
 
 HEARTBEAT = 1.0  #: seconds between two writes of state.json
+
+_FILES = 256  # open files besides the connections to the other supervisors
 
 _TURN = 0.2  # seconds between two checks of files and requests
 
@@ -48,7 +50,7 @@ _SIGNALS = {"SIGHUP": "its tmux session was closed", "SIGINT": "Ctrl-C was press
 class Supervisor:
     def __init__(self, spec: NodeSpec) -> None:
         self.first = spec  # node.json
-        self.returns, spec = returned(spec)
+        self.returns, spec = read_returns(spec)
         self.journal = Journal(spec.run_dir, spec.node_rank)
         self.loop = Loop(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         self.restarts = Restarts(self.first, self.loop, self.journal)
@@ -77,7 +79,7 @@ class Supervisor:
     # The stages of the run, in order.
 
     def run(self) -> int:
-        """Serve and train until this node is done, failed or stopped, in all attempts; return the exit status."""
+        """Run all attempts of this node and write its result; return the exit status."""
         self.journal.event("supervisor-start", pid=os.getpid())
         end = self.rejoin() if self.returns else self.attempt()
         while self.restarts.rendezvous is not None:
@@ -136,9 +138,10 @@ class Supervisor:
         return self.attempt()
 
     def meet(self, end: Ended, state: str) -> Ended:
-        """Wait until a hub has decided whether the run starts again; return how this node ends without a restart.
+        """Wait until a hub has decided whether the run starts again. Returns how this node ends without a new start.
 
-        end: how this node's attempt has ended. state: state of this node while it waits.
+        end: how this node's attempt has ended; this is returned unless a signal, a stop request or the deletion of the
+        run folder interrupts the wait. state: state of this node while it waits.
         """
         stepped = self.health.stepped()
         self.set_state(state)
@@ -181,7 +184,9 @@ class Supervisor:
     def open_peers_for_end(self, held: set[str]) -> None:
         """Connect to the other supervisors only to report this node's end.
 
-        held: resources that other runs hold. Does nothing when one of them is the control port.
+        Does nothing if another run holds the control port.
+
+        held: resources that other runs hold, such as ``port:29500``.
         """
         if self.spec.control is not None and f"port:{self.spec.control['port']}" not in held:
             with suppress(OSError):  # the other supervisors then wait for start_timeout
@@ -336,9 +341,10 @@ class Supervisor:
         return Ended("done" if needless else "stopped", reason, cause)
 
     def failed(self, name: str, words: str, t: float | None = None) -> Ended:
-        """Return how this node ends after a failure of process ``name``, "node" for the node as a whole.
+        """Return how this node ends after a failure.
 
-        words: what happened, without the process's name. t: time of the failure; None: now.
+        name: the failed process, such as ``rank3``; "node" if no single process failed. words: what happened, without
+        the process's name. t: time of the failure, seconds since the epoch; None: now.
         """
         cause = self.own_cause(name, "failure", words)
         who = "" if name == "node" else f"{name.replace('rank', 'rank ')} "
@@ -473,7 +479,9 @@ def main() -> int:
         print("usage: supervisor.py node.json", file=sys.stderr)
         return 2
     procs.adopt_orphans()
-    return Supervisor(NodeSpec.read(sys.argv[1])).run()
+    spec = NodeSpec.read(sys.argv[1])
+    procs.allow_open_files(_FILES + 2 * len(spec.labels))
+    return Supervisor(spec).run()
 
 
 if __name__ == "__main__":

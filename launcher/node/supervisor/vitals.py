@@ -27,6 +27,9 @@ _TOO_LARGE = 1 << 63  # larger integers may not fit into a float
 
 _NUMBERS = ("epoch", "step", "steps", "loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")
 
+#: Numbers of field ``device``, which says how a rank uses its GPU.
+_DEVICE_NUMBERS = ("allocated_bytes", "peak_bytes", "used_bytes", "total_bytes", "step_s", "utilization")
+
 
 class Vitals:
     """The last metrics of each rank of a node, read once a second; damaged and incomplete lines are skipped.
@@ -35,7 +38,8 @@ class Vitals:
 
     - the last values of ``epoch``, ``step``, ``steps``, ``loss``, ``seeds_per_s``, ``remote_share``, ``own_s``,
       ``step_s`` and ``batch_s`` (None: not written yet)
-    - ``most``: the result of ``largest``
+    - ``most``: [kind, share] of the work that takes most time of a step (``largest``)
+    - ``device``: the numbers in field ``device`` of the last line that has it; missing if the rank uses no GPU
     - ``kind`` and ``t`` of the last line
     - ``at``: [epoch, step, phase] from the progress file, or None
     - ``ended``: whether the rank has ended
@@ -89,6 +93,7 @@ class Vitals:
             known["remote_share"] = None
         if training:
             known["most"] = largest(line.get("spent")) or known["most"]
+            known |= _device(line.get("device"))
         known |= {"kind": line["kind"], "t": line["t"] if _is_number(line.get("t")) else now}
         loss: Any = line.get("loss")
         if not (training and _is_number(loss) and _is_number(line.get("epoch"))):
@@ -110,9 +115,9 @@ class Vitals:
 
 
 def largest(spent: Any) -> list[Any] | None:
-    """Return ``[kind, share]`` of the kind of ``spent`` that takes most time of a step; share from 0 to 1.
+    """Return the kind of work that takes most time of a step, and its share of the time (0 to 1): ``[kind, share]``.
 
-    spent: field of a metrics line, seconds by kind. None if it has no numbers.
+    spent: seconds by kind of work, from a metrics line. Returns None if it contains no numbers.
     """
     if not isinstance(spent, dict):
         return None
@@ -122,6 +127,13 @@ def largest(spent: Any) -> list[Any] | None:
         return None
     most = max(kinds, key=lambda kind: kinds[kind])
     return [most[:_LONGEST_KIND], round(kinds[most] / whole, 3)]
+
+
+def _device(values: Any) -> dict[str, Any]:
+    """Return ``{"device": values}`` with those values that are numbers; {} if there are none."""
+    known = values if isinstance(values, dict) else {}
+    numbers = {name: known[name] for name in _DEVICE_NUMBERS if _is_number(known.get(name))}
+    return {"device": numbers} if numbers else {}
 
 
 class LineTail:

@@ -137,7 +137,7 @@ def pair_chart(
 ) -> Chart:
     """Return a heat map of pairs of nodes: rows are receiving nodes (``to``), columns are sending nodes (``of``).
 
-    z: rows of values. unit: unit of the values, or ``share``.
+    z: rows of values. unit: unit of the values; with ``share``, fractions are shown as percentages.
     """
     texts = [["" if value is None else _short(value, unit) for value in row] for row in z]
     heat = {

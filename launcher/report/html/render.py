@@ -25,7 +25,7 @@ from launcher.report.report import RunReport, _analysed
 
 
 def written(report: RunReport) -> RunReport:
-    """Analyse the metrics and write the files of the report; return the report with a note on each failed step."""
+    """Analyse the metrics and write the files of the report. Each failure becomes a note in the returned report."""
     report = _analysed(report)
     try:
         report.write()
@@ -81,7 +81,7 @@ def figures_json(page: ReportPage) -> str:
 
 
 def figure(chart: Chart) -> dict[str, Any]:
-    """Return a chart in the form that report.js reads. Numbers that JSON cannot represent become null, a gap."""
+    """Return a chart in the form that report.js reads. NaN and infinity become null: a gap in a curve."""
     data = [_cleaned(trace) for trace in chart.data]
     return {"key": chart.key, "height": chart.height, "data": data, "layout": _cleaned(chart.layout)}
 

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from rich.filesize import decimal
 
+from launcher.report.device_use import device_uses
 from launcher.report.events import finding_words
 from launcher.report.first_failure import aftermath_of
 from launcher.report.html.charts import (
@@ -27,7 +28,7 @@ from launcher.report.html.page import Block, Fact, Lines, ReportPage, Section, T
 from launcher.report.html.record import RunRecord
 from launcher.report.html.series import number
 from launcher.report.html.timeline import timeline_chart
-from launcher.report.profile import Profile, RankTraffic
+from launcher.report.profile import Profile, RankTraffic, rank_name
 from launcher.report.task_metric import metric_of, score_text
 from launcher.report.verdict import from_here
 from launcher.text import count, spans
@@ -244,6 +245,20 @@ def _time(record: RunRecord) -> Iterator[Block]:
     so_far = "" if profile.whole or record.state != "running" else " so far"
     yield spent_chart(profile)
     yield Words((f"Means over {epochs}{so_far}.", *profile.advice))
+    yield from _devices(record)
+
+
+def _devices(record: RunRecord) -> Iterator[Block]:
+    """Yield a table of how ranks use their GPUs, if any rank has one."""
+    uses, node_of = device_uses(record.series.epochs), record.node_of
+    if not uses:
+        return
+    rows = tuple(
+        (rank_name(rank, node_of.get(rank)), *(text or "–" for text in (use.step, use.share, use.peak, use.memory)))
+        for rank, use in uses.items()
+    )
+    columns = ("rank", "#device time of a step", "#utilisation", "#peak memory", "#memory of all processes")
+    yield Table(columns, rows, "GPUs")
 
 
 def _parts(record: RunRecord) -> Iterator[Block]:

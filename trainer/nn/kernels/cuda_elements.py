@@ -13,28 +13,11 @@ import torch
 from torch import Tensor
 
 from trainer.core.rng import column_bits, mix
+from trainer.cuda.elements import from_bits, same, split, to_bits
 from trainer.cuda.launch import Kernel, cuda, device_function, kernel
 from trainer.nn.kernels.precision import sum_dtype
 
-_S16, _HALF, _ONE = np.uint32(16), np.uint32(0x7FFF), np.uint32(1)
-
 _mix, _column_bits = device_function(mix), device_function(column_bits)
-
-
-@device_function
-def same(value):  # type: ignore[no-untyped-def]  # Numba infers the types
-    return value
-
-
-@device_function
-def from_bits(value):  # type: ignore[no-untyped-def]
-    return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
-
-
-@device_function
-def to_bits(value):  # type: ignore[no-untyped-def]
-    bits = np.float32(value).view(np.uint32)
-    return np.uint16(np.uint32(bits + _HALF + np.uint32((bits >> _S16) & _ONE)) >> _S16)
 
 
 def by_dtype(make: Callable[[Any, Any], Callable[..., None]]) -> Callable[[torch.dtype], Kernel]:
@@ -60,8 +43,7 @@ def scalar(value: float, dtype: torch.dtype) -> Any:
 def _make_mask_rows(load: Any, store: Any) -> Callable[..., None]:
     def mask_rows(n, width, h, n_id, out, stream_key, threshold, factor, zero):  # type: ignore[no-untyped-def]
         for item in range(cuda.grid(1), n, cuda.gridsize(1)):
-            i = item // width
-            k = item - i * width
+            i, k = split(item, width)
             state = np.uint32(_mix(np.uint64(n_id[i]) ^ stream_key) & np.uint64(0xFFFFFFFF))
             kept = _column_bits(state, k) >= threshold
             out[i, k] = store(load(h[i, k]) * factor if kept else zero)
@@ -96,8 +78,7 @@ def _make_activate(load: Any, store: Any) -> Callable[..., None]:
     def activate(n, width, rows, bias, n_id, stream_key, threshold, factor, zero):  # type: ignore[no-untyped-def]
         # ``value <= zero`` keeps NaN, as on the CPU.
         for item in range(cuda.grid(1), n, cuda.gridsize(1)):
-            i = item // width
-            k = item - i * width
+            i, k = split(item, width)
             value = load(rows[i, k]) + bias[k]
             if threshold == np.uint32(0):
                 rows[i, k] = store(zero if value <= zero else value)
@@ -128,8 +109,7 @@ def activate_(out: Tensor, bias: Tensor, n_id: Tensor, threshold: int, stream_ke
 def _make_pass_where_positive(load: Any, store: Any) -> Callable[..., None]:
     def pass_where_positive(n, width, grad, out, before, scale, zero):  # type: ignore[no-untyped-def]
         for item in range(cuda.grid(1), n, cuda.gridsize(1)):
-            i = item // width
-            k = item - i * width
+            i, k = split(item, width)
             before[i, k] = store(load(grad[i, k]) * scale if load(out[i, k]) > zero else zero)
 
     return pass_where_positive

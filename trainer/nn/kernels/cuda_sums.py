@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from trainer.core.batch import Block
+from trainer.cuda.elements import from_bits, same, split
 from trainer.cuda.launch import cuda, device_function, kernel
-from trainer.nn.kernels.cuda_elements import by_dtype, from_bits, launch, same, scalar
+from trainer.nn.kernels.cuda_elements import by_dtype, launch, scalar
 from trainer.nn.kernels.precision import for_sums, sum_dtype
 
 
@@ -55,8 +56,7 @@ def transpose(block: Block) -> tuple[Tensor, Tensor, Tensor]:
 def _make_sum_rows(load: Any, scaled_rows: bool, scaled_columns: bool) -> Callable[..., None]:
     def sum_rows(n, width, indptr, indices, x, row_scale, col_scale, out, zero):  # type: ignore[no-untyped-def]
         for item in range(cuda.grid(1), n, cuda.gridsize(1)):
-            i = item // width
-            k = item - i * width
+            i, k = split(item, width)
             total = zero
             for e in range(indptr[i], indptr[i + 1]):
                 j = indices[e]
@@ -91,10 +91,8 @@ def sum_rows(indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | Non
 def _make_weighted_rows(load_weight: Any, load: Any, mapped: bool) -> Callable[..., None]:
     def weighted_rows(n, heads, width, indptr, indices, edges, weight, x, out, zero):  # type: ignore[no-untyped-def]
         for item in range(cuda.grid(1), n, cuda.gridsize(1)):
-            row = item // width
-            k = item - row * width
-            i = row // heads
-            h = row - i * heads
+            row, k = split(item, width)
+            i, h = split(row, heads)
             total = zero
             for e in range(indptr[i], indptr[i + 1]):
                 edge = edges[e] if mapped else e
@@ -125,8 +123,7 @@ def weighted_rows(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight:
 def _make_edge_dots(load_dst: Any, load_src: Any) -> Callable[..., None]:
     def edge_dots(n, heads, width, num_dst, indptr, indices, dst, src, out, zero):  # type: ignore[no-untyped-def]
         for item in range(cuda.grid(1), n, cuda.gridsize(1)):
-            e = item // heads
-            h = item - e * heads
+            e, h = split(item, heads)
             i, j = _row_of(indptr, num_dst, e), indices[e]
             total = zero
             for k in range(width):
@@ -140,7 +137,7 @@ _edge_dots = {(dst, src): kernel(_make_edge_dots(_LOADS[dst], _LOADS[src])) for 
 
 
 def edge_dots(block: Block, dst: Tensor, src: Tensor) -> Tensor:
-    """Return the same dot products as ``spmm.edge_dots_cpu``. One thread computes that of one edge and head."""
+    """Return the same dot products as ``spmm.edge_dots_cpu``, with one thread per edge and head."""
     dst, src = dst.detach(), src.detach()
     out = src.new_empty(len(block.indices), src.shape[1], dtype=sum_dtype(src.dtype))
     run = _edge_dots[dst.dtype == torch.bfloat16, src.dtype == torch.bfloat16]
@@ -154,8 +151,7 @@ def edge_dots(block: Block, dst: Tensor, src: Tensor) -> Tensor:
 def _make_mean_and_self(load: Any, store: Any) -> Callable[..., None]:
     def mean_and_self(n, width, indptr, indices, x, out, zero, one):  # type: ignore[no-untyped-def]
         for item in range(cuda.grid(1), n, cuda.gridsize(1)):
-            i = item // width
-            k = item - i * width
+            i, k = split(item, width)
             e, end = indptr[i], indptr[i + 1]
             share = one / type(one)(max(end - e, 1))
             total = zero
@@ -188,8 +184,7 @@ def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
 def _make_sources(load: Any, store: Any) -> Callable[..., None]:
     def sources(n, width, num_dst, indptr, targets, share, grad, out, zero):  # type: ignore[no-untyped-def]
         for item in range(cuda.grid(1), n, cuda.gridsize(1)):
-            j = item // width
-            k = item - j * width
+            j, k = split(item, width)
             total = load(grad[j, width + k]) if j < num_dst else zero
             for e in range(indptr[j], indptr[j + 1]):
                 i = targets[e]
@@ -229,8 +224,7 @@ def sources_of(block: Block, transposed: tuple[Tensor, Tensor, Tensor], grad: Te
 @kernel
 def _softmax(n, heads, indptr, score, out, zero, lowest):  # type: ignore[no-untyped-def]
     for item in range(cuda.grid(1), n, cuda.gridsize(1)):
-        i = item // heads
-        h = item - i * heads
+        i, h = split(item, heads)
         begin, end = indptr[i], indptr[i + 1]
         largest = lowest
         for e in range(begin, end):
@@ -247,8 +241,7 @@ def _softmax(n, heads, indptr, score, out, zero, lowest):  # type: ignore[no-unt
 @kernel
 def _softmax_gradient(n, heads, indptr, weight, grad, out, zero):  # type: ignore[no-untyped-def]
     for item in range(cuda.grid(1), n, cuda.gridsize(1)):
-        i = item // heads
-        h = item - i * heads
+        i, h = split(item, heads)
         total = zero
         for e in range(indptr[i], indptr[i + 1]):
             total += weight[e, h] * grad[e, h]

@@ -17,10 +17,10 @@ _TORCH_ONLY = os.environ.get("GNNFLEET_TORCH_OPS") == "1"  #: leave kernels of n
 
 
 def runs_cuda_kernels(rows: Tensor) -> bool:
-    """Return whether kernels of numba-cuda compute on ``rows``: floating-point rows, or int32 indices of a block.
+    """Return whether operations on ``rows`` use kernels of numba-cuda. Otherwise they use Numba or torch operations.
 
-    True on a CUDA device, and in numba's simulator. But False where numba-cuda cannot run, or if the environment
-    variable GNNFLEET_TORCH_OPS is 1; layers on a CUDA device then use torch operations.
+    ``rows``: floating-point rows, or int32 indices of a block. True if ``rows`` are on a CUDA device, or in numba's
+    simulator. Exceptions: False if numba-cuda cannot run, or if the environment variable GNNFLEET_TORCH_OPS is 1.
     """
     if not (rows.is_cuda or _SIMULATED) or _TORCH_ONLY:
         return False

@@ -42,9 +42,9 @@ def stream(key: int, layer: int) -> int:
 
 @functools.cache
 def node_salt(node_type: NodeType) -> int:
-    """Return a number of the node type, uint64; 0 for the type of a homogeneous graph.
+    """Return a uint64 hash of the node type; 0 for the type of a homogeneous graph.
 
-    It is combined with a batch's key by xor, so that node types have different dropout masks.
+    Callers combine it with a batch's key by xor, so that node types have different dropout masks.
     """
     if node_type == HOMO_NODE:
         return 0
@@ -86,7 +86,7 @@ def mask_rows_cpu(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
 
 
 def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """As ``mask_rows_cpu``, bit for bit, but in torch operations and for any device."""
+    """Return the same values as ``mask_rows_cpu``, bit for bit, computed by torch operations on any device."""
     state = _mix_tensor(n_id ^ _signed(stream_key))
     columns = torch.arange(h.shape[1], device=h.device)
     bits = (state[:, None] + columns * STRIDE) & MASK32

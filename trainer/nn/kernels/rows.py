@@ -53,7 +53,7 @@ def as_array(rows: Tensor) -> Array:
 
 
 def new_rows(count: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized tensor [count, width]. On the CPU, later steps reuse its memory (``slabs``)."""
+    """Return an uninitialized tensor [count, width]. On the CPU, ``core.slabs`` allocates it and reuses its memory."""
     if device.type != "cpu":
         return torch.empty(count, width, dtype=dtype, device=device)
     if dtype == torch.bfloat16:

@@ -80,10 +80,10 @@ def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sources_of(block: Block, grad: Tensor, activated: Tensor | None, scale: float) -> Tensor:
-    """Return the gradient of ``x``, the input of ``mean_and_self``, [num_src, f].
+    """Return the gradient of the argument ``x`` of ``mean_and_self``, [num_src, f].
 
-    grad: the gradient of the output of ``mean_and_self``, [num_dst, 2 f]. activated: ``x`` itself if an activation
-    computed it, else None.
+    grad: the gradient of the result of ``mean_and_self``, [num_dst, 2 f]. activated: ``x`` if an activation computed
+    ``x``, else None.
 
     If ``activated`` is given, returns the gradient of the activation's input instead: the gradient of ``x`` times
     ``scale`` where ``activated`` is above 0, and 0 elsewhere. ``activated`` may then be overwritten.

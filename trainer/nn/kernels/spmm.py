@@ -1,8 +1,9 @@
-"""Sums over a block's edges, with gradients. Needs no array with a row for each edge.
+"""Sums over a block's edges, with gradients. The sums do not copy a row of features for each edge.
 
-``aggregate`` is for layers whose edge weight is a factor per target times a factor per source (mean, symmetric
-normalisation), ``attend`` for a learnt weight per edge. On the CPU, Numba kernels compute the sums. On a GPU, kernels
-of numba-cuda (``cuda_sums``) add in the same order; without numba-cuda, torch's sparse CSR product is used.
+``aggregate`` is for layers in which an edge's weight is a factor of its target times a factor of its source (mean,
+symmetric normalisation). ``attend`` is for a learnt weight per edge. On the CPU, Numba kernels compute the sums. On a
+GPU, kernels of numba-cuda (``cuda_sums``) add in the same order as on the CPU; without numba-cuda, torch's sparse CSR
+product is used.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def edge_dots(block: Block, dst: Tensor, src: Tensor) -> Tensor:
 
 
 def cuda_kernels(rows: Tensor) -> Any:
-    """Return the module ``cuda_sums`` if its kernels compute on ``rows``, else None."""
+    """Return the module ``cuda_sums`` if its kernels can run on the tensor ``rows``, else None."""
     if not runs_cuda_kernels(rows):
         return None
     from trainer.nn.kernels import cuda_sums  # imported here because it imports numba-cuda
@@ -138,7 +139,7 @@ def transpose_cpu(block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def transpose_torch(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``transpose``, in torch operations for any device, without waiting for it."""
+    """As ``transpose``, by torch operations, which run on any device and do not make the host wait for it."""
     sources, edges = torch.sort(block.indices, stable=True)
     bounds = torch.arange(block.num_src + 1, dtype=sources.dtype, device=sources.device)
     indptr = torch.searchsorted(sources, bounds, out_int32=True)
@@ -162,9 +163,10 @@ def sum_rows(indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | Non
 
 
 def weighted_rows(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
-    """Compute the sums of ``attend`` on a CSR, without gradients.
+    """Compute the sums of ``attend`` for the edges in a CSR, without gradients.
 
-    The entry at index e has the weights ``weight[edges[e]]``, or ``weight[e]`` if ``edges`` is None.
+    Slot e of the CSR is the edge from ``indices[e]``. Its weights [heads] are ``weight[edges[e]]``, or ``weight[e]`` if
+    ``edges`` is None.
     """
     if kernels := cuda_kernels(x):
         return kernels.weighted_rows(indptr, indices, edges, weight, x)

@@ -3,7 +3,8 @@
 A folder has ``<name>.json`` with the id ranges of every part, and per part ``graph.dgl`` (the part's edges, and ids of
 the nodes), ``node_feat.dgl`` and ``edge_feat.dgl``. DGL renumbers nodes and edges: first those of part 0, then part 1,
 …, and within a part one type after the other. The ids of the input graph are stored only by the dispatch pipeline with
-`--save-orig-nids` and `--save-orig-eids`; otherwise DGL's order gives the original ids.
+`--save-orig-nids` and `--save-orig-eids`. Without them, the original ids number the nodes and edges of each type from 0
+in DGL's order.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class _Partition:
             return HOMO_EDGE
         if len(words) != 3 or not {words[0], words[2]} <= set(self.nodes):
             raise DataError(
-                f"{self.config}: edge type {name!r} is not source:relation:target (files of DGL before 1.0); DGL's "
-                "tools/change_etype_to_canonical_etype.py changes that"
+                f"{self.config}: edge type {name!r} is not source:relation:target (files of DGL before 1.0); convert "
+                "the files with DGL's tools/change_etype_to_canonical_etype.py"
             )
         return words[0], words[1], words[2]
 
@@ -91,9 +92,9 @@ class _Partition:
         path = entry.get(key) if isinstance(entry, dict) else None
         if not isinstance(path, str):
             hint = (
-                "; GraphBolt's format cannot be read, partition with use_graphbolt=False" if key == "part_graph" else ""
+                "; GraphBolt's format cannot be read; partition with use_graphbolt=False" if key == "part_graph" else ""
             )
-            raise DataError(f"{self.config}: no {key} of part {part_id}{hint}")
+            raise DataError(f"{self.config}: the entry part-{part_id} has no {key}{hint}")
         return self.config.parent / path
 
     @cached_property
@@ -121,7 +122,9 @@ class _Partition:
             ids[of] = np.concatenate(pieces)
             ids[of] = ids[of] - ids[of].min(initial=ranges.count)  # ids of edges may count all types
             if not np.array_equal(np.sort(ids[of]), np.arange(ranges.count)):
-                raise DataError(f"{files[0]}: the ids of {type_name(of)} are not 0 to {ranges.count - 1}, each once")
+                raise DataError(
+                    f"{files[0]}: the ids of {type_name(of)} must be 0 to {ranges.count - 1}, each exactly once"
+                )
         return ids
 
     def _keys(self, of: NodeType | EdgeType) -> tuple[str, ...]:
@@ -149,7 +152,7 @@ class _Partition:
     def _own_edges(self, of: EdgeType, part_id: int) -> Ids:
         """Return the edges of one type that a part owns, [2, e], in order of DGL's edge ids.
 
-        The node ids in the result count the nodes of one type only.
+        The node ids in the result are ids per type (see ``dgl_ranges``).
         """
         graph, ranges, place = self._graphs[part_id], self.edges[of], str(self._file(part_id, "part_graph"))
         if not {"_ID", "inner_edge"} <= graph.edges.keys() or "_ID" not in graph.nodes:
@@ -159,7 +162,7 @@ class _Partition:
         ids, inner = graph.edges["_ID"].values, graph.edges["inner_edge"].values
         node_ids = graph.nodes["_ID"].values
         if not ids.shape == inner.shape == graph.sources.shape or ids.dtype.kind != "i" or node_ids.dtype.kind != "i":
-            raise DataError(f"{place}: _ID or inner_edge is not one integer per edge or node; the file is damaged")
+            raise DataError(f"{place}: _ID or inner_edge has a wrong shape or dtype; the file is damaged")
         for ends in (graph.sources, graph.targets):
             if len(ends) and (ends.min() < 0 or ends.max() >= len(node_ids)):
                 raise DataError(f"{place}: an edge ends at a node that the part does not have; the file is damaged")
@@ -168,8 +171,8 @@ class _Partition:
         mine = mine[np.argsort(ids[mine], kind="stable")]
         if not np.array_equal(ids[mine], np.arange(start, start + size)):
             raise DataError(
-                f"{place}: {len(mine)} edges of type {type_name(of)}, expected {size}, with consecutive ids from "
-                f"{start} on; the file is damaged"
+                f"{place}: {len(mine)} edges of type {type_name(of)} have ids from {start} to {start + size - 1}, "
+                "expected one edge per id; the file is damaged"
             )
         return np.stack([
             self.nodes[of[0]].per_type(node_ids[graph.sources[mine]], place),

@@ -83,7 +83,9 @@ class _Graph:
     def _edge_type(self, name: str) -> EdgeType:
         words = name.split(":")
         if len(words) != 3 or not {words[0], words[2]} <= set(self.counts):
-            raise DataError(f"{self.folder / METADATA}: {name!r} is not source:relation:target between the node types")
+            raise DataError(
+                f"{self.folder / METADATA}: {name!r} is not source:relation:target with types from node_type"
+            )
         return words[0], words[1], words[2]
 
     def _edge_arrays(self, name: str, of: EdgeType) -> dict[str, RawArray]:
@@ -92,7 +94,7 @@ class _Graph:
         found = [chunks.read(path) for path in chunks.paths]
         for path, pairs in zip(chunks.paths, found, strict=True):
             if pairs.ndim != 2 or pairs.shape[1] != 2:
-                raise DataError(f"{path}: holds {list(pairs.shape)}, expected a source and a target per edge")
+                raise DataError(f"{path}: the shape is {list(pairs.shape)}, expected [edges, 2]: source and target")
         edge_index = np.ascontiguousarray(np.concatenate(found).T) if found else np.empty((2, 0), np.int64)
         attrs = self._attrs("edge_data", name, EDGE_NAMES, edge_index.shape[1])
         return {"edge_index": RawArray(edge_index, where), **attrs}
@@ -118,7 +120,7 @@ class _Graph:
         form = entry.get("format", {}) if isinstance(entry, dict) else {}
         paths = entry.get("data") if isinstance(entry, dict) else None
         if form.get("name") not in ("csv", "numpy", "parquet") or not isinstance(paths, list) or not paths:
-            raise DataError(f"{where}: expected format.name csv, numpy or parquet, and a list of files in data")
+            raise DataError(f"{where}: expected `format.name` csv, numpy or parquet, and a list of files as `data`")
         return _Chunks(tuple(self._located(path) for path in paths), form["name"], form.get("delimiter", ","))
 
     def _located(self, path: str) -> Path:
@@ -140,7 +142,10 @@ def _homogeneous(graph: ForeignGraph) -> ForeignGraph:
 
 
 def _read_csv(path: Path, delimiter: str) -> Array:
-    """Return a CSV file without a header, [rows, columns]: int64 if all values are whole numbers, else float64."""
+    """Return the values of a CSV file without a header: int64 or float64 [rows, columns].
+
+    int64 if all values are integers.
+    """
     try:
         return np.loadtxt(path, np.int64, delimiter=delimiter, comments=None, ndmin=2)
     except ValueError:

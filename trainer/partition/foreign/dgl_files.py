@@ -102,7 +102,7 @@ class _Stream:
         return int(value)
 
     def expect(self, magic: int, what: str) -> None:
-        """Read the number that identifies a kind of object. ``what``: the kind, for the message."""
+        """Read the number of a kind of object; raise unless it is ``magic``. ``what``: the kind, for the message."""
         if (found := self.number("Q")) != magic:
             raise self.error(f"found {found:#x}, expected {what}")
 

@@ -1,6 +1,7 @@
 """The ids that DGL gives nodes and edges: for each part and type a contiguous range.
 
-DGL numbers all types together. *Ids per type* count the nodes or edges of one type only, in the same order.
+DGL's ids number the nodes of all types together, and the edges of all types together. *Ids per type* number the nodes
+or edges of one type from 0, in the same order.
 """
 
 from __future__ import annotations

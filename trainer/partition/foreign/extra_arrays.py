@@ -93,7 +93,7 @@ def _given(name: str, path: str, folder: Path) -> tuple[Path, ...]:
             )
         return files
     if not there.exists():
-        raise DataError(f"{there} does not exist, from --nodes {name}={path}")
+        raise DataError(f"--nodes {name}={path}: {there} does not exist")
     return (there,)
 
 

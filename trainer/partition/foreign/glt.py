@@ -1,10 +1,10 @@
 """Reads partitions of GraphLearn-for-PyTorch (GLT), as its partitioners write them.
 
-A folder has ``META`` (pickled), the part of every node (``node_pb.pt``, or ``node_pb/<type>.pt``), and ``part<k>/``
-with ``graph/`` (``rows.pt``, ``cols.pt``, ``eids.pt``, ``weights.pt``), ``node_feat/`` and ``edge_feat/`` (``feats``
-and ``ids``), in a heterogeneous graph with a folder per type. Features are pickled chunk by chunk (``.pkl``), or in GLT
-0.1 one tensor (``.pt``). With `graph_caching`, ``graph/`` beside the parts' folders has the edges of all parts. Ids are
-those of the input graph, per type.
+A folder has ``META`` (pickled), the part of every node (``node_pb.pt``, or ``node_pb/<type>.pt``), and three folders
+per part: ``part<k>/graph/`` with ``rows.pt``, ``cols.pt``, ``eids.pt`` and ``weights.pt``, and ``part<k>/node_feat/``
+and ``part<k>/edge_feat/`` with ``feats`` and ``ids``. In a heterogeneous graph, each folder has a subfolder per type.
+Features are pickled chunk by chunk (``.pkl``), or in GLT 0.1 one tensor (``.pt``). With `graph_caching`, a folder
+``graph/`` beside ``part0`` has the edges of all parts. Ids are those of the input graph, per type.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class _Partition:
         rows, cols = (load_array(folder / f"{name}.pt") for name in ("rows", "cols"))
         if rows.rows != cols.rows:
             raise DataError(
-                f"{folder}: rows.pt has {rows.rows} and cols.pt {cols.rows} entries; compressed edges (layout CSR or "
-                "CSC) have lost the ids of the edges, partition with layout COO"
+                f"{folder}: rows.pt has {rows.rows} entries and cols.pt has {cols.rows}; layout CSR or CSC cannot be "
+                "read, because the edge ids are lost; partition with layout COO"
             )
         weights = load_array(folder / "weights.pt") if (folder / "weights.pt").exists() else None
         if (folder / "eids.pt").exists():

@@ -170,7 +170,7 @@ class _Partition:
             ids = _tensor(content, "global_id", place).values
             if ids.shape != edge_ids.shape or len(np.unique(ids - edge_ids)) > 1:  # one may count all edge types
                 raise DataError(
-                    f"{place}: global_id has other edges than edge_id in graph.pt; make the partition again"
+                    f"{place}: global_id lists other edges than edge_id in graph.pt; make the partition again"
                 )
         found = {**(content.get("feats") or {}), **_present(content, "edge_time")}
         return {name: tensor_array(value, f"{place} [{name}]") for name, value in found.items() if value is not None}

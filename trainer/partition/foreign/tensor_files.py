@@ -20,7 +20,7 @@ _ERRORS = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, Attribute
 def load_tensors(path: Path) -> Any:
     """Return the content of a .pt file: a tensor, or dicts and lists of tensors. Large tensors are memory-mapped.
 
-    Raises ``DataError`` for a missing file and for one that contains other classes.
+    Raises ``DataError`` if the file is missing, or contains objects of other classes.
     """
     import torch
 
@@ -39,7 +39,10 @@ def load_array(path: Path) -> RawArray:
 
 
 def tensor_array(value: Any, place: str) -> RawArray:
-    """Convert a tensor to an array, without a copy. Raises ``DataError`` for other values and unknown dtypes."""
+    """Convert a tensor to an array, without a copy. Raises ``DataError`` for other values and unknown dtypes.
+
+    ``place``: where the tensor comes from, for messages.
+    """
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -47,11 +50,14 @@ def tensor_array(value: Any, place: str) -> RawArray:
     try:
         return RawArray(shared_array(value), place, value.dtype == torch.bfloat16)
     except TypeError:
-        raise DataError(f"{place}: numpy has no {value.dtype} tensors; convert it to another dtype") from None
+        raise DataError(f"{place}: numpy has no dtype {value.dtype}; convert the tensor to another dtype") from None
 
 
 def load_pickled_tensors(path: Path) -> Iterator[RawArray]:
-    """Yield the tensors that were pickled to a file one after the other. Raises ``DataError``."""
+    """Yield the tensors that were pickled to a file one after the other.
+
+    Raises ``DataError`` if the file cannot be read or contains another object.
+    """
     with _errors(path), open(path, "rb") as file:
         while file.peek(1):
             yield tensor_array(_TensorUnpickler(file).load(), str(path))

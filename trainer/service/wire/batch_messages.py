@@ -85,7 +85,7 @@ class _RecordReader:
         return self._run(1)[0]
 
     def count(self) -> int:
-        """Read the length of a sequence. Raises ``WireError`` if fewer numbers are left in the records."""
+        """Read the length of a sequence. Raises ``WireError`` if the records have fewer numbers left than this."""
         return self._within(self.number())
 
     def many(self) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ class _RecordReader:
             place = self.number()
             if place <= self._last:
                 raise WireError(
-                    f"rows refer to array {place} after array {self._last}, but these numbers must increase"
+                    f"rows refer to array {place} after array {self._last}, but array numbers must increase"
                 )
             self._last = place
             yield self.table.array(place)
@@ -201,7 +201,7 @@ def read_client(message: Message) -> ClientName:
 
 
 def read_batch_request(message: Message) -> tuple[BatchWork, ClientName]:
-    """Decode a request for a batch, and which client sent it.
+    """Decode a request for a batch. Returns the work and the client that sent the request.
 
     Raises ``WireError`` if the request is invalid or exceeds a limit.
     """
@@ -266,8 +266,8 @@ def _read_seeds(reader: _RecordReader) -> SeedSet:
 def batch_reply(request: Message, sampled: SampledBatch, form_of: FormOf = lambda of, name: "stored") -> Message:
     """Encode the reply to a request for a batch.
 
-    ``form_of``: returns the dtype in which an attribute of a type is sent. Raises ``DataError`` for rows that cannot be
-    rounded.
+    ``form_of(of, name)``: returns the form in which attribute ``name`` of node or edge type ``of`` is sent: "stored",
+    "float16" or "int8". Raises ``DataError`` if rows cannot be rounded to float16 or int8.
     """
     out, subgraph = _RecordWriter(), sampled.subgraph
     out.put(subgraph.num_hops, subgraph.induced, len(subgraph.nodes))
@@ -366,8 +366,8 @@ def _check_subgraph(subgraph: SampledSubgraph, work: BatchWork) -> None:
             raise WireError(f"edges of type {edge_type} have sources that are not in the batch")
         if len(edges.row_count) > num_dst:
             raise WireError(
-                f"edges of type {edge_type} have {len(edges.row_count)} targets, but the batch has only {num_dst} such "
-                "nodes"
+                f"edges of type {edge_type} have {len(edges.row_count)} targets, but the batch has only {num_dst} "
+                f"nodes of type {edge_type[2]!r}"
             )
 
 

@@ -1,11 +1,12 @@
 """The wire format: a fixed header and raw little-endian arrays, without pickle.
 
-A message is a list of frames. Frame 0, the head, consists of the header, one descriptor per array, records, text, and
-the small arrays, each aligned to 8 bytes. Each further frame is the memory of a larger, C-contiguous array.
+A message is a list of frames. Frame 0, the head, consists of the header, one descriptor per array, the records (structs
+whose format depends on the kind of message), text, and the small arrays, each aligned to 8 bytes. Each further frame is
+the memory of a larger, C-contiguous array.
 
 ======  =====================================================================
-header  magic ``GNFS`` · version u16 · kind u8 · status u8 · request id u64 · arrays u32 · bytes of records u32 ·
-        bytes of UTF-8 text u32 · flags u32 (``Flag``)
+header  magic ``GNFS`` · version u16 · kind u8 · status u8 · request id u64 · number of arrays u32 ·
+        bytes of records u32 · bytes of UTF-8 text u32 · flags u32 (``Flag``)
 array   dtype code u8 · ndim u8 · 6 zero bytes · shape 8 × u64 (0 beyond ndim)
 ======  =====================================================================
 """
@@ -177,9 +178,9 @@ def _describe(array: Array) -> bytes:
 def decode(frames: Sequence[Any], max_array: int = MAX_ARRAY, max_message: int = MAX_MESSAGE) -> Message:
     """Decode a message from received frames, which are bytes or other buffers.
 
-    Larger arrays are views of their frames if alignment allows. Raises ``WireError`` for anything but a valid message
-    of this version and, before memory is allocated, for arrays over ``max_array`` bytes each or ``max_message`` bytes
-    in total.
+    Larger arrays are views of their frames if alignment allows. Raises ``WireError`` if the message is invalid or of
+    another version, if an array is over ``max_array`` bytes, or if all arrays are over ``max_message`` bytes. Sizes are
+    checked before memory is allocated.
     """
     if not frames:
         raise WireError("the message has no frames")
@@ -188,7 +189,10 @@ def decode(frames: Sequence[Any], max_array: int = MAX_ARRAY, max_message: int =
         raise WireError(f"the head has {len(frames[0])} bytes, expected {_HEADER.size} to {MAX_HEAD}")
     magic, version, kind, status, request_id, count, records_len, text_len, flags = _HEADER.unpack_from(head)
     if magic != _MAGIC or version != VERSION or flags > _ALL_FLAGS:
-        raise WireError(f"magic {magic!r} version {version} flags {flags}; expected {_MAGIC!r} version {VERSION}")
+        raise WireError(
+            f"the message has magic {magic!r}, version {version} and flags {flags}; expected magic {_MAGIC!r} and "
+            f"version {VERSION}"
+        )
     if count > MAX_ARRAYS or records_len > MAX_RECORDS or text_len > MAX_TEXT:
         raise WireError(
             f"the head announces {count} arrays, {records_len} bytes of records and {text_len} of text; the limits are "
@@ -230,7 +234,7 @@ def _read_arrays(
 ) -> tuple[Array, ...]:
     """Decode all arrays of a message. The small arrays begin at offset ``end`` of the head.
 
-    Raises ``WireError`` for invalid descriptors, and if frames or bytes of the head are missing or left over.
+    Raises ``WireError`` for an invalid descriptor, a wrong number of frames, and a head that is too short or too long.
     """
     headers = [_read_descriptor(head, position, max_array) for position in range(count)]
     total, needed = sum(one.size for one in headers), sum(one.size > SMALL for one in headers)
@@ -264,7 +268,7 @@ def _read_descriptor(head: bytes, position: int, max_array: int) -> _ArrayHeader
 def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
     """Return the size of an array in bytes. Raises ``WireError`` if it exceeds ``limit``.
 
-    If dimensions are 0, the size of the array without these dimensions must not exceed ``limit`` either.
+    In this check, a dimension of 0 counts as 1, because numpy limits the other dimensions of empty arrays, too.
     """
     size = math.prod(shape) * dtype.itemsize
     if size > limit or (not size and math.prod(filter(None, shape)) * dtype.itemsize > limit):
@@ -312,7 +316,7 @@ def widen_ids(array: Array) -> Ids:
 class TableWriter:
     """Collects the arrays and names of a message.
 
-    The methods that add an array or a name return its index, for use in records.
+    The methods that add an array or a name return an index. The records of the message refer to it by this index.
     """
 
     def __init__(self) -> None:
@@ -330,7 +334,10 @@ class TableWriter:
         return self._places[id(array)][0]
 
     def array(self, array: Array | None) -> int:
-        """Add an array of any dtype. int64 arrays are sent as int32 if their values fit."""
+        """Add an array of any dtype, and return twice its index, plus 1 if it is an int64 array sent as int32.
+
+        int64 arrays are sent as int32 if their values fit. Returns ``NONE`` for None.
+        """
         if array is None:
             return NONE
         self._arrays.append(sent := narrow(array))
@@ -390,7 +397,7 @@ class TableReader:
         return self._names[self._check(place, len(self._names), "name")]
 
     def type(self, place: int) -> AnyType:
-        """Return a node type or edge type. Only its form is checked: the graph may not have the type."""
+        """Return a node type or edge type, without a check that it is in the graph."""
         if place not in self._types:
             try:
                 self._types[place] = type_of(self.name(place))

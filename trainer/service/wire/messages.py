@@ -51,7 +51,7 @@ FLAG_OF: dict[WireRows, Flag] = {"stored": Flag.NONE, "float16": Flag.FLOAT16, "
 
 
 def form_of(flags: Flag) -> WireRows:
-    """Return to which dtype (stored, float16 or int8) rows are rounded in the reply to a request with these flags."""
+    """Return the dtype (stored, float16 or int8) of rows in the reply to a request with ``flags``."""
     return "int8" if flags & Flag.INT8 else "float16" if flags & Flag.FLOAT16 else "stored"
 
 
@@ -84,8 +84,8 @@ def restored(mark: int, arrays: Iterator[Array]) -> Array:
         return sent
     if sent.ndim < 2 or sent.dtype != form or sent.size * dtype.itemsize > MAX_ARRAY:
         raise WireError(
-            f"rows came as {sent.dtype} {sent.shape}, expected {form} rows that take at most {MAX_ARRAY} bytes as "
-            f"{dtype}"
+            f"the reply has rows of dtype {sent.dtype} and shape {sent.shape}, expected {form} rows with at least 2 "
+            f"dimensions and at most {MAX_ARRAY} bytes in their original dtype {dtype}"
         )
     if form == "float16":
         return rounding.from_float16(sent, dtype)

@@ -1,4 +1,4 @@
-"""Chooses the task of a run by the settings or labels, and the task of a checkpoint by its record."""
+"""Chooses the task of a run by the settings or labels, and restores the task that a checkpoint records."""
 
 from __future__ import annotations
 

@@ -40,7 +40,10 @@ class SeedLabels:
 
 
 def own_labels(graph: Graph, target: NodeType, split: str, group: RankGroup) -> SeedLabels:
-    """Gather the labels of this rank's share of a split's seeds. Raises ``DataError`` for complex numbers."""
+    """Return this rank's seeds of a split with their labels: every ``group.size``-th seed, from ``group.rank`` on.
+
+    Raises ``DataError`` for complex numbers.
+    """
     seeds = np.asarray(graph.store.seeds(target, split))[group.rank :: group.size]
     rows = graph.access.gather([RowRequest(target, seeds, ("y", "orig_id"))])[0]
     y = as_tensor(np.ascontiguousarray(rows["y"]), graph.manifest.nodes[target].attrs["y"])
@@ -67,7 +70,7 @@ def check_classes(manifest: Manifest, target: NodeType, labels: SeedLabels) -> N
 
 
 def check_known(manifest: Manifest, target: NodeType, labels: SeedLabels, y: Tensor) -> None:
-    """Raise ``DataError`` if a row of ``y`` [n, D] contains only NaN, or an infinite number."""
+    """Raise ``DataError`` if a row of ``y`` [n, D] has only NaN values or at least one infinite value."""
     missing, infinite = (bad.nonzero().flatten().tolist() for bad in (y.isnan().all(1), y.isinf().any(1)))
     of = of_type(manifest, target)
     if missing:
@@ -88,9 +91,9 @@ def of_type(manifest: Manifest, target: NodeType) -> str:
 
 
 def column_moments(y: Tensor, group: RankGroup) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and population standard deviation of each column over all ranks, without NaN. Collective.
+    """Return mean and population standard deviation of each column of all ranks' ``y``, ignoring NaN. Collective.
 
-    y: float64 [own rows, D]. The standard deviation of a constant column is 1.
+    ``y``: labels of this rank's seeds, float64 [n, D]. For a constant column, returns standard deviation 1.
     """
     known = ~y.isnan()
     count = group.sum(known.double().sum(0)).clamp(min=1)

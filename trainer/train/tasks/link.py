@@ -20,8 +20,9 @@ HITS = (1, 10, 50)  #: k of the reported Hits@k
 class LinkPrediction:
     """Loss: softmax cross entropy of each link's target among the step's negatives. Metrics: MRR, Hits@k and AUC.
 
-    ``out``: scores from ``LinkModel``, [num_seeds, 1 + m]: column 0 has the scores of the links, the others have those
-    of m shared negatives. A negative that equals the target of a link is left out for that link.
+    ``out``: scores from ``LinkModel``, [num_seeds, 1 + m]. Column 0 has the scores of the links. The other columns have
+    the scores of the m negatives that all links share. A negative that equals the target of a link is left out for
+    that link.
     """
 
     outputs: int  #: width of a node's embedding

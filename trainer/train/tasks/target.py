@@ -17,8 +17,9 @@ Target = NodeType | EdgeType
 def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto") -> Target:
     """Return the node type whose labels are learned or, for link prediction, the edge type whose links are predicted.
 
-    ``wanted``: the target's name, or None for the only possible one. ``task``: ``auto``, or a kind of task. Raises
-    ``SettingsError`` if ``wanted`` does not exist or several types are possible, ``DataError`` if none is.
+    ``wanted``: name of the type; None if only one type is possible. ``task``: ``auto``, or a kind of task. Raises
+    ``SettingsError`` if the type ``wanted`` does not exist, or if it is None and several types are possible. Raises
+    ``DataError`` if no type is possible.
     """
     manifest = graph.manifest
     edge_types = {type_name(of): of for of in manifest.edges}
@@ -56,10 +57,10 @@ def held_out_type(graph: Graph) -> EdgeType | None:
 
 
 def _linked(graph: Graph, wanted: str | None) -> EdgeType:
-    """Return the only edge type whose links can be predicted.
+    """Return the edge type whose links are predicted if the user did not choose one.
 
-    Raises ``SettingsError`` if several types are possible. Also raises it if ``wanted``, a name that no edge type has,
-    is given.
+    Raises ``SettingsError`` if several edge types are possible, or if ``wanted`` is given: the caller has found that it
+    is not an edge type.
     """
     manifest = graph.manifest
     names = [type_name(of) for of in manifest.edges]
@@ -73,7 +74,7 @@ def _linked(graph: Graph, wanted: str | None) -> EdgeType:
         return held_out
     forward = [of for of in manifest.edges if not of[1].startswith("rev_")]
     if len(forward) != 1:
-        raise SettingsError(f"{manifest.dataset}: choose the edge type to predict as target: {', '.join(names)}")
+        raise SettingsError(f"{manifest.dataset}: set target to the edge type to predict: {', '.join(names)}")
     return forward[0]
 
 

@@ -29,7 +29,7 @@ class Labelled(Protocol):
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels of some seeds, for ``Task.metric_sums`` where there is no batch."""
+    """Labels of seeds, passed to ``Task.metric_sums`` in place of a batch."""
 
     y: Tensor | None = None
     links: LinkEnds | None = None
@@ -74,4 +74,4 @@ class Task(Protocol):
         """Return the metrics by name. ``metric``, which chooses the best epoch, comes first."""
 
     def record(self) -> Mapping[str, Any]:
-        """Return ``kind`` and further values from which ``of_record`` makes the task of a checkpoint."""
+        """Return the values that a checkpoint stores, such as ``kind``. ``of_record`` makes the task from them."""

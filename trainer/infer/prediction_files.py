@@ -19,9 +19,9 @@ from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType
 from trainer.core.texts import decode_texts
 from trainer.graph.open import Graph
+from trainer.infer.layerwise_inference import LayerRows, NodeRange
 from trainer.sampler.types import RowRequest
 from trainer.sources.table_database import Database, text
-from trainer.train.layerwise_inference import LayerRows, NodeRange
 
 ROWS_AT_ONCE = 1 << 16
 
@@ -94,7 +94,7 @@ def _shared_file(out: Path, piece: NodeRange, array: OutputArray) -> np.memmap[A
 
 
 def own_parts(out: Path, graph: Graph, of: NodeType, rows: LayerRows, group: RankGroup) -> Iterator[Path]:
-    """Yield the folder of each part whose first node this rank has. So only one rank yields a part."""
+    """Yield the folder of each part whose first node this rank computes. No other rank yields these folders."""
     offsets = graph.manifest.nodes[of].offsets
     for piece in rows.shares.own(group.rank):
         if piece.first == offsets[piece.part_id]:
@@ -102,7 +102,7 @@ def own_parts(out: Path, graph: Graph, of: NodeType, rows: LayerRows, group: Ran
 
 
 def id_column(name: str, ids: Array) -> Column:
-    """Return the column for ``ids``: VARCHAR for texts, uint8 [n, width], or BIGINT for integers [n]."""
+    """Return the column for ``ids``: VARCHAR for encoded texts (uint8 [n, width]), BIGINT for integers [n]."""
     return Column(name, "VARCHAR" if ids.ndim == 2 else "BIGINT")
 
 
@@ -154,9 +154,7 @@ def _convert(path: Path, target: Path, columns: Sequence[Column]) -> None:
 
 
 def writes_parquet(wanted: bool | None) -> bool:
-    """Return whether to write Parquet files.
-
-    This is ``wanted`` or, if ``wanted`` is None, whether DuckDB is installed.
+    """Return whether to write Parquet files: ``wanted``, or if it is None, whether DuckDB is installed.
 
     Raises ``SettingsError`` if ``wanted`` is True and DuckDB is not installed.
     """

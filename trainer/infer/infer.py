@@ -15,14 +15,16 @@ from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.schema import AnyType, type_name, type_of
 from trainer.graph.open import Graph
+from trainer.infer.layerwise_inference import WholeGraph, stack_of
+from trainer.infer.link_embeddings import LinkEmbeddings
+from trainer.infer.link_predictions import number_of_targets, write_link_predictions
+from trainer.infer.node_predictions import node_metrics, write_node_predictions
+from trainer.infer.pair_scores import write_pair_scores
+from trainer.infer.prediction_files import writes_parquet
 from trainer.nn.link_model import LinkModel
 from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, graph_record
 from trainer.train.fit import metrics_text
-from trainer.train.infer_files import writes_parquet
-from trainer.train.infer_links import number_of_targets, write_link_predictions
-from trainer.train.infer_nodes import node_metrics, write_node_predictions
-from trainer.train.infer_pairs import write_pair_scores
 from trainer.train.job import (
     check_same_partition,
     find_damage,
@@ -31,8 +33,6 @@ from trainer.train.job import (
     open_job_graph,
     read_on_first,
 )
-from trainer.train.layerwise_inference import WholeGraph, stack_of
-from trainer.train.link_embeddings import LinkEmbeddings
 from trainer.train.model import model_facts, trained_model
 from trainer.train.settings import InferJob, TrainSettings
 from trainer.train.tasks.choose import of_record
@@ -105,17 +105,18 @@ def _check_graph(saved: Checkpoint, manifest: Manifest, path: Path) -> None:
     known = manifest.nodes if isinstance(target, str) else manifest.edges
     if target not in known:
         raise CheckpointError(
-            f"checkpoint {path} is of another graph, {saved.graph['dataset']}: its model is for {type_name(target)!r};"
-            f" {manifest.dataset} has only {', '.join(map(type_name, known))}"
+            f"checkpoint {path} belongs to another graph, {saved.graph['dataset']}: the model's target is "
+            f"{type_name(target)!r}, but {manifest.dataset} has only {', '.join(map(type_name, known))}"
         )
     here = graph_record(manifest, target)
     if differing := [name for name, value in saved.graph.items() if here.get(name) != value]:
         text = "; ".join(f"{name} is {here.get(name)}, in the checkpoint {saved.graph[name]}" for name in differing)
-        raise CheckpointError(f"checkpoint {path} is of another graph: {text}")
+        raise CheckpointError(f"checkpoint {path} belongs to another graph: {text}")
     if saved.settings["time_attr"] is not None and isinstance(target, str):
         raise CheckpointError(
-            f"checkpoint {path} is of a model trained with time_attr {saved.settings['time_attr']!r}, which leaves out "
-            "neighbours later than the seed; full-graph inference cannot. Evaluate it by sampling, as training does"
+            f"checkpoint {path} has a model trained with time_attr {saved.settings['time_attr']!r}, which leaves out "
+            "neighbours later than the seed; full-graph inference uses all neighbours. Evaluate the model by sampling, "
+            "as training does"
         )
 
 

@@ -14,9 +14,9 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError
 from trainer.core.schema import NodeType
 from trainer.graph.open import Graph
+from trainer.infer.link_embeddings import LinkEmbeddings
+from trainer.infer.prediction_files import ROWS_AT_ONCE, Column, id_attr, write_table
 from trainer.sampler.types import RowRequest
-from trainer.train.infer_files import ROWS_AT_ONCE, Column, id_attr, write_table
-from trainer.train.link_embeddings import LinkEmbeddings
 
 
 def write_pair_scores(out: Path, graph: Graph, links: LinkEmbeddings, path: Path, parquet: bool) -> None:

@@ -1,4 +1,4 @@
-"""Embeddings of all sources and targets of links, distributed over the ranks: metrics, and the best new targets."""
+"""Embeddings of sources and targets of links, distributed over ranks; computes metrics and the best new links."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
+from trainer.infer.layerwise_inference import LayerResults, LayerRows
 from trainer.nn.link_model import LinkModel
 from trainer.sampler.types import HopRequest, RowRequest
 from trainer.train.epoch import EVAL_EPOCH
-from trainer.train.layerwise_inference import LayerResults, LayerRows
 from trainer.train.loaders import link_loaders
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.task import Labels, Task
@@ -101,9 +101,10 @@ class LinkEmbeddings:
         return self._original(ids.numpy()), best.numpy()
 
     def _linked(self, targets: Ids) -> tuple[Ids, Ids]:
-        """Return the edges from this rank's sources to ``targets``: positions of sources (ascending), and of targets.
+        """Return the edges from this rank's sources to ``targets``, sorted by source.
 
-        If source and target have the same type, pairs of a node with itself are included.
+        Sources are returned as rows of ``self.source``, targets as positions in ``targets``. If source and target have
+        the same type, pairs of a node with itself are included.
         """
         request = HopRequest(self.edge_type, targets, -1, 0, key=0)
         (sample,) = self.graph.access.sample_hops([request])

@@ -67,7 +67,7 @@ class NodeShares:
         return self._ranks[self._at(ids)]
 
     def rows(self, ids: Ids) -> Ids:
-        """Return the position of each node, given by global id, among the nodes of the rank that computes it, int64."""
+        """Return, for each global id, the index of its row in the ``LayerRows`` of its rank: int64 [n]."""
         at = self._at(ids)
         return self._rows[at] + ids - self._starts[at]
 
@@ -183,7 +183,7 @@ def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
         return HeteroStack(model, facts)
     raise SettingsError(
         f"{type(model).__name__} is not a bundled model; implement a LayerStack for it, see"
-        " trainer/train/layerwise_inference.py"
+        " trainer/infer/layerwise_inference.py"
     )
 
 
@@ -209,7 +209,7 @@ class WholeGraph:
         graph: An opened graph.
         layout: The ranks of each part: ``graph.layout``.
         group: The ranks that call ``run`` together.
-        scratch: Folder for the rows of two layers at a time. Each layer takes 4 bytes · own nodes · width.
+        scratch: Folder for the rows of two layers at a time. Each layer takes 4 bytes · nodes of the rank · width.
         nodes_at_once: Number of nodes computed at a time; bounds memory.
         weight: Edge attribute; edges of weight 0 are left out, as in weighted sampling.
         edge_attr: Edge attribute that the layers read as features of edges.
@@ -327,7 +327,7 @@ class WholeGraph:
     def _degrees(self, piece: NodeRange, of: NodeType, ending: list[EdgeType]) -> Ids:
         """Return the in-degree of each node of ``piece``, to limit the size of chunks.
 
-        If this process has opened the part, counts only edges of the types ``ending``, else all edges.
+        If this process has opened the part, counts only edges whose type is in ``ending``, else edges of all types.
         """
         part = self.graph.store.parts.get(piece.part_id)
         degrees = np.zeros(piece.last - piece.first, np.int64)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from trainer.graph.open import Graph
-from trainer.sampler.types import RowRequest
-from trainer.train.infer_files import (
+from trainer.infer.layerwise_inference import LayerRows
+from trainer.infer.link_embeddings import LinkEmbeddings
+from trainer.infer.prediction_files import (
     ROWS_AT_ONCE,
     Column,
     OutputArray,
@@ -21,8 +22,7 @@ from trainer.train.infer_files import (
     write_array,
     write_table,
 )
-from trainer.train.layerwise_inference import LayerRows
-from trainer.train.link_embeddings import LinkEmbeddings
+from trainer.sampler.types import RowRequest
 
 MOST_PAIRS = 10**10  #: most pairs of source and target that are scored unless the user asks for more
 
@@ -30,9 +30,9 @@ _TOP_K = 10
 
 
 def number_of_targets(graph: Graph, links: LinkEmbeddings, wanted: int | None) -> int:
-    """Return how many targets to list per source: ``wanted``, or by default ``_TOP_K``.
+    """Return how many targets to list per source: ``wanted``, but at most the number of targets.
 
-    The default is 0 if there are too many pairs. The result never exceeds the number of targets.
+    If ``wanted`` is None: ``_TOP_K``, or 0 if there are more than ``MOST_PAIRS`` pairs of source and target.
     """
     source, target = (graph.manifest.nodes[of].num_nodes for of in links.edge_type[::2])
     count = (_TOP_K if source * target <= MOST_PAIRS else 0) if wanted is None else wanted

@@ -15,10 +15,8 @@ from trainer.core.schema import NodeType
 from trainer.core.texts import decode_texts
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
-from trainer.loader.block_loader import as_label
-from trainer.sampler.types import RowRequest
-from trainer.sources.read_tables import CATEGORIES, COLUMNS
-from trainer.train.infer_files import (
+from trainer.infer.layerwise_inference import LayerRows
+from trainer.infer.prediction_files import (
     ROWS_AT_ONCE,
     Column,
     OutputArray,
@@ -28,7 +26,9 @@ from trainer.train.infer_files import (
     write_array,
     write_table,
 )
-from trainer.train.layerwise_inference import LayerRows
+from trainer.loader.block_loader import as_label
+from trainer.sampler.types import RowRequest
+from trainer.sources.read_tables import CATEGORIES, COLUMNS
 from trainer.train.tasks.regression import Regression
 from trainer.train.tasks.task import Labels, Task
 

@@ -1,0 +1,67 @@
+"""Tests of the optimizer that updates all weights by one kernel, which runs on a CPU too."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.train import optimize
+from trainer.train.optimize import adam_of
+from trainer.train.settings import TrainSettings
+
+SETTINGS = TrainSettings(lr=0.01, weight_decay=0.001)
+
+
+def weights_of(seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return [nn.Parameter(torch.randn(7, 5)), nn.Parameter(torch.randn(5))]
+
+
+def steps(adam: torch.optim.Optimizer, weights: list[Tensor], count: int) -> list[Tensor]:
+    """Take ``count`` steps with gradients that depend on the weights. Returns the weights."""
+    for _ in range(count):
+        for weight in weights:
+            weight.grad = weight.detach().cos()
+        adam.step()
+    return [weight.detach().clone() for weight in weights]
+
+
+def saved(adam: torch.optim.Optimizer) -> Any:
+    file = io.BytesIO()
+    torch.save(adam.state_dict(), file)
+    return torch.load(io.BytesIO(file.getvalue()), map_location="cpu", weights_only=True)
+
+
+def test_a_gpu_updates_all_weights_by_one_kernel_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fused = weights_of(0), weights_of(0)
+    expected = steps(adam_of(plain, SETTINGS), plain, 5)
+    monkeypatch.setattr(optimize, "on_gpu", lambda weights: True)
+    adam = adam_of(fused, SETTINGS)
+    assert adam.param_groups[0]["fused"] is True
+    for one, other in zip(steps(adam, fused, 5), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_continues_on_another_kind_of_device(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = weights_of(1)
+    expected = steps(adam_of(whole, SETTINGS), whole, 6)
+    monkeypatch.setattr(optimize, "on_gpu", lambda weights: first)
+    weights = weights_of(1)
+    adam = adam_of(weights, SETTINGS)
+    steps(adam, weights, 3)
+    state = saved(adam)
+    monkeypatch.setattr(optimize, "on_gpu", lambda weights: not first)
+    resumed = adam_of(weights, SETTINGS)
+    resumed.load_state_dict(state)
+    assert resumed.param_groups[0]["fused"] is (None if first else True)
+    for one, other in zip(steps(resumed, weights, 3), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_on_a_cpu_weights_are_updated_as_before() -> None:
+    assert adam_of(weights_of(0), SETTINGS).param_groups[0]["fused"] is None

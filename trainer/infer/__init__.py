@@ -1,0 +1,1 @@
+"""Predictions and embeddings of all nodes with a trained model."""

@@ -1,0 +1,97 @@
+"""Reports how a rank uses its GPU: memory, utilisation and device time of a step, as field ``device`` of metrics lines.
+
+Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from trainer.train.step_timing import StepTimes
+
+ReadShare = Callable[[], float]  #: returns the share of the last second or less in which a kernel ran, 0 to 1
+
+
+class DeviceMonitor:
+    """Makes field ``device`` of the ``step`` and ``epoch`` lines of one epoch. On a CPU, lines have no such field.
+
+    The keys of the field:
+
+    - ``allocated_bytes``, ``peak_bytes``: memory of this process by torch's allocator, now and at most so far
+    - ``used_bytes``, ``total_bytes``: memory of all processes on the device, in an ``epoch`` line the most of all
+      ``step`` lines; memory of the device
+    - ``step_s``: seconds that the device takes for a step, from the batch's copy to the update of the weights
+      (``StepTimes.device_s``); without a step that has ended on the device, there is no such key
+    - ``utilization``: share of time in which a kernel ran, by NVML; in an ``epoch`` line the mean of all ``step``
+      lines; without NVML, there is no such key
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._read_share = utilization_reader(device) if device.type == "cuda" else None
+        self._used, self._shares = 0, list[float]()
+
+    def step_fields(self, times: StepTimes) -> dict[str, Any]:
+        """Return ``{"device": …}`` for a ``step`` line. ``times``: of the steps since the last line."""
+        if self._device.type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info(self._device)
+        share = self._share()
+        self._used = max(self._used, total - free)
+        self._shares += [] if share is None else [share]
+        return {"device": self._fields(times, total - free, total, share)}
+
+    def epoch_fields(self, times: StepTimes) -> dict[str, Any]:
+        """Return ``{"device": …}`` for an ``epoch`` line. ``times``: of all steps of the epoch."""
+        if self._device.type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info(self._device)
+        share = sum(self._shares) / len(self._shares) if self._shares else None
+        return {"device": self._fields(times, max(self._used, total - free), total, share)}
+
+    def _fields(self, times: StepTimes, used: int, total: int, share: float | None) -> dict[str, Any]:
+        return {
+            "allocated_bytes": torch.cuda.memory_allocated(self._device),
+            "peak_bytes": torch.cuda.max_memory_allocated(self._device),
+            "used_bytes": used,
+            "total_bytes": total,
+            **({"step_s": round(times.device_s / times.device_steps, 6)} if times.device_steps else {}),
+            **({} if share is None else {"utilization": round(share, 3)}),
+        }
+
+    def _share(self) -> float | None:
+        try:
+            return self._read_share() if self._read_share is not None else None
+        except Exception:  # NVML's errors have no common type, and the monitor must not end a run
+            self._read_share = None
+            return None
+
+
+def utilization_reader(device: torch.device) -> ReadShare | None:
+    """Return a function that reads the utilisation of a GPU by NVML; None without NVML, and for a MIG instance.
+
+    Uses cuda-bindings, on which numba-cuda depends, else nvidia-ml-py by way of torch.
+    """
+    for make in (_by_cuda_bindings, _by_torch):
+        try:
+            read = make(device)
+            read()
+        except Exception:  # not installed, no such library, not supported by the device; of many types
+            continue
+        return read
+    return None
+
+
+def _by_cuda_bindings(device: torch.device) -> ReadShare:
+    nvml: Any = import_module("cuda.bindings.nvml")  # older versions lack it
+    nvml.init_v2()
+    handle = nvml.device_get_handle_by_uuid(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    return lambda: float(nvml.device_get_utilization_rates(handle).gpu) / 100
+
+
+def _by_torch(device: torch.device) -> ReadShare:
+    return lambda: torch.cuda.utilization(device) / 100

@@ -38,7 +38,7 @@ from launcher.report.events import EventLog
 from launcher.report.explain import hint
 from launcher.report.metrics import Metrics
 from launcher.report.report import RunReport, RunState
-from launcher.report.run_folder import Stage, clear, register, user_at_host
+from launcher.report.run_folder import LaunchFile, Stage, clear, register, user_at_host
 from launcher.run.interrupts import Interrupts
 from launcher.run.job_warning import JobWarning, in_batch_job, request_checkpoint
 from launcher.run.lifecycle import FollowContext, View, conduct
@@ -87,6 +87,9 @@ class LaunchContext:
     def _open_folder(self) -> EventLog:
         # config.yml comes before launch.json, by which other commands find the launch.
         try:
+            queued = LaunchFile.read(self.folder) if in_batch_job() else None
+            if queued is not None and queued.stage == "queue":  # names the user's file, which this launch has a copy of
+                self.file = replace(self.file, config=queued.config)
             clear(self.folder)
             write_whole(self.folder / "config.yml", to_yaml(self.config), private=True)
             if why := register(self.run_id, self.folder):

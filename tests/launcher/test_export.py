@@ -262,7 +262,7 @@ def test_scripts_fetch_parts_from_the_store(kind: str, tmp_path: Path) -> None:
     [
         (TOY, "run.sh: node 1 has no parts in {folder}/parts: there is no manifest.json; make the parts there"),
         (TOY.replace("data: {", "data: {mode: verify, "), "there is no manifest.json; copy the parts there, or change"),
-        (TOY.replace("data: {", "data: {store: 'file://{folder}/none', "), "/none: no parts in the store"),
+        (TOY.replace("data: {", "data: {store: 'file://{folder}/none', "), "/none has no manifest.json"),
     ],
 )
 def test_a_script_without_parts_says_so(config: str, message: str, tmp_path: Path) -> None:

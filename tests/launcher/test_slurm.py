@@ -10,15 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from launcher.cli.main import run
 from launcher.command import Command
 from launcher.config.allocation import split_node_list
 from launcher.config.loader import load_config, to_yaml
+from launcher.config.resolve import resolve_run
 from launcher.errors import ConfigError, RemoteFileError, UsageError
 from launcher.plan.sbatch import sbatch_script, warning_seconds
 from launcher.report.run_folder import LaunchFile
-from launcher.run.options import slurm_overrides
+from launcher.run.launch import LaunchContext
+from launcher.run.options import LaunchOptions, slurm_overrides
 from launcher.transport import slurm
 from launcher.transport.local import LocalTransport
 from launcher.transport.slurm import SlurmTransport, open_slurm
@@ -199,6 +202,16 @@ def test_a_requeued_run_is_resumed_by_its_job_until_it_is_stopped(
     assert "Slurm job 7 was cancelled, which would have resumed it" in capsys.readouterr().out
     run(["status", "mine"])
     assert "next: gnnfleet resume mine" in capsys.readouterr().out
+
+
+def test_a_submitted_launch_keeps_the_name_of_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside_of_job(monkeypatch, ENVIRONMENT="BATCH")
+    folder = tmp_path / "runs/mine"
+    LaunchFile.mine("mine", "run", config="big.yml", slurm_job="7", stage="queue").write(folder)
+    config = resolve_run(loaded(tmp_path, "nodes: [a]\ndata: {dataset: synthetic}\n"))
+    context = LaunchContext(config, LaunchOptions(folder / "submitted.yml"), "mine", Console())
+    found = LaunchFile.read(context.folder)
+    assert found is not None and (found.config, found.stage) == ("big.yml", "connect")
 
 
 def test_a_refused_job_leaves_no_folder(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from launcher.config.host_filter import filtered
 from launcher.config.loader import load_config
+from launcher.config.resolve import resolve_run
 from launcher.config.schema import ClusterConfig
 from launcher.plan.build import make_plan
 from launcher.plan.files import code_digest
@@ -36,7 +37,7 @@ def stages(folder: Path, count: int) -> list[Row]:
         return filtered(config, ["n*"], ["n*:3", "n0001:0,2"])
 
     def whole() -> None:
-        config = load_config(path, choose=choose)
+        config = resolve_run(load_config(path, choose=choose))
         plan = make_plan(config, run_id="bench", code_digest=digest, facts=facts, manifest=parts)
         assert plan.final and plan.world_size == count * 3 - 2
 

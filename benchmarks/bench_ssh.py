@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from launcher.config.resolve import ResolvedConfig, resolve_run
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.plan.build import make_plan
 from launcher.plan.placement import run_dir
@@ -58,7 +59,7 @@ print(time.perf_counter() - begun)
 @dataclass(frozen=True)
 class Scene:
     cluster: NetCluster
-    config: ClusterConfig
+    config: ResolvedConfig
 
     @property
     def hosts(self) -> list[Host]:
@@ -75,7 +76,8 @@ def run(small: bool) -> list[Row]:
         with NetCluster(count) as cluster, mock.patch.dict(os.environ, cluster.environment(), clear=True):
             cluster.know_neighbours()
             nodes = tuple(NodeConfig(host=host.address, user="root", python=PYTHON) for host in cluster.hosts)
-            rows += fan_out(Scene(cluster, ClusterConfig(nodes, DataConfig("synthetic"))), other_python)
+            config = resolve_run(ClusterConfig(nodes, DataConfig("synthetic")))
+            rows += fan_out(Scene(cluster, config), other_python)
     return rows
 
 
@@ -140,7 +142,7 @@ def preflight_and_start(scene: Scene) -> None:
 
 
 @contextmanager
-def opened(config: ClusterConfig) -> Iterator[dict[int, Transport]]:
+def opened(config: ResolvedConfig) -> Iterator[dict[int, Transport]]:
     lines = {rank: line for rank, line in connect_all(config).items() if isinstance(line, Transport)}
     assert len(lines) == len(config.nodes)
     try:

@@ -32,7 +32,6 @@ def test_fifty_hosts_are_checked_started_and_stopped(make_cluster: Callable[...,
 
     checked = user.gnnfleet("check", "--config", str(config))
     assert checked.status == 0 and "Ready: 50 nodes, no errors" in checked.output, checked.output
-    assert "all 2,450 pairs reach each other" in checked.output
 
     words = ("launch", "--config", str(config), "--run-id", "many", "--detach", "--", "sleep", "3600")
     launched = user.gnnfleet(*words, timeout=400)

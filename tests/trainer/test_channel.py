@@ -72,7 +72,7 @@ def test_the_client_reconnects_to_a_restarted_server() -> None:
 
 @contextlib.contextmanager
 def busy_server(answer_after: float):
-    """Serve one connection: send ALIVE every 0.2 s, and answer after ``answer_after`` seconds."""
+    """Serve one connection: send ALIVE every 0.05 s, and answer after ``answer_after`` seconds."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         stop = threading.Event()
 
@@ -85,7 +85,7 @@ def busy_server(answer_after: float):
                 while not reader.messages:
                     reader.read(sock.recv_into)
                 request, start = decode(reader.messages.popleft().frames), time.monotonic()
-                while not stop.wait(0.2):
+                while not stop.wait(0.05):
                     if time.monotonic() - start < answer_after:
                         sock.sendall(framed(encode(Message(Kind.ALIVE, Status.OK, 0))))
                     else:

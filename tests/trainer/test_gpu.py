@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trainer.train.infer import infer
 
 from oracle import assert_identical
 from train_kit import job, metrics, write_parts
 from trainer.core.ranks import Ranks
 from trainer.graph.device import feed, tensors_of, with_tensors
 from trainer.graph.open import open_graph
+from trainer.infer.infer import infer
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.train.device_sampling import choose_sampling
 from trainer.train.job import train

@@ -110,7 +110,7 @@ def test_opening_a_file_of_data_advises_to_partition_it(tmp_path):
 def test_homogeneous_samplers_refuse_typed_graphs_with_advice(loader):
     with pytest.raises(SettingsError, match="pass a partition of its to_homogeneous"):
         loader(parts_of(hetero_data()))
-    with pytest.raises(SettingsError, match=r"take HeteroData.to_homogeneous\(\)"):
+    with pytest.raises(SettingsError, match=r"pass HeteroData.to_homogeneous\(\)"):
         loader(hetero_data())
 
 

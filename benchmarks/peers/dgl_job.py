@@ -33,7 +33,10 @@ Settings = dict[str, Any]
 
 
 def loader(plain: Path, settings: Settings) -> Settings:
-    """Load epochs on one machine with ``DataLoader`` and a ``NeighborSampler`` that prefetches features and labels."""
+    """Iterate over the batches of epochs without training, and return the measured times.
+
+    Uses DGL's ``DataLoader`` on one machine, with a ``NeighborSampler`` that prefetches features and labels.
+    """
     graph, train = _graph(plain), torch.from_numpy(np.load(plain / "train.npy"))
     graph = graph.formats("csc")
     sampler = dgl.dataloading.NeighborSampler(

@@ -68,7 +68,7 @@ _CREDENTIAL = re.compile(
 
 
 def without_credentials(config: ResolvedConfig) -> tuple[ResolvedConfig, tuple[str, ...]]:
-    """Return the config without the variables in ``env`` that have credentials of a store, and their names."""
+    """Return (the config without those variables in ``env`` that are credentials for ``data.store``, their names)."""
     found = sorted({name for node in config.nodes for name in node.env if _CREDENTIAL.fullmatch(name)})
     nodes = (
         replace(node, env={name: text for name, text in node.env.items() if name not in found}) for node in config.nodes

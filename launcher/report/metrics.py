@@ -53,8 +53,8 @@ class Metrics:
     def throughput(self) -> dict[int, float]:
         """Return each rank's mean seeds per second over its epochs.
 
-        If there are several epochs, the first is left out, since it includes compilation. The same duration of an epoch
-        is used for all ranks: the shortest one, measured by the rank that began the epoch last.
+        If there are several epochs, the first is left out, since it includes compilation. Of the
+        durations of an epoch that the ranks have measured, the shortest is used for all ranks.
         """
         by_rank: dict[int, list[Mapping[str, Any]]] = {}
         lasted: dict[int, float] = {}

@@ -54,7 +54,7 @@ def _number(part: Array, cursor: Array, orig_id: Array, global_id: Array) -> Non
 
 @dataclass(frozen=True)
 class EdgeRows:
-    """The in-edges of one part's nodes (CSC), in original edge order within a row."""
+    """The in-edges of one part's nodes (CSC), of each node in the original order."""
 
     part_id: int
     indptr: Ids  #: [n + 1], n = nodes of the part

@@ -81,7 +81,7 @@ class CpuCgroup:
 
 
 def run(small: bool) -> list[Row]:
-    return list(measure(4 if small else 200))
+    return list(measure(4 if small else 50))
 
 
 def measure(hosts: int) -> Iterator[Row]:

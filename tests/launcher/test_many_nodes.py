@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from follow_kit import FakeNode, Scene, state, step
+from launcher.files import CODE_ROOT
 from launcher.hostlist import fold
 from launcher.node.json_reader import STATE, record_in
 from launcher.node.peers.hub import Hub, MemberStatus
@@ -97,6 +100,15 @@ def test_a_run_of_many_servers_knows_quickly_which_of_them_it_can_lose() -> None
 
     assert spare(10) == list(range(1, 10))
     assert is_linear([calls(lambda n=n: spare(n)) for n in (100, 200, 400)])
+
+
+@pytest.mark.parametrize(("needed", "soft"), [(100, 256), (500, 512)])
+def test_the_limit_of_open_files_is_raised_if_a_run_needs_more(needed: int, soft: int) -> None:
+    show = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    program = f"from launcher.node.procs import allow_open_files; allow_open_files({needed}); {show}"
+    limited = ["bash", "-c", 'ulimit -Sn 256; ulimit -Hn 512; exec "$0" -c "$1"', sys.executable, program]
+    done = subprocess.run(limited, cwd=CODE_ROOT, capture_output=True, text=True, check=True, timeout=30)
+    assert done.stdout.split() == [str(soft), "512"]
 
 
 # -- the launcher ---------------------------------------------------------

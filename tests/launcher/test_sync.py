@@ -293,6 +293,23 @@ def test_verify_refuses_two_different_partitions(tmp_path: Path) -> None:
         verify(plan, transports(plan))
 
 
+@pytest.mark.parametrize("path", ["/usr/bin:/bin", "/nowhere"], ids=["with tar", "without tar"])
+def test_code_is_unpacked_with_or_without_the_program_tar(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, archive, dest = tmp_path / "x.py", tmp_path / "a.tgz", tmp_path / "code"
+    source.write_text("x = 1\n")
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(source, "launcher/x.py")
+    monkeypatch.setenv("PATH", path)
+    assert files.unpack(str(archive), sha256_of(str(archive)), str(dest)) == ""
+    assert (dest / "launcher/x.py").read_text() == "x = 1\n" and dest.stat().st_mode & 0o777 == 0o755
+    archive.write_bytes(b"not an archive")
+    with pytest.raises(tarfile.ReadError):
+        files.unpack(str(archive), sha256_of(str(archive)), str(tmp_path / "other"))
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.tgz", "code", "x.py"]
+
+
 def test_two_simultaneous_launches_can_send_the_same_file_and_code(tmp_path: Path) -> None:
     # When two launches send the same file or code, the second launch finds it in place, which is no error.
     part = tmp_path / f"x.npy{PART_SUFFIX}"

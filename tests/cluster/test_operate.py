@@ -34,7 +34,7 @@ def killed_at(stage: str, running: Running) -> str:
     return stage_in(running.folder)
 
 
-@pytest.mark.slow  # test_a_host_that_cannot_be_reached has a launcher killed in training
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["connect", "preflight", "sync", "start", "train", "collect"])
 def test_launcher_killed_at_any_stage(cluster: NetCluster, config: Path, tmp_path: Path, stage: str) -> None:
     # `gnnfleet status` in another folder is correct, and `gnnfleet stop` leaves no process behind.
@@ -86,6 +86,7 @@ def test_from_another_machine_and_resumed_where_it_was_launched(
     assert run_processes(cluster) == []
 
 
+@pytest.mark.slow
 def test_a_host_that_cannot_be_reached(cluster: NetCluster, config: Path, tmp_path: Path) -> None:
     # The launcher has been killed; status and stop are called in another folder.
     operator = Operator(cluster, tmp_path / "home")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from forked import Forked, fork
 from launcher.plan.service_key import new_key_pair
+from ports import free_port
 from trainer.core.errors import PartitionError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.types import HopRequest, HopSample, RowRequest
@@ -121,8 +121,7 @@ def server_environment() -> dict[str, str]:
 
 
 def free_endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        return f"tcp://127.0.0.1:{holder.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def new_keys() -> ServiceKeys:

@@ -38,6 +38,8 @@ _TURN = 0.5  # seconds between two looks at the log
 
 _ASK_FIRST, _ASK_LAST = 1.0, 10.0  # seconds between two questions to Slurm, growing
 
+_CONFIRM = 8.0  # seconds for which a job that may be requeued must stay in an ended state
+
 
 @dataclass(frozen=True)
 class SubmittedRun:
@@ -114,6 +116,7 @@ def follow_job(run: SubmittedRun, console: Console) -> dict[str, Any]:
     """
     shown, at, wait, ask_at = "", 0, _ASK_FIRST, 0.0
     log = run.folder / LOG
+    ended_at: float | None = None  # when the job was first seen in an ended state
     while True:
         now = time.monotonic()
         status = None
@@ -126,8 +129,12 @@ def follow_job(run: SubmittedRun, console: Console) -> dict[str, Any]:
                 console.print(Text(line, "dim"), soft_wrap=True)
             shown = line
         at = _print_new(log, at, console)
-        if status is not None and status.ended:
-            break
+        if status is not None:
+            ended_at = (ended_at or now) if status.ended else None
+            # a job that is being requeued may look cancelled or failed for a moment
+            final = status.state in ("COMPLETED", "UNKNOWN") or not status.may_requeue
+            if ended_at is not None and (final or now - ended_at >= _CONFIRM):
+                break
         time.sleep(_TURN)
     _print_new(log, at, console)
     result = newest_result(run)

@@ -36,6 +36,7 @@ class JobStatus:
     nodes: str = ""  #: node list of a running job
     start: str = ""  #: expected start of a waiting job, local time; '' if unknown
     restarts: int = 0  #: how many times the job was requeued
+    may_requeue: bool = False  #: whether Slurm puts the job back into the queue after the failure of a node
 
     @property
     def ended(self) -> bool:
@@ -71,6 +72,7 @@ def job_status(job: str) -> JobStatus:
         known.get("NodeList", ""),
         known.get("StartTime", "").replace("T", " "),
         int(restarts) if restarts.isdecimal() else 0,
+        known.get("Requeue") == "1",
     )
 
 

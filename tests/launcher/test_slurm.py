@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -18,6 +21,7 @@ from launcher.config.allocation import split_node_list
 from launcher.config.loader import load_config, to_yaml
 from launcher.config.resolve import resolve_run
 from launcher.errors import ConfigError, RemoteFileError, UsageError
+from launcher.manage import submit
 from launcher.plan.sbatch import sbatch_script, warning_seconds
 from launcher.report.run_folder import LaunchFile
 from launcher.run.launch import LaunchContext
@@ -25,7 +29,7 @@ from launcher.run.options import LaunchOptions, slurm_overrides
 from launcher.transport import slurm
 from launcher.transport.local import LocalTransport
 from launcher.transport.slurm import SlurmTransport, open_slurm
-from launcher.transport.slurm_client import job_status
+from launcher.transport.slurm_client import JobStatus, job_status
 
 CONFIG = "transport: slurm\ndata: {dataset: synthetic}\n"
 
@@ -252,6 +256,28 @@ def test_job_states(fake: Callable[[str], None]) -> None:
     fake("TIMEOUT TimeLimit")
     assert job_status("7").ended
     assert isinstance(open_slurm("7", "gpu1", 0), LocalTransport)  # its files are read through the shared file system
+
+
+def test_a_job_that_looks_cancelled_while_it_is_requeued_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each state lasts two questions to Slurm. The clock goes on by a second with each turn."""
+    seconds = itertools.count()
+    states = iter([*["RUNNING"] * 2, *["CANCELLED"] * 2, *["PENDING"] * 2, *["RUNNING"] * 2, *["FAILED"] * 20])
+    shown: list[str] = []
+
+    def ask(job: str) -> JobStatus:
+        shown.append(next(states))
+        return JobStatus(job, shown[-1], may_requeue=True)
+
+    monkeypatch.setattr(submit, "job_status", ask)
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=lambda _: None)
+    monkeypatch.setattr(submit, "time", clock)
+    monkeypatch.setattr(submit, "newest_result", lambda run: {"state": "failed"})
+    console = Console(file=io.StringIO(), width=100)
+    assert submit.follow_job(submit.SubmittedRun("r", tmp_path, "7"), console)["state"] == "failed"
+    assert shown[:9] == [*["RUNNING"] * 2, *["CANCELLED"] * 2, *["PENDING"] * 2, *["RUNNING"] * 2, "FAILED"]
+    assert 2 < shown.count("FAILED") < 20
 
 
 def test_files_and_commands_of_a_step(tmp_path: Path, fake: Callable[[str], None]) -> None:

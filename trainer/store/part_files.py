@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,8 @@ _SETTLED_NS = 2_000_000_000  #: ns after a change of a file from which on a furt
 
 _CHUNK = 1 << 20  #: number of ids checked at a time
 
+_one_header = threading.Lock()  # Python 3.11's parser may raise SystemError if threads parse at once (cpython 106905)
+
 _FIX = "send or make the part again (partition verify lists all problems)"
 
 
@@ -40,7 +43,8 @@ def map_array(path: Path) -> Array:
     """
     try:
         size = _regular_size(path)
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        with _one_header:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.memmap):
             raise ValueError("it is an archive, not an array")
     except (FileNotFoundError, NotADirectoryError):

@@ -32,6 +32,7 @@ from trainer.core.batch import Batch
 from trainer.core.memory import size_text
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.cuda.features import DeviceCache, FeatureRows
+from trainer.cuda.launch import PeerArray
 from trainer.graph.device import feed, tensors_of
 from trainer.graph.open import Graph, open_graph
 from trainer.graph.seed_order import RankLayout, SeedShare
@@ -216,10 +217,18 @@ def gathering(setup: Setup) -> Iterator[Row]:
     yield Row("rows from pinned memory", near, "GB/s", "one copy of pinned memory", copied(setup, pinned=True), "more")
     nodes = graph.manifest.nodes[HOMO_NODE]
     rows = torch.zeros((nodes.num_nodes, nodes.attrs["x"].shape[1]), dtype=torch.float32, device=device)
-    cache = DeviceCache(torch.arange(nodes.num_nodes, dtype=torch.int32, device=device), rows)
+    cache = DeviceCache(torch.arange(nodes.num_nodes, dtype=torch.int32, device=device), [rows])
     cached = FeatureRows(graph.store, HOMO_NODE, "x", device, pinned=None, cache=cache)
     speed = size / setup.seconds(lambda: [cached.take(each) for each in ids])
     yield Row("rows cached on the device", speed, "GB/s", "one copy on the device", copied(setup, pinned=False), "more")
+    if torch.cuda.device_count() > 1:
+        other = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
+        rows.copy_(rows.to(other))  # torch enables access between the two GPUs for its copies
+        table = rows.to(other)
+        peer = PeerArray(table.data_ptr(), tuple(table.shape), table.dtype)
+        cached = FeatureRows(graph.store, HOMO_NODE, "x", device, pinned=None, cache=DeviceCache(cache.slots, [peer]))
+        far = size / setup.seconds(lambda: [cached.take(each) for each in ids])
+        yield Row("rows cached on another GPU", far, "GB/s", "from pinned memory", near, "more")
 
 
 def copied(setup: Setup, pinned: bool) -> float:

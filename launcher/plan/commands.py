@@ -128,7 +128,9 @@ def _train_argv(context: PlanContext, site: Site) -> list[str]:
     return [*argv, "--resume", f"{site.run_dir}/{context.resume.dest}"] if context.resume else argv
 
 
-_LEFT_OUT_AT_DEFAULT = ("precision", "device_cache", "sampling", "checkpoint_seconds")  # keeps the shown command short
+_LEFT_OUT_AT_DEFAULT = (  # keeps the shown command short
+    "precision", "device_cache", "share_device_cache", "sampling", "checkpoint_seconds"
+)  # fmt: skip
 
 
 def train_flags(train: TrainConfig) -> list[str]:

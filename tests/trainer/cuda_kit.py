@@ -31,7 +31,7 @@ from trainer.cuda.availability import simulator_wanted
 from trainer.cuda.hop_sampling import DeviceHops
 from trainer.cuda.relabel import DeviceTables
 from trainer.cuda.topology import load_topology
-from trainer.graph.cache_fill import device_rows
+from trainer.graph.device_cache import device_rows
 from trainer.graph.open import open_graph
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.loader.edge_endpoints import all_times
@@ -157,7 +157,7 @@ def check_wrong_batch(seed):
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         graph = open_graph(folder_of(root, seed, "synthetic", "float32", 1))
         loader = BatchLoader(graph, LoaderSettings("train", (2,), 3, seed=seed), 0, graph.layout)
-        patch.setattr(gather_kernels, "take_rows", lambda items, sources, table, scales, cached, out: out.fill_(0.5))
+        patch.setattr(gather_kernels, "take_rows", lambda sources, host, scales, tables, out: out.fill_(0.5))
         with pytest.raises(TrainingError, match="the first batch that the GPU sampled differs from the CPU's"):
             choose_sampling(graph, {"train": loader}, "cuda", DEVICE)
         assert isinstance(loader.sample(next(loader.shares(1))).rows[HOMO_NODE]["x"], np.ndarray)

@@ -103,7 +103,7 @@ from trainer.train.job import train
 from trainer.train.settings import TrainJob, TrainSettings
 train(TrainJob(TrainSettings(fanouts=(2,), epochs=1, hidden=4), Path({str(parts)!r}), Path({str(tmp_path)!r})))
 loaded = [name for name in sys.modules if name.startswith(("numba.cuda", "trainer.cuda"))]
-assert loaded == ["trainer.cuda", "trainer.cuda.availability"], loaded
+assert loaded == ["trainer.cuda", "trainer.cuda.availability", "trainer.cuda.peer_links"], loaded
 """
     process = fork(["-c", code], dict(os.environ))
     process.wait()
@@ -233,17 +233,17 @@ def test_tensors_are_passed_to_kernels_without_copies() -> None:
     from trainer.cuda.launch import _DeviceView
 
     strided = torch.arange(12, dtype=torch.float32).reshape(3, 4)[:, ::2]
-    view = _DeviceView(strided).__cuda_array_interface__
+    view = _DeviceView.of(strided).__cuda_array_interface__
     assert view["data"] == (strided.data_ptr(), False) and view["strides"] == (16, 8) and view["typestr"] == "<f4"
-    assert _DeviceView(torch.zeros(2, dtype=torch.bfloat16)).__cuda_array_interface__["typestr"] == "<u2"
+    assert _DeviceView.of(torch.zeros(2, dtype=torch.bfloat16)).__cuda_array_interface__["typestr"] == "<u2"
     typeof = importlib.import_module("numba.cuda.typing.typeof").typeof
     for dtype in (torch.float32, torch.int32, torch.bool, torch.bfloat16):
         for shape in ((6,), (2, 3), (0, 3)):
-            given = _DeviceView(torch.zeros(shape, dtype=dtype))
+            given = _DeviceView.of(torch.zeros(shape, dtype=dtype))
             assert given._numba_type_ == typeof(
                 SimpleNamespace(__cuda_array_interface__=given.__cuda_array_interface__)
             )
-    far = _DeviceView(torch.zeros(3, 4, 8)[:, :, 0])._numba_type_
-    assert far.layout == _DeviceView(strided)._numba_type_.layout == "A"
-    empty = _DeviceView(torch.empty(0, dtype=torch.int32)).__cuda_array_interface__
+    far = _DeviceView.of(torch.zeros(3, 4, 8)[:, :, 0])._numba_type_
+    assert far.layout == _DeviceView.of(strided)._numba_type_.layout == "A"
+    empty = _DeviceView.of(torch.empty(0, dtype=torch.int32)).__cuda_array_interface__
     assert empty["shape"] == (0,) and empty["data"][0] != 0

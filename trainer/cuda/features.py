@@ -1,4 +1,4 @@
-"""Gathers rows of attributes on a CUDA device, from a cache on the device and from pinned memory of the host.
+"""Gathers rows of attributes on a CUDA device, from caches on devices and from pinned memory of the host.
 
 The CPU gathers the rows that are in neither: rows of other hosts, and attributes too large for pinned memory.
 """
@@ -6,7 +6,7 @@ The CPU gathers the rows that are in neither: rows of other hosts, and attribute
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from trainer.core.arrays import Array
 from trainer.core.memory import available_memory, size_text
 from trainer.core.schema import AnyType, type_name
 from trainer.cuda import gather_kernels
-from trainer.cuda.launch import Mapped
+from trainer.cuda.launch import Mapped, PeerArray
 from trainer.cuda.topology import load_array, pinned_bytes
 from trainer.store.manifest import AttrSpec
 from trainer.store.part_store import EdgePart, NodePart, PartStore
@@ -38,10 +38,11 @@ class PinnedRows:
 
 @dataclass(frozen=True)
 class DeviceCache:
-    """Those rows of one attribute that are kept on the device for the whole run."""
+    """Those rows of one attribute that this device, or devices that it can read, keep for the whole run."""
 
-    slots: Tensor  #: int32 [N], on the device: row of each global id, -1 for none
-    rows: Tensor  #: float32 [k, width], on the device
+    slots: Tensor  #: int32 [N], on the device: slot of each global id, -1 for none
+    #: float32 [k, …] each, at most ``MOST_TABLES``; slot s is row ``s // len(tables)`` of table ``s % len(tables)``
+    tables: Sequence[Tensor | PeerArray]
 
 
 class FeatureRows:
@@ -58,8 +59,8 @@ class FeatureRows:
         self._bases = pinned.bases if pinned else torch.full_like(self._offsets[:-1], -1)
         self._pinned = pinned
         self._slots = cache.slots if cache else torch.empty(0, dtype=torch.int32, device=device)
-        empty = torch.empty((0, self._width), dtype=torch.float32, device=device)
-        self._cached = cache.rows.reshape(-1, self._width) if cache else empty
+        self._empty = torch.empty((0, self._width), dtype=torch.float32, device=device)
+        self._tables = [_flat(rows, self._width) for rows in cache.tables] if cache else [self._empty]
         self._no_scales = torch.empty((0, 1), dtype=torch.float32, device=device)
         self._all_near = pinned is not None and bool((pinned.bases >= 0).all())
 
@@ -71,7 +72,8 @@ class FeatureRows:
         """
         sources = torch.empty(len(ids), dtype=torch.int64, device=self._device)
         out = torch.empty((len(ids), self._width), dtype=torch.float32, device=self._device)
-        gather_kernels.locate_rows(len(ids), ids, self._slots, self._offsets, self._bases, sources)
+        tables = len(self._tables)
+        gather_kernels.locate_rows(len(ids), ids, self._slots, tables, self._offsets, self._bases, sources)
         self._copy_near(sources, out)
         missing = ids[:0] if self._all_near else torch.nonzero(sources == gather_kernels.ELSEWHERE).flatten()
         return out.reshape(len(ids), *self.spec.shape[1:]), missing
@@ -81,16 +83,16 @@ class FeatureRows:
         out.index_copy_(0, missing, as_float32(rows, self.spec).to(self._device))  # waits: the rows may be freed then
 
     def _copy_near(self, sources: Tensor, out: Tensor) -> None:
-        pinned, run = self._pinned, gather_kernels.take_rows
-        table: Tensor | Mapped = self._cached[:0]
+        pinned, take = self._pinned, gather_kernels.take_rows
+        host: Tensor | Mapped = self._empty
         scales: Tensor | Mapped = self._no_scales
         if pinned is not None:
-            table = Mapped(pinned.table)
+            host = Mapped(pinned.table)
             if pinned.scales is not None:
-                scales, run = Mapped(pinned.scales), gather_kernels.take_scaled_rows
+                scales, take = Mapped(pinned.scales), gather_kernels.take_scaled_rows
             elif self.spec.dtype == "bfloat16":
-                run = gather_kernels.take_bfloat16_rows
-        run(out.numel(), sources, table, scales, self._cached, out)
+                take = gather_kernels.take_bfloat16_rows
+        take(sources, host, scales, self._tables, out)
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,10 @@ def pin_rows(store: PartStore, of: AnyType, name: str, device: torch.device) -> 
     if spec.kept:
         scales = load_array([part.scales[name] for part in parts], (count, 1), torch.float32, device, "pinned")
     return PinnedRows(table, scales, torch.tensor(bases, dtype=torch.int64, device=device))
+
+
+def _flat(rows: Tensor | PeerArray, width: int) -> Tensor | PeerArray:
+    return rows.reshape(-1, width) if isinstance(rows, Tensor) else rows
 
 
 def as_float32(rows: Array, spec: AttrSpec) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import import_module
 from types import FunctionType
@@ -73,8 +74,8 @@ class Kernel:
     def __call__(self, items: int, *args: Any, threads: int = THREADS) -> None:
         """Launch the kernel over ``items`` items on torch's current stream, without waiting. Does nothing for 0 items.
 
-        ``args``: numbers, tensors of one device with any strides, and ``Mapped`` tensors. int is passed as int64, float
-        as float64, a numpy scalar with its own type, and a bfloat16 tensor as uint16 bits.
+        ``args``: numbers, tensors of one device with any strides, ``Mapped`` and ``PeerArray``. int is passed as int64,
+        float as float64, a numpy scalar with its own type, and a bfloat16 tensor as uint16 bits.
         """
         if items <= 0:
             return
@@ -147,8 +148,17 @@ class Mapped:
         self.tensor = tensor
 
 
+@dataclass(frozen=True)
+class PeerArray:
+    """A contiguous array in the memory of another GPU, at an address that kernels on this process's GPU can read."""
+
+    address: int
+    shape: tuple[int, ...]  #: without 0
+    dtype: torch.dtype
+
+
 class _DeviceView:
-    """Passes a tensor's device memory to a numba kernel, without waiting for streams and without conversion.
+    """Passes device memory to a numba kernel, without waiting for streams and without conversion.
 
     Has its type for numba itself. numba-cuda 0.30 takes a tensor whose elements are 8 apart for a contiguous one, and
     needs longer.
@@ -156,19 +166,28 @@ class _DeviceView:
 
     __slots__ = ("__cuda_array_interface__", "_numba_type_", "owner")
 
-    def __init__(self, tensor: Tensor):
-        size, contiguous = tensor.element_size(), tensor.is_contiguous()
-        typestr = _TYPESTR[tensor.dtype]
-        self._numba_type_ = _array_type(typestr, tensor.dim(), "C" if contiguous else "A")
-        self.owner = tensor if tensor.numel() else _anchor(tensor.device)  # numba asks whose memory a pointer is
+    def __init__(
+        self, owner: object, address: int, shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None
+    ):  # fmt: skip
+        """``owner``: keeps the memory. ``strides``: in bytes, None for a contiguous array."""
+        typestr = _TYPESTR[dtype]
+        self._numba_type_ = _array_type(typestr, len(shape), "A" if strides else "C")
+        self.owner = owner
         self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape),
+            "shape": shape,
             "typestr": typestr,
-            "data": (self.owner.data_ptr(), False),
-            "strides": None if contiguous else tuple(step * size for step in tensor.stride()),
+            "data": (address, False),
+            "strides": strides,
             "stream": None,
             "version": 3,
         }
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _DeviceView:
+        size = tensor.element_size()
+        owner = tensor if tensor.numel() else _anchor(tensor.device)  # numba asks whose memory a pointer is
+        strides = None if tensor.is_contiguous() else tuple(step * size for step in tensor.stride())
+        return cls(owner, owner.data_ptr(), tuple(tensor.shape), tensor.dtype, strides)
 
 
 @cache
@@ -186,9 +205,11 @@ def _anchor(device: torch.device) -> Tensor:
 
 
 def _device_argument(arg: Any) -> Any:
+    if isinstance(arg, PeerArray):
+        return _DeviceView(arg, arg.address, arg.shape, arg.dtype, None)
     if isinstance(arg, Mapped):
-        return _DeviceView(arg.tensor)
-    return _DeviceView(arg.detach()) if isinstance(arg, Tensor) else arg
+        return _DeviceView.of(arg.tensor)
+    return _DeviceView.of(arg.detach()) if isinstance(arg, Tensor) else arg
 
 
 def _simulated_argument(arg: Any) -> Any:

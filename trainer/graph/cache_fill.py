@@ -1,4 +1,4 @@
-"""Fills the row cache of a host, and the cache on a rank's device, with the rows that ``cache_policy`` chooses."""
+"""Fills the row cache of a host with the rows of other hosts that ``cache_policy`` chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from trainer.core.arrays import Ids
 from trainer.core.errors import PartitionError, SettingsError
@@ -26,14 +25,12 @@ from trainer.graph.cache_policy import (
     Prediction,
     budget_of,
     count_remote_rows,
-    count_rows,
     counted_steps,
     most_requested,
     predict,
     presample,
     remote_ranges,
 )
-from trainer.graph.device import DeviceRows, as_tensor
 from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, shares
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.settings import check_settings, row_spec
@@ -44,7 +41,7 @@ from trainer.store.manifest import Manifest
 from trainer.store.part_store import PartStore
 from trainer.store.row_cache import CachedRows, RowCache
 
-_FETCH_BYTES = 64 << 20  #: bytes of rows per request
+FETCH_BYTES = 64 << 20  #: bytes of rows per request
 
 
 class OpenedGraph(Protocol):
@@ -124,28 +121,6 @@ def cache_rows(
     return None if filled is None else filled.prediction
 
 
-def device_rows(
-    graph: OpenedGraph, plan: BatchPlan, size: CacheSize, device: torch.device
-) -> dict[NodeType, DeviceRows]:
-    """Copy the rows of ``x`` that this rank's batches request most to ``device``, as float32.
-
-    ``size``: bytes, or a share of all rows of ``x`` in the graph. If it is 0, the result is {}. Raises
-    ``SettingsError`` in a client, and ``ServiceError`` if a host does not answer.
-    """
-    specs = graph.manifest.nodes
-    widths = {of: 4 * int(np.prod(spec.attrs["x"].shape[1:])) for of, spec in specs.items() if "x" in spec.attrs}
-    budget = size.bytes if size.bytes is not None else round(
-        size.share * sum(width * specs[of].num_nodes for of, width in widths.items())
-    )  # fmt: skip
-    if not budget:
-        return {}
-    if graph.gateway:
-        raise SettingsError("a client node cannot cache rows on its device: graph servers send it whole batches")
-    counts = count_rows(presample(graph.access, plan), "x")
-    chosen = most_requested(counts, widths, budget, lambda of: [(0, specs[of].num_nodes)])
-    return {of: _on_device(graph, of, ids, device) for of, ids in chosen.items() if len(ids)}
-
-
 def _fill(
     access: object, store: PartStore, plan: BatchPlan, size: CacheSize, folder: Path, scratch: list[Path]
 ) -> tuple[Prediction | None, Path | None]:
@@ -171,7 +146,7 @@ def _fetch(access: DistGraph, store: PartStore, of: NodeType, ids: Ids, columns:
     names = columns.names[of]
     specs = {name: row_spec(store, of, name) for name in names}
     rows = {name: np.empty((len(ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
-    step = max(1, _FETCH_BYTES // columns.row_bytes[of])
+    step = max(1, FETCH_BYTES // columns.row_bytes[of])
     for start in range(0, len(ids), step):
         (found,) = access.gather([RowRequest(of, ids[start : start + step], names)])
         for name in names:
@@ -207,17 +182,6 @@ def _temporary_folders() -> Iterator[list[Path]]:
     finally:
         for folder in scratch:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _on_device(graph: OpenedGraph, of: NodeType, ids: Ids, device: torch.device) -> DeviceRows:
-    spec = graph.manifest.nodes[of].attrs["x"]
-    rows = torch.empty((len(ids), *spec.shape[1:]), dtype=torch.float32, device=device)
-    step = max(1, _FETCH_BYTES // max(1, rows[:1].nbytes))
-    for start in range(0, len(ids), step):
-        (found,) = graph.access.gather([RowRequest(of, ids[start : start + step], ("x",))])
-        rows[start : start + step] = as_tensor(found["x"], spec)
-    graph.access.take_cost()  # the cost is discarded, as it belongs to no batch
-    return DeviceRows.of(ids, rows, graph.manifest.nodes[of].num_nodes, device)
 
 
 def _plan(

@@ -11,12 +11,13 @@ import torch
 from trainer.core.errors import SettingsError, TrainingError
 from trainer.core.schema import AnyType
 from trainer.cuda.availability import simulator_wanted, why_no_kernels
-from trainer.graph.device import tensors_of
+from trainer.graph.device import DeviceRows, tensors_of
 from trainer.graph.open import Graph
 from trainer.loader.block_loader import BlockLoader
 from trainer.sampler.subgraph_sampler import SubgraphSampler
 
 if TYPE_CHECKING:
+    from trainer.cuda.features import DeviceCache
     from trainer.cuda.topology import TopologyPlan
 
 Sampling = Literal["auto", "cpu", "cuda"]  #: setting ``sampling``
@@ -98,7 +99,7 @@ def why_not(graph: Graph, device: torch.device) -> str:
 def _use_device(graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.device, plan: TopologyPlan) -> str:
     """Prepare the device and let it make the batches of all loaders. Returns a text about the pinned rows."""
     from trainer.cuda.device_sampler import DeviceSampler
-    from trainer.cuda.features import DeviceCache, FeatureRows, PinnedPlan, pin_rows
+    from trainer.cuda.features import FeatureRows, PinnedPlan, pin_rows
     from trainer.cuda.streams import StreamPool
     from trainer.cuda.topology import load_topology
 
@@ -108,7 +109,7 @@ def _use_device(graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.
     wanted = _features(samplers[0])
     pins = PinnedPlan.of(store, wanted, graph.ranks.local_world_size)
     kept = next(iter(loaders.values())).kept
-    caches = {of: DeviceCache(torch.from_numpy(rows.slots).to(device), rows.rows.float()) for of, rows in kept.items()}
+    caches = {of: _cache(rows, device) for of, rows in kept.items()}
     features = {
         (of, name): FeatureRows(
             store, of, name, device,
@@ -124,6 +125,15 @@ def _use_device(graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.
     for loader, sampler in zip(loaders.values(), samplers, strict=True):
         loader.sample_with(DeviceSampler(sampler, store, topology, features, device, streams), streams.stream)
     return pins.why
+
+
+def _cache(rows: DeviceRows, device: torch.device) -> DeviceCache:
+    from trainer.cuda.features import DeviceCache
+
+    slots, tables = (
+        (rows.slots, (rows.rows.float(),)) if rows.shared is None else (rows.shared.slots, rows.shared.tables)
+    )
+    return DeviceCache(torch.from_numpy(slots).to(device), tables)
 
 
 def _features(sampler: SubgraphSampler) -> dict[AnyType, tuple[str, ...]]:

@@ -14,11 +14,12 @@ from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.remote_settings import CacheSize, RemoteAccess
 from trainer.core.schema import NodeType, type_name
 from trainer.core.slabs import keep_freed_memory
-from trainer.graph.cache_fill import FilledCache, device_rows, fill_cache
+from trainer.graph.cache_fill import FilledCache, fill_cache
 from trainer.graph.cache_policy import BatchPlan
 from trainer.graph.environment import await_own_server, compares_digests, is_client
 from trainer.graph.open import Graph, open_client, open_graph
 from trainer.graph.seed_order import RankLayout
+from trainer.graph.shared_device_cache import fill_device_cache
 from trainer.loader.block_loader import BlockLoader, columns_of
 from trainer.nn.kernels.precision import why_slow
 from trainer.service.cluster import read_cluster
@@ -27,7 +28,7 @@ from trainer.store.part_store import open_parts
 from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
 from trainer.train.checkpoint_writer import checkpoint_writers
 from trainer.train.device_memory import memory_errors
-from trainer.train.device_sampling import choose_sampling
+from trainer.train.device_sampling import choose_sampling, why_not
 from trainer.train.fit import Fit, FitResult
 from trainer.train.loaders import SPLITS, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
@@ -131,19 +132,23 @@ def fill_host_cache(
     return fill_cache(graph.access, graph.store, plan, node, remote_access.cache, run_dir / "cache", group)
 
 
-def fill_device_cache(
+def cache_on_devices(
     graph: Graph, loaders: Mapping[str, BlockLoader], settings: TrainSettings, group: RankGroup
 ) -> None:
-    """Cache on this rank's device the rows that its train batches request most.
+    """Cache on each rank's device the rows that its train batches request most. Collective.
 
-    Raises the errors of ``device_rows``.
+    Raises the errors of ``fill_device_cache``.
     """
     size, loader = CacheSize.parse(settings.device_cache), loaders["train"]
     if size == CacheSize():
         return
-    rows = device_rows(graph, batch_plan(graph, loader), size, group.device)
+    alone = "sampling: cpu" if settings.sampling == "cpu" else why_not(graph, group.device)
+    plan = batch_plan(graph, loader)
+    filled = fill_device_cache(graph, plan, size, group, settings.share_device_cache, alone)
     for one in loaders.values():
-        one.keep(rows)
+        one.keep(filled.rows)
+    if group.rank == 0:
+        print(filled.text, flush=True)
 
 
 def read_on_first(path: str | Path, check: Callable[[Checkpoint], None], group: RankGroup) -> Checkpoint:
@@ -193,7 +198,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     task = _task(settings, graph, target, group)
     model, embedding = group.agree(lambda: make_model(settings, manifest, target, task.outputs, group.device))
     loaders = _loaders(settings, graph, target, bool(getattr(model, "needs_degree", False)), group)
-    group.agree(lambda: fill_device_cache(graph, loaders, settings, group))
+    cache_on_devices(graph, loaders, settings, group)
     sampling = group.agree(lambda: choose_sampling(graph, loaders, settings.sampling, group.device))
     if sampling.why and group.rank == 0:
         print(sampling, flush=True)

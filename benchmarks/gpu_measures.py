@@ -30,6 +30,7 @@ from graphs import BATCH, FANOUTS, partitioned
 from table import Row
 from trainer.core.batch import Batch
 from trainer.core.memory import size_text
+from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.cuda.features import DeviceCache, FeatureRows
 from trainer.cuda.launch import PeerArray
@@ -85,7 +86,7 @@ class Setup:
         settings = LoaderSettings("train", self.fanouts, self.batch)
         loader = BatchLoader(self.graph, settings, 0, RankLayout.single(1))
         if sampling == "cuda":
-            choose_sampling(self.graph, {"train": loader}, "cuda", self.device)
+            choose_sampling(self.graph, {"train": loader}, "cuda", RankGroup(Ranks(), self.device))
         return loader
 
     @cached_property

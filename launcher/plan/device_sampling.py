@@ -16,7 +16,7 @@ from launcher.plan.partition import PartitionFiles
 from launcher.plan.placement import Site
 from launcher.text import spans
 
-SHARE = 2  #: edges take at most 1/SHARE of a GPU's memory, else of the host's memory divided by its processes
+SHARE = 2  #: edges take at most 1/SHARE of a GPU's memory, else of the host's memory
 
 _BY_CPU = "on the CPUs"
 
@@ -67,7 +67,7 @@ def _where(site: Site, topology: Topology, num_parts: int, size: int, facts: Map
     edges = f"edges (about {decimal(size)})"
     if size <= device // SHARE:
         return f"{on_gpus}; {edges} in device memory, at most half of {decimal(device)}"
-    limit = known.memory // SHARE // len(site.ranks)
+    limit = known.memory // SHARE
     if not known.memory or size <= limit:
         return (
             f"{on_gpus}; {edges} in page-locked memory of the host, as they are more than half of a "
@@ -75,5 +75,5 @@ def _where(site: Site, topology: Topology, num_parts: int, size: int, facts: Map
         )
     return (
         f"{_BY_CPU}: {edges} are more than half of a GPU's {decimal(device)}, and more than the {decimal(limit)} of "
-        "page-locked memory that each process may have"
+        "page-locked memory that may be used"
     )

@@ -72,14 +72,14 @@ CASES: dict[str, tuple[ClusterConfig, dict[str, Any], str]] = {
     ),
     "neither": (
         on_gpus(1, 0, 1),
-        {"manifest": parts_of(1, 4 * GB), "facts": known(1, 79 * GB // 10, 12 * GB)},
-        f"on the CPUs: {HALF}, and more than the 3.0 GB of page-locked memory that each process may have",
+        {"manifest": parts_of(1, 4 * GB), "facts": known(1, 79 * GB // 10, 6 * GB)},
+        f"on the CPUs: {HALF}, and more than the 3.0 GB of page-locked memory that may be used",
     ),
     "neither, sampling: cuda": (
         on_gpus(1, 0, 1, sampling="cuda"),
-        {"manifest": parts_of(1, 4 * GB), "facts": known(1, 79 * GB // 10, 12 * GB)},
-        f"train.sampling: cuda is not possible: {HALF}, and more than the 3.0 GB of page-locked memory that each "
-        "process may have",
+        {"manifest": parts_of(1, 4 * GB), "facts": known(1, 79 * GB // 10, 6 * GB)},
+        f"train.sampling: cuda is not possible: {HALF}, and more than the 3.0 GB of page-locked memory that may "
+        "be used",
     ),
     "edges of own parts only": (
         on_gpus(2, 0),

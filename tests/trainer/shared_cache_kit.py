@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,11 +36,23 @@ def fill(graph, group, loader, size="20%", share="always", why_alone=""):
     return fill_device_cache(graph, plan, CacheSize.parse(size), group, share, why_alone)
 
 
+def memory_of(tensor):
+    """Return the inode of the memory-mapped file that a tensor is in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, inode, *_ = line.split()
+        begin, end = (int(each, 16) for each in span.split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return inode
+    raise AssertionError("no such memory")
+
+
 def check_same_batches(graph, group, loaders, filled):
     loader, plain = loaders
     loader.keep(filled.rows)
-    choice = choose_sampling(graph, {"train": loader}, "cuda", group.device)
+    choice = choose_sampling(graph, {"train": loader}, "cuda", group)
     assert choice.on_device, choice
+    pinned = next(each._pinned.table for each in loader._device_sampler.features.values())
+    assert len(set(group.gather(memory_of(pinned)))) == 1, "each rank has a copy of its own"
     for share in islice(plain.shares(1), 2):
         assert_identical(loader.load(share).to(CPU), plain.load(share))
     group.barrier()  # keeps this rank's rows until all have read them

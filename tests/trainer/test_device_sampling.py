@@ -20,11 +20,12 @@ from cache_kit import hosts
 from forked import REPOSITORY, fork
 from train_kit import write_parts
 from trainer.core.errors import SettingsError
+from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.schema import HOMO_NODE
 from trainer.cuda.availability import why_no_kernels
 from trainer.cuda.features import PinnedPlan
 from trainer.cuda.streams import StreamPool
-from trainer.cuda.topology import TopologyPlan, pinned_bytes
+from trainer.cuda.topology import TopologyPlan
 from trainer.graph.open import open_graph
 from trainer.loader import block_loader
 from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings
@@ -78,17 +79,15 @@ def test_batches_of_every_type_of_rows() -> None:
 
 
 def test_the_place_of_the_topology_follows_from_its_bytes() -> None:
-    free = (10**9, 0), (10**8, 2 * 10**9), (10**8, 10**9)
-    places = [TopologyPlan.choose(10**9, 2 * 10**9, *each).place for each in free]
-    assert places == ["device", "pinned", None]
-    why = TopologyPlan.choose(10**9, 2 * 10**9, 10**8, 10**9).why
-    assert "1.0 GB fits neither in the 100 MB that may be used on the device nor, as 2.0 GB, in the 1.0 GB of" in why
-    assert [pinned_bytes(size) for size in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
+    free = (10**9, 0), (10**8, 10**9), (10**8, 10**9 - 1)
+    assert [TopologyPlan.choose(10**9, *each).place for each in free] == ["device", "pinned", None]
+    why = TopologyPlan.choose(10**10, 10**8, 10**9).why
+    assert "10.0 GB fits neither in the 100 MB that may be used on the device nor in the 1.0 GB of pinned" in why
 
 
 def test_rows_that_do_not_fit_in_pinned_memory_are_gathered_by_the_cpu(tmp_path: Path) -> None:
     store = open_graph(write_parts(tmp_path / "parts")).store
-    needed = 2**15  # the next power of two after 600 rows of 48 bytes
+    needed = 600 * 48  # bytes of the rows
     assert PinnedPlan.choose(store, {HOMO_NODE: ("x",)}, needed).pinned == ((HOMO_NODE, "x"),)
     small = PinnedPlan.choose(store, {HOMO_NODE: ("x",)}, needed - 1)
     assert small.pinned == () and small.why.startswith("x of node gathered by the CPU: 0 MB are more than the 0 MB")
@@ -113,10 +112,10 @@ assert loaded == ["trainer.cuda", "trainer.cuda.availability", "trainer.cuda.pee
 def test_what_the_device_cannot_sample_is_named(tmp_path: Path) -> None:
     graph = open_graph(write_parts(tmp_path / "parts", 2))
     loaders = {"train": BatchLoader(graph, LoaderSettings("train", (2,), 64), 0, graph.layout)}
-    assert choose_sampling(graph, loaders, "auto", CPU).why == ""
-    assert not choose_sampling(graph, loaders, "cpu", torch.device("cuda", 0)).on_device
+    assert choose_sampling(graph, loaders, "auto", RankGroup(Ranks(), CPU)).why == ""
+    assert not choose_sampling(graph, loaders, "cpu", RankGroup(Ranks(), torch.device("cuda", 0))).on_device
     with pytest.raises(SettingsError, match="sampling: cuda is not possible on this rank: this rank trains on the CPU"):
-        choose_sampling(graph, loaders, "cuda", CPU)
+        choose_sampling(graph, loaders, "cuda", RankGroup(Ranks(), CPU))
     partitioned = hosts(tmp_path / "parts", 2, "partitioned")[0]
     assert why_not(partitioned, torch.device("cuda", 0)) == (
         "the edges of 1 of 2 parts are not on this host (data.topology: replicated)"
@@ -132,12 +131,14 @@ def test_auto_samples_on_the_cpu_if_the_device_cannot_be_prepared(
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: out of\nmemory")
 
-    monkeypatch.setattr(device_sampling, "why_not", lambda *_: "")
-    monkeypatch.setattr(device_sampling, "_try_device", fail)
-    choice = choose_sampling(graph, loaders, "auto", torch.device("cuda", 0))
+    monkeypatch.setattr(device_sampling, "_plan", lambda *_: device_sampling._DevicePlan("device", ""))
+    monkeypatch.setattr(device_sampling, "_use_device", fail)
+    monkeypatch.setattr(BatchLoader, "load", lambda self, share: torch.zeros(1))
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self)
+    choice = choose_sampling(graph, loaders, "auto", RankGroup(Ranks(), torch.device("cuda", 0)))
     assert str(choice) == "sampling on the CPU: the GPU cannot be prepared: CUDA error: out of memory"
     with pytest.raises(RuntimeError, match="out of"):
-        choose_sampling(graph, loaders, "cuda", torch.device("cuda", 0))
+        choose_sampling(graph, loaders, "cuda", RankGroup(Ranks(), torch.device("cuda", 0)))
 
 
 @pytest.mark.parametrize("links", [False, True])

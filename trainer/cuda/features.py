@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,11 +19,12 @@ from trainer.core.memory import available_memory, size_text
 from trainer.core.schema import AnyType, type_name
 from trainer.cuda import gather_kernels
 from trainer.cuda.launch import Mapped, PeerArray
-from trainer.cuda.topology import load_array, pinned_bytes
+from trainer.cuda.pinned_arrays import PinnedArrays
+from trainer.cuda.topology import join_pieces
 from trainer.store.manifest import AttrSpec
 from trainer.store.part_store import EdgePart, NodePart, PartStore
 
-PINNED_SHARE = 0.5  #: largest share of the host's available memory for pinned rows of all its ranks
+PINNED_SHARE = 0.5  #: largest share of the host's available memory for pinned rows
 
 _KINDS = "biuf"  #: kinds of dtypes that kernels convert to float32
 
@@ -103,12 +105,18 @@ class PinnedPlan:
     why: str  #: for people: the sizes that decided; '' without attributes
 
     @classmethod
-    def of(cls, store: PartStore, wanted: Mapping[AnyType, tuple[str, ...]], ranks_here: int) -> PinnedPlan:
-        """Choose the attributes that fit in this rank's share of the memory that the host has available now.
+    def of(cls, store: PartStore, wanted: Mapping[AnyType, tuple[str, ...]]) -> PinnedPlan:
+        """Choose the attributes that fit in a share of the memory that the host has available now.
 
-        ``wanted``: names of attributes by type. ``ranks_here``: number of ranks on this host, which get equal shares.
+        ``wanted``: names of attributes by type.
         """
-        return cls.choose(store, wanted, int((available_memory() or 0) * PINNED_SHARE / ranks_here))
+        return cls.choose(store, wanted, int((available_memory() or 0) * PINNED_SHARE))
+
+    @classmethod
+    def made(cls, arrays: PinnedArrays, wanted: Mapping[AnyType, tuple[str, ...]], why: str) -> PinnedPlan:
+        """Return the plan of the rank that made ``arrays``."""
+        every = [(of, name) for of, names in wanted.items() for name in names]
+        return cls(tuple(key for key in every if rows_name(*key) in arrays.places), why)
 
     @classmethod
     def choose(cls, store: PartStore, wanted: Mapping[AnyType, tuple[str, ...]], limit: int) -> PinnedPlan:
@@ -128,12 +136,14 @@ class PinnedPlan:
             names = ", ".join(f"{name} of {of if isinstance(of, str) else type_name(of)}" for of, name in others)
             text.append(
                 f"{names} gathered by the CPU: {size_text(sum(sizes[key] for key in others))} are more than the "
-                f"{size_text(limit)} that this process may pin"
+                f"{size_text(limit)} that may be pinned"
             )
         return cls(tuple(chosen), "; ".join(text))
 
 
-def pin_rows(store: PartStore, of: AnyType, name: str, device: torch.device) -> PinnedRows:
+def pin_rows(
+    store: PartStore, of: AnyType, name: str, device: torch.device, pinned: PinnedArrays
+) -> PinnedRows:  # fmt: skip
     """Copy one attribute of all parts on this host to pinned memory."""
     parts = [_table(store, part_id, of) for part_id in store.parts]
     spec, bases, count = _spec(store, of, name), [-1] * store.manifest.num_parts, 0
@@ -143,13 +153,18 @@ def pin_rows(store: PartStore, of: AnyType, name: str, device: torch.device) -> 
     first = parts[0].attrs[name] if parts else np.empty(0, spec.in_files)
     dtype = torch.from_numpy(np.empty(0, first.dtype)).dtype
     shape = (count, math.prod(spec.shape[1:]))
-    table = load_array(
-        [part.attrs[name].reshape(len(part.attrs[name]), -1) for part in parts], shape, dtype, device, "pinned"
-    )  # fmt: skip
+    pieces = [part.attrs[name].reshape(len(part.attrs[name]), -1) for part in parts]
+    table = pinned.array(rows_name(of, name), shape, dtype, partial(join_pieces, pieces))
     scales = None
     if spec.kept:
-        scales = load_array([part.scales[name] for part in parts], (count, 1), torch.float32, device, "pinned")
+        factors = [part.scales[name] for part in parts]
+        scales = pinned.array(f"scales {of} {name}", (count, 1), torch.float32, partial(join_pieces, factors))
     return PinnedRows(table, scales, torch.tensor(bases, dtype=torch.int64, device=device))
+
+
+def rows_name(of: AnyType, name: str) -> str:
+    """Return the name of the pinned rows of an attribute, for ``PinnedArrays``."""
+    return f"rows {of} {name}"
 
 
 def _flat(rows: Tensor | PeerArray, width: int) -> Tensor | PeerArray:
@@ -176,4 +191,4 @@ def _spec(store: PartStore, of: AnyType, name: str) -> AttrSpec:
 def _num_bytes(store: PartStore, of: AnyType, name: str) -> int:
     tables = [_table(store, part_id, of) for part_id in store.parts]
     scales = sum(getattr(table.scales.get(name), "nbytes", 0) for table in tables)
-    return pinned_bytes(sum(table.attrs[name].nbytes for table in tables)) + pinned_bytes(scales)
+    return sum(table.attrs[name].nbytes for table in tables) + scales

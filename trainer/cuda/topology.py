@@ -7,7 +7,7 @@ the driver cannot pin them in general.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +18,8 @@ from torch import Tensor
 from trainer.core.arrays import Array
 from trainer.core.memory import available_memory, size_text
 from trainer.core.schema import EdgeType, NodeType
-from trainer.cuda.launch import Mapped, simulated
+from trainer.cuda.launch import Mapped
+from trainer.cuda.pinned_arrays import PinnedArrays
 from trainer.sampler.settings import bound_here
 from trainer.sampler.types import SampleSettings
 from trainer.store.part_store import EdgePart, PartStore
@@ -27,7 +28,7 @@ Place = Literal["device", "pinned"]  #: device memory, or pinned memory of the h
 
 _DEVICE_SHARE = 0.5  #: largest share of a device's free memory for topology; the rest is for model and batches
 
-_PINNED_SHARE = 0.5  #: largest share of the host's available memory for the arrays of all its ranks
+_PINNED_SHARE = 0.5  #: largest share of the host's available memory for topology
 
 _CHUNK_BYTES = 64 << 20  #: bytes of a file that are copied at once
 
@@ -76,32 +77,25 @@ class TopologyPlan:
     why: str  #: for people: the sizes that decided
 
     @classmethod
-    def of(
-        cls, store: PartStore, settings: Sequence[SampleSettings], device: torch.device, ranks_here: int = 1
-    ) -> TopologyPlan:  # fmt: skip
-        """Choose where to store the arrays, by the memory that is free now on the device and on the host.
-
-        The ranks on this host, ``ranks_here``, share the host's memory equally.
-        """
-        sizes = [one.num_bytes for one in _sources(store, settings)]
-        needed = sum(sizes)
+    def of(cls, store: PartStore, settings: Sequence[SampleSettings], device: torch.device) -> TopologyPlan:
+        """Choose where to store the arrays, by the memory that is free now on the device and on the host."""
+        needed = sum(one.num_bytes for one in _sources(store, settings))
         if device.type != "cuda":
             return cls(needed, "device", f"topology of {size_text(needed)} in the simulator's memory")
         on_device = int(torch.cuda.mem_get_info(device)[0] * _DEVICE_SHARE)
-        on_host = int((available_memory() or 0) * _PINNED_SHARE / ranks_here)
-        return cls.choose(needed, sum(map(pinned_bytes, sizes)), on_device, on_host)
+        return cls.choose(needed, on_device, int((available_memory() or 0) * _PINNED_SHARE))
 
     @classmethod
-    def choose(cls, needed: int, pinned: int, on_device: int, on_host: int) -> TopologyPlan:
+    def choose(cls, needed: int, on_device: int, on_host: int) -> TopologyPlan:
         """Choose whether the arrays of the topology are stored on the device, or in pinned memory of the host.
 
-        The place is None if the arrays fit in neither. ``needed``, ``pinned``: bytes that the arrays take on the
-        device, and in pinned memory. ``on_device``, ``on_host``: bytes that may be used there.
+        The place is None if the arrays fit in neither. ``needed``: bytes of the arrays. ``on_device``, ``on_host``:
+        bytes that may be used there.
         """
         size = f"topology of {size_text(needed)}"
         if needed <= on_device:
             return cls(needed, "device", f"{size} in device memory (up to {size_text(on_device)} may be used)")
-        if pinned <= on_host:
+        if needed <= on_host:
             return cls(
                 needed, "pinned",
                 f"{size} in pinned host memory, read over the bus: more than the {size_text(on_device)} that may be "
@@ -109,24 +103,22 @@ class TopologyPlan:
             )  # fmt: skip
         return cls(
             needed, None,
-            f"{size} fits neither in the {size_text(on_device)} that may be used on the device nor, as "
-            f"{size_text(pinned)}, in the {size_text(on_host)} of pinned host memory that may be used",
+            f"{size} fits neither in the {size_text(on_device)} that may be used on the device nor in the "
+            f"{size_text(on_host)} of pinned host memory that may be used",
         )  # fmt: skip
 
 
-def pinned_bytes(size: int) -> int:
-    """Return the bytes that torch allocates for ``size`` bytes of pinned memory: the next power of two."""
-    return 1 << max(0, size - 1).bit_length() if size else 0
-
-
 def load_topology(
-    store: PartStore, settings: Sequence[SampleSettings], device: torch.device, place: Place
+    store: PartStore, settings: Sequence[SampleSettings], device: torch.device, place: Place, pinned: PinnedArrays
 ) -> DeviceTopology:  # fmt: skip
-    """Copy the topology that sampling with ``settings`` reads. The store must have the whole topology."""
+    """Copy the topology that sampling with ``settings`` reads. The store must have the whole topology.
+
+    ``pinned``: makes or maps the arrays, if ``place`` is pinned.
+    """
     loaded: dict[tuple[Any, str], DeviceArray] = {}
     total = 0
     for source in _sources(store, settings):
-        loaded[source.of, source.name] = DeviceArray(source.load(device, place), place)
+        loaded[source.of, source.name] = DeviceArray(source.load(device, place, pinned), place)
         total += source.num_bytes
     edges = {
         of: DeviceEdges(
@@ -153,33 +145,32 @@ class _Source:
     def num_bytes(self) -> int:
         return self.size * self.dtype.itemsize
 
-    def load(self, device: torch.device, place: Place) -> Tensor:
-        return load_array(self.pieces, (self.size,), self.dtype, device, place, self.shift)
+    def load(self, device: torch.device, place: Place, pinned: PinnedArrays) -> Tensor:
+        if place == "pinned":
+            return pinned.array(f"topology {self.of} {self.name}", (self.size,), self.dtype, self._copy)
+        out = torch.empty(self.size, dtype=self.dtype, device=device)
+        self._copy(out)
+        return out
+
+    def _copy(self, out: Tensor) -> None:
+        join_pieces(self.pieces, out, self.shift)
 
 
-def load_array(
-    pieces: Sequence[Array], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, place: Place,
-    shift: Sequence[int] = (), bits: Callable[[Array], Array] = np.asarray,
-) -> Tensor:  # fmt: skip
-    """Join ``pieces``, one array of each part, to one tensor on the device or in pinned memory.
+def join_pieces(pieces: Sequence[Array], out: Tensor, shift: Sequence[int] = ()) -> None:
+    """Copy the arrays of all parts, one after the other, into one tensor, a chunk at a time.
 
-    Copies a chunk at a time. ``bits`` converts a chunk to a dtype that torch has. ``shift``: for each piece, a number
-    to add to its elements.
+    ``shift``: for each piece, a number to add to its elements; a last one is the value of what is left of ``out``, else
+    0: the last offset of a CSC.
     """
-    if place == "pinned":
-        out = torch.empty(shape, dtype=dtype, pin_memory=not simulated())
-    else:
-        out = torch.empty(shape, dtype=dtype, device=device)
     at = 0
     for number, piece in enumerate(pieces):
         step = max(1, _CHUNK_BYTES // max(1, piece[:1].nbytes))
         for begin in range(0, len(piece), step):
-            chunk = torch.from_numpy(np.array(bits(piece[begin : begin + step]))).to(dtype)
+            chunk = torch.from_numpy(np.array(piece[begin : begin + step])).to(out.dtype)
             out[at : at + len(chunk)] = chunk + shift[number] if shift and shift[number] else chunk
             at += len(chunk)
-    if at < shape[0]:  # the last offset of a CSC
+    if at < len(out):
         out[at:] = shift[-1] if shift else 0
-    return out
 
 
 def _sources(store: PartStore, settings: Sequence[SampleSettings]) -> Iterator[_Source]:

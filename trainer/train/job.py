@@ -199,7 +199,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     model, embedding = group.agree(lambda: make_model(settings, manifest, target, task.outputs, group.device))
     loaders = _loaders(settings, graph, target, bool(getattr(model, "needs_degree", False)), group)
     cache_on_devices(graph, loaders, settings, group)
-    sampling = group.agree(lambda: choose_sampling(graph, loaders, settings.sampling, group.device))
+    sampling = choose_sampling(graph, loaders, settings.sampling, group)
     if sampling.why and group.rank == 0:
         print(sampling, flush=True)
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)

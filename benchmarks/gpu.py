@@ -31,7 +31,16 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 #: Tests that run on a CUDA device if there is one.
 TESTS = tuple(
     f"tests/trainer/test_{name}.py"
-    for name in ("gpu", "device", "device_monitor", "device_step", "device_sampling", "cuda_step", "cuda_compile")
+    for name in (
+        "gpu",
+        "device",
+        "device_monitor",
+        "device_step",
+        "device_sampling",
+        "shared_device_cache",
+        "cuda_step",
+        "cuda_compile",
+    )  # fmt: skip
 )
 
 UNITS = ("M edges/s", "GB/s", "ms", "s")  #: of the bars in the plot, one chart each

@@ -43,7 +43,7 @@ from trainer.nn.graph_facts import facts_of
 from trainer.nn.models import build_model
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sampler.types import RowRequest
-from trainer.train.device_sampling import choose_sampling
+from trainer.train.device_sampling import choose_sampling, plan_sampling
 from trainer.train.settings import TrainSettings
 
 TINY = {"num_nodes": 60, "avg_degree": 6.0, "num_classes": 4, "num_features": 8, "train": 8}  #: for the simulator
@@ -86,7 +86,9 @@ class Setup:
         settings = LoaderSettings("train", self.fanouts, self.batch)
         loader = BatchLoader(self.graph, settings, 0, RankLayout.single(1))
         if sampling == "cuda":
-            choose_sampling(self.graph, {"train": loader}, "cuda", RankGroup(Ranks(), self.device))
+            loaders = {"train": loader}
+            plan = plan_sampling(self.graph, loaders, "cuda", self.device)
+            choose_sampling(self.graph, loaders, plan, RankGroup(Ranks(), self.device))
         return loader
 
     @cached_property
@@ -222,8 +224,8 @@ def gathering(setup: Setup) -> Iterator[Row]:
     cached = FeatureRows(graph.store, HOMO_NODE, "x", device, pinned=None, cache=cache)
     speed = size / setup.seconds(lambda: [cached.take(each) for each in ids])
     yield Row("rows cached on the device", speed, "GB/s", "one copy on the device", copied(setup, pinned=False), "more")
-    if torch.cuda.device_count() > 1:
-        other = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
+    other = torch.device("cuda", ((device.index or 0) + 1) % max(1, torch.cuda.device_count()))
+    if device.type == "cuda" and other != device and torch.cuda.can_device_access_peer(device, other):
         rows.copy_(rows.to(other))  # torch enables access between the two GPUs for its copies
         table = rows.to(other)
         peer = PeerArray(table.data_ptr(), tuple(table.shape), table.dtype)

@@ -21,7 +21,7 @@ from oracle import assert_identical
 from partition_kit import with_nodes
 from partitions import random_graph, store_of
 from sample_kit import KINDS, WRITES, random_seeds, random_settings, some_key, to_global, typed_graph
-from train_kit import job
+from train_kit import job, sample_on
 from trainer.core.errors import DataError, TrainingError
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.remote_settings import CacheSize
@@ -30,9 +30,9 @@ from trainer.cuda import gather_kernels
 from trainer.cuda.array_ops import TorchOps
 from trainer.cuda.availability import simulator_wanted
 from trainer.cuda.hop_sampling import DeviceHops
-from trainer.cuda.pinned_arrays import PinnedArrays
+from trainer.cuda.pinned_arrays import HostArrays
 from trainer.cuda.relabel import DeviceTables
-from trainer.cuda.topology import load_topology
+from trainer.cuda.topology import load_topology, topology_arrays
 from trainer.graph.device_cache import device_rows
 from trainer.graph.open import open_graph
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
@@ -46,7 +46,6 @@ from trainer.sampler.multi_hop import block_edges, cut_block, sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
 from trainer.sampler.types import SampleSettings, SeedSet
 from trainer.sources.load import load_dataset
-from trainer.train.device_sampling import choose_sampling
 from trainer.train.job import batch_plan, train
 
 CPU = torch.device("cpu")
@@ -56,7 +55,10 @@ DEVICE = CPU if simulator_wanted() else torch.device("cuda", 0)
 def sources_of(store, settings):
     """Return two pairs (graph, relabelling tables) to sample with: for the CPU, and for the kernels."""
     place = "pinned" if store.manifest.num_parts == 2 else "device"
-    hops = DeviceHops(load_topology(store, [settings], DEVICE, place, PinnedArrays(DEVICE)), store, DEVICE)
+    arrays = HostArrays.alone(topology_arrays(store, [settings]))
+    arrays.fill()
+    topology = load_topology(store, [settings], DEVICE, arrays.lock(DEVICE) if place == "pinned" else None)
+    hops = DeviceHops(topology, store, DEVICE)
     tables = DeviceTables(store.manifest, TorchOps(DEVICE))
     return (LocalGraph(store), RelabelTables(store.manifest)), (hops, tables)
 
@@ -161,7 +163,7 @@ def check_wrong_batch(seed):
         loader = BatchLoader(graph, LoaderSettings("train", (2,), 3, seed=seed), 0, graph.layout)
         patch.setattr(gather_kernels, "take_rows", lambda sources, host, scales, tables, out: out.fill_(0.5))
         with pytest.raises(TrainingError, match="the first batch that the GPU sampled differs from the CPU's"):
-            choose_sampling(graph, {"train": loader}, "cuda", RankGroup(Ranks(), DEVICE))
+            sample_on(graph, {"train": loader}, "cuda", RankGroup(Ranks(), DEVICE))
         assert isinstance(loader.sample(next(loader.shares(1))).rows[HOMO_NODE]["x"], np.ndarray)
 
 
@@ -196,7 +198,7 @@ def same_batches(make, graph, cache="0", limit=None):
     plain, loader = make(graph), make(graph)
     if cache != "0":
         loader.keep(device_rows(graph, batch_plan(graph, loader), CacheSize.parse(cache), DEVICE))
-    choice = choose_sampling(graph, {"train": loader}, "cuda", RankGroup(Ranks(), DEVICE))
+    choice = sample_on(graph, {"train": loader}, "cuda", RankGroup(Ranks(), DEVICE))
     assert choice.on_device, choice
     for share in islice(plain.shares(1), limit):
         assert_identical(loader.load(share).to(CPU), plain.load(share))

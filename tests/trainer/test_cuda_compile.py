@@ -57,7 +57,7 @@ def signatures() -> list[tuple[Kernel, tuple[Any, ...], bool]]:
     for take, stored in gathering:
         host = stored[:, ::1]
         found.append((take.from_one, (int64s, host, rows, rows, rows), stored == t.float64))
-        tables = [rows] * gather_kernels.MOST_TABLES
+        tables = [rows] * gather_kernels.MOST_DEVICES
         found.append((take.from_several, (int64s, host, rows, *tables, rows), stored == t.float64))
     for ids in (int32s, int64s):
         found += [

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 import trainer
+from fake_nvml import FakeNvml, use_nvml
 from test_spent import Batches, one_epoch
 from train_kit import metrics
-from trainer.train import device_monitor
 from trainer.train.device_monitor import DeviceMonitor, utilization_reader
 from trainer.train.step_timing import StepTimes
 
@@ -24,7 +22,8 @@ TIMES = StepTimes(steps=4, device_steps=3, device_s=0.3)
 class Gpu:
     """Values that the fake GPU reports."""
 
-    free, total, utilization = 60, 80, 50
+    free, total = 60, 80
+    utilization: int | None = 50
 
 
 @pytest.fixture
@@ -33,35 +32,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 15)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gpu.free, gpu.total))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="5f1a"))
-    monkeypatch.setattr(torch.cuda, "utilization", lambda device: gpu.utilization)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
+    use_nvml(monkeypatch, FakeNvml(lambda: gpu.utilization))
     return gpu
 
 
-def nvml(used: Callable[[], int]) -> Any:
-    """A fake ``cuda.bindings.nvml``."""
-    return SimpleNamespace(
-        init_v2=lambda: None,
-        device_get_handle_by_uuid=lambda uuid: {"GPU-5f1a": 7}[uuid],
-        device_get_utilization_rates=lambda handle: SimpleNamespace(gpu=used() + handle),
-    )
-
-
-def missing(name: str) -> Any:
-    raise ModuleNotFoundError(name)
-
-
-def test_a_step_line_has_memory_device_time_and_utilisation(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_monitor, "import_module", lambda name: nvml(lambda: 80))
+@pytest.mark.usefixtures("gpu")
+def test_a_step_line_has_memory_device_time_and_utilisation() -> None:
     fields = DeviceMonitor(GPU).step_fields(TIMES)
     memory = {"allocated_bytes": 10, "peak_bytes": 15, "used_bytes": 20, "total_bytes": 80}
-    assert fields == {"device": {**memory, "step_s": 0.1, "utilization": 0.87}}
+    assert fields == {"device": {**memory, "step_s": 0.1, "utilization": 0.5}}
 
 
-def test_an_epoch_line_has_the_mean_utilisation_and_the_most_used_memory(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_monitor, "import_module", missing)  # then nvidia-ml-py is used, by way of torch
+def test_an_epoch_line_has_the_mean_utilisation_and_the_most_used_memory(gpu: Gpu) -> None:
     monitor = DeviceMonitor(GPU)
     for gpu.free, gpu.utilization in ((50, 60), (10, 100), (70, 20)):
         monitor.step_fields(StepTimes())
@@ -72,7 +55,6 @@ def test_an_epoch_line_has_the_mean_utilisation_and_the_most_used_memory(
 
 @pytest.mark.usefixtures("gpu")
 def test_lines_of_an_epoch_and_of_a_script_have_the_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_monitor, "import_module", missing)
     monkeypatch.setattr("trainer.train.metrics.STEP_INTERVAL", 0.0)
     for module in ("epoch", "steplog"):
         monkeypatch.setattr(f"trainer.train.{module}.DeviceMonitor", lambda device: DeviceMonitor(GPU))
@@ -92,9 +74,10 @@ def test_lines_of_an_epoch_and_of_a_script_have_the_field(tmp_path: Path, monkey
         assert line["device"]["used_bytes"] == 20 and line["device"]["utilization"] == 0.5
 
 
-def test_without_nvml_there_is_no_utilisation(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_monitor, "import_module", missing)
-    monkeypatch.setattr(torch.cuda, "utilization", missing)
+@pytest.mark.parametrize("loads", [True, False])
+def test_without_nvml_there_is_no_utilisation(loads: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.utilization = None
+    use_nvml(monkeypatch, FakeNvml(lambda: gpu.utilization) if loads else None)
     assert utilization_reader(GPU) is None
     monitor = DeviceMonitor(GPU)
     assert all(
@@ -102,13 +85,12 @@ def test_without_nvml_there_is_no_utilisation(gpu: Gpu, monkeypatch: pytest.Monk
     )
 
 
-def test_an_error_of_nvml_ends_the_readings_and_not_the_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = iter([10, 20])
-    monkeypatch.setattr(device_monitor, "import_module", lambda name: nvml(lambda: next(shares)))
-    monitor = DeviceMonitor(GPU)  # its first reading only checks that NVML works
-    assert monitor.step_fields(TIMES)["device"]["utilization"] == 0.27
+def test_an_error_of_nvml_ends_the_readings_and_not_the_run(gpu: Gpu) -> None:
+    monitor = DeviceMonitor(GPU)
+    assert monitor.step_fields(TIMES)["device"]["utilization"] == 0.5
+    gpu.utilization = None
     assert "utilization" not in monitor.step_fields(TIMES)["device"]
-    assert monitor.epoch_fields(TIMES)["device"]["utilization"] == 0.27
+    assert monitor.epoch_fields(TIMES)["device"]["utilization"] == 0.5
 
 
 def test_on_a_cpu_there_is_no_such_field() -> None:

@@ -18,12 +18,13 @@ import torch
 
 from cache_kit import hosts
 from forked import REPOSITORY, fork
-from train_kit import write_parts
+from train_kit import sample_on, write_parts
 from trainer.core.errors import SettingsError
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.schema import HOMO_NODE
 from trainer.cuda.availability import why_no_kernels
 from trainer.cuda.features import PinnedPlan
+from trainer.cuda.pinned_arrays import HostArrays
 from trainer.cuda.streams import StreamPool
 from trainer.cuda.topology import TopologyPlan
 from trainer.graph.open import open_graph
@@ -35,7 +36,7 @@ from trainer.sampler import multi_hop
 from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import SampledSubgraph, SeedSet
 from trainer.train import device_sampling
-from trainer.train.device_sampling import choose_sampling, why_not
+from trainer.train.device_sampling import why_not
 
 CPU = torch.device("cpu")
 _RUN = "import numba.core.config as c; c.reload_config(); import sys, cuda_kit; cuda_kit.main(sys.argv[1:])"
@@ -102,7 +103,8 @@ from trainer.train.job import train
 from trainer.train.settings import TrainJob, TrainSettings
 train(TrainJob(TrainSettings(fanouts=(2,), epochs=1, hidden=4), Path({str(parts)!r}), Path({str(tmp_path)!r})))
 loaded = [name for name in sys.modules if name.startswith(("numba.cuda", "trainer.cuda"))]
-assert loaded == ["trainer.cuda", "trainer.cuda.availability", "trainer.cuda.peer_links"], loaded
+expected = ["trainer.cuda", "trainer.cuda.availability", "trainer.cuda.nvml", "trainer.cuda.peer_links"]
+assert sorted(loaded) == expected, loaded
 """
     process = fork(["-c", code], dict(os.environ))
     process.wait()
@@ -112,18 +114,19 @@ assert loaded == ["trainer.cuda", "trainer.cuda.availability", "trainer.cuda.pee
 def test_what_the_device_cannot_sample_is_named(tmp_path: Path) -> None:
     graph = open_graph(write_parts(tmp_path / "parts", 2))
     loaders = {"train": BatchLoader(graph, LoaderSettings("train", (2,), 64), 0, graph.layout)}
-    assert choose_sampling(graph, loaders, "auto", RankGroup(Ranks(), CPU)).why == ""
-    assert not choose_sampling(graph, loaders, "cpu", RankGroup(Ranks(), torch.device("cuda", 0))).on_device
+    assert sample_on(graph, loaders, "auto", RankGroup(Ranks(), CPU)).why == ""
+    assert not sample_on(graph, loaders, "cpu", RankGroup(Ranks(), torch.device("cuda", 0))).on_device
     with pytest.raises(SettingsError, match="sampling: cuda is not possible on this rank: this rank trains on the CPU"):
-        choose_sampling(graph, loaders, "cuda", RankGroup(Ranks(), CPU))
+        sample_on(graph, loaders, "cuda", RankGroup(Ranks(), CPU))
     partitioned = hosts(tmp_path / "parts", 2, "partitioned")[0]
     assert why_not(partitioned, torch.device("cuda", 0)) == (
         "the edges of 1 of 2 parts are not on this host (data.topology: replicated)"
     )
 
 
+@pytest.mark.parametrize("failing", ["_place", "_allocate", "_use_device"])
 def test_auto_samples_on_the_cpu_if_the_device_cannot_be_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = open_graph(write_parts(tmp_path / "parts"))
     loaders = {"train": BatchLoader(graph, LoaderSettings("train", (2,), 64), 0, graph.layout)}
@@ -131,14 +134,13 @@ def test_auto_samples_on_the_cpu_if_the_device_cannot_be_prepared(
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: out of\nmemory")
 
-    monkeypatch.setattr(device_sampling, "_plan", lambda *_: device_sampling._DevicePlan("device", ""))
-    monkeypatch.setattr(device_sampling, "_use_device", fail)
-    monkeypatch.setattr(BatchLoader, "load", lambda self, share: torch.zeros(1))
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self)
-    choice = choose_sampling(graph, loaders, "auto", RankGroup(Ranks(), torch.device("cuda", 0)))
+    monkeypatch.setattr(device_sampling, "_place", lambda *_: ("device", ""))
+    monkeypatch.setattr(device_sampling, failing, fail)
+    monkeypatch.setattr(HostArrays, "lock", lambda self, device: {})
+    choice = sample_on(graph, loaders, "auto", RankGroup(Ranks(), torch.device("cuda", 0)))
     assert str(choice) == "sampling on the CPU: the GPU cannot be prepared: CUDA error: out of memory"
     with pytest.raises(RuntimeError, match="out of"):
-        choose_sampling(graph, loaders, "cuda", RankGroup(Ranks(), torch.device("cuda", 0)))
+        sample_on(graph, loaders, "cuda", RankGroup(Ranks(), torch.device("cuda", 0)))
 
 
 @pytest.mark.parametrize("links", [False, True])

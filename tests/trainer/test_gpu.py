@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from oracle import assert_identical
-from train_kit import job, metrics, write_parts
+from train_kit import job, metrics, sample_on, write_parts
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.graph.device import feed, tensors_of, with_tensors
 from trainer.graph.open import open_graph
 from trainer.infer.infer import infer
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.train.device_sampling import choose_sampling
 from trainer.train.job import train
 from trainer.train.settings import InferJob
 
@@ -84,7 +83,7 @@ def test_batches_are_right_though_the_device_is_behind(dataset: str, tmp_path: P
     target = next(of for of, spec in graph.manifest.nodes.items() if "train" in spec.splits)
     settings = LoaderSettings("train", (4, 4, 4), 8, threads=3, prefetch=6, target=target)
     plain, loader = (BatchLoader(graph, settings, 0, graph.layout) for _ in range(2))
-    assert choose_sampling(graph, {"train": loader}, "cuda", RankGroup(Ranks(), GPU)).on_device
+    assert sample_on(graph, {"train": loader}, "cuda", RankGroup(Ranks(), GPU)).on_device
     bring, copies = feed(GPU), []
     for batch in loader.epoch(1):
         torch.cuda._sleep(20_000_000)  # cycles: about 10 ms in which the training stream does nothing else

@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from trainer.cuda import pinned_arrays
-from trainer.cuda.pinned_arrays import PinnedArrays
+from trainer.cuda.pinned_arrays import HostArrays, JoinedArray
 
 GPU = torch.device("cuda", 0)
 
@@ -48,12 +49,10 @@ class FakeDriver:
         return (self.real.CUresult.CUDA_SUCCESS,)
 
 
-def numbers(out: Tensor) -> None:
-    out.copy_(torch.arange(out.numel()).reshape(out.shape))
-
-
-def never(out: Tensor) -> None:
-    raise AssertionError("another process makes the array")
+def array(name: str = "rows", shape: tuple[int, ...] = (3, 4), dtype: torch.dtype = torch.float16) -> JoinedArray:
+    """Return an array of two parts, with the numbers from 0 on."""
+    numbers = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    return JoinedArray(name, [numbers[:1], numbers[1:]], shape, dtype)
 
 
 @pytest.fixture
@@ -61,34 +60,58 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return FakeDriver(monkeypatch)
 
 
-def test_processes_share_one_page_locked_copy(driver: FakeDriver) -> None:
-    with PinnedArrays(GPU) as made:
-        own = made.array("rows", (3, 4), torch.float16, numbers)
-        with PinnedArrays(GPU, made.places) as mapped:
-            other = mapped.array("rows", (3, 4), torch.float16, never)
-        assert made.array("none", (0, 4), torch.int8, numbers).shape == (0, 4)
+def test_processes_fill_and_share_one_page_locked_copy(driver: FakeDriver) -> None:
+    arrays = [array(), array("none", (0, 4), torch.int8)]
+    with ExitStack() as opened:
+        made = HostArrays.shared(arrays, opened)
+        mapped = HostArrays.mapped(arrays, made.handles)
+        made.fill(0, 2)
+        mapped.fill(1, 2)
+    own, other = (each.lock(GPU)["rows"] for each in (made, mapped))
     assert driver.locked == {own.data_ptr(): 24, other.data_ptr(): 24} and own.data_ptr() != other.data_ptr()
     own[2, 3] = 50
     assert other.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 50]]
     with pytest.raises(OSError):
-        PinnedArrays(GPU, made.places).array("rows", (3, 4), torch.float16, never)
+        HostArrays.mapped(arrays, made.handles)
+
+
+def test_chunks_are_divided_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned_arrays, "_CHUNK_BYTES", 8)
+    offsets = JoinedArray("indptr", [np.array([0, 2, 3]), np.array([0, 5])], (6,), torch.int64, (0, 3, 9))
+    out = torch.full((6,), -1)
+    for share in range(3):
+        offsets.copy_to(out, share, 3)
+    assert out.tolist() == [0, 2, 3, 3, 8, 9]
+    some = torch.full((6,), -1)
+    offsets.copy_to(some, 1, 3)
+    assert some.tolist() == [-1, 2, -1, -1, 8, -1]
 
 
 def test_memory_is_unlocked_before_it_is_freed(driver: FakeDriver) -> None:
-    with PinnedArrays(GPU) as made:
-        view = made.array("rows", (300, 4), torch.float32, numbers)[1:]
+    arrays = HostArrays.alone([array(shape=(300, 4))])
+    arrays.fill()
+    view = arrays.lock(GPU)["rows"][1:]
     gc.collect()
-    assert len(driver.locked) == 1, "a view still uses the memory"
+    assert len(driver.locked) == 1 and view[0].tolist() == [4, 5, 6, 7], "a view still uses the memory"
     del view
     gc.collect()
     assert driver.locked == {}
 
 
-def test_memory_that_a_gpu_cannot_read_is_refused(driver: FakeDriver) -> None:
+def test_memory_that_cannot_be_locked_is_refused_if_it_is_shared(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver.memory = 10
-    with PinnedArrays(GPU) as made, pytest.raises(RuntimeError, match="CUDA driver: CUDA_ERROR_OUT_OF_MEMORY"):
-        made.array("rows", (3, 4), torch.float32, numbers)
+    with (
+        ExitStack() as opened,
+        pytest.raises(RuntimeError, match="host memory cannot be page-locked: not enough memory"),
+    ):
+        HostArrays.shared([array()], opened).lock(GPU)
     driver.same_address = 0
-    with PinnedArrays(GPU) as made, pytest.raises(RuntimeError, match="at the address that the CPU uses"):
-        made.array("rows", (3, 4), torch.float32, numbers)
+    with ExitStack() as opened, pytest.raises(RuntimeError, match="at the address that the CPU uses"):
+        HostArrays.shared([array()], opened).lock(GPU)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self.clone())
+    alone = HostArrays.alone([array()])
+    alone.fill()
+    assert alone.lock(GPU)["rows"][2].tolist() == [8, 9, 10, 11], "copied to memory that CUDA allocates"
     assert driver.locked == {}

@@ -130,12 +130,12 @@ def test_memory_left_is_that_of_the_smallest_group(tmp_path, monkeypatch):
     assert memory.available_memory() == 5_120_000
     lines(tmp_path / "cgroup", "0::/jobs/7")
     lines(tmp_path / "fs/jobs/memory.max", "3000000")
-    lines(tmp_path / "fs/jobs/memory.stat", "anon 1000000", "file 700000")
+    lines(tmp_path / "fs/jobs/memory.stat", "anon 900000", "file 700000", "shmem 100000")
     lines(tmp_path / "fs/jobs/7/memory.max", "max")
     assert memory.available_memory() == 2_000_000
     lines(tmp_path / "cgroup", "4:cpu,memory:/a/b", "0::/")
     lines(tmp_path / "fs/memory/a/b/memory.limit_in_bytes", "900")
-    lines(tmp_path / "fs/memory/a/b/memory.stat", "cache 80", "total_rss 400")
+    lines(tmp_path / "fs/memory/a/b/memory.stat", "cache 80", "total_rss 300", "total_shmem 100")
     lines(tmp_path / "fs/memory/memory.limit_in_bytes", "9223372036854771712")
     lines(tmp_path / "fs/memory/memory.stat", "total_rss 5")
     assert memory.available_memory() == 500

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,15 +15,16 @@ import numpy as np
 import pytest
 import torch
 
+from fake_nvml import FakeNvml, use_nvml
 from forked import REPOSITORY, fork
 from ports import free_port
 from train_kit import command_line, curve, finish_all, job, rank_environment, run_ranks, write_parts
-from trainer.core.shared_memory import SharedArray, map_shared
+from trainer.core.shared_memory import SharedArray, map_shared, mutual_groups
 from trainer.cuda import peer_rows
 from trainer.cuda.launch import PeerArray
+from trainer.cuda.nvml import NVLINK, READ
 from trainer.cuda.peer_links import MOST_DEVICES, device_name, link_between
 from trainer.graph.cache_policy import RowCounts
-from trainer.graph.shared_device_cache import sharing_groups
 
 SMALL = {"num_nodes": 60, "avg_degree": 4, "num_features": 5}
 
@@ -65,6 +67,10 @@ def test_the_setting_decides_which_devices_share(tmp_path: Path) -> None:
     run_case(write_parts(tmp_path / "parts", **SMALL), "choices", 3)
 
 
+def test_ranks_that_cannot_map_each_others_memory_make_copies_of_their_own(tmp_path: Path) -> None:
+    run_case(write_parts(tmp_path / "parts", **SMALL), "hosts", 3)
+
+
 def test_training_with_shared_rows_has_the_losses_of_the_cpu(tmp_path: Path) -> None:
     parts = write_parts(tmp_path / "parts", **SMALL)
     given: dict[str, Any] = {"batch_size": 6, "fanouts": (2, 2), "eval_batch_size": 18, "hidden": 4}
@@ -86,10 +92,11 @@ def test_gpus_read_each_others_rows(case: str, tmp_path: Path) -> None:
 
 def test_groups_contain_only_ranks_that_can_all_read_each_other() -> None:
     everyone = [[other for other in range(10) if other != rank] for rank in range(10)]
-    assert sharing_groups(everyone) == [tuple(range(MOST_DEVICES)), (8, 9)]
-    assert sharing_groups([[1], [0], [3], [2]]) == [(0, 1), (2, 3)]
-    assert sharing_groups([[1, 2], [0, 2], [0]]) == [(0, 1), (2,)], "2 cannot read from 1"
-    assert sharing_groups([[], []]) == [(0,), (1,)]
+    assert mutual_groups(everyone, MOST_DEVICES) == [tuple(range(8)), (8, 9)]
+    assert mutual_groups(everyone) == [tuple(range(10))]
+    assert mutual_groups([[1], [0], [3], [2]]) == [(0, 1), (2, 3)]
+    assert mutual_groups([[1, 2], [0, 2], [0]]) == [(0, 1), (2,)], "2 cannot read from 1"
+    assert mutual_groups([[], []]) == [(0,), (1,)]
 
 
 def test_counts_of_several_ranks_are_added_up() -> None:
@@ -98,16 +105,19 @@ def test_counts_of_several_ranks_are_added_up() -> None:
     assert total.ids.tolist() == [1, 5, 9] and total.counts.tolist() == [1, 3, 1]
 
 
-def test_memory_is_shared_until_no_process_uses_it() -> None:
+def test_memory_is_shared_until_no_process_uses_it(tmp_path: Path) -> None:
     with SharedArray.of(np.arange(6, dtype=np.int32).reshape(2, 3)) as shared:
-        mapped = map_shared(shared.place, (2, 3), "int32")
+        mapped = map_shared(shared.handle, (2, 3), "int32")
         mapped[1, 2] = 7
         assert shared.values[1, 2] == 7 and mapped[0].tolist() == [0, 1, 2]
     assert mapped[0].tolist() == [0, 1, 2]
     with pytest.raises(OSError):
-        map_shared(shared.place, (2, 3), "int32")
+        map_shared(shared.handle, (2, 3), "int32")
+    with (tmp_path / "file").open("w+b") as other, pytest.raises(OSError, match="is not the expected"):
+        map_shared((os.getpid(), other.fileno(), shared.handle[2]), (2, 3), "int32")
+    assert (tmp_path / "file").stat().st_size == 0
     with SharedArray.new((0, 4), "float32") as empty:
-        assert map_shared(empty.place, (0, 4), "float32").shape == (0, 4)
+        assert map_shared(empty.handle, (0, 4), "float32").shape == (0, 4)
 
 
 def test_the_driver_maps_rows_by_the_handle_of_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,14 +143,25 @@ def test_the_driver_maps_rows_by_the_handle_of_their_owner(monkeypatch: pytest.M
     handle, device = bytes(range(64)), torch.device("cuda", 0)
     mapped = peer_rows.open_rows(handle, 3, 4, device)
     assert mapped == PeerArray(rows.ctypes.data, (3, 4), torch.float32) and opened == [(handle, 1)]
+    monkeypatch.setattr(peer_rows, "_gathered_ends", lambda mapped, device: rows[[0, 2]].tobytes())
     assert peer_rows.ends_of(mapped, device) == rows[[0, 2]].tobytes()
+    monkeypatch.setattr(peer_rows, "_gathered_ends", lambda mapped, device: bytes(32))
+    with pytest.raises(RuntimeError, match="a kernel reads other rows than the driver copies"):
+        peer_rows.ends_of(mapped, device)
     with pytest.raises(RuntimeError, match="CUDA driver: CUDA_ERROR_MAP_FAILED"):
         peer_rows.open_rows(handle, 3, 4, device)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_nvml_no_device_reads_another() -> None:
-    assert link_between("GPU-1", "GPU-2") == ""
+def test_nvml_tells_how_gpus_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    access = {(1, 2, READ): 0, (1, 2, NVLINK): 0, (1, 3, READ): 0, (2, 3, NVLINK): 0}
+    use_nvml(monkeypatch, FakeNvml(lambda: None, access))
+    found = [link_between(f"GPU-{one}", f"GPU-{other}") for one, other in ((1, 2), (1, 3), (2, 3))]
+    assert found == ["nvlink", "pcie", ""]
+    with pytest.raises(RuntimeError, match="nvmlDeviceGetHandleByUUID of NVML failed: Not Supported"):
+        link_between("GPU-1", "MIG-4")
+    use_nvml(monkeypatch, None)
+    with pytest.raises(RuntimeError, match="NVML cannot be loaded: libnvidia-ml.so.1"):
+        link_between("GPU-1", "GPU-2")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,13 @@ from forked import REPOSITORY, Forked, fork
 from ports import free_port
 from trainer.cli import main
 from trainer.core.batch import Batch, Block
+from trainer.core.ranks import RankGroup
+from trainer.graph.open import Graph
+from trainer.loader.block_loader import BlockLoader
 from trainer.partition.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.sources.load import load_dataset
+from trainer.train.device_sampling import Sampling, SamplingChoice, choose_sampling, plan_sampling
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
 
 
@@ -146,6 +150,12 @@ def finish_all(ranks: Sequence[Forked], timeout: float = 120) -> list[Ended]:
 def run_ranks(world_size: int, *jobs: TrainJob) -> list[Ended]:
     port = free_port(len(jobs))
     return finish_all([start_rank(jobs, rank, world_size, port) for rank in range(world_size)])
+
+
+def sample_on(graph: Graph, loaders: Mapping[str, BlockLoader], wanted: Sampling, group: RankGroup) -> SamplingChoice:
+    """Plan and choose whether the device of ``group`` makes the batches of ``loaders``. Collective."""
+    plan = group.agree(lambda: plan_sampling(graph, loaders, wanted, group.device))
+    return choose_sampling(graph, loaders, plan, group)
 
 
 def metrics(run_dir: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:

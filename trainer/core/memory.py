@@ -57,22 +57,22 @@ def _from_groups() -> Iterator[int]:
         for line in _OWN_GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
-                yield from _left(_GROUPS, path, "memory.max", "anon")
+                yield from _left(_GROUPS, path, "memory.max", ("anon", "shmem"))
             elif "memory" in controllers.split(","):
-                yield from _left(_GROUPS / "memory", path, "memory.limit_in_bytes", "total_rss")
+                yield from _left(_GROUPS / "memory", path, "memory.limit_in_bytes", ("total_rss", "total_shmem"))
 
 
-def _left(top: Path, path: str, limit_file: str, used: str) -> Iterator[int]:
+def _left(top: Path, path: str, limit_file: str, used: tuple[str, ...]) -> Iterator[int]:
     """Yield the bytes left in control group ``path`` and in each group that contains it.
 
     ``top``: the folder at which control groups are mounted. ``limit_file``: name of the file with the limit in bytes.
-    ``used``: the key in memory.stat for the bytes in use.
+    ``used``: the keys in memory.stat for the bytes in use; the first must be there.
     """
     folder = top / path.lstrip("/")
     for group in [folder, *folder.parents]:
         with suppress(OSError, ValueError, KeyError):  # no such file, or "max"
             limit = int((group / limit_file).read_text())
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            yield limit - int(stat[used])
+            yield limit - int(stat[used[0]]) - sum(int(stat.get(key, 0)) for key in used[1:])
         if group == top:
             return

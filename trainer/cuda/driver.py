@@ -15,9 +15,9 @@ import torch
 
 @contextmanager
 def driver_on(device: torch.device) -> Iterator[Any]:
-    """Return the module ``cuda.bindings.driver`` for calls on ``device``."""
+    """Return the module ``cuda.bindings.driver`` for calls on ``device``. Waits until the device has done all work."""
     with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # makes the device's primary context current
+        torch.cuda.synchronize(device)  # also makes the device's primary context current
         yield import_module("cuda.bindings.driver")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -19,8 +18,7 @@ from trainer.core.memory import available_memory, size_text
 from trainer.core.schema import AnyType, type_name
 from trainer.cuda import gather_kernels
 from trainer.cuda.launch import Mapped, PeerArray
-from trainer.cuda.pinned_arrays import PinnedArrays
-from trainer.cuda.topology import join_pieces
+from trainer.cuda.pinned_arrays import JoinedArray
 from trainer.store.manifest import AttrSpec
 from trainer.store.part_store import EdgePart, NodePart, PartStore
 
@@ -43,7 +41,7 @@ class DeviceCache:
     """Those rows of one attribute that this device, or devices that it can read, keep for the whole run."""
 
     slots: Tensor  #: int32 [N], on the device: slot of each global id, -1 for none
-    #: float32 [k, …] each, at most ``MOST_TABLES``; slot s is row ``s // len(tables)`` of table ``s % len(tables)``
+    #: float32 [k, …] each, at most ``MOST_DEVICES``; slot s is row ``s // len(tables)`` of table ``s % len(tables)``
     tables: Sequence[Tensor | PeerArray]
 
 
@@ -105,24 +103,26 @@ class PinnedPlan:
     why: str  #: for people: the sizes that decided; '' without attributes
 
     @classmethod
-    def of(cls, store: PartStore, wanted: Mapping[AnyType, tuple[str, ...]]) -> PinnedPlan:
+    def of(
+        cls, store: PartStore, wanted: Mapping[AnyType, tuple[str, ...]], taken: int = 0, num_copies: int = 1
+    ) -> PinnedPlan:  # fmt: skip
         """Choose the attributes that fit in a share of the memory that the host has available now.
 
-        ``wanted``: names of attributes by type.
+        ``wanted``: names of attributes by type. ``taken``: bytes that will be pinned for other arrays. ``num_copies``:
+        number of processes of this host that make a copy.
         """
-        return cls.choose(store, wanted, int((available_memory() or 0) * PINNED_SHARE))
-
-    @classmethod
-    def made(cls, arrays: PinnedArrays, wanted: Mapping[AnyType, tuple[str, ...]], why: str) -> PinnedPlan:
-        """Return the plan of the rank that made ``arrays``."""
-        every = [(of, name) for of, names in wanted.items() for name in names]
-        return cls(tuple(key for key in every if rows_name(*key) in arrays.places), why)
+        left = max(0, (available_memory() or 0) - taken * num_copies)
+        return cls.choose(store, wanted, int(left * PINNED_SHARE / num_copies))
 
     @classmethod
     def choose(cls, store: PartStore, wanted: Mapping[AnyType, tuple[str, ...]], limit: int) -> PinnedPlan:
         """Choose the attributes that fit in ``limit`` bytes, the largest attributes first."""
-        sizes = {(of, name): _num_bytes(store, of, name) for of, names in wanted.items() for name in names}
-        sizes = {key: size for key, size in sizes.items() if _spec(store, *key).stored.kind in _KINDS}
+        keys = [(of, name) for of, names in wanted.items() for name in names]
+        sizes = {
+            key: sum(array.num_bytes for array in feature_arrays(store, *key))
+            for key in keys
+            if _converted(store, *key)
+        }
         chosen, left = [], limit
         for key, size in sorted(sizes.items(), key=lambda each: -each[1]):
             if size <= left:
@@ -141,30 +141,32 @@ class PinnedPlan:
         return cls(tuple(chosen), "; ".join(text))
 
 
-def pin_rows(
-    store: PartStore, of: AnyType, name: str, device: torch.device, pinned: PinnedArrays
-) -> PinnedRows:  # fmt: skip
-    """Copy one attribute of all parts on this host to pinned memory."""
-    parts = [_table(store, part_id, of) for part_id in store.parts]
-    spec, bases, count = _spec(store, of, name), [-1] * store.manifest.num_parts, 0
-    for part_id, part in zip(store.parts, parts, strict=True):
-        bases[part_id] = count
-        count += len(part.attrs[name])
+def feature_arrays(store: PartStore, of: AnyType, name: str) -> list[JoinedArray]:
+    """Return one attribute of all parts on this host as an array: its rows, and the scales of rows stored as int8."""
+    spec, parts = _spec(store, of, name), [_table(store, part_id, of) for part_id in store.parts]
+    count = sum(len(part.attrs[name]) for part in parts)
     first = parts[0].attrs[name] if parts else np.empty(0, spec.in_files)
     dtype = torch.from_numpy(np.empty(0, first.dtype)).dtype
-    shape = (count, math.prod(spec.shape[1:]))
     pieces = [part.attrs[name].reshape(len(part.attrs[name]), -1) for part in parts]
-    table = pinned.array(rows_name(of, name), shape, dtype, partial(join_pieces, pieces))
-    scales = None
+    arrays = [JoinedArray(f"rows {of} {name}", pieces, (count, math.prod(spec.shape[1:])), dtype)]
     if spec.kept:
-        factors = [part.scales[name] for part in parts]
-        scales = pinned.array(f"scales {of} {name}", (count, 1), torch.float32, partial(join_pieces, factors))
+        scales = [part.scales[name] for part in parts]
+        arrays.append(JoinedArray(f"scales {of} {name}", scales, (count, 1), torch.float32))
+    return arrays
+
+
+def pinned_rows(
+    store: PartStore, of: AnyType, name: str, device: torch.device, pinned: Mapping[str, Tensor]
+) -> PinnedRows | None:  # fmt: skip
+    """Return an attribute in pinned memory; None if it is not there. ``pinned``: the pinned arrays, by name."""
+    table, scales = ([pinned.get(array.name) for array in feature_arrays(store, of, name)] + [None])[:2]
+    if table is None:
+        return None
+    bases, count = [-1] * store.manifest.num_parts, 0
+    for part_id in store.parts:
+        bases[part_id] = count
+        count += len(_table(store, part_id, of).attrs[name])
     return PinnedRows(table, scales, torch.tensor(bases, dtype=torch.int64, device=device))
-
-
-def rows_name(of: AnyType, name: str) -> str:
-    """Return the name of the pinned rows of an attribute, for ``PinnedArrays``."""
-    return f"rows {of} {name}"
 
 
 def _flat(rows: Tensor | PeerArray, width: int) -> Tensor | PeerArray:
@@ -188,7 +190,6 @@ def _spec(store: PartStore, of: AnyType, name: str) -> AttrSpec:
     return manifest.nodes[of].attrs[name] if isinstance(of, str) else manifest.edges[of].attrs[name]
 
 
-def _num_bytes(store: PartStore, of: AnyType, name: str) -> int:
-    tables = [_table(store, part_id, of) for part_id in store.parts]
-    scales = sum(getattr(table.scales.get(name), "nbytes", 0) for table in tables)
-    return sum(table.attrs[name].nbytes for table in tables) + scales
+def _converted(store: PartStore, of: AnyType, name: str) -> bool:
+    """Return whether kernels convert the dtype of an attribute to float32."""
+    return _spec(store, of, name).stored.kind in _KINDS

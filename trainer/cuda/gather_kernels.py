@@ -15,10 +15,13 @@ from trainer.cuda.peer_links import MOST_DEVICES
 
 ELSEWHERE = -1  #: source of a row that kernels cannot read
 
-MOST_TABLES = MOST_DEVICES  #: of cached rows; the number of arguments of ``take_shared_rows``
-
-_TABLE_BITS = 4  #: bits of a source for its table; ``MOST_TABLES + 1`` tables fit in them
+_TABLE_BITS = 4  #: bits of a source for its table; ``MOST_DEVICES`` tables and the host's fit in them
 _TABLE_MASK = (1 << _TABLE_BITS) - 1
+
+
+def source_of(row: int, table: int) -> int:
+    """Return the source of a row of the ``table``-th table of cached rows."""
+    return (row << _TABLE_BITS) + 1 + table
 
 
 @kernel
@@ -56,19 +59,19 @@ class TakeRows:
     """Kernels that gather rows, for one type of the rows in host memory."""
 
     from_one: Kernel  #: with one table of cached rows
-    from_several: Kernel  #: with ``MOST_TABLES`` tables
+    from_several: Kernel  #: with ``MOST_DEVICES`` tables
 
     def __call__(self, sources: Tensor, host: Any, scales: Any, tables: Sequence[Any], out: Tensor) -> None:
         """Gather n rows into ``out``, float32 [n, width]. Where the place is negative, ``out`` is not changed.
 
         ``sources``: int64 [n], places from ``locate_rows``. ``host``: [rows, width] in the stored dtype, for bfloat16
         the bits as uint16. ``scales``: float32 [rows, 1] for rows stored as int8, else [0, 1]. ``tables``: float32
-        [k, width] each, 1 to ``MOST_TABLES``.
+        [k, width] each, 1 to ``MOST_DEVICES``.
         """
         if len(tables) == 1:
             self.from_one(out.numel(), sources, host, scales, *tables, out)
         else:
-            none = [out[:0]] * (MOST_TABLES - len(tables))
+            none = [out[:0]] * (MOST_DEVICES - len(tables))
             self.from_several(out.numel(), sources, host, scales, *tables, *none, out)
 
 

@@ -1,68 +1,125 @@
-"""Arrays in page-locked memory of the host, which kernels read over the bus. The processes of a host share one copy."""
+"""Arrays in page-locked memory of the host, which kernels read over the bus. Processes of a host can share them."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.core.arrays import Array
-from trainer.core.shared_memory import Place, SharedArray, map_shared
+from trainer.core.memory import size_text
+from trainer.core.shared_memory import Handle, SharedArray, map_shared
 from trainer.cuda.driver import checked, driver_on
 from trainer.cuda.launch import simulated
+
+_CHUNK_BYTES = 64 << 20  #: bytes of a file that are copied at once
 
 _PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
 
 
-class PinnedArrays:
-    """Makes arrays in page-locked memory, or maps those that another process of the host has made.
+@dataclass(frozen=True)
+class JoinedArray:
+    """The arrays of all parts on this host, to be copied one after the other into one array."""
 
-    Use as a context manager. After the ``with`` block, no further process can map the arrays.
-    """
+    name: str
+    pieces: Sequence[Array]  #: of each part
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    #: For each piece, a number to add to its elements. A last number is the value of elements after the last piece.
+    shift: Sequence[int] = field(default=())
 
-    def __init__(self, device: torch.device, places: Mapping[str, Place] | None = None):
-        """``places``: ``places`` of the process that made the arrays. None: this process makes them."""
-        self.places = dict(places or {})  #: of each array, by its name
-        self._device, self._makes = device, places is None
-        self._made: list[SharedArray] = []
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
 
-    def __enter__(self) -> PinnedArrays:
-        return self
+    def copy_to(self, out: Tensor, share: int = 0, num_shares: int = 1) -> None:
+        """Fill ``out``, a chunk at a time. Fills only every ``num_shares``-th chunk, from chunk ``share`` on."""
+        at = chunks = 0
+        for number, piece in enumerate(self.pieces):
+            step = max(1, _CHUNK_BYTES // max(1, piece[:1].nbytes))
+            for begin in range(0, len(piece), step):
+                end = min(begin + step, len(piece))
+                if chunks % num_shares == share:
+                    chunk = torch.from_numpy(np.array(piece[begin:end])).to(out.dtype)
+                    shifted = self.shift and self.shift[number]
+                    out[at : at + len(chunk)] = chunk + self.shift[number] if shifted else chunk
+                at, chunks = at + end - begin, chunks + 1
+        if share == 0 and at < len(out):
+            out[at:] = self.shift[-1] if self.shift else 0
 
-    def __exit__(self, *_: object) -> None:
-        for shared in self._made:
-            shared.__exit__()
-        self._made.clear()
 
-    def array(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], None]) -> Tensor:
-        """Return the array ``name``. ``fill`` sets its elements, if this process makes it.
+class HostArrays:
+    """Memory of the host for some arrays, which processes can share. They fill it, and then page-lock it."""
 
-        Raises ``OSError``, or ``RuntimeError`` of the driver if memory cannot be page-locked.
+    def __init__(self, arrays: Iterable[JoinedArray], memory: Mapping[str, Array], handles: Mapping[str, Handle]):
+        """``memory``: of each array, by name. ``handles``: by name, for other processes; {} if it is not shared."""
+        self._arrays = tuple(arrays)
+        self._memory, self.handles = dict(memory), dict(handles)
+
+    @classmethod
+    def alone(cls, arrays: Sequence[JoinedArray]) -> HostArrays:
+        """Allocate arrays that only this process uses."""
+        return cls(arrays, {each.name: np.empty(each.shape, _stored(each)) for each in arrays}, {})
+
+    @classmethod
+    def shared(cls, arrays: Sequence[JoinedArray], opened: ExitStack) -> HostArrays:
+        """Allocate arrays that other processes can map until ``opened`` is closed. Raises ``OSError``."""
+        made = {each.name: opened.enter_context(SharedArray.new(each.shape, _stored(each))) for each in arrays}
+        memory = {name: one.values for name, one in made.items()}
+        return cls(arrays, memory, {name: one.handle for name, one in made.items()})
+
+    @classmethod
+    def mapped(cls, arrays: Sequence[JoinedArray], handles: Mapping[str, Handle]) -> HostArrays:
+        """Map the arrays that another process has allocated, given its ``handles``. Raises ``OSError``."""
+        memory = {each.name: map_shared(handles[each.name], each.shape, _stored(each)) for each in arrays}
+        return cls(arrays, memory, handles)
+
+    def fill(self, share: int = 0, num_shares: int = 1) -> None:
+        """Copy this process's share of the chunks of all arrays."""
+        for each in self._arrays:
+            each.copy_to(torch.from_numpy(self._memory[each.name]), share, num_shares)
+
+    def lock(self, device: torch.device) -> dict[str, Tensor]:
+        """Page-lock the arrays until no tensor uses them. Returns them by name.
+
+        Raises ``RuntimeError`` if shared memory cannot be page-locked. Memory that is not shared is then copied to
+        memory that CUDA allocates.
         """
-        stored = torch.empty(0, dtype=dtype).numpy().dtype
-        if self._makes:
-            shared = SharedArray.new(shape, stored)
-            self._made.append(shared)
-            self.places[name], values = shared.place, shared.values
-            fill(torch.from_numpy(values))
-        else:
-            values = map_shared(self.places[name], shape, stored)
-        if values.nbytes and not simulated():
-            _page_lock(values, self._device)
-        return torch.from_numpy(values)
+        tensors = {}
+        for name, values in self._memory.items():
+            tensors[name] = torch.from_numpy(values)
+            if values.nbytes and not simulated():
+                try:
+                    _page_lock(values, device)
+                except RuntimeError:
+                    if self.handles:
+                        raise
+                    tensors[name] = tensors[name].pin_memory()
+        self._memory.clear()
+        return tensors
+
+
+def _stored(array: JoinedArray) -> np.dtype[Any]:
+    return torch.empty(0, dtype=array.dtype).numpy().dtype
 
 
 def _page_lock(values: Array, device: torch.device) -> None:
-    """Page-lock the memory of ``values``, until no tensor uses it, and let all GPUs read it at its address."""
+    """Page-lock the memory of ``values`` until it is freed, and let all GPUs read it at its address."""
     address = values.ctypes.data
     with driver_on(device) as driver:
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
         if not checked(driver.cuDeviceGetAttribute(attribute, checked(driver.cuCtxGetDevice()))):
             raise RuntimeError("the GPU cannot read page-locked memory at the address that the CPU uses")
-        checked(driver.cuMemHostRegister(address, values.nbytes, _PORTABLE | _MAPPED))
+        (error,) = driver.cuMemHostRegister(address, values.nbytes, _PORTABLE | _MAPPED)
+    if int(error):  # without "out of memory" in its name, which would be taken for the GPU's memory
+        why = error.name.removeprefix("CUDA_ERROR_").replace("OUT_OF_MEMORY", "not enough memory").lower()
+        raise RuntimeError(f"{size_text(values.nbytes)} of host memory cannot be page-locked: {why}")
     # when the process ends, the driver has gone first
     weakref.finalize(values, _unlock, address, device).atexit = False
 

@@ -8,10 +8,9 @@ the driver cannot pin them in general.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from trainer.core.arrays import Array
 from trainer.core.memory import available_memory, size_text
 from trainer.core.schema import EdgeType, NodeType
 from trainer.cuda.launch import Mapped
-from trainer.cuda.pinned_arrays import PinnedArrays
+from trainer.cuda.pinned_arrays import JoinedArray
 from trainer.sampler.settings import bound_here
 from trainer.sampler.types import SampleSettings
 from trainer.store.part_store import EdgePart, PartStore
@@ -29,8 +28,6 @@ Place = Literal["device", "pinned"]  #: device memory, or pinned memory of the h
 _DEVICE_SHARE = 0.5  #: largest share of a device's free memory for topology; the rest is for model and batches
 
 _PINNED_SHARE = 0.5  #: largest share of the host's available memory for topology
-
-_CHUNK_BYTES = 64 << 20  #: bytes of a file that are copied at once
 
 _SINGLE_EXACT = {"b1", "i1", "u1", "i2", "u2", "f2", "f4"}  #: dtypes whose values float32 holds exactly
 
@@ -77,12 +74,17 @@ class TopologyPlan:
     why: str  #: for people: the sizes that decided
 
     @classmethod
-    def of(cls, store: PartStore, settings: Sequence[SampleSettings], device: torch.device) -> TopologyPlan:
-        """Choose where to store the arrays, by the memory that is free now on the device and on the host."""
-        needed = sum(one.num_bytes for one in _sources(store, settings))
+    def of(
+        cls, store: PartStore, settings: Sequence[SampleSettings], device: torch.device, reserved: int = 0
+    ) -> TopologyPlan:  # fmt: skip
+        """Choose where to store the arrays, by the memory that is free now on the device and on the host.
+
+        ``reserved``: bytes of free memory of the device that are kept for other data.
+        """
+        needed = sum(array.num_bytes for array in topology_arrays(store, settings))
         if device.type != "cuda":
             return cls(needed, "device", f"topology of {size_text(needed)} in the simulator's memory")
-        on_device = int(torch.cuda.mem_get_info(device)[0] * _DEVICE_SHARE)
+        on_device = int(max(0, torch.cuda.mem_get_info(device)[0] - reserved) * _DEVICE_SHARE)
         return cls.choose(needed, on_device, int((available_memory() or 0) * _PINNED_SHARE))
 
     @classmethod
@@ -108,18 +110,27 @@ class TopologyPlan:
         )  # fmt: skip
 
 
-def load_topology(
-    store: PartStore, settings: Sequence[SampleSettings], device: torch.device, place: Place, pinned: PinnedArrays
-) -> DeviceTopology:  # fmt: skip
-    """Copy the topology that sampling with ``settings`` reads. The store must have the whole topology.
+def topology_arrays(store: PartStore, settings: Sequence[SampleSettings]) -> list[JoinedArray]:
+    """Return the arrays that sampling with ``settings`` reads. The store must have the whole topology."""
+    return [source.array for source in _sources(store, settings)]
 
-    ``pinned``: makes or maps the arrays, if ``place`` is pinned.
+
+def load_topology(
+    store: PartStore, settings: Sequence[SampleSettings], device: torch.device, pinned: Mapping[str, Tensor] | None
+) -> DeviceTopology:  # fmt: skip
+    """Copy the topology that sampling with ``settings`` reads to ``device``.
+
+    ``pinned``: the arrays in page-locked memory of the host, by name, which are then used instead.
     """
     loaded: dict[tuple[Any, str], DeviceArray] = {}
     total = 0
-    for source in _sources(store, settings):
-        loaded[source.of, source.name] = DeviceArray(source.load(device, place, pinned), place)
-        total += source.num_bytes
+    for of, name, array in _sources(store, settings):
+        if pinned is not None:
+            loaded[of, name] = DeviceArray(pinned[array.name], "pinned")
+        else:
+            loaded[of, name] = DeviceArray(torch.empty(array.shape, dtype=array.dtype, device=device), "device")
+            array.copy_to(loaded[of, name].tensor)
+        total += array.num_bytes
     edges = {
         of: DeviceEdges(
             loaded[of, "indptr"], loaded[of, "indices"], loaded.get((of, "times")), loaded.get((of, "weights"))
@@ -127,57 +138,29 @@ def load_topology(
         for of in store.manifest.edges
         if (of, "indptr") in loaded
     }
-    return DeviceTopology({of: loaded[of, "orig_id"] for of in store.manifest.nodes}, edges, total, place)
+    nodes = {of: loaded[of, "orig_id"] for of in store.manifest.nodes}
+    return DeviceTopology(nodes, edges, total, "device" if pinned is None else "pinned")
 
 
-@dataclass(frozen=True)
-class _Source:
-    """One array of the topology, in pieces that are to be joined."""
+class _Source(NamedTuple):
+    """One array of the topology."""
 
     of: Any  #: node type or edge type
     name: str
-    pieces: Sequence[Array]  #: of each part
-    dtype: torch.dtype
-    size: int  #: number of elements
-    shift: Sequence[int] = field(default=())  #: for each piece, a number to add to its elements; default: 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self.size * self.dtype.itemsize
-
-    def load(self, device: torch.device, place: Place, pinned: PinnedArrays) -> Tensor:
-        if place == "pinned":
-            return pinned.array(f"topology {self.of} {self.name}", (self.size,), self.dtype, self._copy)
-        out = torch.empty(self.size, dtype=self.dtype, device=device)
-        self._copy(out)
-        return out
-
-    def _copy(self, out: Tensor) -> None:
-        join_pieces(self.pieces, out, self.shift)
+    array: JoinedArray
 
 
-def join_pieces(pieces: Sequence[Array], out: Tensor, shift: Sequence[int] = ()) -> None:
-    """Copy the arrays of all parts, one after the other, into one tensor, a chunk at a time.
-
-    ``shift``: for each piece, a number to add to its elements; a last one is the value of what is left of ``out``, else
-    0: the last offset of a CSC.
-    """
-    at = 0
-    for number, piece in enumerate(pieces):
-        step = max(1, _CHUNK_BYTES // max(1, piece[:1].nbytes))
-        for begin in range(0, len(piece), step):
-            chunk = torch.from_numpy(np.array(piece[begin : begin + step])).to(out.dtype)
-            out[at : at + len(chunk)] = chunk + shift[number] if shift and shift[number] else chunk
-            at += len(chunk)
-    if at < len(out):
-        out[at:] = shift[-1] if shift else 0
+def _source(
+    of: Any, name: str, pieces: Sequence[Array], dtype: torch.dtype, size: int, shift: Sequence[int] = ()
+) -> _Source:  # fmt: skip
+    return _Source(of, name, JoinedArray(f"topology {of} {name}", pieces, (size,), dtype, shift))
 
 
 def _sources(store: PartStore, settings: Sequence[SampleSettings]) -> Iterator[_Source]:
     manifest, parts = store.manifest, list(store.topology.values())
     for of, nodes in manifest.nodes.items():
         ids = [part.nodes[of].orig_id for part in parts]
-        yield _Source(of, "orig_id", ids, _widest(ids), nodes.num_nodes)
+        yield _source(of, "orig_id", ids, _widest(ids), nodes.num_nodes)
     sampled = {of for one in settings for of, fanouts in one.fanouts.items() if any(fanouts)}
     for edge_type in manifest.edges:
         if edge_type in sampled:
@@ -189,22 +172,22 @@ def _edge_sources(
 ) -> Iterator[_Source]:  # fmt: skip
     spec = store.manifest.edges[of]
     firsts = [part.start for part in parts]
-    yield _Source(
+    yield _source(
         of, "indptr", [part.indptr[:-1] for part in parts], torch.int64, store.manifest.nodes[of[2]].num_nodes + 1,
         [*firsts, spec.num_edges],
     )  # fmt: skip
     indices = [part.indices for part in parts]
-    yield _Source(of, "indices", indices, _widest(indices), spec.num_edges)
+    yield _source(of, "indices", indices, _widest(indices), spec.num_edges)
     for one in settings:
         if one.time is not None and bound_here(one.time, spec):
             times = [(part.src_times if one.time.on == "node" else part.attrs)[one.time.attr] for part in parts]
-            yield _Source(of, "times", times, torch.int64, spec.num_edges)
+            yield _source(of, "times", times, torch.int64, spec.num_edges)
             break
     for one in settings:
         if one.weight is not None and one.weight in spec.attrs:
             weights = [part.attrs[one.weight] for part in parts]
             exact = all(piece.dtype.str[1:] in _SINGLE_EXACT for piece in weights)
-            yield _Source(of, "weights", weights, torch.float32 if exact else torch.float64, spec.num_edges)
+            yield _source(of, "weights", weights, torch.float32 if exact else torch.float64, spec.num_edges)
             break
 
 

@@ -6,9 +6,9 @@ rows from the other devices. So L devices cache L times as many rows as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup
 from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import NodeType
-from trainer.core.shared_memory import Place, SharedArray, map_shared
+from trainer.core.shared_memory import SharedArray, map_shared, mappable_ranks, mutual_groups
 from trainer.cuda.peer_links import MOST_DEVICES, device_name, link_between
 from trainer.graph.cache_fill import OpenedGraph
 from trainer.graph.cache_policy import BatchPlan, RowCounts
@@ -39,8 +39,6 @@ from trainer.store.row_cache import CachedRows
 
 ShareCache = Literal["auto", "always", "never"]  #: setting ``share_device_cache``
 
-Tables = tuple[Any, ...]  #: the rows of one node type that each device of a group caches, as arguments of kernels
-
 
 @dataclass(frozen=True)
 class FilledDeviceCache:
@@ -48,8 +46,27 @@ class FilledDeviceCache:
     text: str  #: for people: number of rows, and the ranks whose devices share them
 
 
+@dataclass(frozen=True)
+class _Groups:
+    of_all: Sequence[tuple[int, ...]] = ()  #: ranks that share their caches; each rank is in one group
+    why_alone: str = ""  #: for people: an error for which this rank is alone in its group
+
+    def members(self, rank: int) -> tuple[int, ...]:
+        return next((ranks for ranks in self.of_all if rank in ranks), (rank,))
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """The rows that this rank's device caches, in memory that other processes can read."""
+
+    rows: dict[NodeType, Tensor] = field(default_factory=dict)  #: float32 [k, width]
+    #: of each type: handle, number of rows, bytes of the first and the last row
+    handles: dict[NodeType, tuple[Any, int, bytes]] = field(default_factory=dict)
+    problem: str = ""  #: why nothing is exported
+
+
 def fill_device_cache(
-    graph: OpenedGraph, plan: BatchPlan, size: CacheSize, group: RankGroup, share: ShareCache, why_alone: str
+    graph: OpenedGraph, plan: BatchPlan, size: CacheSize, group: RankGroup, share: ShareCache, why_cpu: str
 ) -> FilledDeviceCache:
     """Cache the rows that batches request most on the device of each rank. Collective.
 
@@ -60,83 +77,91 @@ def fill_device_cache(
         group: All ranks, with their devices.
         share: Which devices share their caches. auto: those connected by NVLink; always: all that can read each
             other's memory.
-        why_alone: Why this rank cannot read rows of other devices; '' if it can, as its device makes the batches.
+        why_cpu: Why the CPU makes this rank's batches, so that they cannot have rows of other devices; '' if the device
+            makes them.
 
     Raises:
-        SettingsError: In a client; or if ``share`` is always and this rank can share with no other of its host.
+        SettingsError: In a client; or if ``share`` is always and this rank's device can share with no other.
         ServiceError: A host does not answer.
     """
     budget = cache_bytes(graph, size)
-    groups = _groups(group, share, why_alone) if budget else []
-    if all(len(ranks) == 1 for ranks in groups):
-        rows = group.agree(lambda: device_rows(graph, plan, size, group.device))
-        return FilledDeviceCache(rows, _text(rows))
-    members = next(ranks for ranks in groups if group.rank in ranks)
-    counts = group.agree(lambda: count_requests(graph, plan))
-    chosen = choose_rows(graph, _added_up(counts, members, group), budget * len(members))
-    own = {of: ids[members.index(group.rank) :: len(members)] for of, ids in chosen.items()}
-    held = group.agree(lambda: {of: _load(graph, of, ids, group.device, len(members) > 1) for of, ids in own.items()})
-    tables, problem = _read_others(graph, held, members, group)
-    rows = {of: device_rows_of(graph, of, ids, held[of].rows) for of, ids in own.items()}
-    if len(members) == 1:
-        return FilledDeviceCache(rows, _text(rows))
-    if problem:
-        return FilledDeviceCache(rows, f"{_text(rows)}; not shared with ranks {_listed(members)}: {problem}")
-    for of, ids in chosen.items():
-        slots = CachedRows.of(ids, {}, graph.manifest.nodes[of].num_nodes).slots
-        rows[of] = replace(rows[of], shared=SharedRows(slots, tables[of]))
-    return FilledDeviceCache(rows, f"{_text(rows)}; the GPUs of ranks {_listed(members)} read each other's rows")
+    groups = _find_groups(group, share, why_cpu) if budget else _Groups()
+    members, problem = groups.members(group.rank), groups.why_alone
+    cached: dict[NodeType, DeviceRows] | None = None
+    if any(len(ranks) > 1 for ranks in groups.of_all):
+        cached, found = _cache_together(graph, plan, budget, group, members)
+        group.agree(lambda: _refuse(group, found) if found and share == "always" else None)
+        problem = problem or found
+    rows = group.agree(lambda: device_rows(graph, plan, size, group.device) if cached is None else cached)
+    text = _text(rows)
+    if cached is not None:
+        text += f"; the GPUs of ranks {', '.join(map(str, members))} read each other's rows"
+    return FilledDeviceCache(rows, f"{text}; not shared: {problem}" if problem else text)
 
 
-def sharing_groups(readable: Sequence[Iterable[int]]) -> list[tuple[int, ...]]:
-    """Divide ranks into groups of at most ``MOST_DEVICES``, in each of which every rank can read from every other.
+def _find_groups(group: RankGroup, share: ShareCache, why_cpu: str) -> _Groups:
+    """Find the ranks of each host that share their caches. Collective.
 
-    ``readable``: for each rank, the ranks that it can read from. A rank joins the first group that it fits in.
+    Raises ``SettingsError`` if ``share`` is always and this rank's device cannot read the memory of any other.
     """
-    can, groups = [set(ranks) for ranks in readable], list[list[int]]()
-    for rank in range(len(can)):
-        for group in groups:
-            if len(group) < MOST_DEVICES and all(one in can[rank] and rank in can[one] for one in group):
-                group.append(rank)
-                break
-        else:
-            groups.append([rank])
-    return [tuple(group) for group in groups]
-
-
-def _groups(group: RankGroup, share: ShareCache, why_alone: str) -> list[tuple[int, ...]]:
-    """Return the groups of ranks that share their caches; all ranks are in one of them. Collective."""
     if share == "never" or group.size == 1:
-        return [(rank,) for rank in range(group.size)]
-    with group.agree(lambda: SharedArray.of(np.array([group.rank]))) as probe:
-        name = "" if why_alone else device_name(group.device)
-        node = f"{group.ranks.node_rank} {group.ranks.host}"
-        gathered = group.gather((node, name, probe.place))
-        wanted = ("nvlink",) if share == "auto" else ("nvlink", "pcie")
-        readable = [
-            rank
-            for rank, (other_node, other, place) in enumerate(gathered)
-            if rank != group.rank and other_node == node and name and other
-            if link_between(name, other) in wanted and _is_mapped(place, rank)
-        ]
-        groups = sharing_groups(group.gather(readable))
-
-    def check() -> None:
-        if share == "always" and group.ranks.local_world_size > 1 and (group.rank,) in groups:
-            why = why_alone or "its GPU cannot read the memory of the host's other GPUs"
-            raise SettingsError(
-                f"share_device_cache: always is not possible on {group.ranks}: {why}; use auto or never"
-            )
-
-    group.agree(check)
-    return groups
-
-
-def _is_mapped(place: Place, rank: int) -> bool:
+        return _Groups()
+    node = f"{group.ranks.node_rank} {group.ranks.host}"
+    reachable = mappable_ranks(group, "" if why_cpu else node)[group.rank]
+    names = group.gather(group.agree(lambda: device_name(group.device) if reachable else ""))
+    wanted, linked, problem = ("nvlink",) if share == "auto" else ("nvlink", "pcie"), list[int](), ""
     try:
-        return bool(map_shared(place, (1,), np.int64)[0] == rank)
-    except OSError:  # the other process is in another container
-        return False
+        linked = [rank for rank in reachable if names[rank] and _link(names, group.rank, rank) in wanted]
+    except RuntimeError as error:
+        problem = str(error)
+    groups = mutual_groups(group.gather(linked), MOST_DEVICES)
+    if share == "always" and group.ranks.local_world_size > 1 and not linked:
+        away = "its process cannot map memory of the node's other processes"
+        no_link = "its GPU cannot read the memory of the node's other GPUs"
+        why = why_cpu or problem or (no_link if reachable else away)
+        group.agree(lambda: _refuse(group, why))
+    else:
+        group.agree(lambda: None)
+    return _Groups(groups, problem)
+
+
+def _link(names: Sequence[str], rank: int, other: int) -> str:
+    return link_between(names[rank], names[other])
+
+
+def _refuse(group: RankGroup, why: str) -> None:
+    raise SettingsError(f"share_device_cache: always is not possible on {group.ranks}: {why}; use auto or never")
+
+
+def _cache_together(
+    graph: OpenedGraph, plan: BatchPlan, budget: int, group: RankGroup, members: tuple[int, ...]
+) -> tuple[dict[NodeType, DeviceRows] | None, str]:
+    """Cache rows on the devices of ``members``, ``budget`` bytes on each. Collective; one member caches nothing.
+
+    Returns the rows, None if there are none; and why the devices cannot share them, '' if they can.
+    """
+    device, alone = group.device, len(members) == 1
+    counts = group.agree(lambda: {} if alone else count_requests(graph, plan))
+    total = _added_up(counts, members, group)
+    chosen = group.agree(lambda: {} if alone else choose_rows(graph, total, budget * len(members)))
+    own = {of: ids[members.index(group.rank) :: len(members)] for of, ids in chosen.items()}
+    exported = group.agree(lambda: _export(graph, own, device))
+    tables, problem = _read_others(graph, exported, members, group)
+    if alone or problem:
+        group.barrier()  # no process frees rows that another one has mapped
+        group.agree(lambda: _free(exported.rows, device))
+        return None, problem
+
+    def join() -> dict[NodeType, DeviceRows]:
+        found = {}
+        for of, ids in chosen.items():
+            slots = CachedRows.of(ids, {}, graph.manifest.nodes[of].num_nodes).slots
+            rows = device_rows_of(graph, of, own[of], exported.rows[of])
+            found[of] = replace(rows, shared=SharedRows(slots, tables[of]))
+        return found
+
+    group.barrier()
+    return group.agree(join), ""
 
 
 def _added_up(
@@ -146,72 +171,82 @@ def _added_up(
     with ExitStack() as stack:
         arrays = {of: np.stack([own.ids, own.counts]) for of, own in counts.items()}
         shared = group.agree(lambda: {of: stack.enter_context(SharedArray.of(each)) for of, each in arrays.items()})
-        places = group.gather({of: (each.place, each.values.shape[1]) for of, each in shared.items()})
+        handles = group.gather({of: (each.handle, each.values.shape[1]) for of, each in shared.items()})
 
         def add_up() -> dict[NodeType, RowCounts]:
             found: dict[NodeType, list[RowCounts]] = {}
             for rank in members:
-                for of, (place, num_rows) in places[rank].items():
-                    found.setdefault(of, []).append(RowCounts(*map_shared(place, (2, num_rows), np.int64)))
+                for of, (handle, num_rows) in handles[rank].items():
+                    found.setdefault(of, []).append(RowCounts(*map_shared(handle, (2, num_rows), np.int64)))
             return {of: RowCounts.sum(parts) for of, parts in found.items()}
 
         return group.agree(add_up)  # memory stays open until all ranks have read it
 
 
-@dataclass(frozen=True)
-class _HeldRows:
-    rows: Tensor  #: float32 [k, width], on this rank's device
-    handle: Any = None  #: for ``open_rows`` in other processes; None if they cannot read the rows
+def _export(graph: OpenedGraph, ids: Mapping[NodeType, Ids], device: torch.device) -> _Exported:
+    """Gather rows of ``x`` into memory of ``device`` that other processes can read.
+
+    Raises ``ServiceError`` if a host does not answer, and ``RuntimeError`` if the device has too little memory.
+    """
+    exported = _Exported()
+    if not ids:
+        return exported
+    from trainer.cuda.peer_rows import ends_of, export_rows  # imports numba-cuda
+
+    handles = {}
+    try:
+        for of, each in ids.items():
+            exported.rows[of], handles[of] = export_rows(len(each), row_width(graph, of), device)
+    except (OSError, RuntimeError) as error:
+        _free(exported.rows, device)
+        if "OUT_OF_MEMORY" in str(error):
+            raise
+        return _Exported(problem=str(error))
+    for of, each in ids.items():
+        load_rows(graph, of, each, exported.rows[of])
+        exported.handles[of] = handles[of], len(each), ends_of(exported.rows[of], device)
+    return exported
 
 
-def _load(graph: OpenedGraph, of: NodeType, ids: Ids, device: torch.device, export: bool) -> _HeldRows:
-    """Gather rows of ``x`` to ``device``; with ``export`` into memory that other processes can read."""
-    shape = len(ids), row_width(graph, of)
-    if export:
-        from trainer.cuda.peer_rows import export_rows  # imports numba-cuda
+def _free(rows: Mapping[NodeType, Tensor], device: torch.device) -> None:
+    if rows:
+        from trainer.cuda.peer_rows import free_rows
 
-        held = _HeldRows(*export_rows(*shape, device))
-    else:
-        held = _HeldRows(torch.empty(shape, dtype=torch.float32, device=device))
-    load_rows(graph, of, ids, held.rows)
-    return held
+        for each in rows.values():
+            free_rows(each, device)
 
 
 def _read_others(
-    graph: OpenedGraph, held: Mapping[NodeType, _HeldRows], members: Sequence[int], group: RankGroup
-) -> tuple[dict[NodeType, Tables], str]:  # fmt: skip
-    """Map the rows that the other members cache. Collective.
+    graph: OpenedGraph, exported: _Exported, members: Sequence[int], group: RankGroup
+) -> tuple[dict[NodeType, tuple[Any, ...]], str]:
+    """Map the rows that the other members have exported. Collective.
 
-    Returns the tables by type, one of each member; and why a member cannot read them, '' if all can.
+    Returns by type the rows of each member, as arguments of kernels; and why a member cannot read them, '' if all can.
     """
-    handles = group.agree(lambda: {of: (each.handle, len(each.rows), _ends(each, group)) for of, each in held.items()})
-    gathered = group.gather(handles)
-    tables, problem = dict[NodeType, Tables](), ""
+    gathered = group.gather((exported.handles, exported.problem))
+    tables: dict[NodeType, list[Any]] = {of: [] for of in exported.rows}
+    no_export, problem = _first_problem([text for _, text in gathered], members), ""
     try:
-        for of, own in held.items():
-            others = (_opened(*gathered[r][of], row_width(graph, of), group.device) for r in members if r != group.rank)
-            found = list(others)
-            found.insert(members.index(group.rank), own.rows)
-            tables[of] = tuple(found)
-    except (OSError, RuntimeError) as error:
-        problem = f"rank {group.rank}: {error}"
-    problems = group.gather(problem)
-    return tables, next(filter(None, (problems[rank] for rank in members)), "")
+        for rank in members if not no_export else ():
+            for of, own in exported.rows.items():
+                width, handle = row_width(graph, of), gathered[rank][0][of]
+                tables[of].append(own if rank == group.rank else _opened(*handle, width, group.device))
+    except Exception as error:  # of the driver, numba-cuda or the system, of many types
+        problem = " ".join(str(error).split())[:300] or type(error).__name__
+    unread = _first_problem(group.gather(problem), members)
+    problem = no_export or unread
+    if problem:
+        for of, own in exported.rows.items():
+            _close([rows for rows in tables[of] if rows is not own], group.device)
+    return {of: tuple(rows) for of, rows in tables.items()}, problem
 
 
-def _ends(held: _HeldRows, group: RankGroup) -> bytes:
-    if held.handle is None:
-        return b""
-    from trainer.cuda.peer_rows import ends_of
-
-    return ends_of(held.rows, group.device)
+def _first_problem(problems: Sequence[str], members: Sequence[int]) -> str:
+    return next((f"rank {rank}: {problems[rank]}" for rank in members if problems[rank]), "")
 
 
 def _opened(handle: Any, count: int, ends: bytes, width: int, device: torch.device) -> Any:
-    """Map rows of another process. Checks some, as a kernel that reads a wrong address ends its process.
-
-    Raises ``OSError`` or ``RuntimeError``.
-    """
+    """Map rows of another process. Checks some, as a kernel that reads a wrong address ends its process."""
     from trainer.cuda.peer_rows import ends_of, open_rows
 
     rows = open_rows(handle, count, width, device)
@@ -220,10 +255,14 @@ def _opened(handle: Any, count: int, ends: bytes, width: int, device: torch.devi
     return rows
 
 
+def _close(tables: Sequence[Any], device: torch.device) -> None:
+    if tables:
+        from trainer.cuda.peer_rows import close_rows
+
+        for rows in tables:
+            close_rows(rows, device)
+
+
 def _text(rows: Mapping[NodeType, DeviceRows]) -> str:
     count, size = (sum(map(of, rows.values())) for of in (lambda each: len(each.rows), lambda each: each.rows.nbytes))
-    return f"{count:,} rows ({size_text(size)}) cached on each GPU"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+    return f"{count:,} rows ({size_text(size)}) cached on each device"

@@ -6,11 +6,11 @@ Nothing here waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
 
+from trainer.cuda.nvml import Nvml, uuid_of
 from trainer.train.step_timing import StepTimes
 
 ReadShare = Callable[[], float]  #: returns the share of the last second or less in which a kernel ran, 0 to 1
@@ -66,32 +66,16 @@ class DeviceMonitor:
     def _share(self) -> float | None:
         try:
             return self._read_share() if self._read_share is not None else None
-        except Exception:  # NVML's errors have no common type, and the monitor must not end a run
+        except RuntimeError:  # the monitor must not end a run
             self._read_share = None
             return None
 
 
 def utilization_reader(device: torch.device) -> ReadShare | None:
-    """Return a function that reads the utilisation of a GPU by NVML; None without NVML, and for a MIG instance.
-
-    Uses cuda-bindings, on which numba-cuda depends, else nvidia-ml-py by way of torch.
-    """
-    for make in (_by_cuda_bindings, _by_torch):
-        try:
-            read = make(device)
-            read()
-        except Exception:  # not installed, no such library, not supported by the device; of many types
-            continue
-        return read
-    return None
-
-
-def _by_cuda_bindings(device: torch.device) -> ReadShare:
-    nvml: Any = import_module("cuda.bindings.nvml")  # older versions lack it
-    nvml.init_v2()
-    handle = nvml.device_get_handle_by_uuid(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    return lambda: float(nvml.device_get_utilization_rates(handle).gpu) / 100
-
-
-def _by_torch(device: torch.device) -> ReadShare:
-    return lambda: torch.cuda.utilization(device) / 100
+    """Return a function that reads the utilisation of a GPU by NVML; None without NVML, and for a MIG instance."""
+    try:
+        nvml, uuid = Nvml(), uuid_of(device)
+        nvml.utilization(uuid)
+    except RuntimeError:  # no NVIDIA driver, or the device is a MIG instance
+        return None
+    return lambda: nvml.utilization(uuid)

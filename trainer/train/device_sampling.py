@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from trainer.core.errors import SettingsError, TrainingError
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import AnyType
-from trainer.core.shared_memory import Place
+from trainer.core.shared_memory import Handle, mappable_ranks, mutual_groups
 from trainer.cuda.availability import simulator_wanted, why_no_kernels
 from trainer.graph.device import DeviceRows, tensors_of
 from trainer.graph.open import Graph
 from trainer.loader.block_loader import BlockLoader
-from trainer.sampler.subgraph_sampler import SubgraphSampler
+from trainer.sampler.types import SampleSettings
 
 if TYPE_CHECKING:
     from trainer.cuda.features import DeviceCache
-    from trainer.cuda.pinned_arrays import PinnedArrays
+    from trainer.cuda.pinned_arrays import HostArrays
+
+T = TypeVar("T")
 
 Sampling = Literal["auto", "cpu", "cuda"]  #: setting ``sampling``
 
@@ -38,97 +41,188 @@ class SamplingChoice:
 
 
 @dataclass(frozen=True)
-class _DevicePlan:
-    place: Literal["device", "pinned"] | None  #: where this rank's device reads the topology; None: the CPU samples
+class SamplingPlan:
+    """Whether this rank's device can make its batches, by what is known before anything is copied."""
+
+    wanted: Sampling
+    place: Literal["device", "pinned"] | None  #: where the device reads the topology; None: the CPU makes the batches
     why: str  #: for people
 
 
-_Copies = tuple[dict[str, Place], str]  #: of ``PinnedArrays`` of one rank, and for people: which rows are among them
+def plan_sampling(
+    graph: Graph, loaders: Mapping[str, BlockLoader], wanted: Sampling, device: torch.device, reserved: int = 0
+) -> SamplingPlan:  # fmt: skip
+    """Choose whether ``device`` makes the batches of all loaders, and where it reads the topology.
+
+    ``reserved``: bytes of the device's memory that are kept for cached rows. Raises ``SettingsError`` if the device
+    must make batches (``wanted`` = ``cuda``), and cannot.
+    """
+    if wanted == "cpu" or (wanted == "auto" and device.type != "cuda"):
+        return SamplingPlan(wanted, None, "")
+    try:
+        place, why = _place(graph, loaders, device, reserved)
+    except Exception as error:  # of CUDA, torch or numba-cuda, of many types
+        if wanted == "cuda":
+            raise
+        place, why = None, _cannot_prepare(error)
+    if place is None and wanted == "cuda":
+        raise SettingsError(f"sampling: cuda is not possible on this rank: {why}; use sampling: auto or cpu")
+    return SamplingPlan(wanted, place, why)
+
+
+def _place(
+    graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.device, reserved: int
+) -> tuple[Literal["device", "pinned"] | None, str]:
+    if why := why_not(graph, device):
+        return None, why
+    from trainer.cuda.topology import TopologyPlan  # imports numba-cuda
+
+    found = TopologyPlan.of(graph.store, _settings(loaders), device, reserved)
+    return found.place, found.why
 
 
 def choose_sampling(
-    graph: Graph, loaders: Mapping[str, BlockLoader], wanted: Sampling, group: RankGroup
+    graph: Graph, loaders: Mapping[str, BlockLoader], plan: SamplingPlan, group: RankGroup
 ) -> SamplingChoice:  # fmt: skip
-    """Choose whether this rank's device or the CPU makes the batches of all loaders. Collective.
+    """Let this rank's device make the batches of all loaders, if that was planned and works. Collective.
 
-    The batches do not depend on the choice. For the device, copies the topology to the device or to pinned memory, and
-    as many rows of features as fit to pinned memory; the ranks of a host share one copy. Then device and CPU both make
-    the first batch, and the two batches are compared.
+    The batches do not depend on the choice. Copies the topology to the device or to pinned memory, and as many rows of
+    features as fit to pinned memory. The ranks of a host share its pinned memory, and fill it together. Then device and
+    CPU both make the first batch, and the two batches are compared.
 
-    With ``wanted`` = ``cuda``, raises ``SettingsError`` if the device cannot make batches, and ``TrainingError`` if its
-    first batch differs from the CPU's. With ``wanted`` = ``auto``, chooses the CPU instead of raising these errors.
+    With ``plan.wanted`` = ``auto``, the CPU makes the batches if there is an error. Else raises the error; it is a
+    ``TrainingError`` if the batches differ.
     """
-    plan = group.agree(lambda: _plan(graph, loaders, wanted, group.device))
-    node = f"{group.ranks.node_rank} {group.ranks.host} {list(graph.store.parts)}"
+    node = f"{group.ranks.node_rank} {group.ranks.host} {list(graph.store.parts)}" if plan.place else ""
     places = group.gather((node, plan.place))
-    here = [rank for rank, (other, place) in enumerate(places) if other == node and place]
-    # The first rank makes the copies of all, so it must need every array that another rank needs.
-    first = min(here, key=lambda rank: places[rank][1] != "pinned", default=-1)
-    choice, copies = SamplingChoice(False, plan.why), None
+    sharing = mutual_groups(mappable_ranks(group, node))
+    members = next(ranks for ranks in sharing if group.rank in ranks)
+    copies = sum(places[ranks[0]][0] == node for ranks in sharing)
+    with_topology = any(places[rank][1] == "pinned" for rank in members)
+
+    def allocate() -> _Pinned | None:
+        return _allocate(graph, loaders, with_topology, copies, len(members) > 1, opened) if plan.place else None
+
+    def fill() -> HostArrays | None:
+        memory = made.memory if made else _map(graph, loaders, of_first[0]) if of_first else None
+        if memory:
+            memory.fill(members.index(group.rank), len(members))
+        return memory
+
     with ExitStack() as opened:
+        first = group.rank == members[0]
+        made, problem = group.agree(lambda: _attempt(plan, allocate) if first else (None, ""))
+        of_first = group.gather((made.memory.handles, made.why) if made else None)[members[0]]
+        memory, later = group.agree(lambda: _attempt(plan, fill))
+        problems = group.gather(problem or later)  # the memory stays open until all ranks have mapped it
+    failed = next((rank for rank in members if problems[rank]), group.rank)
+    problem = problems[failed] if failed == group.rank else f"rank {failed}: {problems[failed]}"
+    if memory is None or of_first is None or problem:
+        choice = SamplingChoice(False, problem or plan.why)
+        return group.agree(lambda: choice)
 
-        def prepare(made: _Copies | None) -> tuple[SamplingChoice, _Copies | None]:
-            return _prepare(graph, loaders, wanted, group.device, plan, made, opened)
+    def use() -> None:
+        try:
+            _use_device(graph, loaders, group.device, plan, memory.lock(group.device))
+        except BaseException:
+            for loader in loaders.values():
+                loader.sample_with(None)
+            raise
 
-        if group.rank == first:
-            choice, copies = group.agree(lambda: prepare(None))
-        else:
-            group.agree(lambda: None)
-        of_first = group.gather(copies)[first]
-        if not plan.place or group.rank == first:
-            group.agree(lambda: None)  # the copies stay open until the other ranks have mapped them
-        elif of_first:
-            choice, _ = group.agree(lambda: prepare(of_first))
-        else:
-            choice = group.agree(lambda: SamplingChoice(False, f"rank {first} of this host cannot prepare its GPU"))
-    return choice
-
-
-def _plan(
-    graph: Graph, loaders: Mapping[str, BlockLoader], wanted: Sampling, device: torch.device
-) -> _DevicePlan:  # fmt: skip
-    """Choose where ``device`` reads the topology. Raises ``SettingsError`` if it must make batches, and cannot."""
-    if wanted == "cpu" or (wanted == "auto" and device.type != "cuda"):
-        return _DevicePlan(None, "")
-    plan = _DevicePlan(None, why_not(graph, device))
-    if not plan.why:
-        from trainer.cuda.topology import TopologyPlan  # imports numba-cuda
-
-        found = TopologyPlan.of(graph.store, [one.host_sampler.settings for one in loaders.values()], device)
-        plan = _DevicePlan(found.place, found.why)
-    if plan.place is None and wanted == "cuda":
-        raise SettingsError(f"sampling: cuda is not possible on this rank: {plan.why}; use sampling: auto or cpu")
-    return plan
+    _, problem = group.agree(lambda: _attempt(plan, use))
+    if problem:
+        return SamplingChoice(False, problem)
+    return SamplingChoice(True, "; ".join(filter(None, [plan.why, of_first[1]])))
 
 
-def _prepare(
-    graph: Graph, loaders: Mapping[str, BlockLoader], wanted: Sampling, device: torch.device, plan: _DevicePlan,
-    copies: _Copies | None, opened: ExitStack,
-) -> tuple[SamplingChoice, _Copies | None]:  # fmt: skip
+def _attempt(plan: SamplingPlan, work: Callable[[], T]) -> tuple[T | None, str]:
+    """Return the result of ``work``, or why it failed; raises its error if the device must make the batches."""
+    try:
+        return work(), ""
+    except Exception as error:  # of CUDA, torch or numba-cuda, of many types
+        if plan.wanted == "cuda":
+            raise
+        return None, _cannot_prepare(error)
+
+
+def _cannot_prepare(error: Exception) -> str:
+    return f"the GPU cannot be prepared: {' '.join(str(error).split())[:300]}"
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    """Memory of the host that ranks share, not yet filled and page-locked."""
+
+    memory: HostArrays
+    why: str  #: for people: which features are in it
+
+
+def _allocate(
+    graph: Graph, loaders: Mapping[str, BlockLoader], with_topology: bool, copies: int, shared: bool, opened: ExitStack
+) -> _Pinned:
+    """Allocate memory for the features that fit, and with ``with_topology`` for the topology.
+
+    ``copies``: number of ranks of this host that do so. ``shared``: other ranks map the memory until ``opened`` closes.
+    """
+    from trainer.cuda.features import PinnedPlan, feature_arrays  # imports numba-cuda
+    from trainer.cuda.pinned_arrays import HostArrays
+    from trainer.cuda.topology import topology_arrays
+
+    arrays = topology_arrays(graph.store, _settings(loaders)) if with_topology else []
+    pins = PinnedPlan.of(graph.store, _features(loaders), sum(each.num_bytes for each in arrays), copies)
+    arrays += [each for key in pins.pinned for each in feature_arrays(graph.store, *key)]
+    return _Pinned(HostArrays.shared(arrays, opened) if shared else HostArrays.alone(arrays), pins.why)
+
+
+def _map(graph: Graph, loaders: Mapping[str, BlockLoader], handles: Mapping[str, Handle]) -> HostArrays:
+    """Map the memory that another rank has allocated, given the handles of its arrays."""
+    from trainer.cuda.features import feature_arrays  # imports numba-cuda
+    from trainer.cuda.pinned_arrays import HostArrays
+    from trainer.cuda.topology import topology_arrays
+
+    arrays = topology_arrays(graph.store, _settings(loaders))
+    for of, names in _features(loaders).items():
+        arrays += [each for name in names for each in feature_arrays(graph.store, of, name)]
+    return HostArrays.mapped([each for each in arrays if each.name in handles], handles)
+
+
+def _use_device(
+    graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.device, plan: SamplingPlan,
+    pinned: Mapping[str, Tensor],
+) -> None:  # fmt: skip
     """Let ``device`` make the batches of all loaders, and compare its first batch with the CPU's.
 
-    ``copies``: of another rank; None: this rank makes them. ``opened`` closes those that are made here. Returns the
-    choice, and the copies, None if the device cannot be prepared.
+    ``pinned``: arrays in pinned memory, by name. Raises ``TrainingError`` if the batches differ.
     """
-    from trainer.cuda.pinned_arrays import PinnedArrays  # imports numba-cuda
+    from trainer.cuda.device_sampler import DeviceSampler
+    from trainer.cuda.features import FeatureRows, pinned_rows
+    from trainer.cuda.streams import StreamPool
+    from trainer.cuda.topology import load_topology
 
-    try:
-        pinned = opened.enter_context(PinnedArrays(device, copies[0] if copies else None))
-        first = next(iter(loaders.values()))
-        share = next(first.shares(1))
-        expected = first.load(share).to(device)
-        which = _use_device(graph, loaders, device, plan, pinned, copies[1] if copies else None)
-        found = first.load(share).to(device)
-        pairs = zip(tensors_of(found), tensors_of(expected), strict=True)
-        if not all(torch.equal(one, other) for one, other in pairs):
-            raise TrainingError("the first batch that the GPU sampled differs from the CPU's; use sampling: cpu")
-    except Exception as error:  # of CUDA, torch or numba-cuda, of many types
-        for loader in loaders.values():
-            loader.sample_with(None)
-        if wanted == "cuda":
-            raise
-        return SamplingChoice(False, f"the GPU cannot be prepared: {' '.join(str(error).split())[:300]}"), None
-    return SamplingChoice(True, "; ".join(filter(None, [plan.why, which]))), (pinned.places, which)
+    first = next(iter(loaders.values()))
+    share = next(first.shares(1))
+    expected = first.load(share).to(device)
+    store = graph.store
+    topology = load_topology(store, _settings(loaders), device, pinned if plan.place == "pinned" else None)
+    caches = {of: _cache(rows, device) for of, rows in first.kept.items()}
+    features = {
+        (of, name): FeatureRows(
+            store, of, name, device,
+            pinned=pinned_rows(store, of, name, device, pinned),
+            cache=caches.get(of) if isinstance(of, str) and name == "x" else None,
+        )
+        for of, names in _features(loaders).items()
+        for name in names
+    }  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # sampler threads use other streams
+    streams = StreamPool(device)
+    for loader in loaders.values():
+        sampler = DeviceSampler(loader.host_sampler, store, topology, features, device, streams)
+        loader.sample_with(sampler, streams.stream)
+    found = first.load(share).to(device)
+    if not all(torch.equal(one, other) for one, other in zip(tensors_of(found), tensors_of(expected), strict=True)):
+        raise TrainingError("the first batch that the GPU sampled differs from the CPU's; use sampling: cpu")
 
 
 def why_not(graph: Graph, device: torch.device) -> str:
@@ -144,43 +238,6 @@ def why_not(graph: Graph, device: torch.device) -> str:
     return why_no_kernels(device)
 
 
-def _use_device(
-    graph: Graph, loaders: Mapping[str, BlockLoader], device: torch.device, plan: _DevicePlan, pinned: PinnedArrays,
-    which: str | None,
-) -> str:  # fmt: skip
-    """Prepare the device, and let it make the batches of all loaders.
-
-    ``which``: says which rows another rank has copied to ``pinned``; None: this rank chooses them. Returns it.
-    """
-    from trainer.cuda.device_sampler import DeviceSampler
-    from trainer.cuda.features import FeatureRows, PinnedPlan, pin_rows
-    from trainer.cuda.streams import StreamPool
-    from trainer.cuda.topology import load_topology
-
-    assert plan.place is not None
-    store, samplers = graph.store, [loader.host_sampler for loader in loaders.values()]
-    topology = load_topology(store, [sampler.settings for sampler in samplers], device, plan.place, pinned)
-    wanted = _features(samplers[0])
-    pins = PinnedPlan.of(store, wanted) if which is None else PinnedPlan.made(pinned, wanted, which)
-    kept = next(iter(loaders.values())).kept
-    caches = {of: _cache(rows, device) for of, rows in kept.items()}
-    features = {
-        (of, name): FeatureRows(
-            store, of, name, device,
-            pinned=pin_rows(store, of, name, device, pinned) if (of, name) in pins.pinned else None,
-            cache=caches.get(of) if isinstance(of, str) and name == "x" else None,
-        )
-        for of, names in wanted.items()
-        for name in names
-    }  # fmt: skip
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # sampler threads use other streams
-    streams = StreamPool(device)
-    for loader, sampler in zip(loaders.values(), samplers, strict=True):
-        loader.sample_with(DeviceSampler(sampler, store, topology, features, device, streams), streams.stream)
-    return pins.why
-
-
 def _cache(rows: DeviceRows, device: torch.device) -> DeviceCache:
     from trainer.cuda.features import DeviceCache
 
@@ -189,6 +246,11 @@ def _cache(rows: DeviceRows, device: torch.device) -> DeviceCache:
     return DeviceCache(torch.from_numpy(rows.shared.slots).to(device), rows.shared.tables)
 
 
-def _features(sampler: SubgraphSampler) -> dict[AnyType, tuple[str, ...]]:
+def _settings(loaders: Mapping[str, BlockLoader]) -> list[SampleSettings]:
+    return [loader.host_sampler.settings for loader in loaders.values()]
+
+
+def _features(loaders: Mapping[str, BlockLoader]) -> dict[AnyType, tuple[str, ...]]:
     """Return the attributes to gather, by type. In-degrees are left out: the device computes them from the topology."""
-    return {of: tuple(name for name in names if name != "in_degree") for of, names in sampler.attrs.items()}
+    attrs = next(iter(loaders.values())).host_sampler.attrs
+    return {of: tuple(name for name in names if name != "in_degree") for of, names in attrs.items()}

@@ -16,6 +16,7 @@ from trainer.core.schema import NodeType, type_name
 from trainer.core.slabs import keep_freed_memory
 from trainer.graph.cache_fill import FilledCache, fill_cache
 from trainer.graph.cache_policy import BatchPlan
+from trainer.graph.device_cache import cache_bytes
 from trainer.graph.environment import await_own_server, compares_digests, is_client
 from trainer.graph.open import Graph, open_client, open_graph
 from trainer.graph.seed_order import RankLayout
@@ -28,7 +29,7 @@ from trainer.store.part_store import open_parts
 from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
 from trainer.train.checkpoint_writer import checkpoint_writers
 from trainer.train.device_memory import memory_errors
-from trainer.train.device_sampling import choose_sampling, why_not
+from trainer.train.device_sampling import SamplingPlan, choose_sampling, plan_sampling
 from trainer.train.fit import Fit, FitResult
 from trainer.train.loaders import SPLITS, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
@@ -133,7 +134,7 @@ def fill_host_cache(
 
 
 def cache_on_devices(
-    graph: Graph, loaders: Mapping[str, BlockLoader], settings: TrainSettings, group: RankGroup
+    graph: Graph, loaders: Mapping[str, BlockLoader], settings: TrainSettings, sampling: SamplingPlan, group: RankGroup
 ) -> None:
     """Cache on each rank's device the rows that its train batches request most. Collective.
 
@@ -142,11 +143,15 @@ def cache_on_devices(
     size, loader = CacheSize.parse(settings.device_cache), loaders["train"]
     if size == CacheSize():
         return
-    alone = "sampling: cpu" if settings.sampling == "cpu" else why_not(graph, group.device)
-    plan = batch_plan(graph, loader)
-    filled = fill_device_cache(graph, plan, size, group, settings.share_device_cache, alone)
-    for one in loaders.values():
-        one.keep(filled.rows)
+    plan = group.agree(lambda: batch_plan(graph, loader))
+    why_cpu = "" if sampling.place else sampling.why or "the CPU makes its batches"
+    filled = fill_device_cache(graph, plan, size, group, settings.share_device_cache, why_cpu)
+
+    def keep() -> None:
+        for one in loaders.values():
+            one.keep(filled.rows)
+
+    group.agree(keep)
     if group.rank == 0:
         print(filled.text, flush=True)
 
@@ -198,8 +203,10 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     task = _task(settings, graph, target, group)
     model, embedding = group.agree(lambda: make_model(settings, manifest, target, task.outputs, group.device))
     loaders = _loaders(settings, graph, target, bool(getattr(model, "needs_degree", False)), group)
-    cache_on_devices(graph, loaders, settings, group)
-    sampling = choose_sampling(graph, loaders, settings.sampling, group)
+    reserved = cache_bytes(graph, CacheSize.parse(settings.device_cache))
+    plan = group.agree(lambda: plan_sampling(graph, loaders, settings.sampling, group.device, reserved))
+    cache_on_devices(graph, loaders, settings, plan, group)
+    sampling = choose_sampling(graph, loaders, plan, group)
     if sampling.why and group.rank == 0:
         print(sampling, flush=True)
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)

@@ -1,0 +1,52 @@
+"""Asks NVML, a library of NVIDIA's driver, about GPUs.
+
+It is called by ctypes: few versions of cuda-bindings contain it, and they name its constants differently.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+READ, NVLINK = 0, 2  #: kinds of access between GPUs: NVML_P2P_CAPS_INDEX_READ, NVML_P2P_CAPS_INDEX_NVLINK
+
+
+class Nvml:
+    """NVML. Raises ``RuntimeError`` if the driver does not have it; so do its methods, for what it does not know."""
+
+    def __init__(self) -> None:
+        try:
+            self._library: Any = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError as error:
+            raise RuntimeError(f"NVML cannot be loaded: {error}") from error
+        self._library.nvmlErrorString.restype = ctypes.c_char_p
+        self._call("nvmlInit_v2")
+
+    def utilization(self, uuid: str) -> float:
+        """Return the share of the last second or less in which a kernel ran on a GPU, 0 to 1."""
+        rates = (ctypes.c_uint * 2)()  # of the processors and of the memory, in percent
+        self._call("nvmlDeviceGetUtilizationRates", self._device(uuid), ctypes.byref(rates))
+        return rates[0] / 100
+
+    def has_access(self, kind: int, one: str, other: str) -> bool:
+        """Return whether GPU ``one`` has access of ``kind`` to the memory of GPU ``other``, given their UUIDs."""
+        status = ctypes.c_int()
+        self._call("nvmlDeviceGetP2PStatus", self._device(one), self._device(other), kind, ctypes.byref(status))
+        return status.value == 0  # NVML_P2P_STATUS_OK
+
+    def _device(self, uuid: str) -> ctypes.c_void_p:
+        device = ctypes.c_void_p()
+        self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(device))
+        return device
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if error := getattr(self._library, name)(*arguments):
+            raise RuntimeError(f"{name} of NVML failed: {self._library.nvmlErrorString(error).decode()}")
+
+
+def uuid_of(device: torch.device) -> str:
+    """Return the UUID of a CUDA device as NVML knows it; '' if torch does not know it."""
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    return f"GPU-{uuid}" if uuid else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import threading
@@ -12,7 +13,17 @@ from typing import Any
 import pytest
 
 from launcher.node.supervisor import pod
-from launcher.node.supervisor.exported_run import CODE, CODE_FOLDER, FORMAT, PYTHON, TOKEN, VERSION, TooLate, Unusable
+from launcher.node.supervisor.exported_run import (
+    CODE,
+    CODE_FOLDER,
+    FORMAT,
+    PYTHON,
+    TOKEN,
+    VERSION,
+    TooLate,
+    Unusable,
+    run_program,
+)
 from launcher.node.supervisor.pod import Pod
 
 
@@ -99,6 +110,14 @@ def test_a_run_that_cannot_work_ends_with_status_2(
     code, printed = status(mounts, monkeypatch, capsys)
     assert code == 2
     assert message in printed
+
+
+def test_an_error_without_a_file_name_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    def full() -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert run_program(full) == 1
+    assert capsys.readouterr().err == "error: No space left on device\n"
 
 
 def test_missing_parts_and_names_are_waited_for(

@@ -190,7 +190,7 @@ def _requeue(context: LaunchContext) -> None:
     job = context.config.slurm_job
     if job is None:  # a launch by SSH from a job; its nodes are not those of the job
         return
-    with suppress(FleetError):
+    with suppress(FleetError):  # Slurm does not answer: the job is requeued below, if that works
         if job_status(job).restarts > int(os.environ.get("SLURM_RESTART_COUNT") or 0):  # after the failure of a node
             context.say(f"Slurm has put job {job} back into its queue; its next start resumes the run")
             return

@@ -1,5 +1,5 @@
 """Programs that run on the nodes, standard library only.
 
-They run with Python 3.8 or newer, since preflight also asks nodes without a suitable Python; those in ``supervisor``
-and ``peers`` run with that of the trainer, 3.10 or newer.
+Supervisors run with the trainer's Python, 3.10 or newer; all others with 3.8 or newer, since preflight also asks nodes
+without a suitable Python.
 """

@@ -1,4 +1,4 @@
-"""Tests of the program that runs one node of an exported run in a pod (``launcher.node.supervisor.pod``)."""
+"""Tests of the program that runs one node of an exported run in a pod (``launcher.node.pods.pod``)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from launcher.node.supervisor import pod
-from launcher.node.supervisor.exported_run import (
+from launcher.node.pods import pod
+from launcher.node.pods.exported_run import (
     CODE,
     CODE_FOLDER,
     FORMAT,
@@ -24,7 +24,7 @@ from launcher.node.supervisor.exported_run import (
     Unusable,
     run_program,
 )
-from launcher.node.supervisor.pod import Pod
+from launcher.node.pods.pod import Pod
 
 
 class Mounts:
@@ -171,7 +171,7 @@ def test_files_of_a_node(mounts: Mounts, monkeypatch: pytest.MonkeyPatch) -> Non
         assert env["OMP_NUM_THREADS"] == "6"
         assert env.get("GNNFLEET_RESUME", "").endswith("node0/checkpoints/epoch-0002.pt") == bool(attempt)
         assert env["GNNFLEET_TOKEN"] == spec["token"]
-        assert (Path(spec["trainer"]["argv"][1]).parent / "launcher/node/supervisor/pod.py").exists()
+        assert (Path(spec["trainer"]["argv"][1]).parent / "launcher/node/pods/pod.py").exists()
         tokens.append(spec["token"])
     assert len({*tokens, "token-secret"}) == 3  # a supervisor of another attempt is not admitted
     assert (Path(node.run_dir) / "service.key").read_text() == "service.key-secret"

@@ -1,6 +1,6 @@
 """Program: fetches the parts of one node of an exported run from ``data.store``. ``fetch_in_pod.py RUN``, in a pod.
 
-RUN: folder with the ConfigMap of the run (``launcher.node.supervisor.exported_run``); ``fetch`` in ``node<k>.json`` has
+RUN: folder with the ConfigMap of the run (``launcher.node.pods.exported_run``); ``fetch`` in ``node<k>.json`` has
 
 - ``url`` and ``options`` of the store
 - ``folder``: the partition folder in the pod
@@ -25,12 +25,12 @@ if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
 
 from launcher.node.exit_description import size
+from launcher.node.pods.exported_run import FETCHED, ExportedNode, Unusable, run_program
 from launcher.node.record import write_json
 from launcher.node.remote_folder import RemoteFolder, StoreError
 from launcher.node.store.fetch_parts import fetch_parts
 from launcher.node.store.part_files import OtherParts, stored_files
 from launcher.node.store.progress_lines import ProgressLines
-from launcher.node.supervisor.exported_run import FETCHED, ExportedNode, Unusable, run_program
 
 _PAUSE = 10.0  # seconds between two tries
 

@@ -17,7 +17,7 @@ from forked import REPOSITORY, Forked, fork
 from ports import free_port
 from trainer.cli import main
 from trainer.core.batch import Batch, Block
-from trainer.partition.assign import assign_parts
+from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.sources.load import load_dataset
 from trainer.train.settings import InferJob, TrainJob, TrainSettings

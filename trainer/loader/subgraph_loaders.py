@@ -450,7 +450,7 @@ def _by_metis(graph: Graph, num_clusters: int, seed: int) -> dict[NodeType, Arra
         raise SettingsError(
             "num_clusters is for graphs in memory; make the clusters of a partition by: partition make --clusters K"
         )
-    from trainer.partition.assign import assign_parts  # METIS is slow to import
+    from trainer.partition.methods.assign import assign_parts  # METIS is slow to import
 
     nodes = {of: NodeData(spec.num_nodes) for of, spec in graph.manifest.nodes.items()}
     found = {of: graph.access.edge_list(of) for of in graph.manifest.edges}  # in memory, global ids equal original ids

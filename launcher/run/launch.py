@@ -36,9 +36,10 @@ from launcher.preflight.preflight import run_preflight
 from launcher.preflight.preflight_report import PreflightReport, node_ranges, print_findings, verdict
 from launcher.report.events import EventLog
 from launcher.report.explain import hint
+from launcher.report.launch_file import LaunchFile, Stage, user_at_host
 from launcher.report.metrics import Metrics
 from launcher.report.report import RunReport, RunState
-from launcher.report.run_folder import LaunchFile, Stage, clear, register, user_at_host
+from launcher.report.run_folder import clear, register
 from launcher.run.interrupts import Interrupts
 from launcher.run.job_warning import JobWarning, in_batch_job, request_checkpoint
 from launcher.run.lifecycle import FollowContext, View, conduct

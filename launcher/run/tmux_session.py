@@ -15,7 +15,7 @@ from launcher.errors import FleetError, SessionError
 from launcher.node.json_reader import Damaged, message_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import Limits
-from launcher.report.run_folder import user_at_host
+from launcher.report.launch_file import user_at_host
 from launcher.transport.base import Completed, Session, Transport
 
 _TMUX_TIMEOUT = 20.0  # seconds one tmux command may take on a busy node

@@ -25,8 +25,9 @@ from launcher.node.json_reader import STATS, checked, json_object
 from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import run_json
 from launcher.report.events import EventLog
+from launcher.report.launch_file import Stage
 from launcher.report.report import RunState
-from launcher.report.run_folder import FoundRun, Stage, known_here, read_folder, register
+from launcher.report.run_folder import FoundRun, known_here, read_folder, register
 from launcher.report.verdict import NodeView
 from launcher.run.launch import LaunchContext
 from launcher.run.options import LaunchOptions

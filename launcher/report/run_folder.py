@@ -13,7 +13,8 @@ from launcher.config.loader import load_config
 from launcher.config.resolve import ResolvedConfig, resolve_saved
 from launcher.errors import ConfigError, FleetError, UsageError
 from launcher.files import write_whole
-from launcher.node.json_reader import EVENT, REPORT, records
+from launcher.node.json_reader import records
+from launcher.node.json_records import EVENT, REPORT
 from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import read_run
 from launcher.report.launch_file import BEFORE_NODES, NAME, LaunchFile

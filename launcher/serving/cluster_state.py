@@ -21,7 +21,8 @@ from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, TransportError, UsageError, node_label
 from launcher.manage.node_views import OpenRun, opened
 from launcher.manage.select import Choice, chosen, discovered
-from launcher.node.json_reader import STATS, checked, json_object
+from launcher.node.json_reader import checked, json_object
+from launcher.node.json_records import STATS
 from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import run_json
 from launcher.report.events import EventLog

@@ -77,7 +77,7 @@ class Pod(ExportedNode):
 
     @staticmethod
     def _attempt(run_dir: str) -> int:
-        with suppress(OSError, ValueError, TypeError, KeyError):
+        with suppress(OSError, ValueError, TypeError, KeyError):  # none has begun, or the file cannot be read now
             return int(read_json(os.path.join(run_dir, "attempt.json"))["attempt"])
         return -1
 

@@ -53,7 +53,7 @@ def in_process(way: str, small: bool) -> tuple[float, float, float]:
 def measure(way: str, small: bool, out: Connection) -> None:
     from trainer.core.row_sort import Scratch
     from trainer.core.schema import HOMO_EDGE
-    from trainer.partition.assign import assign_parts
+    from trainer.partition.methods.assign import assign_parts
     from trainer.partition.write import write_partition
     from trainer.sources.load import load_dataset
 

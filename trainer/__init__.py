@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.graph.open import Graph
+    from trainer.loader.cluster_gcn import DistClusterLoader
     from trainer.loader.graph_saint import (
         DistGraphSAINTEdgeSampler,
         DistGraphSAINTNodeSampler,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     )
     from trainer.loader.link_loader import DistLinkNeighborLoader
     from trainer.loader.neighbor_loader import DistNeighborLoader
-    from trainer.loader.subgraph_loaders import DistClusterLoader, DistShaDowKHopSampler
+    from trainer.loader.shadow import DistShaDowKHopSampler
     from trainer.loader.zip_loader import DistZipLoader
     from trainer.train.steplog import StepLog
 
@@ -46,13 +47,13 @@ __all__ = [
 
 #: Name -> module, imported on first use, so that ``import trainer`` does not import torch.
 _LAZY = {
-    "DistClusterLoader": "trainer.loader.subgraph_loaders",
+    "DistClusterLoader": "trainer.loader.cluster_gcn",
     "DistGraphSAINTEdgeSampler": "trainer.loader.graph_saint",
     "DistGraphSAINTNodeSampler": "trainer.loader.graph_saint",
     "DistGraphSAINTRandomWalkSampler": "trainer.loader.graph_saint",
     "DistLinkNeighborLoader": "trainer.loader.link_loader",
     "DistNeighborLoader": "trainer.loader.neighbor_loader",
-    "DistShaDowKHopSampler": "trainer.loader.subgraph_loaders",
+    "DistShaDowKHopSampler": "trainer.loader.shadow",
     "DistZipLoader": "trainer.loader.zip_loader",
     "StepLog": "trainer.train.steplog",
 }

@@ -129,7 +129,7 @@ def partition(plain: Path, settings: Settings) -> Settings:
 
 
 def _cut(graph: Dataset, settings: Settings) -> Settings:
-    from trainer.partition.assign import assign_parts
+    from trainer.partition.methods.assign import assign_parts
     from trainer.partition.write import write_partition
 
     folder = Path(settings["folder"])

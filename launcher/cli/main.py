@@ -194,7 +194,7 @@ def check(ctx: click.Context, **values: Any) -> None:
 
     It does not read the graph. Of your own script it reads only the imports.
     """
-    from launcher.run.launch import run_check
+    from launcher.run.check import run_check
 
     options = options_of(ctx, values)
     ctx.exit(run_check(read_config(options), options, console_of(options.as_json)))

@@ -51,7 +51,7 @@ def store_packages(config: ClusterConfig) -> tuple[str, ...]:
     if config.data.store is None:
         return ()
     special = PACKAGES.get(scheme_of(config.data.store))
-    return ("fsspec", special[0]) if special else ("fsspec",)
+    return ("fsspec", special) if special else ("fsspec",)
 
 
 def device_packages(node: NodeConfig) -> tuple[str, ...]:

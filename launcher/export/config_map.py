@@ -1,4 +1,4 @@
-"""The ConfigMap of an exported Kubernetes run, which ``launcher/node/supervisor/exported_run.py`` reads in the pods."""
+"""The ConfigMap of an exported Kubernetes run, which ``launcher/node/pods/exported_run.py`` reads in the pods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.config.cache_size import parse_bytes
 from launcher.errors import UsageError
 from launcher.export.placed_plan import ExportRequest
 from launcher.export.pods import WAIT, Manifest, metadata_of
-from launcher.node.supervisor import exported_run
+from launcher.node.pods import exported_run
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.serialize import run_json
 
@@ -65,7 +65,7 @@ def config_map(plan: LaunchPlan, request: ExportRequest, code_dir: str) -> Manif
 
 
 def _fetch_spec(node: NodePlan, plan: LaunchPlan, request: ExportRequest) -> Manifest | None:
-    """Return what ``launcher/node/store/fetch_in_pod.py`` fetches; None for a node without parts of a store."""
+    """Return what ``launcher/node/pods/fetch_in_pod.py`` fetches; None for a node without parts of a store."""
     data, parts = request.config.data, request.parts
     if data.store is None or not node.parts:
         return None

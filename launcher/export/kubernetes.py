@@ -1,5 +1,5 @@
 """Writes a run as Kubernetes manifests: a JobSet, or Indexed Jobs with a headless service, whose pods run the same
-supervisors as hosts behind SSH (``launcher/node/supervisor/pod.py``).
+supervisors as hosts behind SSH (``launcher/node/pods/pod.py``).
 
 Reference: jobset.x-k8s.io/v1alpha2.
 """
@@ -41,8 +41,8 @@ from launcher.export.pods import (
     job_spec,
     metadata_of,
 )
+from launcher.node.pods import exported_run
 from launcher.node.remote_folder import scheme_of
-from launcher.node.supervisor import exported_run
 from launcher.plan.files import code_digest
 from launcher.plan.model import LaunchPlan
 from launcher.plan.partition import partitioning

@@ -78,7 +78,7 @@ def job_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cl
 
 def _pod_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cluster) -> Manifest:
     devices = len(group.first.devices)
-    program = ["python3", "-m", "launcher.node.supervisor.pod"]
+    program = ["python3", "-m", "launcher.node.pods.pod"]
     alive = {"exec": {"command": [*program, "--alive", RUN]}, "timeoutSeconds": 15}
     container: Manifest = {
         "name": "node",
@@ -124,7 +124,7 @@ def _fetch(group: Group, cluster: Cluster, mounts: list[Manifest]) -> Manifest:
     return {
         "name": "fetch",
         "image": cluster.image,
-        "command": ["python3", "-m", "launcher.node.store.fetch_in_pod", RUN],
+        "command": ["python3", "-m", "launcher.node.pods.fetch_in_pod", RUN],
         "env": [_first_node(group)],
         **secret,
         "volumeMounts": [mount for mount in mounts if mount["name"] not in ("secrets", "shm")],

@@ -202,7 +202,7 @@ def _check(draft: Draft, dest: Path, opened: Opened, options: InitOptions) -> di
     from dataclasses import asdict
 
     from launcher.preflight.preflight_report import print_findings
-    from launcher.run.launch import check_over
+    from launcher.run.check import check_over
 
     launch_options = LaunchOptions(dest)
     config = read_config(launch_options)

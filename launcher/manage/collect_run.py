@@ -15,8 +15,9 @@ from launcher.manage.node_views import OpenRun
 from launcher.plan.serialize import run_json
 from launcher.report.ending import Collected, Ending, Followed, Lost, checkpoint_node
 from launcher.report.html.render import written
+from launcher.report.launch_file import NAME, LaunchFile
 from launcher.report.report import RunReport
-from launcher.report.run_folder import NAME, LaunchFile, register
+from launcher.report.run_folder import register
 from launcher.report.verdict import NodeView, last_hub, progress_words
 from launcher.sync.collect import collect
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.command import Command, render
 from launcher.errors import FleetError, TransportError, reason_of
-from launcher.node.json_reader import Damaged, message_in
+from launcher.node.json_records import Damaged, message_in
 from launcher.plan.model import NodePlan
 from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import NodeView

@@ -12,7 +12,8 @@ from pathlib import Path
 from launcher.errors import FleetError, UsageError
 from launcher.manage.collect_run import collect_run, folder_for
 from launcher.manage.node_views import OpenRun
-from launcher.node.json_reader import METRIC, records
+from launcher.node.json_reader import records
+from launcher.node.json_records import METRIC
 from launcher.plan.own_script import own_command_files
 from launcher.report.run_folder import FoundRun, began, read_folder
 from launcher.report.verdict import known_without_nodes, progress_words

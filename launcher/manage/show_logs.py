@@ -19,7 +19,8 @@ from rich.text import Text
 from launcher.command import Command
 from launcher.errors import TransportError, UsageError
 from launcher.manage.node_views import OpenRun, if_run_exists
-from launcher.node.json_reader import RESULT, Damaged, message_in, record_in
+from launcher.node.json_reader import record_in
+from launcher.node.json_records import RESULT, Damaged, message_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import NodeView, last_hub

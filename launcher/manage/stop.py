@@ -17,7 +17,8 @@ from launcher.errors import FleetError, Interrupted, TransportError, reason_of
 from launcher.manage.collect_run import CollectResult, collect_run, folder_for
 from launcher.manage.node_views import OpenRun, if_run_exists, run_was_absent
 from launcher.plan.model import NodePlan
-from launcher.report.run_folder import FoundRun, LaunchFile, user_at_host
+from launcher.report.launch_file import LaunchFile, user_at_host
+from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import NodeView, from_here, known_without_nodes, launcher_name
 from launcher.run.tmux_session import how_to_stop, stop_report
 from launcher.text import count

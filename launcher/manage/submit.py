@@ -189,7 +189,7 @@ def submit_and_follow(config: ClusterConfig, options: LaunchOptions, console: Co
         if not options.detach:
             result = follow_job(run, console)
     except KeyboardInterrupt:
-        pass
+        pass  # detaches, as printed below
     if result["state"] == "detached":
         for line in (
             f"\nDetached: job {run.job} goes on.",

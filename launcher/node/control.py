@@ -21,7 +21,8 @@ if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from launcher.node import leases, procs
-from launcher.node.json_reader import RESULT, STATE, record_in
+from launcher.node.json_reader import record_in
+from launcher.node.json_records import RESULT, STATE
 from launcher.node.record import read_json, write_json
 
 _POLL = 0.1  # seconds

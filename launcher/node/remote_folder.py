@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-#: Package that fsspec needs for the URLs of a scheme, and the extra of gnnfleet that installs it.
-PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs")}
+#: Package that fsspec needs for the URLs of a scheme.
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 
 # Short waits, as every read is repeated: botocore's defaults would wait minutes for a lost server.
 _S3_CLIENT = {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 2, "mode": "standard"}}
@@ -153,9 +153,8 @@ def _defaults(scheme: str) -> dict[str, Any]:
 
 
 def _missing_package(url: str, scheme: str, error: ImportError) -> str:
-    package, extra = PACKAGES.get(scheme, (error.name or "fsspec", ""))
-    wanted = f"'gnnfleet[{extra}]'" if extra else package
-    return f"{url}: the package {package} is not installed on this machine; install it: pip install {wanted}"
+    package = PACKAGES.get(scheme, error.name or "fsspec")
+    return f"{url}: the package {package} is not installed on this machine; install it: pip install {package}"
 
 
 def _text(error: Exception) -> str:

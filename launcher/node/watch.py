@@ -30,7 +30,8 @@ if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from launcher.node import procs
-from launcher.node.json_reader import METRIC, RESULT, STATE, checked, json_object, record_in
+from launcher.node.json_reader import checked, json_object, record_in
+from launcher.node.json_records import METRIC, RESULT, STATE
 from launcher.node.record import stamp
 
 LOST = 3  #: exit status when the supervisor ended without a result

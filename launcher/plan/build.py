@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.command import Secret
@@ -22,7 +22,7 @@ from launcher.plan.commands import PlanContext, node_commands, own_argv
 from launcher.plan.device_sampling import sampling_line
 from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
 from launcher.plan.model import KeptServers, LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated
-from launcher.plan.own_script import OwnCommand, own_command_files, resume_file
+from launcher.plan.own_script import own_command_files, resume_file
 from launcher.plan.partition import PartitionFiles, outdated, partitioning, read_partition_files
 from launcher.plan.placement import Site, make_sites, node_login, session_name
 from launcher.plan.ports import choose, control_candidates, master_candidates
@@ -70,10 +70,9 @@ def make_plan(
 
     Raises UsageError if a file named in ``own_command`` or in the config does not exist.
     """
-    facts = facts or {}
-    usable = manifest if _fits(config, manifest) else None
-    sites = make_sites(config, run_id, facts, code_digest, usable, serving, kept)
+    inputs = _Inputs(config, facts or {}, manifest, serving)
     own = own_command_files(own_command, config.run.files, cwd) if own_command else None
+    sites = make_sites(config, run_id, inputs.facts, code_digest, inputs.parts, serving, kept)
     first = lead(config)
     context = PlanContext(
         config=config,
@@ -83,41 +82,17 @@ def make_plan(
         sites=sites,
         lead=first,
         master_addr=_master_addr(config, sites[first]),
-        master_port=_port(master_candidates(config), facts.get(first)) or 0,
-        control_port=_port(control_candidates(config), facts.get(first)),
+        master_port=_port(master_candidates(config), inputs.facts.get(first)) or 0,
+        control_port=_port(control_candidates(config), inputs.facts.get(first)),
         own=own,
         resume=None if config.serve_only else resume_file(config, cwd),
         serving=serving,
         version=kept.version if kept else 1,
-        topology=decide(config, sites, config.num_parts, usable, facts),
+        topology=decide(config, sites, config.num_parts, inputs.parts, inputs.facts),
     )
     shared = shared_files(context)
-    return LaunchPlan(
-        run_id=run_id,
-        name=config.name,
-        world_size=config.world_size,
-        num_parts=context.num_parts,
-        master_addr=context.master_addr,
-        master_port=context.master_port,
-        nodes=tuple(_node_plan(context, site, shared, usable) for site in sites),
-        partition=partitioning(config) if config.makes_parts else None,
-        runs_dir=config.run.runs_dir,
-        code_digest=code_digest,
-        final=_all_known(config, facts) and _parts_known(config, usable, serving),
-        notes=(*_notes(config, own, facts, manifest, usable, serving), *(own.notes if own else ())),
-        control_port=context.control_port,
-        lead=first,
-        serving=config.data.serving or "",
-        version=context.version,
-        topology=context.topology,
-        sampling="" if own or config.serve_only else sampling_line(config, sites, context.topology, usable, facts),
-        dataset=config.data.dataset,
-        encrypted=context.encrypted,
-        own_command=tuple(own_argv(own, sites[first])) if own else (),
-        train=None if own or config.serve_only else config.train,
-        manifest=usable.files[-1].sha256 if usable else "",
-        code=shared.code,
-    )
+    nodes = tuple(_node_plan(context, site, shared, inputs.parts) for site in sites)
+    return _launch_plan(inputs, context, nodes, shared.code, code_digest)
 
 
 def final_plan(
@@ -180,6 +155,65 @@ def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPl
     return replace(plan, nodes=tuple(unchanged(before, node.parts) if before else node for before, node in pairs))
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """What a plan is built from. A draft is built without facts, and possibly without parts."""
+
+    config: ResolvedConfig
+    facts: Mapping[int, NodeFacts]  #: by node_rank; may lack nodes
+    found: PartitionFiles | None  #: the parts on the launching machine
+    serving: ServingCluster | None
+
+    @property
+    def parts(self) -> PartitionFiles | None:
+        """``found``, if these are the parts that the launching machine sends; None otherwise."""
+        fits = self.found is not None and self.config.makes_parts and self.found.num_parts == self.config.num_parts
+        return self.found if fits else None
+
+    @property
+    def facts_known(self) -> bool:
+        return all(k in self.facts for k in range(len(self.config.nodes)))
+
+    @property
+    def parts_known(self) -> bool:
+        if self.config.data.serving:
+            return self.serving is not None
+        return self.parts is not None or not self.config.makes_parts
+
+
+def _launch_plan(
+    inputs: _Inputs, context: PlanContext, nodes: tuple[NodePlan, ...], code: tuple[PlannedFile, ...], code_digest: str
+) -> LaunchPlan:
+    config, own, topology = context.config, context.own, context.topology
+    bundled = own is None and not config.serve_only
+    return LaunchPlan(
+        run_id=context.run_id,
+        name=config.name,
+        world_size=context.world_size,
+        num_parts=context.num_parts,
+        master_addr=context.master_addr,
+        master_port=context.master_port,
+        nodes=nodes,
+        partition=partitioning(config) if config.makes_parts else None,
+        runs_dir=config.run.runs_dir,
+        code_digest=code_digest,
+        final=inputs.facts_known and inputs.parts_known,
+        notes=(*_notes(inputs), *(own.notes if own else ())),
+        control_port=context.control_port,
+        lead=context.lead,
+        serving=config.data.serving or "",
+        version=context.version,
+        topology=topology,
+        sampling=sampling_line(config, context.sites, topology, inputs.parts, inputs.facts) if bundled else "",
+        dataset=config.data.dataset,
+        encrypted=context.encrypted,
+        own_command=tuple(own_argv(own, context.sites[context.lead])) if own else (),
+        train=config.train if bundled else None,
+        manifest=inputs.parts.files[-1].sha256 if inputs.parts else "",
+        code=code,
+    )
+
+
 def _master_addr(config: ResolvedConfig, first: Site) -> str:
     if not config.world_size:
         return ""
@@ -224,44 +258,30 @@ def _port(candidates: tuple[int, ...], fact: NodeFacts | None) -> int | None:
     return choose(candidates, fact) if candidates else None
 
 
-def _fits(config: ResolvedConfig, manifest: PartitionFiles | None) -> bool:
-    return manifest is not None and config.makes_parts and manifest.num_parts == config.num_parts
-
-
-def _parts_known(config: ResolvedConfig, usable: PartitionFiles | None, serving: ServingCluster | None) -> bool:
-    return serving is not None if config.data.serving else usable is not None or not config.makes_parts
-
-
-def _all_known(config: ResolvedConfig, facts: Mapping[int, NodeFacts]) -> bool:
-    return all(k in facts for k in range(len(config.nodes)))
-
-
-def _notes(
-    config: ResolvedConfig,
-    own: OwnCommand | None,
-    facts: Mapping[int, NodeFacts],
-    manifest: PartitionFiles | None,
-    usable: PartitionFiles | None,
-    serving: ServingCluster | None,
-) -> list[str]:
+def _notes(inputs: _Inputs) -> list[str]:
+    config, serving = inputs.config, inputs.serving
     notes = [config.left_out] if config.left_out else []
     if config.data.serving and serving is None:
         notes.append(f"the servers of `{config.data.serving}`, and their keys, are looked up at launch")
     notes += _servers_of(serving) if serving else []
-    if not _all_known(config, facts):
+    if not inputs.facts_known:
         notes.append(
             "preflight will fill in addresses, network interfaces, free ports (chosen at random from several, of "
             "which the first are shown), home folders for ~, absolute interpreter paths, and OMP_NUM_THREADS (cpus / "
             "processes)"
         )
-    if config.makes_parts and usable is None:
-        how = f"read from {config.data.store}, or made and uploaded there," if config.data.store else "made"
-        notes.append(f"the parts will be {how} at launch; their files, sizes and digests are not known yet")
-        if manifest:
-            notes.append(
-                f"{config.data.folder} has {manifest.num_parts} parts, but the config needs {config.num_parts}"
-            )
-    return [*notes, *_shared_hosts(config)]
+    return [*notes, *_missing_parts(inputs), *_shared_hosts(config)]
+
+
+def _missing_parts(inputs: _Inputs) -> list[str]:
+    data, found = inputs.config.data, inputs.found
+    if inputs.parts is not None or not inputs.config.makes_parts:
+        return []
+    how = f"read from {data.store}, or made and uploaded there," if data.store else "made"
+    notes = [f"the parts will be {how} at launch; their files, sizes and digests are not known yet"]
+    if found:
+        notes.append(f"{data.folder} has {found.num_parts} parts, but the config needs {inputs.config.num_parts}")
+    return notes
 
 
 def _servers_of(serving: ServingCluster) -> list[str]:

@@ -15,9 +15,10 @@ from launcher.plan.placement import interpreter
 from launcher.plan.ports import candidate_ports
 from launcher.preflight.check_devices import device_findings
 from launcher.preflight.check_machine import machine_findings, same_machine
+from launcher.preflight.check_network import network_findings
 from launcher.preflight.check_packages import package_findings
 from launcher.preflight.check_storage import storage_findings
-from launcher.preflight.connectivity import Connectivity, ConnectivityTest, connectivity_findings, interface_of
+from launcher.preflight.connectivity import Connectivity, ConnectivityTest, interface_of
 from launcher.preflight.finding import Finding, Survey, connect_finding
 from launcher.preflight.preflight_report import PreflightReport
 from launcher.preflight.shared_folder import SharedFolderTest
@@ -84,7 +85,7 @@ def run_preflight(
             findings += SharedFolderTest(survey, working).findings()
         if config.transport != "local" and len(facts) > 1:
             connectivity = ConnectivityTest(config, probes, facts, working).run()
-            findings += _network_findings(survey, connectivity)
+            findings += _connectivity_findings(survey, connectivity)
             facts = {k: _with_address(facts[k], probes[k], connectivity) for k in facts}
     return PreflightReport(facts, tuple(sorted(findings, key=lambda finding: finding.node_rank)))
 
@@ -153,10 +154,10 @@ def _shuffled(ports: Iterable[int]) -> tuple[int, ...]:
 # -- network -------------------------------------------------------------
 
 
-def _network_findings(survey: Survey, connectivity: Connectivity) -> list[Finding]:
+def _connectivity_findings(survey: Survey, connectivity: Connectivity) -> list[Finding]:
     _raise_unexpected(connectivity.errors)
     failed = [connect_finding(survey.config, k, connectivity.errors[k]) for k in sorted(connectivity.errors)]
-    return failed + list(connectivity_findings(survey, connectivity))
+    return failed + list(network_findings(survey, connectivity))
 
 
 def _with_address(fact: NodeFacts, probe: Mapping[str, Any], connectivity: Connectivity) -> NodeFacts:

@@ -16,8 +16,9 @@ from launcher.config.resolve import ResolvedConfig
 from launcher.config.roles import serves
 from launcher.errors import UsageError
 from launcher.node import procs
-from launcher.node.json_reader import STARTED, record_in
-from launcher.node.supervisor.vitals import LineTail, read_progress
+from launcher.node.diagnostics.vitals import LineTail, read_progress
+from launcher.node.json_reader import record_in
+from launcher.node.json_records import STARTED
 from launcher.plan.model import LaunchPlan
 
 _POLL = 0.002  # seconds; a step on a small graph takes several milliseconds

@@ -19,7 +19,8 @@ from rich.text import Text
 from launcher.config.loader import to_yaml
 from launcher.config.schema import ClusterConfig
 from launcher.hostlist import fold
-from launcher.node.json_reader import EVENT, records
+from launcher.node.json_reader import records
+from launcher.node.json_records import EVENT
 from launcher.plan.model import LaunchPlan
 from launcher.report.metrics import Metrics, read_metrics
 from launcher.report.profile import milliseconds

@@ -9,7 +9,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.node.json_reader import METRIC, records
+from launcher.node.json_reader import records
+from launcher.node.json_records import METRIC
 from launcher.report.outcome import Outcome
 from launcher.report.profile import Profile, analyse
 

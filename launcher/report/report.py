@@ -16,7 +16,8 @@ from rich.text import Text
 
 from launcher.errors import FleetError
 from launcher.files import atomic_file, write_whole
-from launcher.node.json_reader import METRIC, checked, json_object
+from launcher.node.json_reader import checked, json_object
+from launcher.node.json_records import METRIC
 from launcher.plan.model import NodePlan
 from launcher.report.device_use import device_line, device_uses
 from launcher.report.events import finding_words, lasting_findings

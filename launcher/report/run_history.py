@@ -12,10 +12,9 @@ from typing import Any
 from rich.text import Text
 
 from launcher.errors import FleetError, UsageError
+from launcher.report.launch_file import BEFORE_NODES, LaunchFile
 from launcher.report.run_folder import (
-    BEFORE_NODES,
     FoundRun,
-    LaunchFile,
     _given_folder,
     began,
     known_runs,

@@ -10,8 +10,9 @@ from typing import Any, Literal
 from launcher.node.peers import model
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import hub_was_cut_off, last_attempt
+from launcher.report.launch_file import BEFORE_NODES, LaunchFile
 from launcher.report.report import excluded_names, resume_command
-from launcher.report.run_folder import BEFORE_NODES, FoundRun, LaunchFile, attempts, last_sign
+from launcher.report.run_folder import FoundRun, attempts, last_sign
 from launcher.report.task_metric import metric_of, score_text
 from launcher.text import count
 

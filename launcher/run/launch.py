@@ -1,4 +1,4 @@
-"""Launches a run: connect, preflight, partition, plan, sync, start, follow. Also implements ``gnnfleet check``."""
+"""Launches a run: connect, preflight, partition, plan, sync, start, follow."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
-import click
 from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
 from launcher.command import Secret
 from launcher.config.loader import to_yaml
-from launcher.config.resolve import ResolvedConfig, resolve, resolve_run
+from launcher.config.resolve import ResolvedConfig, resolve_run
 from launcher.config.roles import ServingCluster
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, Interrupted, OutOfReach, PreflightRefused, TransportError, UsageError
@@ -28,17 +26,15 @@ from launcher.plan.build import final_plan, offline_plan
 from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan
 from launcher.plan.render import print_placement
 from launcher.plan.sbatch import is_on
-from launcher.plan.script_imports import unsent_modules
 from launcher.plan.serialize import run_json
 from launcher.plan.trainable import check_trainable
-from launcher.preflight.finding import Finding, Severity
-from launcher.preflight.preflight import run_preflight
-from launcher.preflight.preflight_report import PreflightReport, node_ranges, print_findings, verdict
+from launcher.preflight.preflight_report import node_ranges
 from launcher.report.events import EventLog
-from launcher.report.explain import hint
+from launcher.report.launch_file import LaunchFile, Stage, user_at_host
 from launcher.report.metrics import Metrics
 from launcher.report.report import RunReport, RunState
-from launcher.report.run_folder import LaunchFile, Stage, clear, register, user_at_host
+from launcher.report.run_folder import clear, register
+from launcher.run.check import preflight_of_draft, show_findings
 from launcher.run.interrupts import Interrupts
 from launcher.run.job_warning import JobWarning, in_batch_job, request_checkpoint
 from launcher.run.lifecycle import FollowContext, View, conduct
@@ -47,9 +43,9 @@ from launcher.run.tmux_session import start_session
 from launcher.sync.parts_store import ensure_parts_of
 from launcher.sync.progress import transfer_progress
 from launcher.sync.push import sync
-from launcher.sync.verify_parts import PartsDiffer, verify
+from launcher.sync.verify_parts import verify
 from launcher.text import count
-from launcher.transport import Opened, close_all, connect_all
+from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
 from launcher.transport.slurm_client import job_status, requeue
 
@@ -190,7 +186,7 @@ def _requeue(context: LaunchContext) -> None:
     job = context.config.slurm_job
     if job is None:  # a launch by SSH from a job; its nodes are not those of the job
         return
-    with suppress(FleetError):
+    with suppress(FleetError):  # Slurm does not answer: the job is requeued below, if that works
         if job_status(job).restarts > int(os.environ.get("SLURM_RESTART_COUNT") or 0):  # after the failure of a node
             context.say(f"Slurm has put job {job} back into its queue; its next start resumes the run")
             return
@@ -229,10 +225,10 @@ def require_preflight(
     """
     context.enter_stage("preflight")
     run_id = context.run_id if new_run else ""
-    report = _preflight(context.config, attempts, draft, context.options.own_command, run_id=run_id)
+    report = preflight_of_draft(context.config, attempts, draft, context.options.own_command, run_id=run_id)
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:
-        _print_findings(replace(report, findings=tuple(noteworthy)), context.options.config, context.console)
+        show_findings(replace(report, findings=tuple(noteworthy)), context.options.config, context.console)
     context.notes = tuple(finding.line() for finding in noteworthy if finding.severity == "block")
     if context.options.as_json:
         report.refuse_if_blocked()  # its error lists the findings; the table is not part of the JSON
@@ -244,37 +240,6 @@ def require_preflight(
     context.say(f"preflight: {len(report.findings) - len(noteworthy)} checks passed")
     record_versions(context.events, report.facts)
     return report.facts, {k: attempt for k, attempt in attempts.items() if isinstance(attempt, Transport)}
-
-
-def _preflight(
-    config: ResolvedConfig,
-    attempts: Mapping[int, Transport | TransportError],
-    draft: LaunchPlan,
-    own_command: Sequence[str],
-    *,
-    run_id: str,
-) -> PreflightReport:
-    # Also checks disk space for the files of ``draft`` (parts that do not exist yet do not count), and that modules
-    # which the user's script imports are sent.
-    report = run_preflight(
-        config,
-        attempts,
-        own_command=bool(draft.own_command),
-        bytes_needed={node.node_rank: draft.sent_bytes(node) for node in draft.nodes},
-        run_id=run_id,
-    )
-    found = sorted([*report.findings, *_unsent(draft, own_command)], key=lambda finding: finding.node_rank)
-    return replace(report, findings=tuple(found))
-
-
-def _unsent(draft: LaunchPlan, own_command: Sequence[str]) -> Iterator[Finding]:
-    training = [node for node in draft.nodes if node.ranks]
-    if not (own_command and training):
-        return
-    sent = [Path(file.source) for file in training[0].files if file.source]
-    for one in unsent_modules(own_command, sent, Path.cwd()):
-        for node in training:
-            yield Finding(node.node_rank, node.host, "warn", "files", one.message, one.remedy)
 
 
 def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
@@ -394,68 +359,3 @@ def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int
             fetched=node.bytes_fetched,
             seconds=node.seconds,
         )
-
-
-def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
-    """Run preflight and print the findings; return the exit status: 0, or 3 if a finding blocks the run."""
-    resolved, draft = _drafted(config, options)
-    attempts = connect_all(resolved)
-    try:
-        report = _preflight(resolved, attempts, draft, options.own_command, run_id=options.run_id or "")
-        if resolved.data.mode == "verify" and not resolved.data.serving and not report.blocked:
-            with console.status("comparing the files of the parts with their manifest"):
-                found = _compared_parts(resolved, options, report, attempts)
-            report = replace(report, findings=(*report.findings, *found))
-    finally:
-        close_all(attempts)
-    _print_findings(report, options.config, console)
-    console.print(Text(verdict(report, len(resolved.nodes)), "bold red" if report.blocked else "bold green"))
-    if options.as_json:
-        click.echo(json.dumps(asdict(report), indent=1))
-    return 3 if report.blocked else 0
-
-
-def _compared_parts(
-    config: ResolvedConfig, options: LaunchOptions, report: PreflightReport, attempts: Opened
-) -> list[Finding]:
-    plan = final_plan(config, run_id=options.run_id or "check", facts=report.facts, own_command=options.own_command)
-    holding = [node.node_rank for node in plan.nodes if node.parts]
-
-    def finding(k: int, severity: Severity, message: str, remedy: str = "") -> Finding:
-        return Finding(k, config.nodes[k].host, severity, "parts", message, remedy)
-
-    try:
-        checked = verify(plan, {k: one for k, one in attempts.items() if isinstance(one, Transport)})
-    except PartsDiffer as error:
-        return [finding(k, "block", _some(texts), error.REMEDY) for k, texts in error.by_node.items()]
-    except FleetError as error:
-        return [finding(holding[0], "block", str(error))]
-    text = f"all {count(checked.files, 'file')} ({decimal(checked.bytes)}) match the manifest"
-    return [finding(k, "ok", text) for k in holding]
-
-
-def _some(texts: Sequence[str], most: int = 4) -> str:
-    more = [f"… and {len(texts) - most} more"] if len(texts) > most else []
-    return "\n".join([*texts[:most], *more])
-
-
-def _print_findings(report: PreflightReport, file: Path, console: Console) -> None:
-    # With the command that installs packages, and ``gnnfleet explain`` commands for findings that block the run.
-    print_findings(report, console)
-    repairable = any(one.severity == "block" and one.check in ("python", "packages") for one in report.findings)
-    if repairable and file.is_file():
-        text = f"To install the versions of this machine on all hosts: gnnfleet setup --config {file}"
-        console.print(Text(text, "bold"), soft_wrap=True)
-    if more := hint(*(finding.message for finding in report.findings if finding.severity == "block")):
-        console.print(Text(more, "dim"))
-
-
-def check_over(config: ClusterConfig, options: LaunchOptions, attempts: Opened) -> PreflightReport:
-    """Run preflight over the open connections ``attempts`` and return its report; prints nothing."""
-    resolved, draft = _drafted(config, options)
-    return _preflight(resolved, attempts, draft, options.own_command, run_id=options.run_id or "")
-
-
-def _drafted(config: ClusterConfig, options: LaunchOptions) -> tuple[ResolvedConfig, LaunchPlan]:
-    resolved = resolve(config)
-    return resolved, offline_plan(resolved, options.run_id or "check", options.own_command)

@@ -16,9 +16,9 @@ from launcher.plan.model import LaunchPlan
 from launcher.report.ending import Collected, Ending, Followed, Limits, checkpoint_node
 from launcher.report.events import EventLog
 from launcher.report.html.render import written
+from launcher.report.launch_file import Stage
 from launcher.report.metrics import Metrics
 from launcher.report.report import RunReport, excluded_names, print_report, resume_command
-from launcher.report.run_folder import Stage
 from launcher.run.interrupts import InterruptPrompt, Interrupts, OnInterrupt
 from launcher.run.live_log import LiveLog
 from launcher.run.live_state import Board

@@ -14,7 +14,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from launcher.node.json_reader import METRIC, records
+from launcher.node.json_reader import records
+from launcher.node.json_records import METRIC
 from launcher.plan.model import LaunchPlan
 from launcher.run.live_state import Board
 from launcher.run.live_table import render

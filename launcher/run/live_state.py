@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.node.supervisor.vitals import largest
+from launcher.node.diagnostics.vitals import largest
 from launcher.plan.model import LaunchPlan
 from launcher.report.device_use import DeviceUse
 from launcher.report.events import finding_words

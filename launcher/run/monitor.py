@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from launcher.errors import FleetError
-from launcher.node.json_reader import EVENT, records
+from launcher.node.json_reader import records
+from launcher.node.json_records import EVENT
 from launcher.plan.model import LaunchPlan
 from launcher.report.ending import Detached, ExpendableNodes, Followed, Limits, Lost, nodes_reported_lost
 from launcher.report.events import EventLog, finding_words

@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher.command import Command
 from launcher.errors import FleetError, TransportError
-from launcher.node.json_reader import Damaged, message_in
+from launcher.node.json_records import Damaged, message_in
 from launcher.plan.model import NodePlan
 from launcher.run.live_log import parsed, without_stamp
 from launcher.run.tmux_session import watch_command

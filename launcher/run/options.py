@@ -24,7 +24,8 @@ from launcher.config.importers.partition_folder import named_parts
 from launcher.config.schema import ClusterConfig
 from launcher.errors import UsageError
 from launcher.plan.sbatch import parse_options
-from launcher.report.run_folder import LaunchFile, Stage, never_ran, waits_for_job
+from launcher.report.launch_file import LaunchFile, Stage, waits_for_job
+from launcher.report.run_folder import never_ran
 from launcher.text import count
 
 if TYPE_CHECKING:

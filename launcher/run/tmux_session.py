@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from launcher.command import Command, quote
 from launcher.config.schema import login_text
 from launcher.errors import FleetError, SessionError
-from launcher.node.json_reader import Damaged, message_in
+from launcher.node.json_records import Damaged, message_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import Limits
-from launcher.report.run_folder import user_at_host
+from launcher.report.launch_file import user_at_host
 from launcher.transport.base import Completed, Session, Transport
 
 _TMUX_TIMEOUT = 20.0  # seconds one tmux command may take on a busy node

@@ -13,7 +13,7 @@ from launcher.errors import FleetError, UsageError
 from launcher.files import write_whole
 from launcher.manage.node_views import OpenRun
 from launcher.plan.service_key import new_key_pair
-from launcher.report.run_folder import user_name
+from launcher.report.launch_file import user_name
 from launcher.serving.cluster_state import (
     FILES,
     ServerState,

@@ -21,12 +21,14 @@ from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, TransportError, UsageError, node_label
 from launcher.manage.node_views import OpenRun, opened
 from launcher.manage.select import Choice, chosen, discovered
-from launcher.node.json_reader import STATS, checked, json_object
+from launcher.node.json_reader import checked, json_object
+from launcher.node.json_records import STATS
 from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import run_json
 from launcher.report.events import EventLog
+from launcher.report.launch_file import Stage
 from launcher.report.report import RunState
-from launcher.report.run_folder import FoundRun, Stage, known_here, read_folder, register
+from launcher.report.run_folder import FoundRun, known_here, read_folder, register
 from launcher.report.verdict import NodeView
 from launcher.run.launch import LaunchContext
 from launcher.run.options import LaunchOptions

@@ -13,7 +13,7 @@ from launcher.errors import TransportError
 from launcher.plan.build import final_plan
 from launcher.plan.model import KeptServers, LaunchPlan, NodeFacts, NodePlan, target_text
 from launcher.plan.placement import node_login
-from launcher.report.run_folder import user_at_host
+from launcher.report.launch_file import user_at_host
 from launcher.serving.cluster_state import ServeContext, ServerState, read_description
 from launcher.sync.parts_store import ensure_parts_of
 from launcher.transport.base import Transport

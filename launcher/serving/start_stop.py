@@ -17,7 +17,7 @@ from launcher.errors import FleetError, TransportError, reason_of
 from launcher.manage.node_views import if_run_exists, node_view, run_was_absent
 from launcher.node import procs
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.report.run_folder import user_at_host
+from launcher.report.launch_file import user_at_host
 from launcher.report.verdict import NodeView
 from launcher.run.tmux_session import STOP_EXTRA, how_to_stop, start_session, stop_session
 from launcher.serving.cluster_state import ServerState, on_connections, remove_files

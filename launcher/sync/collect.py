@@ -13,7 +13,8 @@ import msgspec
 
 from launcher.errors import NodeCallError, TransportError, reason_of
 from launcher.files import atomic_file, decompress, is_plain_path
-from launcher.node.json_reader import OUTCOME, record_in
+from launcher.node.json_reader import record_in
+from launcher.node.json_records import OUTCOME
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import Collected
 from launcher.report.metrics import read_metrics

@@ -100,5 +100,5 @@ def close_all(transports: Opened) -> None:
     """Close all transports in parallel; errors in the mapping are skipped."""
     opened = [transport for transport in transports.values() if isinstance(transport, Transport)]
     if opened:
-        with ThreadPoolExecutor(len(opened), "close") as pool, suppress(TransportError):
+        with ThreadPoolExecutor(len(opened), "close") as pool, suppress(TransportError):  # lost anyway
             list(pool.map(lambda transport: transport.close(), opened))

@@ -102,7 +102,7 @@ def _is_over(job: str) -> bool:
     with _asking:
         when, over = _asked.get(job, (-_ASK_AGAIN, False))
         if time.monotonic() - when > _ASK_AGAIN:
-            with suppress(FleetError):
+            with suppress(FleetError):  # Slurm does not answer: its last answer is used
                 status = job_status(job)
                 over = status.ended or status.state in ("COMPLETING", "PENDING")
             _asked[job] = (time.monotonic(), over)

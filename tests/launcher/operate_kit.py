@@ -13,7 +13,8 @@ from launcher.config.loader import to_yaml
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import run_json
-from launcher.report.run_folder import LaunchFile, Stage, register
+from launcher.report.launch_file import LaunchFile, Stage
+from launcher.report.run_folder import register
 from node_kit import PYTHON, ROOT, SUPERVISOR, RunFolder
 from run_kit import make_launch, make_node
 from waiting import wait_until

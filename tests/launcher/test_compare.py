@@ -13,7 +13,8 @@ from launcher.cli.main import run
 from launcher.config.loader import to_yaml
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, TrainConfig
 from launcher.report.compare import Comparison, compare, figures_of
-from launcher.report.run_folder import LaunchFile, read_folder
+from launcher.report.launch_file import LaunchFile
+from launcher.report.run_folder import read_folder
 from metrics_kit import lines_of
 
 CONFIG = ClusterConfig(

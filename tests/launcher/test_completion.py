@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.main import run
-from launcher.report.run_folder import LaunchFile
+from launcher.report.launch_file import LaunchFile
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = 60.0

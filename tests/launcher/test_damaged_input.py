@@ -25,7 +25,7 @@ from launcher.manage import select
 from launcher.manage.node_views import OpenRun, node_view
 from launcher.manage.show_logs import LinePrinter, Wanted, print_logs
 from launcher.manage.status import Status, rendered
-from launcher.node import control, json_reader, watch
+from launcher.node import control, json_records, watch
 from launcher.node.control import NodeFolder
 from launcher.node.record import append_json
 from launcher.node.supervisor.journal import Journal
@@ -348,8 +348,8 @@ def test_damaged_answers_do_not_crash_status(shared_folder: Path, data: st.DataO
 
 def message_or_none(text: str) -> dict[str, Any] | None:
     try:
-        return json_reader.message_in(text)
-    except json_reader.Damaged:
+        return json_records.message_in(text)
+    except json_records.Damaged:
         return None
 
 
@@ -442,7 +442,7 @@ def test_damaged_files_on_a_node_crash_no_reader(shared_folder: Path, data: st.D
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watcher, "emit", messages.append)
         watcher.emit_once()
-    assert all(json_reader.message_in(json.dumps(one)) for one in messages), "every message sent is valid"
+    assert all(json_records.message_in(json.dumps(one)) for one in messages), "every message sent is valid"
     folder = NodeFolder(str(shared_folder))
     json.dumps(control.status(folder))
     folder.recorded()

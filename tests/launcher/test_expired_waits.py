@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from launcher.node.supervisor.expired_waits import Processes, describe, read_wait, server_lines
-from launcher.node.supervisor.process_state import STOPPED
+from launcher.node.diagnostics.expired_waits import Processes, describe, read_wait, server_lines
+from launcher.node.diagnostics.process_state import STOPPED
 
 LABELS = ("node0 (gnn1)", "node1 (gnn2)")
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import FleetError, UsageError
-from launcher.report.run_folder import LaunchFile, Stage
+from launcher.report.launch_file import LaunchFile, Stage
 from launcher.run import launch as run_module
 from launcher.run.launch import LaunchContext
 from launcher.run.options import LaunchOptions, choose_run_id

@@ -16,7 +16,8 @@ import pytest
 from follow_kit import FakeNode, Scene, state, step
 from launcher.files import CODE_ROOT
 from launcher.hostlist import fold
-from launcher.node.json_reader import STATE, record_in
+from launcher.node.json_reader import record_in
+from launcher.node.json_records import STATE
 from launcher.node.peers.hub import Hub, MemberStatus
 from launcher.node.peers.model import Crew, PeerConfig
 from launcher.node.record import write_json
@@ -157,7 +158,7 @@ def test_following_a_run_of_an_own_command_is_linear_in_its_messages(tmp_path: P
 
 
 def message_of(k: int, text: str) -> Any:
-    from launcher.node.json_reader import message_in
+    from launcher.node.json_records import message_in
     from launcher.run.node_stream import NodeMessage
 
     message = message_in(text)

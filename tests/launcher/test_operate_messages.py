@@ -19,7 +19,7 @@ from launcher.errors import UnreachableError
 from launcher.manage import node_views
 from launcher.node.procs import look
 from launcher.plan.model import Login
-from launcher.report.run_folder import user_at_host
+from launcher.report.launch_file import user_at_host
 from operate_kit import LocalRun
 
 NOT_YET = time.time() + 3600  #: a heartbeat in the future: its age is always shown as 0

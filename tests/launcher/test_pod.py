@@ -1,7 +1,8 @@
-"""Tests of the program that runs one node of an exported run in a pod (``launcher.node.supervisor.pod``)."""
+"""Tests of the program that runs one node of an exported run in a pod (``launcher.node.pods.pod``)."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import threading
@@ -11,9 +12,19 @@ from typing import Any
 
 import pytest
 
-from launcher.node.supervisor import pod
-from launcher.node.supervisor.exported_run import CODE, CODE_FOLDER, FORMAT, PYTHON, TOKEN, VERSION, TooLate, Unusable
-from launcher.node.supervisor.pod import Pod
+from launcher.node.pods import pod
+from launcher.node.pods.exported_run import (
+    CODE,
+    CODE_FOLDER,
+    FORMAT,
+    PYTHON,
+    TOKEN,
+    VERSION,
+    TooLate,
+    Unusable,
+    run_program,
+)
+from launcher.node.pods.pod import Pod
 
 
 class Mounts:
@@ -101,6 +112,14 @@ def test_a_run_that_cannot_work_ends_with_status_2(
     assert message in printed
 
 
+def test_an_error_without_a_file_name_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    def full() -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert run_program(full) == 1
+    assert capsys.readouterr().err == "error: No space left on device\n"
+
+
 def test_missing_parts_and_names_are_waited_for(
     mounts: Mounts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,7 +171,7 @@ def test_files_of_a_node(mounts: Mounts, monkeypatch: pytest.MonkeyPatch) -> Non
         assert env["OMP_NUM_THREADS"] == "6"
         assert env.get("GNNFLEET_RESUME", "").endswith("node0/checkpoints/epoch-0002.pt") == bool(attempt)
         assert env["GNNFLEET_TOKEN"] == spec["token"]
-        assert (Path(spec["trainer"]["argv"][1]).parent / "launcher/node/supervisor/pod.py").exists()
+        assert (Path(spec["trainer"]["argv"][1]).parent / "launcher/node/pods/pod.py").exists()
         tokens.append(spec["token"])
     assert len({*tokens, "token-secret"}) == 3  # a supervisor of another attempt is not admitted
     assert (Path(node.run_dir) / "service.key").read_text() == "service.key-secret"

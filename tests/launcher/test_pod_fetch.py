@@ -1,4 +1,4 @@
-"""Tests of the init container that fetches the parts of a pod (``launcher.node.store.fetch_in_pod``)."""
+"""Tests of the init container that fetches the parts of a pod (``launcher.node.pods.fetch_in_pod``)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from launcher.node.pods import fetch_in_pod
+from launcher.node.pods.exported_run import FORMAT, VERSION, ExportedNode, TooLate
 from launcher.node.remote_folder import RemoteFolder, StoreError
-from launcher.node.store import fetch_in_pod
 from launcher.node.store.part_files import OtherParts, stored_files
-from launcher.node.supervisor.exported_run import FORMAT, VERSION, ExportedNode, TooLate
 from launcher.plan.partition import PartitionFiles
 from store_kit import X0, FaultyStore, flip_byte, note_of, parts_in, visible_files
 
@@ -125,8 +125,8 @@ def test_a_node_without_parts_fetches_nothing(exported: Exported) -> None:
 
 
 def test_waiting_goes_on_while_another_pod_fetches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.node.supervisor.exported_run.POLL", 0.02)
-    monkeypatch.setattr("launcher.node.supervisor.exported_run._LOOK_EVERY", 0.05)
+    monkeypatch.setattr("launcher.node.pods.exported_run.POLL", 0.02)
+    monkeypatch.setattr("launcher.node.pods.exported_run._LOOK_EVERY", 0.05)
     exported = Exported(tmp_path, wait=0.4)
     node, counts, begun = exported.node(0), iter(range(10)), time.monotonic()
     exported.run_dir.mkdir(parents=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.node.supervisor.process_state import STOPPED, ProcessWatch, Sample, held_up, parse_stat, swapped
+from launcher.node.diagnostics.process_state import STOPPED, ProcessWatch, Sample, held_up, parse_stat, swapped
 
 #: Recorded of a process that reads a mapped file of 96 MB at random, in a cgroup with 20 MB, one second apart.
 THRASHING = (

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from launcher.cli.main import run
 from launcher.errors import FleetError
-from launcher.node.supervisor.vitals import largest
+from launcher.node.diagnostics.vitals import largest
 from launcher.report.html.render import written
 from launcher.report.metrics import Metrics, read_metrics
 from launcher.report.profile import Profile, analyse, profile_lines

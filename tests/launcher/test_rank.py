@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.node import log_lines
+from launcher.node.diagnostics import oom
+from launcher.node.diagnostics.oom import OomWatch, kernel_log, killed_for_memory, limit, oom_kills
 from launcher.node.exit_description import describe, size
 from launcher.node.log_lines import LineLog, TracebackFinder
-from launcher.node.supervisor import oom
-from launcher.node.supervisor.oom import OomWatch, kernel_log, killed_for_memory, limit, oom_kills
 from node_kit import PYTHON, RANK_RUNNER, python
 from waiting import runs, wait_until
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import FleetError
-from launcher.report.run_folder import LaunchFile, known_runs, register, registry_folder
+from launcher.report.launch_file import LaunchFile
+from launcher.report.run_folder import known_runs, register, registry_folder
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from launcher.errors import FleetError
 from launcher.node import procs
 from launcher.plan.build import make_plan
 from launcher.plan.model import LaunchPlan
-from launcher.report.run_folder import user_at_host
+from launcher.report.launch_file import user_at_host
 from launcher.serving import start_stop
 from launcher.serving.start_stop import start_lock
 from launcher.transport import open_transport

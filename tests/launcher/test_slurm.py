@@ -23,7 +23,7 @@ from launcher.config.resolve import resolve_run
 from launcher.errors import ConfigError, RemoteFileError, UsageError
 from launcher.manage import submit
 from launcher.plan.sbatch import sbatch_script, warning_seconds
-from launcher.report.run_folder import LaunchFile
+from launcher.report.launch_file import LaunchFile
 from launcher.run.launch import LaunchContext
 from launcher.run.options import LaunchOptions, slurm_overrides
 from launcher.transport import slurm

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.node.supervisor import stacks
+from launcher.node.diagnostics import stacks
 from node_kit import NODE, PYTHON, ROOT, RunFolder, python
 from waiting import wait_until
 

@@ -10,16 +10,16 @@ from typing import Any, cast
 import pytest
 
 from launcher.node.child_process import Loop
+from launcher.node.diagnostics import stall_detector
+from launcher.node.diagnostics.expired_waits import Processes
+from launcher.node.diagnostics.process_state import STOPPED
+from launcher.node.diagnostics.stall_detector import StallDetector
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.model import PeerConfig
-from launcher.node.supervisor import stall_detector
-from launcher.node.supervisor.expired_waits import Processes
 from launcher.node.supervisor.health import Health
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.outcomes import OutcomeBook
-from launcher.node.supervisor.process_state import STOPPED
 from launcher.node.supervisor.spec import NodeSpec
-from launcher.node.supervisor.stall_detector import StallDetector
 from vitals_kit import Cluster, pace
 
 

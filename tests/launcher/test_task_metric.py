@@ -16,7 +16,8 @@ from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.report.compare import compare, figures_of, rendered
 from launcher.report.html.record import read_record
 from launcher.report.html.sections import report_page
-from launcher.report.run_folder import LaunchFile, read_folder
+from launcher.report.launch_file import LaunchFile
+from launcher.report.run_folder import read_folder
 from launcher.report.run_history import entry_of
 from launcher.report.task_metric import TaskMetric, metric_of, score_text
 

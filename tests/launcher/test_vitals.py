@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launcher.node.supervisor.vitals import Vitals
+from launcher.node.diagnostics.vitals import Vitals
 
 
 def write(folder: Path, rank: int, *lines: Mapping[str, Any] | str) -> None:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from golden_kit import GOLDEN, check_text
-from launcher.node.supervisor.stacks import STOPPED, folded, summary
-from launcher.node.supervisor.vitals import Vitals
+from launcher.node.diagnostics.stacks import STOPPED, folded, summary
+from launcher.node.diagnostics.vitals import Vitals
 from vitals_kit import LABELS, Cluster, pace
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.node.supervisor.stall_detector import StallDetector
+from launcher.node.diagnostics.stall_detector import StallDetector
 
 LABELS = ("node0 (gnn1)", "node1 (gnn2)")
 

@@ -39,7 +39,7 @@ from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.loader.edge_endpoints import all_times
 from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
 from trainer.loader.link_seeds import link_inputs
-from trainer.partition.assign import assign_parts
+from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.multi_hop import block_edges, cut_block, sample_multi_hop

@@ -17,7 +17,7 @@ import numpy as np
 
 from partition_kit import odd_types, with_nodes
 from trainer.core.errors import TrainerError
-from trainer.partition.assign import assign_parts
+from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.types import HopRequest, RowRequest, TimeBound

@@ -9,8 +9,8 @@ import numpy as np
 from graphs import graph, hetero
 from partitions import typed_store
 from trainer.core.schema import HOMO_NODE
-from trainer.partition.assign import PartitionAssignment, assign_parts
 from trainer.partition.make import PartitionSpec
+from trainer.partition.methods.assign import PartitionAssignment, assign_parts
 from trainer.partition.write import write_partition
 from trainer.store.part_store import open_parts
 

@@ -16,7 +16,7 @@ from service_kit import place_of, serving
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.data.memory import dataset_of
 from trainer.graph.open import Graph
-from trainer.partition.assign import assign_parts
+from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph

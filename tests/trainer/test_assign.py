@@ -19,7 +19,8 @@ from trainer.core.errors import PartitionError
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.partition.assign import (
+from trainer.partition.cli import partition
+from trainer.partition.methods.assign import (
     BALANCES,
     CHOSEN_BY,
     KEEP,
@@ -29,7 +30,6 @@ from trainer.partition.assign import (
     hash_part,
     method_options,
 )
-from trainer.partition.cli import partition
 
 RUN = METHODS[1:]  #: all but `auto`, which chooses one of them
 

@@ -9,8 +9,8 @@ from graphs import graph, hetero, skewed
 from trainer.core.errors import PartitionError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.partition.assign import assign_parts
-from trainer.partition.frequency import InEdges, visit_probabilities
+from trainer.partition.methods.assign import assign_parts
+from trainer.partition.methods.frequency import InEdges, visit_probabilities
 
 CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
 

@@ -17,8 +17,8 @@ from partitions import store_of
 from samplers_kit import TWO_HOSTS, edges_between, no_edges, odd_data, planted, small_data, triples
 from trainer import DistClusterLoader
 from trainer.core.errors import SettingsError
-from trainer.partition.assign import assign_parts
 from trainer.partition.clusters import with_clusters
+from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.store.part_store import open_parts
 

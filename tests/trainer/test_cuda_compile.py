@@ -127,7 +127,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.skipif(not has_compiler(), reason="no NVVM: pip install 'gnnfleet[cuda12]'")
+@pytest.mark.skipif(not has_compiler(), reason="no NVVM: pip install 'numba-cuda[cu12]'")
 def test_a_compiled_kernel_is_loaded_by_later_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "usable_folder", lambda: tmp_path)
     chosen = [each for each in layer_signatures() if each[0] in cuda_sums._sum_rows.values()][:3]
@@ -148,7 +148,7 @@ def test_a_compiled_kernel_is_loaded_by_later_processes(tmp_path: Path, monkeypa
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.skipif(not has_compiler(), reason="no NVVM: pip install 'gnnfleet[cuda12]'")
+@pytest.mark.skipif(not has_compiler(), reason="no NVVM: pip install 'numba-cuda[cu12]'")
 def test_a_launch_compiles_for_the_types_of_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dispatcher, driver = (importlib.import_module(f"numba.cuda.{name}") for name in ("dispatcher", "cudadrv.driver"))
     launched: list[Any] = []
@@ -179,7 +179,7 @@ def test_variants_of_a_kernel_are_kept_apart() -> None:
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.skipif(not has_compiler(), reason="no NVVM: pip install 'gnnfleet[cuda12]'")
+@pytest.mark.skipif(not has_compiler(), reason="no NVVM: pip install 'numba-cuda[cu12]'")
 def test_kernels_compile_for_a_device() -> None:
     for kernel, arguments, with_float64 in [*signatures(), *layer_signatures()]:
         text, _ = cuda.compile_ptx(kernel.function, arguments, cc=CAPABILITY)

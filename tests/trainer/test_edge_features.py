@@ -19,7 +19,7 @@ from trainer.graph.seed_order import RankLayout
 from trainer.infer.infer import infer
 from trainer.loader.block_loader import BatchLoader
 from trainer.nn.layers import SAGEConv
-from trainer.partition.assign import assign_parts
+from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.store.manifest import read_manifest
 from trainer.train.checkpoint import load_checkpoint

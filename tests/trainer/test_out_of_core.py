@@ -17,8 +17,8 @@ from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.stored_dataset import read_stored_dataset, store_dataset
 from trainer.data.undirected import both_ways
 from trainer.partition import make
-from trainer.partition.assign import assign_parts, choose_method
 from trainer.partition.make import PartitionSpec, make_partition
+from trainer.partition.methods.assign import assign_parts, choose_method
 from trainer.partition.verify import verify_partition
 from trainer.sources.load import load_dataset
 from trainer.store.manifest import manifest_digest, read_manifest

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from graphs import bipartite, empty, graph, odd, ring, skewed, star
 from partition_kit import assert_whole, by_hand, odd_types, with_nodes, written
 from trainer.core.errors import PartitionError
-from trainer.partition.assign import assign_parts
 from trainer.partition.cut import relabel
+from trainer.partition.methods.assign import assign_parts
 from trainer.partition.verify import verify_partition
 from trainer.partition.write import write_partition
 from trainer.store.manifest import manifest_digest, read_manifest

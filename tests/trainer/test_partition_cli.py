@@ -12,11 +12,11 @@ from graphs import DEBIAN, NO_DEBIAN, bipartite, blocks, ring
 from partition_kit import NODE, OPTIONS, by_hand, flip_byte, spec, with_nodes, written
 from trainer.core.errors import DataError, PartitionError
 from trainer.core.schema import HOMO_EDGE
-from trainer.partition.assign import assign_parts
 from trainer.partition.cli import partition
 from trainer.partition.clusters import with_clusters
 from trainer.partition.inspect import describe, render
 from trainer.partition.make import make_partition
+from trainer.partition.methods.assign import assign_parts
 from trainer.partition.verify import verify_partition
 from trainer.partition.write import write_partition
 from trainer.sources.load import load_dataset

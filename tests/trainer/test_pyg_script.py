@@ -14,7 +14,7 @@ from torch_geometric.data import Data, HeteroData
 
 from train_kit import run_script
 from trainer.data.memory import dataset_of
-from trainer.partition.assign import assign_parts
+from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 
 NODES = """

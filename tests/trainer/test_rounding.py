@@ -18,8 +18,8 @@ from service_kit import client_of, rows_of, serving
 from trainer.core.errors import DataError, PartitionError, WireError
 from trainer.core.rounding import from_int8, rounds, row_bytes, take_scaled, to_float16, to_int8
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
-from trainer.partition.assign import assign_parts
 from trainer.partition.inspect import describe
+from trainer.partition.methods.assign import assign_parts
 from trainer.partition.verify import verify_partition
 from trainer.partition.write import write_partition
 from trainer.sampler.dist_graph import DistGraph

@@ -390,6 +390,15 @@ def test_a_folder_without_edges_is_refused_with_its_columns(tmp_path: Path) -> N
         draft_tables(tmp_path)
 
 
+def test_a_table_of_both_csv_and_parquet_files_is_not_left_out_of_a_draft(tmp_path: Path) -> None:
+    shop(tmp_path)
+    (tmp_path / "visits").mkdir()
+    for name in ("2024.parquet", "2025.csv"):
+        (tmp_path / "visits" / name).touch()
+    with pytest.raises(DataError, match=r"visits: files of a table must be .*2024\.parquet and 2025\.csv"):
+        draft_tables(tmp_path)
+
+
 def test_texts_become_columns_of_zeros_and_ones_after_the_features(tmp_path: Path) -> None:
     graph = load(shop(tmp_path), with_keys(user={"one_hot": "segment"}), tmp_path / "work")
     plain = load(shop(tmp_path), SHOP, tmp_path / "plain").nodes["user"].attrs["x"]

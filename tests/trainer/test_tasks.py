@@ -22,7 +22,7 @@ from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import LoaderSettings
 from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
 from trainer.loader.link_seeds import link_inputs
-from trainer.partition.assign import assign_parts
+from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train

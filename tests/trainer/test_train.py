@@ -25,7 +25,7 @@ from trainer.core.errors import DataError, SettingsError, TrainingError
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.nn.layers import SAGEConv
 from trainer.nn.models import BlockModel
-from trainer.partition.assign import assign_parts
+from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.epoch import evaluate, train_epoch

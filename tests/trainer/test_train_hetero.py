@@ -14,7 +14,7 @@ from train_kit import curve, job, metrics, run_ranks, write_parts
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.ranks import Ranks
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.partition.assign import assign_parts
+from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train

@@ -20,7 +20,7 @@ from trainer.core.batch import Batch, Block
 from trainer.core.ranks import RankGroup
 from trainer.graph.open import Graph
 from trainer.loader.block_loader import BlockLoader
-from trainer.partition.assign import assign_parts
+from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.sources.load import load_dataset
 from trainer.train.device_sampling import Sampling, SamplingChoice, choose_sampling, plan_sampling

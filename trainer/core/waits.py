@@ -131,7 +131,7 @@ def report_uncaught(environ: Mapping[str, str] = os.environ) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
-        with suppress(Exception):
+        with suppress(Exception):  # the exception that ends the process has been printed, and matters more
             report_expired(error)
 
     hook.reports_waits = True  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-_INSTALL = "pip install 'gnnfleet[cuda12]' or, for CUDA 13, 'gnnfleet[cuda13]'"
+_INSTALL = "pip install 'numba-cuda[cu12]' or, for CUDA 13, 'numba-cuda[cu13]'"
 
 
 def simulator_wanted() -> bool:

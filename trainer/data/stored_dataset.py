@@ -15,6 +15,7 @@ from trainer.core.arrays import Array
 from trainer.core.files import write_whole
 from trainer.core.schema import type_name, type_of
 from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.store.npy import map_npy
 
 _INDEX = "dataset.json"
 
@@ -82,5 +83,5 @@ def _npy_file(values: Array, folder: Path) -> Path | None:
 
 
 def _opened(path: Path) -> Array:
-    values = np.load(path, mmap_mode="r")
+    values = map_npy(path)
     return values if values.size and values.ndim else np.array(values)

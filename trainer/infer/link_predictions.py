@@ -23,6 +23,7 @@ from trainer.infer.prediction_files import (
     write_table,
 )
 from trainer.sampler.types import RowRequest
+from trainer.store.npy import map_npy
 
 MOST_PAIRS = 10**10  #: most pairs of source and target that are scored unless the user asks for more
 
@@ -66,7 +67,7 @@ def write_link_predictions(out: Path, graph: Graph, links: LinkEmbeddings, count
 
 
 def _write_part(folder: Path, graph: Graph, target: str, parquet: bool) -> None:
-    ids, best, scores = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("id", "targets", "scores"))
+    ids, best, scores = (map_npy(folder / f"{name}.npy") for name in ("id", "targets", "scores"))
     name = id_attr(graph, target)
 
     def target_ids(nodes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -29,6 +29,7 @@ from trainer.infer.prediction_files import (
 from trainer.loader.block_loader import as_label
 from trainer.sampler.types import RowRequest
 from trainer.sources.read_tables import CATEGORIES, COLUMNS
+from trainer.store.npy import map_npy
 from trainer.train.tasks.regression import Regression
 from trainer.train.tasks.task import Labels, Task
 
@@ -58,7 +59,7 @@ def write_node_predictions(
 
 
 def _write_part(folder: Path, array: str, task: Task, names: Sequence[str] | None, parquet: bool) -> None:
-    values, ids = np.load(folder / f"{array}.npy", mmap_mode="r"), np.load(folder / "id.npy", mmap_mode="r")
+    values, ids = map_npy(folder / f"{array}.npy"), map_npy(folder / "id.npy")
 
     def blocks() -> Iterator[list[list[Any]]]:
         for begin in range(0, len(values), ROWS_AT_ONCE):

@@ -15,7 +15,7 @@ from trainer.core.errors import SettingsError
 from trainer.core.schema import AnyType, EdgeType
 from trainer.graph.open import Graph
 from trainer.sampler.settings import check_settings
-from trainer.sampler.types import SampleSettings, TimeRule
+from trainer.sampler.types import GraphSchema, SampleSettings, TimeRule
 from trainer.store.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -262,3 +262,17 @@ class OutputOptions:
     transform_sampler_output: Callable[[Any], Any] | None = None
     on_threads: bool = False  #: call the transforms in the sampler threads
     custom_cls: Callable[[], Any] | None = None  #: returns a new empty batch; for partitions and stores only
+
+
+def induced_settings(schema: GraphSchema) -> SampleSettings:
+    """Return settings for the subgraph induced by the seeds: no further nodes, all edges between the seeds."""
+    return SampleSettings(dict.fromkeys(schema.edges, (0,)), induced=True, edge_ids=True, ask_again=False)
+
+
+def check_homogeneous(graph: Graph, what: str) -> None:
+    if graph.manifest.hetero:
+        one_type = "HeteroData.to_homogeneous()" if graph.source is not None else "a partition of its to_homogeneous()"
+        raise SettingsError(
+            f"{what} takes homogeneous graphs only, as in torch_geometric, but the graph is heterogeneous;"
+            f" pass {one_type}, or use DistNeighborLoader or DistClusterLoader"
+        )

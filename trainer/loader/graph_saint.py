@@ -28,12 +28,19 @@ from trainer.graph.in_memory import as_graph
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedShare
-from trainer.loader.arguments import AttrNames, OutputOptions, load_options, wanted_attrs, whole_number
+from trainer.loader.arguments import (
+    AttrNames,
+    OutputOptions,
+    check_homogeneous,
+    induced_settings,
+    load_options,
+    wanted_attrs,
+    whole_number,
+)
 from trainer.loader.edge_endpoints import EdgeEndpoints, add_edges, all_edges, edges_in_order
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import BatchSeeds, PyGLoader
 from trainer.loader.saint_draws import SaintEdgeDraw, SaintNodeDraw, visited_by_walks
-from trainer.loader.subgraph_loaders import check_homogeneous, induced_settings
 from trainer.sampler.types import SeedSet
 
 _NORM_EPOCH = -1  #: epoch number in the random keys of the subgraphs from which the normalisation is estimated

@@ -12,11 +12,11 @@ import yaml
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.memory import parse_size
 from trainer.core.remote_settings import WireRows
-from trainer.partition.assign import BALANCES, KEEP, METHODS
 from trainer.partition.convert import convert_partition, export_partition, repartition_spec
 from trainer.partition.diff import diff_partitions, render_diff
 from trainer.partition.inspect import describe, render
 from trainer.partition.make import PartitionSpec, make_partition
+from trainer.partition.methods.assign import BALANCES, KEEP, METHODS
 from trainer.partition.verify import verify_partition
 
 _ROWS = "Round floating-point features to float16, or to int8 with a scale per row."

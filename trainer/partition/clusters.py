@@ -12,8 +12,8 @@ from trainer.core.compiled import njit
 from trainer.core.errors import PartitionError
 from trainer.core.schema import NodeType
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.partition.assign import PartitionAssignment, assign_parts
 from trainer.partition.cut import Relabelling, relabel
+from trainer.partition.methods.assign import PartitionAssignment, assign_parts
 
 CLUSTER = "cluster"  #: name of the node attribute
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from trainer.core.errors import PartitionError
 from trainer.core.remote_settings import WireRows
-from trainer.partition.assign import KEEP, METHODS, fanouts_of, made_by
-from trainer.partition.frequency import Fanouts
 from trainer.partition.make import PartitionSpec, StageTimer, counts_text, make_partition
+from trainer.partition.methods.assign import KEEP, METHODS, fanouts_of, made_by
+from trainer.partition.methods.frequency import Fanouts
 from trainer.partition.pyg_writer import check_empty, write_pyg
 from trainer.partition.restore import restore_graph
 from trainer.partition.source import DATASET, open_source

@@ -19,7 +19,8 @@ from trainer.data.dataset import Dataset
 from trainer.data.hold_out import HELD_OUT
 from trainer.data.options import SourceOptions, parse_options
 from trainer.data.stored_dataset import read_stored_dataset, store_dataset
-from trainer.partition.assign import (
+from trainer.partition.folder import check_same_graph, describe_partition, is_compared, reusable
+from trainer.partition.methods.assign import (
     KEEP,
     PartitionAssignment,
     assign_parts,
@@ -29,8 +30,7 @@ from trainer.partition.assign import (
     read_assignment,
     store_assignment,
 )
-from trainer.partition.folder import check_same_graph, describe_partition, is_compared, reusable
-from trainer.partition.frequency import Fanouts
+from trainer.partition.methods.frequency import Fanouts
 from trainer.partition.restore import PartitionedGraph
 from trainer.partition.source import DATASET, PartitionSource, open_source
 from trainer.partition.work_folder import WorkFolder, work_folder

@@ -21,9 +21,9 @@ from trainer.core.remote_settings import WireRows
 from trainer.core.row_sort import Column, Scratch
 from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.data.dataset import Dataset, EdgeData, NodeData, is_time
-from trainer.partition.assign import PartitionAssignment
 from trainer.partition.cut import EdgeCut, Relabelling, Span, relabel
 from trainer.partition.folder import reusable, staged
+from trainer.partition.methods.assign import PartitionAssignment
 from trainer.partition.part_arrays import PartArray, PartAttr, attr_spec, pieces_by_part
 from trainer.partition.work_folder import WorkFolder
 from trainer.store.manifest import (

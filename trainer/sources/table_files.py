@@ -26,10 +26,15 @@ def table_files(table: Table, folder: Path, where: str) -> list[Path]:
         if not paths:
             raise DataError(f"{where}: {folder / pattern} does not exist or has no CSV or Parquet file")
         found += [path for path in paths if path not in found]
-    kinds = {is_parquet(path) for path in found}
-    if len(kinds) > 1:
-        raise DataError(f"{where}: files of a table must be all CSV or all Parquet, found {found[0]} and others")
+    other = next((path for path in found if is_parquet(path) != is_parquet(found[0])), None)
+    if other is not None:
+        raise DataError(f"{where}: files of a table must be all CSV or all Parquet, found {found[0]} and {other.name}")
     return found
+
+
+def has_files(path: Path) -> bool:
+    """Whether a file exists, or a folder has CSV or Parquet files."""
+    return bool(_expand(path))
 
 
 def _expand(pattern: Path) -> list[Path]:

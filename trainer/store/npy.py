@@ -1,9 +1,10 @@
-"""Writes .npy files in chunks, computes their sha256 and syncs them to disk."""
+"""Memory-maps .npy files; writes them in chunks, computes their sha256 and syncs them to disk."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,21 @@ from trainer.core.files import sync_path
 from trainer.store.manifest import FileEntry
 
 _CHUNK_BYTES = 8 << 20
+
+_one_header = threading.Lock()  # Python 3.11's parser may raise SystemError if threads parse at once (cpython 106905)
+
+
+def map_npy(path: Path) -> np.memmap[Any, Any]:
+    """Memory-map a .npy file read-only. Several threads may call this at once.
+
+    Raises ``OSError`` if the file cannot be read, and ``ValueError`` if it has no array. For damaged headers, numpy may
+    raise other types of exceptions.
+    """
+    with _one_header:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, np.memmap):
+        raise ValueError("it is an archive, not an array")
+    return array
 
 
 class NpyWriter:

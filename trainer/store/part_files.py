@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,14 +22,13 @@ from trainer.core.arrays import Array
 from trainer.core.errors import PartitionError
 from trainer.core.files import read_regular, write_whole
 from trainer.store.manifest import FileEntry, Manifest
+from trainer.store.npy import map_npy
 
 _NOTE = ".gnnfleet-ranges.json"
 
 _SETTLED_NS = 2_000_000_000  #: ns after a change of a file from which on a further change surely gets another mtime
 
 _CHUNK = 1 << 20  #: number of ids checked at a time
-
-_one_header = threading.Lock()  # Python 3.11's parser may raise SystemError if threads parse at once (cpython 106905)
 
 _FIX = "send or make the part again (partition verify lists all problems)"
 
@@ -43,10 +41,7 @@ def map_array(path: Path) -> Array:
     """
     try:
         size = _regular_size(path)
-        with _one_header:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        if not isinstance(array, np.memmap):
-            raise ValueError("it is an archive, not an array")
+        array = map_npy(path)
     except (FileNotFoundError, NotADirectoryError):
         raise PartitionError(
             f"{path} is missing; send or make the part again (partition verify lists all problems)"

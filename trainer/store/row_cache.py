@@ -15,6 +15,7 @@ import numpy.typing as npt
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import PartitionError
 from trainer.core.schema import NodeType
+from trainer.store.npy import map_npy
 
 _INDEX = "cache.json"
 
@@ -104,5 +105,4 @@ def _columns(root: Path, place: int, names: list[str]) -> dict[str, Array]:
 
 
 def _map(path: Path) -> Array:
-    array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-    return array.view(np.ndarray)  # kernels are compiled for plain arrays
+    return map_npy(path).view(np.ndarray)  # kernels are compiled for plain arrays

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.node.child_process import Loop
-from launcher.node.json_reader import WAIT, checked
+from launcher.node.json_reader import checked
+from launcher.node.json_records import WAIT
 from launcher.node.peers.link import Link, Message, listen, proof, proven
 from launcher.node.peers.model import (
     Cause,

@@ -202,7 +202,7 @@ def _extract(archive: str, folder: str) -> None:
         if os.waitpid(os.posix_spawnp("tar", argv, os.environ, file_actions=actions), 0)[1] == 0:
             return
     except OSError:
-        pass
+        pass  # there is no such program
     import tarfile
 
     with tarfile.open(archive) as tar:

@@ -139,7 +139,7 @@ def archive(run_dir: str, generation: int) -> None:
     deleted.
     """
     folder = os.path.join(run_dir, "attempts", str(generation))
-    with suppress(OSError):
+    with suppress(OSError):  # a full disk must not prevent the next attempt
         os.makedirs(folder, exist_ok=True)
         shutil.copy(os.path.join(run_dir, "state.json"), folder)
     for pattern in _MOVED:
@@ -184,7 +184,7 @@ def newest_checkpoint(run_dir: str, idle: Idle = lambda seconds: None) -> dict[s
     """
     folder = os.path.join(run_dir, "checkpoints")
     names: list[str] = []
-    with suppress(OSError):
+    with suppress(OSError):  # this node has saved none
         names = os.listdir(folder)
     matches = [match for match in map(_CHECKPOINT.fullmatch, names) if match]
     for match in sorted(matches, key=_position, reverse=True):

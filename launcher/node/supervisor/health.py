@@ -10,16 +10,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from launcher.node.diagnostics import stacks
+from launcher.node.diagnostics.expired_waits import Culprit, Processes, describe, read_wait, server_lines, verdict
+from launcher.node.diagnostics.stall_detector import StallDetector
+from launcher.node.diagnostics.vitals import Vitals
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
 from launcher.node.peers.model import Peers
-from launcher.node.supervisor import stacks
-from launcher.node.supervisor.expired_waits import Culprit, Processes, describe, read_wait, server_lines, verdict
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.outcomes import OutcomeBook
 from launcher.node.supervisor.spec import NodeSpec
-from launcher.node.supervisor.stall_detector import StallDetector
-from launcher.node.supervisor.vitals import Vitals
 
 Finding = dict[str, Any]
 

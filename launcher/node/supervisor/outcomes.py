@@ -12,7 +12,8 @@ from typing import Any
 
 from launcher.node import leases, procs
 from launcher.node.child_process import Child, Loop, outcome
-from launcher.node.json_reader import OUTCOME, STARTED, record_in
+from launcher.node.json_reader import record_in
+from launcher.node.json_records import OUTCOME, STARTED
 from launcher.node.peers.model import Cause
 from launcher.node.record import why_unwritten, write_json
 from launcher.node.supervisor.journal import Journal

@@ -20,7 +20,7 @@ if not __package__:  # run as a file: make the package above importable
 
 from launcher.node import procs
 from launcher.node.child_process import Child, Loop, outcome
-from launcher.node.supervisor.oom import OomWatch
+from launcher.node.diagnostics.oom import OomWatch
 from launcher.node.supervisor.outcomes import write_or_mail
 
 _GLANCE = 0.05  # seconds between two checks for the graph server's ready file

@@ -10,9 +10,9 @@ from typing import Any
 
 from launcher.node import procs
 from launcher.node.child_process import Child, Loop, outcome
+from launcher.node.diagnostics.oom import OomWatch
 from launcher.node.exit_description import describe
 from launcher.node.supervisor.journal import Journal
-from launcher.node.supervisor.oom import OomWatch
 from launcher.node.supervisor.spec import NodeSpec
 
 _FIRST_PAUSE = 0.5  # seconds before the first restart of a server; doubled with each restart

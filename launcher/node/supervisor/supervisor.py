@@ -20,6 +20,7 @@ if not __package__:  # run as a file: make the package above importable
 
 from launcher.node import leases, procs
 from launcher.node.child_process import Child, Loop, outcome, signal_name
+from launcher.node.diagnostics.oom import OomWatch
 from launcher.node.exit_description import describe, describe_stop
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
@@ -27,7 +28,6 @@ from launcher.node.peers.model import Cause, NoPeers, Order, Peers, make_cause, 
 from launcher.node.supervisor.attempt import read_returns, standing_of
 from launcher.node.supervisor.health import DepartedNodes, Finding, Health
 from launcher.node.supervisor.journal import Journal, stop_request
-from launcher.node.supervisor.oom import OomWatch
 from launcher.node.supervisor.outcomes import Ended, Mailbox, OutcomeBook, describe_leases, take_leases
 from launcher.node.supervisor.processes import RankRunners, complete_outcomes, end_processes
 from launcher.node.supervisor.rendezvous import Restarts, connect

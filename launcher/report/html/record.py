@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import FleetError
-from launcher.node.json_reader import EVENT, OUTCOME, checked, records
+from launcher.node.json_reader import checked, records
+from launcher.node.json_records import EVENT, OUTCOME
 from launcher.report.html.series import Series, read_series
 from launcher.report.metrics import metrics_lines
 from launcher.report.outcome import Outcome

@@ -36,10 +36,9 @@ def written(report: RunReport) -> RunReport:
 
 
 def _with_html(report: RunReport) -> RunReport:
-    # Any error becomes a note, so that the report can still be printed.
     try:
         write_html(report.folder)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # also of a bug: the report must still be printed
         why = error if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
         return replace(report, notes=(*report.notes, f"report.html could not be created: {why}"))
     return report

@@ -23,6 +23,7 @@ from trainer.data.raw_arrays import RawArray, RawGraph
 from trainer.data.work_arrays import Piece, WorkArrays, assembled
 from trainer.partition.foreign.dgl import EDGE_NAMES, NODE_NAMES, as_mask, renamed
 from trainer.partition.foreign.types import ForeignFormat, ForeignGraph, part_numbers
+from trainer.store.npy import map_npy
 
 METADATA, PARTITION = "metadata.json", "partition_meta.json"
 
@@ -37,7 +38,7 @@ class _Chunks:
         try:
             if self.kind == "csv":
                 return _read_csv(path, self.delimiter)
-            return np.load(path, mmap_mode="r", allow_pickle=False) if self.kind == "numpy" else _read_parquet(path)
+            return map_npy(path) if self.kind == "numpy" else _read_parquet(path)
         except FileNotFoundError:
             raise DataError(f"{path} is missing; copy all files of the chunked graph") from None
         except (OSError, ValueError, EOFError) as error:

@@ -18,6 +18,7 @@ from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_NODE, NodeType
 from trainer.data.raw_arrays import RawArray, RawGraph
 from trainer.partition.foreign.tensor_files import load_tensors, tensor_array
+from trainer.store.npy import map_npy
 
 _SPLITS = ("train", "val", "valid", "test")
 
@@ -143,6 +144,6 @@ def _joined(arrays: list[RawArray]) -> RawArray:
 
 def _load_npy(path: Path) -> RawArray:
     try:
-        return RawArray(np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray), str(path))
+        return RawArray(map_npy(path).view(np.ndarray), str(path))
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} cannot be read as a numpy array: {error}") from error

@@ -12,9 +12,17 @@ import numpy as np
 from trainer.core.arrays import Array
 from trainer.core.row_sort import Scratch
 from trainer.data.dataset import Dataset
-from trainer.partition.balance import SLACK, JoinedNodes, Part, balance_parts, fill_up, joined_adjacency, node_classes
-from trainer.partition.clustering import WeightedGraph, clusters_of, contracted
-from trainer.partition.metis import bytes_needed, weighted_parts, without_empty_parts
+from trainer.partition.methods.balance import (
+    SLACK,
+    JoinedNodes,
+    Part,
+    balance_parts,
+    fill_up,
+    joined_adjacency,
+    node_classes,
+)
+from trainer.partition.methods.clustering import WeightedGraph, clusters_of, contracted
+from trainer.partition.methods.metis import bytes_needed, weighted_parts, without_empty_parts
 
 _FIRST_CLUSTERS = 256  #: at the first contraction, a part has room for this many clusters of the largest size
 

@@ -1,6 +1,6 @@
 """Program: fetches the parts of one node of an exported run from ``data.store``. ``fetch_in_pod.py RUN``, in a pod.
 
-RUN: folder with the ConfigMap of the run (``launcher.node.supervisor.exported_run``); ``fetch`` in ``node<k>.json`` has
+RUN: folder with the ConfigMap of the run (``launcher.node.pods.exported_run``); ``fetch`` in ``node<k>.json`` has
 
 - ``url`` and ``options`` of the store
 - ``folder``: the partition folder in the pod
@@ -25,12 +25,12 @@ if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
 
 from launcher.node.exit_description import size
+from launcher.node.pods.exported_run import FETCHED, ExportedNode, Unusable, run_program
 from launcher.node.record import write_json
 from launcher.node.remote_folder import RemoteFolder, StoreError
 from launcher.node.store.fetch_parts import fetch_parts
 from launcher.node.store.part_files import OtherParts, stored_files
 from launcher.node.store.progress_lines import ProgressLines
-from launcher.node.supervisor.exported_run import FETCHED, ExportedNode, Unusable
 
 _PAUSE = 10.0  # seconds between two tries
 
@@ -67,7 +67,10 @@ class PodProgress(ProgressLines):
 
 
 def fetch_for(node: ExportedNode) -> None:
-    """Fetch the parts of a node. Tries again while the store is not reachable. Raises StoreError and OSError."""
+    """Fetch the parts of a node. Tries again while the store is not reachable.
+
+    Raises StoreError, OSError, and Unusable if the store has no parts or others than those of the run.
+    """
     content = node.node_file()
     spec = content["fetch"]
     os.makedirs(node.run_dir, exist_ok=True)
@@ -90,6 +93,8 @@ def fetch_for(node: ExportedNode) -> None:
             lines.finish()
             print(f"the parts are complete in {spec['folder']}", flush=True)
             return
+        except OtherParts as error:
+            raise Unusable(str(error)) from None
         except StoreError as error:
             if lines.bytes > seen:
                 seen, deadline = lines.bytes, time.monotonic() + node.export["wait"]
@@ -100,18 +105,11 @@ def fetch_for(node: ExportedNode) -> None:
 
 
 def main() -> int:
-    try:
+    def fetch() -> int:
         fetch_for(ExportedNode(sys.argv[1], os.environ))
         return 0
-    except (Unusable, OtherParts) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except StoreError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr, flush=True)
-        return 1
+
+    return run_program(fetch)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from trainer.core.rng import GOLDEN, hashed
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import EdgeType, NodeType, type_name, type_of
 from trainer.data.dataset import Dataset
-from trainer.partition.balance import JoinedNodes, Part
-from trainer.partition.frequency import Fanouts, frequency_assignment
-from trainer.partition.metis import metis_assignment, metis_memory
-from trainer.partition.streaming import streaming_assignment
+from trainer.partition.methods.balance import JoinedNodes, Part
+from trainer.partition.methods.frequency import Fanouts, frequency_assignment
+from trainer.partition.methods.metis import metis_assignment, metis_memory
+from trainer.partition.methods.streaming import streaming_assignment
 from trainer.store.manifest import Manifest
 
 METHODS = ("auto", "metis", "streaming", "frequency", "random", "hash")

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from launcher.node.supervisor.vitals import PHASES
+from launcher.node.diagnostics.vitals import PHASES
 
 Entry = Mapping[str, Any]  # one rank's values, as in Vitals.ranks
 

@@ -1,4 +1,4 @@
-"""The files of an exported run as a pod sees them, and waiting for the run's other pods."""
+"""The files of an exported run as a pod sees them, waiting for the run's other pods, and errors of pods' programs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from launcher.node.record import read_json, write_json
+from launcher.node.remote_folder import StoreError
 
 FORMAT, VERSION = "gnnfleet-export", 1
 
@@ -36,6 +37,24 @@ class Unusable(Exception):
 
 class TooLate(Exception):
     """Something that other pods do has not happened in time."""
+
+
+def run_program(program: Callable[[], int]) -> int:
+    """Run the program of a pod and return its exit status.
+
+    Unusable, TooLate, StoreError and OSError are printed; the status is then 2 (Unusable) or 1.
+    """
+    status = 1
+    try:
+        return program()
+    except Unusable as error:
+        text, status = str(error), 2
+    except (TooLate, StoreError) as error:
+        text = str(error)
+    except OSError as error:
+        text = (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error))
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    return status
 
 
 class ExportedNode:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from launcher.node import procs
+from launcher.node.diagnostics.process_state import STOPPED, ProcessWatch
 from launcher.node.record import stamp
-from launcher.node.supervisor.process_state import STOPPED, ProcessWatch
 
 SIGNAL = signal.SIGRTMAX - 4  #: as in site/sitecustomize.py
 

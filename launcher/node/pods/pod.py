@@ -32,10 +32,11 @@ from typing import Any
 if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
 
-from launcher.node.json_reader import RESULT, record_in
+from launcher.node.json_reader import record_in
+from launcher.node.json_records import RESULT
+from launcher.node.pods.exported_run import CODE_FOLDER, POLL, ExportedNode, Unusable, resolves, run_program
 from launcher.node.record import read_json, write_json, write_text
 from launcher.node.supervisor.attempt import archive, newest_checkpoint
-from launcher.node.supervisor.exported_run import CODE_FOLDER, POLL, ExportedNode, TooLate, Unusable, resolves
 from launcher.node.watch import Watcher
 
 
@@ -76,7 +77,7 @@ class Pod(ExportedNode):
 
     @staticmethod
     def _attempt(run_dir: str) -> int:
-        with suppress(OSError, ValueError, TypeError, KeyError):
+        with suppress(OSError, ValueError, TypeError, KeyError):  # none has begun, or the file cannot be read now
             return int(read_json(os.path.join(run_dir, "attempt.json"))["attempt"])
         return -1
 
@@ -202,30 +203,26 @@ def _cpus() -> int:
     return count
 
 
+def alive(options: argparse.Namespace) -> int:
+    return 0 if Pod(options.run, os.environ).alive() else 1
+
+
+def run_node(options: argparse.Namespace) -> int:
+    pod = Pod(options.run, os.environ)
+    pod.await_parts()
+    attempt = pod.begin_attempt()
+    pod.await_others(attempt)
+    pod.await_names()
+    return pod.supervise(pod.write_files(options.secrets, attempt))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="pod.py", description="Runs one node of an exported run.")
     parser.add_argument("run", help="folder with the ConfigMap of the run")
     parser.add_argument("secrets", nargs="?", default="", help="folder with the Secret of the run")
     parser.add_argument("--alive", action="store_true", help="check that the heartbeat of this node is recent")
     options = parser.parse_args()
-    try:
-        pod = Pod(options.run, os.environ)
-        if options.alive:
-            return 0 if pod.alive() else 1
-        pod.await_parts()
-        attempt = pod.begin_attempt()
-        pod.await_others(attempt)
-        pod.await_names()
-        return pod.supervise(pod.write_files(options.secrets, attempt))
-    except Unusable as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except TooLate as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr, flush=True)
-        return 1
+    return run_program(partial(alive if options.alive else run_node, options))
 
 
 if __name__ == "__main__":

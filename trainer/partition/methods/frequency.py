@@ -19,8 +19,8 @@ from trainer.core.compiled import njit
 from trainer.core.errors import PartitionError
 from trainer.core.schema import EdgeType, NodeType
 from trainer.data.dataset import Dataset
-from trainer.partition.balance import TRAIN, JoinedNodes, NodeClasses, Part, node_classes
-from trainer.partition.metis import metis_assignment, without_empty_parts
+from trainer.partition.methods.balance import TRAIN, JoinedNodes, NodeClasses, Part, node_classes
+from trainer.partition.methods.metis import metis_assignment, without_empty_parts
 
 Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]  #: per hop, seeds outward; for all edge types, or per type
 

@@ -17,7 +17,15 @@ from trainer.core.compiled import njit
 from trainer.core.errors import PartitionError
 from trainer.core.rng import GOLDEN, fraction, mix
 from trainer.data.dataset import Dataset
-from trainer.partition.balance import SLACK, JoinedNodes, Part, balance_parts, fill_up, joined_adjacency, node_classes
+from trainer.partition.methods.balance import (
+    SLACK,
+    JoinedNodes,
+    Part,
+    balance_parts,
+    fill_up,
+    joined_adjacency,
+    node_classes,
+)
 
 #: METIS's memory and time grow with the edges (about 90 bytes each over all levels). Above this mean degree it gets a
 #: sample of the edges; the refinement afterwards uses all of them.

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.node.json_reader import WAIT, record_in
-from launcher.node.supervisor import stacks
-from launcher.node.supervisor.process_state import STOPPED
+from launcher.node.diagnostics import stacks
+from launcher.node.diagnostics.process_state import STOPPED
+from launcher.node.json_reader import record_in
+from launcher.node.json_records import WAIT
 
 Wait = Mapping[str, Any]  # as in procs/wait-rank<r>.json, with "at" instead of "stack"
 

@@ -1,0 +1,131 @@
+"""Preflight before a launch, and ``gnnfleet check``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.filesize import decimal
+from rich.text import Text
+
+from launcher.config.resolve import ResolvedConfig, resolve
+from launcher.config.schema import ClusterConfig
+from launcher.errors import FleetError, TransportError
+from launcher.plan.build import final_plan, offline_plan
+from launcher.plan.model import LaunchPlan
+from launcher.plan.script_imports import unsent_modules
+from launcher.preflight.finding import Finding, Severity
+from launcher.preflight.preflight import run_preflight
+from launcher.preflight.preflight_report import PreflightReport, print_findings, verdict
+from launcher.report.explain import hint
+from launcher.run.options import LaunchOptions
+from launcher.sync.verify_parts import PartsDiffer, verify
+from launcher.text import count
+from launcher.transport import Opened, close_all, connect_all
+from launcher.transport.base import Transport
+
+
+def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
+    """Run preflight and print the findings; return the exit status: 0, or 3 if a finding blocks the run."""
+    resolved, draft = _drafted(config, options)
+    attempts = connect_all(resolved)
+    try:
+        report = preflight_of_draft(resolved, attempts, draft, options.own_command, run_id=options.run_id or "")
+        if resolved.data.mode == "verify" and not resolved.data.serving and not report.blocked:
+            with console.status("comparing the files of the parts with their manifest"):
+                found = _compared_parts(resolved, options, report, attempts)
+            report = replace(report, findings=(*report.findings, *found))
+    finally:
+        close_all(attempts)
+    show_findings(report, options.config, console)
+    console.print(Text(verdict(report, len(resolved.nodes)), "bold red" if report.blocked else "bold green"))
+    if options.as_json:
+        click.echo(json.dumps(asdict(report), indent=1))
+    return 3 if report.blocked else 0
+
+
+def _compared_parts(
+    config: ResolvedConfig, options: LaunchOptions, report: PreflightReport, attempts: Opened
+) -> list[Finding]:
+    plan = final_plan(config, run_id=options.run_id or "check", facts=report.facts, own_command=options.own_command)
+    holding = [node.node_rank for node in plan.nodes if node.parts]
+
+    def finding(k: int, severity: Severity, message: str, remedy: str = "") -> Finding:
+        return Finding(k, config.nodes[k].host, severity, "parts", message, remedy)
+
+    try:
+        checked = verify(plan, {k: one for k, one in attempts.items() if isinstance(one, Transport)})
+    except PartsDiffer as error:
+        return [finding(k, "block", _some(texts), error.REMEDY) for k, texts in error.by_node.items()]
+    except FleetError as error:
+        return [finding(holding[0], "block", str(error))]
+    text = f"all {count(checked.files, 'file')} ({decimal(checked.bytes)}) match the manifest"
+    return [finding(k, "ok", text) for k in holding]
+
+
+def check_over(config: ClusterConfig, options: LaunchOptions, attempts: Opened) -> PreflightReport:
+    """Run preflight over the open connections ``attempts`` and return its report; prints nothing."""
+    resolved, draft = _drafted(config, options)
+    return preflight_of_draft(resolved, attempts, draft, options.own_command, run_id=options.run_id or "")
+
+
+def _drafted(config: ClusterConfig, options: LaunchOptions) -> tuple[ResolvedConfig, LaunchPlan]:
+    resolved = resolve(config)
+    return resolved, offline_plan(resolved, options.run_id or "check", options.own_command)
+
+
+def preflight_of_draft(
+    config: ResolvedConfig,
+    attempts: Mapping[int, Transport | TransportError],
+    draft: LaunchPlan,
+    own_command: Sequence[str],
+    *,
+    run_id: str,
+) -> PreflightReport:
+    """Run preflight for the nodes of the plan ``draft``.
+
+    Also checks the disk space for the plan's files, without parts that do not exist yet, and that the modules that the
+    user's script imports are sent. ``attempts``: connection or error of each node, by node_rank.
+    """
+    report = run_preflight(
+        config,
+        attempts,
+        own_command=bool(draft.own_command),
+        bytes_needed={node.node_rank: draft.sent_bytes(node) for node in draft.nodes},
+        run_id=run_id,
+    )
+    found = sorted([*report.findings, *_unsent(draft, own_command)], key=lambda finding: finding.node_rank)
+    return replace(report, findings=tuple(found))
+
+
+def _unsent(draft: LaunchPlan, own_command: Sequence[str]) -> Iterator[Finding]:
+    training = [node for node in draft.nodes if node.ranks]
+    if not (own_command and training):
+        return
+    sent = [Path(file.source) for file in training[0].files if file.source]
+    for one in unsent_modules(own_command, sent, Path.cwd()):
+        for node in training:
+            yield Finding(node.node_rank, node.host, "warn", "files", one.message, one.remedy)
+
+
+def show_findings(report: PreflightReport, file: Path, console: Console) -> None:
+    """Print findings, the command that installs packages, and ``gnnfleet explain`` for findings that block the run.
+
+    ``file``: the cluster file; it may not exist.
+    """
+    print_findings(report, console)
+    repairable = any(one.severity == "block" and one.check in ("python", "packages") for one in report.findings)
+    if repairable and file.is_file():
+        text = f"To install the versions of this machine on all hosts: gnnfleet setup --config {file}"
+        console.print(Text(text, "bold"), soft_wrap=True)
+    if more := hint(*(finding.message for finding in report.findings if finding.severity == "block")):
+        console.print(Text(more, "dim"))
+
+
+def _some(texts: Sequence[str], most: int = 4) -> str:
+    more = [f"… and {len(texts) - most} more"] if len(texts) > most else []
+    return "\n".join([*texts[:most], *more])

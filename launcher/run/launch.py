@@ -442,7 +442,7 @@ def _some(texts: Sequence[str], most: int = 4) -> str:
 def _print_findings(report: PreflightReport, file: Path, console: Console) -> None:
     # With the command that installs packages, and ``gnnfleet explain`` commands for findings that block the run.
     print_findings(report, console)
-    repairable = any(one.severity == "block" and one.check in ("python", "packages") for one in report.findings)
+    repairable = any(one.severity != "ok" and one.check in ("python", "packages") for one in report.findings)
     if repairable and file.is_file():
         text = f"To install the versions of this machine on all hosts: gnnfleet setup --config {file}"
         console.print(Text(text, "bold"), soft_wrap=True)

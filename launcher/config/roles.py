@@ -59,6 +59,15 @@ def device_packages(node: NodeConfig) -> tuple[str, ...]:
     return ("numba_cuda",) if node.devices and node.trains else ()
 
 
+def kernel_requirement(cuda: str) -> str:
+    """Return what pip installs for kernels beside a torch for CUDA version ``cuda``, as ``numba-cuda[cu12]>=0.30``.
+
+    '' for a CUDA version that numba-cuda does not support.
+    """
+    major = cuda.split(".")[0]
+    return f"numba-cuda[cu{major}]>=0.30" if major in ("12", "13") else ""
+
+
 def lead(config: ClusterConfig) -> int:
     """Return the node_rank of the lead node: the first node that trains, or 0 if none does.
 

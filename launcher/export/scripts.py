@@ -32,7 +32,7 @@ from launcher.export.placed_plan import (
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.partition import partitioning
 from launcher.plan.placement import interpreter
-from launcher.plan.sbatch import normalized, option_lines
+from launcher.plan.sbatch import is_on, normalized, option_lines, warning_seconds
 from launcher.plan.service_key import new_key_pair
 from launcher.text import count
 
@@ -98,7 +98,7 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
         )
     values = {**_run_values(request, plan, output), **_node_values(config, plan, hosts, kind)}
     if slurm:
-        values["sbatch"] = option_lines(_job_options(config, sbatch))
+        values |= _job_values(config, sbatch)
     template = _environment().get_template("slurm.sh.j2" if slurm else "node.sh.j2")
     key = json.dumps(new_key_pair()) if plan.encrypted else ""
     return Script(template.render(values, kind=kind), key, (*_notes(config, plan), *_store_notes(config, left_out)))
@@ -143,6 +143,14 @@ def _with_devices_of_job(config: ResolvedConfig, options: Mapping[str, str]) -> 
     return replace(config, nodes=tuple(replace(node, devices=tuple(range(int(number)))) for node in config.nodes))
 
 
+def _job_values(config: ResolvedConfig, sbatch: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of the template that describe the job: its options, and what it does before its time limit."""
+    options = _job_options(config, sbatch)
+    seconds = options["signal"].rpartition("@")[2]
+    warning = int(seconds) if seconds.isdecimal() else 60  # Slurm's default
+    return {"sbatch": option_lines(options), "requeue": is_on(sbatch, "requeue"), "patience": warning // 2}
+
+
 def _job_options(config: ResolvedConfig, given: Mapping[str, str]) -> dict[str, str]:
     """Return all options of sbatch. Raises UsageError if an option in ``given`` contradicts cluster.yml."""
     node = config.nodes[0]
@@ -154,7 +162,8 @@ def _job_options(config: ResolvedConfig, given: Mapping[str, str]) -> dict[str, 
                 f"--slurm {name}={given[name]}: cluster.yml gives {options.get(name, 'none')}; change `nodes`, `procs` "
                 "or `devices` there"
             )
-    return {**options, "output": "%x-%j.log", "open-mode": "append", **given}
+    warning = f"B:USR1@{warning_seconds(given)}"
+    return {**options, "output": "%x-%j.log", "open-mode": "append", "signal": warning, **given}
 
 
 def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None) -> dict[str, Any]:

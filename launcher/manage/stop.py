@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from launcher.manage.node_views import OpenRun, if_run_exists, run_was_absent
 from launcher.plan.model import NodePlan
 from launcher.report.launch_file import LaunchFile, user_at_host
 from launcher.report.run_folder import FoundRun
-from launcher.report.verdict import NodeView, from_here, known_without_nodes, launcher_name
+from launcher.report.verdict import from_here, known_without_nodes, launcher_name
 from launcher.run.tmux_session import how_to_stop, stop_report
 from launcher.text import count
 from launcher.transport.base import Transport
@@ -40,7 +39,7 @@ _LAUNCHER_WAIT = 15.0  # seconds for a launcher to exit after SIGTERM
 @dataclass(frozen=True)
 class NodeStopResult:
     node: NodePlan
-    was: str  #: state of the node before
+    was: str  #: state of the node before, as in ``NodeView.word``; '' if unknown
     killed: tuple[str, ...] = ()  #: ``pid command`` of processes that were killed
     leftovers: tuple[str, ...] = ()  #: ``pid command`` of processes that survived SIGKILL
     trouble: str = ""  #: why it could not be stopped
@@ -68,22 +67,21 @@ class NodeStopResult:
         return values | {"killed": list(self.killed), "leftovers": list(self.leftovers), "trouble": self.trouble}
 
 
-def stop_run(run: OpenRun, views: Mapping[int, NodeView], *, now: bool) -> list[NodeStopResult]:
+def stop_run(run: OpenRun, *, now: bool) -> list[NodeStopResult]:
     """Stop all nodes of the run in parallel. ``now``: kill processes without waiting ``run.grace`` seconds."""
     nodes = run.nodes
     grace = run.found.config.run.grace if run.found.config else 5.0
     timeout = _NOW if now else grace + _EXTRA
-    answers = on_nodes(nodes, lambda k: _stop_node(nodes[k], run.attempts[k], views[k], timeout, now))
+    answers = on_nodes(nodes, lambda k: _stop_node(nodes[k], run.attempts[k], timeout, now))
     troubles = {
-        k: NodeStopResult(nodes[k], views[k].word, trouble=reason_of(error)) for k, error in answers.errors.items()
+        k: NodeStopResult(nodes[k], "unreachable" if k in run.errors else "", trouble=reason_of(error))
+        for k, error in answers.errors.items()
     }
     stopped = answers.values | troubles
     return [stopped[k] for k in sorted(stopped)]
 
 
-def _stop_node(
-    node: NodePlan, transport: Transport | TransportError, view: NodeView, timeout: float, now: bool
-) -> NodeStopResult:
+def _stop_node(node: NodePlan, transport: Transport | TransportError, timeout: float, now: bool) -> NodeStopResult:
     if isinstance(transport, TransportError):
         raise transport
     words = ["--timeout", f"{timeout:g}", "--session", node.session, "--by", user_at_host(), "--why", "gnnfleet stop"]
@@ -92,7 +90,7 @@ def _stop_node(
     if run_was_absent(done):
         return NodeStopResult(node, "not started")
     report = stop_report(done, node)
-    return NodeStopResult(node, view.word, report.killed, report.leftovers)
+    return NodeStopResult(node, report.was, report.killed, report.leftovers)
 
 
 def stop_launcher(launch: LaunchFile) -> bool:
@@ -148,9 +146,8 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
         ended = _end_here(run.found)
         console.print(Text(ended.message), soft_wrap=True)
         return ended
-    views = run.views()
     try:
-        stopped = stop_run(run, views, now=now)
+        stopped = stop_run(run, now=now)
     except KeyboardInterrupt:
         raise Interrupted(
             "interrupted; nodes that have received the stop request will stop. "

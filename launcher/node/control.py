@@ -88,14 +88,17 @@ def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, An
     """Stop the node's processes of the run; after about ``timeout`` seconds, kill them with SIGKILL.
 
     session: tmux session to close, or ''. request: content of ``control/stop``. Returns {"stopped": whether no process
-    is left, "killed", "leftovers": [{"pid", "command"}], "notes": [text]}.
+    is left, "was": state before, "killed", "leftovers": [{"pid", "command"}], "notes": [text]}.
     """
+    state = folder.state
+    was = state_word(folder, state)
     request_stop(folder, request)
     deadline = time.monotonic() + timeout
-    while (state := folder.state) and _alive(state) and time.monotonic() < deadline:
+    while state and _alive(state) and time.monotonic() < deadline:
         # state.json has the states of all nodes of the run: it is read again only once this supervisor has ended
         while _alive(state) and time.monotonic() < deadline:
             time.sleep(_POLL)
+        state = folder.state
     killed = describe(folder.running())
     supervisor = folder.supervisor()
     if supervisor is not None:  # killed first, so that it does not report the end of its children as a failure
@@ -104,7 +107,22 @@ def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, An
     if session:
         close_session(session)
     notes = [folder.damage, "" if left else release_leases(folder)]
-    return {"stopped": not left, "killed": killed, "leftovers": describe(left), "notes": [*filter(None, notes)]}
+    ended = {"killed": killed, "leftovers": describe(left)}
+    return {"stopped": not left, "was": was, **ended, "notes": [*filter(None, notes)]}
+
+
+def state_word(folder: NodeFolder, state: dict[str, Any] | None) -> str:
+    """Return the node's state in one word: that of ``result.json`` or ``state.json``, "lost" or "not started".
+
+    ``state``: content of ``state.json``.
+    """
+    alive = state is not None and _alive(state)
+    ended = result(folder)  # read after the supervisor's liveness
+    if ended is not None:
+        return str(ended["state"])
+    if state is None:
+        return "not started"
+    return str(state["state"]) if alive else "lost"
 
 
 def release_leases(folder: NodeFolder) -> str:

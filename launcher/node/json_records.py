@@ -266,6 +266,7 @@ _MESSAGE_FIELDS: dict[str, Validator] = {
     "result": RESULT,
     "lost": _LOST,
     "now": moment,
+    "was": text,
     "killed": items(_ENDED_PROCESS),
     "leftovers": items(_ENDED_PROCESS),
 }

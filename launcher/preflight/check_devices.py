@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.config.roles import kernel_requirement
 from launcher.node.exit_description import size
 from launcher.preflight.finding import Finding, Severity, Survey, listed
 from launcher.text import count
@@ -109,14 +110,18 @@ def _kernels(survey: Survey, k: int) -> Iterator[Finding]:
     probe, node, sampling = survey.probes[k], survey.config.nodes[k], survey.config.train.sampling
     if survey.own_command or not node.trains or probe["versions"].get("numba_cuda") != "":
         return
-    cuda = survey.version(k, "cuda").split(".")[0]
+    cuda = survey.version(k, "cuda")
     if not cuda:
         return  # torch must be replaced first
     by_cpu = "" if sampling == "cpu" else "CPUs sample, and "
     effect = "train.sampling: cuda needs it" if sampling == "cuda" else f"{by_cpu}layers use slower torch operations"
     message = f"numba-cuda is not installed for {probe['python']}: {effect}"
-    pip = f"{shlex.quote(probe['python'])} -m pip install 'numba-cuda[cu{cuda}]>=0.30'"
     severity: Severity = "block" if sampling == "cuda" else "warn"
+    if not (requirement := kernel_requirement(cuda)):
+        remedy = f"install torch for CUDA 12 or 13; numba-cuda does not support CUDA {cuda}"
+        yield survey.finding(k, severity, "packages", message, remedy)
+        return
+    pip = f"{shlex.quote(probe['python'])} -m pip install '{requirement}'"
     yield survey.finding(k, severity, "packages", message, command="; ".join([*node.setup, pip]))
 
 

@@ -118,7 +118,7 @@ def show_findings(report: PreflightReport, file: Path, console: Console) -> None
     ``file``: the cluster file; it may not exist.
     """
     print_findings(report, console)
-    repairable = any(one.severity == "block" and one.check in ("python", "packages") for one in report.findings)
+    repairable = any(one.severity != "ok" and one.check in ("python", "packages") for one in report.findings)
     if repairable and file.is_file():
         text = f"To install the versions of this machine on all hosts: gnnfleet setup --config {file}"
         console.print(Text(text, "bold"), soft_wrap=True)

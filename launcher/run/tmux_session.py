@@ -73,6 +73,7 @@ class StopReport:
     stopped: bool  #: no process of the run is left on the node
     killed: tuple[str, ...]  #: ``pid command`` of processes that the supervisor did not end itself
     leftovers: tuple[str, ...]  #: ``pid command`` of processes that survived SIGKILL
+    was: str  #: state of the node before; '' if its control.py is of a version that does not report it
 
 
 def new_session_argv(node: NodePlan) -> tuple[str, ...]:
@@ -170,7 +171,7 @@ def stop_report(done: Completed, node: NodePlan) -> StopReport:
     killed, leftovers = (
         tuple(f"{process['pid']} {process['command']}" for process in answer[name]) for name in ("killed", "leftovers")
     )
-    return StopReport(answer["stopped"] is True, killed, leftovers)
+    return StopReport(answer["stopped"] is True, killed, leftovers, answer.get("was", ""))
 
 
 def watch_command(node: NodePlan, offsets: dict[str, int], *, tail: int | None = None) -> Command:

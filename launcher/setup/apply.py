@@ -26,6 +26,9 @@ _CALL_TIMEOUT = 120.0  # seconds
 
 _INSTALL_TIMEOUT = 5400.0  # seconds; longer than the timeouts of node/programs/install.py together
 
+#: Modules that must be importable after an installation, and their packages
+_MODULES = {**{name: name.replace("_", "-") for name in PACKAGES}, "numba.cuda": "numba-cuda"}
+
 
 @dataclass(frozen=True)
 class Connections:
@@ -143,5 +146,5 @@ def _request(host: HostPlan) -> dict[str, Any]:
         "uv": host.state.uv,
         "tool": uv.file if uv else "",
         "pip": host.lock.pip.file,
-        "imports": [name for name in PACKAGES if name.replace("_", "-") in host.lock.versions],
+        "imports": [module for module, name in _MODULES.items() if name in host.lock.versions],
     }

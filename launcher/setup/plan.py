@@ -10,7 +10,7 @@ from typing import Literal
 from packaging.version import InvalidVersion, Version
 
 from launcher.config.resolve import ResolvedConfig
-from launcher.config.schema import NodeConfig
+from launcher.config.roles import device_packages
 from launcher.preflight.check_devices import OLDEST_DRIVER
 from launcher.preflight.check_packages import OLDEST_PYTHON
 from launcher.setup.requirements import Requirements, Target
@@ -49,6 +49,15 @@ class HostPlan:
     changes: tuple[Change, ...] = ()
     fetched: tuple[Wheel, ...] = ()  #: wheels that the host downloads itself
     sent: tuple[Wheel, ...] = ()  #: wheels that this machine sends
+
+    @property
+    def note(self) -> str:
+        """Why the environment will lack numba-cuda although a node trains on CUDA devices; '' if it will not."""
+        installed = self.state.installed
+        if self.lock is None or not self.lock.no_kernels or (installed and "numba-cuda" in installed.versions):
+            return ""
+        effect = "CPUs sample, and layers use slower torch operations"
+        return f"numba-cuda, which compiles kernels for GPUs, is left out: {effect}. Reason: {self.lock.no_kernels}"
 
     @property
     def acts(self) -> bool:
@@ -110,7 +119,7 @@ def make_plan(
             return HostPlan(state, "refused", problems[k])
         if state.builder != k and state.builder in usable:
             return HostPlan(state, "shared", f"the folder of {states[state.builder].label}")
-        return _host_plan(config.nodes[k], state, python, cuda, lock_of)
+        return _host_plan(state, _use(config, state, usable.values(), cuda), python, lock_of)
 
     first: NoWheels | None = None
     for python in _common_pythons(usable.values(), minor(own_python)):
@@ -186,25 +195,50 @@ def _cuda_build(states: Iterable[HostState], requirements: Requirements) -> str:
     return own if own.startswith("cu") else ""
 
 
-def _host_plan(node: NodeConfig, state: HostState, python: str, cuda: str, lock_of: LockOf) -> HostPlan:
+@dataclass(frozen=True)
+class _Use:
+    """What an environment is used for, by all nodes that see its folder."""
+
+    build: str  #: of torch, as in ``Target``
+    devices: bool  #: a node uses CUDA devices
+    kernels: bool  #: a node trains on CUDA devices: the trainer compiles kernels for them
+    driver: str  #: oldest NVIDIA driver of these nodes' hosts; '' without
+
+    def target(self, python: str, state: HostState) -> Target:
+        return Target(python, state.arch, state.glibc, self.build, self.kernels)
+
+
+def _use(config: ResolvedConfig, state: HostState, states: Iterable[HostState], cuda: str) -> _Use:
+    """Return the use of the environment of ``state``. ``cuda``: build of torch for hosts with GPUs."""
+    sharing = [one for one in states if one.builder == state.builder]
+    using = [one for one in sharing if one.gpus and config.nodes[one.node_rank].devices]
+    drivers = [one.driver for one in (state, *using) if one.driver.split(".")[0].isdigit()]
+    return _Use(
+        build=cuda if state.gpus or using else "cpu",
+        devices=any(config.nodes[one.node_rank].devices for one in sharing),
+        kernels=any(device_packages(config.nodes[one.node_rank]) for one in using),
+        driver=min(drivers, key=lambda driver: int(driver.split(".")[0]), default=""),
+    )
+
+
+def _host_plan(state: HostState, use: _Use, python: str, lock_of: LockOf) -> HostPlan:
     installed = state.installed
-    build = cuda if state.gpus else "cpu"
     if installed is None and not state.environment:
         return HostPlan(state, "refused", f"no Python at `python` or `conda`; set `venv: {OWN_VENV}`")
     if installed is None:
         base = next((one for one in state.pythons if one.minor == python), None)
         if base is None:
             return HostPlan(state, "refused", _no_python(state, python))
-        lock = lock_of(Target(python, state.arch, state.glibc, build))
+        lock = lock_of(use.target(python, state))
         changes = tuple(Change(wheel.name, "", wheel.version) for wheel in lock.wheels)
-        return _checked(HostPlan(state, "make", base=base.program, lock=lock, changes=changes))
+        return _checked(HostPlan(state, "make", base=base.program, lock=lock, changes=changes), use)
     if _numbers(minor(installed.python)) < OLDEST_PYTHON or (python and minor(installed.python) != python):
         needed = python or ".".join(map(str, OLDEST_PYTHON))
         why = f"its Python is {installed.python}, but {needed} is needed; remove {installed.prefix}, then run again"
         return HostPlan(state, "refused", why)
-    lock = lock_of(Target(minor(installed.python), state.arch, state.glibc, build))
-    changes = tuple(_changes(node, state, lock))
-    return _checked(HostPlan(state, "repair" if changes else "none", lock=lock, changes=changes))
+    lock = lock_of(use.target(minor(installed.python), state))
+    changes = tuple(_changes(use, state, lock))
+    return _checked(HostPlan(state, "repair" if changes else "none", lock=lock, changes=changes), use)
 
 
 def _no_python(state: HostState, python: str) -> str:
@@ -215,7 +249,7 @@ def _no_python(state: HostState, python: str) -> str:
     return f"no Python {python}, which the other hosts use (here: {found}); install it there"
 
 
-def _changes(node: NodeConfig, state: HostState, lock: WheelLock) -> Iterator[Change]:
+def _changes(use: _Use, state: HostState, lock: WheelLock) -> Iterator[Change]:
     """Yield the packages of an environment that are missing, have another version or were not installed completely."""
     installed = state.installed
     assert installed is not None
@@ -224,7 +258,7 @@ def _changes(node: NodeConfig, state: HostState, lock: WheelLock) -> Iterator[Ch
         again = wheel.name in installed.unfinished or "?" in installed.unfinished
         if wheel.name == _PIP_TOO:
             continue
-        if again or not _same(found, wheel.version, wheel.name) or _wrong_build(node, state, lock, wheel.name):
+        if again or not _same(found, wheel.version, wheel.name) or _wrong_build(use, state, lock, wheel.name):
             yield Change(wheel.name, found, wheel.version)
 
 
@@ -237,27 +271,26 @@ def _same(found: str, wanted: str, name: str) -> bool:
         return found == wanted
 
 
-def _wrong_build(node: NodeConfig, state: HostState, lock: WheelLock, name: str) -> bool:
+def _wrong_build(use: _Use, state: HostState, lock: WheelLock, name: str) -> bool:
     """Whether the package ``name`` is torch, built for another CUDA version than that in ``lock`` or without CUDA.
 
-    False for a node that uses no CUDA devices.
+    False for nodes that use no CUDA devices.
     """
     assert state.installed is not None
-    if name != "torch" or not node.devices:
+    if name != "torch" or not use.devices:
         return False
     found, build = state.installed.cuda, lock.target.build
     return found.split(".")[0] != lock.cuda or bool(build and lock.cuda and f"cu{found.replace('.', '')}" != build)
 
 
-def _checked(plan: HostPlan) -> HostPlan:
+def _checked(plan: HostPlan, use: _Use) -> HostPlan:
     """Return the plan or, if the host cannot install or use the packages, a plan ``refused`` that says why."""
     state, lock = plan.state, plan.lock
     assert lock is not None
     oldest = OLDEST_DRIVER.get(lock.cuda, 0)
-    driver = state.driver.split(".")[0]
-    if plan.changes and driver.isdigit() and int(driver) < oldest:
+    if plan.changes and use.driver and int(use.driver.split(".")[0]) < oldest:
         why = (
-            f"driver {state.driver} is too old for CUDA {lock.cuda} of this torch, which needs {oldest} or newer; "
+            f"driver {use.driver} is too old for CUDA {lock.cuda} of this torch, which needs {oldest} or newer; "
             "update it, or choose a build with --torch, such as --torch cu126"
         )
         return HostPlan(state, "refused", why)

@@ -19,6 +19,8 @@ from launcher.text import count
 
 _SHOWN = 6  # changes that are listed for one host
 
+_NAMED = ("torch", "numba-cuda")  # packages that a row of a new environment names
+
 _STYLES = {"make": "green", "repair": "yellow", "refused": "bold red"}
 
 
@@ -37,7 +39,7 @@ def print_plan(plan: SetupPlan, errors: Sequence[NodeError], console: Console) -
         console.print(table)
     for error in errors:
         console.print(Text(str(error), "bold red"), soft_wrap=True)
-    for line in _tmux_lines(plan):
+    for line in [*_notes(plan), *_tmux_lines(plan)]:
         console.print(Text(line, "yellow"), soft_wrap=True)
 
 
@@ -57,8 +59,8 @@ def _place(host: HostPlan) -> str:
 
 def _words(host: HostPlan) -> str:
     if host.action == "make" and host.lock:
-        torch = host.lock.versions.get("torch", "")
-        return f"make it: {count(len(host.changes), 'package')}, torch {torch}{_source(host)}"
+        shown = [f"{name} {host.lock.versions[name]}" for name in _NAMED if name in host.lock.versions]
+        return f"make it: {', '.join([count(len(host.changes), 'package'), *shown])}{_source(host)}"
     if host.action == "repair":
         return f"install {shown_changes(host.changes)}{_source(host)}"
     if host.action == "shared":
@@ -80,6 +82,15 @@ def shown_changes(changes: Sequence[Change]) -> str:
     return ", ".join([*map(str, changes[:_SHOWN]), *more])
 
 
+def _notes(plan: SetupPlan) -> Iterator[str]:
+    """Yield a line for each note, with the hosts to which it applies."""
+    hosts: dict[str, list[str]] = {}
+    for host in plan.hosts:
+        if host.note:
+            hosts.setdefault(host.note, []).append(host.state.label)
+    yield from (f"{', '.join(labels)}: {note}" for note, labels in hosts.items())
+
+
 def _tmux_lines(plan: SetupPlan) -> Iterator[str]:
     """Yield a line for each host without tmux, with the command that installs tmux there."""
     for state in plan.without_tmux:
@@ -97,6 +108,7 @@ def to_json(plan: SetupPlan, errors: Sequence[NodeError], failed: dict[int, str]
                 "environment": host.state.environment,
                 "action": host.action,
                 "why": host.why,
+                "note": host.note,
                 "python": _python(host),
                 "base": host.base,
                 "packages": {change.name: change.wanted for change in host.changes},

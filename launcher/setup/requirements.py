@@ -8,14 +8,17 @@ from importlib import metadata
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.utils import canonicalize_name
+from packaging.utils import canonicalize_name, is_normalized_name
 
+from launcher.errors import UsageError
 from launcher.node.programs.packages import PACKAGES
 from launcher.text import index
 
 _OLDEST_GLIBC = {"x86_64": 5, "i686": 5}  # minor version of the oldest manylinux tag; 17 for other architectures
 
 _ALIASES = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
+
+_OF_CUDA = ("cuda-", "nvidia-", "numba-cuda")  # first characters of packages whose versions follow torch's CUDA
 
 
 @dataclass(frozen=True, order=True)
@@ -26,6 +29,7 @@ class Target:
     arch: str  #: as printed by `uname -m`
     glibc: str  #: "2.36"; '' with another C library, for which only wheels of musl and pure Python fit
     build: str  #: build of torch: "cpu", "cu126", or '' for the one on the package index
+    kernels: bool = False  #: whether the trainer compiles kernels for GPUs there, with numba-cuda
 
     @property
     def pip_words(self) -> tuple[str, ...]:
@@ -77,25 +81,38 @@ def requires_here(name: str) -> Iterable[str]:
 class Requirements:
     """The packages that hosts need: ``roots``, and what these require."""
 
-    roots: tuple[str, ...]
+    roots: tuple[str, ...]  #: as requirements (PEP 508), such as ``torch`` or ``numba-cuda[cu13]>=0.30``
     pins: Mapping[str, str]  #: version of each package of this machine, by canonical name
     requires: Callable[[str], Iterable[str]] = requires_here  #: what packages require, as far as known
 
     def line(self, name: str, target: Target, requirement: str = "") -> str:
         """Return what pip is to install for package ``name``, such as ``numpy==2.1.0``.
 
-        The version is that on this machine. If this machine lacks the package, returns ``requirement``. For torch, the
-        build (such as ``+cu126``) is that of ``target``.
+        The version is that on this machine. If this machine lacks the package, returns ``requirement``; so it does if
+        the package belongs to CUDA, and ``requirement`` asks for the CUDA of ``target`` instead of this machine's. For
+        torch, the build (such as ``+cu126``) is that of ``target``.
         """
         version = self.pins.get(name, "")
+        if name.startswith(_OF_CUDA) and requirement and not _meets(version, requirement):
+            return requirement
         if name == "torch" and version:
             plain = version.partition("+")[0]
             return f"torch==={plain}+{target.build}" if target.build else f"torch==={plain}"
         return f"{name}=={version}" if version else requirement or name
 
 
+def _meets(version: str, requirement: str) -> bool:
+    return bool(version) and Requirement(requirement).specifier.contains(version, prereleases=True)
+
+
 def required(more: Sequence[str] = ()) -> Requirements:
-    """Return the packages of the bundled trainer, pip and ``more``, pinned to the versions of this machine."""
+    """Return the packages of the bundled trainer, pip and ``more``, pinned to the versions of this machine.
+
+    Raises UsageError if one of ``more`` is not the name of a package.
+    """
+    for name in more:
+        if not is_normalized_name(canonicalize_name(name)):
+            raise UsageError(f"--with {name}: give the name of a package only; its version is that on this machine")
     found = {str(canonicalize_name(one.name)): one.version for one in metadata.distributions() if one.name}
     names = dict.fromkeys(canonicalize_name(name) for name in (*PACKAGES, *more))
     return Requirements((*names, "pip"), found)
@@ -105,11 +122,22 @@ def closure(roots: Iterable[str], requires: Callable[[str], Iterable[str]], targ
     """Return the roots and all packages that they require on ``target``, directly or indirectly.
 
     The result maps the name of a package to the name with all limits on its version: ``nvidia-nvtx<14,>=13``.
-    ``requires(name)``: the requirements of a package as text (PEP 508); () if they are unknown.
+    ``roots``: requirements as text (PEP 508). ``requires(name)``: those of a package; () if they are unknown.
     """
-    found = {name: SpecifierSet() for name in roots}
-    waiting = [(name, "") for name in found]  # packages and their extras
-    seen = set(waiting)
+    found: dict[str, SpecifierSet] = {}
+    waiting: list[tuple[str, str]] = []  # packages and their extras
+    seen: set[tuple[str, str]] = set()
+
+    def add(one: Requirement) -> None:
+        needed = canonicalize_name(one.name)
+        found[needed] = found.get(needed, SpecifierSet()) & one.specifier
+        for step in ((needed, each) for each in ("", *sorted(one.extras))):
+            if step not in seen:
+                seen.add(step)
+                waiting.append(step)
+
+    for root in roots:
+        add(Requirement(root))
     while waiting:
         name, extra = waiting.pop()
         for text in requires(name):
@@ -119,10 +147,5 @@ def closure(roots: Iterable[str], requires: Callable[[str], Iterable[str]], targ
                 continue  # pip ignores it as well
             if one.marker and not one.marker.evaluate({**target.markers, "extra": extra}):
                 continue
-            needed = canonicalize_name(one.name)
-            found[needed] = found.get(needed, SpecifierSet()) & one.specifier
-            for step in ((needed, each) for each in ("", *sorted(one.extras))):
-                if step not in seen:
-                    seen.add(step)
-                    waiting.append(step)
+            add(one)
     return {name: f"{name}{specifiers}" for name, specifiers in found.items()}

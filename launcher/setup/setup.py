@@ -20,11 +20,12 @@ from launcher.config.roles import store_packages
 from launcher.errors import FleetError, NodeError, TransportError, UsageError
 from launcher.preflight.preflight import open_agents
 from launcher.setup.apply import Connections, Result, apply
+from launcher.setup.lock import forget, lock_of
 from launcher.setup.plan import SetupPlan, make_plan, with_sources
 from launcher.setup.render import print_plan, to_json
 from launcher.setup.requirements import Requirements, Target, required
 from launcher.setup.survey import TIMEOUT, HostState, base_python, survey_hosts
-from launcher.setup.wheels import Wheel, WheelLock, download, forget, lock_of
+from launcher.setup.wheels import Wheel, WheelLock, download
 from launcher.sync.progress import transfer_progress
 from launcher.text import count
 from launcher.transport import close_all, connect_all

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,7 +40,10 @@ class Jobs:
         self.slurm, self.folder = slurm, folder
         text = CONFIG.format(venv=sys.prefix, kernels=os.environ["GNNFLEET_KERNELS"])
         (folder / "cluster.yml").write_text(text)
-        words = ["export", "-c", "cluster.yml", "--to", "slurm", "--slurm", "time=10,requeue", "-o", "toy.sbatch"]
+
+    def export(self, *overrides: str, options: str = "time=10,requeue") -> None:
+        words = ["export", "-c", "cluster.yml", "--to", "slurm", "--slurm", options, "-o", "toy.sbatch"]
+        words += [word for override in overrides for word in ("--set", override)]
         self.call(sys.executable, str(REPOSITORY / "launch.py"), *words, "--run-id", "exported")
 
     def call(self, *argv: str) -> str:
@@ -84,6 +88,7 @@ def jobs(tmp_path: Path, make_cluster: Callable[..., NetCluster]) -> Iterator[Jo
 
 
 def test_a_requeued_job_has_the_losses_of_an_undisturbed_one(jobs: Jobs) -> None:
+    jobs.export()
     first = jobs.submit()
     assert jobs.wait(first, 200) == "COMPLETED", jobs.log(first)
     assert "serving parts 1 at tcp://0.0.0.0:29601" in jobs.path(first, "node1/server.log").read_text()
@@ -97,3 +102,19 @@ def test_a_requeued_job_has_the_losses_of_an_undisturbed_one(jobs: Jobs) -> None
     assert jobs.log(job).count("epoch 1/6") == 1
     assert len(jobs.losses(first)) == 6
     assert jobs.losses(job) == pytest.approx(jobs.losses(first), abs=1e-5)
+
+
+def test_a_job_that_slurm_warns_requeues_itself_with_a_new_checkpoint(jobs: Jobs) -> None:
+    jobs.export(
+        "train.epochs=4000", "train.checkpoint_every=0", "train.checkpoint_seconds=600", options="time=2,requeue"
+    )
+    began, job = time.monotonic(), jobs.submit()  # Slurm warns it 12 to 72 seconds before its limit of two minutes
+    wait_until(lambda: jobs.slurm.job(job)["Restarts"] == "1", 150)
+    assert time.monotonic() - began < 125
+    assert "toy: Slurm ends the job soon: saving a checkpoint" in jobs.log(job)
+    assert [path.name for path in jobs.path(job, "node0/checkpoints").glob("*.pt")] != []
+    trained = max(jobs.losses(job))
+    jobs.begin_now(job)
+    wait_until(lambda: max(jobs.losses(job)) > trained + 2, 90)
+    assert jobs.log(job).count("epoch 1/4000") == 1
+    assert not jobs.path(job, "node0/control/checkpoint").exists()

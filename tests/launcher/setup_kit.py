@@ -29,12 +29,22 @@ REQUIREMENTS = Requirements(
 
 
 def make_wheel(
-    folder: Path, name: str, version: str, *, requires: Sequence[str] = (), code: str = "", script: str = ""
+    folder: Path,
+    name: str,
+    version: str,
+    *,
+    requires: Sequence[str] = (),
+    code: str = "",
+    script: str = "",
+    module: str = "",
 ) -> Path:
-    """Write a wheel with one module, and return its path. ``script``: name of a console script that runs the module."""
+    """Write a wheel with one module, and return its path. ``script``: name of a console script that runs the module.
+
+    ``module``: file of the module; by default it has the name of the package.
+    """
     about = f"{name}-{version}.dist-info"
     texts = {
-        f"{name}.py": code or f"__version__ = {version!r}\ndef main(): print(__version__)\n",
+        module or f"{name}.py": code or f"__version__ = {version!r}\ndef main(): print(__version__)\n",
         f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         + "".join(f"Requires-Dist: {one}\n" for one in requires),
         f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
@@ -75,6 +85,29 @@ def make_index(folder: Path, *, torch: str = "") -> Path:
         make_wheel(folder, "graphdep", version)
     pip_wheel(folder)
     return folder
+
+
+_TOOLS = ("nvidia-cuda-runtime-cu12", "nvidia-cuda-nvcc-cu12")
+
+#: What packages of ``add_cuda_wheels`` require. As in real wheels, torch and the toolkit of its CUDA require different
+#: patch releases of the runtime.
+CUDA_REQUIRES = {
+    "torch": ["graphdep>=1", f"{_TOOLS[0]}==12.6.77"],
+    "cuda-toolkit": [f"{name}==12.6.85.*; extra == '{name.split('-')[2]}'" for name in _TOOLS],
+    "numba-cuda": ["graphdep>=1", "cuda-toolkit[nvcc,runtime]==12.*; extra == 'cu12'"],
+}
+
+
+def add_cuda_wheels(folder: Path) -> None:
+    """Write wheels for hosts with GPUs: a torch for CUDA 12.6, numba-cuda, and tools of CUDA 12.6 and 12.9."""
+    built = "cuda = '12.6'\n"
+    make_wheel(folder, "torch", TORCH, requires=CUDA_REQUIRES["torch"], module="torch/version.py", code=built)
+    make_wheel(folder, "cuda_toolkit", "12.6.3", requires=CUDA_REQUIRES["cuda-toolkit"])
+    make_wheel(folder, "cuda_toolkit", "12.9.1")
+    make_wheel(folder, "numba_cuda", "0.30.4", requires=CUDA_REQUIRES["numba-cuda"], module="numba/cuda.py")
+    for name in _TOOLS:
+        make_wheel(folder, name.replace("-", "_"), "12.6.85")
+    make_wheel(folder, _TOOLS[0].replace("-", "_"), "12.6.77")
 
 
 class CutServer(SimpleHTTPRequestHandler):
@@ -150,9 +183,10 @@ def installed(**changes: Any) -> Installed:
 
 
 def lock_for(target: Target) -> WheelLock:
-    """Return a lock with tiny packages. For a build of torch with CUDA, the lock also has a package of CUDA."""
+    """Return a lock with tiny packages; with a package of CUDA and numba-cuda if the target needs them."""
     cuda = target.build != "cpu"
     versions = {"graphdep": OTHER, "pip": "23.0", "torch": TORCH + (f"+{target.build}" if target.build else "")}
     versions |= {f"nvidia-cudnn-{(target.build or 'cu13')[:4]}": "9.0"} if cuda else {}
+    versions |= {"numba-cuda": "0.30.4"} if target.kernels else {}
     wheels = [Wheel(name, version, f"https://files/{name}.whl", "00") for name, version in versions.items()]
     return WheelLock(target, tuple(wheels), None)

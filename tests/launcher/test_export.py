@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from launcher.export.pods import Cluster
 from launcher.export.scripts import export_script
 from launcher.files import CODE_ROOT
 from launcher.plan.sbatch import option_lines, parse_options
+from waiting import wait_until
 
 TWO = """
 name: products
@@ -223,9 +226,58 @@ def test_the_section_slurm_gives_options_and_devices(tmp_path: Path) -> None:
     lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert lines == [
         *("job-name=run", "nodes=2", "ntasks-per-node=2", "gpus-per-node=a100:2"),
-        *("output=%x-%j.log", "open-mode=append", "partition=gpu", "time=30"),
+        *("output=%x-%j.log", "open-mode=append", "signal=B:USR1@120", "partition=gpu", "time=30"),
     ]
-    assert "4 processes on 2 nodes" in script
+    assert "4 processes on 2 nodes" in script and "end=$((SECONDS + 60))" in script
+    own = {"signal": "B:USR1@300", "requeue": "no"}
+    script = export_script("slurm", request(text, tmp_path), own, Path("run.sbatch")).text
+    assert "#SBATCH --signal=B:USR1@300" in script and "SECONDS + 150" in script and "scontrol requeue" not in script
+
+
+#: Stand-ins for Slurm's commands in a job with one node. A job that is requeued ends, as it does under Slurm.
+SLURM = {
+    "srun": 'while [[ $1 != bash ]]; do shift; done; SLURM_NODEID=0 SLURM_PROCID=0 exec "$@"',
+    "scontrol": 'if [[ $1 == show ]]; then echo gpu1; else echo "$@" >requeued; kill "$(<trainer.pid)"; fi',
+}
+#: Saves a checkpoint when it is asked to, as rank 0 does; ends when it finds the file `done`.
+TRAINER = """
+import os, pathlib, sys, time
+run = pathlib.Path(os.environ["GNNFLEET_RUN_DIR"])
+pathlib.Path("trainer.pid").write_text(str(os.getpid()))
+while not pathlib.Path("done").exists():
+    if (run / "control/checkpoint").exists():
+        (run / "checkpoints").mkdir(exist_ok=True)
+        (run / "checkpoints/last.pt").touch()
+        (run / "control/checkpoint").unlink()
+    time.sleep(0.02)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("requeue", [True, False])
+def test_a_warned_job_saves_a_checkpoint_and_is_requeued_if_it_may_be(requeue: bool, tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/manifest.json").touch()
+    (tmp_path / "train.py").write_text(TRAINER)
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    text = f"nodes: [gpu1]\ndata: {{dataset: synthetic, mode: verify, folder: {tmp_path}/parts}}\n"
+    job = request(text, tmp_path, ("python", "train.py"))
+    script = export_script("slurm", job, {"requeue": ""} if requeue else {}, tmp_path / "job.sh").text
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "toy", "SLURM_JOB_NODELIST": "gpu1", "SLURM_NNODES": "1"}
+    (tmp_path / "job.sh").write_text(script)
+    started = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: (tmp_path / "trainer.pid").exists(), 20)
+    started.send_signal(signal.SIGUSR1)
+    saved = tmp_path / "runs/Products_1-7/node0/checkpoints/last.pt"
+    wait_until(saved.exists, 20)
+    if not requeue:  # the training goes on, and ends with its own status
+        (tmp_path / "done").touch()
+    _, errors = started.communicate(timeout=20)
+    assert started.returncode == (128 + signal.SIGTERM if requeue else 7), errors
+    assert (tmp_path / "requeued").exists() == requeue and "toy: Slurm ends the job soon: saving" in errors
 
 
 @pytest.mark.parametrize("kind", ["bash", "torchrun"])

@@ -174,6 +174,8 @@ def test_numba_cuda_is_needed_on_nodes_with_devices(sampling: Any, severity: str
     assert (finding.severity, finding.check) == (severity, "packages")
     assert finding.message == f"numba-cuda is not installed for /usr/bin/python3: {effect}"
     assert finding.command == "module load cuda; /usr/bin/python3 -m pip install 'numba-cuda[cu12]>=0.30'"
+    older = the_one(1, {0: with_gpus(gpu(), numba_cuda="", cuda="11.8")}, config=config)
+    assert older.command == "" and older.remedy.startswith("install torch for CUDA 12 or 13")
     assert found(1, {0: with_gpus(gpu(), numba_cuda="0.30.4")}, config=config) == []
     assert found(1, {0: with_gpus(gpu(), numba_cuda="")}, config=config, own_command=True) == []
 

@@ -16,6 +16,7 @@ from launcher.cli.main import run
 from launcher.config.loader import load_config
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import FleetError, UsageError
+from launcher.manage import node_views
 from launcher.manage.resume import prepare
 from launcher.manage.select import Choice, chosen
 from launcher.manage.show_logs import since_when
@@ -173,7 +174,7 @@ def test_status_collect_and_stop_of_a_run_without_a_launcher(local_run, capsys, 
     assert run_cli(capsys, "stop", "r1")[0] == 0
 
 
-def test_stop_now_skips_the_grace_period(local_run, capsys) -> None:
+def test_stop_now_skips_the_grace_period(local_run, capsys, monkeypatch) -> None:
     local_run.launched("train")
     for node in local_run.nodes:
         node.spec["grace"] = 30.0
@@ -181,8 +182,18 @@ def test_stop_now_skips_the_grace_period(local_run, capsys) -> None:
     for k, node in enumerate(local_run.nodes):
         wait_until(node.says(f"rank{k}", "deaf"))
     began = time.monotonic()
+    asked, query = [], node_views.node_view
+
+    def counted(node, *rest):
+        asked.append(node.node_rank)
+        return query(node, *rest)
+
+    monkeypatch.setattr(node_views, "node_view", counted)
     status, output = run_cli(capsys, "stop", "--now", "--json")
     assert status == 0, output
+    assert sorted(asked) == [0, 1], "each node is asked for its state once, after it has stopped"
+    answer, _ = json.JSONDecoder().raw_decode(output)
+    assert [node["was"] for node in answer["nodes"]] == ["training", "training"]
     assert time.monotonic() - began < 10
     assert [node.processes() for node in local_run.nodes] == [[], []]
     result = json.loads((local_run.folder / "result.json").read_text())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import io
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -19,18 +21,33 @@ from rich.console import Console
 from launcher.cli.main import run
 from launcher.command import Command, shell_line
 from launcher.config.resolve import resolve
+from launcher.config.roles import kernel_requirement
 from launcher.config.schema import DataConfig, NodeConfig
+from launcher.errors import UsageError
 from launcher.node.programs import downloads, host_survey, install
 from launcher.node.programs.packages import PACKAGES
 from launcher.plan.placement import ANY_PYTHON, MORE_PYTHONS
 from launcher.setup import setup as program
+from launcher.setup.kernels import conflict, cuda_version, kernel_roots
+from launcher.setup.lock import lock_of
 from launcher.setup.plan import Action, HostPlan, SetupPlan, make_plan, with_sources
 from launcher.setup.render import print_plan, shown_changes
 from launcher.setup.requirements import Requirements, Target, closure, required
 from launcher.setup.survey import HostState, Interpreter
-from launcher.setup.wheels import NoWheels, SetupError, WheelLock, lock_of
+from launcher.setup.wheels import NoWheels, SetupError, WheelLock, download
 from plan_kit import cluster
-from setup_kit import OTHER, REQUIREMENTS, CutServer, host_state, installed, lock_for, make_index, served
+from setup_kit import (
+    CUDA_REQUIRES,
+    OTHER,
+    REQUIREMENTS,
+    CutServer,
+    add_cuda_wheels,
+    host_state,
+    installed,
+    lock_for,
+    make_index,
+    served,
+)
 
 CPU = Target("3.11", "x86_64", "2.36", "cpu")
 
@@ -206,9 +223,15 @@ CU126 = {"torch": "9.1.0+cu126", "graphdep": OTHER, "nvidia-cudnn-cu12": "9.0"}
         (host_state(installed=installed()), {}, "none", ""),
         (host_state(installed=installed(versions={"torch": "9.1.0"}, cuda="13.0")), {}, "repair", "graphdep 1.2.0"),
         (host_state(installed=installed(), **GPU), {"devices": (0,)}, "repair",
-         "torch 9.1.0+cpu → 9.1.0, nvidia-cudnn-cu13 9.0"),
-        (host_state(installed=installed(versions=CU126, cuda="12.6"), **GPU), {"devices": (0,)}, "none", ""),
+         "torch 9.1.0+cpu → 9.1.0, nvidia-cudnn-cu13 9.0, numba-cuda 0.30.4"),
+        (host_state(installed=installed(versions=CU126, cuda="12.6"), **GPU), {"devices": (0,)}, "repair",
+         "numba-cuda 0.30.4"),
+        (host_state(installed=installed(versions={**CU126, "numba-cuda": "0.30.4"}, cuda="12.6"), **GPU),
+         {"devices": (0,)}, "none", ""),
         (host_state(installed=installed(versions=CU126, cuda="12.6"), **GPU), {}, "none", ""),
+        (host_state(installed=installed(versions=CU126, cuda="12.6"), **GPU), {"devices": (0,), "role": "server"},
+         "none", ""),
+        (host_state(), {"devices": (0,)}, "make", "graphdep 1.2.0, pip 23.0, torch 9.1.0+cpu"),
         (host_state(installed=installed(unfinished=("?",))), {}, "repair",
          "graphdep 1.2.0 → 1.2.0, torch 9.1.0+cpu → 9.1.0+cpu"),
     ],
@@ -246,7 +269,20 @@ def test_refused_hosts(state: HostState, why: str) -> None:
 def test_a_build_given_by_hand_replaces_another() -> None:
     state = host_state(installed=installed(versions=CU126, cuda="12.6"), **GPU)
     [host] = planned(state, node=NodeConfig("gnn0", devices=(0,)), build="cu128")
-    assert shown_changes(host.changes) == "torch 9.1.0+cu126 → 9.1.0+cu128"
+    assert shown_changes(host.changes) == "torch 9.1.0+cu126 → 9.1.0+cu128, numba-cuda 0.30.4"
+
+
+def test_an_environment_that_hosts_share_serves_the_gpus_of_all() -> None:
+    def change(driver: str, *, devices: tuple[int, ...] = (0,)) -> HostPlan:
+        config = resolve(cluster(NodeConfig("login"), NodeConfig("gpu", devices=devices)))
+        states = {0: host_state(0), 1: host_state(1, builder=0, gpus=2, driver=driver)}
+        plan = make_plan(config, states, REQUIREMENTS, lock_for, "3.11.7")
+        assert plan.hosts[1].action == "shared"
+        return plan.hosts[0]
+
+    assert shown_changes(change("580.1").changes).endswith("torch 9.1.0, nvidia-cudnn-cu13 9.0, numba-cuda 0.30.4")
+    assert change("535.2").why.startswith("driver 535.2 is too old for CUDA 13")
+    assert shown_changes(change("580.1", devices=()).changes).endswith("torch 9.1.0+cpu")
 
 
 def test_an_environment_is_in_use_if_a_process_of_any_host_that_sees_it_runs() -> None:
@@ -265,6 +301,116 @@ def test_wheels_come_from_servers_that_a_host_reaches() -> None:
 
 
 # -- packages ------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a package index with wheels for GPUs, and put a stub of nvidia-smi on PATH: the host has one GPU."""
+    folder = make_index(tmp_path / "wheels")
+    add_cuda_wheels(folder)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    smi = tmp_path / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 560.35.03\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    known = replace(REQUIREMENTS, requires=lambda name: CUDA_REQUIRES.get(name, ()))  # spares rounds of pip
+    monkeypatch.setattr(program, "required", lambda more: known)
+    return folder
+
+
+GPU_WHEELS = {
+    "torch": "9.1.0", "nvidia-cuda-runtime-cu12": "12.6.77", "cuda-toolkit": "12.6.3",
+    "nvidia-cuda-nvcc-cu12": "12.6.85", "numba-cuda": "0.30.4",
+}  # fmt: skip
+
+
+def test_a_host_whose_gpus_are_used_gets_numba_cuda_for_the_cuda_of_its_torch(
+    config: Path, cuda_index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert setup(config, "--dry-run", "--json", "--set", "nodes.1.devices=[0]") == 0
+    first, second = json.loads(capsys.readouterr().out)["hosts"]
+    assert (first["action"], first["packages"]) == ("make", {**REQUIREMENTS.pins, **GPU_WHEELS})
+    assert second["action"] == "shared" and len(first["sent"]) == 7
+    wheel = next(one for one in lock_of(REQUIREMENTS, replace(CPU, build="")).wheels if one.name == "torch")
+    assert download([wheel], CPU)[wheel].name == "torch-9.1.0-py3-none-any.whl"  # not 9.1.0+cpu, which also matches
+
+
+@pytest.mark.slow
+def test_numba_cuda_is_installed_and_imported(
+    config: Path,
+    cuda_index: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(program, "required", lambda more: REQUIREMENTS)  # this machine has no packages for GPUs
+    assert setup(config, "--yes") == 0  # its GPUs are not used
+    assert "make it: 4 packages, torch 9.1.0; sent from this machine" in capsys.readouterr().out
+    assert setup(config, "--yes", "--set", "nodes.1.devices=[0]") == 0
+    changes = "install cuda-toolkit 12.6.3, numba-cuda 0.30.4, nvidia-cuda-nvcc-cu12 12.6.85; sent from this machine"
+    shown = capsys.readouterr().out
+    assert changes in shown, shown
+    wanted = {**REQUIREMENTS.pins, **GPU_WHEELS}
+    assert versions_in(tmp_path / "env") == {name.replace("-", "_"): version for name, version in wanted.items()}
+    assert setup(config, "--set", "nodes.1.devices=[0]") == 0 and "Nothing to do" in capsys.readouterr().out
+
+    (site_packages(tmp_path / "env") / "numba/cuda.py").write_text("raise ImportError('no libnvvm')")
+    next(site_packages(tmp_path / "env").glob("graphdep-*")).rename(tmp_path / "graphdep")
+    assert setup(config, "--yes", "--set", "nodes.1.devices=[0]") == 1
+    assert "ImportError: no libnvvm" in capsys.readouterr().out
+
+
+def test_numba_cuda_that_cannot_be_had_is_left_out(
+    config: Path, cuda_index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wheel in cuda_index.glob("cuda_toolkit-12.6*"):
+        wheel.unlink()
+    assert setup(config, "--dry-run", "--set", "nodes.0.devices=[0]") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "make it: 4 packages, torch 9.1.0; sent from this machine" in shown
+    left_out = "node0 (localhost): numba-cuda, which compiles kernels for GPUs, is left out: CPUs sample, and layers"
+    assert left_out in shown and "No matching distribution found for cuda-toolkit" in shown
+    state = host_state(installed=installed(versions={"numba-cuda": "0.30.4"}), **GPU)
+    lock = replace(lock_for(CPU), no_kernels="why")
+    assert HostPlan(state, "repair", lock=lock).note == "" != HostPlan(host_state(), "make", lock=lock).note
+
+
+@pytest.mark.parametrize(
+    ("build", "runtime", "cuda", "root"),
+    [
+        ("cu126", {}, "12.6", "numba-cuda[cu12]>=0.30"),
+        ("", {"nvidia-cuda-runtime": "13.0.96"}, "13.0", "numba-cuda[cu13]>=0.30"),
+        ("", {"nvidia-cuda-runtime-cu12": "12.8.90"}, "12.8", "numba-cuda[cu12]>=0.30"),
+        ("cu118", {}, "11.8", ""),
+        ("", {}, "", ""),
+    ],
+)
+def test_kernels_are_compiled_for_the_cuda_of_torch(build: str, runtime: dict[str, str], cuda: str, root: str) -> None:
+    assert cuda_version({"torch": "2.13.0", **runtime}, replace(CPU, build=build)) == cuda
+    assert kernel_roots(cuda) == ((root, f"cuda-toolkit=={cuda}.*") if root else ())
+
+
+def test_the_extras_of_gnnfleet_have_the_same_requirements() -> None:
+    extras = configparser.ConfigParser()
+    extras.read(Path(__file__).resolve().parents[2] / "setup.cfg")
+    for major in ("12", "13"):
+        assert extras["options.extras_require"][f"cuda{major}"].strip() == kernel_requirement(f"{major}.1")
+
+
+def test_numba_cuda_must_fit_the_numba_of_this_machine() -> None:
+    about = {"version": "0.31.0", "requires_dist": ["numba>=0.70", "cuda-core>=9; extra == 'cu12'"]}
+    found = {"numba-cuda": about, "numba": {"version": "0.68.1"}}
+    assert conflict(found, CPU) == "numba-cuda 0.31.0 needs numba>=0.70, but this machine has 0.68.1"
+    assert conflict({**found, "numba": {"version": "0.70.0"}}, CPU) == ""
+
+
+def test_packages_of_cuda_follow_the_target_not_this_machine() -> None:
+    here = Requirements((), {"cuda-bindings": "13.5.0", "numba": "0.68.1"})
+    assert here.line("cuda-bindings", CPU, "cuda-bindings<13,>=12.9") == "cuda-bindings<13,>=12.9"
+    assert here.line("cuda-bindings", CPU, "cuda-bindings<14") == "cuda-bindings==13.5.0"
+    assert here.line("numba", CPU, "numba>=0.70") == "numba==0.68.1"
 
 
 def test_requirements_are_those_of_the_target() -> None:
@@ -324,6 +470,8 @@ def test_hosts_get_what_the_trainer_imports() -> None:
         "llvmlite",
     }  # a part of numba
     assert set(required(["Some_Thing"]).roots) >= {"torch-geometric", "some-thing", "pip"}
+    with pytest.raises(UsageError, match="--with scipy==1.15: give the name of a package only"):
+        required(["scipy==1.15"])
 
 
 # -- hosts ---------------------------------------------------------------

@@ -30,10 +30,16 @@ def test_control_status_and_stop(folder: MakeFolder) -> None:
         ("server", True),
     ]
     assert {"clock_offset", "peers", "ranks", "findings"} <= set(status) and status["damage"] == ""
-    assert control("stop", run) == {"stopped": True, "killed": [], "leftovers": [], "notes": []}
+    stopped = {"stopped": True, "killed": [], "leftovers": [], "notes": []}
+    assert control("stop", run) == {**stopped, "was": "training"}
     assert run.end()["state"] == "stopped"
+    assert control("stop", run) == {**stopped, "was": "stopped"}
     after = control("status", run)
     assert not after["alive"] and after["result"]["state"] == "stopped"
+    (run.path / "result.json").unlink()
+    assert control("stop", run)["was"] == "lost"
+    (run.path / "state.json").unlink()
+    assert control("stop", run)["was"] == "not started"
 
 
 def test_control_stops_a_node_with_a_stopped_supervisor(folder: MakeFolder) -> None:

@@ -5,10 +5,12 @@
 #SBATCH --gpus-per-node=2
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
 #SBATCH --partition=gpu
 #SBATCH --exclusive
 # the bundled trainer: 4 processes on 2 nodes
 # Written by gnnfleet export --to slurm; submit it with sbatch. Every node needs gnnfleet in $PYTHON, the parts in $PARTS, the key file $KEY.
+# When Slurm sends the signal above, a checkpoint is saved.
 # A job that is requeued continues from its newest checkpoint.
 set -euo pipefail
 export PATH=/opt/gnn/bin:"$PATH"
@@ -17,7 +19,25 @@ export PARTS="/scratch/parts"
 export JOB="/jobs/runs/Products_1-$SLURM_JOB_ID"  # logs, metrics, checkpoints of all nodes
 export KEY="/jobs/products.key"
 mkdir -p "$JOB"
-rm -f "$JOB"/node*/server.ready
+rm -f "$JOB"/node*/server.ready "$JOB/node0/control/checkpoint"
+
+trainer=
+warned() {  # on SIGUSR1, before the time limit
+  trap '' USR1
+  if [[ -n $trainer ]]; then
+    echo "$SLURM_JOB_NAME: Slurm ends the job soon: saving a checkpoint" >&2
+    mkdir -p "$JOB/node0/control"
+    : >"$JOB/node0/control/checkpoint"  # rank 0 deletes it when the checkpoint is on the disk
+    end=$((SECONDS + 60))
+    while [[ -e $JOB/node0/control/checkpoint ]] && kill -0 "$trainer" 2>/dev/null && ((SECONDS < end)); do sleep 0.2; done
+  fi
+  if [[ -n $trainer ]]; then  # trains on until Slurm ends the job; the trap has ended its wait
+    wait "$trainer" || exit $?
+    exit 0
+  fi
+}
+trap warned USR1
+
 "$PYTHON" -m trainer partition make --dataset ogbn-products --num-parts 2 --method auto --seed 0 \
     --balance types+seeds --out "$PARTS"  # does nothing if the parts exist
 if [[ -e $JOB/node0/checkpoints/last.pt ]]; then export GNNFLEET_RESUME="$JOB/node0/checkpoints/last.pt"; fi
@@ -78,4 +98,6 @@ until [[ $(find "$JOB" -path '*/node*/server.ready' | wc -l) == "$SLURM_NNODES" 
   kill -0 $server 2>/dev/null || { tail "$JOB"/node*/server.log >&2; exit 1; }
   sleep 0.5
 done
-srun --overlap --ntasks=4 --kill-on-bad-exit bash -c train
+srun --overlap --ntasks=4 --kill-on-bad-exit bash -c train &
+trainer=$!
+wait "$trainer"  # in the background, so that Bash can handle SIGUSR1

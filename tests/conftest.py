@@ -20,11 +20,15 @@ from launching import Launched, launch, local_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-#: Files and folders whose tests are started first, so that parallel workers do not end with tests that take minutes.
+#: Files and folders whose tests are started first, so that parallel workers do not end with tests that take long.
 #: The first file launches ``local_runs`` and compiles kernels; the next ones need neither.
 LONGEST = (
-    "tests/cluster/test_main_job", "tests/cluster/test_ssh_parity", "tests/cluster/test_bastion",
-    "tests/launcher/test_supervisor_messages", "tests/cluster", "tests/test_docs", "tests/trainer", "tests/launcher",
+    "tests/cluster/test_main_job", "tests/cluster/test_ssh_parity", "tests/launcher/test_supervisor_messages",
+    "tests/launcher/test_restart_run", "tests/trainer/test_replicas", "tests/trainer/test_compiled",
+    "tests/cluster/test_bastion", "tests/cluster", "tests/launcher/test_serving_local",
+    "tests/launcher/test_failures_local", "tests/launcher/test_restart_local", "tests/trainer/test_adversarial.py",
+    "tests/launcher/test_peers_run", "tests/trainer/test_oracle.py", "tests/launcher/test_supervisor.py",
+    "tests/trainer/test_cuda_step", "tests/launcher/test_transport_local", "tests/test_docs",
 )  # fmt: skip
 
 #: Compiled kernels are shared by all tests, by hosts in network namespaces, and by later test runs.
@@ -45,8 +49,8 @@ settings.load_profile("here")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    # two more than cores, because tests wait for half of their time
-    return min(len(os.sched_getaffinity(0)), 6) + 2
+    # four more than cores, because tests wait for more than half of their time
+    return min(len(os.sched_getaffinity(0)), 6) + 4
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,11 +65,26 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: rank_of(item.nodeid))
+    place = places_of(list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items)))
+    items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
 
 
-def rank_of(nodeid: str) -> int:
-    return next((k for k, beginning in enumerate(LONGEST) if nodeid.startswith(beginning)), len(LONGEST))
+def places_of(files: list[str]) -> dict[str, float]:
+    """Return the order in which files of tests are started: ``LONGEST``, then the others.
+
+    The others alternate between folders: tests of the launcher mostly wait, those of the trainer mostly compute.
+    """
+    place: dict[str, float] = {}
+    folders: dict[str, list[str]] = {}
+    for file in files:
+        rank = next((k for k, beginning in enumerate(LONGEST) if file.startswith(beginning)), None)
+        if rank is None:
+            folders.setdefault(os.path.dirname(file), []).append(file)
+        else:
+            place[file] = rank
+    for others in folders.values():
+        place |= {file: len(LONGEST) + k / len(others) for k, file in enumerate(others)}
+    return place
 
 
 @pytest.fixture(scope="session")

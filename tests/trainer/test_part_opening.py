@@ -39,16 +39,29 @@ def test_opening_reads_as_few_bytes_of_a_larger_part(tmp_path, topology):
 
 
 IMPORTS = """
-import sys
+import pathlib, sys
 for module, unwanted in (
     ("trainer", "torch"), ("trainer.cli", "torch"), ("trainer.service.serve", "torch"),
-    ("trainer.train.job", "torch_geometric"),
+    ("trainer.train.job", "torch_geometric"), ("trainer.train.steplog", "torch_geometric"),
 ):
     __import__(module)
     assert unwanted not in sys.modules, f"{module} imports {unwanted}"
+
+import torch
+from trainer.core.batch import Block
+from trainer.nn.kernels import spmm
+from trainer.train.metrics import MetricsLog
+block = Block(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), 1)
+spmm.aggregate(block, torch.ones(1, 2, requires_grad=True), "mean").sum().backward()
+with MetricsLog(pathlib.Path(sys.argv[1]), 0) as log:
+    log.write("step", epoch=1, step=0, steps=1, loss=1.0)
+unwanted = [name for name in sys.modules if name.startswith(("numba_cuda", "numba.cuda", "tensorboard"))]
+assert not unwanted, f"a step on the CPU that writes a metrics line imports {unwanted}"
 """
 
 
-def test_processes_of_a_run_import_no_more_than_they_need():
+def test_processes_of_a_run_import_no_more_than_they_need(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    subprocess.run([sys.executable, "-c", IMPORTS], env=environment, check=True)
+    environment.pop("NUMBA_ENABLE_CUDASIM", None)
+    subprocess.run([sys.executable, "-c", IMPORTS, str(tmp_path)], env=environment, check=True)
+    assert (tmp_path / "metrics-rank0.jsonl").exists() and not (tmp_path / "tensorboard").exists()

@@ -91,10 +91,10 @@ def with_rows(script: str) -> str:
 STEPS = 8  # 180 train seeds in global batches of 24; the rest of an epoch is a step of its own
 
 
-@pytest.fixture(scope="module", params=["model", "model and rows"])
-def script(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def script(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("script") / "own.py"
-    path.write_text(with_rows(SCRIPT) if request.param == "model and rows" else SCRIPT)
+    path.write_text(with_rows(SCRIPT) if kind == "model and rows" else SCRIPT)
     return path
 
 
@@ -118,10 +118,21 @@ def undisturbed(script: Path, parts: Path, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-@pytest.mark.parametrize("before,after,die", [(2, 2, 3), (2, 1, STEPS), (1, 2, STEPS + 5), (2, 3, 2 * STEPS - 1)])
+@pytest.mark.parametrize(
+    "kind,before,after,die",
+    [
+        ("model", 2, 1, 3),
+        ("model", 1, 2, STEPS + 5),
+        ("model and rows", 2, 2, 3),
+        ("model and rows", 2, 1, STEPS),
+        ("model and rows", 1, 2, STEPS + 5),
+        ("model and rows", 2, 3, 2 * STEPS - 1),
+    ],
+    scope="module",
+)
 def test_a_killed_script_continues_at_the_step_with_the_same_losses(
-    before: int, after: int, die: int, script: Path, parts: Path, undisturbed: dict[tuple[int, int], float],
-    tmp_path: Path,
+    kind: str, before: int, after: int, die: int, script: Path, parts: Path,
+    undisturbed: dict[tuple[int, int], float], tmp_path: Path,
 ) -> None:  # fmt: skip
     run_dir = {"GNNFLEET_RUN_DIR": str(tmp_path)}
     port, words = free_port(), [str(script), str(parts), str(tmp_path / "killed"), str(die)]

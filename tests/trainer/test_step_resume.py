@@ -27,7 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "heterogeneous": {"batch_size": 16, "epochs": EPOCHS, "model": "rgcn", "embedding_lr": 0.02},
 }
 
-CHANGES = {"same": (2, 2), "one process fewer": (2, 1), "one more": (2, 3)}
+KILLED = 2  #: processes of a run that is killed
+RESUMED = {"as many processes": 2, "one fewer": 1, "one more": 3}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -52,19 +53,22 @@ def undisturbed(kind: str, parts: Path, tmp_path_factory: pytest.TempPathFactory
     return losses
 
 
-@pytest.mark.parametrize("draw", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_killed_run_resumes_at_the_step_with_the_same_losses(
-    change: str, draw: int, kind: str, parts: Path, undisturbed: list[float], tmp_path: Path
-) -> None:
-    before, after = CHANGES[change]
-    random_of = random.Random(f"{kind} {change} {draw}")
+@pytest.fixture(scope="module", params=[0, *(pytest.param(draw, marks=pytest.mark.slow) for draw in range(1, 6))])
+def newest(request: pytest.FixtureRequest, kind: str, parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the newest checkpoint of a run that was killed at a random step."""
+    random_of = random.Random(f"{kind} {request.param}")
     # ``due`` is not called after the last step of an epoch
     every, last = random_of.randint(1, 5), random_of.randint(6, EPOCHS * (STEPS - 1))
-    newest = killed_run(job(parts, tmp_path / "killed", **KINDS[kind]), before, every, last)
-    saved = load_checkpoint(newest)
-    assert saved.position > (0, 0), f"saved after every {every} steps, killed after {last}"
-    resumed = tmp_path / "resumed"
+    newest = killed_run(job(parts, tmp_path_factory.mktemp("killed"), **KINDS[kind]), KILLED, every, last)
+    assert load_checkpoint(newest).position > (0, 0), f"saved after every {every} steps, killed after {last}"
+    return newest
+
+
+@pytest.mark.parametrize("change", RESUMED)
+def test_a_killed_run_resumes_at_the_step_with_the_same_losses(
+    change: str, newest: Path, kind: str, parts: Path, undisturbed: list[float], tmp_path: Path
+) -> None:
+    after, saved, resumed = RESUMED[change], load_checkpoint(newest), tmp_path / "resumed"
     for ended in run_ranks(after, job(parts, resumed, **KINDS[kind], resume=str(newest))):
         assert ended.returncode == 0, ended.output
     first = saved.epoch * STEPS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,16 +56,3 @@ def test_without_the_package_the_option_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(SettingsError, match="pip install tensorboard"):
         MetricsLog(tmp_path, 0, tensorboard=True)
-
-
-def test_tensorboard_is_imported_only_if_the_option_is_set(tmp_path: Path) -> None:
-    program = f"""
-import pathlib, sys
-import trainer.train.job, trainer.train.steplog
-from trainer.train.metrics import MetricsLog
-with MetricsLog(pathlib.Path({str(tmp_path)!r}), 0) as log:
-    log.write("step", epoch=1, step=0, steps=1, loss=1.0)
-sys.exit("tensorboard" in sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-    assert not (tmp_path / "tensorboard").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
 import subprocess
 import sys
@@ -14,9 +13,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from forked import fork
 from launcher.config.schema import TrainConfig
 from ports import free_port
-from train_kit import REPOSITORY, command_line, write_parts
+from train_kit import REPOSITORY, command_line, environment, write_parts
 from trainer.cli import cli, main
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import Ranks, run_store
@@ -124,13 +124,10 @@ def test_an_invalid_list_is_refused_with_its_flag() -> None:
 
 
 def test_a_user_error_is_one_line_and_exit_1_in_a_real_process(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "trainer", "train", "--parts", str(tmp_path / "none")],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert ended.returncode == 1
-    assert ended.stderr.startswith(f"error: {tmp_path}/none/manifest.json is missing")
-    assert "Traceback" not in ended.stderr and list(tmp_path.iterdir()) == []
+    process = fork(["-m", "trainer", "train", "--parts", str(tmp_path / "none")], environment(), tmp_path)
+    assert process.wait() == 1
+    assert process.output.startswith(f"error: {tmp_path}/none/manifest.json is missing")
+    assert "Traceback" not in process.output and list(tmp_path.iterdir()) == []
 
 
 def test_a_programming_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def check_choices(graph, group, loaders, patch):
     assert fill(graph, group, loaders[0], share="auto").text == alone.text
     assert "read each other's rows" in fill(graph, group, loaders[0], share="always").text
     patch.setattr(shared_device_cache, "link_between", lambda *_: "")
-    with pytest.raises((SettingsError, PeerError), match="share_device_cache: always is not .*its GPU"):
+    with pytest.raises((SettingsError, PeerError), match="always is not possible on rank . .*: it is in no group"):
         fill(graph, group, loaders[0], share="always")
     patch.setattr(shared_device_cache, "link_between", no_nvml)
     assert fill(graph, group, loaders[0]).text == f"{alone.text}; not shared: NVML cannot be loaded"
@@ -139,7 +139,7 @@ def check_hosts(graph, group, loaders, patch):
         if group.rank == 1:
             wrong.setattr(pinned_arrays.JoinedArray, "copy_to", denied)
         choice = choose_sampling(graph, {"train": loader}, plan, group)
-    text = ("rank 1: " if group.rank == 0 else "") + "the GPU cannot be prepared: [Errno 13] not here"
+    text = "rank 1: the GPU cannot be prepared: [Errno 13] not here"
     assert (choice.why == text) == (group.rank < 2) and choice.on_device == (group.rank == 2), choice
     cpu = SamplingPlan("auto", None, "no kernels") if group.rank == 0 else plan
     choice = choose_sampling(graph, {"train": loader}, cpu, group)

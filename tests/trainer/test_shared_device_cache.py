@@ -85,9 +85,9 @@ def test_training_with_shared_rows_has_the_losses_of_the_cpu(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("case", ["shared", "problems"])
+@pytest.mark.parametrize("case", ["shared", "problems", "hosts"])
 def test_gpus_read_each_others_rows(case: str, tmp_path: Path) -> None:
-    run_case(write_parts(tmp_path / "parts", **SMALL), case, 2, simulated=False)
+    run_case(write_parts(tmp_path / "parts", **SMALL), case, 3 if case == "hosts" else 2, simulated=False)
 
 
 def test_groups_contain_only_ranks_that_can_all_read_each_other() -> None:
@@ -105,7 +105,12 @@ def test_counts_of_several_ranks_are_added_up() -> None:
     assert total.ids.tolist() == [1, 5, 9] and total.counts.tolist() == [1, 3, 1]
 
 
-def test_memory_is_shared_until_no_process_uses_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", [True, False])
+def test_memory_is_shared_until_no_process_uses_it(
+    function: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not function:  # as in Pythons that were built with an old glibc
+        monkeypatch.delattr(os, "memfd_create")
     with SharedArray.of(np.arange(6, dtype=np.int32).reshape(2, 3)) as shared:
         mapped = map_shared(shared.handle, (2, 3), "int32")
         mapped[1, 2] = 7

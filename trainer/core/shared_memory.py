@@ -6,9 +6,12 @@ The memory belongs to an anonymous file (``memfd_create``), which other processe
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +22,7 @@ from trainer.core.ranks import RankGroup
 
 Handle = tuple[int, int, int]  #: process id, its file descriptor and the file's inode, of a ``SharedArray``
 
-_NOEXEC_SEAL = 8  # MFD_NOEXEC_SEAL; some systems demand it (sysctl vm.memfd_noexec), Linux before 6.3 does not know it
+_CLOEXEC, _NOEXEC_SEAL = 1, 8  # MFD_…; some systems demand the seal (vm.memfd_noexec), Linux before 6.3 has none
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,15 @@ class SharedArray:
     def new(cls, shape: tuple[int, ...], dtype: npt.DTypeLike) -> SharedArray:
         """Allocate a shared array of zeros. Raises ``OSError``."""
         try:
-            descriptor = os.memfd_create("gnnfleet", os.MFD_CLOEXEC | _NOEXEC_SEAL)
+            descriptor = _memfd(_CLOEXEC | _NOEXEC_SEAL)
         except OSError:
-            descriptor = os.memfd_create("gnnfleet")
-        size = _num_bytes(shape, dtype)
-        os.truncate(descriptor, size)
-        return cls(_map(descriptor, shape, dtype), (os.getpid(), descriptor, os.fstat(descriptor).st_ino))
+            descriptor = _memfd(_CLOEXEC)
+        try:
+            os.truncate(descriptor, _num_bytes(shape, dtype))
+            return cls(_map(descriptor, shape, dtype), (os.getpid(), descriptor, os.fstat(descriptor).st_ino))
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     @classmethod
     def of(cls, values: Array) -> SharedArray:
@@ -64,14 +70,27 @@ def map_shared(handle: Handle, shape: tuple[int, ...], dtype: npt.DTypeLike) -> 
     """
     process, number, inode = handle
     path = f"/proc/{process}/fd/{number}"
+    file = os.stat(path)  # before it is opened: in another container, the process is another one
+    if (file.st_ino, file.st_size) != (inode, _num_bytes(shape, dtype)):
+        raise OSError(f"{path} is not the expected shared array")
     descriptor = os.open(path, os.O_RDWR)
     try:
-        file = os.fstat(descriptor)
-        if (file.st_ino, file.st_size) != (inode, _num_bytes(shape, dtype)):  # a process of another container
-            raise OSError(f"{path} is not the expected shared array")
         return _map(descriptor, shape, dtype)
     finally:
         os.close(descriptor)
+
+
+def _memfd(flags: int) -> int:
+    """Return the descriptor of a new anonymous file. Raises ``OSError``."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("gnnfleet", flags)
+    libc = ctypes.CDLL(None, use_errno=True)  # Pythons built with an old glibc, as conda's, lack the function
+    if not hasattr(libc, "memfd_create"):
+        raise OSError(errno.ENOSYS, "no memfd_create")
+    descriptor = int(libc.memfd_create(b"gnnfleet", ctypes.c_uint(flags)))
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "memfd_create")
+    return descriptor
 
 
 def _map(descriptor: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
@@ -88,21 +107,20 @@ def mappable_ranks(group: RankGroup, key: str) -> list[list[int]]:
 
     ``key``: Only ranks with the same key are tried; '' for a rank that shares nothing.
     """
-    try:
-        probe = SharedArray.of(np.array([group.rank])) if key else None
-    except OSError:  # not allowed here
-        probe = None
-    try:
-        gathered = group.gather((key, probe.handle if probe else None))
+    if group.size == 1:
+        return [[]]
+    with ExitStack() as opened:
+        handle = None
+        if key:
+            with suppress(OSError):  # shared memory is not allowed here
+                handle = opened.enter_context(SharedArray.of(np.array([group.rank]))).handle
+        gathered = group.gather((key, handle))
         found = [
             rank
-            for rank, (other, handle) in enumerate(gathered)
-            if probe and rank != group.rank and other == key and handle and _maps(handle, rank)
+            for rank, (other_key, other) in enumerate(gathered)
+            if handle and other and rank != group.rank and other_key == key and _maps(other, rank)
         ]
-        return group.gather(found)
-    finally:
-        if probe:
-            probe.__exit__()
+        return group.gather(found)  # the memory stays open until all have mapped it
 
 
 def _maps(handle: Handle, rank: int) -> bool:

@@ -42,6 +42,8 @@ class Nvml:
         return device
 
     def _call(self, name: str, *arguments: Any) -> None:
+        if not hasattr(self._library, name):
+            raise RuntimeError(f"NVML of this driver has no {name}")
         if error := getattr(self._library, name)(*arguments):
             raise RuntimeError(f"{name} of NVML failed: {self._library.nvmlErrorString(error).decode()}")
 

@@ -92,21 +92,30 @@ class HostArrays:
         memory that CUDA allocates.
         """
         tensors = {}
-        for name, values in self._memory.items():
+        while self._memory:
+            name, values = self._memory.popitem()
             tensors[name] = torch.from_numpy(values)
             if values.nbytes and not simulated():
                 try:
                     _page_lock(values, device)
-                except RuntimeError:
+                except RuntimeError as error:
                     if self.handles:
                         raise
-                    tensors[name] = tensors[name].pin_memory()
-        self._memory.clear()
+                    tensors[name] = _copied(tensors[name], error)
+            del values  # may have been copied
         return tensors
 
 
 def _stored(array: JoinedArray) -> np.dtype[Any]:
     return torch.empty(0, dtype=array.dtype).numpy().dtype
+
+
+def _copied(tensor: Tensor, why: RuntimeError) -> Tensor:
+    """Copy a tensor to page-locked memory that CUDA allocates. Raises ``why`` if that fails too."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError:
+        raise why from None
 
 
 def _page_lock(values: Array, device: torch.device) -> None:

@@ -40,11 +40,10 @@ def device_rows(
 
 
 def cache_bytes(graph: OpenedGraph, size: CacheSize) -> int:
-    """Return ``size`` in bytes. A size in percent refers to all rows of ``x`` in the graph, as float32."""
-    if size.bytes is not None:
-        return size.bytes
+    """Return ``size`` in bytes, at most those of all rows of ``x`` as float32, to which percents refer."""
     nodes = graph.manifest.nodes
-    return round(size.share * sum(4 * row_width(graph, of) * nodes[of].num_nodes for of in _types(graph)))
+    every = sum(4 * row_width(graph, of) * nodes[of].num_nodes for of in _types(graph))
+    return round(size.share * every) if size.bytes is None else min(size.bytes, every)
 
 
 def count_requests(graph: OpenedGraph, plan: BatchPlan) -> dict[NodeType, RowCounts]:

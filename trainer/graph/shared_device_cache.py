@@ -7,7 +7,7 @@ rows from the other devices. So L devices cache L times as many rows as one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -84,17 +84,15 @@ def fill_device_cache(
         SettingsError: In a client; or if ``share`` is always and this rank's device can share with no other.
         ServiceError: A host does not answer.
     """
-    budget = cache_bytes(graph, size)
-    groups = _find_groups(group, share, why_cpu) if budget else _Groups()
+    groups = _find_groups(group, share, why_cpu) if cache_bytes(graph, size) else _Groups()
     members, problem = groups.members(group.rank), groups.why_alone
-    cached: dict[NodeType, DeviceRows] | None = None
     if any(len(ranks) > 1 for ranks in groups.of_all):
-        cached, found = _cache_together(graph, plan, budget, group, members)
-        group.agree(lambda: _refuse(group, found) if found and share == "always" else None)
-        problem = problem or found
-    rows = group.agree(lambda: device_rows(graph, plan, size, group.device) if cached is None else cached)
+        rows, failed = _cache_together(graph, plan, size, group, members, share == "always")
+        problem = problem or failed
+    else:
+        rows = group.agree(lambda: device_rows(graph, plan, size, group.device))
     text = _text(rows)
-    if cached is not None:
+    if len(members) > 1 and not problem:
         text += f"; the GPUs of ranks {', '.join(map(str, members))} read each other's rows"
     return FilledDeviceCache(rows, f"{text}; not shared: {problem}" if problem else text)
 
@@ -110,23 +108,22 @@ def _find_groups(group: RankGroup, share: ShareCache, why_cpu: str) -> _Groups:
     reachable = mappable_ranks(group, "" if why_cpu else node)[group.rank]
     names = group.gather(group.agree(lambda: device_name(group.device) if reachable else ""))
     wanted, linked, problem = ("nvlink",) if share == "auto" else ("nvlink", "pcie"), list[int](), ""
-    try:
-        linked = [rank for rank in reachable if names[rank] and _link(names, group.rank, rank) in wanted]
-    except RuntimeError as error:
-        problem = str(error)
-    groups = mutual_groups(group.gather(linked), MOST_DEVICES)
-    if share == "always" and group.ranks.local_world_size > 1 and not linked:
-        away = "its process cannot map memory of the node's other processes"
-        no_link = "its GPU cannot read the memory of the node's other GPUs"
-        why = why_cpu or problem or (no_link if reachable else away)
-        group.agree(lambda: _refuse(group, why))
-    else:
-        group.agree(lambda: None)
-    return _Groups(groups, problem)
+    for rank in reachable if names[group.rank] else ():
+        try:
+            if names[rank] and link_between(names[group.rank], names[rank]) in wanted:
+                linked.append(rank)
+        except RuntimeError as error:
+            problem = str(error)
+    groups = _Groups(mutual_groups(group.gather(linked), MOST_DEVICES), "" if linked else problem)
 
+    def check() -> None:
+        if share == "always" and group.ranks.local_world_size > 1 and len(groups.members(group.rank)) == 1:
+            away = "its process cannot map memory of the node's other processes"
+            no_group = f"it is in no group of at most {MOST_DEVICES} GPUs that can all read each other's memory"
+            _refuse(group, why_cpu or problem or (no_group if reachable else away))
 
-def _link(names: Sequence[str], rank: int, other: int) -> str:
-    return link_between(names[rank], names[other])
+    group.agree(check)
+    return groups
 
 
 def _refuse(group: RankGroup, why: str) -> None:
@@ -134,34 +131,48 @@ def _refuse(group: RankGroup, why: str) -> None:
 
 
 def _cache_together(
-    graph: OpenedGraph, plan: BatchPlan, budget: int, group: RankGroup, members: tuple[int, ...]
-) -> tuple[dict[NodeType, DeviceRows] | None, str]:
-    """Cache rows on the devices of ``members``, ``budget`` bytes on each. Collective; one member caches nothing.
+    graph: OpenedGraph, plan: BatchPlan, size: CacheSize, group: RankGroup, members: tuple[int, ...], must: bool
+) -> tuple[dict[NodeType, DeviceRows], str]:
+    """Cache rows on the devices of ``members``. Collective: a rank that is its only member caches its own rows.
 
-    Returns the rows, None if there are none; and why the devices cannot share them, '' if they can.
+    Returns the rows that this rank's device has; and why the devices cannot share them, '' if they can. With ``must``,
+    raises ``SettingsError`` if they cannot.
     """
-    device, alone = group.device, len(members) == 1
-    counts = group.agree(lambda: {} if alone else count_requests(graph, plan))
+    device, lone = group.device, len(members) == 1
+    counts = group.agree(lambda: {} if lone else count_requests(graph, plan))
     total = _added_up(counts, members, group)
-    chosen = group.agree(lambda: {} if alone else choose_rows(graph, total, budget * len(members)))
+    budget = cache_bytes(graph, size) * len(members)
+    chosen = group.agree(lambda: {} if lone else choose_rows(graph, total, budget))
     own = {of: ids[members.index(group.rank) :: len(members)] for of, ids in chosen.items()}
-    exported = group.agree(lambda: _export(graph, own, device))
-    tables, problem = _read_others(graph, exported, members, group)
-    if alone or problem:
-        group.barrier()  # no process frees rows that another one has mapped
-        group.agree(lambda: _free(exported.rows, device))
-        return None, problem
+    rows: dict[NodeType, DeviceRows] = {}
 
-    def join() -> dict[NodeType, DeviceRows]:
-        found = {}
+    def load() -> _Exported:
+        if lone:
+            rows.update(device_rows(graph, plan, size, device))
+        return _export(graph, own, device)
+
+    exported = group.agree(load)
+    tables, problem = _read_others(graph, exported, members, group)
+
+    def join() -> None:
+        if problem:
+            _close(exported, tables, device)
+            return
         for of, ids in chosen.items():
             slots = CachedRows.of(ids, {}, graph.manifest.nodes[of].num_nodes).slots
-            rows = device_rows_of(graph, of, own[of], exported.rows[of])
-            found[of] = replace(rows, shared=SharedRows(slots, tables[of]))
-        return found
+            shared = SharedRows(slots, tuple(tables[of]))
+            rows[of] = replace(device_rows_of(graph, of, own[of], exported.rows[of]), shared=shared)
 
-    group.barrier()
-    return group.agree(join), ""
+    def load_alone() -> None:
+        if problem and must:
+            _refuse(group, problem)
+        if problem:
+            _free(exported.rows, device)
+            rows.update(device_rows(graph, plan, size, device))
+
+    group.agree(join)  # no process frees rows that another one has mapped
+    group.agree(load_alone)
+    return rows, problem
 
 
 def _added_up(
@@ -169,8 +180,11 @@ def _added_up(
 ) -> dict[NodeType, RowCounts]:  # fmt: skip
     """Return the sums of the counts of ``members``. Collective."""
     with ExitStack() as stack:
-        arrays = {of: np.stack([own.ids, own.counts]) for of, own in counts.items()}
-        shared = group.agree(lambda: {of: stack.enter_context(SharedArray.of(each)) for of, each in arrays.items()})
+        shared = group.agree(
+            lambda: {
+                of: stack.enter_context(SharedArray.of(np.stack([own.ids, own.counts]))) for of, own in counts.items()
+            }
+        )
         handles = group.gather({of: (each.handle, each.values.shape[1]) for of, each in shared.items()})
 
         def add_up() -> dict[NodeType, RowCounts]:
@@ -201,11 +215,20 @@ def _export(graph: OpenedGraph, ids: Mapping[NodeType, Ids], device: torch.devic
         _free(exported.rows, device)
         if "OUT_OF_MEMORY" in str(error):
             raise
-        return _Exported(problem=str(error))
+        return _Exported(problem=_one_line(error))
     for of, each in ids.items():
         load_rows(graph, of, each, exported.rows[of])
-        exported.handles[of] = handles[of], len(each), ends_of(exported.rows[of], device)
+    try:
+        for of, each in ids.items():
+            exported.handles[of] = handles[of], len(each), ends_of(exported.rows[of], device)
+    except Exception as error:  # of the driver or numba-cuda, of many types
+        _free(exported.rows, device)
+        return _Exported(problem=_one_line(error))
     return exported
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _free(rows: Mapping[NodeType, Tensor], device: torch.device) -> None:
@@ -218,7 +241,7 @@ def _free(rows: Mapping[NodeType, Tensor], device: torch.device) -> None:
 
 def _read_others(
     graph: OpenedGraph, exported: _Exported, members: Sequence[int], group: RankGroup
-) -> tuple[dict[NodeType, tuple[Any, ...]], str]:
+) -> tuple[dict[NodeType, list[Any]], str]:
     """Map the rows that the other members have exported. Collective.
 
     Returns by type the rows of each member, as arguments of kernels; and why a member cannot read them, '' if all can.
@@ -232,13 +255,9 @@ def _read_others(
                 width, handle = row_width(graph, of), gathered[rank][0][of]
                 tables[of].append(own if rank == group.rank else _opened(*handle, width, group.device))
     except Exception as error:  # of the driver, numba-cuda or the system, of many types
-        problem = " ".join(str(error).split())[:300] or type(error).__name__
+        problem = _one_line(error)
     unread = _first_problem(group.gather(problem), members)
-    problem = no_export or unread
-    if problem:
-        for of, own in exported.rows.items():
-            _close([rows for rows in tables[of] if rows is not own], group.device)
-    return {of: tuple(rows) for of, rows in tables.items()}, problem
+    return tables, no_export or unread
 
 
 def _first_problem(problems: Sequence[str], members: Sequence[int]) -> str:
@@ -247,20 +266,28 @@ def _first_problem(problems: Sequence[str], members: Sequence[int]) -> str:
 
 def _opened(handle: Any, count: int, ends: bytes, width: int, device: torch.device) -> Any:
     """Map rows of another process. Checks some, as a kernel that reads a wrong address ends its process."""
-    from trainer.cuda.peer_rows import ends_of, open_rows
+    from trainer.cuda.peer_rows import close_rows, ends_of, open_rows
 
     rows = open_rows(handle, count, width, device)
-    if ends_of(rows, device) != ends:
-        raise RuntimeError("the memory of another GPU is read wrongly")
+    try:
+        if ends_of(rows, device) != ends:
+            raise RuntimeError("the memory of another GPU is read wrongly")
+    except BaseException:
+        with suppress(RuntimeError):
+            close_rows(rows, device)
+        raise
     return rows
 
 
-def _close(tables: Sequence[Any], device: torch.device) -> None:
-    if tables:
-        from trainer.cuda.peer_rows import close_rows
+def _close(exported: _Exported, tables: Mapping[NodeType, Sequence[Any]], device: torch.device) -> None:
+    """Unmap the rows of other ranks."""
+    for of, each in tables.items():
+        for rows in each:
+            if rows is not exported.rows[of]:
+                from trainer.cuda.peer_rows import close_rows
 
-        for rows in tables:
-            close_rows(rows, device)
+                with suppress(RuntimeError):  # an error of the driver has been reported already
+                    close_rows(rows, device)
 
 
 def _text(rows: Mapping[NodeType, DeviceRows]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.core.errors import SettingsError, TrainingError
+from trainer.core.memory import available_memory, size_text
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import AnyType
 from trainer.core.shared_memory import Handle, mappable_ranks, mutual_groups
@@ -99,40 +100,34 @@ def choose_sampling(
     members = next(ranks for ranks in sharing if group.rank in ranks)
     copies = sum(places[ranks[0]][0] == node for ranks in sharing)
     with_topology = any(places[rank][1] == "pinned" for rank in members)
-
-    def allocate() -> _Pinned | None:
-        return _allocate(graph, loaders, with_topology, copies, len(members) > 1, opened) if plan.place else None
-
-    def fill() -> HostArrays | None:
-        memory = made.memory if made else _map(graph, loaders, of_first[0]) if of_first else None
-        if memory:
-            memory.fill(members.index(group.rank), len(members))
-        return memory
-
+    makes, shared = bool(plan.place) and group.rank == members[0], len(members) > 1
     with ExitStack() as opened:
-        first = group.rank == members[0]
-        made, problem = group.agree(lambda: _attempt(plan, allocate) if first else (None, ""))
+        made, problem = group.agree(
+            lambda: (
+                _attempt(plan, lambda: _allocate(graph, loaders, with_topology, copies, shared, opened))
+                if makes
+                else (None, "")
+            )
+        )
         of_first = group.gather((made.memory.handles, made.why) if made else None)[members[0]]
-        memory, later = group.agree(lambda: _attempt(plan, fill))
+        memory, later = group.agree(
+            lambda: (
+                _attempt(plan, lambda: _filled(graph, loaders, made, of_first[0], group.rank, members))
+                if of_first
+                else (None, "")
+            )
+        )
         problems = group.gather(problem or later)  # the memory stays open until all ranks have mapped it
     failed = next((rank for rank in members if problems[rank]), group.rank)
-    problem = problems[failed] if failed == group.rank else f"rank {failed}: {problems[failed]}"
-    if memory is None or of_first is None or problem:
-        choice = SamplingChoice(False, problem or plan.why)
-        return group.agree(lambda: choice)
+    problem = f"rank {failed}: {problems[failed]}" if shared and problems[failed] else problems[failed]
 
-    def use() -> None:
-        try:
-            _use_device(graph, loaders, group.device, plan, memory.lock(group.device))
-        except BaseException:
-            for loader in loaders.values():
-                loader.sample_with(None)
-            raise
+    def use() -> SamplingChoice:
+        if not (memory and of_first) or problem:
+            return SamplingChoice(False, problem or plan.why)
+        _, own = _attempt(plan, lambda: _use_device(graph, loaders, group.device, plan, memory.lock(group.device)))
+        return SamplingChoice(not own, own or "; ".join(filter(None, [plan.why, of_first[1]])))
 
-    _, problem = group.agree(lambda: _attempt(plan, use))
-    if problem:
-        return SamplingChoice(False, problem)
-    return SamplingChoice(True, "; ".join(filter(None, [plan.why, of_first[1]])))
+    return group.agree(use)
 
 
 def _attempt(plan: SamplingPlan, work: Callable[[], T]) -> tuple[T | None, str]:
@@ -163,18 +158,35 @@ def _allocate(
     """Allocate memory for the features that fit, and with ``with_topology`` for the topology.
 
     ``copies``: number of ranks of this host that do so. ``shared``: other ranks map the memory until ``opened`` closes.
+    Raises ``SettingsError`` if the host has too little memory for all copies of the topology.
     """
     from trainer.cuda.features import PinnedPlan, feature_arrays  # imports numba-cuda
     from trainer.cuda.pinned_arrays import HostArrays
     from trainer.cuda.topology import topology_arrays
 
     arrays = topology_arrays(graph.store, _settings(loaders)) if with_topology else []
-    pins = PinnedPlan.of(graph.store, _features(loaders), sum(each.num_bytes for each in arrays), copies)
+    size = sum(each.num_bytes for each in arrays)
+    if copies > 1 and size * copies > (available_memory() or 0):
+        raise SettingsError(
+            f"{copies} copies of the topology, {size_text(size)} each, are more than this host's memory, and its "
+            "processes cannot share one; let them run in one container, or use sampling: cpu"
+        )
+    pins = PinnedPlan.of(graph.store, _features(loaders), size, copies)
     arrays += [each for key in pins.pinned for each in feature_arrays(graph.store, *key)]
     return _Pinned(HostArrays.shared(arrays, opened) if shared else HostArrays.alone(arrays), pins.why)
 
 
-def _map(graph: Graph, loaders: Mapping[str, BlockLoader], handles: Mapping[str, Handle]) -> HostArrays:
+def _filled(
+    graph: Graph, loaders: Mapping[str, BlockLoader], made: _Pinned | None, handles: Mapping[str, Handle], rank: int,
+    members: Sequence[int],
+) -> HostArrays:  # fmt: skip
+    """Fill this rank's share of the memory of ``members``, which this rank has made, or maps by ``handles``."""
+    memory = made.memory if made else _mapped(graph, loaders, handles)
+    memory.fill(members.index(rank), len(members))
+    return memory
+
+
+def _mapped(graph: Graph, loaders: Mapping[str, BlockLoader], handles: Mapping[str, Handle]) -> HostArrays:
     """Map the memory that another rank has allocated, given the handles of its arrays."""
     from trainer.cuda.features import feature_arrays  # imports numba-cuda
     from trainer.cuda.pinned_arrays import HostArrays
@@ -217,12 +229,17 @@ def _use_device(
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # sampler threads use other streams
     streams = StreamPool(device)
-    for loader in loaders.values():
-        sampler = DeviceSampler(loader.host_sampler, store, topology, features, device, streams)
-        loader.sample_with(sampler, streams.stream)
-    found = first.load(share).to(device)
-    if not all(torch.equal(one, other) for one, other in zip(tensors_of(found), tensors_of(expected), strict=True)):
-        raise TrainingError("the first batch that the GPU sampled differs from the CPU's; use sampling: cpu")
+    try:
+        for loader in loaders.values():
+            sampler = DeviceSampler(loader.host_sampler, store, topology, features, device, streams)
+            loader.sample_with(sampler, streams.stream)
+        found = first.load(share).to(device)
+        if not all(torch.equal(one, other) for one, other in zip(tensors_of(found), tensors_of(expected), strict=True)):
+            raise TrainingError("the first batch that the GPU sampled differs from the CPU's; use sampling: cpu")
+    except BaseException:
+        for loader in loaders.values():
+            loader.sample_with(None)
+        raise
 
 
 def why_not(graph: Graph, device: torch.device) -> str:

@@ -206,6 +206,8 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     reserved = cache_bytes(graph, CacheSize.parse(settings.device_cache))
     plan = group.agree(lambda: plan_sampling(graph, loaders, settings.sampling, group.device, reserved))
     cache_on_devices(graph, loaders, settings, plan, group)
+    if CacheSize.parse(settings.device_cache) != CacheSize():  # by the memory that is left
+        plan = group.agree(lambda: plan_sampling(graph, loaders, settings.sampling, group.device))
     sampling = choose_sampling(graph, loaders, plan, group)
     if sampling.why and group.rank == 0:
         print(sampling, flush=True)

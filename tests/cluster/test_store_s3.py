@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,8 @@ from netns import DISK, Host, NetCluster
 from s3_kit import KEYS, S3Server, s3_server
 from ssh_nodes import ssh_nodes
 
-pytest.importorskip("moto", reason="the S3 server moto is not installed")
-pytest.importorskip("s3fs", reason="s3fs is not installed")
-pytestmark = pytest.mark.slow
+MISSING = [name for name in ("moto", "s3fs") if find_spec(name) is None]  # importing them takes half a second
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"not installed: {' '.join(MISSING)}")]
 
 LARGE = SYNTHETIC | {"num_nodes": 20_000, "num_features": 400}  # ten MB of rows per host
 X = "nodes/node/attrs/x.npy"

@@ -135,7 +135,7 @@ def test_one_very_long_line_is_cut_between_characters(tmp_path: Path) -> None:
 
 
 def test_stop_is_forwarded_and_recorded(tmp_path: Path) -> None:
-    code = "import time; print('up', flush=True)\ntry: time.sleep(60)\nfinally: print('bye')"
+    code = "import time\ntry: print('up', flush=True); time.sleep(60)\nfinally: print('bye')"
     runner = subprocess.Popen(
         rank_argv(tmp_path, python("import signal; signal.signal(15, lambda *_: exit(4))\n" + code)), env=ENVIRONMENT
     )

@@ -104,6 +104,7 @@ def start() -> Iterator[Callable[..., Launched]]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.slow  # test_supervisor_messages and test_report, and with a launcher tests/cluster/test_failures.py
 def test_a_rank_that_raises_is_named_with_its_exception(start: Callable[..., Launched]) -> None:
     run = start("raise")
     output = run.output()

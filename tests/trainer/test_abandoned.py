@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -15,35 +16,46 @@ WORK = HOMO["attributes and labels"]
 
 
 @pytest.fixture
-def server(monkeypatch):
+def server_at_work(monkeypatch):
+    """Yield a server whose first batch takes a second, and an event that is set once it has begun this batch."""
     graph = parts_of(homo_data(), 3)
     with serving(graph.access.local, routed=graph.access) as server:
-        batch, slow = server._handlers.batch, [1.0]
+        batch, begun = server._handlers.batch, threading.Event()
 
         def made(*words):
-            time.sleep(slow.pop() if slow else 0)
+            if not begun.is_set():
+                begun.set()
+                time.sleep(1.0)
             return batch(*words)
 
         monkeypatch.setattr(server._handlers, "batch", made)
-        yield server
+        yield server, begun
 
 
-def test_a_batch_whose_client_timed_out_leaves_the_buffer(server) -> None:
+def abandon(client, begun) -> None:
+    """Request a batch, and stop waiting for it while the server makes it."""
+    batch = client.submit_batch(WORK, ME)
+    assert begun.wait(20)
+    with pytest.raises(ServiceError, match="no answer within .* to batch"):
+        batch.result(0.03)
+
+
+def test_a_batch_whose_client_timed_out_leaves_the_buffer(server_at_work) -> None:
+    server, begun = server_at_work
     with client_of(server.endpoint, route=True) as client:
         client.hello()
-        with pytest.raises(ServiceError, match="no answer within .* to batch"):
-            client.submit_batch(WORK, ME).result(0.03)
+        abandon(client, begun)
         until = time.monotonic() + 20
         while server.scheduler_status().batches < 1 or server.scheduler_status().buffer_bytes:
             assert time.monotonic() < until, server.scheduler_status()
             time.sleep(0.02)
 
 
-def test_a_connection_still_works_after_an_abandoned_batch(server) -> None:
+def test_a_connection_still_works_after_an_abandoned_batch(server_at_work) -> None:
+    server, begun = server_at_work
     with client_of(server.endpoint, route=True) as client:
         client.hello()
-        with pytest.raises(ServiceError):
-            client.submit_batch(WORK, ME).result(0.03)
+        abandon(client, begun)
         made = client.submit_batch(WORK, ME).result(60)
         assert len(made.subgraph.nodes) and made.rows
         assert client.hello().node_rank == server._info.node_rank

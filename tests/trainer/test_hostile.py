@@ -176,7 +176,7 @@ def storm(victim: Target, insiders: int, strangers: int, seed: int) -> Honest:
 @pytest.mark.parametrize("encrypted", [True, False], ids=["encrypted", "plain"])
 def test_a_flood_does_no_harm(tmp_path, encrypted: bool) -> None:
     with target(tmp_path, new_keys() if encrypted else None) as victim:
-        storm(victim, insiders=3_000, strangers=1_000, seed=1)
+        storm(victim, insiders=1_500, strangers=500, seed=1)
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import itertools
 from collections import Counter
 
 import pytest
+import scipy
 import torch
-from scipy import stats
 from torch_geometric.data import Data
 from torch_geometric.loader import NeighborLoader
 
@@ -80,7 +80,7 @@ def choices(fanout, weights, replace=False, over=range(DEGREE)):
 def p_value(seen, chances):
     assert seen.keys() <= chances.keys(), "a choice of probability zero was drawn"
     total = sum(seen.values())
-    return stats.chisquare([seen[c] for c in chances], [chances[c] * total for c in chances]).pvalue
+    return scipy.stats.chisquare([seen[c] for c in chances], [chances[c] * total for c in chances]).pvalue
 
 
 EVEN = [1.0] * DEGREE
@@ -122,7 +122,7 @@ def test_the_reference_sampler_agrees(how):
     theirs = in_trees(node_loader(star(), [3], seeds, batch_size=DRAWS, disjoint=True, **arguments, **more))
     ours = ours_of(3, **arguments)
     table = [[found[choice] for choice in chances] for found in (ours, theirs)]
-    assert stats.chi2_contingency(table).pvalue > ODDS
+    assert scipy.stats.chi2_contingency(table).pvalue > ODDS
 
 
 @pytest.mark.filterwarnings("ignore:Using 'NeighborSampler' without")
@@ -135,7 +135,7 @@ def test_genuine_neighbor_loader_agrees():
         theirs[tuple(sorted(next(iter(loader)).e_id.tolist()))] += 1
     ours = epochs_of(3, replace=True)
     table = [[found[choice] for choice in CASES["replace"][1]] for found in (ours, theirs)]
-    assert stats.chi2_contingency(table).pvalue > ODDS
+    assert scipy.stats.chi2_contingency(table).pvalue > ODDS
 
 
 def test_draws_of_two_hops_are_independent():
@@ -146,7 +146,7 @@ def test_draws_of_two_hops_are_independent():
     (batch,) = DistNeighborLoader(graph, [1], seeds, disjoint=True, batch_size=DRAWS)
     first = batch.e_id.view(-1, 2).tolist()
     found.update(map(tuple, first))
-    assert stats.chi2_contingency([[found[a, b] for b in range(4, 8)] for a in range(4)]).pvalue > ODDS
+    assert scipy.stats.chi2_contingency([[found[a, b] for b in range(4, 8)] for a in range(4)]).pvalue > ODDS
 
 
 def test_negatives_are_uniform_or_by_weight():
@@ -162,4 +162,4 @@ def test_negatives_are_uniform_or_by_weight():
                 seen = torch.bincount(batch.n_id[end], minlength=6)
                 assert seen[share == 0].sum() == 0
                 expected = share[share > 0] / share.sum() * DRAWS
-                assert stats.chisquare(seen[share > 0], expected.double(), sum_check=False).pvalue > ODDS
+                assert scipy.stats.chisquare(seen[share > 0], expected.double(), sum_check=False).pvalue > ODDS

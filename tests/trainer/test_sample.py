@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from partitions import random_graph, store_of
 from plain_sampler import Rule, pick
@@ -115,19 +115,19 @@ def test_picks_are_uniform_at_every_position(degree, kind):
     ours, theirs, rng = counts_of(graph, degree, fanout, draws, bound=bound), np.zeros(degree), np.random.default_rng(0)
     for _ in range(draws):
         theirs[rng.choice(degree, fanout, replace=False)] += 1
-    assert stats.chisquare(ours.ravel()).pvalue > 1e-4
-    assert stats.chi2_contingency(np.stack([ours.sum(axis=0), theirs])).pvalue > 1e-4
+    assert scipy.stats.chisquare(ours.ravel()).pvalue > 1e-4
+    assert scipy.stats.chi2_contingency(np.stack([ours.sum(axis=0), theirs])).pvalue > 1e-4
 
 
 def test_pairs_of_picks_are_uniform():
     # All ordered pairs of five neighbours are equally frequent.
     seen = pair_counts(star_graph(5), 5)
     assert np.all(np.diag(seen) == 0)
-    assert stats.chisquare(seen[~np.eye(5, dtype=bool)]).pvalue > 1e-4
+    assert scipy.stats.chisquare(seen[~np.eye(5, dtype=bool)]).pvalue > 1e-4
 
 
 def test_replacement_draws_independently():
-    assert stats.chisquare(pair_counts(star_graph(6), 6, replace=True).ravel()).pvalue > 1e-4
+    assert scipy.stats.chisquare(pair_counts(star_graph(6), 6, replace=True).ravel()).pvalue > 1e-4
 
 
 WEIGHTS = np.array([0.0, 1.0, 2.0, 0.5, 4.0, 0.0, 0.25])
@@ -140,7 +140,7 @@ def test_weighted_replacement_draws_by_weight(dtype):
     share = weights[weights > 0].astype(np.float64) / weights.sum()
     assert seen[weights == 0].sum() == seen[:, weights == 0].sum() == 0
     both = seen[np.ix_(weights > 0, weights > 0)]
-    assert stats.chisquare(both.ravel(), np.outer(share, share).ravel() * both.sum()).pvalue > 1e-4
+    assert scipy.stats.chisquare(both.ravel(), np.outer(share, share).ravel() * both.sum()).pvalue > 1e-4
 
 
 def test_weighted_draws_without_replacement_follow_the_urn_model():
@@ -150,13 +150,13 @@ def test_weighted_draws_without_replacement_follow_the_urn_model():
     expected = np.outer(WEIGHTS / total, WEIGHTS) / (total - WEIGHTS)[:, None]
     np.fill_diagonal(expected, 0)
     assert np.all(seen[expected == 0] == 0)
-    assert stats.chisquare(seen[expected > 0], expected[expected > 0] * seen.sum()).pvalue > 1e-4
+    assert scipy.stats.chisquare(seen[expected > 0], expected[expected > 0] * seen.sum()).pvalue > 1e-4
     rng, theirs = np.random.default_rng(0), np.zeros(7)
     for _ in range(4000):
         theirs[rng.choice(7, 2, replace=False, p=WEIGHTS / total)] += 1
     used = WEIGHTS > 0
     both = np.stack([seen.sum(axis=0) + seen.sum(axis=1), theirs])[:, used]
-    assert stats.chi2_contingency(both).pvalue > 1e-4
+    assert scipy.stats.chi2_contingency(both).pvalue > 1e-4
 
 
 def pair_counts(graph, degree, draws=4000, **more):

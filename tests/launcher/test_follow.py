@@ -283,11 +283,11 @@ def finding(k: int) -> dict[str, Any]:
 def test_a_failure_of_an_expendable_node_stops_no_other_node(tmp_path: Path) -> None:
     # If a server fails that the run does not need, no other node is stopped, and the hub records the loss.
     crash = event("process-exit", 1, name="server", rank=None, failed=True, returncode=1)
-    going = threading.Event()
+    going, over = threading.Event(), threading.Event()
     hub = FakeNode(0, [state(spare=[1, 2]), going, state(spare=[], gone={"1": {}}, findings=[finding(1)])])
-    hub.scripts[0] += [lambda: time.sleep(1.0), ended(0, more={"gone": {"1": {}}})]
+    hub.scripts[0] += [lambda: time.sleep(1.0), lambda: over.set(), ended(0, more={"gone": {"1": {}}})]
     failing = FakeNode(1, [state(spare=[1, 2]), crash, lambda: going.set(), ended(1, "failed", failed=True)])
-    scene = Scene(tmp_path, hub, failing, FakeNode(2, [state(), ended(2)]))
+    scene = Scene(tmp_path, hub, failing, FakeNode(2, [state(), over, ended(2)]))
     followed = scene.follow()
     assert {k: result["state"] for k, result in followed.results.items()} == {0: "done", 1: "failed", 2: "done"}
     assert "a process failed: server of node1 (local)\n" in scene.output and "every node stops" not in scene.output

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import trainer
 from load_kit import hetero_data, homo_data, parts_of
 from partitions import write_store
-from train_kit import REPOSITORY, environment, run_script, write_parts
+from train_kit import REPOSITORY, environment, run_forked, run_script, write_parts
 from trainer import DistNeighborLoader
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks
@@ -105,6 +108,21 @@ def test_seeds_split_by_rank_are_refused_with_the_reason(folder):
     assert all(ended.returncode != 0 for ended in ranks)
     assert re.search(r"SettingsError: the loader made at .*:\d+ has other seeds, .* on rank \d than on rank \d", output)
     assert "script.py:" in output and "Do not split seeds by rank" in output
+
+
+def destroy_the_group_of_an_opened_graph(parts: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with trainer.open(parts):
+        held = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    gc.collect()
+    assert held() is not None
+
+
+def test_a_destroyed_process_group_lives_on(folder):
+    # otherwise the deletion of a DistributedDataParallel, its last owner, can hang (``keep_process_group``)
+    (ended,) = run_forked(destroy_the_group_of_an_opened_graph, [str(folder / "parts")], 1)
+    assert ended.returncode == 0, ended.output
 
 
 def test_rank_and_layout_of_the_graph_are_the_default(tmp_path):

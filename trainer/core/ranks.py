@@ -301,6 +301,7 @@ def join_ranks(ranks: Ranks, device: torch.device, backend: str, timeout: float)
         yield RankGroup(ranks, device, timeout)
         return
     _rendezvous(ranks, timeout)
+    keep_process_group()
     try:
         yield RankGroup(ranks, device, timeout, _gradient_group(device, backend, ranks.world_size, timeout))
     except RuntimeError as error:
@@ -309,6 +310,19 @@ def join_ranks(ranks: Ranks, device: torch.device, backend: str, timeout: float)
         raise _lost_peer(ranks, timeout, error) from error
     # Not after an exception: other ranks would fail before this rank has reported its error.
     dist.destroy_process_group()
+
+
+_kept: list[object] = []  #: the process group that ``keep_process_group`` keeps
+
+
+def keep_process_group() -> None:
+    """Keep the default process group, if there is one, until the process ends or another group is kept.
+
+    Without this call the last owner of a destroyed group may be a ``DistributedDataParallel``. When it is deleted, torch
+    2.13 waits for the threads of gloo while it holds the GIL, and the process hangs if one of them needs the GIL.
+    """
+    if dist.is_available() and dist.is_initialized():
+        _kept[:] = [dist.group.WORLD]
 
 
 def _says_peer_gone(error: RuntimeError) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.core.errors import ServiceError, SettingsError
-from trainer.core.ranks import Ranks
+from trainer.core.ranks import Ranks, keep_process_group
 from trainer.core.remote_settings import RemoteAccess
 from trainer.core.waits import report_uncaught
 from trainer.graph.open import Graph, open_client, open_graph
@@ -34,6 +34,7 @@ def open_any(
     if path is not None:
         _check_path(path)
     report_uncaught(environ)
+    keep_process_group()
     ranks = this_process(environ)
     ranks = ranks if node_rank is None else replace(ranks, node_rank=node_rank)
     cluster, key_file = cluster or environ.get("GNNFLEET_CLUSTER"), key_file or environ.get("GNNFLEET_SERVICE_KEY")

@@ -318,8 +318,8 @@ _kept: list[object] = []  #: the process group that ``keep_process_group`` keeps
 def keep_process_group() -> None:
     """Keep the default process group, if there is one, until the process ends or another group is kept.
 
-    Without this call the last owner of a destroyed group may be a ``DistributedDataParallel``. When it is deleted, torch
-    2.13 waits for the threads of gloo while it holds the GIL, and the process hangs if one of them needs the GIL.
+    Without this call the last owner of a destroyed group may be a ``DistributedDataParallel``. When it is deleted,
+    torch 2.13 waits for the threads of gloo while it holds the GIL, and hangs if one of them needs the GIL.
     """
     if dist.is_available() and dist.is_initialized():
         _kept[:] = [dist.group.WORLD]

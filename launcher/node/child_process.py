@@ -72,12 +72,12 @@ class Child:
             self.ended = time.time()
         return self.ended is None
 
-    def terminate(self) -> None:
-        """Send SIGTERM to the process group, unless the process has ended."""
+    def terminate(self, number: int = signal.SIGTERM) -> None:
+        """Send a signal that ends it to the process group, unless the process has ended."""
         if self.running():
             self.stop_sent_at = self.stop_sent_at if self.stop_sent else time.monotonic()
             self.stop_sent = True
-            procs.send_group(self.pid, signal.SIGTERM)
+            procs.send_group(self.pid, number)
 
     def close(self) -> None:
         self.pump()

@@ -90,6 +90,7 @@ def test_a_broken_connection_to_the_jump_host_is_reopened_for_all_nodes(
     close_all(dict(lines))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # paramiko's threads close, too
 def test_lines_close_although_the_jump_host_connection_breaks_meanwhile(
     cluster: NetCluster, config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from waiting import runs, wait_until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 SERVE = "import pathlib, time; pathlib.Path('server.ready').touch(); print('serving', flush=True); time.sleep(60)"
+ON_SIGNAL = "import signal\nfor n in (2, 15): signal.signal(n, lambda n, _: exit(signal.Signals(n).name))\n"
 IGNORE_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
 ESCAPE = """
 import os, time
@@ -43,9 +44,9 @@ def test_success_ends_the_server_and_reports_done(folder: MakeFolder) -> None:
 
 
 def test_success_leaves_logs_events_and_state(folder: MakeFolder) -> None:
-    run = folder(server=python(SERVE)).rank(python("print('trained')"))
+    run = folder(server=python(ON_SIGNAL + SERVE)).rank(python("print('trained')"))
     run.run()
-    assert run.log("rank0") == ["trained"] and run.log("server") == ["serving"]
+    assert run.log("rank0") == ["trained"] and run.log("server") == ["serving", "SIGINT"]
     stamped = (run.path / "logs" / "rank0.log").read_text()
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z trained\n", stamped)
     assert run.json("state.json")["state"] == "done"
@@ -57,6 +58,13 @@ def test_success_leaves_logs_events_and_state(folder: MakeFolder) -> None:
         ("server-ready", None),
     ]
     assert ("process-exit", "rank0") in kinds and kinds[-1] == ("node-end", None)
+
+
+def test_a_failure_ends_the_server_by_sigterm(folder: MakeFolder) -> None:
+    # ranks of other nodes may need it until they have saved a checkpoint
+    run = folder(server=python(ON_SIGNAL + SERVE)).rank(python("exit(1)"))
+    run.run()
+    assert run.log("server") == ["serving", "SIGTERM"]
 
 
 def test_trainer_waits_for_the_server(folder: MakeFolder) -> None:
@@ -213,8 +221,8 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_grace(folder: MakeFolder)
     assert (outcome["signal"], outcome["stopped"], outcome["failed"]) == ("SIGKILL", True, False)
 
 
-def test_server_that_ignores_sigterm_is_killed(folder: MakeFolder) -> None:
-    stubborn = IGNORE_TERM.replace("print(", "open('server.ready', 'w'); print(")
+def test_server_that_ignores_signals_is_killed(folder: MakeFolder) -> None:
+    stubborn = IGNORE_TERM.replace("print(", "signal.signal(2, signal.SIG_IGN); open('server.ready', 'w'); print(")
     run = folder(server=python(stubborn)).rank(python("print('trained')"))
     assert run.run()["state"] == "done"
     assert run.outcome("server")["signal"] == "SIGKILL"

@@ -147,7 +147,7 @@ def test_a_slow_request_delays_no_other_and_misses_its_deadline(client) -> None:
     start = time.monotonic()
     rows_of(client, NODES)
     client.deadline = 0.5
-    with pytest.raises(ServiceError, match=r"no answer within 0.5 s to gather \(connected, but the server is slow"):
+    with pytest.raises(ServiceError, match=r"no answer within [\d.]+ s to gather \(connected, but the server is slow"):
         slow.result()
     assert 0.45 < time.monotonic() - start < 4
     np.testing.assert_array_equal(slow.result(timeout=60)[0]["sleep4"], NODES)
@@ -156,7 +156,7 @@ def test_a_slow_request_delays_no_other_and_misses_its_deadline(client) -> None:
 def test_an_absent_server_is_an_error_at_the_deadline() -> None:
     with client_of(free_endpoint(), deadline=0.7) as client:
         start = time.monotonic()
-        with pytest.raises(ServiceError, match=r"node1 \(10.0.0.2\) at tcp.*parts 1,3: .*0.7 s to hello "
+        with pytest.raises(ServiceError, match=r"node1 \(10.0.0.2\) at tcp.*parts 1,3: .*[\d.]+ s to hello "
                                                r"\(no connection\).*see logs/server.log of node1"):  # fmt: skip
             client.hello()
         assert 0.65 < time.monotonic() - start < 20

@@ -173,9 +173,10 @@ def usable_folder() -> Path | None:
                 stacklevel=2,
             )
             folder = private
-        _remove_unused(folder)
     except OSError:
         return None
+    with contextlib.suppress(OSError):
+        _remove_unused(folder)
     return folder
 
 

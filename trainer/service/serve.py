@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -54,15 +53,15 @@ class ServeJob:
 
 
 def serve(job: ServeJob) -> None:
-    """Serve parts of a partition folder until SIGTERM or SIGINT, and then for ``GNNFLEET_SAVE_ON_TERM`` seconds.
+    """Serve parts of a partition folder until SIGINT, or for ``GNNFLEET_SAVE_ON_TERM`` seconds after SIGTERM.
 
-    In these last seconds, ranks that got SIGTERM as well save a checkpoint. Until then they need batches.
+    In these seconds, ranks that got SIGTERM as well save a checkpoint. Until then they need batches.
 
     Writes ``job.ready_file`` (``{"endpoint", "pid"}``, atomically) once the server answers requests. Raises
     ``SettingsError``, ``PartitionError`` or ``ServiceError`` if the server cannot start, and ``ServiceError`` if one of
     its threads ends with an error. Must be called in the main thread, because it handles both signals.
     """
-    stopping = _catch_signals()
+    stopping, interrupted = _catch_signals()
     keys = None if job.key_file is None else read_key_file(job.key_file)
     digest = manifest_digest(job.parts)
     peers = Peers(job.cluster, job.node_rank, digest, keys)
@@ -95,7 +94,7 @@ def serve(job: ServeJob) -> None:
     if not stopping.is_set():
         raise ServiceError(f"graph server at {server.endpoint} stopped because of an error; see the traceback above")
     if linger := float(os.environ.get("GNNFLEET_SAVE_ON_TERM") or 0):
-        time.sleep(linger)  # ranks got SIGTERM as well, and need batches until they have saved a checkpoint
+        interrupted.wait(linger)
     done = server.stats()
     print(
         f"stopping after {done.requests:,} requests ({done.errors:,} errors), {done.malformed:,} malformed messages, "
@@ -113,11 +112,17 @@ def _states(hosts: Mapping[int, Peer], lost: Collection[int]) -> list[dict[str, 
     ]
 
 
-def _catch_signals() -> threading.Event:
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
-    return stopping
+def _catch_signals() -> tuple[threading.Event, threading.Event]:
+    """Return events that are set on SIGTERM or SIGINT, and on SIGINT."""
+    stopping, interrupted = threading.Event(), threading.Event()
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        stopping.set()
+
+    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    signal.signal(signal.SIGINT, interrupt)
+    return stopping, interrupted
 
 
 def _write_ready(path: Path, endpoint: str) -> None:

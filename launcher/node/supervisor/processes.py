@@ -79,16 +79,17 @@ Idle = Callable[[float], object]
 
 
 def end_processes(
-    children: list[Child], book: OutcomeBook, token: str, grace: float, idle: Idle
+    children: list[Child], book: OutcomeBook, token: str, grace: float, idle: Idle, *, done: bool = False
 ) -> list[procs.Process]:
     """End all processes of the run on this node; return those that still run after SIGKILL.
 
     children: the supervisor's child processes. token: marks all processes of the run, in their environment. grace:
-    seconds between SIGTERM and SIGKILL. ``idle(seconds)`` waits and keeps the supervisor's heartbeat running.
+    seconds between SIGTERM and SIGKILL. ``idle(seconds)`` waits and keeps the supervisor's heartbeat running. done: no
+    rank of the run needs a graph server any more.
     """
     book.stopping = True
-    for child in children:
-        child.terminate()
+    for child in children:  # SIGINT ends a graph server at once, see ``trainer.service.serve``
+        child.terminate(signal.SIGINT if done and child.name == "server" else signal.SIGTERM)
 
     def ended() -> bool:
         return not any(child.running() for child in children)

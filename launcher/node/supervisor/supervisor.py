@@ -386,7 +386,8 @@ class Supervisor:
         if end.state == "stopped" or end.reason:
             self.journal.event("stop-requested", reason=end.reason)
         self.set_state("stopping")
-        left = end_processes(self.children, self.book, self.token, self.grace(), self.idle)
+        done = end.state == "done"
+        left = end_processes(self.children, self.book, self.token, self.grace(), self.idle, done=done)
         if left:
             self.journal.log(f"could not kill: {', '.join(f'{p.pid} {procs.command_line(p.pid)}' for p in left)}")
         complete_outcomes(self.children, self.keeper, self.runners, self.book, self.loop)

@@ -12,7 +12,7 @@ from typing import Any
 from trainer.core.errors import DataError
 from trainer.sources.table_columns import as_double, is_number_type, list_type
 from trainer.sources.table_database import Database, Scan, quoted
-from trainer.sources.table_files import has_files, table_files
+from trainer.sources.table_files import holds_tables, table_files
 from trainer.sources.table_options import Table
 
 _LABELS = ("label", "labels", "y", "class", "target")
@@ -70,9 +70,9 @@ def _may_be_id(column: _Column) -> bool:
 def draft_tables(folder: Path) -> dict[str, Any]:
     """Guess the options ``nodes`` and ``edges`` of dataset `tables` from the files in ``folder``.
 
-    Every file and every folder directly in ``folder`` is one table. A table with a column of unique values is a node
-    table; a table with two columns of ids of node tables is an edge table. With several node types, option
-    ``undirected`` is set.
+    Every CSV or Parquet file and every folder of such files directly in ``folder`` is one table. A table with a column
+    of unique values is a node table; a table with two columns of ids of node tables is an edge table. With several node
+    types, option ``undirected`` is set.
 
     Raises ``DataError`` if no node or edge table is found, or if the folder of a table has files of both kinds.
     """
@@ -88,11 +88,9 @@ def draft_tables(folder: Path) -> dict[str, Any]:
 def _scans(database: Database, folder: Path) -> Iterator[tuple[Scan, str]]:
     none = True
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.name[0] in "_." or not has_files(path):
+        if path.name[0] in "_." or not holds_tables(path):
             continue
         files = table_files(Table((path.name,)), folder, str(path))
-        if all(file.suffix == "" for file in files):
-            continue
         none = False
         yield Scan(database, files, str(path)), path.name
     if none:

@@ -32,9 +32,9 @@ def table_files(table: Table, folder: Path, where: str) -> list[Path]:
     return found
 
 
-def has_files(path: Path) -> bool:
-    """Whether a file exists, or a folder has CSV or Parquet files."""
-    return bool(_expand(path))
+def holds_tables(path: Path) -> bool:
+    """Return whether a path is a CSV or Parquet file, by its name, or a folder with such files."""
+    return bool(_below(path)) if path.is_dir() else _is_table(path.name)
 
 
 def _expand(pattern: Path) -> list[Path]:
@@ -50,11 +50,11 @@ def _below(folder: Path) -> list[Path]:
     found = []
     for top, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name[0] not in "_.")
-        found += [Path(top, name) for name in sorted(names) if name[0] not in "_." and _known(name)]
+        found += [Path(top, name) for name in sorted(names) if name[0] not in "_." and _is_table(name)]
     return found
 
 
-def _known(name: str) -> bool:
+def _is_table(name: str) -> bool:
     return name.lower().endswith(PARQUET + CSV)
 
 

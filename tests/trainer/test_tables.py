@@ -349,7 +349,7 @@ def test_a_feature_of_large_values_is_noted(tmp_path: Path) -> None:
 
 def test_drafted_options_are_read(tmp_path: Path) -> None:
     folder = shop(tmp_path)
-    write(folder, README__md="# Shop\n", schema__json='{"users": {}}\n', Makefile="all:\n")  # no tables
+    write(folder, README__md="Shop\nsold\nbought\n", schema__json='{"users": {}}\n', Makefile="all:\n")  # no tables
     drafted = draft_tables(folder)
     assert drafted == {
         "nodes": {

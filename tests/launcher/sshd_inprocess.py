@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import paramiko
+from paramiko.common import MSG_CHANNEL_SUCCESS
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Sshd:
             if self.connections <= self.hang_up:
                 sock.close()
                 continue
-            transport = paramiko.Transport(sock)
+            transport = _Transport(sock)
             transport.add_server_key(self.host_key)
             transport.set_subsystem_handler("sftp", paramiko.SFTPServer, _Files, self)
             self._transports.append(transport)
@@ -77,6 +79,19 @@ def serving(sshd: Sshd) -> Iterator[Sshd]:
         yield sshd
     finally:
         sshd.close()
+
+
+class _Transport(paramiko.Transport):
+    """Starts a command after the reply to its request, as sshd does."""
+
+    def __init__(self, sock: socket.socket):
+        super().__init__(sock)
+        self.commands: deque[threading.Thread] = deque()
+
+    def _send_user_message(self, data: paramiko.Message) -> None:
+        super()._send_user_message(data)
+        if data.asbytes()[0] == MSG_CHANNEL_SUCCESS and self.commands:
+            self.commands.popleft().start()
 
 
 class _Server(paramiko.ServerInterface):
@@ -115,7 +130,10 @@ class _Server(paramiko.ServerInterface):
         return paramiko.OPEN_SUCCEEDED if kind == "session" else paramiko.OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
 
     def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
-        threading.Thread(target=_execute, args=(self.sshd, channel, command.decode()), daemon=True).start()
+        transport = channel.get_transport()
+        assert isinstance(transport, _Transport)
+        words = (self.sshd, channel, command.decode())
+        transport.commands.append(threading.Thread(target=_execute, args=words, daemon=True))
         return True
 
 

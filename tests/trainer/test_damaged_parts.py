@@ -200,7 +200,7 @@ def test_a_sound_folder_is_opened_alike_with_and_without_digests(sound: Path) ->
 
 
 def test_a_graph_server_compares_its_files_before_it_serves(folder: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(serve, "_catch_signals", threading.Event)
+    monkeypatch.setattr(serve, "_catch_signals", lambda: (threading.Event(), threading.Event()))
     cluster = write_cluster(tmp_path / "cluster.json", (0, None, [0, 1]))
     serve_job = ServeJob(folder, (0, 1), "tcp://127.0.0.1:0", cluster, 0, tmp_path / "server.ready")
     flip_a_byte(folder / EDGES / "orig_id.npy")

@@ -137,7 +137,8 @@ def test_commands_and_files_of_job_steps(lab: Lab, tmp_path: Path, monkeypatch: 
             transport.run(Command(("sleep", "77")), timeout=0.5)
         wait_until(lambda host=host: not any("sleep 77" in each.cmdline for each in host.processes()), 20)
     lab.slurm.run("scancel", job)
-    assert isinstance(open_job(job, ["any"])[0], LocalTransport)
+    # the job is COMPLETING, and its nodes are unreachable, until slurmd has ended its processes
+    wait_until(lambda: isinstance(open_job(job, ["any"])[0], LocalTransport), 60)
     assert transport.run(Command(("hostname",)), timeout=20).stdout.decode().strip() == socket.gethostname()
 
 

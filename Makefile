@@ -54,7 +54,7 @@ check: $(INSTALLED) docs ## ruff, mypy, generated documentation
 	  diff docs/troubleshooting.md - || \
 	  { echo "docs/troubleshooting.md is not up to date: $(BIN)/python -m launcher.report.explain"; exit 1; }
 
-size: $(INSTALLED) ## files, lines, short files and import circles of each package
+size: $(INSTALLED) ## files, lines, public names, functions and import circles of each package
 	@$(BIN)/python tests/code_size.py $(ARGS)
 
 bench: tools-test $(INSTALLED) ## run the benchmarks

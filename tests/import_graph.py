@@ -82,12 +82,13 @@ def package_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """Return the import cycles: strongly connected components of two or more names, the largest first."""
-    reached = {name: _reached(graph, name) for name in graph}
-    groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    below = {name: reached(graph, name) for name in graph}
+    groups = {frozenset(other for other in below[name] if name in below[other]) for name in graph}
     return sorted((sorted(group) for group in groups if len(group) > 1), key=lambda group: (-len(group), group))
 
 
-def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
+def reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    """Return all names that ``start`` leads to, directly or not. ``start`` is among them only in a cycle."""
     found: set[str] = set()
     waiting = [start]
     while waiting:

@@ -207,12 +207,12 @@ def parallel_ssh() -> Path | None:
 def prepare_sessions(scene: Scene) -> None:
     """Write a start.sh on each host. The script reports ready at once."""
     for k, host in enumerate(scene.hosts):
-        folder = run_dir(f"{host.home}/gnnfleet/node{k}", RUN, k)
+        folder = run_dir(f"{host.home}/gnnfleet-work/node{k}", RUN, k)
         host.write(f"{folder}/start.sh", f"touch {folder}/state.json; sleep 60")
 
 
 def end_sessions(scene: Scene) -> None:
-    script = "tmux kill-server 2>/dev/null; rm -f ~/gnnfleet/node*/runs/*/node*/state.json"
+    script = "tmux kill-server 2>/dev/null; rm -f ~/gnnfleet-work/node*/runs/*/node*/state.json"
     for host in scene.hosts:
         host.run(["bash", "-c", script])
 

@@ -15,7 +15,7 @@ _EPILOG = "Exit status: that of the run; 1 if it ended before the step of --faul
     "rehearse --config cluster.yml --fault rank1:kill@step20"
 )
 
-_FOLDER = Path("~/gnnfleet/rehearsal")
+_FOLDER = Path("~/gnnfleet-work/rehearsal")
 
 #: Parameters in the order of the help; the other options of a launch are accepted, too.
 _SHOWN = (

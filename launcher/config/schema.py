@@ -69,7 +69,7 @@ class NodeConfig:
     conda: str | None = setting("Conda environment on the node, by name or prefix path.", None)
     workdir: str = setting(
         "Folder on the node for gnnfleet's code, the node's parts and its runs; {node_rank} is replaced by 0, 1, …",
-        "~/gnnfleet/node{node_rank}",
+        "~/gnnfleet-work/node{node_rank}",
     )
     data_folder: str | None = setting(
         "Path of the shared partition folder on this node, if not data.folder (mode verify).", None

@@ -173,7 +173,7 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None) -
     folder = os.path.expanduser(config.data.folder)
     parts = os.path.abspath(folder) if config.makes_parts else config.data.folder
     if config.data.store is not None:
-        parts = f"~/gnnfleet/data/{parts_name(config)}"
+        parts = f"~/gnnfleet-work/data/{parts_name(config)}"
     partition = partitioning(config).command.argv if config.makes_parts and config.data.store is None else ()
     reads = "the parts in $PARTS" if config.data.store is None else f"access to {config.data.store}"
     needs = ["gnnfleet in $PYTHON", reads, *(["the key file $KEY"] if plan.encrypted else [])]

@@ -151,7 +151,7 @@ def _defaults(draft: Draft) -> Iterator[Line]:
         yield Line(f"  {default.key}: {value(default.path)}", _versions(default))
     else:
         yield Line(f"  venv: {OWN_VENV}", "made by `gnnfleet setup`: no Python with torch was found")
-    yield Line("  workdir: ~/gnnfleet/node{node_rank}", "folder on the node for code, parts and runs")
+    yield Line("  workdir: ~/gnnfleet-work/node{node_rank}", "folder on the node for code, parts and runs")
     yield Line("  # procs: 2", "training processes on a node without devices; default: 1")
 
 

@@ -303,7 +303,7 @@ def test_scripts_fetch_parts_from_the_store(kind: str, tmp_path: Path) -> None:
     assert 's3://bucket/products "$PARTS" --part ${OWN[NODE]//,/ --part } \\' in line
     assert "--replicated --store-option endpoint_url=http://minio:9000" in script.text
     assert "--store-option 'addressing=\"8\"'" in script.text
-    assert 'PARTS="$HOME/gnnfleet/data/ogbn-products-' in script.text and "partition make" not in script.text
+    assert 'PARTS="$HOME/gnnfleet-work/data/ogbn-products-' in script.text and "partition make" not in script.text
     assert "hush" not in script.text and "AWS_DEFAULT_REGION=north" in script.text
     assert any("set them in the environment of the script" in note for note in script.notes)
     subprocess.run(["bash", "-n"], input=script.text, text=True, check=True)
@@ -407,7 +407,7 @@ def test_exported_scripts_train_with_the_losses_of_a_launch(
     assert [process.wait(150) for process in started] == [0, 0]
     metrics = {
         "launched": tmp_path / "runs/launched/metrics.jsonl",
-        "exported": tmp_path / "gnnfleet/runs/exported/node0/metrics-rank0.jsonl",
+        "exported": tmp_path / "gnnfleet-work/runs/exported/node0/metrics-rank0.jsonl",
     }
     losses = {
         name: [

@@ -139,13 +139,21 @@ def _place_generated(plan: LaunchPlan) -> dict[str, Path]:
 def test_home_is_expanded_by_the_shell_before_preflight_finds_it(tmp_path: Path) -> None:
     start = plan_of(cluster(NodeConfig("a", venv="~/my venv"))).nodes[0].start
     show = dataclasses.replace(start, argv=("bash", "-c", 'echo "$PYTHONPATH|$PATH|$PWD"'))
-    run_dir = tmp_path / "gnnfleet/node0/runs/r1/node0"
+    run_dir = tmp_path / "gnnfleet-work/node0/runs/r1/node0"
     run_dir.mkdir(parents=True)
     env = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
     done = subprocess.run(["bash", "-c", render(show)], env=env, capture_output=True, check=True, text=True, timeout=30)
     pythonpath, path, cwd = done.stdout.strip().split("|")
-    assert pythonpath == f"{tmp_path}/gnnfleet/node0/code/{'c0de' * 4}"
+    assert pythonpath == f"{tmp_path}/gnnfleet-work/node0/code/{'c0de' * 4}"
     assert path.startswith(f"{tmp_path}/my venv/bin:") and cwd == str(run_dir)
+
+
+def test_a_program_in_the_home_folder_does_not_import_the_work_folder_as_gnnfleet(tmp_path: Path) -> None:
+    (tmp_path / NodeConfig("a").workdir.removeprefix("~/")).mkdir(parents=True)
+    code = "import importlib.util; print(importlib.util.find_spec('gnnfleet'))"
+    argv = [sys.executable, "-S", "-c", code]  # -S: without the packages installed here
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "None\n"
 
 
 def test_conda_environment_by_name_is_activated_or_reported_missing(tmp_path: Path) -> None:

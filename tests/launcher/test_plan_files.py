@@ -46,7 +46,7 @@ def test_each_node_gets_its_own_parts(tmp_path: Path) -> None:
     for file in sent[1]:
         content = Path(file.source).read_bytes()
         assert (file.bytes, file.sha256) == (len(content), hashlib.sha256(content).hexdigest())
-    assert plan.final and plan.nodes[0].data_dir == "/home/user0/gnnfleet/node0/data/f1"
+    assert plan.final and plan.nodes[0].data_dir == "/home/user0/gnnfleet-work/node0/data/f1"
 
 
 def test_parts_of_a_different_number_are_not_sent(tmp_path: Path) -> None:

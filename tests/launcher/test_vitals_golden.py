@@ -63,10 +63,10 @@ def places() -> list[str]:
         "Current thread 0x00007f0000000001 (most recent call first):",
         f'  File "{torch}/distributed/distributed_c10d.py", line 2501 in all_reduce',
         f'  File "{torch}/distributed/c10d_logger.py", line 81 in wrapper',
-        '  File "/home/ann/gnnfleet/code/c0de/trainer/core/ranks.py", line 105 in sum',
+        '  File "/home/ann/gnnfleet-work/code/c0de/trainer/core/ranks.py", line 105 in sum',
     ]
     loading = ["Current thread 0x01 (most recent call first):", '  File "/home/ann/run/files/data.py", line 17 in load']
-    roots = ("/home/ann/gnnfleet/code/c0de/", "/home/ann/run/files/")
+    roots = ("/home/ann/gnnfleet-work/code/c0de/", "/home/ann/run/files/")
     stacks = dict.fromkeys(range(8), [summary(reducing, roots)])
     stacks |= {3: [summary(loading, roots)], 6: [STOPPED]}
     return folded(stacks)

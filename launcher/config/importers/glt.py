@@ -110,7 +110,7 @@ def _node(host: Tree, values: dict[str, Tree]) -> Section:
             items[ours] = values[theirs] if theirs == "ports" else _text(values[theirs])
     folder = values.get("dst_paths")
     if isinstance(folder, Scalar):
-        items["workdir"] = text(folder.origin, folder.text.rstrip("/") + "/gnnfleet/node{node_rank}")
+        items["workdir"] = text(folder.origin, folder.text.rstrip("/") + "/gnnfleet-work/node{node_rank}")
     devices = values.get("visible_devices")
     if isinstance(devices, Scalar) and devices.text.strip() not in ("", "-1") and not devices.empty:
         words = [word.strip() for word in devices.text.split(",") if word.strip()]

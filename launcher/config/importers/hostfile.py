@@ -150,7 +150,7 @@ def _common_keys(remote: Remote, flags: Flags) -> dict[str, Tree]:
     kind, which = remote.interpreter
     common: dict[str, Tree] = {kind: text(origin, which)} if kind else {}
     if folder := remote.folder or _absolute(flags.workspace):
-        common["workdir"] = text(origin, posixpath.join(folder, "gnnfleet/node{node_rank}"))
+        common["workdir"] = text(origin, posixpath.join(folder, "gnnfleet-work/node{node_rank}"))
     if remote.devices:
         common["devices"] = listed(origin, [number(origin, word) for word in re.split(r"\s*,\s*", remote.devices)])
     lines = (*(f"export {pair}" for pair in flags.extra_envs), *remote.setup)

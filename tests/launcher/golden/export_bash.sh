@@ -12,7 +12,7 @@ HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export PATH=/opt/gnn/bin:"$PATH"
 PYTHON="/opt/gnn/bin/python"
 PARTS="/scratch/parts"
-RUN="$HOME/gnnfleet/runs/Products_1/node$NODE"  # logs, metrics, checkpoints
+RUN="$HOME/gnnfleet-work/runs/Products_1/node$NODE"  # logs, metrics, checkpoints
 KEY="$HERE/products.key"
 
 # By node:

@@ -73,22 +73,29 @@ class ExpendableNodes:
     The nodes report which nodes are expendable. The reports of the lead node are used; before its first report, the
     latest report of any node. In a serving cluster all nodes are expendable. With ``run.restarts`` all nodes are
     expendable until the run has ended.
+
+    A node that has only lost the lead node does not know whether the run goes on: its end is that of one node.
     """
 
     def __init__(self, plan: LaunchPlan, restarts: int = 0):
-        self._lead = plan.lead
+        self._lead, self._crew = plan.lead, crew_of(plan)
         self._all = plan.serve_only
         self._restarts = bool(restarts)
         self._heard = self._over = False
         self._nodes: set[int] = set()
         self._never: set[int] = set()  # nodes that did not start
-        self.gone: set[int] = set()  #: with restarts: nodes that the run goes on without
+        self._alone: set[int] = set()  # nodes that have ended since they lost the lead node
+        self.gone: set[int] = set()  #: nodes that the run goes on without, as reported
         self._generation = 0  # number of the attempt to which ``gone`` refers
 
     def __contains__(self, k: int) -> bool:
         if self._restarts:
             return k in self.gone or not (self._over or k in self._never)
-        return self._all or (k in self._nodes and not self._over)
+        if self._all or self._over:
+            return self._all
+        others = self._alone - self.gone - {k}  # the lead node may be out of reach, and not tell that they are lost
+        spare = k in self._nodes and (not others or self._crew.can_lose_all({*others, k}, self.gone))
+        return spare or k in self.gone
 
     @property
     def left_behind(self) -> set[int]:
@@ -102,15 +109,20 @@ class ExpendableNodes:
             self._over = self._over or not result.get("left")
             return
         cause = result.get("cause")
-        over = (cause["node_rank"] != k or cause["kind"] == "stop") if cause else result["state"] == "done"
-        self._over = self._over or over or bool(result.get("lost"))
+        if k != self._lead and lost_its_hub(result):
+            self._alone.add(k)
+        elif cause:
+            self._over = self._over or k == self._lead or cause["node_rank"] != k or cause["kind"] == "stop"
+        else:
+            self._over = self._over or k == self._lead or result["state"] == "done"
 
     def take(self, k: int, state: Mapping[str, Any]) -> None:
         if self._restarts:
             self._take_gone(state)
         elif k == self._lead or not self._heard:
             self._heard = k == self._lead
-            self._nodes = {*(state.get("spare") or ()), *map(int, state.get("gone") or ())}
+            self.gone = set(map(int, state.get("gone") or ()))
+            self._nodes = {*(state.get("spare") or ()), *self.gone}
 
     def _take_gone(self, report: Mapping[str, Any]) -> None:
         generation, gone = report.get("generation", 0), set(map(int, report.get("gone") or ()))
@@ -122,6 +134,16 @@ class ExpendableNodes:
         """Mark node ``k``, which never started, as not expendable. A run cannot begin without all of its nodes."""
         self._nodes.discard(k)
         self._never.add(k)
+
+
+def lost_its_hub(result: Mapping[str, Any]) -> bool:
+    """Whether a member of a run ended because it lost its hub. It does not know whether the others have gone on."""
+    cause, lost = result.get("cause"), result.get("lost") or {}
+    return bool(lost) and (cause is None or (cause["kind"] == "lost" and str(cause["node_rank"]) in lost))
+
+
+def crew_of(plan: LaunchPlan) -> Crew:
+    return Crew(plan.lead, tuple(node.role for node in plan.nodes), tuple(node.parts for node in plan.nodes))
 
 
 def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: int) -> bool:
@@ -307,7 +329,7 @@ class Ending:
             lost = {k: how for k, how in lost.items() if k in gone}
         if self._asked_by():  # a stop that came before the loss of an expendable node was noticed
             for k in lost:
-                gone = gone | ({k} & set(self._crew.spare(gone)))
+                gone = gone | ({k} & set(crew_of(self.plan).spare(gone)))
         for node in self.plan.nodes:
             k = node.node_rank
             for outcome in self._outcomes_of(node, lost.get(k)):
@@ -318,11 +340,6 @@ class Ending:
             when = finding["t"] - self.clock_offset(finding["node_rank"])
             yield Outcome.of_finding(finding, host, when)
 
-    @property
-    def _crew(self) -> Crew:
-        nodes = self.plan.nodes
-        return Crew(self.plan.lead, tuple(node.role for node in nodes), tuple(node.parts for node in nodes))
-
     def _with_parts(self, outcome: Outcome) -> Outcome:
         """If a graph server or a node failed, add to its note the parts that no other node holds.
 
@@ -331,7 +348,7 @@ class Ending:
         if not outcome.failed or outcome.stopped or outcome.name not in ("server", "node"):
             return outcome
         labels = [node_label(node.node_rank, node.target) for node in self.plan.nodes]
-        note = outcome.note + nobody_left(outcome.node_rank, self._crew, labels, self.gone)
+        note = outcome.note + nobody_left(outcome.node_rank, crew_of(self.plan), labels, self.gone)
         return replace(outcome, note=note.removeprefix("; "))
 
     def _outcomes_of(self, node: NodePlan, lost: Lost | None) -> Iterator[Outcome]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from launcher.node.peers import model
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.report.ending import hub_was_cut_off, last_attempt
+from launcher.report.ending import hub_was_cut_off, last_attempt, lost_its_hub
 from launcher.report.launch_file import BEFORE_NODES, LaunchFile
 from launcher.report.report import excluded_names, resume_command
 from launcher.report.run_folder import FoundRun, attempts, last_sign
@@ -342,13 +342,15 @@ def first_cause(views: Sequence[NodeView], hub: int) -> str:
     gone = done_without(views, hub, only_gone=True)
     labels = tuple(view.node.label for view in views)
     results = {view.node.node_rank: view.result for view in views if view.result is not None}
-    if hub_was_cut_off(results, len(views), hub):  # the lead node reports all other nodes lost, which is wrong
-        views = [view for view in views if view.node.node_rank != hub]
-    for view in views:
+    cut_off = hub_was_cut_off(results, len(views), hub)  # the lead node then reports all other nodes lost
+    needed = [
+        view for view in views if view.node.node_rank not in gone and not (cut_off and view.node.node_rank == hub)
+    ]
+    # A member that has lost the lead node knows no other cause.
+    for view in sorted(needed, key=lambda view: view.node.node_rank != hub and lost_its_hub(view.result or {})):
         cause = (view.result or {}).get("cause")
         if cause:
             return str(cause["reason"]) if cause["kind"] == "stop" else model.sentence(cause, labels)
-    needed = [view for view in views if view.node.node_rank not in gone]
     reasons = [f"node{view.node.node_rank}: {why}" for view in needed if (why := _why_ended(view))]
     return reasons[0] if reasons else ""
 
@@ -360,7 +362,8 @@ def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False
     ``only_gone``: return only the lost nodes.
     """
     reports = {view.node.node_rank: view.report for view in views}
-    lead = last_attempt(reports, hub)[1]
+    # Without an answer of the lead node, the other nodes know which nodes the run can lose, but not which it has lost.
+    lead = last_attempt(reports, hub)[1] or next((view.report for view in views if view.alive), {})
     gone = set(map(int, lead.get("gone") or ()))
     if only_gone:
         return gone

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import SyncError
-from launcher.node.programs.files import PART_SUFFIX
+from launcher.node.programs.files import CODE_LIST, PART_SUFFIX, code_list
 from launcher.plan.files import FETCH_SPEC
 from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile
 from launcher.sync.progress import TransferProgress
@@ -97,11 +97,14 @@ class _CodeArchive:
 def _pack(code: Iterable[PlannedFile]) -> bytes:
     packed = io.BytesIO()
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
-        for file in sorted(code, key=lambda file: file.dest):
-            data = Path(file.source).read_bytes() if file.source else file.content.encode()
-            entry = tarfile.TarInfo(file.dest)
-            entry.size, entry.mode = len(data), file.mode
-            tar.addfile(entry, io.BytesIO(data))
+        files = sorted(code, key=lambda file: file.dest)
+        data = {file.dest: Path(file.source).read_bytes() if file.source else file.content.encode() for file in files}
+        listed = code_list([(dest, hashlib.sha256(content).hexdigest()) for dest, content in data.items()])
+        modes = {CODE_LIST: 0o644, **{file.dest: file.mode for file in files}}
+        for dest, content in {**data, CODE_LIST: listed}.items():
+            entry = tarfile.TarInfo(dest)
+            entry.size, entry.mode = len(content), modes[dest]
+            tar.addfile(entry, io.BytesIO(content))
     return packed.getvalue()
 
 

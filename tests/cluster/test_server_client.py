@@ -242,6 +242,20 @@ def test_a_network_cut_of_five_seconds_changes_nothing(stage: Stage, k: int) -> 
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_without_a_server_that_was_cut_off_for_ten_seconds(stage: Stage) -> None:
+    # When its network is back, the server says that it has lost the lead node.
+    host, run = stage.cluster.hosts[1], stage.run(replicas=2, pause=0.3).await_step(1, 5)
+    host.cut_network()
+    time.sleep(10)
+    host.restore_network()
+    done = run.end()
+    same_curves(done, stage)
+    every_seed_once(run)
+    assert "node1 (" in done.output and "failed (node2" in done.output, done.output
+    assert done.result["state"] == "done" and stage.left() == []
+
+
+@pytest.mark.slow
 def test_a_server_behind_ten_megabits_only_slows_the_run(stage: Stage) -> None:
     host, run = stage.cluster.hosts[0], stage.run().await_step(1, 3)
     host.slow_link("10mbit")

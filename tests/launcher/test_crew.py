@@ -31,6 +31,12 @@ def test_which_nodes_can_be_lost(
     assert Crew(lead, roles, parts).spare(gone) == spare
 
 
+@pytest.mark.parametrize(("nodes", "all_of_them"), [((0,), True), ((0, 1), False), ((2,), False), ((), True)])
+def test_losses_at_the_same_time(nodes: tuple[int, ...], all_of_them: bool) -> None:
+    assert Crew(2, ROLES, COPIES).can_lose_all(nodes) == all_of_them
+    assert Crew(3, ("server", *ROLES), ((0, 1, 2, 3), *COPIES)).can_lose_all((0, 1))
+
+
 def test_messages_of_losses() -> None:
     labels = ("node0 (g0)", "node1 (g1)", "node2 (c0)", "node3 (c1)")
     meeting = PeerConfig("t", 2, labels, "a", "b", 1, 1.0, 1.0, Crew(2, ROLES, COPIES))

@@ -307,6 +307,23 @@ def test_a_lost_supervisor_of_an_expendable_node_stops_no_other_node(tmp_path: P
     assert [stop["reason"] for stop in stops] == ["all nodes have ended"]
 
 
+CUT_OFF = {"kind": "lost", "name": "node", "rank": None, "reason": "no sign of life for 6 s", "t": 1.0, "asked": None}
+
+
+def test_a_server_that_was_cut_off_does_not_know_whether_the_run_goes_on(tmp_path: Path) -> None:
+    # Its connection returns before the lead node has told the launcher that the run goes on without it.
+    alone = {"lost": {"0": {"since": 1.0, "why": "no sign of life for 6 s"}}, "cause": {**CUT_OFF, "node_rank": 0}}
+    over = threading.Event()
+    lead = FakeNode(0, [state(spare=[1, 2]), lambda: time.sleep(1.0), lambda: over.set(), ended(0)])
+    lead.scripts[0][-1] = ended(0, more={"gone": {"1": {"since": 1.0, "why": "no sign of life for 6 s"}}})
+    cut_off = FakeNode(1, [state(spare=[1, 2]), BROKEN], [ended(1, "failed", alone)])
+    scene = Scene(tmp_path, lead, cut_off, FakeNode(2, [state(), over, ended(2)]))
+    followed = scene.follow()
+    assert {k: result["state"] for k, result in followed.results.items()} == {0: "done", 1: "failed", 2: "done"}
+    stops = [json.loads(text)["reason"] for text in scene.events.read_text().splitlines() if '"stop"' in text]
+    assert stops == ["all nodes have ended"] and "every node stops" not in scene.output
+
+
 def test_losing_all_connections_after_an_expendable_node_ended_detaches(tmp_path: Path) -> None:
     hub = FakeNode(0, [state(spare=[], gone={"1": {}}), lambda: time.sleep(0.3), BROKEN])
     scene = Scene(tmp_path, hub, FakeNode(1, [ended(1, "failed", failed=True)]), lost_after=0.4)

@@ -130,6 +130,19 @@ def test_why_a_run_does_not_start_again(
     assert (found["restart"], found["why"]) == (False, why)
 
 
+@pytest.mark.parametrize("generation", [0, 3])
+def test_a_server_that_was_cut_off_leaves_the_run_to_the_others(generation: int) -> None:
+    # Server 0 has lost the lead node 2; server 1 has the same parts, so the others go on without a restart.
+    spec = replace(SPEC, roles=("server", "server", "worker"), parts=((0,), (0,), (1,)), generation=generation)
+    spec = replace(spec, control={**SPEC.control, "node_rank": 2})  # type: ignore[dict-item]
+    alone = decided({0: SHARED[0]}, spec, lost={2: SILENT, 1: SILENT}, cause={**killed(), "kind": "lost"})
+    assert not alone["restart"] and alone["left"]
+    needed = replace(spec, parts=((0,), (1,), (1,)))
+    ended = decided({0: SHARED[0]}, replace(needed, generation=3), lost={2: SILENT, 1: SILENT})
+    assert not ended["restart"] and not ended["left"], "the others cannot go on without part 0, and no restart is left"
+    assert not decided({0: SHARED[0]}, spec, lost={2: SILENT, 1: SILENT}, stop=True)["left"]
+
+
 @pytest.mark.parametrize("how", ["killed", "half", "before the first step"])
 def test_one_of_several_nodes_may_go_on_alone(how: str) -> None:
     if how == "killed":

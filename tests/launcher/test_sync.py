@@ -17,7 +17,7 @@ import pytest
 
 from launcher.errors import ConnectionLost, RemoteFileError, SyncError
 from launcher.node.programs import files
-from launcher.node.programs.files import PART_SUFFIX, sha256_of
+from launcher.node.programs.files import CODE_LIST, PART_SUFFIX, sha256_of
 from launcher.plan.model import LaunchPlan
 from launcher.sync import transfer as transfer_module
 from launcher.sync.progress import TransferProgress
@@ -26,6 +26,8 @@ from launcher.sync.verify_parts import verify
 from launcher.transport.base import OnBytes, Transport
 from launcher.transport.local import LocalTransport
 from run_kit import make_launch, make_node, make_parts, sync_plan
+from trainer.core.errors import PartitionError
+from trainer.store.part_files import distrusting
 
 X = "part0/nodes/node/attrs/x.npy"
 
@@ -106,6 +108,45 @@ def test_only_a_changed_file_is_sent_again(tmp_path: Path) -> None:
     sync(plan, transports(plan, node0=line))
     assert [Path(dest).name for dest, _ in line.uploads] == ["x.npy.part"]
     assert damaged.read_bytes() == whole
+
+
+def test_damage_that_a_run_has_found_is_sent_again(tmp_path: Path) -> None:
+    # Size and mtime of the files are as before, so that the digests of the last launch still hold.
+    plan = sync_plan(tmp_path)
+    sync(plan, transports(plan))
+    data = Path(plan.nodes[0].data_dir)
+    for name in (X, "manifest.json"):
+        flip_byte(data / name)
+    line = Breaking(0)
+    sync(plan, transports(plan, node0=line))
+    assert [Path(dest).name for dest, _ in line.uploads] == ["manifest.json.part"], "it names the damaged files"
+    with pytest.raises(PartitionError), distrusting(data):
+        raise PartitionError("found by a rank")
+    sync(plan, transports(plan, node0=line))
+    assert [Path(dest).name for dest, _ in line.uploads][1:] == ["x.npy.part"]
+    assert bytes_of(plan, 0)[X] == (tmp_path / "parts" / X).read_bytes()
+
+
+def flip_byte(path: Path) -> None:
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("damage", [flip_byte, Path.unlink])
+def test_damaged_code_is_sent_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    plan = sync_plan(tmp_path)
+    sync(plan, transports(plan))
+    code = Path(plan.nodes[0].code_dir)
+    for name in ("trainer/code.py", CODE_LIST):
+        damage(code / name)
+        (code / "trainer/__pycache__").mkdir()
+        assert sync(plan, transports(plan)).bytes_sent
+        assert (code / "trainer/code.py").read_text() == "print('hello')\n"
+        assert not (code / "trainer/__pycache__").exists(), "it may have been compiled from the damaged file"
+    assert sync(plan, transports(plan)).bytes_sent == 0
 
 
 def test_after_a_broken_connection_the_upload_resumes(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_verify_finds_a_broken_file_that_opening_refuses(tmp_path: Path, left: i
     broken.write_bytes(broken.read_bytes()[:left])
     found = CliRunner().invoke(cli, ["verify", str(parts)])
     assert found.exit_code == 1 and "part1/nodes/node/attrs/x.npy" in found.output
-    with pytest.raises(PartitionError, match="x.npy cannot be read; send or make the part again .partition verify"):
+    with pytest.raises(PartitionError, match="x.npy cannot be read; launch again, which replaces it"):
         open_parts(parts, [1])
 
 

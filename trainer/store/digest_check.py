@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.core.errors import PartitionError
-from trainer.store.part_files import FileNote
+from trainer.store.part_files import FIX, FileNote, distrusting
 from trainer.store.part_store import PartStore
 
 _BLOCK = 4 << 20
@@ -43,9 +43,11 @@ def checked_digests(store: PartStore, note: Path | None = None) -> Iterator[None
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="digests")
     try:
         checks = {path: pool.submit(_check, store.folder / path, expected.get(path, "")) for path in [*first, *rest]}
-        _finish([checks[path] for path in first])
+        with distrusting(store.folder):
+            _finish([checks[path] for path in first])
         yield
-        _finish(list(checks.values()))
+        with distrusting(store.folder):
+            _finish(list(checks.values()))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     noted.save()
@@ -71,9 +73,9 @@ def _check(path: Path, expected: str) -> None:
     try:
         found = sha256_of(path)
     except OSError as error:
-        raise PartitionError(f"{path} cannot be read: {error.strerror}; send or make the part again") from error
+        raise PartitionError(f"{path} cannot be read: {error.strerror}; {FIX}") from error
     if found != expected:
         raise PartitionError(
             f"{path} does not have the sha256 {expected[:12]}… of the manifest: it was damaged or changed since it was"
-            " written; delete it and send or make the part again (partition verify lists all problems)"
+            f" written; {FIX}"
         )

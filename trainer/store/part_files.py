@@ -9,9 +9,9 @@ import json
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,10 @@ _SETTLED_NS = 2_000_000_000  #: ns after a change of a file from which on a furt
 
 _CHUNK = 1 << 20  #: number of ids checked at a time
 
-_FIX = "send or make the part again (partition verify lists all problems)"
+#: Of a damaged file. A launch sends or fetches the files again that its nodes do not have as the manifest lists them.
+FIX = "launch again, which replaces it (in a folder of your own: copy or make it again; partition verify lists all)"
+
+_DIGESTS = ".gnnfleet-digests.json"  # launcher/node/programs/files.py keeps the digests of compared files here
 
 
 def map_array(path: Path) -> Array:
@@ -43,19 +46,30 @@ def map_array(path: Path) -> Array:
         size = _regular_size(path)
         array = map_npy(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise PartitionError(
-            f"{path} is missing; send or make the part again (partition verify lists all problems)"
-        ) from None
+        raise PartitionError(f"{path} is missing; {FIX}") from None
     except Exception as error:  # numpy parses headers with Python's parser, which raises many types of exception
-        raise PartitionError(
-            f"{path} cannot be read; send or make the part again (partition verify lists all problems): {error}"
-        ) from error
+        raise PartitionError(f"{path} cannot be read; {FIX}: {error}") from error
     if array.offset + array.nbytes != size or not array.flags.c_contiguous:
         raise PartitionError(
             f"{path} holds {size:,} bytes, but its header describes {array.offset + array.nbytes:,} bytes in C order;"
-            f" {_FIX}"
+            f" {FIX}"
         )
     return array.view(np.ndarray)  # kernels are compiled for plain arrays
+
+
+@contextmanager
+def distrusting(folder: Path) -> Iterator[None]:
+    """If the block raises ``PartitionError``, delete the records of compared digests in the partition folder.
+
+    The next launch then compares all files, also those whose size and mtime are as before, and replaces damaged ones.
+    """
+    try:
+        yield
+    except PartitionError:
+        for record in folder.rglob(_DIGESTS):
+            with suppress(OSError):
+                record.unlink()
+        raise
 
 
 def _regular_size(path: Path) -> int:
@@ -86,7 +100,7 @@ class FileNote:
         try:
             now = os.stat(path)
         except OSError as error:
-            raise PartitionError(f"{path} cannot be read: {error.strerror}; {_FIX}") from error
+            raise PartitionError(f"{path} cannot be read: {error.strerror}; {FIX}") from error
         stamp = f"{now.st_size} {now.st_mtime_ns} {now.st_ctime_ns} {now.st_ino} {detail}"
         if self._known.get(name) == stamp:
             return True
@@ -195,7 +209,7 @@ class PartFiles:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             for bounds, problem in zip(all_bounds, pool.map(_Bounds.problem, all_bounds), strict=True):
                 if problem is not None:
-                    raise PartitionError(f"{self.root / bounds.path}: {problem}; {_FIX}")
+                    raise PartitionError(f"{self.root / bounds.path}: {problem}; {FIX}")
 
     def _mapped(self, path: str) -> Array:
         name = f"{path}.npy"
@@ -211,5 +225,5 @@ class PartFiles:
         if not right:
             raise PartitionError(
                 f"{self.root / path}.npy holds {array.dtype.name} {list(array.shape)}, expected {expected} "
-                f"according to the manifest; {_FIX}"
+                f"according to the manifest; {FIX}"
             )

@@ -14,7 +14,7 @@ from trainer.core.errors import PartitionError
 from trainer.core.remote_settings import Topology
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name
 from trainer.store.manifest import AttrSpec, Manifest, endpoint_offsets, read_manifest
-from trainer.store.part_files import PartFiles
+from trainer.store.part_files import PartFiles, distrusting
 from trainer.store.partition_book import PartitionBook
 from trainer.store.read_ahead import fits_in_memory, read_at_random
 
@@ -144,16 +144,17 @@ def open_parts(
             manifest.
     """
     root = Path(folder)
-    manifest = read_manifest(root)
-    wanted = range(manifest.num_parts) if part_ids is None else part_ids
-    others = sorted(set(range(manifest.num_parts)) - set(wanted)) if topology == "replicated" else ()
-    files = PartFiles(root, manifest)
-    opener = _Opener(files, manifest)
-    parts = {part_id: opener.part(part_id, light=False) for part_id in wanted}
-    replicas = {part_id: _open_replica(opener, part_id) for part_id in others}
-    global_ids = opener.global_ids() if manifest.num_parts > 1 else {}
-    splits, graph_attrs = opener.splits(), opener.graph_attrs()
-    files.check_ranges()
+    with distrusting(root):
+        manifest = read_manifest(root)
+        wanted = range(manifest.num_parts) if part_ids is None else part_ids
+        others = sorted(set(range(manifest.num_parts)) - set(wanted)) if topology == "replicated" else ()
+        files = PartFiles(root, manifest)
+        opener = _Opener(files, manifest)
+        parts = {part_id: opener.part(part_id, light=False) for part_id in wanted}
+        replicas = {part_id: _open_replica(opener, part_id) for part_id in others}
+        global_ids = opener.global_ids() if manifest.num_parts > 1 else {}
+        splits, graph_attrs = opener.splits(), opener.graph_attrs()
+        files.check_ranges()
     larger = not fits_in_memory(files.num_bytes)
     if larger:
         read_at_random(array for part in (*parts.values(), *replicas.values()) for array in _arrays(part))

@@ -287,6 +287,8 @@ class Hub:
         member.final = message["final"] in _ENDS
         standing = message.get("standing")
         member.standing = None if standing is None else dict(standing)
+        if cause is None and member.final and self.order is None:  # it ended by itself, as it lost this hub
+            cause = make_cause(member.node_rank, "node", "lost", "it was cut off from the lead node", self._clock())
         if cause is not None:
             self.stop_asked = self.stop_asked or cause["kind"] == "stop"
             self._end_or_leave(member, cause)

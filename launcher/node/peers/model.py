@@ -33,6 +33,10 @@ class Crew:
             return False
         return not self.last_copies(k, gone) and self._clients_have_others(k, gone)
 
+    def can_lose_all(self, nodes: Collection[int], gone: Collection[int] = ()) -> bool:
+        """Whether the run can continue without any of ``nodes``, given that the nodes ``gone`` are lost already."""
+        return all(self.can_lose(k, {*gone, *nodes} - {k}) for k in nodes)
+
     def spare(self, gone: Collection[int] = ()) -> list[int]:
         """Return each node whose loss alone would not end the run.
 

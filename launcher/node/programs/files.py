@@ -1,7 +1,7 @@
 """Node program: compares files with digests, puts transferred files in place, unpacks code. Standard library only.
 
-``main(request)`` answers one request, by its "op": ``inventory`` and ``commit`` for sync and verify, ``unpack`` for
-code, ``disk`` for free space.
+``main(request)`` answers one request, by its "op": ``inventory`` (also of code folders) and ``commit`` for sync and
+verify, ``unpack`` for code, ``disk`` for free space.
 """
 
 from __future__ import annotations
@@ -21,8 +21,16 @@ CACHE_NAME = ".gnnfleet-digests.json"
 PART_SUFFIX = ".part"
 
 
+#: In a code folder: SHA-256 of the rest of this file, then path and SHA-256 of each code file, one per line.
+CODE_LIST = ".gnnfleet-code"
+
+
 class DigestCache:
-    """SHA-256 digests of files, with a cache file in each folder; valid while size and mtime (ns) are unchanged."""
+    """SHA-256 digests of files, with a cache file in each folder; valid while size and mtime (ns) are unchanged.
+
+    A process of a run that finds a damaged file in a partition folder deletes the cache files there
+    (trainer/store/part_files.py). Manifests are not cached: they say which files are damaged.
+    """
 
     def __init__(self) -> None:
         self.folders: dict[str, dict[str, Entry]] = {}
@@ -33,7 +41,8 @@ class DigestCache:
         folder, name = os.path.split(path)
         known = self._folder(folder).get(name)
         stat = os.stat(path)
-        if known and (known["bytes"], known["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns):
+        now = (stat.st_size, stat.st_mtime_ns)
+        if known and (known["bytes"], known["mtime_ns"]) == now and name != "manifest.json":
             return str(known["sha256"])
         found = sha256_of(path)
         self.remember(path, found, stat)
@@ -167,9 +176,9 @@ def _to_disk(path: str) -> None:
 
 
 def unpack(archive: str, sha256: str, dest: str) -> str:
-    """Unpack a tar archive into the new folder ``dest`` and delete the archive; return why it is damaged, or ''.
+    """Unpack a tar archive into the folder ``dest`` and delete the archive; return why it is damaged, or ''.
 
-    Raises OSError. ``dest`` appears atomically; an existing one is kept.
+    Raises OSError. A new ``dest`` appears atomically. In an existing one, each file is replaced atomically.
     """
     archive, dest = os.path.expanduser(archive), os.path.expanduser(dest)
     if sha256_of(archive) != sha256:
@@ -183,8 +192,9 @@ def unpack(archive: str, sha256: str, dest: str) -> str:
         try:
             os.rename(temporary, dest)
         except OSError:
-            if not os.path.isdir(dest):  # another run may have unpacked the same code meanwhile
+            if not os.path.isdir(dest):
                 raise
+            _replace(temporary, dest)
         os.unlink(archive)
         return ""
     finally:
@@ -192,6 +202,39 @@ def unpack(archive: str, sha256: str, dest: str) -> str:
             import shutil
 
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace(source: str, dest: str) -> None:
+    # Compiled modules go, too: they may come from a damaged file of the same size and time.
+    import shutil
+
+    for folder, _, names in os.walk(source):
+        into = os.path.join(dest, os.path.relpath(folder, source))
+        os.makedirs(into, exist_ok=True)
+        shutil.rmtree(os.path.join(into, "__pycache__"), ignore_errors=True)
+        for name in names:
+            os.replace(os.path.join(folder, name), os.path.join(into, name))
+
+
+def code_list(files: list[tuple[str, str]]) -> bytes:
+    """Return the content of ``CODE_LIST`` for files, each with path and SHA-256."""
+    import hashlib
+
+    text = "".join(f"{path}\0{sha256}\n" for path, sha256 in files).encode()
+    return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
+
+
+def has_code(folder: str) -> bool:
+    """Whether a code folder has all files of its list, with the content that was sent."""
+    folder = os.path.expanduser(folder)
+    try:
+        with open(os.path.join(folder, CODE_LIST), "rb") as stream:
+            listed = stream.read()
+        files = [tuple(line.split("\0")) for line in listed.decode().splitlines()[1:]]
+        whole = listed == code_list(files)  # type: ignore[arg-type]
+        return whole and all(sha256_of(os.path.join(folder, path)) == sha256 for path, sha256 in files)
+    except (OSError, ValueError):
+        return False
 
 
 def _extract(archive: str, folder: str) -> None:
@@ -227,7 +270,7 @@ def main(request: Entry) -> Entry:
     operations: dict[str, Callable[[], Entry]] = {
         "inventory": lambda: {
             "files": inventory(request["files"]),
-            "folders": [_is_dir(p) for p in request["folders"]],
+            "folders": [has_code(folder) for folder in request["folders"]],
         },
         "commit": lambda: {"files": commit(request["files"])},
         "unpack": lambda: {"error": unpack(request["archive"], request["sha256"], request["dest"])},
@@ -237,7 +280,3 @@ def main(request: Entry) -> Entry:
         return operations[request["op"]]()
     except OSError as error:
         return {"error": str(error), "errno": error.errno}
-
-
-def _is_dir(path: str) -> bool:
-    return os.path.isdir(os.path.expanduser(path))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.node.peers.hub import KILLED
-from launcher.node.peers.model import Cause, Decision, parts_words, sentence
+from launcher.node.peers.model import Cause, Crew, Decision, parts_words, sentence
 from launcher.node.supervisor.spec import NodeSpec
 
 _TRAIN = ("worker", "client")  # roles
@@ -75,7 +75,7 @@ def decide(end: AttemptEnd, now: float) -> Decision:
     now: seconds since the epoch by the hub's clock. The result always has "generation" (number of the next attempt),
     "restart" (true or false), "t" and "lead" (node_rank of the hub).
 
-    Without a restart, it also has "why", and "left": whether nodes that the hub cannot reach may restart the run.
+    Without a restart, it also has "why", and "left": whether nodes that the hub cannot reach may go on with the run.
 
     With a restart, it also has
 
@@ -94,7 +94,9 @@ def decide(end: AttemptEnd, now: float) -> Decision:
         nodes = _check_nodes(end)
         parts = _parts(end, nodes)
     except _NoRestart as error:
-        return {**head, "restart": False, "why": str(error), "left": error.left}
+        # Servers that were cut off: the others do not even need a restart.
+        spared = Crew(spec.lead, spec.roles, spec.parts).can_lose_all(end.standings, end.given_up) and not _is_stop(end)
+        return {**head, "restart": False, "why": str(error), "left": error.left or spared}
     training = [k for k in nodes if end.first.role_of(k) in _TRAIN]
     first = max(training, key=lambda k: (end.standings[k].place, -k))
     return {
@@ -143,9 +145,13 @@ def record(decision: Decision, spec: NodeSpec) -> dict[str, Any]:
     }
 
 
+def _is_stop(end: AttemptEnd) -> bool:
+    return end.stop or end.cause["kind"] == "stop"
+
+
 def _check_cause(end: AttemptEnd) -> None:
     spec = end.spec
-    if end.stop or end.cause["kind"] == "stop":
+    if _is_stop(end):
         raise _NoRestart("")
     if end.cause["kind"] == "nan":
         raise _NoRestart("the loss would become NaN or infinite again")

@@ -37,7 +37,7 @@ TESTS = tuple(
         "device_monitor",
         "device_step",
         "device_sampling",
-        "shared_device_cache",
+        "shared_memory",
         "cuda_step",
         "cuda_compile",
     )  # fmt: skip

@@ -33,7 +33,6 @@ from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.cuda.features import DeviceCache, FeatureRows
-from trainer.cuda.launch import PeerArray
 from trainer.graph.device import feed, tensors_of
 from trainer.graph.open import Graph, open_graph
 from trainer.graph.seed_order import RankLayout, SeedShare
@@ -224,14 +223,6 @@ def gathering(setup: Setup) -> Iterator[Row]:
     cached = FeatureRows(graph.store, HOMO_NODE, "x", device, pinned=None, cache=cache)
     speed = size / setup.seconds(lambda: [cached.take(each) for each in ids])
     yield Row("rows cached on the device", speed, "GB/s", "one copy on the device", copied(setup, pinned=False), "more")
-    other = torch.device("cuda", ((device.index or 0) + 1) % max(1, torch.cuda.device_count()))
-    if device.type == "cuda" and other != device and torch.cuda.can_device_access_peer(device, other):
-        rows.copy_(rows.to(other))  # torch enables access between the two GPUs for its copies
-        table = rows.to(other)
-        peer = PeerArray(table.data_ptr(), tuple(table.shape), table.dtype)
-        cached = FeatureRows(graph.store, HOMO_NODE, "x", device, pinned=None, cache=DeviceCache(cache.slots, [peer]))
-        far = size / setup.seconds(lambda: [cached.take(each) for each in ids])
-        yield Row("rows cached on another GPU", far, "GB/s", "from pinned memory", near, "more")
 
 
 def copied(setup: Setup, pinned: bool) -> float:

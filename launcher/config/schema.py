@@ -299,10 +299,6 @@ class TrainConfig:
     device_cache: str = setting(
         "Feature rows cached on each GPU, the most often needed first: a share of all (10%), a size (512MB), or 0.", "0"
     )
-    share_device_cache: Literal["auto", "always", "never"] = setting(
-        "Which GPUs of a node cache different rows and read each other's, if they sample. auto: those that NVLink "
-        "connects; always: all; never: none.", "auto"
-    )  # fmt: skip
     backend: Literal["auto", "gloo", "nccl"] = setting(
         "torch.distributed backend; auto: nccl if every training node has devices, else gloo.", "auto"
     )

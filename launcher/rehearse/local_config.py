@@ -112,7 +112,6 @@ def _train(train: TrainConfig) -> TrainConfig:
         backend="gloo" if train.backend == "nccl" else train.backend,
         sampling="cpu" if train.sampling == "cuda" else train.sampling,
         device_cache="0",
-        share_device_cache="auto",
         resume=None,
     )
 

@@ -161,7 +161,7 @@ def check_wrong_batch(seed):
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         graph = open_graph(folder_of(root, seed, "synthetic", "float32", 1))
         loader = BatchLoader(graph, LoaderSettings("train", (2,), 3, seed=seed), 0, graph.layout)
-        patch.setattr(gather_kernels, "take_rows", lambda sources, host, scales, tables, out: out.fill_(0.5))
+        patch.setattr(gather_kernels, "take_rows", lambda items, sources, host, scales, cached, out: out.fill_(0.5))
         with pytest.raises(TrainingError, match="the first batch that the GPU sampled differs from the CPU's"):
             sample_on(graph, {"train": loader}, "cuda", RankGroup(Ranks(), DEVICE))
         assert isinstance(loader.sample(next(loader.shares(1))).rows[HOMO_NODE]["x"], np.ndarray)

@@ -12,10 +12,10 @@ NOT_SUPPORTED = 3  # NVML_ERROR_NOT_SUPPORTED
 
 
 class FakeNvml:
-    """``utilization()``: percent of each GPU, None if NVML does not know it. ``access``: statuses, not 0 if missing."""
+    """``utilization()``: percent of each GPU, None if NVML does not know it."""
 
-    def __init__(self, utilization: Callable[[], int | None], access: dict[tuple[int, int, int], int] | None = None):
-        self._utilization, self._access = utilization, access or {}
+    def __init__(self, utilization: Callable[[], int | None]):
+        self._utilization = utilization
 
     def nvmlInit_v2(self) -> int:
         return 0
@@ -29,10 +29,6 @@ class FakeNvml:
         percent = self._utilization()
         rates._obj[0] = percent or 0
         return 0 if percent is not None else NOT_SUPPORTED
-
-    def nvmlDeviceGetP2PStatus(self, one: ctypes.c_void_p, other: ctypes.c_void_p, kind: int, status: Any) -> int:
-        status._obj.value = self._access.get((one.value or 0, other.value or 0, kind), 5)
-        return 0
 
     @staticmethod
     def nvmlErrorString(error: int) -> bytes:

@@ -49,16 +49,14 @@ def signatures() -> list[tuple[Kernel, tuple[Any, ...], bool]]:
         (relabel.number, (int64s, int64s, number, int64s), False),
         (relabel.look_up, (int64s, int64s, int32s), False),
         (array_ops.copy_rows, (int64s, int32s, int32s, int32s), False),
-        (gather_kernels.locate_rows, (int64s, int32s, number, int64s, int64s, int64s), False),
+        (gather_kernels.locate_rows, (int64s, int32s, int64s, int64s, int64s), False),
     ]  # fmt: skip
     plain = (t.float32, t.float64, t.float16, t.int8, t.uint8, t.int64, t.boolean)
     gathering = [(gather_kernels.take_rows, stored) for stored in plain]
     gathering += [(gather_kernels.take_bfloat16_rows, t.uint16), (gather_kernels.take_scaled_rows, t.int8)]
     for take, stored in gathering:
         host = stored[:, ::1]
-        found.append((take.from_one, (int64s, host, rows, rows, rows), stored == t.float64))
-        tables = [rows] * gather_kernels.MOST_DEVICES
-        found.append((take.from_several, (int64s, host, rows, *tables, rows), stored == t.float64))
+        found.append((take, (int64s, host, rows, rows, rows), stored == t.float64))
     for ids in (int32s, int64s):
         found += [
             (neighbor_kernels.draw_picks,
@@ -157,7 +155,7 @@ def test_a_launch_compiles_for_the_types_of_its_tensors(tmp_path: Path, monkeypa
     monkeypatch.setattr(driver, "_to_core_stream", lambda stream: stream)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-    take_rows, sources = Kernel(gather_kernels.take_rows.from_one.function), torch.zeros(3, dtype=torch.int64)
+    take_rows, sources = Kernel(gather_kernels.take_rows.function), torch.zeros(3, dtype=torch.int64)
     table, none, out = torch.zeros(5, 4, dtype=torch.float16), torch.zeros(0, 1), torch.zeros(3, 4)
     take_rows(12, sources, Mapped(table), none, none, out)
     take_rows(12, sources, torch.zeros(5, 4, 8)[:, :, 0], none, none, out)
@@ -170,8 +168,7 @@ def test_a_launch_compiles_for_the_types_of_its_tensors(tmp_path: Path, monkeypa
 
 def test_variants_of_a_kernel_are_kept_apart() -> None:
     gathering = (gather_kernels.take_rows, gather_kernels.take_scaled_rows, gather_kernels.take_bfloat16_rows)
-    for one in ("from_one", "from_several"):
-        assert len({variant(getattr(kernels, one).function) for kernels in gathering}) == len(gathering)
+    assert len({variant(kernel.function) for kernel in gathering}) == len(gathering)
     for kernels in (cuda_sums._sum_rows, cuda_sums._weighted_rows, cuda_sums._edge_dots):
         assert len({variant(kernel.function) for kernel in kernels.values()}) == len(kernels)
     plain, bits = (cuda_elements._mask_rows(dtype) for dtype in (torch.float32, torch.bfloat16))

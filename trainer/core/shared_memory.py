@@ -130,17 +130,15 @@ def _maps(handle: Handle, rank: int) -> bool:
         return False
 
 
-def mutual_groups(reachable: Sequence[Iterable[int]], most: int | None = None) -> list[tuple[int, ...]]:
+def mutual_groups(reachable: Sequence[Iterable[int]]) -> list[tuple[int, ...]]:
     """Divide ranks into groups in each of which every rank reaches every other.
 
-    A rank joins the first group that it fits in. ``reachable``: for each rank, the ranks that it reaches. ``most``:
-    most ranks of a group.
+    A rank joins the first group that it fits in. ``reachable``: for each rank, the ranks that it reaches.
     """
     reached, groups = [set(ranks) for ranks in reachable], list[list[int]]()
     for rank in range(len(reached)):
         for group in groups:
-            full = most is not None and len(group) >= most
-            if not full and all(one in reached[rank] and rank in reached[one] for one in group):
+            if all(one in reached[rank] and rank in reached[one] for one in group):
                 group.append(rank)
                 break
         else:

@@ -1,4 +1,4 @@
-"""Gathers rows of attributes on a CUDA device, from caches on devices and from pinned memory of the host.
+"""Gathers rows of attributes on a CUDA device, from its cache and from pinned memory of the host.
 
 The CPU gathers the rows that are in neither: rows of other hosts, and attributes too large for pinned memory.
 """
@@ -6,7 +6,7 @@ The CPU gathers the rows that are in neither: rows of other hosts, and attribute
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from trainer.core.arrays import Array
 from trainer.core.memory import available_memory, size_text
 from trainer.core.schema import AnyType, type_name
 from trainer.cuda import gather_kernels
-from trainer.cuda.launch import Mapped, PeerArray
+from trainer.cuda.launch import Mapped
 from trainer.cuda.pinned_arrays import JoinedArray
 from trainer.store.manifest import AttrSpec
 from trainer.store.part_store import EdgePart, NodePart, PartStore
@@ -38,11 +38,10 @@ class PinnedRows:
 
 @dataclass(frozen=True)
 class DeviceCache:
-    """Those rows of one attribute that this device, or devices that it can read, keep for the whole run."""
+    """Those rows of one attribute that this device keeps for the whole run."""
 
-    slots: Tensor  #: int32 [N], on the device: slot of each global id, -1 for none
-    #: float32 [k, …] each, at most ``MOST_DEVICES``; slot s is row ``s // len(tables)`` of table ``s % len(tables)``
-    tables: Sequence[Tensor | PeerArray]
+    slots: Tensor  #: int32 [N], on the device: cached row of each global id, -1 for none
+    rows: Tensor  #: float32 [k, …], on the device
 
 
 class FeatureRows:
@@ -60,7 +59,7 @@ class FeatureRows:
         self._pinned = pinned
         self._slots = cache.slots if cache else torch.empty(0, dtype=torch.int32, device=device)
         self._empty = torch.empty((0, self._width), dtype=torch.float32, device=device)
-        self._tables = [_flat(rows, self._width) for rows in cache.tables] if cache else [self._empty]
+        self._cached = cache.rows.reshape(-1, self._width) if cache else self._empty
         self._no_scales = torch.empty((0, 1), dtype=torch.float32, device=device)
         self._all_near = pinned is not None and bool((pinned.bases >= 0).all())
 
@@ -72,8 +71,7 @@ class FeatureRows:
         """
         sources = torch.empty(len(ids), dtype=torch.int64, device=self._device)
         out = torch.empty((len(ids), self._width), dtype=torch.float32, device=self._device)
-        tables = len(self._tables)
-        gather_kernels.locate_rows(len(ids), ids, self._slots, tables, self._offsets, self._bases, sources)
+        gather_kernels.locate_rows(len(ids), ids, self._slots, self._offsets, self._bases, sources)
         self._copy_near(sources, out)
         missing = ids[:0] if self._all_near else torch.nonzero(sources == gather_kernels.ELSEWHERE).flatten()
         return out.reshape(len(ids), *self.spec.shape[1:]), missing
@@ -92,7 +90,7 @@ class FeatureRows:
                 scales, take = Mapped(pinned.scales), gather_kernels.take_scaled_rows
             elif self.spec.dtype == "bfloat16":
                 take = gather_kernels.take_bfloat16_rows
-        take(sources, host, scales, self._tables, out)
+        take(out.numel(), sources, host, scales, self._cached, out)
 
 
 @dataclass(frozen=True)
@@ -167,10 +165,6 @@ def pinned_rows(
         bases[part_id] = count
         count += len(_table(store, part_id, of).attrs[name])
     return PinnedRows(table, scales, torch.tensor(bases, dtype=torch.int64, device=device))
-
-
-def _flat(rows: Tensor | PeerArray, width: int) -> Tensor | PeerArray:
-    return rows.reshape(-1, width) if isinstance(rows, Tensor) else rows
 
 
 def as_float32(rows: Array, spec: AttrSpec) -> Tensor:

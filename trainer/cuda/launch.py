@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import import_module
 from types import FunctionType
@@ -74,7 +73,7 @@ class Kernel:
     def __call__(self, items: int, *args: Any, threads: int = THREADS) -> None:
         """Launch the kernel over ``items`` items on torch's current stream, without waiting. Does nothing for 0 items.
 
-        ``args``: numbers, tensors of one device with any strides, ``Mapped`` and ``PeerArray``. int is passed as int64,
+        ``args``: numbers, tensors of one device with any strides and ``Mapped``. int is passed as int64,
         float as float64, a numpy scalar with its own type, and a bfloat16 tensor as uint16 bits.
         """
         if items <= 0:
@@ -148,15 +147,6 @@ class Mapped:
         self.tensor = tensor
 
 
-@dataclass(frozen=True)
-class PeerArray:
-    """A contiguous array in the memory of another GPU, at an address that kernels on this process's GPU can read."""
-
-    address: int
-    shape: tuple[int, ...]  #: without 0
-    dtype: torch.dtype
-
-
 class _DeviceView:
     """Passes device memory to a numba kernel, without waiting for streams and without conversion.
 
@@ -205,8 +195,6 @@ def _anchor(device: torch.device) -> Tensor:
 
 
 def _device_argument(arg: Any) -> Any:
-    if isinstance(arg, PeerArray):
-        return _DeviceView(arg, arg.address, arg.shape, arg.dtype, None)
     if isinstance(arg, Mapped):
         return _DeviceView.of(arg.tensor)
     return _DeviceView.of(arg.detach()) if isinstance(arg, Tensor) else arg

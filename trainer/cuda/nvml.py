@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-READ, NVLINK = 0, 2  #: kinds of access between GPUs: NVML_P2P_CAPS_INDEX_READ, NVML_P2P_CAPS_INDEX_NVLINK
-
 
 class Nvml:
     """NVML. Raises ``RuntimeError`` if the driver does not have it; so do its methods, for what it does not know."""
@@ -29,12 +27,6 @@ class Nvml:
         rates = (ctypes.c_uint * 2)()  # of the processors and of the memory, in percent
         self._call("nvmlDeviceGetUtilizationRates", self._device(uuid), ctypes.byref(rates))
         return rates[0] / 100
-
-    def has_access(self, kind: int, one: str, other: str) -> bool:
-        """Return whether GPU ``one`` has access of ``kind`` to the memory of GPU ``other``, given their UUIDs."""
-        status = ctypes.c_int()
-        self._call("nvmlDeviceGetP2PStatus", self._device(one), self._device(other), kind, ctypes.byref(status))
-        return status.value == 0  # NVML_P2P_STATUS_OK
 
     def _device(self, uuid: str) -> ctypes.c_void_p:
         device = ctypes.c_void_p()

@@ -69,14 +69,6 @@ class RowCounts:
     def of(cls, requested: Sequence[Ids]) -> RowCounts:
         return cls(*np.unique(np.concatenate([np.empty(0, np.int64), *requested]), return_counts=True))
 
-    @classmethod
-    def sum(cls, parts: Sequence[RowCounts]) -> RowCounts:
-        """Add up counts. ``parts``: at least one."""
-        ids, places = np.unique(np.concatenate([part.ids for part in parts]), return_inverse=True)
-        counts = np.zeros(len(ids), np.int64)
-        np.add.at(counts, places, np.concatenate([part.counts for part in parts]))
-        return cls(ids, counts)
-
 
 @dataclass(frozen=True)
 class CachedColumns:

@@ -47,23 +47,12 @@ B = TypeVar("B", bound=Movable)
 
 
 @dataclass(frozen=True)
-class SharedRows:
-    """Rows of ``x`` of one node type that devices of this host cache together, and that kernels on each can read."""
-
-    #: int32 [num_nodes], on the host: slot of each global id, -1 if it is not cached.
-    #: Slot s is row ``s // len(tables)`` of table ``s % len(tables)``.
-    slots: npt.NDArray[np.int32]
-    tables: tuple[Any, ...]  #: one of each device, float32 [k, f]: arguments for kernels
-
-
-@dataclass(frozen=True)
 class DeviceRows:
     """Rows of ``x`` of one node type that are kept on the device."""
 
     #: int32 [num_nodes], on the host: row of each global id, -1 if it is not on the device
     slots: npt.NDArray[np.int32]
     rows: Tensor  #: float [k, f], on the device
-    shared: SharedRows | None = None  #: these rows together with those of other devices
 
     @classmethod
     def of(cls, ids: Ids, rows: Tensor, num_nodes: int, device: torch.device) -> DeviceRows:

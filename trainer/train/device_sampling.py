@@ -258,9 +258,7 @@ def why_not(graph: Graph, device: torch.device) -> str:
 def _cache(rows: DeviceRows, device: torch.device) -> DeviceCache:
     from trainer.cuda.features import DeviceCache
 
-    if rows.shared is None:
-        return DeviceCache(torch.from_numpy(rows.slots).to(device), (rows.rows.float(),))
-    return DeviceCache(torch.from_numpy(rows.shared.slots).to(device), rows.shared.tables)
+    return DeviceCache(torch.from_numpy(rows.slots).to(device), rows.rows.float())
 
 
 def _settings(loaders: Mapping[str, BlockLoader]) -> list[SampleSettings]:

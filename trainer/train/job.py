@@ -10,17 +10,18 @@ from functools import partial
 from pathlib import Path
 
 from trainer.core.errors import PartitionError, SettingsError
+from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.remote_settings import CacheSize, RemoteAccess
 from trainer.core.schema import NodeType, type_name
 from trainer.core.slabs import keep_freed_memory
 from trainer.graph.cache_fill import FilledCache, fill_cache
 from trainer.graph.cache_policy import BatchPlan
-from trainer.graph.device_cache import cache_bytes
+from trainer.graph.device import DeviceRows
+from trainer.graph.device_cache import cache_bytes, device_rows
 from trainer.graph.environment import await_own_server, compares_digests, is_client
 from trainer.graph.open import Graph, open_client, open_graph
 from trainer.graph.seed_order import RankLayout
-from trainer.graph.shared_device_cache import fill_device_cache
 from trainer.loader.block_loader import BlockLoader, columns_of
 from trainer.nn.kernels.precision import why_slow
 from trainer.service.cluster import read_cluster
@@ -29,7 +30,7 @@ from trainer.store.part_store import open_parts
 from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
 from trainer.train.checkpoint_writer import checkpoint_writers
 from trainer.train.device_memory import memory_errors
-from trainer.train.device_sampling import SamplingPlan, choose_sampling, plan_sampling
+from trainer.train.device_sampling import choose_sampling, plan_sampling
 from trainer.train.fit import Fit, FitResult
 from trainer.train.loaders import SPLITS, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
@@ -134,26 +135,26 @@ def fill_host_cache(
 
 
 def cache_on_devices(
-    graph: Graph, loaders: Mapping[str, BlockLoader], settings: TrainSettings, sampling: SamplingPlan, group: RankGroup
+    graph: Graph, loaders: Mapping[str, BlockLoader], settings: TrainSettings, group: RankGroup
 ) -> None:
     """Cache on each rank's device the rows that its train batches request most. Collective.
 
-    Raises the errors of ``fill_device_cache``.
+    Raises ``SettingsError`` in a client, and ``ServiceError`` if a host does not answer.
     """
     size, loader = CacheSize.parse(settings.device_cache), loaders["train"]
     if size == CacheSize():
         return
-    plan = group.agree(lambda: batch_plan(graph, loader))
-    why_cpu = "" if sampling.place else sampling.why or "the CPU makes its batches"
-    filled = fill_device_cache(graph, plan, size, group, settings.share_device_cache, why_cpu)
 
-    def keep() -> None:
+    def fill() -> list[DeviceRows]:
+        rows = device_rows(graph, batch_plan(graph, loader), size, group.device)
         for one in loaders.values():
-            one.keep(filled.rows)
+            one.keep(rows)
+        return list(rows.values())
 
-    group.agree(keep)
+    filled = group.agree(fill)
     if group.rank == 0:
-        print(filled.text, flush=True)
+        count, num_bytes = sum(len(each.rows) for each in filled), sum(each.rows.nbytes for each in filled)
+        print(f"{count:,} rows ({size_text(num_bytes)}) cached on each device", flush=True)
 
 
 def read_on_first(path: str | Path, check: Callable[[Checkpoint], None], group: RankGroup) -> Checkpoint:
@@ -205,7 +206,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     loaders = _loaders(settings, graph, target, bool(getattr(model, "needs_degree", False)), group)
     reserved = cache_bytes(graph, CacheSize.parse(settings.device_cache))
     plan = group.agree(lambda: plan_sampling(graph, loaders, settings.sampling, group.device, reserved))
-    cache_on_devices(graph, loaders, settings, plan, group)
+    cache_on_devices(graph, loaders, settings, group)
     if CacheSize.parse(settings.device_cache) != CacheSize():  # by the memory that is left
         plan = group.agree(lambda: plan_sampling(graph, loaders, settings.sampling, group.device))
     sampling = choose_sampling(graph, loaders, plan, group)

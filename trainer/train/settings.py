@@ -99,10 +99,6 @@ class TrainSettings:
     device_cache: str = setting(
         "Feature rows cached on each GPU, the most often needed first: a share of all (10%), a size (512MB), or 0.", "0"
     )
-    share_device_cache: Literal["auto", "always", "never"] = setting(
-        "Which GPUs of a node cache different rows and read each other's, if they sample. auto: those that NVLink "
-        "connects; always: all; never: none.", "auto"
-    )  # fmt: skip
     backend: Literal["auto", "gloo", "nccl"] = setting("torch.distributed backend.", "auto")
     precision: Literal["float32", "bfloat16"] = setting(
         "Type in which the layers compute; bfloat16 accumulates in float32, and changes results.", "float32"

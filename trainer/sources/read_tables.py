@@ -18,22 +18,27 @@ from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.core.texts import encode_texts
 from trainer.data.raw_arrays import RawArray, RawGraph
-from trainer.sources.table_arrays import ArrayColumn, TableArrays, number_array, row_ranges, select_list
+from trainer.sources.table_arrays import ArrayColumn, TableArrays, number_array, row_ranges
 from trainer.sources.table_columns import (
     NumberColumn,
     categories,
+    check_ids,
     check_numbers,
+    class_sql,
     code_sql,
-    id_sql,
+    has_decimal_texts,
     ids_are_integers,
+    integer_id,
     label_sql,
     list_type,
     one_hot,
     scale_note,
+    split_sql,
     standardized,
+    text_id,
     time_sql,
 )
-from trainer.sources.table_database import Database, Scan, quoted
+from trainer.sources.table_database import FEW, Database, Scan, quoted
 from trainer.sources.table_files import source_folder, table_files
 from trainer.sources.table_options import SPLITS, EdgeTable, NodeTable, Table, TablesOptions
 
@@ -68,6 +73,7 @@ class _Conversion:
     source: Path
     options: TablesOptions
     integers: dict[NodeType, bool] = field(default_factory=dict)  #: whether the ids of a type are integers
+    decimals: dict[NodeType, bool] = field(default_factory=dict)  #: whether texts like 12.0 are ids of a type
     names: dict[str, Array] = field(default_factory=dict)  #: graph attribute -> texts of codes
     notes: list[str] = field(default_factory=list)
     enums: int = 0  #: number of types defined for categories
@@ -75,7 +81,12 @@ class _Conversion:
     def graph(self, source: str | None) -> RawGraph:
         nodes = {of: self._scan(f"nodes.{of}", table) for of, table in self.options.nodes.items()}
         edges = {of: self._scan(f"edges.{type_name(of)}", table) for of, table in self.options.edges.items()}
-        self._decide_id_types(nodes, edges)
+        for of, scan in nodes.items():
+            self.integers[of] = ids_are_integers(scan, self.options.nodes[of].id)
+            self.decimals[of] = has_decimal_texts(scan, self.options.nodes[of].id)
+        for of, scan in edges.items():
+            check_ids(scan, self.options.edges[of].source, "source")
+            check_ids(scan, self.options.edges[of].target, "target")
         counts, node_arrays = {}, {}
         for k, of in enumerate(nodes):
             counts[of], node_arrays[of] = self._nodes(of, self.options.nodes[of], nodes[of], f"nodes{k}")
@@ -96,15 +107,10 @@ class _Conversion:
         return len(self.options.nodes) > 1 or len(self.options.edges) > 1
 
     def _scan(self, where: str, table: Table) -> Scan:
-        return Scan(self.database, table_files(table, self.source, where), where, table.delimiter)
+        return Scan(self.database, table_files(table, self.source, where), where, table, table.columns())
 
-    def _decide_id_types(self, nodes: Mapping[NodeType, Scan], edges: Mapping[EdgeType, Scan]) -> None:
-        integers = {of: ids_are_integers(scan, self.options.nodes[of].id, "id") for of, scan in nodes.items()}
-        for of, scan in edges.items():
-            table = self.options.edges[of]
-            for end, column, role in ((of[0], table.source, "source"), (of[2], table.target, "target")):
-                integers[end] = ids_are_integers(scan, column, role) and integers[end]
-        self.integers = integers
+    def _id(self, scan: Scan, column: str, of: NodeType) -> str:
+        return integer_id(scan, column) if self.integers[of] else text_id(scan, column, self.decimals[of])
 
     # --- nodes ------------------------------------------------------------------------------------------------
 
@@ -113,24 +119,18 @@ class _Conversion:
 
         Creates database table ``<name>_ids`` (number, id).
         """
-        columns = self._columns(of, table, scan, "x")
-        id_dtype = np.dtype(np.int64) if self.integers[of] else None
-        columns.append(ArrayColumn("id", [("id", id_sql(scan, table.id, self.integers[of]))], id_dtype))
-        if table.label:
-            columns.append(self._label(of, table.label, scan))
-        selected = ["row_number() OVER () - 1 AS number", *select_list(columns)]
-        if isinstance(table.split, str):
-            self._check_labelled(table, scan)
-            selected.append(f"{self._split_sql(scan, table.split)} AS gf_split")
-        self.database.run(f"CREATE TABLE {name} AS SELECT {', '.join(selected)} FROM {scan.sql}", scan.where)
-        ((count,),) = self.database.rows(f"SELECT count(*) FROM {name}", scan.where)
+        ((count,),) = self.database.rows(f"SELECT count(*) FROM {scan.sql}", scan.where)
         if count == 0:
             raise DataError(f"{scan.where}: {scan.files[0]} has no rows")
-        self._check_unique(scan, table.id, name)
-        arrays = {each.name: self.arrays.export(each, name, count, scan) for each in columns}
-        arrays |= self._splits(table, scan, name, arrays.get("y"))
-        self.database.run(f"CREATE TABLE {name}_ids AS SELECT number, id FROM {name}", scan.where)
-        self.database.run(f"DROP TABLE {name}", scan.where)
+        columns = self._columns(of, table, scan, "x")
+        id_ = self._id(scan, table.id, of)
+        columns.append(ArrayColumn("id", [id_], np.dtype(np.int64) if self.integers[of] else None))
+        if table.label:
+            columns.append(self._label(of, table.label, scan))
+        self.database.run(f"CREATE TABLE {name}_ids AS SELECT rowid AS number, {id_} AS id FROM {scan.sql}", scan.where)
+        self._check_unique(scan, table.id, f"{name}_ids")
+        arrays = {each.name: self.arrays.export(each, scan, count, count) for each in columns}
+        arrays |= self._splits(table, scan, count, arrays.get("y"))
         scan.close()
         self._note_table(scan, count, table.id, self.integers[of], columns)
         sizes = [f"{len(arrays[f'{split}_idx'].values):,} {split}" for split in SPLITS if f"{split}_idx" in arrays]
@@ -155,20 +155,12 @@ class _Conversion:
             scan.check_column(name, "label")
         if len(names) > 1 or list_type(scan.types[column]) is not None:
             return self._label_matrix(of, names, scan)
-        number = f"TRY_CAST({quoted(column)} AS DOUBLE)"
-        if scan.types[column] == "BOOLEAN":
-            number = f"CAST(CAST({quoted(column)} AS TINYINT) AS DOUBLE)"
-        numbers, whole = self.database.rows(
-            f"SELECT bool_and({number} IS NOT NULL OR {quoted(column)} IS NULL), "
-            f"bool_and({number} = floor({number}) AND {number} >= -1) FROM {scan.sql}",
-            scan.where,
-        )[0]
         plain = self.options.num_classes == 0 and self.options.target in (None, of)  # numbers, not classes
-        if numbers and whole and not plain:
-            return ArrayColumn("y", [("y", f"coalesce(CAST({number} AS BIGINT), -1)")], np.dtype(np.int64))
-        if numbers:
-            return ArrayColumn("y", [("y", f"coalesce({number}, 'NaN')")], np.dtype(np.float32))
-        return self._codes(of, "y", column, scan, "label")
+        found = class_sql(scan, column, plain)
+        if found is None:
+            return self._codes(of, "y", column, scan, "label")
+        sql, is_class = found
+        return ArrayColumn("y", [sql], np.dtype(np.int64 if is_class else np.float32))
 
     def _label_matrix(self, of: NodeType, names: Sequence[str], scan: Scan) -> ArrayColumn:
         """Return attribute ``y`` from several columns or a column of lists: float32 [N, D], NaN for empty values."""
@@ -185,46 +177,30 @@ class _Conversion:
         prefix = f"{type_name(of)}__" if self.hetero else ""
         self.names[f"{prefix}{name}__{CATEGORIES}"] = encode_texts(texts or [""])
         self.notes.append(f"{scan.where}: {column} → {name}: {_listed(texts)}")
-        return ArrayColumn(name, [(name, sql)], np.dtype(np.int64))
+        return ArrayColumn(name, [sql], np.dtype(np.int64))
 
-    @staticmethod
-    def _check_labelled(table: NodeTable, scan: Scan) -> None:
-        if not table.label or not isinstance(table.split, str):
-            return
-        scan.check_column(table.split, "split")
-        empty = " AND ".join(f"{quoted(name)} IS NULL" for name in table.label)
-        bad = f"{empty} AND {quoted(table.split)} IS NOT NULL"
-        ((count,),) = scan.database.rows(f"SELECT count(*) FILTER (WHERE {bad}) FROM {scan.sql}", scan.where)
-        if count:
-            at = scan.first([*table.label, table.split], bad)
-            raise DataError(
-                f"{at} ({count:,} such rows), but {table.split} has a value; only nodes with a label can be in a split"
-            )
-
-    @staticmethod
-    def _split_sql(scan: Scan, column: str) -> str:
-        scan.check_column(column, "split")
-        known = "('train', 'val', 'valid', 'validation', 'test')"
-        lower = f"lower(trim(CAST({quoted(column)} AS VARCHAR)))"
-        wrong = f"{quoted(column)} IS NOT NULL AND {lower} NOT IN {known}"
-        ((bad,),) = scan.database.rows(f"SELECT count(*) FILTER (WHERE {wrong}) FROM {scan.sql}", scan.where)
-        if bad:
-            raise DataError(
-                f"{scan.first([column], wrong)} ({bad:,} such rows); split of {scan.where} must be train, val or test, "
-                "or empty"
-            )
-        return f"CASE WHEN {lower} IN ('valid', 'validation') THEN 'val' ELSE {lower} END"
-
-    def _splits(self, table: NodeTable, scan: Scan, name: str, y: RawArray | None) -> dict[str, RawArray]:
+    def _splits(self, table: NodeTable, scan: Scan, count: int, y: RawArray | None) -> dict[str, RawArray]:
+        """Return the nodes of each split. Raises ``DataError`` for a node without a label that is in a split."""
+        labelled = np.ones(count, bool)
+        if y is not None:
+            values = np.asarray(y.values).reshape(count, -1)
+            labelled = (~np.isnan(values) if values.dtype.kind == "f" else values >= 0).any(1)
         if isinstance(table.split, str):
+            word = split_sql(scan, table.split)
             found = {
                 split: self.database.arrays(
-                    f"SELECT number FROM {name} WHERE gf_split = '{split}' ORDER BY number", scan.where
+                    f"SELECT rowid AS number FROM {scan.sql} WHERE {word} = '{split}' ORDER BY number", scan.where
                 )["number"]
                 for split in SPLITS
             }
+            nodes = np.concatenate(list(found.values()))
+            if len(bad := nodes[~labelled[nodes]]):
+                raise DataError(
+                    f"{scan.first(table.label[0], f'rowid = {bad.min()}')} ({len(bad):,} such rows), but {table.split} "
+                    "has a value; only nodes with a label can be in a split"
+                )
         elif table.split is not None:
-            found = _drawn(table.split, y, self.database.rows(f"SELECT count(*) FROM {name}", scan.where)[0][0])
+            found = _drawn(table.split, np.flatnonzero(labelled))
         else:
             return {}
         return {f"{split}_idx": RawArray(ids, scan.where) for split, ids in found.items() if len(ids)}
@@ -239,60 +215,83 @@ class _Conversion:
             columns.append(
                 number_array("edge_weight", check_numbers(scan, [table.weight], "weight", table.fill), np.float32)
             )
-        ids = [
-            f"{id_sql(scan, column, self.integers[end])} AS {alias}"
-            for end, column, alias in ((of[0], table.source, "gf_source"), (of[2], table.target, "gf_target"))
-        ]
-        inner = ", ".join(["row_number() OVER () - 1 AS gf_row", *ids, *select_list(columns)])
-        kept = ", ".join(f"e.{quoted(column)}" for each in columns for column, _ in each.columns)
+        source, target = self._id(scan, table.source, of[0]), self._id(scan, table.target, of[2])
         self.database.run(
-            f"CREATE TABLE {name} AS SELECT gf_row, s.number AS gf_s, t.number AS gf_t{', ' + kept if kept else ''} "
-            f"FROM (SELECT {inner} FROM {scan.sql}) e LEFT JOIN {number_of[of[0]]}_ids s ON s.id = e.gf_source "
+            f"CREATE TABLE {name} AS SELECT gf_row, s.number AS gf_s, t.number AS gf_t "
+            f"FROM (SELECT rowid AS gf_row, {source} AS gf_source, {target} AS gf_target FROM {scan.sql}) e "
+            f"LEFT JOIN {number_of[of[0]]}_ids s ON s.id = e.gf_source "
             f"LEFT JOIN {number_of[of[2]]}_ids t ON t.id = e.gf_target ORDER BY gf_row",
             scan.where,
         )
-        count = self._check_dangling(of, table, scan, name)
-        arrays = {each.name: self.arrays.export(each, name, count, scan) for each in columns}
+        ((total,),) = self.database.rows(f"SELECT count(*) FROM {name}", scan.where)
+        count = self._check_dangling(of, table, scan, name, number_of)
+        arrays = {each.name: self.arrays.export(each, scan, count, total) for each in columns}
         arrays["edge_index"] = self._edge_index(of, name, count, scan)
         self.database.run(f"DROP TABLE {name}", scan.where)
         scan.close()
         self.notes.append(f"{scan.where}: {count:,} edges{_attrs_text(columns)}")
         return arrays
 
-    def _check_dangling(self, of: EdgeType, table: EdgeTable, scan: Scan, name: str) -> int:
+    def _check_dangling(
+        self, of: EdgeType, table: EdgeTable, scan: Scan, name: str, number_of: Mapping[NodeType, str]
+    ) -> int:
         """Return the number of edges whose source and target are in their node tables.
 
-        With ``dangling: drop``, other edges are removed from database table ``name``; else ``DataError`` is raised.
+        With ``dangling: drop``, other edges are removed from database table ``name`` and from the copy of the edge
+        table; without it, or if no edge is left, ``DataError`` is raised.
         """
-        count, sources, targets = self.database.rows(
-            f"SELECT count(*), count(*) FILTER (WHERE gf_s IS NULL), count(*) FILTER (WHERE gf_t IS NULL) FROM {name}",
+        dangling = "gf_s IS NULL OR gf_t IS NULL"
+        count, bad, sources, targets, first = self.database.rows(
+            f"SELECT count(*), count(*) FILTER (WHERE {dangling}), count(*) FILTER (WHERE gf_s IS NULL), "
+            f"count(*) FILTER (WHERE gf_t IS NULL), min(gf_row) FILTER (WHERE {dangling}) FROM {name}",
             scan.where,
         )[0]
-        if not sources and not targets:
+        if not bad:
             return int(count)
-        dangling = "gf_s IS NULL OR gf_t IS NULL"
+        ends, counted = [], f"{sources:,} such sources and {targets:,} such targets of {count:,} edges"
+        for column, end, key, missing in (
+            (table.source, of[0], "gf_s", sources),
+            (table.target, of[2], "gf_t", targets),
+        ):
+            if missing:
+                found = self.database.rows(
+                    f"SELECT CAST({quoted(column)} AS VARCHAR) FROM {scan.sql} t JOIN {name} e ON t.rowid = e.gf_row "
+                    f"WHERE {key} IS NULL ORDER BY gf_row LIMIT {FEW}",
+                    scan.where,
+                )
+                ids = self.database.rows(f"SELECT id FROM {number_of[end]}_ids ORDER BY number LIMIT {FEW}", scan.where)
+                wrong = ", ".join("empty" if one is None else repr(one[:80]) for (one,) in found)
+                right = ", ".join(repr(one) for (one,) in ids)
+                ends.append(f"{column} such as {wrong}; ids in {self.options.nodes[end].id} such as {right}")
+        examples = "; ".join(ends)
         if table.dangling == "drop":
+            if bad == count:
+                raise DataError(
+                    f"{scan.where}: `dangling: drop` would drop all {count:,} edges ({counted}): {examples}; write the "
+                    "ids of both tables in the same way"
+                )
+            self.database.run(
+                f"DELETE FROM {scan.sql} WHERE rowid IN (SELECT gf_row FROM {name} WHERE {dangling})", scan.where
+            )
             self.database.run(
                 f"CREATE OR REPLACE TABLE {name} AS SELECT * FROM {name} WHERE NOT ({dangling}) ORDER BY gf_row",
                 scan.where,
             )
-            ((left,),) = self.database.rows(f"SELECT count(*) FROM {name}", scan.where)
             self.notes.append(
-                f"{scan.where}: {count - left:,} of {count:,} edges dropped, an end is not in its node table"
+                f"{scan.where}: {bad:,} of {count:,} edges dropped, an end is empty or not in its node table"
+                + (f"; WARNING: these are most ({examples})" if 2 * bad > count else "")
             )
-            return int(left)
-        ((row, source_missing),) = self.database.rows(
-            f"SELECT gf_row, gf_s IS NULL FROM {name} WHERE {dangling} ORDER BY gf_row LIMIT 1", scan.where
-        )
+            return int(count - bad)
+        ((source_missing,),) = self.database.rows(f"SELECT gf_s IS NULL FROM {name} WHERE gf_row = {first}", scan.where)
         end, column = (of[0], table.source) if source_missing else (of[2], table.target)
         ((value,),) = self.database.rows(
-            f"SELECT CAST({quoted(column)} AS VARCHAR) FROM {scan.sql} LIMIT 1 OFFSET {row}", scan.where
+            f"SELECT CAST({quoted(column)} AS VARCHAR) FROM {scan.sql} WHERE rowid = {first}", scan.where
         )
-        spaces = "; ids are compared with their spaces" if value != value.strip() else ""
+        wrong = f"{value!r} is not in column {self.options.nodes[end].id!r} of nodes.{end}"
+        spaces = "; ids are compared with their spaces" if value and value != value.strip() else ""
         raise DataError(
-            f"{scan.place(row)}: {column} {value!r} is not in column {self.options.nodes[end].id!r} of nodes.{end}"
-            f"{spaces} ({sources:,} such sources and {targets:,} such targets of {count:,} edges); correct the tables, "
-            "or set `dangling: drop`"
+            f"{scan.place(first)}: {column} {'is empty' if value is None else wrong}{spaces} ({counted}: {examples}); "
+            "correct the tables, or set `dangling: drop`"
         )
 
     def _edge_index(self, of: EdgeType, name: str, count: int, scan: Scan) -> RawArray:
@@ -321,7 +320,7 @@ class _Conversion:
                 self.notes.append(note)
             for name in table.one_hot:
                 texts = categories(scan, name, "one_hot", _MOST_ONE_HOT)
-                numbers += one_hot(name, texts)
+                numbers += one_hot(scan, name, texts)
                 self.notes.append(f"{scan.where}: {name} → {features}: {len(texts)} columns, {_listed(texts)}")
             found.append(number_array(features, numbers, np.float32))
         for name in table.attributes:
@@ -331,7 +330,7 @@ class _Conversion:
             found.append(self._codes(of, name, name, scan, "categories"))
         if table.time is not None:
             name = "time" if features == "x" else "edge_time"
-            found.append(ArrayColumn(name, [(name, time_sql(scan, table.time))], np.dtype(np.int64)))
+            found.append(ArrayColumn(name, [time_sql(scan, table.time)], np.dtype(np.int64)))
         names = [each.name for each in found]
         taken = {name for name in names if names.count(name) > 1} | ({"id", "y"} & set(names))
         if taken:
@@ -345,15 +344,8 @@ class _Conversion:
         self.notes.append(f"{scan.where}: {count:,} nodes, ids in {id_column} ({kind}){_attrs_text(columns)}")
 
 
-def _drawn(shares: Mapping[str, float], y: RawArray | None, count: int) -> dict[str, Array]:
-    """Draw the nodes of each split at random, with a fixed seed, among the nodes with a label.
-
-    ``shares``: for each split, its share of these nodes. ``y``: labels; if it is None, all ``count`` nodes are used.
-    """
-    nodes = np.arange(count)
-    if y is not None:
-        values = np.asarray(y.values).reshape(count, -1)
-        nodes = nodes[(~np.isnan(values) if values.dtype.kind == "f" else values >= 0).any(1)]
+def _drawn(shares: Mapping[str, float], nodes: Array) -> dict[str, Array]:
+    """Draw the nodes of each split at random, with a fixed seed. ``shares``: for each split, its share of ``nodes``."""
     order, found, begin = np.random.default_rng(0).permutation(nodes), {}, 0
     for name, share in shares.items():
         size = round(share * len(nodes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from trainer.core.errors import DataError
 from trainer.core.texts import encode_texts
 from trainer.data.raw_arrays import RawArray
 from trainer.sources.table_columns import NumberColumn
-from trainer.sources.table_database import Database, Scan, quoted
+from trainer.sources.table_database import Database, Scan
 
 _CHUNK = 32 << 20  #: bytes of an array that are read from the database at once
 
@@ -24,10 +24,10 @@ _LONGEST_ID = 1024  #: bytes
 
 @dataclass(frozen=True)
 class ArrayColumn:
-    """An attribute, and the columns of a DuckDB table from which its array is made."""
+    """An attribute, and the SQL expressions over the rows of a table from which its array is made."""
 
     name: str
-    columns: Sequence[tuple[str, str]]  #: (name in the database, SQL over the files)
+    columns: Sequence[str]
     dtype: np.dtype[Any] | None  #: None: texts
     widths: Sequence[int] = (0,)  #: of each column: length of its lists; 0: not a list
     is_matrix: bool = False  #: [rows, width] instead of [rows]
@@ -41,17 +41,8 @@ def number_array(name: str, columns: Sequence[NumberColumn], dtype: Any) -> Arra
     """
     matrix = name in ("x", "edge_attr") or len(columns) > 1 or any(column.width for column in columns)
     narrow = np.dtype(dtype) == np.float32
-    named = [
-        (f"{name}.{k}", f"CAST({column.sql} AS FLOAT)" if narrow and not column.width else column.sql)
-        for k, column in enumerate(columns)
-    ]
-    return ArrayColumn(name, named, np.dtype(dtype), [column.width for column in columns], matrix)
-
-
-def select_list(columns: Iterable[ArrayColumn]) -> Iterator[str]:
-    for each in columns:
-        for column, sql in each.columns:
-            yield f"{sql} AS {quoted(column)}"
+    sql = [f"CAST({one.sql} AS FLOAT)" if narrow and not one.width else one.sql for one in columns]
+    return ArrayColumn(name, sql, np.dtype(dtype), [column.width for column in columns], matrix)
 
 
 def _plain(values: Any, dtype: np.dtype[Any]) -> Array:
@@ -72,38 +63,44 @@ class TableArrays:
     def __init__(self, database: Database, folder: Path) -> None:
         self._database, self._folder, self._serial = database, folder, 0
 
-    def export(self, column: ArrayColumn, name: str, count: int, scan: Scan) -> RawArray:
+    def export(self, column: ArrayColumn, scan: Scan, count: int, total: int) -> RawArray:
+        """Return the array of an attribute, for the ``count`` rows of a table that are left of ``total``."""
         if column.dtype is None:
-            return RawArray(self._texts(column, name, count, scan), scan.where)
+            return RawArray(self._texts(column, scan, count), scan.where)
         width = sum(max(1, each) for each in column.widths) if column.is_matrix else 0
-        shape = (count, width) if width else (count,)
-        out = self.empty(column.name, column.dtype, shape)
-        selected = ", ".join(quoted(each) for each, _ in column.columns)
-        for begin, end in row_ranges(count, max(1, width) * 8):
-            if not any(column.widths):
-                rows = self.rows(name, selected, begin, end, scan)
-                values = [_plain(rows[each], column.dtype) for each, _ in column.columns]
-                out[begin:end] = np.stack(values, 1) if column.is_matrix else values[0]
-                continue
-            at = 0
-            for (each, _), listed in zip(column.columns, column.widths, strict=True):
-                wanted = f"unnest({quoted(each)}) AS v" if listed else f"{quoted(each)} AS v"
-                values_ = _plain(self.rows(name, wanted, begin, end, scan)["v"], column.dtype)
-                out[begin:end, at : at + max(1, listed)] = values_.reshape(end - begin, -1)
-                at += max(1, listed)
+        out = self.empty(column.name, column.dtype, (count, width) if width else (count,))
+        lists, done = any(column.widths), 0
+        for begin, end in row_ranges(total, max(1, width) * 8):
+            if lists:
+                blocks = [
+                    self.rows(scan.sql, f"{f'unnest({sql})' if listed else sql} AS v", begin, end, scan)["v"]
+                    for sql, listed in zip(column.columns, column.widths, strict=True)
+                ]
+            else:
+                selected = ", ".join(f"{sql} AS v{k}" for k, sql in enumerate(column.columns))
+                blocks = list(self.rows(scan.sql, selected, begin, end, scan).values())
+            plain = [
+                _plain(block, column.dtype).reshape(-1, max(1, listed))
+                for block, listed in zip(blocks, column.widths, strict=True)
+            ]
+            values = np.concatenate(plain, 1)
+            out[done : done + len(values)] = values if column.is_matrix else values[:, 0]
+            done += len(values)
         return RawArray(out, scan.where)
 
-    def _texts(self, column: ArrayColumn, name: str, count: int, scan: Scan) -> Array:
-        ((longest,),) = self._database.rows(f"SELECT max(strlen({quoted(column.name)})) FROM {name}", scan.where)
+    def _texts(self, column: ArrayColumn, scan: Scan, count: int) -> Array:
+        (sql,) = column.columns
+        ((longest,),) = self._database.rows(f"SELECT max(strlen({sql})) FROM {scan.sql}", scan.where)
         if longest > _LONGEST_ID:
             raise DataError(f"{scan.where}: an id has {longest:,} bytes; at most {_LONGEST_ID:,} are possible")
         out = self.empty(column.name, np.dtype(np.uint8), (count, max(1, longest)))
         for begin, end in row_ranges(count, max(1, longest) + 50):
-            rows = self.rows(name, quoted(column.name), begin, end, scan)[column.name]
+            rows = self.rows(scan.sql, f"{sql} AS v", begin, end, scan)["v"]
             out[begin:end] = encode_texts([str(value) for value in rows], out.shape[1])
         return out
 
     def rows(self, name: str, selected: str, begin: int, end: int, scan: Scan) -> dict[str, Any]:
+        """Return columns of the rows of table ``name`` in the database, from ``begin`` to before ``end``."""
         rows = f"SELECT * FROM {name} WHERE rowid >= {begin} AND rowid < {end} ORDER BY rowid"
         return self._database.arrays(f"SELECT {selected} FROM ({rows})", scan.where)
 

@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 
 from trainer.core.errors import DataError
 from trainer.sources.table_database import Scan, quoted, text
+from trainer.sources.table_options import LARGEST
 
+_INTEGER = "-?(0|[1-9][0-9]*)"  #: regular expression
+_EXACT = {"FLOAT": 24, "DOUBLE": 53}  #: integers below two to this power are not rounded
 _INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
 _FLOATS = ("FLOAT", "DOUBLE")
 _LIST = re.compile(r"(.*)\[(\d*)\]")
@@ -38,10 +41,25 @@ def is_number_type(of: str) -> bool:
 
 
 def as_double(column: str, of: str) -> str:
-    """Return an SQL expression for a column as DOUBLE; NULL for values that are not numbers."""
+    """Return an SQL expression for a column as DOUBLE; NULL for values that are not numbers.
+
+    The texts true and false, as pandas writes booleans to CSV files, are 1 and 0.
+    """
+    name = quoted(column)
     if of == "BOOLEAN":
-        return f"CAST(CAST({quoted(column)} AS TINYINT) AS DOUBLE)"
-    return f"TRY_CAST({quoted(column)} AS DOUBLE)"
+        return f"CAST(CAST({name} AS TINYINT) AS DOUBLE)"
+    if of == "VARCHAR":
+        flag = f"CASE lower({name}) WHEN 'true' THEN 1.0 WHEN 'false' THEN 0.0 END"
+        return f"coalesce(TRY_CAST({name} AS DOUBLE), {flag})"
+    return f"TRY_CAST({name} AS DOUBLE)"
+
+
+def as_integer(column: str, of: str) -> str:
+    """Return an SQL expression for a column of numbers as BIGINT; NULL for values that are not whole or too large."""
+    number = as_double(column, of)
+    # from the column and not from its DOUBLE, which has 53 bits
+    exact = f"coalesce(TRY_CAST({quoted(column)} AS BIGINT), TRY_CAST({number} AS BIGINT))"
+    return f"CASE WHEN {number} = floor({number}) THEN {exact} END"
 
 
 def check_numbers(scan: Scan, columns: Iterable[str], role: str, fill: float | None) -> list[NumberColumn]:
@@ -61,118 +79,137 @@ def check_numbers(scan: Scan, columns: Iterable[str], role: str, fill: float | N
     whole = _check_scalars(scan, scalars, role, fill)
     found = []
     for name in names:
-        if name in whole:
-            found.append(NumberColumn(name, _filled(as_double(name, scan.types[name]), fill), 0, whole[name]))
-        else:
-            found.append(NumberColumn(name, f"CAST({quoted(name)} AS FLOAT[])", _check_lists(scan, name, role), False))
+        if name not in whole:
+            sql = f"CAST({quoted(name)} AS FLOAT[])"
+            found.append(NumberColumn(name, sql, _check_lists(scan, name, role), False))
+            continue
+        integers = whole[name] and (fill is None or fill.is_integer())
+        number = as_double(name, scan.types[name])
+        sql = as_integer(name, scan.types[name]) if integers else number
+        if fill is not None:
+            filled = int(fill) if integers else fill
+            sql = f"CASE WHEN {number} IS NULL OR isnan({number}) THEN {filled!r} ELSE {sql} END"
+        found.append(NumberColumn(name, sql, 0, integers))
     return found
 
 
-def _filled(number: str, fill: float | None) -> str:
-    if fill is None:
-        return number
-    return f"CASE WHEN {number} IS NULL OR isnan({number}) THEN {fill!r} ELSE {number} END"
-
-
 def _check_scalars(scan: Scan, names: list[str], role: str, fill: float | None) -> dict[str, bool]:
-    """Check columns of numbers. Return for each column whether all its values are integers."""
+    """Check columns of numbers. Return for each column whether it is to be stored as integers."""
     whole: dict[str, bool] = {}
     for begin in range(0, len(names), 200):  # columns of a query; more would make it slow to plan
-        some = names[begin : begin + 200]
-        parts = []
-        for name in some:
-            column, number = quoted(name), as_double(name, scan.types[name])
-            parts += [
-                # not with FILTER, which copies all columns of a chunk for each aggregate
-                f"count(*) - count({column})",
-                f"count({column}) - count({number})",
-                f"count(CASE WHEN isnan({number}) THEN 1 END)",
-                f"count(CASE WHEN isinf({number}) THEN 1 END)",
-                f"bool_and({number} = floor({number}) AND abs({number}) < 9007199254740992)",
-            ]
-        row = scan.database.rows(f"SELECT {', '.join(parts)} FROM {scan.sql}", scan.where)[0]
+        some, inner, outer = names[begin : begin + 200], [], []
         for k, name in enumerate(some):
-            missing, wrong, nan, infinite, integral = row[5 * k : 5 * k + 5]
-            _refuse(scan, name, role, fill, {"missing": missing, "wrong": wrong, "NaN": nan, "infinite": infinite})
+            inner += [f"{as_double(name, scan.types[name])} AS n{k}", f"{quoted(name)} AS c{k}"]
+            # not with FILTER, which copies all columns of a chunk for each aggregate
+            outer += [f"count(CASE WHEN {condition} THEN 1 END)" for condition, _ in _faults(f"c{k}", f"n{k}").values()]
+            outer.append("false")
+            if role == "attributes":
+                inner.append(f"{as_integer(name, scan.types[name])} AS i{k}")
+                outer[-1] = f"bool_and(isnan(n{k}) OR i{k} IS NOT NULL)"
+        sql = f"SELECT {', '.join(outer)} FROM (SELECT {', '.join(inner)} FROM {scan.sql})"
+        row = scan.database.rows(sql, scan.where)[0]
+        for k, name in enumerate(some):
+            *counts, integral = row[k * len(row) // len(some) : (k + 1) * len(row) // len(some)]
             whole[name] = bool(integral)
+            faults = _faults(quoted(name), as_double(name, scan.types[name]))
+            for count, (kind, (condition, advice)) in zip(counts, faults.items(), strict=True):
+                if not count or (fill is not None and kind in ("missing", "NaN")):
+                    continue
+                if kind == "missing":
+                    scan.check_file_columns([name])
+                raise DataError(f"{scan.first(name, condition)} ({count:,} such rows); {role} of {scan.where} {advice}")
     return whole
 
 
-def _refuse(scan: Scan, name: str, role: str, fill: float | None, counts: dict[str, int]) -> None:
-    column, number = quoted(name), as_double(name, scan.types[name])
-    conditions = {
-        "wrong": f"{column} IS NOT NULL AND {number} IS NULL",
-        "infinite": f"isinf({number})",
-        "missing": f"{column} IS NULL",
-        "NaN": f"isnan({number})",
+def _faults(column: str, number: str) -> dict[str, tuple[str, str]]:
+    """Return for each kind of wrong values its SQL condition, and what a message says of it."""
+    return {
+        "wrong": (
+            f"{column} IS NOT NULL AND {number} IS NULL",
+            "must be numbers; a column of texts belongs in `categories`, and texts for missing values in `null_values`",
+        ),
+        "infinite": (_is_infinite(number), "must be finite and fit into float32"),
+        "missing": (f"{column} IS NULL", "need a value; `fill: 0` puts 0 in empty cells"),
+        "NaN": (f"isnan({number})", "must not be NaN; `fill: 0` puts 0 in their place"),
     }
-    advice = {
-        "wrong": "must be numbers; a column of texts belongs in `categories`",
-        "infinite": "must be finite",
-        "missing": "need a value; `fill: 0` puts 0 in empty cells",
-        "NaN": "must not be NaN; `fill: 0` puts 0 in their place",
-    }
-    for kind, condition in conditions.items():
-        if counts[kind] and not (fill is not None and kind in ("missing", "NaN")):
-            if kind == "missing":
-                scan.check_file_columns([name])
-            raise DataError(
-                f"{scan.first([name], condition)} ({counts[kind]:,} such rows); {role} of {scan.where} {advice[kind]}"
-            )
+
+
+def _is_infinite(number: str) -> str:
+    return f"(abs({number}) > {LARGEST} AND NOT isnan({number}))"
+
+
+def _refuse(scan: Scan, name: str, condition: str, advice: str) -> None:
+    """Raise ``DataError`` with the first row in which column ``name`` meets an SQL condition, if there is one."""
+    ((bad,),) = scan.database.rows(f"SELECT count(*) FROM {scan.sql} WHERE {condition}", scan.where)
+    if bad:
+        scan.check_file_columns([name])
+        raise DataError(f"{scan.first(name, condition)} ({bad:,} such rows); {advice}")
+
+
+def _list_length(scan: Scan, name: str, role: str) -> int:
+    """Return the length of the lists in a column. Raises ``DataError`` if it differs between rows, or is 0."""
+    element, column = list_type(scan.types[name]) or "", quoted(name)
+    if not is_number_type(element):
+        raise DataError(f"{scan.where}: {role} {name!r} is {scan.types[name]}, expected numbers or lists of numbers")
+    sql = f"SELECT min(len({column})), max(len({column})) FROM {scan.sql}"
+    ((low, high),) = scan.database.rows(sql, scan.where)
+    if low != high or not high:
+        at = scan.first(name, f"len({column}) != {high}" if low != high else f"coalesce(len({column}), 0) = 0")
+        raise DataError(f"{at}; the lists in {name} have {low or 0} to {high or 0} numbers; all must be equally long")
+    return int(high)
 
 
 def _check_lists(scan: Scan, name: str, role: str) -> int:
-    """Check a column of lists, and return their length. Raises ``DataError`` if it differs between rows."""
-    element = list_type(scan.types[name]) or ""
-    if not is_number_type(element):
-        raise DataError(f"{scan.where}: {role} {name!r} is {scan.types[name]}, expected lists of numbers")
-    column = quoted(name)
-    low, high, missing = scan.database.rows(
-        f"SELECT min(len({column})), max(len({column})), count(*) FILTER (WHERE {column} IS NULL) FROM {scan.sql}",
-        scan.where,
-    )[0]
-    if missing:
-        scan.check_file_columns([name])
-        raise DataError(
-            f"{scan.first([name], f'{column} IS NULL')} ({missing:,} such rows); every row needs a list of numbers"
-        )
-    if low != high:
-        at = scan.first([name], f"len({column}) != {high}")
-        raise DataError(f"{at}; the lists in {name} have {low} to {high} numbers; all must be equally long")
-    values = f"[v IS NULL OR isnan(v) OR isinf(v) FOR v IN CAST({column} AS DOUBLE[])]"
-    (bad,) = scan.database.rows(f"SELECT count(*) FILTER (WHERE list_bool_or({values})) FROM {scan.sql}", scan.where)[0]
-    if bad:
-        at = scan.first([name], f"list_bool_or({values})")
-        raise DataError(f"{at} ({bad:,} such rows); lists must not contain missing values, NaN or infinity")
-    return int(low or 0)
+    """Check a column of lists, and return their length."""
+    _refuse(scan, name, f"{quoted(name)} IS NULL", "every row needs a list of numbers")
+    length = _list_length(scan, name, role)
+    finite = f"[coalesce(abs(v) <= {LARGEST}, false) FOR v IN CAST({quoted(name)} AS DOUBLE[])]"  # false for NaN
+    advice = "lists must not contain missing values, NaN or infinity; `fill` does not apply to lists"
+    _refuse(scan, name, f"NOT list_bool_and({finite})", advice)
+    return length
 
 
 def label_sql(scan: Scan, name: str) -> tuple[str, int]:
     """Return an SQL expression for a label, DOUBLE or FLOAT[], and the length of its lists (0: not a list).
 
-    Empty values become NaN. Raises ``DataError`` for texts, and for lists of different lengths.
+    Empty values become NaN. Raises ``DataError`` for texts, infinity, and lists of different lengths.
     """
-    column, element = quoted(name), list_type(scan.types[name])
-    if element is None:
+    column = quoted(name)
+    if list_type(scan.types[name]) is None:
         number = as_double(name, scan.types[name])
-        wrong = f"{column} IS NOT NULL AND {number} IS NULL"
-        ((count,),) = scan.database.rows(f"SELECT count(*) FILTER (WHERE {wrong}) FROM {scan.sql}", scan.where)
-        if count:
-            at = scan.first([name], wrong)
-            raise DataError(
-                f"{at} ({count:,} such rows); if {scan.where} has several label columns, all labels must be numbers"
-            )
+        advice = f"if {scan.where} has several label columns, all labels must be numbers"
+        _refuse(scan, name, f"{column} IS NOT NULL AND {number} IS NULL", advice)
+        _refuse(scan, name, _is_infinite(number), f"label of {scan.where} must be finite")
         return f"coalesce({number}, 'NaN')", 0
-    if not is_number_type(element):
-        raise DataError(
-            f"{scan.where}: label {name!r} is {scan.types[name]}, expected numbers, texts or lists of numbers"
-        )
-    ((low, high),) = scan.database.rows(f"SELECT min(len({column})), max(len({column})) FROM {scan.sql}", scan.where)
-    if low != high or not high:
-        at = scan.first([name], f"len({column}) != {high}" if low != high else f"coalesce(len({column}), 0) = 0")
-        raise DataError(f"{at}; the lists in {name} have {low or 0} to {high or 0} numbers; all must be equally long")
+    length = _list_length(scan, name, "label")
+    values = f"[coalesce({_is_infinite('v')}, false) FOR v IN CAST({column} AS DOUBLE[])]"
+    _refuse(scan, name, f"list_bool_or({values})", f"label of {scan.where} must be finite")
     known = f"[coalesce(v, 'NaN'::FLOAT) FOR v IN CAST({column} AS FLOAT[])]"
-    return f"coalesce({known}, ['NaN'::FLOAT FOR v IN range({high})])", int(high)
+    return f"coalesce({known}, ['NaN'::FLOAT FOR v IN range({length})])", length
+
+
+def class_sql(scan: Scan, name: str, as_numbers: bool) -> tuple[str, bool] | None:
+    """Return an SQL expression for a column of numbers as label, and whether they are classes.
+
+    Classes are BIGINT, -1 for missing values and NaN; others are DOUBLE, NaN for missing values. ``as_numbers``: whole
+    numbers are no classes. Returns None if some values are not numbers.
+    """
+    of, column = scan.types[name], quoted(name)
+    if of != "VARCHAR" and not is_number_type(of):
+        return None
+    # without true and false in CSV files, which are named classes
+    number = f"TRY_CAST({column} AS DOUBLE)" if of == "VARCHAR" else as_double(name, of)
+    numbers, whole = scan.database.rows(
+        f"SELECT bool_and({number} IS NOT NULL OR {column} IS NULL), "
+        f"bool_and(isnan({number}) OR ({as_integer(name, of)} IS NOT NULL AND {number} >= -1)) "
+        f"FROM {scan.sql} WHERE {column} IS NOT NULL",
+        scan.where,
+    )[0]
+    if numbers is False:
+        return None
+    if whole and not as_numbers:
+        return f"coalesce({as_integer(name, of)}, -1)", True
+    return label_sql(scan, name)[0], False
 
 
 def standardized(scan: Scan, columns: Sequence[NumberColumn]) -> list[NumberColumn]:
@@ -208,41 +245,77 @@ def _moments(scan: Scan, columns: Sequence[NumberColumn]) -> Iterator[tuple[Numb
 # --- ids ---------------------------------------------------------------------------------------------------
 
 
-def ids_are_integers(scan: Scan, column: str, role: str) -> bool:
-    """Check a column of ids, and return whether all of them are integers written without leading zeros."""
+def check_ids(scan: Scan, column: str, role: str) -> None:
+    """Raise ``DataError`` if a column is missing, in one of the files too, or if its type cannot be that of ids."""
     scan.check_column(column, role)
-    of, name = scan.types[column], quoted(column)
+    of = scan.types[column]
     if of.startswith(_NESTED) or list_type(of):
         raise DataError(f"{scan.where}: {role} {column!r} is {of}; ids are numbers, texts, UUIDs or dates")
-    (missing,) = scan.database.rows(f"SELECT count(*) FILTER (WHERE {name} IS NULL) FROM {scan.sql}", scan.where)[0]
-    if missing:
-        scan.check_file_columns([column])
-        at = scan.first([column], f"{name} IS NULL")
-        raise DataError(f"{at} ({missing:,} such rows); {role} of {scan.where} must be an id in every row")
-    if of in _INTEGERS:
-        return True
-    if of in _FLOATS:
-        whole = f"{name} = floor({name}) AND abs({name}) < 9007199254740992"
-        (bad,) = scan.database.rows(f"SELECT count(*) FILTER (WHERE NOT ({whole})) FROM {scan.sql}", scan.where)[0]
-        if bad:
-            at = scan.first([column], f"NOT ({whole})")
-            raise DataError(
-                f"{at} ({bad:,} such rows); an id ({role} of {scan.where}) must be a whole number or a text"
-            )
-        return True
-    if of != "VARCHAR":
-        return False
-    canonical = f"CAST(TRY_CAST({name} AS BIGINT) AS VARCHAR) = {name}"
-    (all_,) = scan.database.rows(f"SELECT bool_and(coalesce({canonical}, false)) FROM {scan.sql}", scan.where)[0]
+    scan.check_file_columns([column])
+
+
+def ids_are_integers(scan: Scan, column: str) -> bool:
+    """Check the ids of a node table, and return whether all of them are integers without leading zeros."""
+    check_ids(scan, column, "id")
+    of, name = scan.types[column], quoted(column)
+    _refuse(scan, column, f"{name} IS NULL", f"id of {scan.where} must be an id in every row")
+    if of in _EXACT or of.startswith("DECIMAL"):
+        if of in _EXACT:
+            _refuse(scan, column, f"isnan({name})", f"id of {scan.where} must be an id in every row")
+        advice = f"an id (id of {scan.where}) must be a whole number, below 2^{_EXACT.get(of, 127)}, or a text"
+        _refuse(scan, column, f"NOT {_is_whole(name, of)}", advice)
+    (all_,) = scan.database.rows(
+        f"SELECT bool_and({integer_id(scan, column)} IS NOT NULL) FROM {scan.sql}", scan.where
+    )[0]
     return bool(all_)
 
 
-def id_sql(scan: Scan, column: str, integers: bool) -> str:
-    """Return an SQL expression for an id: BIGINT if ``integers``, else VARCHAR."""
-    name = quoted(column)
-    if integers:
-        return f"CAST({name} AS BIGINT)"
-    return f"CAST(CAST({name} AS BIGINT) AS VARCHAR)" if scan.types[column] in _FLOATS else f"CAST({name} AS VARCHAR)"
+def has_decimal_texts(scan: Scan, column: str) -> bool:
+    """Return whether a column of ids contains texts such as ``12.0``."""
+    if scan.types[column] != "VARCHAR":
+        return False
+    (any_,) = scan.database.rows(
+        f"SELECT bool_or(regexp_full_match({quoted(column)}, '{_INTEGER}\\.0+')) FROM {scan.sql}", scan.where
+    )[0]
+    return bool(any_)
+
+
+def _is_whole(name: str, of: str) -> str:
+    """Return the condition that a column of floats or decimals has a whole number, which is not a rounded one."""
+    return f"({name} = floor({name})" + (f" AND abs({name}) < {1 << _EXACT[of]})" if of in _EXACT else ")")
+
+
+def integer_id(scan: Scan, column: str) -> str:
+    """Return an SQL expression for an id as BIGINT; NULL if it is no integer of 64 bits.
+
+    ``12`` and ``12.0``, as pandas writes keys of which some are missing, are the same id; ``012`` is a text.
+    """
+    of, name = scan.types[column], quoted(column)
+    if of == "VARCHAR":
+        digits = f"TRY_CAST(split_part(trim({name}), '.', 1) AS BIGINT)"
+        return f"CASE WHEN regexp_full_match(trim({name}), '{_INTEGER}(\\.0*)?') THEN {digits} END"
+    if of in _EXACT or of.startswith("DECIMAL"):
+        return f"CASE WHEN {_is_whole(name, of)} THEN TRY_CAST({name} AS BIGINT) END"
+    return f"TRY_CAST({name} AS BIGINT)" if of.endswith(("INT", "INTEGER")) else "CAST(NULL AS BIGINT)"
+
+
+def text_id(scan: Scan, column: str, decimal_texts: bool) -> str:
+    """Return an SQL expression for an id as VARCHAR; NULL for NaN. Whole numbers have no decimal point.
+
+    ``decimal_texts``: texts such as ``12.0`` remain as they are, and do not become ``12``.
+    """
+    of, name = scan.types[column], quoted(column)
+    if of in _EXACT or of.startswith("DECIMAL"):
+        other = (
+            f"CASE WHEN NOT isnan({name}) THEN CAST({name} AS VARCHAR) END"
+            if of in _EXACT
+            else f"CAST({name} AS VARCHAR)"
+        )
+        return f"CASE WHEN {_is_whole(name, of)} THEN CAST(CAST({name} AS HUGEINT) AS VARCHAR) ELSE {other} END"
+    if of == "VARCHAR" and not decimal_texts:
+        is_whole = f"regexp_full_match({name}, '{_INTEGER}\\.0+')"
+        return f"CASE WHEN {is_whole} THEN split_part({name}, '.', 1) ELSE {name} END"
+    return f"CAST({name} AS VARCHAR)"
 
 
 # --- times and categories ----------------------------------------------------------------------------------
@@ -251,32 +324,41 @@ def id_sql(scan: Scan, column: str, integers: bool) -> str:
 def time_sql(scan: Scan, column: str) -> str:
     """Check a column of times, and return an SQL expression for it as BIGINT.
 
-    Dates and timestamps become Unix seconds (UTC). Raises ``DataError`` that names file, row and value of the first
-    problem.
+    Dates and timestamps become Unix seconds; those without a zone are UTC. Raises ``DataError`` that names file, row
+    and value of the first problem.
     """
     scan.check_column(column, "time")
     of, name = scan.types[column], quoted(column)
-    if of in _INTEGERS:
-        sql = f"CAST({name} AS BIGINT)"
-    elif of == "DATE" or of.startswith("TIMESTAMP"):
+    if of == "DATE" or of.startswith("TIMESTAMP"):
         sql = f"CAST(floor(epoch({name})) AS BIGINT)"
-    elif of in (*_FLOATS, "VARCHAR"):
-        integer = (
-            f"CASE WHEN TRY_CAST({name} AS DOUBLE) = TRY_CAST({name} AS BIGINT) THEN TRY_CAST({name} AS BIGINT) END"
-        )
-        moment = f"CAST(floor(epoch(TRY_CAST({name} AS TIMESTAMP))) AS BIGINT)"
-        (integers,) = scan.database.rows(f"SELECT bool_and(({integer}) IS NOT NULL) FROM {scan.sql}", scan.where)[0]
-        sql = integer if integers or of != "VARCHAR" else moment
+    elif of == "VARCHAR" or (is_number_type(of) and of != "BOOLEAN"):
+        sql = as_integer(column, of)
+        (integers,) = scan.database.rows(f"SELECT bool_and(({sql}) IS NOT NULL) FROM {scan.sql}", scan.where)[0]
+        if of == "VARCHAR" and not integers:
+            # a blank before the offset, as in Python's and git's formats, is not read by DuckDB
+            moment = f"regexp_replace(trim({name}), '\\s+([+-]\\d\\d)', '\\1')"
+            sql = f"CAST(floor(epoch(TRY_CAST({moment} AS TIMESTAMPTZ))) AS BIGINT)"
     else:
         raise DataError(f"{scan.where}: time {column!r} is {of}, expected integers, dates or timestamps")
-    (bad,) = scan.database.rows(f"SELECT count(*) FILTER (WHERE ({sql}) IS NULL) FROM {scan.sql}", scan.where)[0]
-    if bad:
-        at = scan.first([column], f"({sql}) IS NULL")
-        raise DataError(
-            f"{at} ({bad:,} such rows); time of {scan.where} must be integers, dates or timestamps such as "
-            "2024-05-17 12:00:00"
-        )
+    advice = f"time of {scan.where} must be integers, dates or timestamps such as 2024-05-17 12:00:00"
+    _refuse(scan, column, f"({sql}) IS NULL", advice)
     return sql
+
+
+def split_sql(scan: Scan, column: str) -> str:
+    """Check a column of splits, and return an SQL expression for it: train, val, test, or NULL."""
+    scan.check_column(column, "split")
+    word = f"lower(trim(CAST({quoted(column)} AS VARCHAR)))"
+    advice = f"split of {scan.where} must be train, val or test, or empty"
+    known = "('train', 'val', 'valid', 'validation', 'test')"
+    _refuse(scan, column, f"{as_text(column, scan.types[column])} IS NOT NULL AND {word} NOT IN {known}", advice)
+    return f"CASE WHEN {word} IN ('valid', 'validation') THEN 'val' ELSE {word} END"
+
+
+def as_text(column: str, of: str) -> str:
+    """Return an SQL expression for a column as VARCHAR; NULL for NaN."""
+    cast = f"CAST({quoted(column)} AS VARCHAR)"
+    return f"CASE WHEN NOT isnan({quoted(column)}) THEN {cast} END" if of in _FLOATS else cast
 
 
 def categories(scan: Scan, column: str, role: str, most: int = 1 << 20) -> list[str]:
@@ -289,16 +371,16 @@ def categories(scan: Scan, column: str, role: str, most: int = 1 << 20) -> list[
     of = scan.types[column]
     if of.startswith(_NESTED) or list_type(of):
         raise DataError(f"{scan.where}: {role} {column!r} is {of}, expected texts or numbers")
-    sql = f"SELECT DISTINCT CAST({quoted(column)} AS VARCHAR) AS v FROM {scan.sql} WHERE v IS NOT NULL"
+    sql = f"SELECT DISTINCT {as_text(column, of)} AS v FROM {scan.sql} WHERE v IS NOT NULL"
     found = [str(row[0]) for row in scan.database.rows(f"{sql} ORDER BY v LIMIT {most + 1}", scan.where)]
     if len(found) > most:
         raise DataError(f"{scan.where}: {role} {column!r} has more than {most:,} different values")
     return found
 
 
-def one_hot(column: str, texts: Sequence[str]) -> list[NumberColumn]:
+def one_hot(scan: Scan, column: str, texts: Sequence[str]) -> list[NumberColumn]:
     """Return a column for each text, which is 1 in rows with this text and else 0."""
-    found = f"CAST({quoted(column)} AS VARCHAR)"
+    found = as_text(column, scan.types[column])
     return [NumberColumn(column, f"CASE WHEN {found} = {text(each)} THEN 1.0 ELSE 0.0 END", 0, True) for each in texts]
 
 
@@ -309,5 +391,6 @@ def code_sql(scan: Scan, column: str, texts: list[str], enum: str) -> str:
     """
     if not texts:
         return "CAST(-1 AS BIGINT)"
+    found = as_text(column, scan.types[column])
     scan.database.run(f"CREATE TYPE {enum} AS ENUM ({', '.join(map(text, texts))})", scan.where)
-    return f"coalesce(CAST(enum_code(CAST(CAST({quoted(column)} AS VARCHAR) AS {enum})) AS BIGINT), -1)"
+    return f"coalesce(CAST(enum_code(CAST({found} AS {enum})) AS BIGINT), -1)"

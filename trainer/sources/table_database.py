@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import unquote
 
 from trainer.core.errors import DataError
 from trainer.core.memory import size_text
 from trainer.core.progress import progress
+from trainer.sources.csv_files import copy_as_utf8, has_header, split_rows
 from trainer.sources.table_files import is_parquet
+from trainer.sources.table_options import Table
 
 _WATCH_INTERVAL = 5.0  #: seconds
 
-_FEW = 3  #: rows or values that a message shows
+FEW = 3  #: values that a message shows
 
 
 def quoted(name: str) -> str:
@@ -44,10 +47,11 @@ class Database:
     """A DuckDB database in ``folder``, where it also stores temporary data that exceeds ``memory`` bytes."""
 
     def __init__(self, folder: Path, memory: int | None) -> None:
-        self._module, self._memory = _duckdb(), memory
+        self._module, self._memory, self.folder = _duckdb(), memory, folder
         self._file = folder / "tables.duckdb"
         self._connection = self._module.connect(str(self._file))
         self.run(f"SET temp_directory = {text(str(folder / 'spill'))}", "dataset tables")
+        self.run("SET TimeZone = 'UTC'", "dataset tables")  # of times without a zone, and of times as texts
         self.run("SET enable_progress_bar = true", "dataset tables")  # else there is no query_progress
         self.run("SET enable_progress_bar_print = false", "dataset tables")
         if memory is not None:
@@ -95,72 +99,219 @@ class Database:
             progress(f"read {where}", int(self._connection.query_progress()), 100)
 
 
+#: Error types of DuckDB's CSV reader -> what is wrong with the line
+_CSV_FAULTS = {
+    "MISSING COLUMNS": "has fewer values than the header",
+    "TOO MANY COLUMNS": "has more values than the header",
+    "UNQUOTED VALUE": "has a quote that is not closed, or text behind it; a quote in a value is written twice",
+    "LINE SIZE OVER MAXIMUM": "is longer than 2 MB; is a quote left open?",
+}
+
+
+@dataclass(frozen=True)
+class _Header:
+    delimiter: str
+    columns: Sequence[str]
+    is_missing: bool  #: the first row contains values
+
+
 @dataclass(frozen=True)
 class Scan:
-    """The files of a table, and the SQL that reads them."""
+    """A table: its files, and a copy of its columns in the database, whose ``rowid`` is the number of the row.
+
+    Conditions are evaluated on the copy only: a query of CSV files would parse them again, and DuckDB decides
+    conditions on Parquet files by their statistics, which leave NaN out.
+    """
 
     database: Database
     files: Sequence[Path]
     where: str  #: name of the table in messages, such as ``nodes.user``
-    delimiter: str | None = None
+    options: Table = Table(())
+    used: Sequence[str] | None = None  #: the columns that are copied; None: all
+    _headers: dict[Path, _Header] = field(default_factory=dict)
+    _in_utf8: dict[Path, Path] = field(default_factory=dict)  #: CSV file -> its copy in UTF-8
+    _rows: dict[Path, int] = field(default_factory=dict)  #: number of rows of each CSV file
 
     @cached_property
     def sql(self) -> str:
-        reading = self._reading(self.files)
-        if is_parquet(self.files[0]):
-            return reading
-        # CSV files are copied into the database, since each query would otherwise parse them again.
-        self.database.run(f"CREATE TABLE {self._copy} AS SELECT * FROM {reading}", self.where)
-        return self._copy
+        """Copy the table into the database, and return the copy's name. Empty texts and ``null_values`` are NULL."""
+        name = quoted(f"rows of {self.where}")
+        wanted = {column: of for column, of in self.types.items() if self.used is None or column in self.used}
+        created = ", ".join(f"{quoted(column)} {of}" for column, of in wanted.items())
+        self.database.run(f"CREATE TABLE {name} ({created})", self.where)
+        nulls = ", ".join(map(text, ("", *self.options.null_values)))
 
-    @property
-    def _copy(self) -> str:
-        return quoted(f"rows of {self.where}")
+        def insert(columns: Iterable[str], reading: str) -> str:
+            listed = [
+                f"CASE WHEN {quoted(one)} NOT IN ({nulls}) THEN {quoted(one)} END AS {quoted(one)}"
+                if wanted[one] == "VARCHAR"
+                else quoted(one)
+                for one in columns
+            ]
+            return f"INSERT INTO {name} BY NAME SELECT {', '.join(listed)} FROM {reading}"
+
+        if is_parquet(self.files[0]):
+            self.database.run(insert(wanted, self._parquet(self.files)), self.where)
+            return name
+        for path in self.files:
+            found = self._file_columns(path)
+            columns = [column for column in wanted if column in found]
+            if not columns:
+                raise DataError(f"{path}: has no column {next(iter(wanted))!r}, which other files of {self.where} have")
+            rows = self._query_csv(
+                path, lambda file, path=path, columns=columns: insert(columns, self._csv(path, file))
+            )
+            self._rows[path] = int(rows[0][0])
+        return name
 
     def close(self) -> None:
-        self.database.run(f"DROP TABLE IF EXISTS {self._copy}", self.where)
+        self.database.run(f"DROP TABLE IF EXISTS {quoted(f'rows of {self.where}')}", self.where)
+        for path in self._in_utf8.values():
+            path.unlink(missing_ok=True)
 
-    def _reading(self, files: Sequence[Path]) -> str:
-        names = "[" + ", ".join(text(str(path)) for path in files) + "]"
-        if is_parquet(files[0]):
-            return f"read_parquet({names}, union_by_name = true)"
-        delimiter = f", delim = {text(self.delimiter)}" if self.delimiter else ""
-        return f"read_csv({names}, all_varchar = true, header = true, union_by_name = true{delimiter})"
+    # --- files ------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _parquet(files: Sequence[Path]) -> str:
+        return f"read_parquet([{', '.join(text(str(path)) for path in files)}], union_by_name = true)"
+
+    def _csv(self, path: Path, file: Path) -> str:
+        """Return the SQL that reads a CSV file with its Hive columns. ``file``: ``path`` or its copy in UTF-8."""
+        header = self._header(path)
+        columns = ", ".join(f"{text(column)}: 'VARCHAR'" for column in header.columns)
+        hive = "".join(f", {text(value)} AS {quoted(key)}" for key, value in self._hive(path).items())
+        return (
+            f"(SELECT *{hive} FROM read_csv({text(str(file))}, auto_detect = false, header = true, "
+            f"columns = {{{columns}}}, delim = {text(header.delimiter)}, quote = '\"', escape = '\"', "
+            "hive_partitioning = false, store_rejects = true, rejects_limit = 100))"
+        )
+
+    def _hive(self, path: Path) -> dict[str, str]:
+        """Return the columns in the names of a CSV file's folders, such as ``day=2024-05-17``."""
+        pairs = [part.split("=", 1) for part in path.parent.parts if part.find("=") > 0]
+        return {key: unquote(value) for key, value in pairs if key not in self._header(path).columns}
+
+    def _header(self, path: Path) -> _Header:
+        if path not in self._headers:
+            lines = self._query_csv(
+                path,
+                lambda file: (
+                    f"SELECT line FROM read_csv({text(str(file))}, auto_detect = false, header = false, delim = '\1', "
+                    "quote = '', escape = '', columns = {'line': 'VARCHAR'}, strict_mode = false, "
+                    "hive_partitioning = false, store_rejects = true, rejects_limit = 100) LIMIT 1000"
+                ),
+            )
+            delimiter, rows = split_rows((f"{line}\n" for (line,) in lines if line), self.options.delimiter)
+            if not rows:
+                raise DataError(f"{self.where}: {path} is empty; expected a line of column names, and lines of values")
+            columns: dict[str, str] = {}  # name in lower case, as DuckDB compares names -> name
+            for k, cell in enumerate(rows[0]):
+                column = cell.removeprefix("\ufeff").strip() or f"column{k}"
+                same = columns.get(column.lower())
+                if same and not {same, column}.isdisjoint(self.used or ()):
+                    raise DataError(
+                        f"{self.where}: {path}: two columns are called {same!r}"
+                        f"{'' if same == column else f' and {column!r}, which is the same name'}; rename one of them"
+                    )
+                number = 1
+                while same and column.lower() in columns:
+                    column, number = f"{same}_{number}", number + 1
+                columns[column.lower()] = column
+            self._headers[path] = _Header(delimiter, list(columns.values()), not has_header(rows))
+        return self._headers[path]
+
+    def _query_csv(self, path: Path, sql: Callable[[Path], str]) -> list[tuple[Any, ...]]:
+        """Return the rows of a query on a CSV file. ``sql``: from the file to the query.
+
+        The query is repeated on a copy with line feeds as line ends if DuckDB cannot read the file, such as one in
+        which they vary. Raises ``DataError`` that names the line.
+        """
+        file, faults = self._in_utf8.get(path, path), []
+        if file is path and self.options.encoding:
+            file = self._copy(path, self.options.encoding)
+        query = sql(file)
+        self.database.run("BEGIN", self.where)
+        try:
+            found = self.database.rows(query, self.where)
+            faults = self.database.rows(
+                "SELECT line, error_type, csv_line FROM reject_errors ORDER BY line", self.where
+            )
+        except DataError:
+            if file is not path or path.suffix.lower() == ".zst":
+                raise
+            faults = [(0, "", "")]
+        finally:
+            self.database.run("ROLLBACK" if faults else "COMMIT", self.where)
+        if not faults:
+            return found
+        if file is path and path.suffix.lower() != ".zst":
+            self._copy(path, "utf-8")
+            return self._query_csv(path, sql)
+        line, kind, content = faults[0]
+        fault = _CSV_FAULTS.get(kind, "is not UTF-8, or no line of a CSV file")
+        raise DataError(f"{self.where}: {path}, line {line}: {fault}: {content[:80]!r}")
+
+    def _copy(self, path: Path, encoding: str) -> Path:
+        self._in_utf8[path] = self.database.folder / f"{self.where} {len(self._in_utf8)}.csv"
+        try:
+            copy_as_utf8(path, encoding, self._in_utf8[path])
+        except DataError as error:
+            raise DataError(f"{self.where}: {error}") from None
+        return self._in_utf8[path]
+
+    @property
+    def without_header(self) -> Path | None:
+        """The first CSV file whose first row seems to contain values instead of names of columns, or None."""
+        if is_parquet(self.files[0]):
+            return None
+        return next((path for path in self.files if self._header(path).is_missing), None)
+
+    # --- columns ----------------------------------------------------------------------------------------------
 
     @cached_property
     def types(self) -> dict[str, str]:
         """DuckDB's type of each column, by name. All columns of CSV files are VARCHAR."""
-        found = self.database.rows(f"DESCRIBE SELECT * FROM {self.sql}", self.where)
+        if is_parquet(self.files[0]):
+            return self._described(self.files)
+        return {column: "VARCHAR" for path in self.files for column in self._file_columns(path)}
+
+    def _described(self, files: Sequence[Path]) -> dict[str, str]:
+        found = self.database.rows(f"DESCRIBE SELECT * FROM {self._parquet(files)}", self.where)
         return {str(row[0]): str(row[1]) for row in found}
+
+    def _file_columns(self, path: Path) -> Collection[str]:
+        return self._described([path]) if is_parquet(path) else [*self._header(path).columns, *self._hive(path)]
 
     def check_column(self, column: str, role: str) -> None:
         """Raise ``DataError`` if no file has the column. ``role``: what the column is for, such as ``id``."""
         if column not in self.types:
-            raise DataError(f"{self.where}: {role} {column!r} is not a column: {self._have(self.types)}")
-
-    def _have(self, columns: Sequence[str] | dict[str, str]) -> str:
-        names = list(columns)
-        shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-        return f"{self.files[0].name} has the columns {shown}"
+            names = list(self.types)
+            shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+            values = (
+                f"; the first line of {self.without_header.name} seems to contain values: add a line of column names"
+                if self.without_header
+                else ""
+            )
+            raise DataError(
+                f"{self.where}: {role} {column!r} is not a column: {self.files[0].name} has the columns {shown}{values}"
+            )
 
     def check_file_columns(self, columns: Sequence[str]) -> None:
         """Raise ``DataError`` if one of ``columns`` is missing in a file. The message names the file."""
         for path in self.files:
-            found = self.database.rows(f"DESCRIBE SELECT * FROM {self._reading([path])}", f"{self.where}: {path}")
-            if missing := [column for column in columns if column not in {str(row[0]) for row in found}]:
+            found = self._file_columns(path)
+            if missing := [column for column in columns if column not in found]:
                 raise DataError(f"{path}: has no column {missing[0]!r}, which other files of {self.where} have")
 
-    def first(self, columns: Sequence[str], condition: str) -> str:
-        """Describe the first row that meets the SQL ``condition``, such as ``users.csv, row 4: age is 'old'``.
+    # --- rows -------------------------------------------------------------------------------------------------
 
-        ``columns``: the columns that occur in the condition; the value of the first of them is shown.
-        """
-        listed = ", ".join(dict.fromkeys(map(quoted, columns)))
-        inner = f"SELECT row_number() OVER () - 1 AS gf_row, {listed} FROM {self.sql}"
-        shown = f"CAST({quoted(columns[0])} AS VARCHAR)"
-        sql = f"SELECT gf_row, {shown} FROM ({inner}) WHERE {condition} ORDER BY gf_row LIMIT 1"
+    def first(self, column: str, condition: str) -> str:
+        """Describe the first row that meets the SQL ``condition``, such as ``users.csv, row 4: age is 'old'``."""
+        sql = (
+            f"SELECT rowid, CAST({quoted(column)} AS VARCHAR) FROM {self.sql} WHERE {condition} ORDER BY rowid LIMIT 1"
+        )
         row, value = self.database.rows(sql, self.where)[0]
-        return f"{self.place(int(row))}: {columns[0]} is {'empty' if value is None else repr(str(value)[:80])}"
+        return f"{self.place(int(row))}: {column} is {'empty' if value is None else repr(str(value)[:80])}"
 
     def place(self, row: int) -> str:
         """Return the file and the row number in it, from 1, such as ``users.csv, row 4``.
@@ -168,7 +319,9 @@ class Scan:
         ``row`` counts the rows of all files, from 0.
         """
         for path in self.files:
-            (count,) = self.database.rows(f"SELECT count(*) FROM {self._reading([path])}", self.where)[0]
+            count = self._rows.get(path)
+            if count is None:
+                ((count,),) = self.database.rows(f"SELECT count(*) FROM {self._parquet([path])}", self.where)
             if row < count:
                 return f"{path}, row {row + 1}"
             row -= count

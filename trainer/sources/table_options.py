@@ -17,6 +17,15 @@ Dangling: TypeAlias = Literal["error", "drop"]
 
 SPLITS = ("train", "val", "test")
 
+_ROLES = (
+    *("id", "source", "target", "label", "split", "weight", "time"),
+    *("features", "one_hot", "categories", "attributes"),
+)
+
+_FORMAT = ("delimiter", "encoding", "null_values")  #: keys of a table that can be given for all tables
+
+LARGEST = 3.4028234663852886e38  #: of float32
+
 T = TypeVar("T")
 
 
@@ -33,6 +42,16 @@ class Table:
     standardize: bool = False  #: shift and scale each feature that is not a list to mean 0 and standard deviation 1
     fill: float | None = None  #: number in place of missing values and NaN in features; None: they are errors
     delimiter: str | None = None  #: of CSV files; None: detected
+    encoding: str | None = None  #: of CSV files, a name that Python knows; None: UTF-8
+    null_values: tuple[str, ...] = ()  #: texts that mean a missing value, besides the empty one
+
+    def columns(self) -> set[str]:
+        """Return the names of all columns that are read."""
+        found: set[str] = set()
+        for role in _ROLES:
+            given = getattr(self, role, None)
+            found |= {given} if isinstance(given, str) else set(given) if isinstance(given, tuple) else set()
+        return found
 
 
 @dataclass(frozen=True)
@@ -66,22 +85,26 @@ class TablesOptions(SourceOptions):
 def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
     """Parse options ``nodes`` and ``edges``, given as mappings or JSON texts, and the options of ``SourceOptions``.
 
+    ``delimiter``, ``encoding`` and ``null_values`` beside them are those of tables that have none.
+
     Raises ``DataError`` for unknown names, values of another type, and edge types without a node table.
     """
-    rest = {name: value for name, value in options.items() if name not in ("nodes", "edges")}
+    rest = {name: value for name, value in options.items() if name not in ("nodes", "edges", *_FORMAT)}
+    shared = {name: options[name] for name in _FORMAT if options.get(name) is not None}
     for name in ("num_nodes", "split", "hetero"):
         if rest.get(name) is not None:
             raise DataError(f"dataset tables: leave out option {name!r}; its value follows from the tables")
     common = parse_options(SourceOptions, rest, "tables")
     nodes = {
-        of: _table(NodeTable, f"nodes.{of}", given) for of, given in _mapping("nodes", options.get("nodes")).items()
+        of: _table(NodeTable, f"nodes.{of}", given, shared)
+        for of, given in _mapping("nodes", options.get("nodes")).items()
     }
     for of in nodes:
         check_word(of, "dataset tables, option nodes")
     edges: dict[EdgeType, EdgeTable] = {}
     for name, given in _mapping("edges", options.get("edges")).items():
         edge_type = _edge_type(name, tuple(nodes))
-        edges[edge_type] = _table(EdgeTable, f"edges.{name}", given)
+        edges[edge_type] = _table(EdgeTable, f"edges.{name}", given, shared)
     inherited = {each.name: getattr(common, each.name) for each in fields(common)}
     return TablesOptions(**inherited, nodes=nodes, edges=edges)
 
@@ -120,7 +143,7 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _table(kind: type[T], where: str, given: Any) -> T:
+def _table(kind: type[T], where: str, given: Any, shared: Mapping[str, Any]) -> T:
     if not isinstance(given, Mapping):
         raise DataError(f"dataset tables: {where} must be a mapping with `files` and columns, not {given!r}")
     known = {each.name: str(each.type) for each in fields(kind)}  # type: ignore[arg-type]
@@ -134,8 +157,8 @@ def _table(kind: type[T], where: str, given: Any) -> T:
         if not given.get(name):
             raise DataError(f"dataset tables: {where}: {name} is required")
     values = {
-        name: _PARSERS.get(known[name], _column)(f"{where}.{name}", value)
-        for name, value in given.items()
+        name: (_PARSERS.get(name) or _PARSERS.get(known[name], _column))(f"{where}.{name}", value)
+        for name, value in {**shared, **given}.items()
         if value is not None
     }
     return kind(**values)
@@ -160,7 +183,32 @@ def _columns(where: str, value: Any) -> tuple[str, ...]:
 def _number(where: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"dataset tables: {where} must be a number, not {value!r}")
+    if not abs(value) <= LARGEST:
+        raise DataError(f"dataset tables: {where} must be finite and fit into float32, not {value!r}")
     return float(value)
+
+
+def _delimiter(where: str, value: Any) -> str:
+    if not isinstance(value, str) or len(value) != 1 or value in '"\r\n':
+        raise DataError(f'dataset tables: {where} must be one character, such as ";" or "\\t", not {value!r}')
+    return value
+
+
+def _encoding(where: str, value: Any) -> str:
+    try:
+        "".encode(value)
+    except (LookupError, TypeError, ValueError):
+        raise DataError(
+            f"dataset tables: {where} must be the name of an encoding, such as latin-1, cp1252 or utf-16, not {value!r}"
+        ) from None
+    return str(value)
+
+
+def _null_values(where: str, value: Any) -> tuple[str, ...]:
+    listed = value if isinstance(value, list | tuple) else [value]
+    if any(isinstance(each, bool) or not isinstance(each, str | int | float) for each in listed):
+        raise DataError(f"dataset tables: {where} must be a text or a list of texts, not {value!r}")
+    return tuple(map(str, listed))
 
 
 def _split(where: str, value: Any) -> str | dict[str, float]:
@@ -189,10 +237,14 @@ def _dangling(where: str, value: Any) -> str:
     return str(value)
 
 
+#: name or type of a key -> its parser
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "tuple[str, ...]": _columns,
     "float | None": _number,
     "str | Mapping[str, float] | None": _split,
     "Dangling": _dangling,
     "bool": _flag,
+    "delimiter": _delimiter,
+    "encoding": _encoding,
+    "null_values": _null_values,
 }

@@ -1,0 +1,98 @@
+"""Decides from the first rows of a CSV file what separates its values, and whether its first row is a header."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import io
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from trainer.core.errors import DataError
+
+_DELIMITERS = ",;\t|"
+
+_MISSING = {"", "-", "?", "na", "n/a", "nan", "null", "none"}  #: lower case
+
+csv.field_size_limit(1 << 30)  # the first rows may contain long texts
+
+_KINDS = {
+    "UUID": re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE),
+    "time": re.compile(r"\d{4}[-/]\d\d[-/]\d\d\b.*"),
+    "number": re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE),
+}
+
+
+def split_rows(lines: Iterable[str], delimiter: str | None) -> tuple[str, list[list[str]]]:
+    """Return the delimiter, and the rows of values without those that are empty lines.
+
+    If ``delimiter`` is None, it is the one of comma, semicolon, tab and bar with which most rows have as many values as
+    the first, at least two.
+    """
+    text = [line.replace("\0", "") for line in lines]
+    found = {d: [row for row in csv.reader(text, delimiter=d) if row] for d in (delimiter or _DELIMITERS)}
+    best = max(found, key=lambda d: _likeliness(found[d]))
+    return best, found[best]
+
+
+def _likeliness(rows: Sequence[Sequence[str]]) -> tuple[bool, float, int]:
+    columns = len(rows[0]) if rows else 0
+    return columns > 1, sum(len(row) == columns for row in rows) / max(1, len(rows)), columns
+
+
+def has_header(rows: Sequence[Sequence[str]]) -> bool:
+    """Return whether the first of ``rows`` contains names of columns rather than values.
+
+    It does if a cell is not of the kind (number, time, UUID) of all other cells of its column. It does not if a cell is
+    of this kind (but consecutive integers may be names: of four columns, or of years), is the text of another row, or
+    is such a text with other digits (``u1`` above ``u2``). Without such signs, it is a header.
+    """
+    if not rows:
+        return False
+    values, texts, numbers = False, False, []
+    for k, cell in enumerate(map(str.strip, rows[0])):
+        below = [row[k].strip() for row in rows[1:] if k < len(row) and row[k].strip().lower() not in _MISSING]
+        if cell.lower() in _MISSING:
+            continue
+        kind = next((kind for kind, of in _KINDS.items() if below and all(map(of.fullmatch, below))), None)
+        if kind and not _KINDS[kind].fullmatch(cell):
+            return True
+        if kind == "number" or (not below and _KINDS["number"].fullmatch(cell)):
+            numbers.append(cell)
+        else:
+            digits = re.sub(r"\d+", "9", cell)
+            alike = digits != cell and all(re.sub(r"\d+", "9", each) == digits for each in below)
+            values |= kind is not None or cell in below or (bool(below) and alike)
+            texts = True
+    if values or not numbers:
+        return not values
+    first = int(numbers[0]) if numbers[0].isdigit() else -1
+    if first < 0 or numbers != [str(first + k) for k in range(len(numbers))]:
+        return False
+    return len(numbers) > 3 or (texts and (first < 2 or 1900 <= first <= 2100))
+
+
+def copy_as_utf8(path: Path, encoding: str, target: Path) -> None:
+    """Write the text of a file to ``target`` as UTF-8, with line feeds as line ends.
+
+    Raises ``DataError`` that names the line which is not in the encoding.
+    """
+    if path.suffix.lower() == ".zst":
+        raise DataError(f"{path}: `encoding` is not possible with .zst; unpack the file")
+    decoder, line = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), translate=True), 1
+    opened = gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")
+    with opened as source, target.open("w", encoding="utf-8", newline="") as out:
+        while True:
+            chunk = source.read(1 << 20)
+            try:
+                text = decoder.decode(chunk, final=not chunk)
+            except UnicodeError as error:
+                if isinstance(error, UnicodeDecodeError):
+                    line += error.object[: error.start].decode(encoding, "replace").count("\n")
+                raise DataError(f"{path}, line {line}: is not {encoding}; set `encoding` to that of the file") from None
+            line += text.count("\n")
+            out.write(text)
+            if not chunk:
+                return

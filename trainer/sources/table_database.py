@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -107,6 +107,8 @@ _CSV_FAULTS = {
     "LINE SIZE OVER MAXIMUM": "is longer than 2 MB; is a quote left open?",
 }
 
+_FILE = "\0"  #: in SQL, the file that is read: a CSV file or its copy in UTF-8
+
 
 @dataclass(frozen=True)
 class _Header:
@@ -158,10 +160,8 @@ class Scan:
             columns = [column for column in wanted if column in found]
             if not columns:
                 raise DataError(f"{path}: has no column {next(iter(wanted))!r}, which other files of {self.where} have")
-            rows = self._query_csv(
-                path, lambda file, path=path, columns=columns: insert(columns, self._csv(path, file))
-            )
-            self._rows[path] = int(rows[0][0])
+            (row,) = self._query_csv(path, insert(columns, self._csv(path)))
+            self._rows[path] = int(row[0])
         return name
 
     def close(self) -> None:
@@ -175,13 +175,13 @@ class Scan:
     def _parquet(files: Sequence[Path]) -> str:
         return f"read_parquet([{', '.join(text(str(path)) for path in files)}], union_by_name = true)"
 
-    def _csv(self, path: Path, file: Path) -> str:
-        """Return the SQL that reads a CSV file with its Hive columns. ``file``: ``path`` or its copy in UTF-8."""
+    def _csv(self, path: Path) -> str:
+        """Return the SQL that reads a CSV file, called ``_FILE``, with its Hive columns."""
         header = self._header(path)
         columns = ", ".join(f"{text(column)}: 'VARCHAR'" for column in header.columns)
         hive = "".join(f", {text(value)} AS {quoted(key)}" for key, value in self._hive(path).items())
         return (
-            f"(SELECT *{hive} FROM read_csv({text(str(file))}, auto_detect = false, header = true, "
+            f"(SELECT *{hive} FROM read_csv({_FILE}, auto_detect = false, header = true, "
             f"columns = {{{columns}}}, delim = {text(header.delimiter)}, quote = '\"', escape = '\"', "
             "hive_partitioning = false, store_rejects = true, rejects_limit = 100))"
         )
@@ -195,11 +195,9 @@ class Scan:
         if path not in self._headers:
             lines = self._query_csv(
                 path,
-                lambda file: (
-                    f"SELECT line FROM read_csv({text(str(file))}, auto_detect = false, header = false, delim = '\1', "
-                    "quote = '', escape = '', columns = {'line': 'VARCHAR'}, strict_mode = false, "
-                    "hive_partitioning = false, store_rejects = true, rejects_limit = 100) LIMIT 1000"
-                ),
+                f"SELECT line FROM read_csv({_FILE}, auto_detect = false, header = false, delim = '\1', quote = '', "
+                "escape = '', columns = {'line': 'VARCHAR'}, strict_mode = false, hive_partitioning = false, "
+                "store_rejects = true, rejects_limit = 100) LIMIT 1000",
             )
             delimiter, rows = split_rows((f"{line}\n" for (line,) in lines if line), self.options.delimiter)
             if not rows:
@@ -220,8 +218,8 @@ class Scan:
             self._headers[path] = _Header(delimiter, list(columns.values()), not has_header(rows))
         return self._headers[path]
 
-    def _query_csv(self, path: Path, sql: Callable[[Path], str]) -> list[tuple[Any, ...]]:
-        """Return the rows of a query on a CSV file. ``sql``: from the file to the query.
+    def _query_csv(self, path: Path, sql: str) -> list[tuple[Any, ...]]:
+        """Return the rows of a query on a CSV file, which is called ``_FILE`` in ``sql``.
 
         The query is repeated on a copy with line feeds as line ends if DuckDB cannot read the file, such as one in
         which they vary. Raises ``DataError`` that names the line.
@@ -229,7 +227,7 @@ class Scan:
         file, faults = self._in_utf8.get(path, path), []
         if file is path and self.options.encoding:
             file = self._copy(path, self.options.encoding)
-        query = sql(file)
+        query = sql.replace(_FILE, text(str(file)))
         self.database.run("BEGIN", self.where)
         try:
             found = self.database.rows(query, self.where)

@@ -262,7 +262,8 @@ def ids_are_integers(scan: Scan, column: str) -> bool:
     if of in _EXACT or of.startswith("DECIMAL"):
         if of in _EXACT:
             _refuse(scan, column, f"isnan({name})", f"id of {scan.where} must be an id in every row")
-        advice = f"an id (id of {scan.where}) must be a whole number, below 2^{_EXACT.get(of, 127)}, or a text"
+        below = f", below 2^{_EXACT[of]}," if of in _EXACT else ""
+        advice = f"an id (id of {scan.where}) must be a whole number{below} or a text"
         _refuse(scan, column, f"NOT {_is_whole(name, of)}", advice)
     (all_,) = scan.database.rows(
         f"SELECT bool_and({integer_id(scan, column)} IS NOT NULL) FROM {scan.sql}", scan.where
@@ -333,8 +334,8 @@ def time_sql(scan: Scan, column: str) -> str:
         sql = f"CAST(floor(epoch({name})) AS BIGINT)"
     elif of == "VARCHAR" or (is_number_type(of) and of != "BOOLEAN"):
         sql = as_integer(column, of)
-        (integers,) = scan.database.rows(f"SELECT bool_and(({sql}) IS NOT NULL) FROM {scan.sql}", scan.where)[0]
-        if of == "VARCHAR" and not integers:
+        all_integers = f"SELECT bool_and(({sql}) IS NOT NULL) FROM {scan.sql} WHERE {name} IS NOT NULL"
+        if of == "VARCHAR" and not scan.database.rows(all_integers, scan.where)[0][0]:
             # a blank before the offset, as in Python's and git's formats, is not read by DuckDB
             moment = f"regexp_replace(trim({name}), '\\s+([+-]\\d\\d)', '\\1')"
             sql = f"CAST(floor(epoch(TRY_CAST({moment} AS TIMESTAMPTZ))) AS BIGINT)"

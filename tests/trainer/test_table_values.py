@@ -1,11 +1,13 @@
-"""Tests of odd values in tables: each is read as it is meant, in CSV and Parquet alike, or refused with file and row."""
+"""Tests of odd values in tables: read as they are meant, in CSV and Parquet alike, or refused with file and row."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,7 @@ def test_nan_in_parquet_is_no_label_and_no_category(folder: Path) -> None:
     graph = graph_of(folder, {"label": "v", "categories": ["f"], "one_hot": ["k"]}, num_classes=4)
     assert graph.nodes["node"].attrs["y"].tolist() == [1, -1, 3]
     assert graph.nodes["node"].attrs["f"].tolist() == [0, -1, 1]
-    assert graph.nodes["node"].attrs["x"].tolist() == [[1, 0], [0, 0], [0, 1]]
+    assert graph.nodes["node"].attrs["x"].tolist() == [[1, 0], [0, 0], [0, 1]]  # although a column is called v
 
 
 def test_a_nan_label_in_a_split_is_refused(folder: Path) -> None:
@@ -91,12 +93,12 @@ def test_nan_weights_and_ends_of_edges(folder: Path) -> None:
     write(folder, nodes__csv="id\n7\n8\n9\n")
     (folder / "n.parquet").rename(folder / "rated.parquet")
     nodes, edges = {"files": "nodes.csv"}, {"files": "rated.parquet", "source": "k", "target": "id"}
-    with pytest.raises(DataError, match=r"row 2: f is 'nan' .*weight of edges\.e must not be NaN"):
+    with pytest.raises(DataError, match=r"row 2: f is 'nan' .*weight of edges\.n__e__n must not be NaN"):
         graph_of(folder, nodes, edges | {"weight": "f", "dangling": "drop"})
     (folder / "work").rename(folder / "work2")
-    graph = graph_of(folder, nodes, edges | {"attributes": ["id"], "dangling": "drop"})
+    graph = graph_of(folder, nodes, edges | {"time": "id", "dangling": "drop"})
     assert graph.edges["node", "to", "node"].edge_index.tolist() == [[0, 2], [0, 2]]
-    assert graph.edges["node", "to", "node"].attrs["id"].tolist() == [7, 9]
+    assert graph.edges["node", "to", "node"].attrs["edge_time"].tolist() == [7, 9]
 
 
 # --- every kind of column in every role ----------------------------------------------------------------------------
@@ -138,8 +140,8 @@ def label(as_numbers: bool) -> Callable[[Scan, str], ArrayColumn]:
 
 
 def codes(scan: Scan, column: str) -> ArrayColumn:
-    return ArrayColumn("v", [columns.code_sql(scan, column, columns.categories(scan, column, "categories"), ENUMS.pop())],
-                       np.dtype(np.int64))  # fmt: skip
+    texts = columns.categories(scan, column, "categories")
+    return ArrayColumn("v", [columns.code_sql(scan, column, texts, ENUMS.pop())], np.dtype(np.int64))
 
 
 def node_id(scan: Scan, column: str) -> ArrayColumn:
@@ -167,50 +169,49 @@ ROLES: dict[str, Callable[[Scan, str], ArrayColumn]] = {
 }
 
 
-def expected(role: str, of: str, values: list[str]) -> Any:
-    """Return what plain Python makes of texts, a list, or None for values that must be refused."""
-    if "features" in role or "attributes" in role or "several" in role:
-        return _expected_numbers(role, of, values)
+def expected(role: str, of: str, texts: list[str]) -> Any:
+    """Return the array that plain Python makes of a column, None if it must be refused, or ... if only compared."""
     if role == "time":
-        found = [columns_time(value) for value in values]
+        integers = [_integer(text) for text in texts] if of != "BOOLEAN" else [None]
+        found = integers if None not in integers else [_seconds(text) for text in texts]
         return None if None in found else found
-    return ...  # compared between the files only
-
-
-def columns_time(value: str) -> int | None:
-    from datetime import UTC, datetime
-
-    if re.fullmatch(r"-?\d+(\.0+)?|\d+e\d+", value.strip()):
-        return int(float(value)) if len(value) < 10 else int(value)
-    try:
-        moment = datetime.fromisoformat(value[:26] + (value[29:] if len(value) > 28 else ""))
-    except ValueError:
+    if not any(word in role for word in ("features", "attributes", "several")):
+        return ...
+    numbers = [_number(text) for text in texts]
+    if None in numbers or any(abs(number) > np.finfo(np.float32).max for number in numbers):
         return None
-    return math.floor((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
-
-
-def _expected_numbers(role: str, of: str, values: list[str]) -> Any:
-    if of in ("DATE", "TIME", "UUID") or of.startswith("TIMESTAMP"):
+    if role == "several labels":
+        return np.float32([numbers, numbers]).T.tolist()
+    fill = {"filled": 0, "half": 0.5}.get(role.split()[0])
+    if fill is None and any(map(math.isnan, numbers)):
         return None
-    fill = 0.0 if role.startswith("filled") else 0.5 if role.startswith("half") else None
-    found: list[float | int] = []
-    for value in values:
-        word = value.strip().lower()
-        try:
-            number = {"true": 1, "false": 0}.get(word) if word else math.nan
-            number = (int(word) if re.fullmatch(r"-?\d+", word) else float(word)) if number is None else number
-        except ValueError:
-            return None
-        if math.isnan(number) and "several" not in role:
-            if fill is None:
-                return None
-            number = fill
-        if abs(number) > 3.4028234663852886e38:
-            return None
-        found.append(number)
-    if "attributes" in role and all(n == math.floor(n) and -(2**63) <= n < 2**63 for n in found):
-        return [int(n) for n in found]
-    return [[np.float32(n)] * 2 if "several" in role else np.float32(n) for n in found]
+    numbers = [fill if math.isnan(number) else number for number in numbers]
+    whole = "attributes" in role and all(number == int(number) and -(2**63) <= number < 2**63 for number in numbers)
+    return [int(number) for number in numbers] if whole else np.float32(numbers).tolist()
+
+
+def _number(text: str) -> float | int | None:
+    with contextlib.suppress(ValueError):
+        return {"": math.nan, "true": 1, "false": 0}.get(text.lower()) if text.lower() in FLAGS else int(text)
+    with contextlib.suppress(ValueError):
+        return float(text)
+    return None
+
+
+def _integer(text: str) -> int | None:
+    number = _number(text)
+    whole = number is not None and math.isfinite(number) and number == int(number) and -(2**63) <= number < 2**63
+    return int(number) if whole else None
+
+
+def _seconds(text: str) -> int | None:
+    with contextlib.suppress(ValueError):
+        moment = datetime.fromisoformat(text.replace(".123456789", ".123456"))
+        return math.floor((moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp())
+    return None
+
+
+FLAGS = ("", "true", "false")
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +224,6 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
 @pytest.mark.parametrize("of", VALUES)
 def test_a_column_is_read_alike_from_csv_and_parquet_or_refused(of: str, tmp_path: Path, database: Database) -> None:
     ordinary, *odd = VALUES[of]
-    rows = [ordinary, *([ordinary] if not odd else [])]
     cells = [[ordinary, ordinary]] + [[ordinary, each] for each in odd]
     names = [f"c{k}" for k in range(len(cells))]
     listed = [
@@ -251,7 +251,7 @@ def test_a_column_is_read_alike_from_csv_and_parquet_or_refused(of: str, tmp_pat
                     found.append(None)
             right = expected(role, of, [value for _, value in pair])
             same = [str(each) for each in found]
-            if right is not ... and str(np.array(right).tolist() if right else None) != same[1]:
+            if right is not ... and str(right) != same[1]:
                 wrong.append((name, pair, role, "expected", right, found))
             if same[0] != same[1] and (of, role) not in TYPED:
                 wrong.append((name, pair, role, found))
@@ -263,4 +263,144 @@ SCANS: dict[Path, Scan] = {}
 #: A CSV file does not tell these types from texts or floats, so that more is accepted, or another form of a text.
 TYPED = {
     *((of, "id") for of in ("DOUBLE", "FLOAT", "DECIMAL(10,2)", "BOOLEAN", "TIMESTAMPTZ")),
+    *((of, "categories") for of in ("DOUBLE", "FLOAT", "BOOLEAN", "TIMESTAMPTZ")),
+    *(("TIMESTAMPTZ", role) for role in ("label", "label of numbers")),
 }
+
+
+# --- keys and times ------------------------------------------------------------------------------------------------
+
+#: ids of nodes, sources of edges (as SQL, or lines of a CSV file) -> position of each source in the ids, or the message
+KEYS: dict[str, tuple[str | list[str], str | list[str], list[int] | str]] = {
+    "floats of pandas": (["7", "8", "12"], ["12.0", "7.0"], [2, 0]),
+    "floats of pandas beside texts": (["a", "12"], ["12.0"], [1]),
+    "versions are texts": (["1.0", "1.10", "a"], ["1.10", "1.0"], [1, 0]),
+    "numbers with blanks": (["7", "8"], [" 8", "7 "], [1, 0]),
+    "leading zeros": (["007", "7"], ["007"], [0]),
+    "leading zeros on one side": (["7", "8"], ["007"], r"s '007' is not in .*s such as '007'; ids in id such as 7, 8"),
+    "decimals": ("(7::DECIMAL(20,2)), (8)", ["7", "8.00"], [0, 1]),
+    "unsigned integers": ("(7::UBIGINT), (18446744073709551615)", ["18446744073709551615", "7"], [1, 0]),
+    "integers of several types": ("(7::UBIGINT), (8)", "(8::TINYINT), (7)", [1, 0]),
+    "floats": ("(7::BIGINT), (8)", "(8::FLOAT), (7)", [1, 0]),
+    "floats and texts": ("('a'), ('8')", "(8::DOUBLE)", [1]),
+    "2^63": (["9223372036854775808", "7"], "(7::UBIGINT), (9223372036854775808)", [1, 0]),
+    "inexact": ("(9007199254740993::BIGINT)", "(9007199254740993::DOUBLE)", r"s '9007199254740992\.0' is not in"),
+    "negative": (["-7", "8"], "(-7::INTEGER)", [0]),
+    "dates": (["2024-05-17"], "(DATE '2024-05-17')", [0]),
+    "UUIDs": (["123e4567-e89b-12d3-a456-426614174000"], "('123e4567-e89b-12d3-a456-426614174000'::UUID)", [0]),
+    "an empty key": (["7", "8"], ["8", '""', "7"], r"row 2: s is empty \(1 such sources"),
+    "all dropped": (["a", "b"], ["c", '""'], r"drop all 2 edges .*s such as 'c', empty; ids in id such as 'a', 'b'"),
+    "most dropped": (["a", "b"], ["c", "b", "d", '""'], [1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_equal_keys_are_the_same_id(tmp_path: Path, name: str) -> None:
+    ids, sources, right = KEYS[name]
+    options: dict[str, Any] = {"nodes": {"n": {"id": "id"}}, "edges": {"e": {"source": "s", "target": "t"}}}
+    for values, column, table in ((ids, "id", options["nodes"]["n"]), (sources, "s", options["edges"]["e"])):
+        table["files"] = f"{column}.csv"
+        if isinstance(values, list):
+            write(
+                tmp_path, **{f"{column}__csv": "\n".join([f"{column},t", *(f"{value},1" for value in values)]) + "\n"}
+            )
+        else:
+            table["files"] = f"{column}.parquet"
+            sql(f"COPY (SELECT {column}, 1 AS t FROM (VALUES {values}) v({column})) TO '{tmp_path}/{column}.parquet'")
+    options["edges"]["e"]["target"] = "s"
+    if "dropped" in name:
+        options["edges"]["e"]["dangling"] = "drop"
+    if isinstance(right, str):
+        with pytest.raises(DataError, match=right):
+            load(tmp_path, options, tmp_path / "work")
+    else:
+        graph = load(tmp_path, options, tmp_path / "work")
+        assert graph.edges["node", "to", "node"].edge_index.tolist() == [right, right]
+        warned = any("3 of 4 edges dropped" in note and "WARNING" in note for note in graph.notes)
+        assert warned == (name == "most dropped")
+
+
+def test_an_instant_is_the_same_number_in_every_file_and_zone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "America/Sao_Paulo")
+    time.tzset()
+    texts = ["2024-05-17 05:21:23-03:00", "2024-05-17T08:21:23Z", "2024-05-17 08:21:23", "2024-05-17 13:51:23 +0530",
+             "2024-05-17T08:21:23.999999999", "2024-05-17 10:21:23+02"]  # fmt: skip
+    write(tmp_path, n__csv="id,at\n" + "".join(f"{k},{text}\n" for k, text in enumerate(texts)), e__csv="s,t\n0,1\n")
+    zoned = ", ".join(f"({k}, '{text.replace(' +', '+')}'::TIMESTAMPTZ)" for k, text in enumerate(texts) if k != 2)
+    sql(f"SET TimeZone = 'UTC'; COPY (SELECT * FROM (VALUES {zoned}) t(id, \"at\")) TO '{tmp_path}/z.parquet'")
+    for files in ("n.csv", "z.parquet"):
+        options = {
+            "nodes": {"n": {"files": files, "id": "id", "time": "at", "categories": ["at"]}},
+            "edges": {"e": {"files": "e.csv", "source": "s", "target": "t"}},
+        }
+        graph = load(tmp_path, options, tmp_path / f"work-{files}")
+        assert set(graph.nodes["node"].attrs["time"].tolist()) == {1715934083}
+    assert "2024-05-17 08:21:23+00" in decode_texts(graph.graph_attrs["at__categories"])
+
+
+@pytest.fixture(autouse=True)
+def zone() -> Iterator[None]:
+    yield
+    time.tzset()
+
+
+# --- CSV files -----------------------------------------------------------------------------------------------------
+
+READ = ["ann", "böb", "cid"]
+NODES = "id,name,x\n7,ann,1\n8,böb,2\n9,cid,3\n"
+
+#: Content of n.csv, keys of the node table -> texts of `name`, or the message.
+CSV: dict[str, tuple[str | bytes, dict[str, Any], list[str] | str]] = {
+    "ordinary": (NODES, {}, READ),
+    "latin-1": (NODES.encode("latin-1"), {"encoding": "latin-1"}, READ),
+    "utf-16": (NODES.encode("utf-16"), {"encoding": "utf-16"}, READ),
+    "not UTF-8": (NODES.encode("latin-1"), {}, r"nodes\.n: .*n\.csv, line 3: is not utf-8; set `encoding`"),
+    "not UTF-8 in the header": ("id,näme\n7,ann\n".encode("latin-1"), {}, r"n\.csv, line 1: is not utf-8"),
+    "not ASCII": (NODES, {"encoding": "ascii"}, r"n\.csv, line 3: is not ascii"),
+    "null values": (NODES, {"null_values": ["cid", 9.5]}, ["ann", "böb", ""]),
+    "too few values": (NODES + "10,dan\n", {}, r"n\.csv, line 5: has fewer values than the header: '10,dan'"),
+    "too many values": (NODES + "10,dan,4,5\n", {}, r"n\.csv, line 5: has more values than the header"),
+    "an open quote": (NODES.replace("ann", '"ann'), {}, r"n\.csv, line 2: has a quote that is not closed"),
+    "a quote in the middle": (NODES.replace("ann", '"a"nn'), {}, r"n\.csv, line 2: .*written twice"),
+    "line ends of two kinds": (NODES.replace("ann,1\n", "ann,1\r\n"), {}, READ),
+    "old line ends": (NODES.replace("\n", "\r"), {}, READ),
+    "empty lines": (NODES.replace("\n", "\n\n"), {}, READ),
+    "line feeds in quotes": (NODES.replace("ann", '"a\nb"').replace(",1\n", ",1\r\n"), {}, ["a\nb", "böb", "cid"]),
+    "blanks in the header": (NODES.replace("id,name,x", "id, name , x"), {}, READ),
+    "one name twice": (NODES.replace("x", "NAME"), {}, "called 'name' and 'NAME', which is the same name"),
+    "an unused name twice": (NODES.replace(",", ",y,").replace("y,name", "y,name"), {}, READ),
+    "no header": (NODES.split("\n", 1)[1], {}, r"'id' is not a column.*first line of n\.csv seems to contain values"),
+    "empty": ("", {}, r"n\.csv is empty; expected a line of column names"),
+    "a column called rowid": (NODES.replace("name", "rowid"), {"categories": ["rowid"]}, "cannot be called 'rowid'"),
+    "bars": (NODES.replace(",", "|"), {}, READ),
+    "another delimiter": (NODES.replace(",", "~"), {"delimiter": "~"}, READ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CSV)
+def test_csv_files(tmp_path: Path, name: str) -> None:
+    content, keys, right = CSV[name]
+    write(tmp_path, n__csv=content)
+    nodes = {"categories": ["name"], "files": "n.csv", **keys}
+    if isinstance(right, str):
+        with pytest.raises(DataError, match=right) as error:
+            graph_of(tmp_path, nodes)
+        assert "\n" not in str(error.value)
+    else:
+        graph = graph_of(tmp_path, nodes)
+        texts = [*decode_texts(graph.graph_attrs["name__categories"]), ""]
+        assert [texts[code] for code in graph.nodes["node"].attrs["name"]] == right
+
+
+def test_formats_of_all_tables_and_wrong_ones(tmp_path: Path) -> None:
+    write(tmp_path, n__csv=NODES.encode("latin-1").replace(b",", b";"))
+    write(tmp_path, e__csv="s;t\n7;-\n8;9\n")
+    options: dict[str, Any] = {
+        "nodes": {"n": {"files": "n.csv", "id": "id"}},
+        "edges": {"e": {"files": "e.csv", "source": "s", "target": "t", "dangling": "drop"}},
+        "encoding": "latin-1", "null_values": "-", "delimiter": ";",
+    }  # fmt: skip
+    assert load(tmp_path, options, tmp_path / "work").edges["node", "to", "node"].edge_index.tolist() == [[1], [2]]
+    for wrong in ({"encoding": "latin-1000"}, {"encoding": "base64"}, {"delimiter": ", "}, {"null_values": [["x"]]}):
+        with pytest.raises(DataError, match=f"nodes.n.{next(iter(wrong))} must be"):
+            load(tmp_path, options | wrong, tmp_path / f"work{wrong}")

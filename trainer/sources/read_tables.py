@@ -189,8 +189,8 @@ class _Conversion:
             word = split_sql(scan, table.split)
             found = {
                 split: self.database.arrays(
-                    f"SELECT rowid AS number FROM {scan.sql} WHERE {word} = '{split}' ORDER BY number", scan.where
-                )["number"]
+                    f"SELECT rowid AS gf_row FROM {scan.sql} WHERE {word} = '{split}' ORDER BY rowid", scan.where
+                )["gf_row"]
                 for split in SPLITS
             }
             nodes = np.concatenate(list(found.values()))

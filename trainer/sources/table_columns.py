@@ -83,13 +83,12 @@ def check_numbers(scan: Scan, columns: Iterable[str], role: str, fill: float | N
             sql = f"CAST({quoted(name)} AS FLOAT[])"
             found.append(NumberColumn(name, sql, _check_lists(scan, name, role), False))
             continue
-        integers = whole[name] and (fill is None or fill.is_integer())
         number = as_double(name, scan.types[name])
-        sql = as_integer(name, scan.types[name]) if integers else number
+        sql = as_integer(name, scan.types[name]) if whole[name] else number
         if fill is not None:
-            filled = int(fill) if integers else fill
+            filled = int(fill) if whole[name] else fill
             sql = f"CASE WHEN {number} IS NULL OR isnan({number}) THEN {filled!r} ELSE {sql} END"
-        found.append(NumberColumn(name, sql, 0, integers))
+        found.append(NumberColumn(name, sql, 0, whole[name]))
     return found
 
 
@@ -99,20 +98,25 @@ def _check_scalars(scan: Scan, names: list[str], role: str, fill: float | None) 
     for begin in range(0, len(names), 200):  # columns of a query; more would make it slow to plan
         some, inner, outer = names[begin : begin + 200], [], []
         for k, name in enumerate(some):
-            inner += [f"{as_double(name, scan.types[name])} AS n{k}", f"{quoted(name)} AS c{k}"]
+            number = f"gf_number{k}"
+            inner += [f"{as_double(name, scan.types[name])} AS {number}", f"{quoted(name)} AS gf_column{k}"]
+            faults = _faults(f"gf_column{k}", number)
             # not with FILTER, which copies all columns of a chunk for each aggregate
-            outer += [f"count(CASE WHEN {condition} THEN 1 END)" for condition, _ in _faults(f"c{k}", f"n{k}").values()]
+            outer += [f"count(CASE WHEN {condition} THEN 1 END)" for condition, _ in faults.values()]
             outer.append("false")
             if role == "attributes":
-                inner.append(f"{as_integer(name, scan.types[name])} AS i{k}")
-                outer[-1] = f"bool_and(isnan(n{k}) OR i{k} IS NOT NULL)"
+                inner.append(f"{as_integer(name, scan.types[name])} AS gf_integer{k}")
+                outer[-1] = f"bool_and(isnan({number}) OR gf_integer{k} IS NOT NULL)"
         sql = f"SELECT {', '.join(outer)} FROM (SELECT {', '.join(inner)} FROM {scan.sql})"
         row = scan.database.rows(sql, scan.where)[0]
         for k, name in enumerate(some):
             *counts, integral = row[k * len(row) // len(some) : (k + 1) * len(row) // len(some)]
-            whole[name] = bool(integral)
             faults = _faults(quoted(name), as_double(name, scan.types[name]))
-            for count, (kind, (condition, advice)) in zip(counts, faults.items(), strict=True):
+            found = dict(zip(faults, counts, strict=True))
+            has_gaps = found["missing"] or found["NaN"]
+            whole[name] = bool(integral) and (fill is None or not has_gaps or fill.is_integer())
+            for kind, (condition, advice) in faults.items():
+                count = found[kind]
                 if not count or (fill is not None and kind in ("missing", "NaN")):
                     continue
                 if kind == "missing":
@@ -197,8 +201,7 @@ def class_sql(scan: Scan, name: str, as_numbers: bool) -> tuple[str, bool] | Non
     of, column = scan.types[name], quoted(name)
     if of != "VARCHAR" and not is_number_type(of):
         return None
-    # without true and false in CSV files, which are named classes
-    number = f"TRY_CAST({column} AS DOUBLE)" if of == "VARCHAR" else as_double(name, of)
+    number = as_double(name, of)
     numbers, whole = scan.database.rows(
         f"SELECT bool_and({number} IS NOT NULL OR {column} IS NULL), "
         f"bool_and(isnan({number}) OR ({as_integer(name, of)} IS NOT NULL AND {number} >= -1)) "
@@ -334,6 +337,8 @@ def time_sql(scan: Scan, column: str) -> str:
         sql = f"CAST(floor(epoch({name})) AS BIGINT)"
     elif of == "VARCHAR" or (is_number_type(of) and of != "BOOLEAN"):
         sql = as_integer(column, of)
+        if of == "VARCHAR":  # without true and false
+            sql = f"CASE WHEN TRY_CAST({name} AS DOUBLE) IS NOT NULL THEN {sql} END"
         all_integers = f"SELECT bool_and(({sql}) IS NOT NULL) FROM {scan.sql} WHERE {name} IS NOT NULL"
         if of == "VARCHAR" and not scan.database.rows(all_integers, scan.where)[0][0]:
             # a blank before the offset, as in Python's and git's formats, is not read by DuckDB
@@ -372,8 +377,8 @@ def categories(scan: Scan, column: str, role: str, most: int = 1 << 20) -> list[
     of = scan.types[column]
     if of.startswith(_NESTED) or list_type(of):
         raise DataError(f"{scan.where}: {role} {column!r} is {of}, expected texts or numbers")
-    sql = f"SELECT DISTINCT {as_text(column, of)} AS v FROM {scan.sql} WHERE v IS NOT NULL"
-    found = [str(row[0]) for row in scan.database.rows(f"{sql} ORDER BY v LIMIT {most + 1}", scan.where)]
+    sql = f"SELECT DISTINCT {as_text(column, of)} AS gf_text FROM {scan.sql} WHERE gf_text IS NOT NULL"
+    found = [str(row[0]) for row in scan.database.rows(f"{sql} ORDER BY gf_text LIMIT {most + 1}", scan.where)]
     if len(found) > most:
         raise DataError(f"{scan.where}: {role} {column!r} has more than {most:,} different values")
     return found

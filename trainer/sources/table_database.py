@@ -139,6 +139,8 @@ class Scan:
         """Copy the table into the database, and return the copy's name. Empty texts and ``null_values`` are NULL."""
         name = quoted(f"rows of {self.where}")
         wanted = {column: of for column, of in self.types.items() if self.used is None or column in self.used}
+        if name_of_rows := next((column for column in wanted if column.lower() == "rowid"), None):
+            raise DataError(f"{self.where}: a column cannot be called {name_of_rows!r}; rename it")
         created = ", ".join(f"{quoted(column)} {of}" for column, of in wanted.items())
         self.database.run(f"CREATE TABLE {name} ({created})", self.where)
         nulls = ", ".join(map(text, ("", *self.options.null_values)))

@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import fields
 
+from launcher.config.dataset_names import misspelt
 from launcher.config.roles import host_key
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, node_workdir
 from launcher.config.store_consistency import check_store
@@ -198,6 +199,9 @@ def _data(config: ClusterConfig, reader: Reader) -> None:
         "tables": "the folder of the tables",
         "partition": "the partition folder to read",
     }
+    wrong = misspelt(data.dataset) if data.dataset and config.makes_parts else ""
+    if wrong and reader.good(("data", "dataset")):
+        reader.report(("data", "dataset"), f"data.dataset: {wrong}")
     needed = sources.get(data.dataset)
     if needed and not data.source and config.makes_parts and reader.good(("data", "source")):
         reader.report(("data", "dataset"), f"data.source is missing; it is {needed}")

@@ -275,8 +275,13 @@ class TrainConfig:
     )
     epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
     lr: float = setting("Learning rate of Adam.", 0.004, above=0)
+    embeddings: Literal["auto", "featureless", "all"] = setting(
+        "Which vertices have trainable rows, in the models rgcn, hgt and rsage. featureless: those without features "
+        "in heterogeneous graphs; all: all, also beside features; auto: all for task `link`, if those beside features "
+        "take at most 1 GB, else featureless.", "auto"
+    )  # fmt: skip
     embedding_lr: float | None = setting(
-        "Learning rate of the embeddings of vertices without features (SparseAdam); default: lr.", None, above=0
+        "Learning rate of trainable rows of vertices (SparseAdam); default: lr.", None, above=0
     )
     weight_decay: float = setting("Weight decay of Adam.", 0.0, at_least=0)
     seed: int = setting(

@@ -141,6 +141,8 @@ class GraphDraft:
     hetero: bool = False  #: whether it is heterogeneous
     options: Mapping[str, Any] = field(default_factory=dict)
     about: str = ""  #: comment on ``data.dataset``
+    #: for dataset `tables`, comments on the tables: by node and edge type, and ``unused`` on files
+    comments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def short_name(self) -> str:
@@ -163,8 +165,10 @@ def graph_of(dataset: str, source: str | None) -> GraphDraft:
         return GraphDraft(dataset, source, hetero, about="your own arrays, or a Data or HeteroData (docs/data.md)")
     if dataset == "tables" and source:
         options = drafted_tables(source)
+        comments = options.pop("comments", {})
         hetero = len(options["nodes"]) > 1 or len(options["edges"]) > 1
-        return GraphDraft(dataset, source, hetero, options, "CSV or Parquet files; correct the columns below")
+        about = "CSV or Parquet files; correct the columns below"
+        return GraphDraft(dataset, source, hetero, options, about, comments)
     return GraphDraft(dataset, source, dataset.rpartition(":")[2] in _HETERO_NAMES)
 
 

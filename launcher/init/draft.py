@@ -227,7 +227,7 @@ def _data(draft: Draft) -> Iterator[Line]:
     if graph.source:
         yield Line(f"  source: {value(graph.source)}", "on this machine")
     if graph.dataset == "tables":
-        yield from _tables(graph.options)
+        yield from _tables(graph)
     elif graph.options:
         yield Line(f"  options: {value(dict(graph.options))}")
     elif graph.dataset != "synthetic-hetero":
@@ -250,14 +250,19 @@ def _data(draft: Draft) -> Iterator[Line]:
         yield Line("  ", f"{place} is shared by all nodes{where}: " + how.format(parts))
 
 
-def _tables(options: Mapping[str, Any]) -> Iterator[Line]:
+def _tables(graph: GraphDraft) -> Iterator[Line]:
+    options, comments = graph.options, graph.comments
     yield Line("  options:", "drafted from the files; all keys are in docs/data.md")
+    for text in comments.get("unused", ()):
+        yield Line("    ", text)
     for kind in ("nodes", "edges"):
         yield Line(f"    {kind}:")
         for name, table in options[kind].items():
             yield Line(f"      {name}:")
             for key, plain in table.items():
                 yield Line(f"        {key}: {value(plain)}")
+            for text in comments.get(kind, {}).get(name, ()):
+                yield Line("        ", text)
         if kind == "nodes" and not any("label" in table for table in options[kind].values()):
             yield Line("        # label: COLUMN", "a column to predict; take it out of features and one_hot")
             if _predicts_links(options):
@@ -290,17 +295,23 @@ def _link_type(options: Mapping[str, Any]) -> tuple[str, bool]:
 def _train(draft: Draft) -> Iterator[Line]:
     world = sum(len(ids) or 1 for ids in draft.devices.values())
     hetero, options = draft.graph.hetero, draft.graph.options
+    links = draft.graph.dataset == "tables" and _predicts_links(options)
     yield Line("train:", "for the bundled trainer; give your own script after -- on the command line")
-    if draft.graph.dataset == "tables" and _predicts_links(options):
+    if links:
         yield Line("  task: link")
         if _link_type(options)[1]:
             yield Line("  time_attr: edge_time", "a batch has no edges later than the links that it predicts")
-    yield Line(f"  model: {'rgcn' if hetero else 'sage'}", "or rsage, hgt" if hetero else "or gcn, gat")
+    if links:
+        yield Line("  model: rsage", "or rgcn, hgt; every node has a trainable row beside its features")
+        yield Line("  negatives: 512", "targets per step that links are ranked among; all, if there are fewer")
+        yield Line("  dropout: 0.0", "dropped values blur the order of targets")
+    else:
+        yield Line(f"  model: {'rgcn' if hetero else 'sage'}", "or rsage, hgt" if hetero else "or gcn, gat")
     yield Line("  hidden: 64" if hetero else "  hidden: 128")
     yield Line(
         f"  fanouts: {'[8, 4]' if hetero else '[15, 10]'}",
         f"neighbours per hop{', of each edge type' if hetero else ''}",
     )
     yield Line(f"  batch_size: {max(1024, 512 * world)}", "over all processes together")
-    yield Line("  epochs: 10")
-    yield Line("  lr: 0.005")
+    yield Line(f"  epochs: {20 if links else 10}")
+    yield Line(f"  lr: {0.003 if links else 0.005}")

@@ -232,7 +232,10 @@ def _print_done(report: RunReport, console: Console) -> None:
     metric = metric_of([result])
     for split in ("test", "val"):
         if (value := metric.of(result, split)) is not None:
-            console.print(Text(f"{split} {metric.title}: {score_text(value)}", "bold"))
+            text = Text(f"{split} {metric.title}: {score_text(value)}", "bold")
+            if beside := metric.baseline(result, split):
+                text.append(f"  {beside}", "yellow" if "not better" in beside else "not bold")
+            console.print(text, soft_wrap=True)
     for line in output_lines(report.folder):
         console.print(Text(line), soft_wrap=True)
 

@@ -28,6 +28,17 @@ class TaskMetric:
             return None
         return float(value)
 
+    def baseline(self, result: Mapping[str, Any], split: str) -> str:
+        """Compare a ``result`` line with the simplest prediction, in words; '' if the line has no score of it.
+
+        As ``baseline 0.1020 (the targets with most links)``; says so if the run is not better.
+        """
+        own, simplest, name = self.of(result, split), self.of(result, f"baseline_{split}"), result.get("baseline")
+        if simplest is None or not isinstance(name, str):
+            return ""
+        worse = own is not None and (own <= simplest if self.better == "more" else own >= simplest)
+        return f"baseline {score_text(simplest)} ({name})" + ("; the model is not better than it" if worse else "")
+
 
 def metric_of(lines: Iterable[Mapping[str, Any]]) -> TaskMetric:
     """Return the metric of the first line that has a field ``metric``; accuracy if no line has it."""

@@ -17,6 +17,8 @@ from launcher.report.compare import compare, figures_of, rendered
 from launcher.report.html.record import read_record
 from launcher.report.html.sections import report_page
 from launcher.report.launch_file import LaunchFile
+from launcher.report.metrics import Metrics
+from launcher.report.report import RunReport, print_report
 from launcher.report.run_folder import read_folder
 from launcher.report.run_history import entry_of
 from launcher.report.task_metric import TaskMetric, metric_of, score_text
@@ -83,3 +85,28 @@ def test_a_value_that_is_no_finite_number_is_unknown() -> None:
         assert TaskMetric().of({"test_accuracy": value}, "test") is None
     assert TaskMetric().of({"accuracy": 1}) == 1.0
     assert [score_text(value) for value in (0.12345, 1234.56, 2.5e7)] == ["0.1235", "1234.6", "2.5e+07"]
+
+
+BESIDE = {
+    "kind": "result", "metric": "mrr", "better": "higher", "test_mrr": 0.056, "val_mrr": 0.2,
+    "baseline": "the targets with most links", "baseline_test_mrr": 0.102, "baseline_val_mrr": 0.1,
+}  # fmt: skip
+
+
+def test_a_result_is_compared_with_its_baseline() -> None:
+    metric = metric_of([BESIDE])
+    assert metric.baseline(BESIDE, "val") == "baseline 0.1000 (the targets with most links)"
+    assert metric.baseline(BESIDE, "test").endswith("(the targets with most links); the model is not better than it")
+    error = {"metric": "mae", "better": "lower", "test_mae": 3.0, "baseline": "the mean", "baseline_test_mae": 4.0}
+    assert metric_of([error]).baseline(error, "test") == "baseline 4.0000 (the mean)"
+    for other in ({}, {"baseline": 3, "baseline_test_mrr": 1.0}, {"baseline": "x", "baseline_test_mrr": None}):
+        assert metric.baseline(other, "test") == ""
+
+
+def test_the_report_shows_the_baseline_beside_the_result(tmp_path: Path) -> None:
+    out = io.StringIO()
+    report = RunReport("run-1", "done", (), None, Metrics((BESIDE,)), 1.0, tmp_path)
+    print_report(report, Console(file=out, width=200))
+    assert "test MRR: 0.0560  baseline 0.1020 (the targets with most links); the model is not better than it" in (
+        out.getvalue()
+    )

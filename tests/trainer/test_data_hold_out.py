@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 import trainer
 from data_kit import save_arrays
 from trainer.core.errors import DataError
+from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE
+from trainer.data import work_arrays
 from trainer.data.dataset import EdgeData
 from trainer.data.hold_out import hold_out_links
 from trainer.data.options import SourceOptions
@@ -185,7 +188,7 @@ def test_the_latest_links_are_held_out(of):
     ],
 )
 def test_splits_begin_at_the_time_nearest_to_their_share(times, shares, expected):
-    split = split_times(np.array(times), *shares, "edges")
+    split = split_times(*np.unique(times, return_counts=True), *shares, "edges")
     assert (split.val, split.test) == expected
     val, test = split.of(np.array(times))
     assert (val.any(), test.any()) == (shares[0] > 0, shares[1] > 0) and not (val & test).any()
@@ -217,3 +220,49 @@ def test_a_reverse_type_without_times_is_refused():
     options = SourceOptions(hold_out="author__writes__paper", hold_out_time="edge_time")
     with pytest.raises(DataError, match="the attributes of the edges paper__rev_writes__author are: none"):
         hold_out_links(replace(data, edges=edges), options)
+
+
+@pytest.mark.parametrize("hold_out_time", [None, "edge_time"])
+def test_links_of_edges_in_files_are_held_out_in_pieces(tmp_path, hold_out_time, monkeypatch):
+    monkeypatch.setattr(work_arrays, "_ROWS_AT_ONCE", 1000)  # 50 pieces
+    rng, count = np.random.default_rng(0), 50_000
+    files = tmp_path / "files"
+    files.mkdir()
+    arrays = {
+        "user__buys__item": rng.integers(0, 2000, (2, count)),
+        "user__buys__item__edge_time": np.arange(count) // 100,
+        "user__buys__item__edge_attr": rng.random((count, 40)),
+    }
+    arrays["item__sold__user"] = arrays["user__buys__item"][::-1]
+    for name, values in arrays.items():
+        np.save(files / f"{name}.npy", values)
+    (files / "num_nodes.json").write_text('{"user": 2000, "item": 2000}')
+    options = {"hold_out": "user__buys__item", "hold_out_test": 0.01, "hold_out_val": 0.01}
+    options |= {"hold_out_time": hold_out_time} if hold_out_time else {}
+    whole = load_dataset("file", str(files), options)
+    scratch = Scratch(tmp_path / "work", 1 << 20)
+    scratch.folder.mkdir()
+    tracemalloc.start()
+    data = load_dataset("file", str(files), options, scratch)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 << 20 < sum(values.nbytes for values in arrays.values())
+    assert data.notes == whole.notes and {*data.graph_attrs} == {*whole.graph_attrs}
+    assert all(np.array_equal(data.graph_attrs[name], values) for name, values in whole.graph_attrs.items())
+    for of, edges in whole.edges.items():
+        assert np.array_equal(data.edges[of].edge_index, edges.edge_index) and edges.num_edges < count
+        assert all(np.array_equal(data.edges[of].attrs[name], values) for name, values in edges.attrs.items())
+        assert isinstance(data.edges[of].edge_index, np.memmap)
+
+
+def test_held_out_links_that_do_not_fit_into_memory_are_refused(tmp_path):
+    source = save_arrays(
+        tmp_path / "g", x=np.ones((500, 1)), edge_index=np.random.default_rng(0).integers(0, 500, (2, 9000))
+    )
+    for options, message in (
+        ({}, "held-out links of node__to__node take more than"),
+        ({"hold_out_time": "edge_time"}, "so many different times"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load_dataset("file", source, {"hold_out": "node__to__node", **options}, Scratch(tmp_path, 1 << 14))
+        np.save(f"{source}/edge_time.npy", np.arange(9000))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from trainer.core.errors import DataError
+from trainer.core.row_sort import Scratch
+from trainer.data import work_arrays
 from trainer.data.dataset import Dataset
 from trainer.data.subset import subset_of
 from trainer.sources.load import dataset_fingerprint, load_dataset
@@ -85,3 +88,18 @@ def test_option_subset_reads_files(tmp_path) -> None:
     assert part.num_nodes == 30 and "a subset of 30 of 100 nodes" in part.notes[-1]
     assert dataset_fingerprint("file", file) == dataset_fingerprint("file", file, {"subset": None})
     assert dataset_fingerprint("file", file) != dataset_fingerprint("file", file, {"subset": 30})
+
+
+@pytest.mark.parametrize("dataset", [HOMOGENEOUS, HETERO], ids=["one type", "several types"])
+def test_a_subset_by_way_of_files_is_the_same(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work_arrays, "_ROWS_AT_ONCE", 100)
+    one, two = subset_of(dataset, 300), subset_of(dataset, 300, Scratch(tmp_path, 1 << 20))
+    for of, nodes in one.nodes.items():
+        for name, values in {**nodes.attrs, **nodes.splits}.items():
+            assert np.array_equal({**two.nodes[of].attrs, **two.nodes[of].splits}[name], values)
+    for of, edges in one.edges.items():
+        found = two.edges[of]
+        assert np.array_equal(found.edge_index, edges.edge_index) and found.edge_index.dtype == edges.edge_index.dtype
+        assert all(np.array_equal(found.attrs[name], values) for name, values in edges.attrs.items())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +43,39 @@ def test_records_are_sorted_by_row_and_stay_in_order_within_a_row(tmp_path_facto
     order = np.argsort(rows, kind="stable")
     for values, column in zip(found, columns, strict=True):
         assert (np.concatenate(values) == column[order]).all()
+
+
+def test_many_columns_and_ranges_need_few_files_and_little_memory(tmp_path, monkeypatch):
+    # a file for each column and range would be hundreds
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    rows = np.random.default_rng(0).integers(0, 2000, 20_000)
+    indptr = np.zeros(2001, np.int64)
+    np.cumsum(np.bincount(rows, minlength=2000), out=indptr[1:])
+    columns = [np.arange(len(rows)) * k for k in range(20)]
+    order, memory = np.argsort(rows, kind="stable"), 1 << 16
+    list(sorted_rows(indptr, [Column.of(rows)], lambda: records_of(rows, [rows], 9999), Scratch(tmp_path, memory)))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
+    tracemalloc.start()
+    try:
+        groups, count, at = (
+            sorted_rows(
+                indptr,
+                [*map(Column.of, columns)],
+                lambda: records_of(rows, columns, len(rows)),
+                Scratch(tmp_path, memory),
+            ),
+            0,
+            0,
+        )
+        for group in groups:
+            count, of = count + 1, order[at : at + int(group.limits[-1])]
+            at += len(of)
+            assert all((column()[:] == of * k).all() for k, column in enumerate(group.columns))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert at == len(rows) and count > 5 and peak < 4 * memory
 
 
 def test_ranges_take_no_more_than_their_memory(tmp_path):

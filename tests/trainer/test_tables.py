@@ -20,6 +20,7 @@ from trainer.partition.make import PartitionSpec, make_partition
 from trainer.partition.verify import verify_partition
 from trainer.sources.draft_tables import draft_tables
 from trainer.sources.load import dataset_fingerprint, load_dataset
+from trainer.sources.table_files import row_in_place_of_header
 from trainer.store.part_store import open_parts
 
 USERS = """user_id,age,height,segment,fold,joined,country
@@ -351,6 +352,10 @@ def test_drafted_options_are_read(tmp_path: Path) -> None:
     folder = shop(tmp_path)
     write(folder, README__md="Shop\nsold\nbought\n", schema__json='{"users": {}}\n', Makefile="all:\n")  # no tables
     drafted = draft_tables(folder)
+    ((country,),) = drafted.pop("comments")["nodes"].values()
+    assert country.startswith(
+        "country is not used: its 3 different texts are more than the 2 for which one_hot is draft"
+    )
     assert drafted == {
         "nodes": {
             "item": {"files": "items.csv", "id": "sku", "features": ["price"], "standardize": True},
@@ -378,10 +383,85 @@ def test_a_draft_of_integer_ids_takes_the_two_columns_of_the_same_type(tmp_path:
     write(tmp_path, papers__csv="paper,label,f0\n" + rows, cites__csv="times,citing_paper,cited_paper\n" + cites)
     drafted = draft_tables(tmp_path)
     assert drafted["nodes"]["paper"] == {
-        "files": "papers.csv", "id": "paper", "label": "label", "features": ["f0"], "standardize": True,
+        "files": "papers.csv", "id": "paper", "label": "label", "split": {"train": 0.8, "val": 0.1, "test": 0.1},
+        "features": ["f0"], "standardize": True,
     }  # fmt: skip
     edges = drafted["edges"]["paper__cites__paper"]
     assert (edges["source"], edges["target"], edges["features"]) == ("citing_paper", "cited_paper", ["times"])
+
+
+def customers(tmp_path: Path, more: str = "", rows: int = 40) -> Path:
+    """Write customers.csv with columns of many kinds, and an edge table. ``more``: further lines of customers.csv."""
+    lines = [
+        f"c{k},{20 + k % 7 if k % 8 else 'unknown'},person {k},{'' if k % 3 == 0 else k % 2},{k % 5},,"
+        f"2024-01-{1 + k % 9:02},2025-01-{1 + k % 9:02},{'' if k % 4 == 0 else k / 4},note {k // 2}\n"
+        for k in range(rows)
+    ]
+    head = "customer,age,name,churned,shop_id,empty,joined,left,income,note\n"
+    edges = "who,friend\n" + "".join(f"c{k},c{(k + 1) % rows}\n" for k in range(rows))
+    write(tmp_path, customers__csv=head + "".join(lines) + more, friends__csv=edges)
+    return tmp_path
+
+
+def test_every_column_is_in_the_draft(tmp_path: Path) -> None:
+    drafted = draft_tables(customers(tmp_path))
+    table, notes = drafted["nodes"]["customer"], " | ".join(drafted["comments"]["nodes"]["customer"])
+    assert table == {
+        "files": "customers.csv", "id": "customer", "label": "churned",
+        "split": {"train": 0.8, "val": 0.1, "test": 0.1}, "time": "joined", "features": ["income"],
+        "standardize": True, "fill": 0, "one_hot": ["note"],
+    }  # fmt: skip
+    for text in (
+        "churned is 0 or 1, and empty in 35% of the rows: taken as the label",
+        "empty cells become 0: income (25%)",
+        "age is not used: 5 of its 40 values are not numbers, such as 'unknown'",
+        "name is not used: it has another text in each row",
+        "shop_id is not used: it looks like a key of another table",
+        "empty is not used: it is empty",
+        "left is not used: another column is the time",
+    ):
+        assert text in notes
+    graph = load(tmp_path, {name: drafted[name] for name in ("nodes", "edges")}, tmp_path / "work")
+    assert sum(map(len, graph.nodes["node"].splits.values())) == 26
+
+
+def test_a_repeated_or_missing_id_is_named_with_its_rows(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"customers\.csv: customer 'c3' is in row 4 and row 41; an id must be in one"):
+        draft_tables(customers(tmp_path, "c3,1,x,0,0,,2024-01-01,2024-01-01,1,y\n"))
+    with pytest.raises(DataError, match=r"customers\.csv, row 41: customer is empty; an id must be in every row"):
+        draft_tables(customers(tmp_path, ",1,x,0,0,,2024-01-01,2024-01-01,1,y\n"))
+
+
+def test_a_table_that_is_not_used_is_named(tmp_path: Path) -> None:
+    write(customers(tmp_path), visits__csv="page,seconds\n" + "home,3\n" * 9)
+    (line,) = draft_tables(tmp_path)["comments"]["unused"]
+    assert line.startswith("visits.csv is not used: it has neither a column with a different value in each row")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["u1,34\nu2,41\nu3,28\n", "anna,red\nbob,red\ncarl,blue\n", "a,\nb,x\nc,y\n", "0,1\n1,2\n2,0\n"],
+)
+def test_a_file_without_names_of_columns_is_noticed(tmp_path: Path, text: str) -> None:
+    write(customers(tmp_path), users__csv=text)
+    with pytest.raises(DataError, match=r"users\.csv: the first line \(.*\) looks like a row of data"):
+        draft_tables(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["id,f1,f2\nu1,1,2\nu2,3,4\n", ",0,1,2\n0,5,6,7\n1,8,9,9\n"[1:], "name,class\nann,a\nbob,b\n", "paper\n1\n2\n"],
+)
+def test_names_of_columns_are_not_taken_for_data(tmp_path: Path, text: str) -> None:
+    write(tmp_path, users__csv=text if text[0] != "0" else "id," + text)
+    assert row_in_place_of_header(tmp_path / "users.csv") == []
+
+
+@pytest.mark.parametrize("key", ["features", "one_hot", "categories", "attributes", "time", "split"])
+def test_a_label_that_the_model_would_read_is_refused(tmp_path: Path, key: str) -> None:
+    value = "age" if key in ("time", "split") else ["height", "age"]
+    with pytest.raises(DataError, match=f"nodes.user: 'age' is the label and also in {key}, so the model would read"):
+        load(shop(tmp_path), with_keys(user={"features": "height", "label": "age", key: value}), tmp_path / "work")
 
 
 def test_a_folder_without_edges_is_refused_with_its_columns(tmp_path: Path) -> None:
@@ -402,7 +482,7 @@ def test_a_table_of_both_csv_and_parquet_files_is_not_left_out_of_a_draft(tmp_pa
 
 
 def test_texts_become_columns_of_zeros_and_ones_after_the_features(tmp_path: Path) -> None:
-    graph = load(shop(tmp_path), with_keys(user={"one_hot": "segment"}), tmp_path / "work")
+    graph = load(shop(tmp_path), with_keys(user={"one_hot": "segment", "label": None}), tmp_path / "work")
     plain = load(shop(tmp_path), SHOP, tmp_path / "plain").nodes["user"].attrs["x"]
     x = graph.nodes["user"].attrs["x"]
     rows = [line.split(",") for line in USERS.strip().splitlines()]

@@ -92,7 +92,7 @@ def test_the_task_follows_from_the_labels(y: np.ndarray, kind: str, outputs: int
     with open_graph(parts_of(tmp_path / "parts", y)) as opened:
         target = pick_target(opened)
         assert target == HOMO_NODE
-        task, why = node_task(opened, target, "auto", tuple(SPLITS), ALONE)
+        task, why, _ = node_task(opened, target, "auto", tuple(SPLITS), ALONE)
     assert (task.kind, task.outputs) == (kind, outputs) and why.startswith("y is ")
     assert of_record(task.record()) == task
 

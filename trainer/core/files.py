@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def write_whole(
@@ -43,12 +44,34 @@ def write_whole(
         sync_path(path.parent)
 
 
-def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file. Raises ``OSError`` for a pipe or device, since reading could block."""
+def read_regular(path: Path, most: int | None = None) -> bytes:
+    """Return the content of a regular file.
+
+    Raises ``OSError`` for a pipe or device, since reading could block, and for more than ``most`` bytes.
+    """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if most is not None and found.st_size > most:
+            raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, more than {most:,}", str(path))
         return file.read()
+
+
+def read_json(path: Path, most: int = 64 << 20) -> Any:
+    """Parse a JSON file of at most ``most`` bytes.
+
+    Raises ``OSError`` if it cannot be read, and ``ValueError`` if it is no JSON, larger, or nested too deeply.
+    """
+    return parse_json(read_regular(path, most))
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Parse JSON. Raises ``ValueError`` if it is invalid or nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("lists or objects are nested too deeply") from None
 
 
 def sync_path(path: str | Path) -> None:

@@ -1,13 +1,13 @@
-"""Sorts records by row number with a counting sort: in memory or, if they do not fit, with temporary files."""
+"""Sorts records by row number with a counting sort: in memory or, if they do not fit, by way of a file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,8 +16,6 @@ from trainer.core.compiled import njit
 
 #: Row numbers [n] of some records, and for each column the values [n, …].
 Records: TypeAlias = tuple[Array, Sequence[Array]]
-
-_MOST_RANGES = 256  #: files that are written at the same time per column
 
 
 @dataclass(frozen=True)
@@ -59,24 +57,26 @@ def sorted_rows(
     """Sort records by row, and yield them for consecutive ranges of rows, in order.
 
     Without ``scratch``, or if all columns fit into ``scratch.memory``, a single range contains all rows. Otherwise the
-    records are first written to files. ``records`` is read once.
+    records are first written to one file. ``records`` is read once.
 
     Args:
         indptr: int64 [rows + 1]; row k has the sorted records ``indptr[k] <= r < indptr[k + 1]``.
         columns: dtype and shape of each column.
         records: returns an iterator over the records, in chunks and in their original order.
-        scratch: folder for the files, and memory for sorting one range. A row that needs more is a range by itself.
+        scratch: folder for the file, and memory for sorting one range. A row that needs more is a range by itself.
     """
     bounds = [0, len(indptr) - 1] if scratch is None else _range_bounds(indptr, columns, scratch.memory)
     if len(bounds) == 2:
         yield _sorted_in_memory(indptr, columns, records())
         return
     assert scratch is not None
-    with TemporaryDirectory(prefix="sort-", dir=scratch.folder) as folder:
-        ranges = _Ranges(Path(folder), np.array(bounds), columns)
-        ranges.write(records())
+    with (
+        TemporaryDirectory(prefix="sort-", dir=scratch.folder) as folder,
+        closing(_Ranges(Path(folder) / "records", np.array(bounds), columns)) as ranges,
+    ):
+        ranges.write(records(), scratch.memory)
         for number, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            yield ranges.read(number, low, indptr[low : high + 1] - indptr[low])
+            yield ranges.read(number, indptr[low : high + 1] - indptr[low])
 
 
 def _range_bounds(indptr: Ids, columns: Sequence[Column], memory: int) -> list[int]:
@@ -84,7 +84,7 @@ def _range_bounds(indptr: Ids, columns: Sequence[Column], memory: int) -> list[i
     if total * sum(column.row_bytes for column in columns) <= memory:
         return [0, len(indptr) - 1]
     # a row number, a slot, and the values of one column before and after sorting
-    most = max(1, memory // (16 + 2 * max(column.row_bytes for column in columns)), -(-total // _MOST_RANGES))
+    most = max(1, memory // (16 + 2 * max(column.row_bytes for column in columns)))
     bounds = [0]
     while bounds[-1] < len(indptr) - 1:
         end = int(np.searchsorted(indptr, indptr[bounds[-1]] + most, side="right")) - 1
@@ -102,56 +102,65 @@ def _sorted_in_memory(indptr: Ids, columns: Sequence[Column], records: Iterable[
     return SortedRows(0, indptr, [lambda column=column: column for column in out])  # type: ignore[misc]
 
 
-@dataclass(frozen=True)
 class _Ranges:
-    folder: Path
-    bounds: Ids  #: first row of each range, and the number of rows
-    columns: Sequence[Column]
+    """The records in one file. A batch of records is a block per column, in which the ranges follow each other."""
 
-    @property
-    def row_dtype(self) -> Any:
-        return np.int32 if self.bounds[-1] < 2**31 else np.int64
+    def __init__(self, path: Path, bounds: Ids, columns: Sequence[Column]) -> None:
+        """bounds: first row of each range, and the number of rows."""
+        self._bounds = bounds
+        self._columns = [Column(np.dtype(np.int32 if bounds[-1] < 2**31 else np.int64)), *columns]  # row numbers first
+        self._file = path.open("w+b")
+        #: per batch: for each column the offset of its block, and the number of records up to the end of each range
+        self._batches: list[tuple[list[int], Ids]] = []
 
-    def write(self, records: Iterable[Records]) -> None:
-        count = len(self.bounds) - 1
-        names = ["rows", *map(str, range(len(self.columns)))]
-        with ExitStack() as stack:
-            files = {
-                name: [stack.enter_context(self._path(number, name).open("wb", 1 << 18)) for number in range(count)]
-                for name in names
-            }
-            for rows, values in records:
-                order, ends = _order_by_range(rows, self.bounds)
-                _append(files["rows"], rows.astype(self.row_dtype, copy=False), order, ends)
-                for name, column, chunk in zip(names[1:], self.columns, values, strict=True):
-                    _append(files[name], chunk.astype(column.dtype, copy=False), order, ends)
+    def write(self, records: Iterable[Records], memory: int) -> None:
+        """Write all records, with at most about ``memory`` bytes of buffers beside the chunks of ``records``."""
+        # per record its place and range, and the values of one column before and after sorting
+        most = max(1, memory // (16 + 2 * max(column.row_bytes for column in self._columns)))
+        end = 0
+        for chunk, columns in records:
+            for start in range(0, len(chunk), most):
+                rows, *values = (each[start : start + most] for each in (chunk, *columns))
+                order, ends = _order_by_range(rows, self._bounds)
+                offsets = []
+                for column, unordered in zip(self._columns, [rows, *values], strict=True):
+                    offsets.append(end)
+                    ordered = np.ascontiguousarray(unordered[order], column.dtype)
+                    end += self._file.write(ordered.reshape(-1).view(np.uint8).data)
+                self._batches.append((offsets, ends))
 
-    def read(self, number: int, first: int, limits: Ids) -> SortedRows:
-        rows = np.fromfile(self._path(number, "rows"), self.row_dtype)
-        self._path(number, "rows").unlink()
-        slots = _slots(rows, first, limits[:-1].copy())
-        del rows
+    def read(self, number: int, limits: Ids) -> SortedRows:
+        first = int(self._bounds[number])
+        slots = _slots(self._values(number, 0), first, limits[:-1].copy())
 
         def column(which: int) -> Array:
-            path, kind = self._path(number, str(which)), self.columns[which]
-            values = np.fromfile(path, kind.dtype).reshape(-1, *kind.shape)
-            path.unlink()
+            values = self._values(number, which)
             out = np.empty_like(values)
             out[slots] = values
             return out
 
-        return SortedRows(first, limits, [lambda k=k: column(k) for k in range(len(self.columns))])  # type: ignore[misc]
+        return SortedRows(first, limits, [lambda k=k: column(k) for k in range(1, len(self._columns))])  # type: ignore[misc]
 
-    def _path(self, number: int, name: str) -> Path:
-        return self.folder / f"{number:03d}.{name}"
+    def close(self) -> None:
+        self._file.close()
+
+    def _values(self, number: int, which: int) -> Array:
+        """Return the values of a column in a range, in the original order of the records."""
+        column = self._columns[which]
+        spans = [(offsets[which], *_span(ends, number)) for offsets, ends in self._batches]
+        values = np.empty((sum(end - begin for _, begin, end in spans), *column.shape), column.dtype)
+        raw, at = values.reshape(-1).view(np.uint8).data, 0
+        for offset, begin, end in spans:
+            self._file.seek(offset + begin * column.row_bytes)
+            size = (end - begin) * column.row_bytes
+            if size and self._file.readinto(raw[at : at + size]) != size:
+                raise OSError(f"{self._file.name} has been cut")
+            at += size
+        return values
 
 
-def _append(files: Sequence[BinaryIO], values: Array, order: Array, ends: Ids) -> None:
-    ordered, begin = np.ascontiguousarray(values[order]), 0
-    for file, end in zip(files, ends.tolist(), strict=True):
-        if end > begin:
-            file.write(ordered[begin:end].reshape(-1).view(np.uint8).data)
-        begin = end
+def _span(ends: Ids, number: int) -> tuple[int, int]:
+    return int(ends[number - 1]) if number else 0, int(ends[number])
 
 
 @njit()

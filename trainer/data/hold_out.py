@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -11,11 +11,15 @@ import numpy.typing as npt
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
+from trainer.core.memory import size_text
 from trainer.core.rng import GOLDEN, hashed
+from trainer.core.row_sort import Scratch
 from trainer.core.schema import EdgeType, type_name
 from trainer.core.texts import encode_texts
 from trainer.data.dataset import Dataset, EdgeData, is_time
-from trainer.data.time_split import TimeSplit, split_times
+from trainer.data.kept_edges import kept_edges
+from trainer.data.time_split import TimeSplit, counted_times, split_times
+from trainer.data.work_arrays import slices
 
 VAL_LINKS, TEST_LINKS = "val_links", "test_links"  #: names of graph attributes, int64 [2, n], original ids
 
@@ -29,6 +33,8 @@ _Flags = npt.NDArray[np.bool_]
 
 _REVERSE = "rev_"
 
+_LINK_BYTES = 80  #: of memory per held-out link while they are sorted
+
 
 class HoldOut(Protocol):
     @property
@@ -41,7 +47,7 @@ class HoldOut(Protocol):
     def hold_out_time(self) -> str | None: ...
 
 
-def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
+def hold_out_links(dataset: Dataset, options: HoldOut, scratch: Scratch | None = None) -> Dataset:
     """Move some links of the edge type ``hold_out`` to the graph attributes ``val_links`` and ``test_links``.
 
     The options state which share of the links to move. The graph attribute ``held_out_type`` names the edge type.
@@ -62,8 +68,11 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
     type contains the reverses of all moved links, they are removed. If it contains only some of them, it is left
     unchanged, and the dataset gets a note.
 
-    Raises ``DataError`` for an unknown edge type or attribute, for shares out of range, and for times that cannot be
-    split.
+    Edges are read in pieces. With ``scratch``, the remaining edges are memory-mapped files in its folder, and only the
+    held-out links are in memory.
+
+    Raises ``DataError`` for an unknown edge type or attribute, for shares out of range, for times that cannot be
+    split, and for held-out links that do not fit into ``scratch.memory``.
     """
     if options.hold_out is None:
         if options.hold_out_time is not None:
@@ -73,46 +82,99 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
         return dataset
     _check(dataset, options)
     of = _edge_type(dataset, options.hold_out)
-    rule = _rule(dataset, of, options)
+    rule = _rule(dataset, of, options, scratch)
     edges = dict(dataset.edges)
-    val, test = rule.of(edges[of], backward=False)
-    found = {
-        **rule.links(edges[of], val, (VAL_LINKS, VAL_TIMES)),
-        **rule.links(edges[of], test, (TEST_LINKS, TEST_TIMES)),
-    }
-    notes = rule.notes(of, val, test)
-    edges[of] = _kept(edges[of], ~(val | test))
+    found, notes = _links(rule, of, edges[of], scratch)
+    edges[of] = _remaining(rule, of, edges[of], scratch)
     back = _reverse(of)
     if back in edges:
-        val, test = rule.of(edges[back], backward=True)
-        edges[back] = _kept(edges[back], ~(val | test))
-    notes += _remove_from_other_reverses(edges, of, np.concatenate([found[VAL_LINKS], found[TEST_LINKS]], axis=1))
+        edges[back] = _remaining(rule, back, edges[back], scratch, backward=True)
+    notes += _remove_from_other_reverses(dataset, edges, of, found, scratch)
     found[HELD_OUT] = encode_texts([type_name(of)])
     return replace(
         dataset, edges=edges, graph_attrs={**dataset.graph_attrs, **found}, notes=(*dataset.notes, *notes)
     )  # fmt: skip
 
 
-def _remove_from_other_reverses(edges: dict[EdgeType, EdgeData], of: EdgeType, links: Array) -> list[str]:
-    """Remove the reverses of ``links`` [2, n] from each edge type that contains all of them.
+def _links(
+    rule: _Rule, of: EdgeType, data: EdgeData, scratch: Scratch | None
+) -> tuple[dict[str, Array], list[str]]:  # fmt: skip
+    """Return the held-out links as graph attributes, and notes about them."""
+    held: tuple[list[Array], list[Array]] = ([], [])  # columns of the links for validation and for test, int64 [k, n]
+    for piece in slices(data.num_edges):
+        columns = rule.columns(data, piece)
+        for found, chosen in zip(held, rule.of(data, piece, backward=False), strict=True):
+            found.append(np.stack([each[chosen].astype(np.int64) for each in columns]))
+        size = _LINK_BYTES * sum(each.shape[1] for found in held for each in found)
+        if scratch is not None and size > scratch.memory:
+            raise DataError(
+                f"the held-out links of {type_name(of)} take more than the {size_text(scratch.memory)} of memory that "
+                "may be used; lower options hold_out_val and hold_out_test, or raise data.partition.memory (--memory)"
+            )
+    sizes = [sum(each.shape[1] for each in found) for found in held]
+    columns = [rule.columns(data, slice(0, 0))] * 2
+    val, test = (
+        np.concatenate(found, axis=1) if found else np.empty((len(none), 0), np.int64)
+        for found, none in zip(held, columns, strict=True)
+    )
+    notes = rule.notes(of, sizes[0], sizes[1], data.num_edges)
+    return {
+        **rule.links(_unique(val), (VAL_LINKS, VAL_TIMES)), **rule.links(_unique(test), (TEST_LINKS, TEST_TIMES))
+    }, notes  # fmt: skip
+
+
+def _unique(columns: Array) -> Array:
+    """Sort columns [k, n] by row 0, then row 1, …, and leave out repeated ones."""
+    columns = columns[:, np.lexsort(columns[::-1])]
+    new = np.ones(columns.shape[1], bool)
+    new[1:] = (columns[:, 1:] != columns[:, :-1]).any(axis=0)
+    return columns[:, new]
+
+
+def _remaining(
+    rule: _Rule, of: EdgeType, data: EdgeData, scratch: Scratch | None, backward: bool = False
+) -> EdgeData:  # fmt: skip
+    def keep(piece: slice) -> _Flags:
+        val, test = rule.of(data, piece, backward=backward)
+        return ~(val | test)
+
+    return kept_edges(data, keep, scratch, f"held_out-{type_name(of)}")
+
+
+def _remove_from_other_reverses(
+    dataset: Dataset, edges: dict[EdgeType, EdgeData], of: EdgeType, found: Mapping[str, Array], scratch: Scratch | None
+) -> list[str]:  # fmt: skip
+    """Remove the reverses of the links in ``found`` from each edge type that contains all of them.
 
     Does nothing for links between nodes of one type. Returns a note for each edge type that contains some, but not all.
     """
     notes = []
-    for back in edges:
+    links, width = np.concatenate([found[VAL_LINKS], found[TEST_LINKS]], axis=1), dataset.nodes[of[2]].num_nodes
+    wanted, copies = np.unique(links[0] * width + links[1], return_counts=True)
+    for back, data in list(edges.items()):
         if of[0] == of[2] or (back[0], back[2]) != (of[2], of[0]) or back == _reverse(of):
             continue
-        target, source = edges[back].edge_index.astype(np.int64)
-        width = 1 + max(int(target.max(initial=0)), int(links[1].max(initial=0)))
-        wanted, there = links[0] * width + links[1], source * width + target
-        count = int(np.isin(wanted, there).sum())
-        if count == len(wanted) > 0:
-            edges[back] = _kept(edges[back], ~np.isin(there, wanted))
+
+        def among(piece: slice, data: EdgeData = data) -> tuple[_Flags, Array]:
+            """Return which edges are reverses of links, and the place of each in ``wanted``."""
+            target, source = data.edge_index[:, piece].astype(np.int64)
+            key = source * width + target
+            place = np.minimum(np.searchsorted(wanted, key), max(len(wanted) - 1, 0))
+            return (wanted[place] == key if len(wanted) else np.zeros(len(key), bool)), place
+
+        there = np.zeros(len(wanted), bool)
+        for piece in slices(data.num_edges):
+            flags, place = among(piece)
+            there[place[flags]] = True
+        count = int(copies[there].sum())
+        if there.all() and count:
+            name = f"held_out-{type_name(back)}"
+            edges[back] = kept_edges(data, lambda piece, among=among: ~among(piece)[0], scratch, name)  # type: ignore[misc]
             notes.append(f"held-out links of {type_name(of)} are also removed from their reverse, {type_name(back)}")
         elif count:
             notes.append(
-                f"{count:,} of the {len(wanted):,} held-out links of {type_name(of)} are still in {type_name(back)}, "
-                "reversed; if it is the reverse type, leave it out and set undirected: true"
+                f"{count:,} of the {links.shape[1]:,} held-out links of {type_name(of)} are still in {type_name(back)},"
+                " reversed; if it is the reverse type, leave it out and set undirected: true"
             )
     return notes
 
@@ -120,20 +182,23 @@ def _remove_from_other_reverses(edges: dict[EdgeType, EdgeData], of: EdgeType, l
 class _Rule(Protocol):
     """Decides which links are held out."""
 
-    def of(self, data: EdgeData, *, backward: bool) -> tuple[_Flags, _Flags]:
-        """Return two masks, bool [E]: the edges held out for validation, and those for test.
+    def of(self, data: EdgeData, piece: slice, *, backward: bool) -> tuple[_Flags, _Flags]:
+        """Return which edges of a slice are held out for validation, and which for test: two masks, bool [n].
 
         ``backward``: whether ``data`` are the edges of the reverse type.
         """
 
-    def links(self, data: EdgeData, chosen: _Flags, names: tuple[str, str]) -> dict[str, Array]:
-        """Return the edges where ``chosen`` is true, sorted and without duplicates, as graph attributes.
+    def columns(self, data: EdgeData, piece: slice) -> Sequence[Array]:
+        """Return the values that tell links of a slice apart, integers [n] each, the first to sort by first."""
+
+    def links(self, columns: Array, names: tuple[str, str]) -> dict[str, Array]:
+        """Return links as graph attributes. ``columns``: int64 [k, n], as from ``columns``.
 
         ``names``: the name of the attribute for the links, and that for their times.
         """
 
-    def notes(self, of: EdgeType, val: _Flags, test: _Flags) -> list[str]:
-        """Return messages to the user about the links of type ``of`` that are held out."""
+    def notes(self, of: EdgeType, val: int, test: int, total: int) -> list[str]:
+        """Return messages to the user about the numbers of links of type ``of`` that are held out."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +209,8 @@ class _ByHash:
     val: float  #: share of the links, 0 to 1
     test: float  #: share of the links, 0 to 1
 
-    def of(self, data: EdgeData, *, backward: bool) -> tuple[_Flags, _Flags]:
-        ends = data.edge_index[::-1] if backward else data.edge_index
+    def of(self, data: EdgeData, piece: slice, *, backward: bool) -> tuple[_Flags, _Flags]:
+        ends = data.edge_index[::-1, piece] if backward else data.edge_index[:, piece]
         first, second = np.asarray(ends[0], np.int64), np.asarray(ends[1], np.int64)
         loops: _Flags = np.zeros(len(first), bool)
         if self.either_way:
@@ -157,10 +222,13 @@ class _ByHash:
         test: _Flags = (place < self.test) & ~loops
         return (place < self.test + self.val) & ~test & ~loops, test
 
-    def links(self, data: EdgeData, chosen: _Flags, names: tuple[str, str]) -> dict[str, Array]:
-        return {names[0]: np.unique(data.edge_index[:, chosen].astype(np.int64), axis=1)}
+    def columns(self, data: EdgeData, piece: slice) -> Sequence[Array]:
+        return list(data.edge_index[:, piece])
 
-    def notes(self, of: EdgeType, val: _Flags, test: _Flags) -> list[str]:
+    def links(self, columns: Array, names: tuple[str, str]) -> dict[str, Array]:
+        return {names[0]: columns}
+
+    def notes(self, of: EdgeType, val: int, test: int, total: int) -> list[str]:
         return []
 
 
@@ -171,26 +239,26 @@ class _ByTime:
     attr: str  #: edge attribute with the times
     split: TimeSplit
 
-    def of(self, data: EdgeData, *, backward: bool) -> tuple[_Flags, _Flags]:
-        return self.split.of(data.attrs[self.attr].reshape(-1))
+    def of(self, data: EdgeData, piece: slice, *, backward: bool) -> tuple[_Flags, _Flags]:
+        return self.split.of(data.attrs[self.attr][piece].reshape(-1))
 
-    def links(self, data: EdgeData, chosen: _Flags, names: tuple[str, str]) -> dict[str, Array]:
-        times = data.attrs[self.attr].reshape(-1)[chosen].astype(np.int64)
-        rows = np.unique(np.concatenate([times[None], data.edge_index[:, chosen].astype(np.int64)]), axis=1)
-        return {names[0]: rows[1:], names[1]: rows[0], HELD_OUT_TIME: encode_texts([self.attr])}
+    def columns(self, data: EdgeData, piece: slice) -> Sequence[Array]:
+        return [data.attrs[self.attr][piece].reshape(-1), *data.edge_index[:, piece]]
 
-    def notes(self, of: EdgeType, val: _Flags, test: _Flags) -> list[str]:
+    def links(self, columns: Array, names: tuple[str, str]) -> dict[str, Array]:
+        return {names[0]: columns[1:], names[1]: columns[0], HELD_OUT_TIME: encode_texts([self.attr])}
+
+    def notes(self, of: EdgeType, val: int, test: int, total: int) -> list[str]:
         splits = (("validation", self.split.val, val), ("test", self.split.test, test))
         later = [
-            f"{np.count_nonzero(flags):,} links from {self.attr} {first} on are for {name}"
-            for name, first, flags in splits
+            f"{count:,} links from {self.attr} {first} on are for {name}"
+            for name, first, count in splits
             if first is not None
         ]
-        left = len(val) - np.count_nonzero(val | test)
-        return [f"{type_name(of)}: {'; '.join(later)}; the {left:,} earlier ones are for training"]
+        return [f"{type_name(of)}: {'; '.join(later)}; the {total - val - test:,} earlier ones are for training"]
 
 
-def _rule(dataset: Dataset, of: EdgeType, options: HoldOut) -> _Rule:
+def _rule(dataset: Dataset, of: EdgeType, options: HoldOut, scratch: Scratch | None) -> _Rule:
     val, test, attr = options.hold_out_val, options.hold_out_test, options.hold_out_time
     if attr is None:
         return _ByHash(of[0] == of[2], val, test)
@@ -206,8 +274,9 @@ def _rule(dataset: Dataset, of: EdgeType, options: HoldOut) -> _Rule:
                 f"{where}: {attr} of the edges {type_name(each)} is {values.dtype} {list(values.shape)}; times must be "
                 "one integer (of 63 bits) per edge, for example seconds"
             )
-    times = dataset.edges[of].attrs[attr].reshape(-1)
-    return _ByTime(attr, split_times(times, val, test, f"{dataset.name}: {attr} of the edges {type_name(of)}"))
+    where = f"{dataset.name}: {attr} of the edges {type_name(of)}"
+    counted = counted_times(dataset.edges[of].attrs[attr], None if scratch is None else scratch.memory, where)
+    return _ByTime(attr, split_times(*counted, val, test, where))
 
 
 def _check(dataset: Dataset, options: HoldOut) -> None:
@@ -234,8 +303,3 @@ def _edge_type(dataset: Dataset, name: str) -> EdgeType:
 def _reverse(of: EdgeType) -> EdgeType:
     relation = of[1].removeprefix(_REVERSE) if of[1].startswith(_REVERSE) else _REVERSE + of[1]
     return of[2], relation, of[0]
-
-
-def _kept(data: EdgeData, keep: _Flags) -> EdgeData:
-    attrs = {name: values[keep] for name, values in data.attrs.items()}
-    return EdgeData(np.ascontiguousarray(data.edge_index[:, keep]), attrs, data.bfloat16)

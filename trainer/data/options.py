@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from trainer.core.errors import DataError
+from trainer.core.files import parse_json
 
 T = TypeVar("T")
+
+OWN_DATASETS = ("synthetic", "synthetic-hetero", "file", "tables", "partition")
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def _names(value: Any) -> tuple[str, ...]:
         if value.strip().lower() == "none":
             return ()
         listed = value.strip().startswith("[")
-        value = json.loads(value) if listed else [name.strip() for name in value.split(",") if name.strip()]
+        value = parse_json(value) if listed else [name.strip() for name in value.split(",") if name.strip()]
     return tuple(_text(name) for name in value)
 
 

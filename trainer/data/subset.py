@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.core.errors import DataError
-from trainer.core.schema import EdgeType, NodeType
+from trainer.core.row_sort import Scratch
+from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.data.kept_edges import kept_edges
+from trainer.data.work_arrays import kept_rows, slices
 
 _Flags = npt.NDArray[np.bool_]
 
@@ -19,14 +23,15 @@ _SEED = 0  # the same subset everywhere
 _FIRST_SHARE = 0.1  # share of the subset that is drawn before neighbours are added
 
 
-def subset_of(dataset: Dataset, num_nodes: int | None) -> Dataset:
+def subset_of(dataset: Dataset, num_nodes: int | None, scratch: Scratch | None = None) -> Dataset:
     """Return the subgraph induced by a snowball sample of at most ``num_nodes`` nodes; None: the whole graph.
 
     Source: L. A. Goodman, "Snowball sampling", 1961. First draws a tenth of the sample at random: equally many nodes
     from each split or, if there are no splits, from each node type. Then adds in-neighbours of the sample, hop by hop;
     if there are no more, random nodes. Nodes in splits thus keep more neighbours than in an independent draw.
 
-    The same graph and ``num_nodes`` always give the same sample. Nodes keep their order, and get new ids from 0.
+    The same graph and ``num_nodes`` always give the same sample. Nodes keep their order, and get new ids from 0. With
+    ``scratch``, the arrays of the result are memory-mapped files in its folder.
 
     Raises:
         DataError: ``num_nodes`` is less than 1, or the graph has held-out links (a graph attribute ``…_links``), whose
@@ -46,8 +51,8 @@ def subset_of(dataset: Dataset, num_nodes: int | None) -> Dataset:
     numbers = {of: np.cumsum(flags) - 1 for of, flags in kept.items()}
     return replace(
         dataset,
-        nodes={of: _kept_nodes(data, kept[of], numbers[of]) for of, data in dataset.nodes.items()},
-        edges={of: _kept_edges(of, data, kept, numbers) for of, data in dataset.edges.items()},
+        nodes={of: _kept_nodes(of, data, kept[of], numbers[of], scratch) for of, data in dataset.nodes.items()},
+        edges={of: _kept_edges(of, data, kept, numbers, scratch) for of, data in dataset.edges.items()},
         notes=(*dataset.notes, f"a subset of {num_nodes:,} of {dataset.num_nodes:,} nodes (option subset)"),
     )
 
@@ -77,7 +82,9 @@ def _in_neighbors(dataset: Dataset, kept: Mapping[NodeType, _Flags]) -> dict[Nod
     """Return the nodes outside the subset with an edge to a node inside, by type; types without any are left out."""
     reached = {of: np.zeros(len(flags), bool) for of, flags in kept.items()}
     for (source, _, target), data in dataset.edges.items():
-        reached[source][data.edge_index[0][kept[target][data.edge_index[1]]]] = True
+        for piece in slices(data.num_edges):
+            sources, targets = data.edge_index[:, piece]
+            reached[source][sources[kept[target][targets]]] = True
     found = {of: np.flatnonzero(flags & ~kept[of]) for of, flags in reached.items()}
     return {of: ids for of, ids in found.items() if len(ids)}
 
@@ -97,11 +104,18 @@ def _add(
         kept[of][pools[of][chosen[(chosen >= first) & (chosen < ends[k])] - first]] = True
 
 
-def _kept_nodes(data: NodeData, kept: _Flags, numbers: npt.NDArray[np.int64]) -> NodeData:
+def _kept_nodes(
+    of: NodeType, data: NodeData, kept: _Flags, numbers: npt.NDArray[np.int64], scratch: Scratch | None
+) -> NodeData:  # fmt: skip
+    count = int(np.count_nonzero(kept))
+
+    def path(name: str) -> Path | None:
+        return None if scratch is None else scratch.folder / f"subset-{of}-{name}.npy"
+
     return replace(
         data,
-        num_nodes=int(np.count_nonzero(kept)),
-        attrs={name: values[kept] for name, values in data.attrs.items()},
+        num_nodes=count,
+        attrs={name: kept_rows(each, kept.__getitem__, count, path(name)) for name, each in data.attrs.items()},
         splits={name: numbers[ids[kept[ids]]] for name, ids in data.splits.items()},
     )
 
@@ -111,11 +125,15 @@ def _kept_edges(
     data: EdgeData,
     kept: Mapping[NodeType, _Flags],
     numbers: Mapping[NodeType, npt.NDArray[np.int64]],
+    scratch: Scratch | None,
 ) -> EdgeData:
-    inside = np.flatnonzero(kept[of[0]][data.edge_index[0]] & kept[of[2]][data.edge_index[1]])
-    ends = [numbers[of[end]][data.edge_index[row][inside]] for row, end in ((0, 0), (1, 2))]
-    return replace(
-        data,
-        edge_index=np.stack(ends).astype(data.edge_index.dtype),
-        attrs={name: values[inside] for name, values in data.attrs.items()},
-    )
+    def inside(piece: slice) -> _Flags:
+        sources, targets = data.edge_index[:, piece]
+        flags: _Flags = kept[of[0]][sources] & kept[of[2]][targets]
+        return flags
+
+    found = kept_edges(data, inside, scratch, f"subset-{type_name(of)}")
+    for row, end in ((0, 0), (1, 2)):
+        for piece in slices(found.num_edges):
+            found.edge_index[row, piece] = numbers[of[end]][found.edge_index[row, piece]]
+    return found

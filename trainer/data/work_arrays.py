@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,36 @@ from trainer.core.errors import DataError, PartitionError
 _IN_MEMORY = 64 << 20  #: bytes of an array from which on it is memory-mapped
 
 _ROWS_AT_ONCE = 1 << 20
+
+_BYTES_AT_ONCE = 16 << 20  #: of rows that are copied at once
+
+
+def slices(count: int, row_bytes: int = 1) -> Iterator[slice]:
+    """Divide ``count`` rows of ``row_bytes`` bytes into pieces of about a million rows, and at most 16 MiB."""
+    step = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // max(1, row_bytes)))
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def kept_rows(values: Array, keep: Callable[[slice], Array], count: int, path: Path | None) -> Array:
+    """Copy the ``count`` rows of ``values`` for which ``keep`` is true, in pieces.
+
+    ``keep`` returns bool [rows of the slice]. The result is a memory-mapped file ``path``, or an array in memory.
+    """
+    shape = (count, *values.shape[1:])
+    out = np.empty(shape, values.dtype) if path is None else mapped_file(path, shape, values.dtype)
+    at = 0
+    for piece in slices(len(values), values.strides[0] if values.ndim and len(values) else 1):
+        rows = values[piece][keep(piece)]
+        out[at : at + len(rows)] = rows
+        at += len(rows)
+    return out
+
+
+def mapped_file(path: Path, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Create a .npy file, and return its writable memory map. An empty array is in memory instead."""
+    if not np.prod(shape):
+        return np.empty(shape, dtype)
+    return np.lib.format.open_memmap(path, "w+", np.dtype(dtype), shape)
 
 
 @dataclass

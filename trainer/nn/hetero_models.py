@@ -30,7 +30,7 @@ class HeteroShape:
 
 
 class InputRows(nn.Module):
-    """Input rows [n, hidden] of each node type: ``relu(linear(x))``, embedding rows, or one learnt vector.
+    """Input rows [n, hidden] of each node type: ``relu(linear(x))``, plus the nodes' embedding rows if there are any.
 
     All nodes of a type without features and embeddings get the same vector.
     """
@@ -39,7 +39,7 @@ class InputRows(nn.Module):
         super().__init__()
         featured = [of for of in types if of in facts.in_dims]
         known = () if embeddings is None else embeddings.num_nodes
-        self.embedded = tuple(of for of in types if of not in facts.in_dims and of in known)
+        self.embedded = tuple(of for of in types if of in known)
         self.lins = ModuleDict({of: nn.Linear(facts.in_dims[of], hidden) for of in featured})
         alone = [of for of in types if of not in facts.in_dims and of not in self.embedded]
         self.vectors = ParameterDict({of: nn.Parameter(torch.randn(1, hidden)) for of in alone})
@@ -51,7 +51,8 @@ class InputRows(nn.Module):
         rows = {of: lin(batch.x[of]).relu() for of, lin in self.lins.items()}
         rows |= {of: vector.expand(len(batch.n_id[of]), -1) for of, vector in self.vectors.items()}
         if self.embeddings is not None:
-            rows |= self.embeddings.lookup({of: batch.n_id[of] for of in self.embedded})
+            found = self.embeddings.lookup({of: batch.n_id[of] for of in self.embedded})
+            rows |= {of: rows[of] + own if of in rows else own for of, own in found.items()}
         return rows
 
 
@@ -144,5 +145,5 @@ def rsage(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddi
     return HeteroModel(facts, shape, layer, embeddings)
 
 
-#: Models by name; a builder takes (facts, shape, heads, embeddings of types without features).
+#: Models by name; a builder takes (facts, shape, heads, embeddings).
 BUILDERS = {"rgcn": rgcn, "hgt": hgt, "rsage": rsage}

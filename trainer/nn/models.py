@@ -133,8 +133,8 @@ def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddin
         settings: Model name, width, heads, dropout, fanouts (one layer per fanout), seed and precision; a
             ``TrainSettings``.
         facts: The graph's types, feature widths and number of classes.
-        embeddings: Trainable rows of node types without features, for heterogeneous models; default: one learnt vector
-            per node type.
+        embeddings: Trainable rows of some node types, for heterogeneous models; added to the rows computed from
+            features. Default: one learnt vector per node type without features.
 
     Returns:
         A module that maps a batch of ``BatchLoader`` to logits, float [num_seeds, num_classes].

@@ -260,10 +260,14 @@ def tables(folder: str, as_json: bool) -> None:
         click.echo(json.dumps(options, indent=1))
         return
     click.echo(f"data:\n  dataset: tables\n  source: {folder}\n  options:")
-    undirected = options.pop("undirected", False)
+    undirected, comments = options.pop("undirected", False), options.pop("comments")
+    for line in comments["unused"]:
+        click.echo(f"    # {line}")
     for kind, drafted in options.items():
         click.echo(f"    {kind}:")
         for name, table in drafted.items():
+            for line in comments[kind].get(name, ()):
+                click.echo(f"      # {line}")
             flow = yaml.safe_dump(table, default_flow_style=True, sort_keys=False, width=100).strip()
             click.echo(f"      {name}: " + flow.replace("\n", "\n" + " " * 9))
     if undirected:

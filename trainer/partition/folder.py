@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import shutil
 import socket
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.core.errors import PartitionError
-from trainer.core.files import sync_path
+from trainer.core.files import read_json, sync_path
 from trainer.data.dataset import Dataset
 from trainer.store.digest_check import sha256_of
-from trainer.store.manifest import FORMAT, MANIFEST, FileEntry, Manifest, read_manifest
+from trainer.store.manifest import FORMAT, MANIFEST, MOST_BYTES, FileEntry, Manifest, read_manifest
 
 _AT_FDCWD = -100
 
@@ -146,7 +145,7 @@ def is_note(name: str) -> bool:
 def _raw_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the parsed JSON of a manifest of any version, or None if ``folder`` holds no partition manifest."""
     try:
-        raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        raw = read_json(folder / MANIFEST, MOST_BYTES)
     except (OSError, ValueError):
         return None
     return raw if isinstance(raw, dict) and raw.get("format") == FORMAT else None

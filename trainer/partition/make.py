@@ -38,7 +38,9 @@ from trainer.partition.write import SORT_MEMORY, options_with, partition_fingerp
 from trainer.sources.load import dataset_fingerprint, load_dataset
 from trainer.store.manifest import Manifest
 
-_TABLES_SHARE = 0.6  #: share of the memory for the database that reads tables; it takes a little more than its limit
+#: Share of the memory for reading: for the database that reads tables, which takes a little more than its limit, or for
+#: arrays made from those in other sources.
+_LOAD_SHARE = 0.6
 
 _PROCESS_BYTES = 150 << 20  #: of Python and its packages
 
@@ -145,7 +147,10 @@ def _make(
         say(f"going on with what an interrupted run left in {work.path} ({', '.join(done)}); delete it to start again")
     limit = parse_size(spec.memory) if spec.memory is not None else available_memory() or _UNKNOWN_MEMORY
     stages = StageTimer(say)
-    source = spec.partition_source.read(work.emptied("dataset")) if spec.dataset == DATASET else None
+    source = None
+    if spec.dataset == DATASET:
+        own = None if spec.memory is None else int(_LOAD_SHARE * limit)
+        source = spec.partition_source.read(work.emptied("dataset"), own)
     dataset = source.dataset if source else _loaded(spec, limit, work)
     stages.end("load", f"{dataset.name}: {counts_text(dataset)}")
     if not spec.force:
@@ -171,9 +176,11 @@ def _make(
 
 def _loaded(spec: PartitionSpec, limit: int, work: WorkFolder) -> Dataset:
     if spec.dataset != "tables":
-        return load_dataset(spec.dataset, spec.source, spec.options)
+        # only where memory is limited: files take longer
+        scratch = None if spec.memory is None else Scratch(work.emptied("dataset"), int(_LOAD_SHARE * limit))
+        return load_dataset(spec.dataset, spec.source, spec.options, scratch)
     if not work.is_done("load"):
-        scratch = Scratch(work.emptied("dataset"), int(_TABLES_SHARE * limit))
+        scratch = Scratch(work.emptied("dataset"), int(_LOAD_SHARE * limit))
         store_dataset(load_dataset(spec.dataset, spec.source, spec.options, scratch), scratch.folder)
         work.once("load", lambda: None)
     return read_stored_dataset(work.folder("dataset"))

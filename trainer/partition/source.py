@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.core.errors import DataError, PartitionError
+from trainer.core.files import parse_json
+from trainer.core.row_sort import Scratch
 from trainer.data.build import build_dataset
 from trainer.data.hold_out import hold_out_links
 from trainer.data.options import SourceOptions, parse_options
@@ -91,17 +94,19 @@ class PartitionSource:
     def _extra(self) -> list[ExtraFile]:
         return extra_files(self.folder, self.nodes)
 
-    def read(self, work: Path | None = None) -> PartitionedGraph:
+    def read(self, work: Path | None = None, memory: int | None = None) -> PartitionedGraph:
         """Read the graph and the part of every node.
 
-        ``work``: an empty folder for large arrays; None: they are kept in memory. Raises ``DataError`` or
+        ``work``: an empty folder for large arrays; None: they are kept in memory. ``memory``: bytes for making edges by
+        dataset options, which are then files in ``work``; None: such edges are made in memory. Raises ``DataError`` or
         ``PartitionError`` for files that are incomplete or damaged, or contradict each other.
         """
         if self.format is None:
             return restore_graph(self.folder, work)
         found = self.format.read(self.folder, WorkArrays(work))
         raw = with_extra_arrays(found.raw, self._extra)
-        dataset = hold_out_links(build_dataset(raw, self.options, self.fingerprint), self.options)
+        scratch = None if work is None or memory is None else Scratch(work, memory)
+        dataset = hold_out_links(build_dataset(raw, self.options, self.fingerprint, scratch), self.options, scratch)
         return PartitionedGraph(dataset, found.parts, found.num_parts)
 
 
@@ -121,7 +126,7 @@ def open_source(source: str | Path | None, options: Mapping[str, Any] | None = N
     if not source:
         raise DataError("dataset partition: no source; give the partition folder to read")
     path = Path(source).expanduser()
-    if not path.exists():
+    if not os.path.exists(path):  # False for every path that cannot exist
         raise DataError(f"{path} does not exist; expected a partition folder")
     folder, form = _located(path.parent if path.is_file() else path)
     given = dict(options or {})
@@ -158,7 +163,7 @@ def _format(folder: Path) -> ForeignFormat | str | None:
 def _node_files(given: Any) -> dict[str, str]:
     if isinstance(given, str):
         try:
-            given = json.loads(given)
+            given = parse_json(given)
         except ValueError:
             given = None
     if not isinstance(given, Mapping) or not all(isinstance(path, str) for path in given.values()):

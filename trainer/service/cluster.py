@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.core.errors import ServiceError, SettingsError
+from trainer.core.files import read_json
 from trainer.core.remote_settings import WireRows
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
@@ -101,7 +101,7 @@ def _address(node: ClusterNode) -> ServerAddress:
 def read_cluster(path: str | Path) -> Cluster:
     """Read ``cluster.json``. Raises ``SettingsError`` if the file is missing, incomplete or contradicts itself."""
     try:
-        cluster = _parse(json.loads(Path(path).read_text()))
+        cluster = _parse(read_json(Path(path)))
     except OSError as error:
         raise SettingsError(f"cluster file {path} cannot be read: {error.strerror}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:

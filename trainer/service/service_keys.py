@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.core.errors import ServiceError
-from trainer.core.files import write_whole
+from trainer.core.files import parse_json, write_whole
 
 _GUESTS = "clients"
 
@@ -173,7 +173,7 @@ def read_key_file(path: str | Path) -> ServiceKeys:
 
 def _parse(path: Path, text: str) -> ServiceKeys:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
         public, secret, server = (str(value.get(name, "")) for name in ("public", "secret", "server"))
         for base64_der in (public, secret, server):
             base64.b64decode(base64_der, validate=True)

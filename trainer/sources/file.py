@@ -7,7 +7,7 @@ graph: ``<src>__<rel>__<dst>`` [2, E], ``<src>__<rel>__<dst>__<attr>`` and ``<ty
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,9 +15,11 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
+from trainer.core.files import read_json
 from trainer.core.schema import EdgeType, NodeType, check_word
 from trainer.data.options import SourceOptions
 from trainer.data.raw_arrays import RawArray, RawArrays, RawGraph, by_name
+from trainer.store.npy import map_npy
 
 SUBFOLDER = "hetero"  #: sub-folder with typed arrays, for a folder that also holds the graph as a homogeneous one
 
@@ -31,9 +33,9 @@ def source_files(source: str | None, options: SourceOptions) -> list[Path]:
     if not source:
         raise DataError("dataset file: no source; give the folder of .npy/.npz files, or the .pt file")
     path = Path(source).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         return _folder_files(path, options)
-    if not path.exists():
+    if not os.path.exists(path):  # False for every path that cannot exist
         raise DataError(f"{path} does not exist; expected {_EXPECTED}")
     if path.suffix not in (".npz", ".pt"):
         raise DataError(f"{path}: unknown kind of file; expected {_EXPECTED}")
@@ -97,7 +99,7 @@ def _counts(files: list[Path]) -> dict[NodeType, int]:
     counts: dict[NodeType, int] = {}
     for path in files:
         try:
-            found = json.loads(path.read_text())
+            found = read_json(path)
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read as JSON: {error}") from error
         wanted = isinstance(found, dict) and all(type(n) is int and n >= 0 for n in found.values())
@@ -109,15 +111,15 @@ def _counts(files: list[Path]) -> dict[NodeType, int]:
 
 def _read(path: Path) -> dict[str, Array]:
     try:
-        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {path.stem: loaded.view(np.ndarray)}
-        with loaded:
+        if path.suffix == ".npy":
+            return {path.stem: map_npy(path).view(np.ndarray)}
+        with np.load(path, allow_pickle=False) as loaded:
             return {name: loaded[name] for name in loaded.files}
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # numpy and zipfile raise many types of exceptions for damaged files
         objects = (
             "; it holds Python objects: save plain numeric arrays"
             if "allow_pickle" in str(error) or "Python objects" in str(error)
             else ""
         )
-        raise DataError(f"{path} cannot be read as a numpy array{objects or f': {error}'}") from error
+        why = objects or f": {str(error)[:200] or type(error).__name__}"
+        raise DataError(f"{path} cannot be read as a numpy array{why}") from error

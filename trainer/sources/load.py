@@ -39,15 +39,15 @@ def load_dataset(
         source: for dataset `file`, a folder or an .npz or .pt file; for `tables`, the folder of the tables; for
             downloaded datasets (`ogbn-*`, `Planetoid:Cora`), the download folder.
         options: dataset options. A value may be given as text.
-        scratch: required for dataset `tables`: an empty folder for the graph's arrays, and the memory for reading the
-            tables.
+        scratch: An empty folder for arrays that are made from those in the source, and the memory for making them;
+            required for dataset `tables`. Default: they are made in memory.
 
     Raises:
         DataError: when the dataset cannot be read, or an option is unknown or invalid.
     """
     fingerprint = dataset_fingerprint(name, source, options)
     parsed = _options(name, options)
-    return hold_out_links(_whole(name, source, parsed, fingerprint, scratch), parsed)
+    return hold_out_links(_whole(name, source, parsed, fingerprint, scratch), parsed, scratch)
 
 
 def _whole(name: str, source: str | None, options: Options, fingerprint: str, scratch: Scratch | None) -> Dataset:
@@ -57,12 +57,13 @@ def _whole(name: str, source: str | None, options: Options, fingerprint: str, sc
         if scratch is None:
             raise ValueError("dataset tables needs a scratch folder")
         tables = build_dataset(read_tables(source, options, scratch), options, fingerprint, scratch)
-        return subset_of(tables, options.subset)
+        return subset_of(tables, options.subset, scratch)
     if isinstance(options, SyntheticOptions):
         return make_synthetic(options, fingerprint)
     if isinstance(options, SyntheticHeteroOptions):
         return make_synthetic_hetero(options, fingerprint)
-    return subset_of(build_dataset(_read(name, source, options), options, fingerprint), options.subset)
+    dataset = build_dataset(_read(name, source, options), options, fingerprint, scratch)
+    return subset_of(dataset, options.subset, scratch)
 
 
 def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[str, Any] | None = None) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import pickle
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -22,16 +20,6 @@ _NAMES = {
     "edge_feat": "edge_attr",
 }  #: names in ogb's graphs -> names in ``Dataset``
 
-_NUMPY_ONLY = {
-    "_reconstruct",
-    "ndarray",
-    "dtype",
-    "scalar",
-    "encode",
-}  #: functions and classes in a pickled numpy array
-
-_NUMPY_MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "_codecs")
-
 
 def read_ogb(name: str, source: str | None) -> RawGraph:
     """Download an ``ogbn-*`` graph to the folder ``source``, unless it is there, and read it.
@@ -42,7 +30,11 @@ def read_ogb(name: str, source: str | None) -> RawGraph:
         from ogb.nodeproppred import NodePropPredDataset
     except ImportError:
         raise DataError(f"dataset {name} needs the package ogb; install it: pip install ogb") from None
-    with errors_as_data_error(name, source), _arrays_loadable(), contextlib.redirect_stdout(io.StringIO()):
+    import torch
+
+    # ogb pickles with protocol 4, which ``torch.load`` cannot read by default; ``errors_as_data_error`` refuses code
+    load = mock.patch.object(torch, "load", functools.partial(torch.load, weights_only=False))
+    with errors_as_data_error(name, source), load, contextlib.redirect_stdout(io.StringIO()):
         dataset = NodePropPredDataset(name, root=source or DOWNLOADS)
         graph, labels = dataset[0]
         splits = dataset.get_idx_split()
@@ -61,24 +53,3 @@ def _by_type(values: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
         for of, array in (by_type or {}).items():
             typed.setdefault(of, {})[name.removesuffix("_dict")] = array
     return {of: _renamed(arrays) for of, arrays in typed.items()}
-
-
-@contextlib.contextmanager
-def _arrays_loadable() -> Iterator[None]:
-    """In the ``with`` block, let ``torch.load`` unpickle numpy arrays, but no other objects."""
-    import torch
-
-    # ogb pickles with protocol 4, which ``torch.load(weights_only=True)`` cannot read.
-    module: Any = types.ModuleType("arrays_only")
-    module.Unpickler = _ArrayUnpickler
-    module.load = lambda file, **options: _ArrayUnpickler(file, **options).load()
-    load = functools.partial(torch.load, weights_only=False, pickle_module=module)
-    with mock.patch.object(torch, "load", load):
-        yield
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module in _NUMPY_MODULES and name in _NUMPY_ONLY:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"Unsupported: {module}.{name}; a file of ogb may contain only numpy arrays")

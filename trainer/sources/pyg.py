@@ -11,13 +11,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_NODE, EdgeType, NodeType
 from trainer.data.memory import shared_array
+from trainer.data.options import OWN_DATASETS
 from trainer.data.raw_arrays import RawArray, RawGraph
+from trainer.sources.safe_pickle import UnsafePickle, only_harmless_pickles
 
 DOWNLOADS = "datasets"  #: default download folder
 
@@ -194,7 +197,7 @@ def _pyg_dataset(name: str, source: str | None) -> Any:
     class_name, _, variant = name.partition(":")
     kind = getattr(catalogue, class_name, None)
     if kind is None:
-        nearest = difflib.get_close_matches(class_name, catalogue.__all__, 1)
+        nearest = difflib.get_close_matches(class_name, [*catalogue.__all__, *OWN_DATASETS], 1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else "see torch_geometric.datasets"
         raise DataError(f"unknown dataset {name!r}; {hint} (or synthetic, synthetic-hetero, file, ogbn-…)")
     parameters = inspect.signature(kind.__init__).parameters
@@ -204,16 +207,29 @@ def _pyg_dataset(name: str, source: str | None) -> Any:
     return kind(**{key: value for key, value in given.items() if key in parameters})
 
 
+def _refuse_script(*_: Any, **__: Any) -> None:
+    raise UnsafePickle("Unsupported: a TorchScript archive")
+
+
 @contextlib.contextmanager
 def errors_as_data_error(name: str, source: str | None) -> Iterator[None]:
-    """In the ``with`` block, convert all exceptions of a download or third-party reader to ``DataError``.
+    """In the ``with`` block, run the reader of another package: let it unpickle nothing that could run code.
 
-    This includes ``SystemExit``, which ogb raises.
+    All exceptions become a ``DataError``, also ``SystemExit``, which ogb raises.
     """
+    import torch
+
     try:
-        yield
+        with only_harmless_pickles(), mock.patch.object(torch.jit, "load", _refuse_script):
+            yield
     except DataError:
         raise
+    except UnsafePickle as error:
+        raise DataError(
+            f"dataset {name}: a file in {source or DOWNLOADS} is refused, as reading it could run code ({error}). "
+            "Delete the folder, so that the files are downloaded again. If you trust them, save the graph yourself by "
+            "torch.save(data.to_dict(), FILE), and use dataset file"
+        ) from error
     except (Exception, SystemExit) as error:
         raise DataError(
             f"dataset {name} cannot be downloaded or read ({type(error).__name__}: {first_line(error)}); check the "

@@ -161,6 +161,13 @@ def _table(kind: type[T], where: str, given: Any, shared: Mapping[str, Any]) -> 
         for name, value in {**shared, **given}.items()
         if value is not None
     }
+    for label in values.get("label", ()):
+        for name in ("id", "time", "split", "features", "one_hot", "categories", "attributes"):
+            if label == values.get(name) or (isinstance(values.get(name), tuple) and label in values[name]):
+                raise DataError(
+                    f"dataset tables: {where}: {label!r} is the label and also in {name}, so the model would read what "
+                    f"it is to predict; take it out of {name}"
+                )
     return kind(**values)
 
 

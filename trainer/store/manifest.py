@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trainer.core.errors import DataError, PartitionError
-from trainer.core.files import read_regular, write_whole
+from trainer.core.files import parse_json, read_regular, write_whole
 from trainer.core.remote_settings import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name, type_of
 
@@ -24,6 +24,8 @@ VERSION = 2
 _VERSION_KEPT = 3  #: version of folders with rounded rows (``AttrSpec.kept``), which older programs must not read
 
 MANIFEST = "manifest.json"
+
+MOST_BYTES = 1 << 30  #: of a manifest; that of a thousand parts has about 20 MB
 
 NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")  #: attribute and split names, which become file names
 
@@ -188,7 +190,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 def parse_manifest(text: bytes, path: str | Path) -> Manifest:
     """Parse the content of a ``manifest.json``. Error messages show ``path``. Raises ``PartitionError``."""
     try:
-        raw = json.loads(text.decode("utf-8"))
+        raw = parse_json(text.decode("utf-8"))
     except ValueError as error:
         raise PartitionError(f"{path} is invalid: {error}; make the partition again") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
@@ -224,7 +226,7 @@ def manifest_digest(folder: str | Path) -> str:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return read_regular(path)
+        return read_regular(path, MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         where = "the folder does not exist" if not path.parent.is_dir() else "the folder holds no partition"
         raise PartitionError(

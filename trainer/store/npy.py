@@ -23,14 +23,18 @@ _one_header = threading.Lock()  # Python 3.11's parser may raise SystemError if 
 def map_npy(path: Path) -> np.memmap[Any, Any]:
     """Memory-map a .npy file read-only. Several threads may call this at once.
 
-    Raises ``OSError`` if the file cannot be read, and ``ValueError`` if it has no array. For damaged headers, numpy may
-    raise other types of exceptions.
+    Raises ``OSError`` if the file cannot be read, and ``ValueError`` if it has no array.
     """
-    with _one_header:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    if not isinstance(array, np.memmap):
-        raise ValueError("it is an archive, not an array")
-    return array
+    if not path.is_file() and path.exists():  # opening a pipe would block
+        raise ValueError("it is not a regular file")
+    try:
+        with _one_header:
+            # not np.load, which would also open archives
+            return np.lib.format.open_memmap(path, mode="r")
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # numpy parses headers with Python's parser, which raises many types of exceptions
+        raise ValueError(f"its header is damaged ({type(error).__name__}: {str(error)[:100]})") from error
 
 
 class NpyWriter:

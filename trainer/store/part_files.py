@@ -20,7 +20,7 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import PartitionError
-from trainer.core.files import read_regular, write_whole
+from trainer.core.files import read_json, write_whole
 from trainer.store.manifest import FileEntry, Manifest
 from trainer.store.npy import map_npy
 
@@ -117,7 +117,7 @@ class FileNote:
 
 def _read_json(path: Path) -> dict[str, str]:
     try:
-        known = json.loads(read_regular(path))
+        known = read_json(path)
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}

@@ -41,13 +41,14 @@ Position = tuple[int, int]  #: complete epochs, and steps trained of the next ep
 BINDING = (
     "model", "hidden", "layers", "heads", "dropout", "fanouts", "replace", "weight_attr", "time_attr",
     "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed", "precision",
-    "negatives", "edge_attr",
+    "negatives", "edge_attr", "embeddings",
 )  # fmt: skip
 
-_SINCE = {
+SINCE = {
     "precision": "float32",
     "negatives": 128,
     "edge_attr": None,
+    "embeddings": "featureless",
 }  #: values of settings that are missing in older files
 
 
@@ -58,7 +59,7 @@ class BestEpoch:
     epoch: int
     metrics: Mapping[str, float]  #: metrics on the val split by name
     model: Mapping[str, Tensor]
-    embedding: Mapping[NodeType, Tensor] | None = None  #: tables of types without features; on rank 0 only
+    embedding: Mapping[NodeType, Tensor] | None = None  #: tables of trainable rows; on rank 0 only
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ def check_fits(
     graph: result of ``graph_record`` for this run. kind: kind of this run's task.
     """
     ours = settings_record(settings)
-    saved = {**_SINCE, **checkpoint.settings}
+    saved = {**SINCE, **checkpoint.settings}
     pairs = [(name, saved.get(name), ours[name]) for name in BINDING]
     pairs += [(name, checkpoint.graph.get(name), value) for name, value in graph.items()]
     pairs += [("task", checkpoint.task["kind"], kind)]

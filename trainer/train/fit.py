@@ -33,6 +33,7 @@ from trainer.train.optimize import Optimizers, averaged
 from trainer.train.profile import thread_advice
 from trainer.train.run_times import RankTimes
 from trainer.train.settings import TrainSettings
+from trainer.train.tasks.baseline import Baseline
 from trainer.train.tasks.task import AnyBatch, Metric, Task
 
 
@@ -87,11 +88,12 @@ class Fit:
     def __init__(
         self, settings: TrainSettings, model: nn.Module, task: Task, loaders: Mapping[str, Batches], group: RankGroup,
         metrics: MetricsLog, folder: Path, graph: Mapping[str, Any], embedding: ShardedEmbedding | None = None,
-        writers: tuple[int, ...] = (0,),
+        writers: tuple[int, ...] = (0,), baseline: Baseline | None = None,
     ):  # fmt: skip
-        """writers: ranks that write checkpoints, each into its own ``folder``."""
+        """writers: ranks that write checkpoints, each into its own ``folder``. baseline: to compare the result with."""
         self.settings, self.task, self.loaders, self.group = settings, task, loaders, group
         self.metrics, self.folder, self.graph = metrics, folder, graph
+        self.baseline = baseline if baseline is not None and baseline.metrics else None
         self.model = model.to(group.device)
         self.optimizers = Optimizers.of(settings, model, embedding)
         self.progress = Progress()
@@ -295,11 +297,15 @@ class Fit:
                 "result", epochs=result.epochs, best_epoch=best_epoch, metric=metric.name, better=metric.better,
                 **{f"{split}_{name}": value for split, values in found.items() for name, value in values.items()},
                 epoch_seconds=[round(value, 3) for value in at.seconds], checkpoint=path and str(path),
+                **(self.baseline.fields() if self.baseline else {}),
             )  # fmt: skip
         self._print_traffic()
         if test is not None:
             best = f" (weights of epoch {best_epoch}, val {number_text(val[metric.name])})" if val is not None else ""
             self._print(f"test {metrics_text(test)}{best}")
+        if self.baseline is not None:
+            split = "test" if "test" in self.baseline.metrics else "val"
+            self._print(f"{split} {metrics_text(self.baseline.metrics[split])} (baseline: {self.baseline.name})")
         return result
 
     def _print(self, line: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.memory import size_text
@@ -34,12 +35,16 @@ from trainer.train.device_sampling import choose_sampling, plan_sampling
 from trainer.train.fit import Fit, FitResult
 from trainer.train.loaders import SPLITS, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
-from trainer.train.model import make_model
+from trainer.train.model import embedded_nodes, make_model
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
+from trainer.train.tasks.baseline import Baseline, link_baseline
 from trainer.train.tasks.choose import node_task
 from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.target import Target, pick_target
 from trainer.train.tasks.task import Task
+
+if TYPE_CHECKING:
+    from trainer.loader.link_block_loader import LinkBlockLoader
 
 
 def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None:
@@ -201,9 +206,14 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
 def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog) -> Fit:
     settings, manifest = job.settings, graph.manifest
     target = group.agree(lambda: pick_target(graph, settings.target, settings.task))
-    task = _task(settings, graph, target, group)
+    task, baseline = _task(settings, graph, target, group)
     model, embedding = group.agree(lambda: make_model(settings, manifest, target, task.outputs, group.device))
+    _, left_out = embedded_nodes(settings, manifest, target, task.outputs)
+    if left_out and group.rank == 0:
+        print(f"note: {left_out}", flush=True)
     loaders = _loaders(settings, graph, target, bool(getattr(model, "needs_degree", False)), group)
+    if not isinstance(target, str):
+        baseline = link_baseline(graph, cast("dict[str, LinkBlockLoader]", loaders), task, group)
     reserved = cache_bytes(graph, CacheSize.parse(settings.device_cache))
     plan = group.agree(lambda: plan_sampling(graph, loaders, settings.sampling, group.device, reserved))
     cache_on_devices(graph, loaders, settings, group)
@@ -214,7 +224,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
         print(sampling, flush=True)
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)
     writers = checkpoint_writers(group, embedding is not None, bool(int(os.environ.get("GNNFLEET_RESTARTS") or 0)))
-    fit = Fit(settings, model, task, loaders, group, metrics, folder, record, embedding, writers)
+    fit = Fit(settings, model, task, loaders, group, metrics, folder, record, embedding, writers, baseline)
     if filled := fill_host_cache(graph, loaders["train"], job.remote_access, job.run_dir, group):
         fit.log_prediction(filled)
     if path := os.environ.get("GNNFLEET_RESUME") or settings.resume:
@@ -223,15 +233,16 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     return fit
 
 
-def _task(settings: TrainSettings, graph: Graph, target: Target, group: RankGroup) -> Task:
+def _task(settings: TrainSettings, graph: Graph, target: Target, group: RankGroup) -> tuple[Task, Baseline | None]:
     task: Task
+    baseline: Baseline | None = None
     if isinstance(target, str):
-        task, why = node_task(graph, target, settings.task, _splits(graph, target), group)
+        task, why, baseline = node_task(graph, target, settings.task, _splits(graph, target), group)
     else:
         task, why = LinkPrediction(settings.hidden), f"links of {type_name(target)}"
     if group.rank == 0:
         print(f"task {task.kind}: {why}", flush=True)
-    return task
+    return task, baseline
 
 
 def _splits(graph: Graph, target: NodeType) -> tuple[str, ...]:

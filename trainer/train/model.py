@@ -8,17 +8,21 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from trainer.core.schema import type_of
+from trainer.core.errors import SettingsError
+from trainer.core.schema import NodeType, type_of
 from trainer.loader.block_loader import edge_attrs
 from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs
 from trainer.nn.link_model import build_link_model, link_facts
-from trainer.nn.models import build_model
+from trainer.nn.models import HETERO_MODELS, build_model
 from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
 from trainer.store.manifest import Manifest
-from trainer.train.checkpoint import Checkpoint
+from trainer.train.checkpoint import SINCE, Checkpoint
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.choose import of_record
 from trainer.train.tasks.target import Target
+
+#: Bytes of trainable rows that nodes with features get without being asked for.
+_MOST_ROWS = 1 << 30
 
 
 def model_facts(manifest: Manifest, target: Target, outputs: int, edge_attr: str | None = None) -> GraphFacts:
@@ -37,18 +41,46 @@ def model_facts(manifest: Manifest, target: Target, outputs: int, edge_attr: str
 def make_model(
     settings: TrainSettings, manifest: Manifest, target: Target, outputs: int, device: torch.device | None = None
 ) -> tuple[nn.Module, ShardedEmbedding | None]:
-    """Return the initial model, and trainable embeddings for node types without features (None if there are none).
+    """Return the initial model, and its trainable rows of nodes (None if no node type has any).
 
     ``target``: the node type of the seeds, or the edge type whose links are predicted. ``outputs``: width of
     the model's output (``Task.outputs``).
     """
     facts = model_facts(manifest, target, outputs, settings.edge_attr)
-    reached = layer_needs(facts.node_types, facts.edge_types, facts.targets, len(settings.fanouts))[0].sources
-    bare = {of: manifest.nodes[of].num_nodes for of in reached if of not in facts.in_dims}
-    embedding = ShardedEmbedding(bare, settings.hidden, settings.seed, device) if bare and facts.hetero else None
+    counts, _ = embedded_nodes(settings, manifest, target, outputs)
+    embedding = ShardedEmbedding(counts, settings.hidden, settings.seed, device) if counts else None
     if isinstance(target, str):
         return build_model(settings, facts, embedding), embedding
     return build_link_model(settings, facts, target, embedding), embedding
+
+
+def embedded_nodes(
+    settings: TrainSettings, manifest: Manifest, target: Target, outputs: int
+) -> tuple[dict[NodeType, int], str]:
+    """Return the number of nodes by type of the types with trainable rows, and in words the types left out, if any.
+
+    The choice depends on the graph and the settings only, and so not on the number of ranks. Raises ``SettingsError``
+    if the settings demand rows of a model that has none.
+    """
+    facts, link = model_facts(manifest, target, outputs, settings.edge_attr), not isinstance(target, str)
+    beside = settings.embeddings == "all" or (settings.embeddings == "auto" and link)
+    if settings.model not in HETERO_MODELS:
+        other = f"model {settings.model} has no trainable rows of nodes; {', '.join(HETERO_MODELS)} have"
+        if settings.embeddings == "all":
+            raise SettingsError(f"embeddings: {other}")
+        return {}, other if link else ""
+    reached = layer_needs(facts.node_types, facts.edge_types, facts.targets, len(settings.fanouts))[0].sources
+    counts = {of: manifest.nodes[of].num_nodes for of in reached}
+    bare = {of: count for of, count in counts.items() if of not in facts.in_dims and facts.hetero}
+    size = 4 * settings.hidden * sum(counts[of] for of in counts if of not in bare)
+    if not beside or (size > _MOST_ROWS and settings.embeddings != "all"):
+        why = (
+            f"nodes with features ({', '.join(of for of in counts if of not in bare)}) have no trainable rows, which "
+            f"would take {size / 1e9:.1f} GB over all ranks, and three times this with the optimizer's state; set "
+            "train.embeddings: all to train them"
+        )
+        return bare, why if beside else ""
+    return counts, ""
 
 
 def trained_model(
@@ -64,9 +96,9 @@ def trained_model(
         device: Device of the model. Default: the CPU.
 
     Returns:
-        The model in evaluation mode, and the trained rows of nodes without features (None if all have features).
+        The model in evaluation mode, and the trained rows of nodes (None if no node type has any).
     """
-    settings, best = TrainSettings(**saved.settings), saved.best
+    settings, best = TrainSettings(**{**SINCE, **saved.settings}), saved.best
     outputs = of_record(saved.task).outputs
     model, embedding = make_model(settings, manifest, type_of(saved.graph["target"]), outputs, device)
     model.load_state_dict(dict(best.model if best else saved.model))

@@ -77,8 +77,13 @@ class TrainSettings:
     eval_negatives: int = setting("Task link: nodes among which a link's target is ranked.", 1000, at_least=1)
     epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
     lr: float = setting("Learning rate (Adam).", 0.004, above=0)
+    embeddings: Literal["auto", "featureless", "all"] = setting(
+        "Which nodes have trainable rows, in the models rgcn, hgt and rsage. featureless: those without features, in "
+        "heterogeneous graphs; all: all, also beside features; auto: all for task link, if those beside features take "
+        "at most 1 GB, else featureless.", "auto"
+    )  # fmt: skip
     embedding_lr: float | None = setting(
-        "Learning rate of embedding rows of nodes without features (SparseAdam); default: lr.", None, above=0
+        "Learning rate of trainable rows of nodes (SparseAdam); default: lr.", None, above=0
     )
     weight_decay: float = setting("Weight decay (Adam).", 0.0, at_least=0)
     seed: int = setting("Random seed of seed order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)

@@ -162,6 +162,8 @@ def _facts(record: RunRecord) -> Iterator[Fact]:
             value = last.get(split)
         if value is not None:
             yield Fact(f"{split} {metric.title}", score_text(value))
+            if beside := metric.baseline(metrics, split):
+                yield Fact(f"{split} {metric.title} without a model", beside.removeprefix("baseline "))
     if record.series.epoch_loss:
         yield Fact("loss", score_text(record.series.epoch_loss[-1][1]))
     if record.series.epochs_done:

@@ -9,7 +9,6 @@ in DGL's order.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +19,7 @@ import numpy as np
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError
+from trainer.core.files import read_json
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.data.raw_arrays import RawArray, RawGraph
 from trainer.data.work_arrays import Piece, WorkArrays, assembled
@@ -251,7 +251,7 @@ def _configs(folder: Path) -> list[Path]:
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            meta = json.loads(path.read_text(encoding="utf-8"))
+            meta = read_json(path)
         except (OSError, ValueError):
             continue
         if isinstance(meta, dict) and {"num_parts", "node_map", "edge_map", "graph_name"} <= meta.keys():
@@ -268,7 +268,10 @@ def _config(folder: Path) -> Path:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    meta: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        meta: Mapping[str, Any] = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}") from error
     if type(meta["num_parts"]) is not int or meta["num_parts"] < 1:
         raise DataError(f"{path}: num_parts is {meta['num_parts']!r}, expected a number")
     for key in ("node_map", "edge_map"):

@@ -7,7 +7,6 @@ The part of each node is read from the output of DGL's partition algorithms, if 
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
+from trainer.core.files import read_json
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.data.raw_arrays import RawArray, RawGraph
 from trainer.data.work_arrays import Piece, WorkArrays, assembled
@@ -175,7 +175,7 @@ def _read_parquet(path: Path) -> Array:
 def _read_metadata(folder: Path) -> Mapping[str, Any]:
     path = folder / METADATA
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as JSON: {error}") from error
     missing = [key for key in ("node_type", "edge_type", "edges") if not isinstance(meta, dict) or key not in meta]
@@ -196,7 +196,7 @@ def _assignment_folder(folder: Path) -> Path | None:
 def _read_num_parts(folder: Path) -> int:
     path = folder / PARTITION
     try:
-        count = json.loads(path.read_text(encoding="utf-8"))["num_parts"]
+        count = read_json(path)["num_parts"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: num_parts cannot be read: {error!r}") from error
     if type(count) is not int or count < 1:

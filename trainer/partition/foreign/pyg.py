@@ -8,7 +8,6 @@ whose META.json has no ``node_offset``, ``row`` and ``col`` number the nodes of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
+from trainer.core.files import read_json
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.data.raw_arrays import RawArray, RawGraph
 from trainer.data.work_arrays import Piece, WorkArrays, assembled
@@ -32,7 +32,7 @@ def read_meta(folder: Path) -> Mapping[str, Any]:
     """Return the content of META.json. Raises ``DataError`` when it is missing or invalid."""
     path = folder / META
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(meta, dict) or type(meta.get("num_parts")) is not int or meta["num_parts"] < 1:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from trainer.core.errors import DataError
+from trainer.core.files import read_regular
 from trainer.data.memory import shared_array
 from trainer.data.raw_arrays import RawArray
 from trainer.sources.pyg import first_line, safe_unpickling
 
-_ERRORS = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, AttributeError, TypeError, KeyError, IndexError)
+_MOST_PLAIN = 1 << 20  #: bytes of a pickle of plain values
 
 
 def load_tensors(path: Path) -> Any:
@@ -65,8 +67,12 @@ def load_pickled_tensors(path: Path) -> Iterator[RawArray]:
 
 def load_pickled_values(path: Path) -> Any:
     """Unpickle dicts, lists, tuples, strings and numbers. Raises ``DataError`` for other classes."""
-    with _errors(path), open(path, "rb") as file:
-        return _PlainUnpickler(file).load()
+    with _errors(path):
+        content = read_regular(path, _MOST_PLAIN)
+        for operation, argument, _ in pickletools.genops(content):
+            if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument) > len(content):  # type: ignore[arg-type]
+                raise pickle.UnpicklingError("it would take too much memory")  # for a list of all smaller places
+        return _PlainUnpickler(io.BytesIO(content)).load()
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -105,7 +111,7 @@ def _errors(path: Path) -> Iterator[None]:
         raise DataError(f"{path} is missing: the partition is incomplete; copy the folders of all parts") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    except _ERRORS as error:
+    except Exception as error:  # pickle and torch raise many types of exceptions, MemoryError among them
         raise DataError(
             f"{path} is not a file of tensors, or is damaged ({first_line(error)}); make the partition again"
         ) from error

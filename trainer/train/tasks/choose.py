@@ -12,6 +12,7 @@ from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType
 from trainer.graph.open import Graph
 from trainer.store.manifest import Manifest
+from trainer.train.tasks.baseline import Baseline, node_baseline
 from trainer.train.tasks.classification import Classification
 from trainer.train.tasks.labels import (
     SeedLabels,
@@ -33,10 +34,10 @@ from trainer.train.tasks.task import Kind, Task
 
 def node_task(
     graph: Graph, target: NodeType, wanted: str, splits: Sequence[str], group: RankGroup
-) -> tuple[Task, str]:  # fmt: skip
+) -> tuple[Task, str, Baseline]:  # fmt: skip
     """Make the task of a node type, after checking the labels of all seeds. Collective.
 
-    ``wanted``: a kind of task, or ``auto``. Returns the task, and the reason for its kind in words. Raises
+    ``wanted``: a kind of task, or ``auto``. Returns the task, the reason for its kind in words, and a baseline. Raises
     ``DataError`` if the target has no labels or train seeds, a seed has no label, or the labels do not fit ``wanted``.
     """
     manifest = graph.manifest
@@ -44,7 +45,8 @@ def node_task(
     labels = group.agree(lambda: [own_labels(graph, target, split, group) for split in splits])
     others = group.sum(torch.tensor([sum(not is_01(each) for each in labels)]))
     kind, why = group.agree(lambda: _kind(manifest, target, wanted, matrix_01=not int(others)))
-    return _task(manifest, target, kind, labels, group), why
+    task = _task(manifest, target, kind, labels, group)
+    return task, why, node_baseline(task, labels, group)
 
 
 def _kind(manifest: Manifest, target: NodeType, wanted: str, matrix_01: bool) -> tuple[Kind, str]:

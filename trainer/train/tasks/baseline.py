@@ -1,0 +1,93 @@
+"""Scores of the simplest predictions, from which one sees whether a model has learned anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.core.ranks import RankGroup
+from trainer.graph.open import Graph
+from trainer.nn.link_metrics import LinkSums
+from trainer.train.tasks.classification import Classification
+from trainer.train.tasks.labels import SeedLabels, labels_01
+from trainer.train.tasks.link import HITS
+from trainer.train.tasks.regression import Regression
+from trainer.train.tasks.task import Labels, Task
+
+if TYPE_CHECKING:
+    from trainer.loader.link_block_loader import LinkBlockLoader
+
+_MOST_COUNTED = 1 << 24  #: train links whose targets are counted; of more links, equally spaced ones
+
+_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Baseline:
+    name: str  #: what is predicted for every seed, in words
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  #: by split and name
+
+    def fields(self) -> dict[str, str | float]:
+        """Return the fields of a ``result`` line: ``baseline``, and ``baseline_<split>_<metric>``."""
+        scores = {f"baseline_{split}_{name}": of for split, found in self.metrics.items() for name, of in found.items()}
+        return {"baseline": self.name, **scores}
+
+
+def node_baseline(task: Task, labels: Sequence[SeedLabels], group: RankGroup) -> Baseline:
+    """Score the prediction that is best for the train seeds if nothing is known of a seed. Collective.
+
+    That is the most frequent class, the mean of numbers, or each label that most seeds have. ``labels``: those of this
+    rank's seeds of each split.
+    """
+    train = next(each.y for each in labels if each.split == "train")
+    if isinstance(task, Classification):
+        counts = group.sum(torch.bincount(train.reshape(-1).long(), minlength=task.outputs).double())
+        name, out = f"class {int(counts.argmax())}, the most frequent", counts
+    elif isinstance(task, Regression):
+        name, out = "the mean", torch.zeros(task.outputs)
+    else:
+        y = labels_01(train).reshape(len(train), task.outputs)
+        known = group.sum((~y.isnan()).double().sum(0))
+        name, out = "each label that most seeds have", group.sum(y.nan_to_num().sum(0)) - known / 2
+    found = {}
+    for each in labels:
+        if each.split != "train":
+            sums = task.metric_sums(out.expand(len(each.y), -1), Labels(y=each.y)) if len(each.y) else None
+            found[each.split] = group.sum(torch.zeros(task.num_sums, dtype=torch.float64) if sums is None else sums)
+    return Baseline(name, {split: task.metrics(sums.tolist()) for split, sums in found.items()})
+
+
+def link_baseline(graph: Graph, loaders: Mapping[str, LinkBlockLoader], task: Task, group: RankGroup) -> Baseline:
+    """Score the ranking of targets by their number of train links, among the negatives that the model gets. Collective.
+
+    Takes 8 bytes of memory per node of the target type.
+    """
+    if len(loaders) == 1:
+        return Baseline("the targets with most links")
+    ends, target = loaders["train"].links.ends, loaders["train"].links.edge_type[2]
+    size, every = graph.manifest.nodes[target].num_nodes, -(-len(ends) // _MOST_COUNTED)
+
+    def counted() -> Tensor:
+        counts, own = np.zeros(size, np.int64), np.arange(group.rank * every, len(ends), group.size * every)
+        for start in range(0, len(own), _AT_ONCE):
+            counts += np.bincount(ends.ends_of(own[start : start + _AT_ONCE])[1], minlength=size)
+        return torch.from_numpy(counts).double()
+
+    def scored(loader: LinkBlockLoader) -> Tensor:
+        sums = LinkSums(HITS)
+        for share in loader.shares(0):
+            _, dst, negatives = (torch.from_numpy(each) for each in loader.ends(share))
+            if len(dst):
+                scores = popular[negatives].expand(len(dst), -1)
+                sums.add(popular[dst], scores.masked_fill(dst[:, None] == negatives, -torch.inf))
+        return sums.sums
+
+    popular = group.sum(group.agree(counted))
+    held_out = [(split, loader) for split, loader in loaders.items() if split != "train"]
+    sums = {split: group.sum(group.agree(lambda loader=loader: scored(loader))) for split, loader in held_out}  # type: ignore[misc]
+    return Baseline("the targets with most links", {split: task.metrics(each.tolist()) for split, each in sums.items()})

@@ -32,6 +32,10 @@ IDLE = {
     "stacks": None,
     "own_ranks": [],
 }
+RANK = {"kind": "step", "t": 5.0, "ended": False, "epoch": 1}
+UNKNOWN = dict.fromkeys(
+    ("at", "step", "steps", "loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")
+)  #: fields of a rank that has not reported them
 TOKEN = "5ecret"
 LABELS = ("node0 (a)", "node1 (b)", "node2 (c)")
 
@@ -97,9 +101,9 @@ def room() -> Iterator[Room]:
 
 def test_hub_and_member_exchange_their_states(room: Room) -> None:
     member = room.member(2)
-    member.report({**IDLE, "ranks": {"3": {"epoch": 1}}})
+    member.report({**IDLE, "ranks": {"3": RANK}})
     room.until(lambda: member.offset is not None and room.hub.members[2].ranks)
-    assert room.hub.members[2].ranks == {"3": {"epoch": 1}} and abs(member.offset or 0) < 0.01
+    assert room.hub.members[2].ranks == {"3": {**RANK, **UNKNOWN}} and abs(member.offset or 0) < 0.01
     assert room.hub.table["2"]["state"] == "training" and room.hub.table["1"] == {"state": "absent", "age": None}
     assert member.table["0"]["state"] == "training" and "2" not in member.table
 
@@ -323,7 +327,9 @@ def test_sentences_of_causes() -> None:
         "stop requested by alice@laptop (Ctrl-C), on node0 (a)",
         "the loss of rank 5 is NaN",
     ]
-    assert received_cause(json.loads(json.dumps(causes[3])), 0) == causes[3]
+    assert received_cause(json.loads(json.dumps(causes[3])), 0, len(LABELS)) == causes[3]
+    with pytest.raises(ValueError, match="no node 3"):
+        received_cause({**causes[3], "node_rank": len(LABELS)}, 0, len(LABELS))
     assert earlier(None, causes[0]) is causes[0] and earlier(None, None) is None
 
 

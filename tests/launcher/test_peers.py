@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import selectors
@@ -183,6 +184,25 @@ def test_rejected_connections_leak_no_file_descriptors(room: Room) -> None:
         room.stranger(b'{"node_rank": "%d"}\n' % number).close()
     room.until(lambda: sum(room.hub.dropped.values()) == 50)
     assert len(room.hub.dropped) < 5 and len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_hub_without_a_free_descriptor_does_not_spin(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def accept(sock: socket.socket) -> Any:
+        nonlocal calls
+        calls += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", accept)
+        member = room.member(1)
+        room.until(lambda: calls, 60.0)
+        seen, since = calls, time.monotonic()
+        while time.monotonic() - since < 1.0:
+            room.turn()
+        assert calls - seen <= 2 * (time.monotonic() - since) + 2
+    room.until(lambda: member.offset is not None, 60.0)
 
 
 def test_a_member_that_sends_invalid_messages_is_dropped_and_may_reconnect(room: Room) -> None:

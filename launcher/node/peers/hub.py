@@ -37,6 +37,8 @@ _GREETING_TIME = 5.0  # seconds a connection has to authenticate itself
 
 _ACCEPTS_AT_ONCE = 32
 
+_PAUSE = 0.5  # seconds without new connections after ``accept`` has found no free file descriptor
+
 _LATE = 2.0  # seconds between two calls of ``look`` that mean that this machine was suspended
 
 _TABLE_NODES = 64  # with at most this many nodes, each answer to a heartbeat contains the state of all nodes
@@ -90,6 +92,7 @@ class Hub:
         self._own: Report = {}
         self._strangers: dict[Link, float] = {}
         self._listener: socket.socket | None = None
+        self._listens_at: float | None = None  # when it is watched again, after a failed ``accept``; monotonic
         self._ordered: float | None = None  # time of the first stop order; monotonic
         self._opened = self._looked = time.monotonic()
         self._checked = 0.0  # when members were last checked for silence
@@ -112,6 +115,9 @@ class Hub:
         if now - self._checked >= min(0.2, len(self.members) / _LOOKS):
             self._checked = now
             self._lose_overdue(now)
+        if self._listens_at is not None and now >= self._listens_at and self._listener is not None:
+            self._listens_at = None
+            self._loop.watch(self._listener, selectors.EVENT_READ, self._accept)
         for link, since in list(self._strangers.items()):
             if now - since > _GREETING_TIME:
                 self._drop(link, "did not authenticate in time")
@@ -199,7 +205,13 @@ class Hub:
         for _ in range(_ACCEPTS_AT_ONCE):
             try:
                 sock = self._listener.accept()[0]
-            except OSError:  # no connection waits, or it was closed meanwhile
+            except (BlockingIOError, ConnectionError):  # no connection waits, or it was closed meanwhile
+                return
+            except OSError:  # no file descriptor is left: the listener would stay ready, and the loop would spin
+                self._loop.unwatch(self._listener)
+                self._listens_at = time.monotonic() + _PAUSE
+                if self._strangers:
+                    self._drop(min(self._strangers, key=lambda one: self._strangers[one]), "no descriptor is left")
                 return
             self._greet(sock)
 

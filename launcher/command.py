@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,16 @@ class Secret(str):
 
     def reveal(self) -> str:
         return str.__str__(self)
+
+
+_SECRET_NAME = re.compile(
+    r"(?!GNNFLEET_)(?:[A-Z0-9_]*_)?(?:KEY|KEY_ID|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|CONNECTION_STRING)"
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether an environment variable's name says that its value is a secret, as that of ``WANDB_API_KEY``."""
+    return _SECRET_NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def atomic_file(dest: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     umask's default.
     """
     dest.parent.mkdir(parents=True, exist_ok=True)
-    temporary = dest.with_name(f".{dest.name}.{uuid.uuid4().hex[:8]}.part")
+    temporary = dest.with_name(f".{uuid.uuid4().hex}.part")  # without the name, which may already be as long as allowed
     _unfinished.add(temporary)
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode or 0o666), "wb") as out:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.command import Secret
+from launcher.command import Secret, is_secret
 from launcher.config.resolve import ResolvedConfig
 from launcher.config.schema import NodeConfig
 from launcher.errors import UsageError
@@ -61,15 +61,9 @@ def check_exportable(config: ResolvedConfig, kind: str) -> None:
         )
 
 
-#: Names of variables with which programs log in to object stores.
-_CREDENTIAL = re.compile(
-    r"(AWS|AZURE|GOOGLE|GCS|FSSPEC)_\w*(KEY|KEY_ID|SECRET|TOKEN|PASSWORD|CREDENTIALS|CONNECTION_STRING)"
-)
-
-
 def without_credentials(config: ResolvedConfig) -> tuple[ResolvedConfig, tuple[str, ...]]:
-    """Return (the config without those variables in ``env`` that are credentials for ``data.store``, their names)."""
-    found = sorted({name for node in config.nodes for name in node.env if _CREDENTIAL.fullmatch(name)})
+    """Return (the config without those variables in ``env`` whose names say that they are secret, their names)."""
+    found = sorted({name for node in config.nodes for name in node.env if is_secret(name)})
     nodes = (
         replace(node, env={name: text for name, text in node.env.items() if name not in found}) for node in config.nodes
     )

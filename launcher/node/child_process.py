@@ -22,11 +22,15 @@ _READS_AT_ONCE = 32  # enough to read a full pipe: one call of ``pump`` after th
 class Child:
     """A child process in its own session; its output goes to a log file. The kernel kills it when its parent ends.
 
-    log: path of the log file. cwd: working directory; None for the parent's. Raises OSError when the process cannot be
+    log: path of the log file. cwd: working directory; None for the parent's. inherited: file descriptors that the
+    process gets, besides its standard ones. Raises OSError when the process cannot be
     started.
     """
 
-    def __init__(self, name: str, argv: Sequence[str], log: str, *, env: Mapping[str, str], cwd: str | None = None):
+    def __init__(
+        self, name: str, argv: Sequence[str], log: str, *, env: Mapping[str, str], cwd: str | None = None,
+        inherited: Sequence[int] = (),
+    ):  # fmt: skip
         self.name = name
         self.log = LineLog(log)
         self.started = time.time()
@@ -37,6 +41,7 @@ class Child:
             list(argv),
             env=dict(env),
             cwd=cwd or None,
+            pass_fds=inherited,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -21,9 +21,9 @@ if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from launcher.node import leases, procs
-from launcher.node.json_reader import record_in
+from launcher.node.json_reader import read_json, record_in
 from launcher.node.json_records import RESULT, STATE
-from launcher.node.record import read_json, write_json
+from launcher.node.record import write_json
 
 _POLL = 0.1  # seconds
 
@@ -43,7 +43,7 @@ class NodeFolder:
         self.mark = f"GNNFLEET_RUN_DIR={self.run_dir}"  #: entry in the environment of the run's processes
         try:
             self._read_spec()
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             self.damage = f"{self.path('node.json')} is damaged ({error!r}); processes are found by the run folder"
 
     def _read_spec(self) -> None:

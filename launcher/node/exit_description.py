@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -24,7 +23,8 @@ def describe(record: Mapping[str, Any]) -> str:
     if signaled in _CRASHES:
         return f"crashed: {_CRASHES[signaled]} ({signaled}){f', {note}' if note else ''}"
     if signaled:
-        return f"was killed by signal {signal_number(signaled)} ({signaled}){f': {note}' if note else ''}"
+        number = f"{record['returncode'] - 128} " if record["returncode"] else ""
+        return f"was killed by signal {number}({signaled}){f': {note}' if note else ''}"
     if record["returncode"] is None:
         return "was still running"
     return f"ended with exit status {record['returncode']}{f': {note}' if note else ''}"
@@ -51,12 +51,6 @@ def last_exception_line(traceback: Iterable[str]) -> str:
         elif in_frames and line and line[0] not in " |+":
             found, in_frames = line.strip(), False
     return found
-
-
-def signal_number(name: str) -> int:
-    """Return the number of a signal: 9 for ``SIGKILL``, 40 for ``SIG40``."""
-    known = signal.Signals.__members__.get(name)
-    return int(known) if known is not None else int(name[3:])
 
 
 def describe_stop(request: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
-"""Validates JSON that may be damaged or untrusted: from other nodes, user scripts, other versions, full disks.
+"""Reads JSON that may be damaged or hostile: from other nodes and users, user scripts, other versions, full disks.
 
-Lines that are not JSON objects are ignored, fields of the wrong type count as missing, and undeclared fields are kept
-unchecked. ``json_records`` declares the records. Python 3.8, standard library only.
+``loads`` is the only place where such JSON is parsed: it limits length and depth. Lines that are not JSON objects are
+ignored, fields of the wrong type count as missing, and undeclared fields are kept unchecked. ``json_records``
+declares the records. Python 3.8, standard library only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
     Validator = Callable[[Any], Any]  #: validates a value: returns it, normalised, or raises ValueError
 
-MAX_LINE = 1 << 26  #: characters of a line of JSON; a longer one counts as damaged
+MAX_LINE = 1 << 26  #: characters of a line or file of JSON; a longer one counts as damaged
+
+MAX_DEPTH = 50  #: lists and objects in each other; Python's own limit depends on the calls under way
 
 _LARGEST = 1 << 63  # integers are in -_LARGEST .. _LARGEST - 1
 
@@ -166,7 +169,7 @@ class Record:
 def _tried(kind: Validator, value: Any) -> tuple[bool, Any]:
     try:
         return True, kind(value)
-    except (ValueError, RecursionError):
+    except ValueError:
         return False, None
 
 
@@ -177,13 +180,41 @@ def _fits(value: int) -> bool:
 # -- texts -----------------------------------------------------------------
 
 
+def loads(data: str | bytes, most: int = MAX_LINE) -> Any:
+    """Return the value in a text of JSON of at most ``most`` characters.
+
+    Raises ValueError for every other text, also for one that is nested more than ``MAX_DEPTH`` deep.
+    """
+    if len(data) > most:
+        raise ValueError(f"longer than {most} characters")
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    begins = data.count(b"[") + data.count(b"{") if isinstance(data, bytes) else data.count("[") + data.count("{")
+    level, depth = [value] if begins > MAX_DEPTH else [], 0
+    while level:
+        if depth == MAX_DEPTH:
+            raise ValueError("nested too deeply")
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level, depth = [one for several in inner for one in several if isinstance(one, (dict, list))], depth + 1
+    return value
+
+
+def read_json(path: str, most: int = MAX_LINE) -> Any:
+    """Return the value in a file of JSON; None if the file does not exist. Raises OSError and ValueError."""
+    try:
+        with open(path, "rb") as file:
+            return loads(file.read(most + 1), most)
+    except FileNotFoundError:
+        return None
+
+
 def json_object(line: str | bytes) -> dict[str, Any] | None:
     """Parse the last JSON object in a line of text; None if there is none.
 
     If a full disk has truncated an object, the next object follows in the same line.
     """
-    if len(line) > MAX_LINE:
-        return None
     value = parsed(line)
     if value is None and isinstance(line, bytes):
         line = line.decode("utf-8", "replace")
@@ -196,8 +227,8 @@ def json_object(line: str | bytes) -> dict[str, Any] | None:
 def parsed(line: str | bytes) -> Any:
     """Return the value in a text of JSON; None if it is not JSON."""
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
+        return loads(line)
+    except ValueError:
         return None
 
 

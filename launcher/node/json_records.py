@@ -6,11 +6,9 @@ docs/ARCHITECTURE.md describes the files. Python 3.8, standard library only.
 from __future__ import annotations
 
 import re
-import signal
 from typing import TYPE_CHECKING, Any
 
 from launcher.node.json_reader import (
-    MAX_LINE,
     Record,
     flag,
     items,
@@ -33,9 +31,9 @@ if TYPE_CHECKING:
 # How a message of watch.py or control.py begins.
 _TOP = re.compile(r'\{"(?:file|state|quiet|result|lost|now|stopped)": ')
 
-_NAME = matching(r"rank\d{1,9}|server|node|launcher")
+_NAME = matching(r"(rank|runner)\d{1,9}|server|node|launcher")
 
-_SIGNAL = matching("|".join([*signal.Signals.__members__, r"SIG\d{1,3}"]))
+_SIGNAL = matching(r"SIG[A-Z]{1,10}\d{0,3}|SIG\d{1,3}")  # the node's system may know others than this one
 
 _TEXTS = items(text)
 
@@ -82,9 +80,15 @@ OUTCOME = Record(
 _PROGRESS = ("epoch", "step", "steps")
 
 
+#: Activities of a rank in ``progress-rank<r>``, in order of a step.
+PHASES = ("load", "compute", "reduce", "evaluate")
+
+_PHASE = one_of(*PHASES)
+
+
 def _at(value: Any) -> list[Any]:
     epoch, step, phase = value if isinstance(value, list) and len(value) == 3 else (None, None, None)
-    return [natural(epoch), natural(step), phase if isinstance(phase, str) else ""]
+    return [natural(epoch), natural(step), _PHASE(phase)]
 
 
 def _most(value: Any) -> list[Any]:
@@ -95,12 +99,14 @@ def _most(value: Any) -> list[Any]:
 #: How a rank uses its GPU, as the trainer's DeviceMonitor reports it.
 _DEVICE = table(number, r"\w{1,40}")
 
+_RANK_NUMBERS = ("loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")
+
 #: The last metrics of a rank, in a node's state.
 _RANK_STATE = Record(
     {},
     {"at": (none_or(_at), None), **{name: (none_or(natural), None) for name in _PROGRESS}},
     {
-        **{name: none_or(real) for name in ("loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")},
+        **dict.fromkeys(_RANK_NUMBERS, none_or(real)),
         "most": none_or(_most),
         "device": _DEVICE,
         "kind": text,
@@ -128,7 +134,11 @@ STARTED = Record(
 #: A rank's wait that has passed its deadline, as in ``procs/wait-rank<r>.json``.
 WAIT = Record(
     {"t": moment, "rank": natural, "of": text, "seconds": number},
-    {"request": (text, ""), "node_rank": (none_or(natural), None), "stack": (items(text), list), "at": (text, "")},
+    {
+        **dict.fromkeys(("request", "server", "at"), (text, "")),
+        "node_rank": (none_or(natural), None),
+        "stack": (items(text), list),
+    },
     {},
 )
 
@@ -156,6 +166,76 @@ _RESTARTS: dict[str, Validator] = {
     "left": flag,
     "no_restart": text,
 }
+
+#: The last metrics of a rank, in a report to the hub, which needs all fields.
+_RANK_REPORT = Record(
+    {"kind": text, "t": moment, "ended": flag},
+    {
+        "at": (none_or(_at), None),
+        **dict.fromkeys(_PROGRESS, (none_or(natural), None)),
+        **dict.fromkeys(_RANK_NUMBERS, (none_or(real), None)),
+    },
+    {"most": none_or(_most), "device": _DEVICE, "done": flag},
+)
+
+#: A checkpoint that a restart may continue from, see ``newest_checkpoint``.
+_CHECKPOINT = Record(
+    {"file": matching(r"epoch-\d{4,9}(-step-\d{6,12})?\.pt"), "epoch": natural, "step": natural}, {}, {}
+)
+
+#: What a node can contribute to a restart.
+_STANDING = Record({"checkpoint": none_or(_CHECKPOINT), "parts": items(natural), "stepped": flag}, {}, {})
+
+#: A member's report to the hub (``launcher.node.peers.model.Report``).
+MEMBER_REPORT = Record(
+    {
+        "t": moment,
+        "offset": none_or(number),
+        "state": text,
+        "trained": none_or(flag),
+        "final": none_or(text),
+        "cause": none_or(CAUSE),
+        "ranks": table(_RANK_REPORT),
+        "findings": items(FINDING),
+        "stacks": none_or(table(_TEXTS, r"\d{1,9}|server")),
+        "own_ranks": items(natural),
+    },
+    {"waits": (table(WAIT), dict), "generation": (natural, 0), "standing": (none_or(_STANDING), None)},
+    {},
+)
+
+#: A node that the run continues without, in a decision.
+_GONE = Record({"since": moment, "t": moment, **dict.fromkeys(("why", "how", "kind", "text"), text)}, {}, {})
+
+#: The hub's decision after an attempt (``launcher.node.supervisor.restart.decide``).
+_DECISION = Record(
+    {"generation": natural, "restart": flag, "leave": flag},
+    {
+        **dict.fromkeys(("why", "reason"), (text, "")),
+        **dict.fromkeys(("lead", "first"), (natural, 0)),
+        **dict.fromkeys(("t", "seconds"), (number, 0.0)),
+        **dict.fromkeys(("nodes", "without"), (items(natural), list)),
+        **dict.fromkeys(("ranks", "parts"), (table(items(natural)), dict)),
+        **dict.fromkeys(("left", "given_up"), (flag, False)),
+        "checkpoint": (none_or(_CHECKPOINT), None),
+        "cause": (none_or(CAUSE), None),
+        "records": (items(RESTART), list),
+        "gone": (table(_GONE), dict),
+    },
+    {},
+)
+
+#: The hub's answer to a report.
+ORDERS = Record(
+    {
+        "t2": moment,
+        "cause": none_or(CAUSE),
+        **dict.fromkeys(("stop", "finish", "stacks", "known_final"), flag),
+        "peers": none_or(table(_PEER)),
+    },
+    {"decision": (none_or(_DECISION), None), "generation": (none_or(natural), None)},
+    {"t0": moment, "t1": moment},
+)
 
 _ABOUT_OTHERS = {
     "clock_offset": (none_or(number), None),
@@ -284,12 +364,12 @@ def message_in(line: str) -> dict[str, Any] | None:
     found = _TOP.search(line)
     if found is None:
         return None
-    value = parsed(line[found.start() :]) if len(line) <= MAX_LINE else None
+    value = parsed(line[found.start() :])
     if not isinstance(value, dict):
         raise Damaged(f"received a damaged JSON line of {len(line):,} characters")
     try:
         return _message(value)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Damaged(f"received `{found[0]}…` with a field missing or of the wrong type ({error})") from None
 
 

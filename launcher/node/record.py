@@ -1,4 +1,4 @@
-"""Reads and writes the files of a run folder: replaced atomically, or appended line by line. Formats time stamps."""
+"""Writes the files of a run folder: replaced atomically, or appended line by line. Formats time stamps."""
 
 from __future__ import annotations
 
@@ -39,15 +39,6 @@ def why_unwritten(path: str, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk of {os.path.dirname(path)} is full"
     return f"{path} cannot be written: {error.strerror}"
-
-
-def read_json(path: str) -> Any:
-    """Return the JSON value in ``path``; None if the file does not exist. Raises OSError and ValueError."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except FileNotFoundError:
-        return None
 
 
 def append_json(path: str, value: Any) -> None:

@@ -30,7 +30,7 @@ if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from launcher.node import procs
-from launcher.node.json_reader import checked, json_object, record_in
+from launcher.node.json_reader import checked, json_object, loads, record_in
 from launcher.node.json_records import METRIC, RESULT, STATE
 from launcher.node.record import stamp
 
@@ -301,7 +301,7 @@ def pause_or_exit(seconds: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="watch.py", description="Follows a node's run folder as JSON lines.")
     parser.add_argument("run_dir", help="the node's run folder")
-    parser.add_argument("--offsets", type=json.loads, default={}, help="byte offset to continue from, by file, as JSON")
+    parser.add_argument("--offsets", type=loads, default={}, help="byte offset to continue from, by file, as JSON")
     parser.add_argument("--once", action="store_true", help="print the present content and exit")
     parser.add_argument("--only", default="*", help="comma-separated patterns of files (logs/rank*.log); '': no files")
     parser.add_argument("--since", type=float, help="skip lines before this time (seconds since the epoch, this clock)")

@@ -23,6 +23,7 @@ from launcher.config.resolve import ResolvedConfig, resolve
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, UsageError
 from launcher.files import CODE_ROOT, is_plain_path, write_whole
+from launcher.node.json_reader import read_json
 from launcher.plan.model import Partitioning
 
 
@@ -329,6 +330,6 @@ def _source_state(source: str | None) -> list[list[object]]:
 
 def _read(stamp: Path) -> object:
     try:
-        return json.loads(stamp.read_text())
+        return read_json(str(stamp))
     except (OSError, ValueError):
         return None

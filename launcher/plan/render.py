@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
-from launcher.command import Command, Secret, quote
+from launcher.command import Command, Secret, is_secret, quote
 from launcher.config.schema import TrainConfig
 from launcher.hostlist import fold
 from launcher.plan.model import LaunchPlan, NodePlan, Partitioning, PlannedFile
@@ -88,7 +88,7 @@ def describe_command(command: Command) -> str:
 
 def describe_env(env: Mapping[str, str]) -> str:
     """Return environment variables as ``A=1 B='two words'``, sorted; secrets are shown as ``***``."""
-    return " ".join(f"{name}={_word(value)}" for name, value in sorted(env.items()))
+    return " ".join(f"{name}={'***' if is_secret(name) else _word(value)}" for name, value in sorted(env.items()))
 
 
 def file_groups(node: NodePlan) -> dict[str, list[PlannedFile]]:

@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
-from launcher.command import Secret
+from launcher.command import Command, Secret, is_secret, quote
 from launcher.errors import FleetError
 from launcher.files import decompress
+from launcher.node.json_reader import loads
 from launcher.plan.model import LaunchPlan
 
 FORMAT, VERSION = "gnnfleet-run", 3
@@ -26,8 +27,17 @@ _LARGE = 100_000  # characters; larger plans are compressed, as every node gets 
 
 
 def to_json(plan: LaunchPlan) -> str:
-    """Return the complete plan as indented JSON; secrets are shown as ``***``."""
-    return json.dumps(_builtins(plan), indent=1)
+    """Return the complete plan as indented JSON; secrets, also those in the user's ``env``, are shown as ``***``."""
+    values = _builtins(plan)
+    for node, shown in zip(plan.nodes, values["nodes"], strict=True):
+        for name in ("start", "server", "trainer"):
+            command: Command | None = getattr(node, name)
+            for secret in filter(is_secret, command.env if command else ()):
+                shown[name]["env"][secret] = "***"
+                for file in shown["files"]:  # start.sh
+                    export = f"export {secret}={quote(command.env[secret])}\n" if command else ""
+                    file["content"] = file["content"].replace(export, f"export {secret}=***\n")
+    return json.dumps(values, indent=1)
 
 
 def run_json(plan: LaunchPlan) -> str:
@@ -47,17 +57,17 @@ def read_run(text: str) -> LaunchPlan:
     Raises FleetError for a damaged file or an unsupported format version.
     """
     try:
-        values = json.loads(text)
+        values = loads(text)
         kind = values.get("format"), values.get("version")
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError) as error:
         raise FleetError(f"run.json is damaged: {error}") from None
     if kind != (FORMAT, VERSION):
         raise FleetError(f"run.json is of format {kind[0]} version {kind[1]}; this program reads {FORMAT} {VERSION}")
     try:
         packed = values.get("packed")
-        plan = json.loads(decompress(base64.b64decode(packed), _MOST)) if packed else values.get("plan")
+        plan = loads(decompress(base64.b64decode(packed), _MOST), _MOST) if packed else values.get("plan")
         return msgspec.convert(plan, LaunchPlan)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise FleetError(f"run.json is damaged: {error}") from None
 
 

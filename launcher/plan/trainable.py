@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from launcher.config.schema import ClusterConfig, DataConfig
 from launcher.errors import FleetError, UsageError
+from launcher.node.json_reader import loads
 from launcher.plan.partition import PartitionFiles, read_partition_files
 
 #: Models that train on homogeneous graphs only; the other models train on any graph.
@@ -65,7 +65,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     """Return an option as a mapping, parsed if it is JSON text; {} if it is neither a mapping nor JSON."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = loads(value)
         except ValueError:
             return {}
     return value if isinstance(value, Mapping) else {}

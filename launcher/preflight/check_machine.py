@@ -36,6 +36,9 @@ def _tmux(survey: Survey, k: int) -> Iterator[Finding]:
         message = f"tmux {version} is too old; {oldest} or newer is needed"
         remedy = "install a newer version (apt, dnf, or `conda install tmux`)"
         yield survey.finding(k, "block", "tmux", message, remedy)
+    elif why := survey.probes[k]["tmux_error"]:
+        remedy = "have it removed by its owner or an administrator; tmux creates it again, for this user alone"
+        yield survey.finding(k, "block", "tmux", f"tmux refuses the folder of its sockets: {why}", remedy)
     else:
         yield survey.finding(k, "ok", "tmux", f"tmux {version}")
 

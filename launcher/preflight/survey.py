@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from launcher.config.resolve import ResolvedConfig
 from launcher.config.roles import device_packages, store_packages
 from launcher.config.schema import node_workdir
+from launcher.node.json_reader import read_json
 from launcher.node.programs.packages import size_of
 from launcher.plan.files import code_digest
 from launcher.plan.placement import is_ip, run_dir, session_name
@@ -101,7 +101,7 @@ def _graph(found: Mapping[str, Any]) -> GraphSize:
 def local_parts(folder: str) -> LocalParts | None:
     """Read the manifest in ``folder`` on the launching machine; None if it is missing or damaged."""
     try:
-        manifest = json.loads((Path(folder).expanduser() / "manifest.json").read_text())
+        manifest = read_json(str(Path(folder).expanduser() / "manifest.json"))
         return LocalParts(manifest["fingerprint"], _graph(size_of(manifest)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None

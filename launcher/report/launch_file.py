@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from launcher.errors import FleetError
 from launcher.files import write_whole
 from launcher.node import procs
-from launcher.node.json_reader import Record, flag, items, moment, natural, none_or, one_of, text
+from launcher.node.json_reader import Record, flag, items, loads, moment, natural, none_or, one_of, text
 from launcher.transport.slurm_client import job_status
 
 Stage = Literal["queue", "connect", "preflight", "partition", "sync", "start", "train", "collect", "end"]
@@ -102,10 +102,10 @@ class LaunchFile:
     def read(cls, folder: Path) -> LaunchFile | None:
         """Read ``launch.json`` in ``folder``; None if there is none. Raises FleetError if the file is damaged."""
         try:
-            return _from_json(json.loads((folder / NAME).read_text(encoding="utf-8", errors="replace")))
+            return _from_json(loads((folder / NAME).read_text(encoding="utf-8", errors="replace")))
         except FileNotFoundError:
             return None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise FleetError(
                 f"{folder / NAME} is damaged ({error}); delete it, the run's other files are enough"
             ) from None

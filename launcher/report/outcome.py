@@ -27,7 +27,7 @@ _LAST_LINES = 12
 class Outcome:
     """How one process ended, or how a whole node was lost (``name`` is then ``node``)."""
 
-    name: str  #: rank3, server, node
+    name: str  #: rank3, runner3, server, node
     node_rank: int
     host: str
     rank: int | None
@@ -102,7 +102,8 @@ class Outcome:
     @property
     def log_name(self) -> str:
         """Path of the process's log file, relative to the run folder."""
-        return f"logs/node{self.node_rank}/{'supervisor' if self.name == 'node' else self.name}.log"
+        name = "supervisor" if self.name == "node" else re.sub(r"runner\d+", "runners", self.name)
+        return f"logs/node{self.node_rank}/{name}.log"
 
     @property
     def place(self) -> str:

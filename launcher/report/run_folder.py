@@ -13,7 +13,7 @@ from launcher.config.loader import load_config
 from launcher.config.resolve import ResolvedConfig, resolve_saved
 from launcher.errors import ConfigError, FleetError, UsageError
 from launcher.files import write_whole
-from launcher.node.json_reader import records
+from launcher.node.json_reader import loads, records
 from launcher.node.json_records import EVENT, REPORT
 from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import read_run
@@ -104,7 +104,7 @@ def _registered() -> list[Path]:
 def _registered_folder(entry: Path) -> Path | None:
     # A damaged file must not hide the other runs.
     try:
-        return Path(json.loads(_text(entry))["folder"])
+        return Path(loads(_text(entry))["folder"])
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -215,8 +215,8 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     if not text:
         return None
     try:
-        return REPORT(json.loads(text))
-    except (ValueError, RecursionError) as error:
+        return REPORT(loads(text))
+    except ValueError as error:
         raise FleetError(
             f"{folder / 'result.json'} is damaged ({error}); delete it, then `gnnfleet collect {folder.name}`"
             " writes a new one"

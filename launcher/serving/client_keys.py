@@ -12,6 +12,7 @@ from pathlib import Path
 from launcher.errors import FleetError, UsageError
 from launcher.files import write_whole
 from launcher.manage.node_views import OpenRun
+from launcher.node.json_reader import json_object, text
 from launcher.plan.service_key import new_key_pair
 from launcher.report.launch_file import user_name
 from launcher.serving.cluster_state import (
@@ -59,10 +60,15 @@ def make_key(run: OpenRun, output: Path, person: str | None) -> MadeKey:
 
 def server_key(states: Mapping[int, ServerState]) -> str | None:
     """Return the public key that all graph servers share; None if the cluster is not encrypted."""
-    for one in states.values():
-        if "service.key" in one.files:
-            return str(json.loads(one.files["service.key"])["public"])
-    return None
+    keys = [one.files["service.key"] for one in states.values() if "service.key" in one.files]
+    if not keys:
+        return None
+    try:
+        return next(text(found["public"]) for found in map(json_object, keys) if found and "public" in found)
+    except (StopIteration, ValueError):
+        raise FleetError(
+            "service.key in the run folders of the servers is damaged; stop and start the serving cluster"
+        ) from None
 
 
 def admit(run: OpenRun, client: str, public: str) -> list[str]:

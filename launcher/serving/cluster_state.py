@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, TransportError, UsageError, node_label
 from launcher.manage.node_views import OpenRun, opened
 from launcher.manage.select import Choice, chosen, discovered
-from launcher.node.json_reader import checked, json_object
+from launcher.node.json_reader import checked, json_object, loads
 from launcher.node.json_records import STATS
 from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import run_json
@@ -60,10 +59,10 @@ class ClusterDescription:
 def read_description(text: str, where: str) -> ClusterDescription:
     """Parse the text of a ``cluster.json``. Raises FleetError if it is damaged; the message begins with ``where``."""
     try:
-        raw: Mapping[str, Any] = json.loads(text)
+        raw: Mapping[str, Any] = loads(text)
         servers = tuple(_server(node) for node in raw["nodes"] if node["endpoint"] and node["parts"])
         return ClusterDescription(str(raw["run_id"]), int(raw.get("version", 1)), int(raw["num_parts"]), servers)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise FleetError(
             f"{where}: cluster.json is damaged ({error!r}); `gnnfleet serve --config FILE` writes it again"
         ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import os
 import re
 from collections.abc import Mapping
@@ -11,13 +12,14 @@ from typing import Annotated, Any
 
 import msgspec
 
-from launcher.errors import NodeCallError, TransportError, reason_of
+from launcher.errors import NodeCallError, RemoteFileError, TransportError, reason_of
 from launcher.files import atomic_file, decompress, is_plain_path
 from launcher.node.json_reader import record_in
 from launcher.node.json_records import OUTCOME
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import Collected
 from launcher.report.metrics import read_metrics
+from launcher.text import printable
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import call
@@ -30,7 +32,7 @@ _ROOM = 32 << 20  # bytes of small files in one reply
 
 #: Files to fetch: pattern of paths below a node's run folder.
 _WANTED = (
-    r"(logs/[^/]+\.log|outcomes/[^/]+\.json|metrics-rank\d+\.jsonl|checkpoints/last\.pt|output/.+|tensorboard/.+|"
+    r"(?s:logs/[^/]+\.log|outcomes/[^/]+\.json|metrics-rank\d+\.jsonl|checkpoints/last\.pt|output/.+|tensorboard/.+|"
     r"events\.jsonl|state\.json|result\.json)"
 )
 
@@ -68,27 +70,31 @@ def _collect_node(
     if isinstance(transport, TransportError):
         raise transport
     answer, room = _request_files(node, transport, folder), _ROOM
-    notes = [f"{node.label}: {node.run_dir}/{path} could not be read ({why})" for path, why in answer.errors.items()]
+    where = {path: f"{node.label}: {node.run_dir}/{path}" for path in (*answer.errors, *answer.files)}
+    notes = [f"{where[path]} could not be read ({why})" for path, why in answer.errors.items()]
     for path, file in answer.files.items():
         if path == _CHECKPOINT and not with_checkpoint:
             continue
         dest = folder / _local_path(node.node_rank, path)
-        if not _is_wanted(path) or not dest.parent.resolve().is_relative_to(folder.resolve()):
-            notes.append(f"{node.label}: ignored a file that was not requested: {path}")
-            continue
-        if file.data is None:
-            transport.download(f"{node.run_dir}/{path}", dest, most=file.bytes)
-        else:
-            try:
-                content = decompress(base64.b64decode(file.data), min(file.bytes, _SMALL, room))
-            except ValueError as error:
-                notes.append(f"{node.label}: {node.run_dir}/{path} arrived damaged ({error}); it stays on the node")
+        try:
+            if not _is_wanted(path) or not dest.parent.resolve().is_relative_to(folder.resolve()):
+                notes.append(f"{where[path]}: ignored a file that was not requested, or whose name cannot be used here")
                 continue
-            room -= len(content)
-            with atomic_file(dest) as out:
-                out.write(content)
-        os.utime(dest, ns=(file.mtime_ns, file.mtime_ns))
-    return notes
+            if file.data is None:
+                transport.download(f"{node.run_dir}/{path}", dest, most=file.bytes)
+            else:
+                content = decompress(base64.b64decode(file.data), min(file.bytes, _SMALL, room))
+                room -= len(content)
+                with atomic_file(dest) as out:
+                    out.write(content)
+            os.utime(dest, ns=(file.mtime_ns, file.mtime_ns))
+        except (ValueError, RemoteFileError) as error:  # ValueError: also a name that SFTP cannot encode
+            notes.append(f"{where[path]} arrived damaged or not at all ({reason_of(error)}); it stays on the node")
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            notes.append(f"{where[path]} cannot be stored as {dest} ({error.strerror}); it stays on the node")
+    return [printable(note).replace("\n", " ") for note in notes]
 
 
 class _File(msgspec.Struct):

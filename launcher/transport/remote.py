@@ -9,7 +9,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import paramiko
@@ -34,6 +34,10 @@ _LOGINS_AT_ONCE = 8  # logins in parallel at one address; sshd's default MaxStar
 _COMMAND_SLOTS = 6
 
 _SFTP_SLOTS = 2
+
+_SESSIONS = 4  # sessions that a launch needs at once: it follows the node, transfers files and runs a command
+
+_SESSIONS_WAIT = 10.0  # seconds until a refusal of a session counts
 
 _KILL_TIMEOUT = 5.0  # seconds
 
@@ -117,6 +121,13 @@ class RemoteTransport(ProcessTransport):
         self._sftp_idle.clear()
 
     # -- commands ----------------------------------------------------------
+
+    def check_sessions(self) -> None:
+        """Raise TransportError unless the host allows ``_SESSIONS`` sessions at once, of which the caller has one."""
+        deadline = time.monotonic() + _SESSIONS_WAIT
+        with self.translated(), ExitStack() as opened:
+            for _ in range(_SESSIONS - 1):
+                opened.callback(self._begin(Command(("cat",)), deadline).close)
 
     @contextmanager
     def _started(self, command: Command, deadline: float) -> Iterator[Process]:

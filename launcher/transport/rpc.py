@@ -131,7 +131,7 @@ class NodeAgent:
         raise _ended(self._talk.ended(), self._python, self._transport)
 
     def _checked(self, text: str) -> dict[str, Any]:
-        with suppress(ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError):
+        with suppress(ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError, OverflowError):
             answer = parsed(text)
             received, sent = answer["times"]
             if isinstance(answer.get("error", ""), str) and math.isfinite(received) and math.isfinite(sent):

@@ -21,6 +21,7 @@ HEALTHY: dict[str, Any] = {
     "python": "/usr/bin/python3",
     "versions": VERSIONS,
     "tmux": "3.3a",
+    "tmux_error": "",
     "devices": [],
     "gpus": [],
     "driver": "",

@@ -12,8 +12,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from launcher.node.child_process import Loop
+from launcher.node.peers.hub import Hub
+from launcher.node.peers.model import PeerConfig
+from launcher.node.supervisor.health import Health
+from launcher.node.supervisor.journal import Journal
+from launcher.node.supervisor.outcomes import OutcomeBook
+from launcher.node.supervisor.spec import NodeSpec
 from node_kit import NODE, PYTHON, RANK_RUNNER, RunFolder
 from ports import free_port
 from waiting import wait_until
@@ -166,3 +173,16 @@ def tcp_proxy(port: int) -> Iterator[Proxy]:
 def control(action: str, node: RunFolder, *options: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, str(NODE / "control.py"), action, str(node.path), *options]
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)
+
+
+def health_of(tmp_path: Path, **more: Any) -> tuple[Health, Hub]:
+    """Return the ``Health`` of node 0 of two nodes, and its hub, which has no connections."""
+    values = {"num_nodes": 2, "ready_file": "", "server": None, "trainer": None, "start_timeout": 9.0, "grace": 1.0}
+    labels = ("node0 (gnn1)", "node1 (gnn2)")
+    spec = NodeSpec("r1", "t", 0, run_dir=str(tmp_path), ranks=(0,), labels=labels, **values, **more)
+    hub = Hub(PeerConfig("t", 0, spec.labels, "", "", 0, 9.0, 6.0), loop=cast(Loop, None))
+    hub.members[1].own_ranks = (1,)
+    for folder in ("procs", "logs"):
+        (tmp_path / folder).mkdir()
+    book = OutcomeBook(Journal(str(tmp_path), 0), 0, (0,))
+    return Health(spec, book, hub, lambda seconds: None), hub

@@ -17,7 +17,8 @@ REDUCE = "all_reduce at trainer/train/optimize.py:98"
 
 
 def wait(rank: int, t: float = 50.0, of: str = "ranks", **more: Any) -> dict[str, Any]:
-    return {"t": t, "rank": rank, "of": of, "seconds": 120.0, "request": "", "node_rank": None, "at": REDUCE, **more}
+    about = {"request": "", "node_rank": None, "server": "", "at": REDUCE}
+    return {"t": t, "rank": rank, "of": of, "seconds": 120.0, **about, **more}
 
 
 def known(ranks: dict[int, str], servers: dict[int, str] | None = None) -> Processes:
@@ -76,6 +77,17 @@ def test_a_graph_server_that_does_not_answer(state: str) -> None:
     else:  # a rank of that node that is blocked explains more
         assert culprit.rank == 2 and culprit.text.endswith(text)
         assert describe([asked], known({0: REDUCE}, {1: state} if state else {})).text.startswith(text)
+
+
+def test_no_host_of_the_run_is_blamed_for_a_server_of_a_serving_cluster() -> None:
+    asked = wait(3, of="server", request="batch", server="node0 (gpu1) of products", seconds=60.0)
+    culprit = describe([asked], known({0: REDUCE, 3: REDUCE}, {0: "serve at server.py:8"}))
+    assert (culprit.node_rank, culprit.rank) == (1, 3)
+    assert culprit.text == (
+        "rank 3 on node1 (gnn2) waited 60 s for the graph server of node0 (gpu1) of products to answer a batch request"
+    )
+    unknown = describe([wait(3, of="server", request="batch", node_rank=77)], known({3: REDUCE}))
+    assert (culprit.node_rank, culprit.rank) == (1, 3) and "the graph server of node77" in unknown.text
 
 
 def test_sampler_threads() -> None:

@@ -356,6 +356,7 @@ def test_data_must_exist_in_mode_verify() -> None:
     [
         ({"tmux": ""}, "block", "tmux", "not installed"),
         ({"tmux": "1.8"}, "block", "tmux", "tmux 1.8 is too old; 2.1 or newer"),
+        ({"tmux_error": "/tmp/tmux-7 belongs to another user (uid 8)"}, "block", "tmux", "belongs to another user"),
         ({"taken": "/w/1/runs/r/node1"}, "block", "run id", "/w/1/runs/r/node1 exists"),
         ({"open_files": 64}, "block", "open files", "64 open files allowed (ulimit -n), 264 needed for 2 processes"),
         ({"lease_error": "/tmp/x: no"}, "warn", "leases", "/tmp/x: no"),

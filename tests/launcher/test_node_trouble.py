@@ -13,14 +13,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launcher.node import procs
-from launcher.node.child_process import Loop
+from launcher.node.child_process import Loop, outcome
 from launcher.node.log_lines import LineLog
 from launcher.node.supervisor.journal import Journal, LatestWriter
-from launcher.node.supervisor.outcomes import Mailbox, OutcomeBook
+from launcher.node.supervisor.outcomes import Mailbox, OutcomeBook, write_or_mail
 from node_kit import ROOT
 from peers_kit import Run
 from waiting import wait_until
@@ -133,15 +134,39 @@ def test_an_io_error_does_not_count_as_a_deleted_folder(tmp_path: Path, monkeypa
     assert not journal.folder_exists()
 
 
-def test_malformed_datagrams_are_logged_once(tmp_path: Path, loop: Loop) -> None:
+HOSTILE_MAIL = (
+    b"", b"\xff\xfe", b"[7]", b"{}", b"null", b"NaN", b'"text"', b"[" * 60_000, b'{"rank":' * 9_000, b"9" * 9_000,
+    b'{"rank": 1e999}', b'{"rank": null, "runner": {}}', b'{"rank": 0, "trouble": []}', b'{"rank": [0]}',
+    b'{"rank": 0, "runner": {"pid": -1, "start_ticks": "x"}}',
+    b'{"rank": -1}', b'{"rank": 99999999999999999999999}', b"{" + b'"rank": 0, ' * 9_000 + b'"rank": {}}',
+)  # fmt: skip
+
+
+def test_hostile_records_do_not_end_the_supervisor(tmp_path: Path, loop: Loop) -> None:
     journal = Journal(str(tmp_path), 0)
-    mailbox = Mailbox(loop, OutcomeBook(journal, 0, (0,)), "token", f"test-{os.getpid()}")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        for number in range(50):
-            sock.sendto(b"[%d]" % number, f"\0gnnfleet-{os.getuid()}-test-{os.getpid()}")
-            loop.turn(1.0)
+    book = OutcomeBook(journal, 0, (0,))
+    mailbox = Mailbox(loop, book)
+    with socket.socket(fileno=os.dup(mailbox.sender)) as sock:
+        assert not sock.getpeername()  # no name at which other users could send
+    for data in HOSTILE_MAIL:
+        os.write(mailbox.sender, data)
+        loop.turn(1.0)
+    sound = outcome("rank0", 0, 0, returncode=3, signal="SIGFUTURE", ended=1.0)
+    write_or_mail(str(tmp_path / "missing" / "rank0.json"), sound, mailbox.sender)
+    loop.turn(1.0)
     mailbox.close()
+    assert book.outcomes["rank0"]["returncode"] == 3
     assert (tmp_path / "logs" / "supervisor.log").read_text().count("ignored a malformed record") == 1
+
+
+def test_a_record_for_a_supervisor_that_has_ended_is_only_mentioned(tmp_path: Path, loop: Loop, capsys: Any) -> None:
+    mailbox = Mailbox(loop, OutcomeBook(Journal(str(tmp_path), 0), 0, (0,)))
+    sender = os.dup(mailbox.sender)
+    mailbox.close()
+    for number in (sender, None):
+        write_or_mail(str(tmp_path / "missing" / "rank0.json"), {"rank": 0}, number)
+    os.close(sender)
+    assert capsys.readouterr().out.count("cannot send the record") == 2
 
 
 def test_the_tail_of_a_log_shortens_long_lines(tmp_path: Path) -> None:

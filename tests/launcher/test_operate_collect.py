@@ -12,6 +12,8 @@ import pytest
 
 from fake_transport import FakeTransport
 from launcher.errors import UnreachableError
+from launcher.node.programs import collect_files
+from launcher.sync.collect import _WANTED as WANTED
 from launcher.sync.collect import collect
 from launcher.transport.base import OnBytes
 from launcher.transport.local import LocalTransport
@@ -133,6 +135,25 @@ def test_a_node_cannot_write_outside_its_folder_or_more_than_announced(plan, tmp
     assert (here / "checkpoints/last.pt").stat().st_size == 1000
     assert not any(outside.iterdir()) and not (tmp_path / "escaped").exists() and not (tmp_path / "absolute").exists()
     assert len(collected.notes) == 7, collected.notes
+
+
+def test_a_file_whose_name_does_not_fit_does_not_stop_the_others(plan, tmp_path) -> None:
+    node, first = FakeTransport(), plan.nodes[0]
+    top = tmp_path / "on-node"
+    names = ["a" * 255, "b\nc", os.fsdecode(b"caf\xe9"), "d \x1b[31m", "z.txt"]
+    for name in names:
+        (top / "output").mkdir(parents=True, exist_ok=True)
+        (top / "output" / name).write_text("kept")
+    answer = collect_files.main({"path": str(top), "wanted": WANTED, "have": {}, "small": 1 << 20, "room": 1 << 20})
+    answer["files"]["output/" + "y" * 256] = answer["files"]["output/z.txt/below"] = packed(b"x")
+    answer["files"]["output/\udce9large"] = {"bytes": 5, "mtime_ns": 0, "data": None}
+    answer["files"]["output/zz.txt"] = packed(b"last")
+    node.on_program("collect_files", lambda request: answer)
+    collected = collect(make_launch([first]), {0: node}, tmp_path / "here")
+    found = {path.name for path in (tmp_path / "here/output/node0").iterdir()}
+    assert found == {"a" * 255, names[2], "z.txt", "zz.txt"}
+    assert len(collected.notes) == 5, collected.notes
+    assert all(note.isprintable() for note in collected.notes), collected.notes
 
 
 @pytest.mark.parametrize("answer", [[], {"files": []}, {"files": {"a": 1}, "errors": {}}, {"files": {}, "errors": [1]}])

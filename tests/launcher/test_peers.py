@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import selectors
@@ -32,6 +33,10 @@ IDLE = {
     "stacks": None,
     "own_ranks": [],
 }
+RANK = {"kind": "step", "t": 5.0, "ended": False, "epoch": 1}
+UNKNOWN = dict.fromkeys(
+    ("at", "step", "steps", "loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")
+)  #: fields of a rank that has not reported them
 TOKEN = "5ecret"
 LABELS = ("node0 (a)", "node1 (b)", "node2 (c)")
 
@@ -97,9 +102,9 @@ def room() -> Iterator[Room]:
 
 def test_hub_and_member_exchange_their_states(room: Room) -> None:
     member = room.member(2)
-    member.report({**IDLE, "ranks": {"3": {"epoch": 1}}})
+    member.report({**IDLE, "ranks": {"3": RANK}})
     room.until(lambda: member.offset is not None and room.hub.members[2].ranks)
-    assert room.hub.members[2].ranks == {"3": {"epoch": 1}} and abs(member.offset or 0) < 0.01
+    assert room.hub.members[2].ranks == {"3": {**RANK, **UNKNOWN}} and abs(member.offset or 0) < 0.01
     assert room.hub.table["2"]["state"] == "training" and room.hub.table["1"] == {"state": "absent", "age": None}
     assert member.table["0"]["state"] == "training" and "2" not in member.table
 
@@ -179,6 +184,25 @@ def test_rejected_connections_leak_no_file_descriptors(room: Room) -> None:
         room.stranger(b'{"node_rank": "%d"}\n' % number).close()
     room.until(lambda: sum(room.hub.dropped.values()) == 50)
     assert len(room.hub.dropped) < 5 and len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_hub_without_a_free_descriptor_does_not_spin(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def accept(sock: socket.socket) -> Any:
+        nonlocal calls
+        calls += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", accept)
+        member = room.member(1)
+        room.until(lambda: calls, 60.0)
+        seen, since = calls, time.monotonic()
+        while time.monotonic() - since < 1.0:
+            room.turn()
+        assert calls - seen <= 2 * (time.monotonic() - since) + 2
+    room.until(lambda: member.offset is not None, 60.0)
 
 
 def test_a_member_that_sends_invalid_messages_is_dropped_and_may_reconnect(room: Room) -> None:
@@ -323,7 +347,9 @@ def test_sentences_of_causes() -> None:
         "stop requested by alice@laptop (Ctrl-C), on node0 (a)",
         "the loss of rank 5 is NaN",
     ]
-    assert received_cause(json.loads(json.dumps(causes[3])), 0) == causes[3]
+    assert received_cause(json.loads(json.dumps(causes[3])), 0, len(LABELS)) == causes[3]
+    with pytest.raises(ValueError, match="no node 3"):
+        received_cause({**causes[3], "node_rank": len(LABELS)}, 0, len(LABELS))
     assert earlier(None, causes[0]) is causes[0] and earlier(None, None) is None
 
 

@@ -20,6 +20,7 @@ from launcher.node.supervisor.health import Health
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.outcomes import OutcomeBook
 from launcher.node.supervisor.spec import NodeSpec
+from peers_kit import health_of
 from vitals_kit import Cluster, pace
 
 
@@ -193,18 +194,6 @@ def test_a_stopped_rank_leads_the_report_wherever_it_runs(tmp_path: Path, monkey
     assert finding["text"] == "rank 1 on node1 (gnn2) is stopped (SIGSTOP or a debugger): no process has trained"
 
 
-def health_of(tmp_path: Path, **more: Any) -> tuple[Health, Hub]:
-    values = {"num_nodes": 2, "ready_file": "", "server": None, "trainer": None, "start_timeout": 9.0, "grace": 1.0}
-    labels = ("node0 (gnn1)", "node1 (gnn2)")
-    spec = NodeSpec("r1", "t", 0, run_dir=str(tmp_path), ranks=(0,), labels=labels, **values, **more)
-    hub = Hub(PeerConfig("t", 0, spec.labels, "", "", 0, 9.0, 6.0), loop=cast(Loop, None))
-    hub.members[1].own_ranks = (1,)
-    for folder in ("procs", "logs"):
-        (tmp_path / folder).mkdir()
-    book = OutcomeBook(Journal(str(tmp_path), 0), 0, (0,))
-    return Health(spec, book, hub, lambda seconds: None), hub
-
-
 @pytest.mark.parametrize("on_stall", ["stop", "warn"])
 def test_expired_waits_of_several_nodes_are_one_finding(on_stall: str, tmp_path: Path) -> None:
     health, hub = health_of(tmp_path, on_stall=on_stall)
@@ -212,7 +201,7 @@ def test_expired_waits_of_several_nodes_are_one_finding(on_stall: str, tmp_path:
     wait = {"rank": 0, "of": "server", "seconds": 9.0, "request": "sample", "node_rank": 1, "stack": []}
     (tmp_path / "procs/wait-rank0.json").write_text(json.dumps({"t": 70.0, **wait}))
     hub.members[1].ahead, hub.members[1].stacks = 10.0, {"1": ["train.py:7 in step()"], "server": [STOPPED]}
-    hub.members[1].waits = {"1": {"t": 79.0, **wait, "rank": 1, "at": ""}}
+    hub.members[1].waits = {"1": {"t": 79.0, **wait, "rank": 1, "server": "", "at": ""}}
     health._next = 0.0
     found = health.look()
     (finding,) = health.findings

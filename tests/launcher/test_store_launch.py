@@ -195,7 +195,31 @@ def test_push_and_fetch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     [
         ("store: bucket/x", "data.store: expected the URL of a folder (s3://bucket/products), found `bucket/x`"),
         ("store: 's3://b/x', mode: verify", "nodes read their parts in place"),
-        ("store: 's3://b/x', store_options: {secret: x}", "data.store_options.secret: credentials do not belong here"),
+        *(
+            (f"store: 's3://b/x', store_options: {options}", f"data.store_options.{name}: {complaint}")
+            for options, name, complaint in (
+                ("{secret: hush}", "secret", "not one of the options that are known to hold no secret"),
+                ("{client_kwargs: {aws_secret_access_key: hush}}", "client_kwargs.aws_secret_access_key", "not one of"),
+                (
+                    "{client_kwargs: {endpoint_url: 'http://u:hush@minio'}}",
+                    "client_kwargs.endpoint_url",
+                    "a URL with a",
+                ),
+                ("{endpoint_url: 'https://a/?sig=hush'}", "endpoint_url", "a URL with a password or a query"),
+                ("{config_kwargs: {retries: [{Password: hush}]}}", "config_kwargs.retries.Password", "not one of"),
+                ("{accountKey: hush}", "accountKey", "not one of the options"),
+            )
+        ),
+        *(
+            (f"store: '{url}'", "data.store: a URL with a password or a query")
+            for url in (
+                "s3://key:hush@bucket/x",
+                "s3://key:hu/sh@bucket/x",
+                "s3://key%3Ahush@bucket/x",
+                "https://h/x?token=hush",
+                "simplecache::s3://key:hush@bucket/x",
+            )
+        ),
         ("store: 's3://b/x', store_limit: 10%", "data.store_limit: expected a size (500GB), found `10%`"),
         ("store: 's3://b/x', serving: products", "the parts are those of the serving cluster"),
     ],
@@ -206,6 +230,22 @@ def test_mistakes_in_the_config(tmp_path: Path, data: str, message: str) -> None
     with pytest.raises(ConfigError) as raised:
         load_config(path)
     assert message in str(raised.value)
+    assert "hush" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "store: 's3://bucket/x', store_options: {client_kwargs: {endpoint_url: 'http://minio:9000'}, anon: true}",
+        "store: 'abfs://container@account.dfs.core.windows.net/x', store_options: {account_name: a}",
+        "store: 'sftp://me@host:2222/x'",
+        "store: 'file:///data/a:b@c'",
+    ],
+)
+def test_stores_without_credentials_are_accepted(tmp_path: Path, data: str) -> None:
+    path = tmp_path / "cluster.yml"
+    path.write_text(f"nodes: [a, b]\ndata: {{dataset: synthetic, {data}}}\n")
+    assert load_config(path).data.store is not None
 
 
 @pytest.mark.parametrize(

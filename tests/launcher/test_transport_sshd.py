@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,10 +20,11 @@ from typing import Any
 import paramiko
 import pytest
 
+from launcher.config.resolve import resolve
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import CommandTimeout, ConnectionLost
 from launcher.preflight.preflight import run_preflight
-from launcher.transport import Transport, close_all, connect_all
+from launcher.transport import Transport, close_all, connect_all, remote
 from launcher.transport.auth import Credentials
 from launcher.transport.ssh import SshTransport
 from transport_kit import sh, ssh_threads
@@ -58,20 +60,22 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSshd]:
         (home / ".ssh/id_ed25519", "ed25519"),
     ):
         subprocess.run(["ssh-keygen", "-q", "-t", kind, "-N", "", "-f", path], check=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as another:
+        port, few = free.getsockname()[1], another.getsockname()[1]
     log = folder / "log"
     (folder / "config").write_text(
-        f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {folder}/host_key\nHostKey {folder}/ecdsa\n"
+        f"ListenAddress 127.0.0.1\nPort {port}\nPort {few}\nHostKey {folder}/host_key\nHostKey {folder}/ecdsa\n"
         f"PidFile none\nStrictModes no\nUsePAM no\n"
         f"AuthorizedKeysFile {home}/.ssh/id_ed25519.pub\nPermitRootLogin prohibit-password\n"
         f"Subsystem sftp internal-sftp\nLogLevel VERBOSE\nSetEnv HOME={home}\n"
+        f"Match LocalPort {few}\n  MaxSessions 1\n"
     )
     (home / ".ssh/config").write_text(
         "Host known-jump known-behind\n  UserKnownHostsFile ~/.ssh/known_ecdsa\n"
         f"Host direct jump known-jump\n  HostName 127.0.0.1\n  Port {port}\n  User {getpass.getuser()}\n"
         f"Host behind\n  HostName localhost\n  Port {port}\n  ProxyJump jump\n"
         f"Host known-behind\n  HostName localhost\n  Port {port}\n  ProxyJump known-jump\n"
+        f"Host few\n  HostName 127.0.0.1\n  Port {few}\n  User {getpass.getuser()}\n"
         "Host *\n  UserKnownHostsFile ~/.ssh/known\n"
     )
     ecdsa = (folder / "ecdsa.pub").read_text()
@@ -143,6 +147,20 @@ def test_more_simultaneous_commands_than_sshd_allows_sessions(
     assert numbers == list(range(32))
     assert (tmp_path / "copy3").read_bytes() == source.read_bytes()
     assert sshd.logins() == before
+
+
+def test_preflight_finds_a_host_that_allows_one_session(sshd: RealSshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_SESSIONS_WAIT", 2.0)
+    node = NodeConfig(host="few", python=sys.executable)
+    transport = SshTransport(node, "accept-new", Credentials(), 0)
+    transport.connect(30)
+    try:
+        config = resolve(ClusterConfig(nodes=(node,), data=DataConfig("synthetic")))
+        (finding,) = [one for one in run_preflight(config, {0: transport}).findings if one.severity == "block"]
+    finally:
+        transport.close()
+    assert finding.message.startswith("the host refused a command or SFTP session")
+    assert "MaxSessions 4 or more" in finding.remedy
 
 
 def test_a_refused_session_is_requested_again(

@@ -109,6 +109,27 @@ def test_kernels_go_to_a_temporary_folder_when_theirs_cannot_be_created(
     assert list((tmp_path / "tmp" / f"gnnfleet-kernels-{os.geteuid()}").glob("*.nbc"))
 
 
+@pytest.mark.parametrize("squatted", ["link", "open", "file"])
+def test_a_squatted_temporary_folder_costs_one_folder_not_one_per_process(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squatted: str
+) -> None:
+    (tmp_path / "file").touch()
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    usual = temporary / f"gnnfleet-kernels-{os.geteuid()}"
+    if squatted == "link":
+        usual.symlink_to(tmp_path)
+    elif squatted == "open":
+        usual.mkdir()
+        usual.chmod(0o777)
+    else:
+        usual.touch()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    assert [call(code, tmp_path / "file" / "kernels") for _ in range(3)] == [[41, 0], [41, 1], [41, 1]]
+    (own,) = (path for path in temporary.iterdir() if path.name.startswith(f"{usual.name}-"))
+    assert list(own.glob("*.nbc")) and not any(tmp_path.glob("*.nbc"))
+
+
 class Planted:
     """Creates a file when unpickled."""
 

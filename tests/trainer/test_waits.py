@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,9 +31,18 @@ def test_a_graph_server_that_does_not_answer() -> None:
     assert expired_wait(ServiceError(text)) == expired_wait(ServerGone(text)) == wait
     # another server waited for it, or another rank did
     assert expired_wait(ServiceError(f"graph server of node0 (h0) at tcp://a:1, parts 0: batch failed: {text}")) == wait
-    assert expired_wait(PeerError(f"rank 5 (node2, h2): {text}")) == Wait("server", 12.0, "sample", 3, 5)
+    assert expired_wait(PeerError(f"rank 5 (node2, h2): {text}")) == Wait("server", 12.0, "sample", 3, rank=5)
     lost = f"part 3: no graph server that holds it came back within 60 s (run.server_wait)\n{text}"
-    assert expired_wait(ServiceError(lost)) == wait
+    assert expired_wait(ServiceError(lost)) == replace(wait, seconds=60.0)
+
+
+@pytest.mark.parametrize("cluster", ["products", "my-graph_2.x"])
+def test_a_graph_server_of_a_serving_cluster_is_no_node_of_the_run(cluster: str) -> None:
+    name = f"node0 (gpu1) of {cluster}"
+    text = f"graph server of {name} at tcp://10.0.0.3:29600, parts 0,1: no answer within 2.1 s to batch (no connection)"
+    lost = f"parts 0, 1: no graph server that holds them came back within 60 s (run.server_wait)\n{text}"
+    assert expired_wait(ServerGone(text)) == Wait("server", 2.1, "batch", None, name)
+    assert expired_wait(PeerError(f"rank 5 (node2, h2): {lost}")) == Wait("server", 60.0, "batch", None, name, 5)
 
 
 def test_errors_without_an_expired_wait() -> None:

@@ -13,6 +13,7 @@ import os
 import pickle
 import pwd
 import re
+import stat
 import sys
 import tempfile
 import time
@@ -193,12 +194,16 @@ def _why_unusable(folder: Path) -> str:
 def _private_folder() -> Path:
     """Create and return a folder below the system's temporary folder that only this user may write to.
 
-    All processes of the user get the same folder, unless another user created a folder of that name.
+    All processes of the user get the same folder, even if another user created one of the usual name.
     """
-    folder = Path(tempfile.gettempdir(), f"gnnfleet-kernels-{os.geteuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    untrusted = folder.is_symlink() or others_may_write(folder.stat())
-    return Path(tempfile.mkdtemp(prefix="gnnfleet-kernels-")) if untrusted else folder
+    top, name = Path(tempfile.gettempdir()), f"gnnfleet-kernels-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        (top / name).mkdir(mode=0o700)
+    for folder in (top / name, *sorted(top.glob(f"{name}-*"))):
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and not others_may_write(found) and os.access(folder, os.W_OK):
+            return folder
+    return Path(tempfile.mkdtemp(prefix=f"{name}-"))
 
 
 def others_may_write(found: os.stat_result) -> bool:

@@ -31,7 +31,13 @@ _MILLISECONDS = re.compile(r"(\d+) ?(?:ms|milliseconds)\b")
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?) ?(?:s|seconds)\b")
 
 #: The text of service.client; after the last server named in a line, as that is the one that was asked in vain.
-_NO_ANSWER = re.compile(r"graph server of node(\d+)(?:(?!graph server of)[^\n])*: no answer within ([\d.]+) s to (\w+)")
+_NO_ANSWER = re.compile(
+    r"graph server of (?P<server>node(?P<node>\d+)(?: \([^()\n]*\))?(?P<cluster> of [\w.-]+)?)"
+    r"(?:(?!graph server of)[^\n])*: no answer within (?P<seconds>[\d.]+) s to (?P<request>\w+)"
+)
+
+#: The text of sampler.replicas, before the texts of the servers that did not come back.
+_GAVE_UP = re.compile(r"no graph server that holds (?:it|them) came back within ([\d.]+) s")
 
 _NO_BATCH = re.compile(r"sampler threads of this process made no batch within ([\d.]+) s")  # graph.prefetch
 
@@ -43,7 +49,8 @@ class Wait:
     of: str  #: what was waited for: ``ranks``, ``server`` or ``threads`` (the sampler threads of this process)
     seconds: float
     request: str = ""  #: kind of the request to a graph server
-    node_rank: int | None = None  #: of the graph server
+    node_rank: int | None = None  #: of the graph server, if it belongs to this run
+    server: str = ""  #: the graph server, if it belongs to a serving cluster: ``node0 (gpu1) of products``
     rank: int | None = None  #: rank that has waited; None: this process
 
 
@@ -60,7 +67,13 @@ def expired_wait(error: BaseException) -> Wait | None:
 def _in_text(error: BaseException, text: str) -> Wait | None:
     if isinstance(error, ServiceError | PeerError):
         if found := _NO_ANSWER.search(text):
-            wait = Wait("server", float(found[2]), found[3], int(found[1]))
+            gave_up = _GAVE_UP.search(text)
+            seconds = float(gave_up[1] if gave_up else found["seconds"])
+            attached = found["cluster"] is not None  # its node_rank is that of another cluster
+            wait = Wait(
+                "server", seconds, found["request"], None if attached else int(found["node"]),
+                found["server"] if attached else "",
+            )  # fmt: skip
             other = _OTHER_RANK.match(text)
             return replace(wait, rank=int(other[1])) if other and isinstance(error, PeerError) else wait
         found = _NO_BATCH.search(text)
@@ -104,6 +117,7 @@ def report_expired(error: BaseException, environ: Mapping[str, str] = os.environ
         "seconds": wait.seconds,
         "request": wait.request,
         "node_rank": wait.node_rank,
+        "server": wait.server,
         "stack": list(_stack(error)),
     }
     path = Path(run_dir, "procs", f"wait-rank{rank}.json")

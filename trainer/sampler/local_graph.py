@@ -127,6 +127,17 @@ class LocalGraph:
             touch_rows([(nodes.orig_id, placed.rows)])
             touch_neighbours(edges.indptr, of_edges, placed.rows)
 
+    def degrees(self, edge_type: EdgeType, nodes: Ids) -> Ids:
+        """Return the number of in-edges of each node, int64 [n]; 0 for nodes of parts that are not opened."""
+        check_type(self.store, edge_type)
+        degree = np.zeros(len(nodes), np.int64)
+        for part in self.store.topology.values():
+            own, edges = _ends(part, edge_type)
+            at = np.flatnonzero((nodes >= own.start) & (nodes < own.start + own.num_nodes))
+            rows = nodes[at] - own.start
+            degree[at] = edges.indptr[rows + 1] - edges.indptr[rows]
+        return degree
+
     def most_edges(self, request: HopRequest) -> int:
         """Return an upper bound of the number of edges in the answer to a request, without sampling.
 

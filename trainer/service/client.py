@@ -323,7 +323,7 @@ class HostClient:
     def _advice(self) -> str:
         if not self.place.name:
             return "check that a graph server runs there and admits this key (gnnfleet serve key)"
-        return f"check that its process is alive: see logs/server.log of node{self.node_rank}"
+        return f"check that its process is alive: see logs/server.log of {self.place.name}"
 
     def _submit_rows(self, requests: Sequence[RowRequest]) -> PendingReply[list[dict[str, Array]]]:
         return self._submit(

@@ -15,7 +15,7 @@ from trainer.core.batch_cost import Cost
 from trainer.core.errors import PartitionError, ServiceError
 from trainer.core.schema import EdgeType
 from trainer.sampler.local_graph import LocalGraph
-from trainer.sampler.request_split import edge_slice
+from trainer.sampler.request_split import cut_request, edge_slice
 from trainer.sampler.settings import check_type, row_spec
 from trainer.sampler.subgraph_sampler import BatchWork, CountedAccess, SubgraphSampler
 from trainer.sampler.types import EdgeList, GraphAccess, HopRequest, HopSample, RowRequest, SampleSettings
@@ -25,9 +25,24 @@ from trainer.service.wire.messages import FormOf, HelloInfo, ServerAddress, Serv
 from trainer.store.manifest import MANIFEST
 from trainer.store.part_store import PartStore
 
-_BYTES_OF_EDGE = 4  # a lower bound: the id of the edge's source
-
 MAX_SHORT_ANSWER = 128 << 20  #: bytes of a reply other than a batch; clients request more in pieces
+
+MAX_SAMPLE = 2 * MAX_SHORT_ANSWER  #: bytes of a reply with sampled neighbours
+
+MAX_LOOKS = 1 << 29  #: edges that a request may make the server look at; some seconds of work
+
+_FEW_EDGES = 1 << 22  # degrees are not added up if a request cannot have more edges than this
+
+#: A larger request is answered in pieces of so many nodes, or edges to look at. A piece takes some tenths of a second.
+_PIECE_NODES, _PIECE_LOOKS = 1 << 20, 1 << 24
+
+_PAIR_BYTES = 48  # bytes that a pair of has_edges takes: both ids, their order, and both ids in this order
+
+_NODE_BYTES = 12  # bytes of a node of a request for neighbours: its degree, and its number of edges in the answer
+
+_LEAST_ROW = 8  # bytes that a row counts at least, as even rows without values take time
+
+_IN_BATCH = 16  # bytes per edge of a batch, besides ids: batch position, id and tree of a node that may be new
 
 
 def check_rows(store: PartStore, requests: Sequence[RowRequest], limit: int) -> None:
@@ -39,32 +54,47 @@ def check_rows(store: PartStore, requests: Sequence[RowRequest], limit: int) -> 
     for request in requests:
         for name in request.attrs:
             dtype, shape = row_spec(store, request.of, name)
-            total += len(request.ids) * math.prod(shape) * dtype.itemsize
+            total += len(request.ids) * max(math.prod(shape) * dtype.itemsize, _LEAST_ROW)
     if total > limit:
         raise ServiceError(f"the answer takes {total} bytes, over the limit of {limit}; ask for fewer nodes at once")
 
 
 class BoundedGraph:
-    """Access to the whole graph for one request.
+    """Access to a graph for one request, whose memory and work are limited before they are spent.
 
-    Raises ``ServiceError`` if the sampled edges or the rows take more than ``limit`` bytes.
+    ``sample_hops`` and ``gather`` raise ``ServiceError`` if the answers would take more than ``limit`` bytes in total
+    or need a look at more than ``MAX_LOOKS`` edges, and once ``is_open`` returns False: nobody waits any more.
     """
 
-    def __init__(self, graph: CountedAccess, store: PartStore, limit: int):
-        self._graph, self._store, self._limit = graph, store, limit
-        self._edges = 0
+    def __init__(
+        self, graph: GraphAccess, local: ServedGraph, limit: int, is_open: Callable[[], bool], in_batch: int = 0
+    ):
+        """``local``: the parts on this host; nodes of other parts count once sampled, and their servers have limits of
+        their own. ``in_batch``: further bytes that an edge takes.
+        """
+        self._graph, self._limit, self._is_open, self._in_batch = graph, limit, is_open, in_batch
+        self._served = local
+        self._used = self._looks = 0
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
-        samples = self._graph.sample_hops(requests)
-        self._edges += sum(len(sample.src) for sample in samples)
-        if self._edges * _BYTES_OF_EDGE > self._limit:
+        bytes_of_nodes = _NODE_BYTES * sum(len(request.nodes) for request in requests)
+        self._check(bytes_of_nodes)
+        looks = [self._looks_of(request) for request in requests]
+        self._check(bytes_of_nodes + sum(map(self._most_bytes, requests, looks)))
+        self._looks += sum(int(each.sum()) for each in looks if each is not None)
+        if self._looks > MAX_LOOKS:
             raise ServiceError(
-                f"the {self._edges} edges sampled so far take over {self._limit} bytes; make batches or fanouts smaller"
+                f"the nodes have {self._looks} edges, over the limit of {MAX_LOOKS} of one request; make batches "
+                "smaller, or ask for fewer nodes at once"
             )
-        return samples
+        pieces = [_pieces(request, each) for request, each in zip(requests, looks, strict=True)]
+        if all(len(each) == 1 for each in pieces):
+            return self._sampled(requests)
+        return [_joined([self._sampled([piece])[0] for piece in each]) for each in pieces]
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
-        check_rows(self._store, requests, self._limit)
+        self._check(0)
+        check_rows(self._served.store, requests, self._limit - self._used)
         return self._graph.gather(requests)
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
@@ -77,7 +107,81 @@ class BoundedGraph:
         return self._graph.endpoints(edge_type, edges)
 
     def take_cost(self) -> Cost:
-        return self._graph.take_cost()
+        cost: Cost = getattr(self._graph, "take_cost", Cost)()
+        return cost
+
+    def _sampled(self, requests: Sequence[HopRequest]) -> list[HopSample]:
+        self._check(0)
+        samples = self._graph.sample_hops(requests)
+        self._used += sum(
+            sample.counts.nbytes + len(sample.src) * self._edge_bytes(request)
+            for request, sample in zip(requests, samples, strict=True)
+        )
+        self._check(0)
+        return samples
+
+    def _check(self, more: int) -> None:
+        if self._used + more > self._limit:
+            raise ServiceError(
+                f"the answer could take {self._used + more} bytes, over the limit of {self._limit}; make batches or "
+                "fanouts smaller, or ask for fewer nodes at once"
+            )
+        if not self._is_open():
+            raise ServiceError("the connection was closed")
+
+    def _looks_of(self, request: HopRequest) -> Ids | None:
+        """Return how many edges must be looked at for each node, 0 for nodes of other parts: int64 [n].
+
+        None if they are few, whatever the degrees of the nodes are.
+        """
+        num_nodes, conditional = len(request.nodes), _is_conditional(request)
+        few = 0 <= num_nodes * request.fanout <= _FEW_EDGES and num_nodes <= _PIECE_NODES
+        if not isinstance(self._served, LocalGraph) or (few and not conditional):
+            return None
+        degrees = self._served.degrees(request.edge_type, request.nodes)
+        if conditional or request.fanout < 0:
+            return degrees
+        return np.where(degrees > 0, request.fanout, 0) if request.replace else degrees.clip(max=request.fanout)
+
+    def _most_bytes(self, request: HopRequest, looks: Ids | None) -> int:
+        if looks is None:
+            edges = len(request.nodes) * max(request.fanout, 0)
+        elif not _is_conditional(request):
+            edges = int(looks.sum())
+        else:  # far fewer edges may fulfil the conditions: they are counted piece by piece
+            edges = 0
+        return edges * self._edge_bytes(request)
+
+    def _edge_bytes(self, request: HopRequest) -> int:
+        nodes = self._served.store.manifest.nodes if isinstance(self._served, LocalGraph) else {}
+        source = nodes.get(request.edge_type[0])
+        wide = source is not None and source.num_nodes > 1 << 31
+        return (4 + 4 * wide + self._in_batch) * (1 + request.with_edge)
+
+
+def _is_conditional(request: HopRequest) -> bool:
+    """Return whether all edges of some nodes must be looked at, whatever the fanout is."""
+    conditions = (request.bound, request.weight, request.sources, request.exclude)
+    return any(condition is not None for condition in conditions)
+
+
+def _pieces(request: HopRequest, looks: Ids | None) -> list[HopRequest]:
+    """Cut a request into pieces of at most ``_PIECE_NODES`` nodes, or a node, and ``_PIECE_LOOKS`` edges."""
+    if looks is None:
+        return [request]
+    cost = np.cumsum(looks // (_PIECE_LOOKS // _PIECE_NODES) + 1) // _PIECE_NODES
+    firsts = np.flatnonzero(np.diff(cost, prepend=-1))
+    if len(firsts) <= 1:
+        return [request]
+    return [cut_request(request, at) for at in np.split(np.arange(len(cost)), firsts[1:])]
+
+
+def _joined(samples: Sequence[HopSample]) -> HopSample:
+    edges = [sample.edge for sample in samples if sample.edge is not None]
+    return HopSample(
+        np.concatenate([sample.counts for sample in samples]), np.concatenate([sample.src for sample in samples]),
+        np.concatenate(edges) if edges else None,
+    )  # fmt: skip
 
 
 #: Returns the version of cluster.json, and all graph servers in it.
@@ -112,12 +216,12 @@ class Handlers:
     ):
         self.routed: RoutedGraph | None = None  #: may be replaced at any time
         self._graph, self._info, self._stats, self._topology = graph, info, stats, topology
-        self._limit, self._batch_limit = min(limit, MAX_SHORT_ANSWER), limit
+        self._limit, self._sample_limit = min(limit, MAX_SHORT_ANSWER), min(limit, MAX_SAMPLE)
+        self._batch_limit = limit
         self._sampler: SubgraphSampler | None = None
         self._short: dict[Kind, Callable[[Message], Message]] = {
             Kind.HELLO: self._hello,
             Kind.STATS: lambda request: request.reply(text=messages.info_text(self._stats())),
-            Kind.SAMPLE: self._sample,
             Kind.GATHER: self._gather,
             Kind.HAS_EDGES: lambda request: self._has_edges(self._graph, request),
             Kind.EDGES: self._edges,
@@ -127,19 +231,22 @@ class Handlers:
             Kind.TO_GLOBAL: self._to_global,
         }
 
-    def short(self, request: Message) -> Message:
-        """Answer a request with the parts on this host only, without waiting for other servers."""
+    def short(self, request: Message, is_open: Callable[[], bool] = lambda: True) -> Message:
+        """Answer a request with the parts on this host only, without waiting for other servers.
+
+        ``is_open``: returns whether the connection is open; long work ends once it is not.
+        """
+        if request.kind == Kind.SAMPLE:
+            return self._sample(self._graph, request, is_open)
         if request.kind not in self._short:
             raise ServiceError(f"{request.kind.name.lower()} is not a kind of request")
         return self._short[request.kind](request)
 
-    def routed_answer(self, request: Message) -> Message:
+    def routed_answer(self, request: Message, is_open: Callable[[], bool] = lambda: True) -> Message:
         """Answer a request, other than for a batch, from the whole graph. May wait for other servers."""
-        graph = BoundedGraph(self._whole(), self._graph.store, self._limit)
         if request.kind == Kind.SAMPLE:
-            return request.reply(
-                hop_messages.sample_arrays(graph.sample_hops(hop_messages.read_sample_request(request)))
-            )
+            return self._sample(self._whole(), request, is_open)
+        graph = BoundedGraph(self._whole(), self._graph, self._limit, is_open)
         if request.kind == Kind.GATHER:
             asked = messages.read_gather_request(request)
             return messages.rows_reply(request, asked, graph.gather(asked), self._forms(request))
@@ -149,10 +256,10 @@ class Handlers:
             return self._endpoints(graph, request)
         return request.reply(messages.edge_arrays(self._whole().edges_of(*messages.read_edges_request(request))))
 
-    def batch(self, request: Message, work: BatchWork) -> Message:
+    def batch(self, request: Message, work: BatchWork, is_open: Callable[[], bool] = lambda: True) -> Message:
         if self._sampler is None:  # kept for its relabel tables, one per thread
             self._sampler = SubgraphSampler(self._whole(), self._graph.store.manifest, SampleSettings({}), {})
-        graph = BoundedGraph(self._whole(), self._graph.store, self._batch_limit)
+        graph = BoundedGraph(self._whole(), self._graph, self._batch_limit, is_open, _IN_BATCH)
         sampler = replace(
             self._sampler, access=graph, settings=work.settings, attrs=work.attrs, labels=work.labels
         )  # fmt: skip
@@ -167,24 +274,9 @@ class Handlers:
         version, servers = self._topology()
         return request.reply(text=messages.info_text(replace(self._info, version=version, servers=servers)))
 
-    def _sample(self, request: Message) -> Message:
-        samples, edges = [], 0
-        requests = hop_messages.read_sample_request(request)
-        if isinstance(self._graph, LocalGraph):
-            most = sum(map(self._graph.most_edges, requests))
-            if most * _BYTES_OF_EDGE > self._limit:
-                raise ServiceError(
-                    f"the answer could have {most} edges, which take over {self._limit} bytes; ask for fewer nodes "
-                    "at once"
-                )
-        for asked in requests:
-            samples += self._graph.sample_hops([asked])
-            edges += len(samples[-1].src)
-            if edges * _BYTES_OF_EDGE > self._limit:
-                raise ServiceError(
-                    f"the {edges} edges sampled so far take over {self._limit} bytes; ask for fewer nodes at once"
-                )
-        return request.reply(hop_messages.sample_arrays(samples))
+    def _sample(self, graph: GraphAccess, request: Message, is_open: Callable[[], bool]) -> Message:
+        bounded = BoundedGraph(graph, self._graph, self._sample_limit, is_open)
+        return request.reply(hop_messages.sample_arrays(bounded.sample_hops(hop_messages.read_sample_request(request))))
 
     def _gather(self, request: Message) -> Message:
         asked = messages.read_gather_request(request)
@@ -199,9 +291,14 @@ class Handlers:
         specs = self._graph.store.manifest.attrs_of
         return lambda of, name: specs(of)[name].travels_as(form) if name in specs(of) else form
 
-    @staticmethod
-    def _has_edges(graph: GraphAccess, request: Message) -> Message:
-        return request.reply([graph.has_edges(*messages.read_has_edges_request(request))])
+    def _has_edges(self, graph: GraphAccess, request: Message) -> Message:
+        edge_type, src, dst = messages.read_has_edges_request(request)
+        if (size := _PAIR_BYTES * len(src)) > MAX_SAMPLE:
+            raise ServiceError(
+                f"{len(src)} pairs take {size} bytes while they are looked up, over the limit of {MAX_SAMPLE}; ask for "
+                "fewer pairs at once"
+            )
+        return request.reply([graph.has_edges(edge_type, src, dst)])
 
     def _endpoints(self, graph: GraphAccess, request: Message) -> Message:
         edge_type, edges = messages.read_endpoints_request(request)

@@ -126,6 +126,7 @@ class NetworkThread(threading.Thread):
         weakref.finalize(self, os.close, self._wake)  # when no other thread can wake this thread any more
         self._scratch = memoryview(bytearray(stream.SCRATCH))
         self._woken = self._stopping = False
+        self._accepting = True  # False for a moment after ``accept`` has failed
         self._outbox: deque[tuple[Peer, Sequence[Any] | None]] = deque()
         self._freed: deque[tuple[_Host, int]] = deque()
         self._by_fd: dict[int, _Connection] = {}
@@ -141,6 +142,9 @@ class NetworkThread(threading.Thread):
         """Send a reply, unless the connection is closed."""
         self._outbox.append((peer, parts))
         self._wake_up()
+
+    def is_open(self, peer: Peer) -> bool:
+        return peer in self._by_peer
 
     def end(self, peer: Peer) -> None:
         self._outbox.append((peer, None))
@@ -231,8 +235,12 @@ class NetworkThread(threading.Thread):
                 sock, place = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # closed by the client, or no descriptor left
+            except ConnectionError:  # closed by the client
+                continue
+            except OSError:  # no descriptor or memory left: others may be closed until the next tick
                 self._close_unadmitted(1)
+                self._epoll.modify(self._listener, 0)
+                self._accepting = False
                 return
             self._welcome(sock, str(place[0]))
 
@@ -444,6 +452,9 @@ class NetworkThread(threading.Thread):
     # Periodic work.
 
     def _tick(self, now: float) -> None:
+        if not self._accepting:
+            self._accepting = True
+            self._epoll.modify(self._listener, select.EPOLLIN)
         for connection in [one for one in self._by_fd.values() if one.state != _State.OPEN]:
             if now - connection.since > HANDSHAKE_TIME:
                 self._close(connection)

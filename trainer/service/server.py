@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import threading
@@ -115,7 +116,7 @@ class GraphServer:
             self._network.end(peer)
             return None
         if not is_long(request):
-            return self._answer(request, self._handlers.short)
+            return self._answer(peer, request, self._handlers.short)
         try:
             refusal = self._scheduler.submit(self._job(peer, request, received))
         except WireError as error:
@@ -141,22 +142,25 @@ class GraphServer:
     def _do(self, job: ScheduledRequest[_DecodedRequest]) -> list[Any] | None:
         request, work, _ = job.work
         if work is None:
-            answer = self._answer(request, self._handlers.routed_answer)
+            answer = self._answer(job.peer, request, self._handlers.routed_answer)
             self._scheduler.done(job, 0)
             return answer
         start = time.perf_counter()
         try:
-            answer = encode(self._handlers.batch(request, work), self._max_answer)
+            is_open = functools.partial(self._network.is_open, job.peer)
+            answer = encode(self._handlers.batch(request, work, is_open), self._max_answer)
         except Exception as error:  # sent to the client; the server continues
             self._scheduler.failed(job)
             return self._error(request, error)
         self._counters.answered(request.kind, time.perf_counter() - start)
         return answer if self._scheduler.done(job, sum(map(len, answer))) else None
 
-    def _answer(self, request: Message, handler: Callable[[Message], Message]) -> list[Any]:
+    def _answer(
+        self, peer: Peer, request: Message, handler: Callable[[Message, Callable[[], bool]], Message]
+    ) -> list[Any]:
         start = time.perf_counter()
         try:
-            answer = encode(handler(request), self._max_answer)
+            answer = encode(handler(request, functools.partial(self._network.is_open, peer)), self._max_answer)
         except Exception as error:  # sent to the client, too
             return self._error(request, error)
         self._counters.answered(request.kind, time.perf_counter() - start)

@@ -79,13 +79,12 @@ class MessageReader:
     """Splits the bytes received on a connection into messages.
 
     The frames of a message over ``limit`` bytes are discarded, except the first frame if it has at most 64 KiB.
-    ``allocate`` returns memory, uint8 [size], for each frame except the first.
+    Memory for a frame is allocated as its bytes arrive, twice as much each time: a sender must send at least half of
+    what it makes the reader allocate. If the sender is trusted, ``allocate`` returns the whole memory, uint8 [size],
+    of each frame except the first.
     """
 
-    def __init__(
-        self, limit: int, allocate: Callable[[int], Array] = lambda size: np.empty(size, np.uint8),
-        scratch: memoryview | None = None,
-    ):  # fmt: skip
+    def __init__(self, limit: int, allocate: Callable[[int], Array] | None = None, scratch: memoryview | None = None):
         """``scratch``: a buffer of ``SCRATCH`` bytes that all readers of one thread may share."""
         self.messages: deque[Received] = deque()  #: complete messages
         self.pings = 0  #: pings since the owner last set it to 0
@@ -105,8 +104,9 @@ class MessageReader:
 
         Raises ``EOFError`` at the end of the connection, ``WireError`` for invalid bytes, and errors of ``receive``.
         """
-        direct = self._frame is not None and not self._skip and len(self._frame) - self._filled >= _DIRECT
-        target = self._frame[self._filled :] if direct and self._frame is not None else self._scratch
+        target, direct = self._scratch, False
+        if self._frame is not None and not self._skip and self._left >= _DIRECT:
+            target, direct = self._room(self._frame), True
         count = receive(target)
         if count == 0:
             raise EOFError
@@ -123,7 +123,9 @@ class MessageReader:
                 continue
             count = min(len(data), self._left)
             if not self._skip:
-                self._frame[self._filled : self._filled + count] = data[:count]
+                room = self._room(self._frame)
+                count = min(count, len(room))
+                room[:count] = data[:count]
             self._advance(count)
             data = data[count:]
 
@@ -168,15 +170,25 @@ class MessageReader:
             self._skip = over and (len(self._frames) > 0 or size > SCRATCH)
             self._filled = 0
             if size:
-                self._frame = self._scratch if self._skip else memoryview(self._memory(size)).cast("B")
+                self._frame = self._scratch if self._skip else self._memory(size)
                 return
             self._frames.append(b"")
         self._frame = None
         self.messages.append(Received(self._frames, self._size))
         self._frames, self.partial = [], 0
 
-    def _memory(self, size: int) -> Any:
-        return bytearray(size) if not self._frames else self._allocate(size)
+    def _memory(self, size: int) -> memoryview:
+        if self._allocate is None or not self._frames:
+            return memoryview(np.empty(min(size, SCRATCH), np.uint8))
+        return memoryview(self._allocate(size)).cast("B")
+
+    def _room(self, frame: memoryview) -> memoryview:
+        """Return the free memory of the current frame, which is enlarged if it is full."""
+        if self._filled == len(frame):
+            larger = memoryview(np.empty(min(2 * len(frame), self._sizes[len(self._frames)]), np.uint8))
+            larger[: len(frame)] = frame
+            self._frame = frame = larger
+        return frame[self._filled :]
 
     def _advance(self, count: int) -> None:
         self._filled += count

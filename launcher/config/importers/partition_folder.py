@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.files import read_text
+from launcher.node.json_reader import loads
 
 _MOST_CONFIG = 1 << 26  #: maximum bytes of a partition config of DGL
 
@@ -96,7 +96,7 @@ def _is_dgl(path: Path) -> bool:
     if path.suffix != ".json":
         return False
     try:
-        meta = json.loads(read_text(path, _MOST_CONFIG))
-    except (OSError, ValueError, RecursionError):
+        meta = loads(read_text(path, _MOST_CONFIG))
+    except (OSError, ValueError):
         return False
     return isinstance(meta, dict) and {"graph_name", "num_parts", "node_map", "edge_map"} <= meta.keys()

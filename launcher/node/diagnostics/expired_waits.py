@@ -113,9 +113,12 @@ def describe(waits: Sequence[Wait], known: Processes) -> Culprit:
 
 def _waited_for(wait: Wait, known: Processes) -> tuple[str, int | None]:
     """Return in words what a rank waited for, and the node_rank of the graph server if it waited for one."""
-    if wait["of"] == "server" and wait["node_rank"] is not None:
-        node = int(wait["node_rank"])
-        return f"{known.server_name(node)} to answer a {wait['request']} request", node
+    if wait["of"] == "server" and (wait["server"] or wait["node_rank"] is not None):
+        # that of a serving cluster is named as a whole: none of the run's hosts is to blame for it
+        node = None if wait["server"] or wait["node_rank"] not in range(len(known.labels)) else int(wait["node_rank"])
+        server = wait["server"] or f"node{wait['node_rank']}"
+        name = f"the graph server of {server}" if node is None else known.server_name(node)
+        return f"{name} to answer a {wait['request']} request", node
     if wait["of"] == "threads":
         return "a batch from its own sampler threads", None
     return f"other ranks ({wait['at']})" if wait["at"] else "other ranks", None

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from launcher.node.diagnostics.vitals import PHASES
+from launcher.node.json_records import PHASES
 
 Entry = Mapping[str, Any]  # one rank's values, as in Vitals.ranks
 

@@ -5,13 +5,13 @@ Reads ``metrics-rank<r>.jsonl`` and ``progress-rank<r>`` (docs/ARCHITECTURE.md, 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
-PHASES = ("load", "compute", "reduce", "evaluate")  #: activities of a rank in ``progress-rank<r>``, in order of a step
+from launcher.node.json_reader import parsed
+from launcher.node.json_records import PHASES
 
 DONE = "done"  #: the phase of a rank that has ended its work, and whose process is about to end
 
@@ -169,10 +169,7 @@ class LineTail:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):  # cut off by a full disk, or not a metrics line
-        return None
+    line = parsed(text)  # None if it was cut off by a full disk, or is not a metrics line
     kind = line.get("kind") if isinstance(line, dict) else None
     return line if isinstance(kind, str) and len(kind) <= _LONGEST_KIND else None
 

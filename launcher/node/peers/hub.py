@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.node.child_process import Loop
-from launcher.node.json_reader import checked
-from launcher.node.json_records import WAIT
+from launcher.node.json_records import MEMBER_REPORT
 from launcher.node.peers.link import Link, Message, listen, proof, proven
 from launcher.node.peers.model import (
     Cause,
@@ -37,6 +36,8 @@ _MAX_STRANGERS = 64
 _GREETING_TIME = 5.0  # seconds a connection has to authenticate itself
 
 _ACCEPTS_AT_ONCE = 32
+
+_PAUSE = 0.5  # seconds without new connections after ``accept`` has found no free file descriptor
 
 _LATE = 2.0  # seconds between two calls of ``look`` that mean that this machine was suspended
 
@@ -91,6 +92,7 @@ class Hub:
         self._own: Report = {}
         self._strangers: dict[Link, float] = {}
         self._listener: socket.socket | None = None
+        self._listens_at: float | None = None  # when it is watched again, after a failed ``accept``; monotonic
         self._ordered: float | None = None  # time of the first stop order; monotonic
         self._opened = self._looked = time.monotonic()
         self._checked = 0.0  # when members were last checked for silence
@@ -113,6 +115,9 @@ class Hub:
         if now - self._checked >= min(0.2, len(self.members) / _LOOKS):
             self._checked = now
             self._lose_overdue(now)
+        if self._listens_at is not None and now >= self._listens_at and self._listener is not None:
+            self._listens_at = None
+            self._loop.watch(self._listener, selectors.EVENT_READ, self._accept)
         for link, since in list(self._strangers.items()):
             if now - since > _GREETING_TIME:
                 self._drop(link, "did not authenticate in time")
@@ -200,7 +205,13 @@ class Hub:
         for _ in range(_ACCEPTS_AT_ONCE):
             try:
                 sock = self._listener.accept()[0]
-            except OSError:  # no connection waits, or it was closed meanwhile
+            except (BlockingIOError, ConnectionError):  # no connection waits, or it was closed meanwhile
+                return
+            except OSError:  # no file descriptor is left: the listener would stay ready, and the loop would spin
+                self._loop.unwatch(self._listener)
+                self._listens_at = time.monotonic() + _PAUSE
+                if self._strangers:
+                    self._drop(min(self._strangers, key=lambda one: self._strangers[one]), "no descriptor is left")
                 return
             self._greet(sock)
 
@@ -259,34 +270,30 @@ class Hub:
         if "away" in message:
             member.away = True
             return
-        got, sent = self._clock(), float(message["t"])
-        ahead = sent - got if message["offset"] is None else float(message["offset"])
+        report = MEMBER_REPORT(message)
+        got, sent = self._clock(), report["t"]
+        ahead = sent - got if report["offset"] is None else report["offset"]
         if member.node_rank in self.guests:
-            member.standing, member.final = message.get("standing"), message["final"] in _ENDS
-        elif int(message.get("generation", 0)) == self.config.generation:
-            self._take_state(member, message, ahead)
+            member.standing, member.final = report["standing"], report["final"] in _ENDS
+        elif report["generation"] == self.config.generation:
+            self._take_state(member, report, ahead)
         member.heard, member.beats = time.monotonic(), member.beats + 1
         if member.link is not None and not member.link.waiting:
             # not to all members at the same time
             often = (member.beats + member.node_rank) % (1 + len(self.members) // _TABLE_NODES) == 0
             member.link.send({"t0": sent, "t1": got, **self._orders(member, with_peers=often)})
 
-    def _take_state(self, member: MemberStatus, message: Message, ahead: float) -> None:
+    def _take_state(self, member: MemberStatus, report: Report, ahead: float) -> None:
         """Store a member's report.
 
         A stop or failure in the report ends the run. If the run can continue without the member, the failure does not
         end it. ``ahead``: seconds by which the member's clock is ahead of the hub's.
         """
-        cause, member.ahead = received_cause(message["cause"], ahead), ahead
-        member.state, member.trained = str(message["state"])[:20], message["trained"]
-        member.ranks, member.findings = dict(message["ranks"]), list(message["findings"])
-        member.stacks = message["stacks"] if message["stacks"] is None else dict(message["stacks"])
-        member.own_ranks = tuple(map(int, message["own_ranks"]))
-        waits = {str(rank): checked(WAIT, one) for rank, one in dict(message.get("waits", {})).items()}
-        member.waits = {rank: wait for rank, wait in waits.items() if wait is not None}
-        member.final = message["final"] in _ENDS
-        standing = message.get("standing")
-        member.standing = None if standing is None else dict(standing)
+        cause, member.ahead = received_cause(report["cause"], ahead, len(self.config.labels)), ahead
+        member.state, member.trained = report["state"][:20], report["trained"]
+        member.ranks, member.findings = report["ranks"], report["findings"]
+        member.stacks, member.waits, member.standing = report["stacks"], report["waits"], report["standing"]
+        member.own_ranks, member.final = tuple(report["own_ranks"]), report["final"] in _ENDS
         if cause is None and member.final and self.order is None:  # it ended by itself, as it lost this hub
             cause = make_cause(member.node_rank, "node", "lost", "it was cut off from the lead node", self._clock())
         if cause is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.node.child_process import Loop
+from launcher.node.json_reader import loads
 
 MAX_GREETING = 1 << 10  #: bytes of a line before the other end is authenticated
 
@@ -122,11 +123,11 @@ class Link:
 
     def _take_line(self, line: bytes) -> None:
         try:
-            message = json.loads(line)
+            message = loads(line)
             if not isinstance(message, dict):
                 raise ValueError("not a JSON object")
             self._received(message)
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             self._end(f"invalid message: {error!r}")
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.node.child_process import Loop
+from launcher.node.json_records import ORDERS
 from launcher.node.peers.hub import KILLED, excused, silence
 from launcher.node.peers.link import Link, Message, proof, proven
 from launcher.node.peers.model import (
@@ -302,20 +303,26 @@ class Member:
         self._heard = time.monotonic()
         if "pong" in message:
             return
-        if "t0" in message:
-            self._offset.add(float(message["t0"]), float(message["t1"]), float(message["t2"]), now)
-        if message["peers"] is not None:
-            self._peers, self._peers_received = dict(message["peers"]), self._heard
-        self.decision = message.get("decision") or self.decision
-        self._known_final = self._known_final or bool(message["known_final"])
-        if int(message.get("generation", self.config.generation)) != self.config.generation:
+        orders, num_nodes = ORDERS(message), len(self.config.labels)
+        decision = orders["decision"]
+        if decision and decision["restart"]:
+            cause, nodes = decision["cause"], (decision["lead"], decision["first"], *decision["nodes"])
+            if cause is None or max(cause["node_rank"], *nodes) >= num_nodes:
+                raise ValueError("a restart without a cause, or of unknown nodes")
+        if "t0" in orders and "t1" in orders:
+            self._offset.add(orders["t0"], orders["t1"], orders["t2"], now)
+        if orders["peers"] is not None:
+            self._peers, self._peers_received = orders["peers"], self._heard
+        self.decision = decision or self.decision
+        self._known_final = self._known_final or orders["known_final"]
+        if orders["generation"] not in (None, self.config.generation):
             return  # orders for another attempt
-        self.stacks_wanted = self.stacks_wanted or bool(message["stacks"])
-        behind = (float(message["t2"]) - now) if self.offset is None else -self.offset
-        self.cause = received_cause(message["cause"], behind)
-        if message["stop"]:
+        self.stacks_wanted = self.stacks_wanted or orders["stacks"]
+        behind = orders["t2"] - now if self.offset is None else -self.offset
+        self.cause = received_cause(orders["cause"], behind, num_nodes)
+        if orders["stop"]:
             self.order = Order(self.cause)
-        elif message["finish"]:
+        elif orders["finish"]:
             self.order = self.order or Order()
         self._trips += 1
         if self._trips < _QUICK_TRIPS:

@@ -241,20 +241,16 @@ def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
     return {**texts, "now": bool(request.get("now"))}
 
 
-def received_cause(value: Any, ahead: float) -> Cause | None:
-    """Check a cause from a node whose clock is ``ahead`` seconds ahead; convert its time to this node's clock.
+def received_cause(cause: Cause | None, ahead: float, num_nodes: int) -> Cause | None:
+    """Convert the time of a cause from a node whose clock is ``ahead`` seconds ahead to this node's clock.
 
-    Raises ValueError, KeyError or TypeError when ``value`` is not a cause.
+    Raises ValueError if the cause is on none of the run's ``num_nodes`` nodes.
     """
-    if value is None:
+    if cause is None:
         return None
-    node_rank, name, kind, reason = (
-        int(value["node_rank"]),
-        str(value["name"]),
-        str(value["kind"]),
-        str(value["reason"]),
-    )
-    return make_cause(node_rank, name, kind, reason, float(value["t"]) - ahead, value["asked"])
+    if cause["node_rank"] >= num_nodes:
+        raise ValueError(f"no node {cause['node_rank']}")
+    return {**cause, "reason": cause["reason"][:_MAX_TEXT], "t": cause["t"] - ahead}
 
 
 def earlier(one: Cause | None, other: Cause | None) -> Cause | None:

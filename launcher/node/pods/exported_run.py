@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from launcher.node.record import read_json, write_json
+from launcher.node.json_reader import loads, read_json
+from launcher.node.record import write_json
 from launcher.node.remote_folder import StoreError
 
 FORMAT, VERSION = "gnnfleet-export", 1
@@ -85,7 +86,7 @@ class ExportedNode:
 
     def node_file(self, token: str = "") -> dict[str, Any]:
         """Return the content of ``node<k>.json``. ``token``: replaces the placeholder of the run's secret."""
-        node: dict[str, Any] = json.loads(self.text(f"node{self.node_rank}.json", token))
+        node: dict[str, Any] = loads(self.text(f"node{self.node_rank}.json", token))
         return node
 
     def text(self, name: str, token: str) -> str:

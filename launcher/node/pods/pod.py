@@ -32,10 +32,10 @@ from typing import Any
 if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
 
-from launcher.node.json_reader import record_in
+from launcher.node.json_reader import read_json, record_in
 from launcher.node.json_records import RESULT
 from launcher.node.pods.exported_run import CODE_FOLDER, POLL, ExportedNode, Unusable, resolves, run_program
-from launcher.node.record import read_json, write_json, write_text
+from launcher.node.record import write_json, write_text
 from launcher.node.supervisor.attempt import archive, newest_checkpoint
 from launcher.node.watch import Watcher
 

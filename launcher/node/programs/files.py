@@ -41,8 +41,9 @@ class DigestCache:
         folder, name = os.path.split(path)
         known = self._folder(folder).get(name)
         stat = os.stat(path)
-        now = (stat.st_size, stat.st_mtime_ns)
-        if known and (known["bytes"], known["mtime_ns"]) == now and name != "manifest.json":
+        wanted = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        unchanged = isinstance(known, dict) and {**known, **wanted} == known and "sha256" in known
+        if known and unchanged and name != "manifest.json":
             return str(known["sha256"])
         found = sha256_of(path)
         self.remember(path, found, stat)
@@ -71,7 +72,7 @@ class DigestCache:
             try:
                 with open(os.path.join(folder, CACHE_NAME)) as stream:
                     self.folders[folder] = dict(json.load(stream))
-            except (OSError, ValueError, TypeError):
+            except (OSError, ValueError, TypeError, RecursionError):
                 self.folders[folder] = {}
         return self.folders[folder]
 

@@ -137,7 +137,7 @@ def state_of(folder: str) -> dict[str, Any]:
     try:
         with open(os.path.join(folder, "state.json")) as file:
             state = json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return state if isinstance(state, dict) else {}
 

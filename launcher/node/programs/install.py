@@ -67,7 +67,7 @@ def unfinished(prefix: str) -> list[str]:
             return [str(name) for name in json.load(file)]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return ["?"]
 
 

@@ -9,6 +9,7 @@ import os
 import pwd
 import resource
 import select
+import stat
 import time
 
 TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to start
@@ -85,10 +86,27 @@ def tmux_version(started: dict[str, Any]) -> str:
     return words[1] if len(words) > 1 else "?"
 
 
+def tmux_folder() -> str:
+    return "%s/tmux-%d" % (os.environ.get("TMUX_TMPDIR") or "/tmp", os.getuid())
+
+
+def tmux_folder_error() -> str:
+    """Return why tmux refuses the folder of this user's sockets; '' if it is usable or does not exist."""
+    folder = tmux_folder()
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return ""
+    if not stat.S_ISDIR(found.st_mode):
+        return "%s is not a folder" % folder
+    if found.st_uid != os.getuid():
+        return "%s belongs to another user (uid %d)" % (folder, found.st_uid)
+    return "%s is open to all users (mode %o)" % (folder, stat.S_IMODE(found.st_mode)) if found.st_mode & 0o007 else ""
+
+
 def tmux_has(session: str) -> bool:
     """Whether this user's tmux server has a session of that name. Runs tmux only if its socket exists."""
-    folder = "%s/tmux-%d" % (os.environ.get("TMUX_TMPDIR") or "/tmp", os.getuid())
-    if not os.path.exists(os.path.join(folder, "default")):
+    if not os.path.exists(os.path.join(tmux_folder(), "default")):
         return False
     return session in output(["tmux", "list-sessions", "-F", "#S"]).splitlines()
 

@@ -83,7 +83,9 @@ class Listeners:
         while True:
             try:
                 client, _ = server._accept()  # needs half the system calls of accept()
-            except OSError:
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    time.sleep(0.05)  # the listener stays ready, so that poll would return at once
                 return
             try:
                 os.write(client, self.greeting)

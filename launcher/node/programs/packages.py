@@ -124,7 +124,7 @@ def graph_size(manifest: str) -> dict[str, Any]:
         with open(os.path.expanduser(manifest)) as file:
             found = json.load(file)
         return {**size_of(found), "topology_bytes": topology_of(found, os.path.dirname(os.path.expanduser(manifest)))}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}  # the data check of preflight reports the error
 
 

@@ -67,6 +67,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     facts["stored"] = folders.stored(os.path.expanduser(request.get("parts", "")))
     facts["leftovers"] = leftovers(facts["workdir"])
     facts["tmux"] = machine.tmux_version(started)
+    facts["tmux_error"] = machine.tmux_folder_error()
     facts.update(gpus(started))
     return facts
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable
 from typing import Any
 
+from launcher.node.json_reader import loads
 from launcher.node.remote_folder import NotStored, RemoteFolder, StoreError
 from launcher.node.store.fetch import MANIFEST, Wanted
 
@@ -39,8 +39,8 @@ def stored_files(store: RemoteFolder, parts: Iterable[int], *, replicated: bool,
             f"{sha256[:12]}); export the run again, or replace the parts: gnnfleet partition push --config FILE --force"
         )
     try:
-        files = [_checked(file) for file in json.loads(raw)["files"]]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        files = [_checked(file) for file in loads(raw)["files"]]
+    except (ValueError, TypeError, KeyError) as error:
         raise OtherParts(f"{store.url}/{MANIFEST}: not a usable partition manifest ({error})") from None
     tops = {"shared", *(f"part{part}" for part in parts)}
     if missing := tops - {"shared"} - {file.path.split("/", 1)[0] for file, _ in files}:

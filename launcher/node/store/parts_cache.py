@@ -16,13 +16,24 @@ from contextlib import contextmanager
 from typing import Any
 
 from launcher.node.exit_description import size
+from launcher.node.json_reader import Record, items, number, record_in, text
 from launcher.node.procs import boot_id
 from launcher.node.programs.folders import lives, state_of, stored
-from launcher.node.record import read_json, write_json
+from launcher.node.record import write_json
 from launcher.node.remote_folder import StoreError
 from launcher.node.store.fetch import wait_for_lock
 
 NOTE = ".gnnfleet-store.json"
+
+_NOTE = Record(
+    {
+        "url": text,
+        "used": number,
+        "runs": items(Record({"run_dir": text, "host": text, "boot_id": text, "since": number}, {}, {})),
+    },
+    {},
+    {},
+)
 
 _LOCK = ".gnnfleet-cache.lock"
 
@@ -114,13 +125,7 @@ def _notes(top: str) -> dict[str, dict[str, Any]]:
 
 def _note(path: str) -> dict[str, Any]:
     """Return the content of a note; {} if it is missing or damaged."""
-    try:
-        note = read_json(path)
-        fields = ("run_dir", "host", "boot_id", "since")
-        runs = [run for run in note["runs"] if all(field in run for field in fields)]
-        return {"url": str(note["url"]), "used": float(note["used"]), "runs": runs}
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
+    return record_in(_NOTE, path) or {}
 
 
 def _delete_evicted(top: str) -> None:

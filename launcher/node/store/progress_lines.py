@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from launcher.node.record import read_json
+from launcher.node.json_reader import read_json
 from launcher.node.remote_folder import StoreError
 
 _EVERY = 0.2  # seconds between lines of kind ``bytes``

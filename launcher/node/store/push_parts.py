@@ -22,6 +22,7 @@ import os
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
+from launcher.node.json_reader import loads
 from launcher.node.programs.files import inventory
 from launcher.node.remote_folder import NotStored, RemoteFolder, StoreError
 from launcher.node.store.fetch import MANIFEST, Wanted
@@ -62,7 +63,7 @@ def push_parts(spec: dict[str, Any], lines: ProgressLines) -> int:
 def pushed_note(store: RemoteFolder) -> dict[str, Any]:
     """Return the content of ``.gnnfleet-pushed.json`` in a store; {} if it is missing or damaged."""
     try:
-        found = json.loads(store.read(PUSHED, 0, _MOST_NOTE))
+        found = loads(store.read(PUSHED, 0, _MOST_NOTE))
     except (NotStored, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

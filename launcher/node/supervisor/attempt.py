@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -13,8 +12,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from launcher.node.json_reader import natural, read_json
 from launcher.node.peers.model import Decision
-from launcher.node.record import read_json
 from launcher.node.supervisor.restart import Standing
 from launcher.node.supervisor.spec import NodeSpec
 
@@ -66,8 +65,8 @@ def read_returns(spec: NodeSpec) -> tuple[bool, NodeSpec]:
     try:
         state = read_json(path)
         os.unlink(path)
-        generation = int(state["generation"]) if isinstance(state, dict) else -1
-    except (OSError, ValueError, KeyError, TypeError):
+        generation = natural(state["generation"]) if isinstance(state, dict) else -1
+    except (OSError, ValueError, KeyError):
         return False, spec
     if not spec.restarts or generation < 0:
         return False, spec
@@ -226,11 +225,10 @@ def parts_on_disk(first: NodeSpec) -> tuple[int, ...]:
     if not first.data_dir:
         return tuple(sorted(own))
     try:
-        with open(os.path.join(first.data_dir, "manifest.json"), encoding="utf-8") as file:
-            manifest = json.load(file)
+        manifest = read_json(os.path.join(first.data_dir, "manifest.json"))
         files = [(str(one["path"]), int(one["bytes"])) for one in manifest["files"]]
         num_parts = int(manifest["num_parts"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return tuple(sorted(own))
     damaged = {path.partition("/")[0] for path, size in files if not _has(os.path.join(first.data_dir, path), size)}
     return tuple(sorted(own | {part for part in range(num_parts) if f"part{part}" not in damaged}))

@@ -179,7 +179,7 @@ class Health:
         while hub is not None and hub.stacks_missing() and time.monotonic() < deadline:
             self._idle(0.05)
         members = hub.members if hub is not None else {}
-        found |= {k: {name: lines[0] for name, lines in (one.stacks or {}).items()} for k, one in members.items()}
+        found |= {k: {name: each[0] for name, each in (one.stacks or {}).items() if each} for k, one in members.items()}
         ended = {rank for rank, entry in self._entries().items() if entry["ended"]}
         nodes = dict.fromkeys(self._spec.ranks, self._spec.node_rank)
         nodes |= {rank: k for k, member in members.items() for rank in member.own_ranks or ()}

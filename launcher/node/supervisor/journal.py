@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from launcher.node.json_reader import read_json
 from launcher.node.log_lines import LineLog
-from launcher.node.record import append_json, read_json, why_unwritten, write_json, write_text
+from launcher.node.record import append_json, why_unwritten, write_json, write_text
 
 
 class LatestWriter:

@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.node import leases, procs
 from launcher.node.child_process import Child, Loop, outcome
-from launcher.node.json_reader import record_in
+from launcher.node.json_reader import loads, natural, record_in, text
 from launcher.node.json_records import OUTCOME, STARTED
 from launcher.node.peers.model import Cause
 from launcher.node.record import why_unwritten, write_json
@@ -20,6 +20,8 @@ from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.spec import NodeSpec
 
 _MAX_MAIL = 1 << 17  # bytes of a record that a rank runner sends to the mailbox
+
+_MAIL_TIME = 5.0  # seconds that sending a record may take
 
 
 class OutcomeBook:
@@ -93,7 +95,7 @@ class OutcomeBook:
 
     def take_mail(self, mail: dict[str, Any]) -> None:
         """Store a record from the mailbox: the start or the outcome of a rank. Raises ValueError or KeyError."""
-        rank = int(mail["rank"])
+        rank = natural(mail["rank"])
         name = f"rank{rank}"
         if rank not in self.ranks:
             raise ValueError(f"this node has no rank {rank}")
@@ -101,7 +103,7 @@ class OutcomeBook:
             if rank not in self.runners:
                 self._started(rank, STARTED(mail))
         elif name not in self.outcomes:
-            trouble = str(mail.pop("trouble"))
+            trouble = text(mail.pop("trouble"))
             self.journal.trouble = self.journal.trouble or trouble
             self.take(OUTCOME({**mail, "name": name, "node_rank": self.node_rank}))
 
@@ -126,27 +128,28 @@ class OutcomeBook:
         return {rank: one["pid"] for rank, one in self.runners.items() if rank not in self.ended_ranks()}
 
 
+MAILBOX = "GNNFLEET_MAILBOX"  #: environment variable of a rank runner: its file descriptor of the mailbox
+
+
 class Mailbox:
     """Receives records from rank runners that cannot write them to a file because the disk is full.
 
-    The mailbox is an abstract Unix datagram socket. Each record contains the run's token; records without it, such as
-    those of other users, are ignored.
+    The mailbox is a pair of connected Unix datagram sockets without a name. Rank runners inherit the other end,
+    ``sender``; no other process can send to the mailbox.
     """
 
-    def __init__(self, loop: Loop, book: OutcomeBook, token: str, address: str) -> None:
-        self._loop, self._book, self._token = loop, book, token
-        self._warned = False  # malformed datagrams are logged once: any user of the machine can send them
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    def __init__(self, loop: Loop, book: OutcomeBook) -> None:
+        self._loop, self._book = loop, book
+        self._warned = False  # malformed records are logged once
+        self._socket, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        self._socket.bind(_abstract(address))
+        self.sender = self._sender.fileno()  #: file descriptor to send records to
         loop.watch(self._socket, 1, lambda _: self._read())
 
     def _read(self) -> None:
         try:
-            mail = json.loads(self._socket.recv(_MAX_MAIL))
-            if mail.pop("token") == self._token:
-                self._book.take_mail(mail)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._book.take_mail(loads(self._socket.recv(_MAX_MAIL)))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             if not self._warned:
                 self._warned = True
                 self._book.journal.log(f"ignored a malformed record from a rank runner: {error!r}")
@@ -154,29 +157,24 @@ class Mailbox:
     def close(self) -> None:
         self._loop.unwatch(self._socket)
         self._socket.close()
+        self._sender.close()
 
 
-def write_or_mail(path: str, record: dict[str, Any], environment: dict[str, str]) -> None:
+def write_or_mail(path: str, record: dict[str, Any], mailbox: int | None) -> None:
     """Write a rank runner's record to ``path``; when that fails, send the record to the supervisor's mailbox.
 
-    environment: has GNNFLEET_SUPERVISOR, the address of the mailbox, and GNNFLEET_TOKEN, which authenticates the
-    record.
+    mailbox: file descriptor of the mailbox; None if there is no supervisor.
     """
     try:
         write_json(path, record)
     except OSError as error:
-        note = why_unwritten(path, error)
-        _mail({**_shortened(record), "trouble": note}, environment)
-
-
-def _mail(record: dict[str, Any], environment: dict[str, str]) -> None:
-    address = environment.get("GNNFLEET_SUPERVISOR", "")
-    data = json.dumps({**record, "token": environment.get(procs.TOKEN, "")}).encode()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        mail = {**_shortened(record), "trouble": why_unwritten(path, error)}
         try:
-            sock.sendto(data, _abstract(address))
-        except OSError as error:  # the supervisor has ended
-            print(f"rank runner: cannot send the record to the supervisor: {error}", flush=True)
+            with socket.socket(fileno=os.dup(-1 if mailbox is None else mailbox)) as sock:
+                sock.settimeout(_MAIL_TIME)
+                sock.send(json.dumps(mail).encode())
+        except OSError as unsent:  # the supervisor has ended
+            print(f"rank runner: cannot send the record to the supervisor: {unsent}", flush=True)
 
 
 def _shortened(record: dict[str, Any]) -> dict[str, Any]:
@@ -185,11 +183,6 @@ def _shortened(record: dict[str, Any]) -> dict[str, Any]:
         name: [line[:500] for line in record[name][-60:]] for name in ("traceback", "tail") if name in record
     }
     return {**record, **short}
-
-
-def _abstract(address: str) -> str:
-    # ``address`` is the supervisor's ``pid:start_ticks``.
-    return f"\0gnnfleet-{os.getuid()}-{address}"
 
 
 class Ended(Exception):

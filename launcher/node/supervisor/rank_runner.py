@@ -21,7 +21,7 @@ if not __package__:  # run as a file: make the package above importable
 from launcher.node import procs
 from launcher.node.child_process import Child, Loop, outcome
 from launcher.node.diagnostics.oom import OomWatch
-from launcher.node.supervisor.outcomes import write_or_mail
+from launcher.node.supervisor.outcomes import MAILBOX, write_or_mail
 
 _GLANCE = 0.05  # seconds between two checks for the graph server's ready file
 
@@ -35,7 +35,9 @@ class RankRunner:
         self, run_dir: str, argv: Sequence[str], environment: dict[str, str], await_server: bool = False
     ) -> None:
         """await_server: start the command once the graph server's ready file exists."""
-        self.run_dir, self.argv, self.environment = run_dir, argv, environment
+        self.run_dir, self.argv = run_dir, argv
+        self.environment = {name: value for name, value in environment.items() if name != MAILBOX}
+        self.mailbox = int(environment[MAILBOX]) if MAILBOX in environment else None
         self.ready_file = environment.get("GNNFLEET_SERVER_READY", "") if await_server else ""
         self.rank = int(environment["RANK"])
         self.node_rank = int(environment.get("NODE_RANK") or environment.get("GROUP_RANK") or 0)
@@ -119,7 +121,7 @@ class RankRunner:
         return status
 
     def _write(self, folder: str, record: dict[str, Any]) -> None:
-        write_or_mail(self._path(folder, "json"), record, self.environment)
+        write_or_mail(self._path(folder, "json"), record, self.mailbox)
 
     def _path(self, folder: str, suffix: str) -> str:
         return os.path.join(self.run_dir, folder, f"{self.name}.{suffix}")

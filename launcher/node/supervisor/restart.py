@@ -31,11 +31,8 @@ class Standing:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Standing:
-        """Parse the field ``standing`` of a report. Raises ValueError, KeyError or TypeError."""
-        found = value["checkpoint"]
-        if found is not None:
-            found = {"file": str(found["file"]), "epoch": int(found["epoch"]), "step": int(found["step"])}
-        return cls(found, tuple(map(int, value["parts"])), bool(value["stepped"]))
+        """Convert the field ``standing`` of a report."""
+        return cls(value["checkpoint"], tuple(value["parts"]), value["stepped"])
 
     @property
     def place(self) -> tuple[int, int]:

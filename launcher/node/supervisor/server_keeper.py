@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
+import stat
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -136,13 +138,21 @@ def _kernels(env: Mapping[str, str]) -> tuple[bool, str]:
     folder = env.get("GNNFLEET_KERNELS") or os.path.join(os.path.expanduser(cache), "gnnfleet", "kernels")
     why = ""
     if not _writable(folder):
-        instead = os.path.join(env.get("TMPDIR") or "/tmp", f"gnnfleet-kernels-{os.geteuid()}")
+        usual = os.path.join(env.get("TMPDIR") or "/tmp", f"gnnfleet-kernels-{os.geteuid()}")
+        # another user may have created a folder of the usual name
+        taken = [path for path in (usual, *sorted(glob.glob(f"{glob.escape(usual)}-*"))) if os.path.lexists(path)]
+        instead = next(filter(_own, taken), f"{usual}-*" if taken else usual)
         why = f"{folder} cannot be written, so compiled kernels are kept in {instead}"
         folder = instead
     try:
         return any(name.endswith(".nbc") for name in os.listdir(folder)), why
     except OSError:
         return False, why
+
+
+def _own(folder: str) -> bool:
+    found = os.lstat(folder)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o002
 
 
 def _writable(folder: str) -> bool:

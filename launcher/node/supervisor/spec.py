@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from launcher.node import procs
+from launcher.node.json_reader import read_json
 from launcher.node.peers.model import Crew, PeerConfig
-from launcher.node.record import read_json
 
 
 @dataclass(frozen=True)

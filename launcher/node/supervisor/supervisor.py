@@ -28,7 +28,7 @@ from launcher.node.peers.model import Cause, NoPeers, Order, Peers, make_cause, 
 from launcher.node.supervisor.attempt import read_returns, standing_of
 from launcher.node.supervisor.health import DepartedNodes, Finding, Health
 from launcher.node.supervisor.journal import Journal, stop_request
-from launcher.node.supervisor.outcomes import Ended, Mailbox, OutcomeBook, describe_leases, take_leases
+from launcher.node.supervisor.outcomes import MAILBOX, Ended, Mailbox, OutcomeBook, describe_leases, take_leases
 from launcher.node.supervisor.processes import RankRunners, complete_outcomes, end_processes
 from launcher.node.supervisor.rendezvous import Restarts, connect
 from launcher.node.supervisor.server_keeper import ServerKeeper
@@ -69,7 +69,7 @@ class Supervisor:
         self.trained: bool | None = None if spec.trainer is None else False
         self.cause: Cause | None = None  # set when the attempt was ended by this node
         self.book = OutcomeBook(self.journal, spec.node_rank, spec.ranks)
-        self.mailbox = Mailbox(self.loop, self.book, self.token, self.address)
+        self.mailbox = Mailbox(self.loop, self.book)
         self.health = Health(spec, self.book, self.peers, self.idle, self.server_pid)
         self.oom = OomWatch()
         self.keeper = ServerKeeper(spec, self.journal, self.loop, self.oom, self.start, self.children.remove)
@@ -241,7 +241,10 @@ class Supervisor:
         log = self.journal.path("logs", f"{log_name or name}.log")
         try:
             env = self.spec.environment(command, self.address)
-            child = Child(name, command["argv"], log, env=env, cwd=command.get("cwd"))
+            inherited = [self.mailbox.sender] if log_name == "runners" else []
+            if inherited:
+                env[MAILBOX] = str(inherited[0])
+            child = Child(name, command["argv"], log, env=env, cwd=command.get("cwd"), inherited=inherited)
         except OSError as error:
             where = command.get("cwd") or os.getcwd()
             note = f"cannot start {command['argv'][0]} in {where}: {error.strerror}"

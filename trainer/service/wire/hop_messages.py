@@ -24,6 +24,8 @@ _REPLACE, _WITH_EDGE, _ON_NODE, _ON_EDGE, _LAST = 1, 2, 4, 8, 16
 
 _ALL_FLAGS = 31
 
+MAX_ROWS = 1 << 25  #: nodes, excluded edges and allowed sources of all requests of a message
+
 _MAX_FANOUT = (1 << 31) - 1  # counts are int32
 
 
@@ -64,7 +66,12 @@ def _flags(request: HopRequest) -> int:
 def read_sample_request(message: Message) -> list[HopRequest]:
     """Decode the requests in a message. Raises ``WireError`` if one is invalid."""
     table = TableReader(message)
-    requests = [_read_record(table, *record) for record in table.records(_RECORD)]
+    requests, rows = [], 0
+    for record in table.records(_RECORD):
+        requests.append(_read_record(table, *record))
+        rows += _num_rows(requests[-1])  # many records may refer to the same array
+        if rows > MAX_ROWS:
+            raise WireError(f"the requests have more than {MAX_ROWS} nodes and excluded edges; ask for fewer at once")
     if sum(map(_num_arrays, requests)) > MAX_ARRAYS:
         raise WireError(f"a reply to {len(requests)} requests would have more than {MAX_ARRAYS} arrays")
     return requests
@@ -110,6 +117,11 @@ def _check_lengths(request: HopRequest) -> None:
         raise WireError("the arrays of a request have different lengths")
     if request.sources is not None and np.any(request.sources[1:] < request.sources[:-1]):
         raise WireError("the allowed sources of a request are not in ascending order")
+
+
+def _num_rows(request: HopRequest) -> int:
+    excluded = 0 if request.exclude is None else len(request.exclude[0])
+    return len(request.nodes) + excluded + (0 if request.sources is None else len(request.sources))
 
 
 def _num_arrays(request: HopRequest) -> int:

@@ -1,0 +1,207 @@
+"""Tests that a graph server limits the work and memory of a request before they are spent."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import threading
+import time
+import tracemalloc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from partitions import random_graph, store_of
+from service_kit import client_of, serving
+from trainer.core.errors import ServiceError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.subgraph_sampler import BatchWork
+from trainer.sampler.types import HopRequest, HopSample, RowRequest, SampleSettings, SeedSet
+from trainer.service import handlers
+from trainer.service.handlers import BoundedGraph
+from trainer.service.stream import SCRATCH, MessageReader
+from trainer.service.wire.messages import ClientName
+from waiting import wait_until
+
+NODES = 300
+
+
+class Counted(LocalGraph):
+    """A graph that counts what it is asked to sample."""
+
+    def __init__(self, graph: LocalGraph) -> None:
+        super().__init__(graph.store)
+        self.asked: list[int] = []
+
+    def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
+        self.asked += [len(request.nodes) for request in requests]
+        return super().sample_hops(requests)
+
+
+@pytest.fixture(scope="module")
+def graph() -> LocalGraph:
+    edge_index, _ = random_graph(5, NODES, 30_000)
+    weights = {"w": np.random.default_rng(1).random(edge_index.shape[1]).astype(np.float32)}
+    attrs = {"x": np.ones((NODES, 4), np.float32), "nothing": np.ones((NODES, 0), np.float32)}
+    return LocalGraph(store_of(edge_index, NODES, 2, attrs=attrs, edge_attrs=weights))
+
+
+def test_a_few_bytes_do_not_allocate_what_they_announce() -> None:
+    size = 64 << 20
+    for head in (struct.pack("<IQ", 1, size), struct.pack("<IQQ", 2, 100, size - 100) + bytes(100)):
+        reader = MessageReader(size)
+        tracemalloc.start()
+        reader.read(_source(head))
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 4 * SCRATCH
+    sent = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8).tobytes()
+    reader = MessageReader(size)
+    data = struct.pack("<IQQ", 2, 200_000, len(sent)) + sent[:200_000] + sent
+    source = _source(data)
+    while not reader.messages:
+        reader.read(source)
+    (message,) = reader.messages
+    assert [bytes(frame) for frame in message.frames] == [sent[:200_000], sent]
+
+
+def _source(data: bytes) -> Any:
+    rest = memoryview(data)
+
+    def receive(target: memoryview) -> int:
+        nonlocal rest
+        count = min(len(rest), len(target), 77_777)
+        target[:count] = rest[:count]
+        rest = rest[count:]
+        return count
+
+    return receive
+
+
+def test_many_records_about_the_same_nodes_are_refused_at_once(graph: LocalGraph) -> None:
+    counted = Counted(graph)
+    nodes = np.zeros(1 << 20, np.int64)
+    with serving(counted) as server, client_of(server.endpoint, 60.0) as client:
+        for more in ({}, {"exclude": (nodes, nodes)}, {"sources": nodes}):
+            asked = HopRequest(HOMO_EDGE, nodes[:1], 0, 0, 1, **more)
+            asked = asked if more else HopRequest(HOMO_EDGE, nodes, 0, 0, 1)
+            with pytest.raises(ServiceError, match="ask for fewer"):
+                client.sample_hops([asked] * 2000)
+        with pytest.raises(ServiceError, match="could take .* over the limit"):  # the answer is large without any edge
+            client.sample_hops([HopRequest(HOMO_EDGE, nodes, 0, 0, 1)] * 30)
+        with pytest.raises(ServiceError, match="ask for fewer"):  # rows without values
+            client._submit_rows([RowRequest(HOMO_NODE, nodes, ("nothing",) * 100)]).result()
+        with pytest.raises(ServiceError, match="fewer pairs"):
+            client.has_edges(HOMO_EDGE, *[np.zeros(6 << 20, np.int64)] * 2)
+    assert counted.asked == []
+
+
+def test_a_batch_is_refused_before_it_is_sampled(graph: LocalGraph) -> None:
+    counted = Counted(graph)
+    seeds = SeedSet({HOMO_NODE: np.arange(1000) % NODES})
+    with (
+        serving(counted, routed=DistGraph(counted, {}), max_answer=2 << 20) as server,
+        client_of(server.endpoint, 60.0, route=True) as client,
+    ):
+        for fanouts, replaces in (((-1,), False), ((2**31 - 1,), True), ((5000, 5000), True)):
+            settings = SampleSettings({HOMO_EDGE: fanouts}, replace=replaces, disjoint=True, edge_ids=True)
+            with pytest.raises(ServiceError, match="could take .* over the limit of 2097152"):
+                client.submit_batch(BatchWork(settings, seeds, 1, {}), ClientName(1, "a")).result()
+        assert counted.asked == []
+        settings = SampleSettings({HOMO_EDGE: (5, 2)})
+        assert (
+            client.submit_batch(BatchWork(settings, seeds, 1, {}), ClientName(1, "a")).result().subgraph.num_hops == 2
+        )
+
+
+def test_conditions_do_not_hide_work(graph: LocalGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A draw by weight looks at all edges of a node, however small the fanout is.
+    counted, nodes = Counted(graph), np.arange(NODES)
+    monkeypatch.setattr(handlers, "MAX_LOOKS", 20_000)
+    bounded = BoundedGraph(counted, counted, 1 << 30, lambda: True)
+    with pytest.raises(ServiceError, match="the nodes have 30000 edges, over the limit of 20000"):
+        bounded.sample_hops([HopRequest(HOMO_EDGE, nodes, 1, 0, 1, weight="w")])
+    assert counted.asked == []
+    bounded = BoundedGraph(counted, counted, 1 << 30, lambda: True)
+    assert bounded.sample_hops([HopRequest(HOMO_EDGE, nodes[:100], 1, 0, 1)])[0].counts.sum() == 100
+
+
+@pytest.mark.parametrize("more", [{}, {"weight": "w"}, {"with_edge": True}, {"sources": np.arange(0, NODES, 2)}])
+def test_pieces_give_the_same_sample(graph: LocalGraph, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(graph)
+    request = HopRequest(HOMO_EDGE, np.random.default_rng(3).integers(0, NODES, 500), -1, 3, 9, **more)
+    monkeypatch.setattr(handlers, "_PIECE_NODES", 64)
+    monkeypatch.setattr(handlers, "_PIECE_LOOKS", 1024)
+    (sample,) = BoundedGraph(counted, counted, 1 << 30, lambda: True).sample_hops([request])
+    assert len(counted.asked) > 5 and sum(counted.asked) == 500
+    (expected,) = graph.sample_hops([request])
+    np.testing.assert_array_equal(sample.counts, expected.counts)
+    np.testing.assert_array_equal(sample.src, expected.src)
+    assert (sample.edge is None) == (expected.edge is None)
+    if expected.edge is not None:
+        np.testing.assert_array_equal(sample.edge, expected.edge)
+
+
+def test_work_for_a_closed_connection_ends(graph: LocalGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_PIECE_NODES", 64)
+    begun, closed = threading.Event(), threading.Event()
+
+    class Slow(Counted):
+        def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
+            begun.set()
+            assert closed.wait(60)
+            return super().sample_hops(requests)
+
+    slow = Slow(graph)
+    with serving(slow, threads=1) as server:
+        with client_of(server.endpoint, 60.0) as client:
+            asked = HopRequest(HOMO_EDGE, np.zeros(6400, np.int64), -1, 0, 1)
+            asking = threading.Thread(target=lambda: pytest.raises(ServiceError, client.sample_hops, [asked]))
+            asking.start()
+            assert begun.wait(60)
+        asking.join(60)
+        network = server._network
+        wait_until(lambda: not network._by_peer, 60)
+        closed.set()
+        with client_of(server.endpoint, 60.0) as client:  # served by the only thread
+            assert client.gather([RowRequest(HOMO_NODE, np.arange(3), ("x",))])[0]["x"].shape == (3, 4)
+    assert len(slow.asked) == 1
+
+
+def test_no_free_descriptor_does_not_make_the_server_spin(graph: LocalGraph) -> None:
+    class Exhausted:
+        """A listener that finds no free file descriptor."""
+
+        calls = 0
+
+        def __init__(self, listener: Any) -> None:
+            self.listener = listener
+
+        def fileno(self) -> int:
+            return int(self.listener.fileno())
+
+        def accept(self) -> Any:
+            Exhausted.calls += 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with (
+        serving(graph) as server,
+        client_of(server.endpoint, 60.0) as before,
+        client_of(server.endpoint, 60.0) as client,
+    ):
+        assert before.hello().node_rank == server._info.node_rank
+        network = server._network
+        listener, network._listener = network._listener, Exhausted(network._listener)  # type: ignore[assignment]
+        pending = client.submit_hello()
+        wait_until(lambda: Exhausted.calls > 0, 60)
+        seen, since = Exhausted.calls, time.monotonic()
+        time.sleep(1.0)
+        assert Exhausted.calls - seen <= 5 * (time.monotonic() - since)
+        assert before.hello().node_rank == server._info.node_rank  # admitted connections are served
+        network._listener = listener
+        assert pending.result().node_rank == server._info.node_rank

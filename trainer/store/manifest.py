@@ -29,7 +29,10 @@ MOST_BYTES = 1 << 30  #: of a manifest; that of a thousand parts has about 20 MB
 
 NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")  #: attribute and split names, which become file names
 
-RESERVED_ATTRS = frozenset({"orig_id", "in_degree"})  #: names of columns that can be gathered like attributes
+LOOPLESS_DEGREE = "in_degree_without_loops"
+
+#: Names of columns that can be gathered like attributes.
+RESERVED_ATTRS = frozenset({"orig_id", "in_degree", LOOPLESS_DEGREE})
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,22 @@ settings.load_profile("here")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    # four more than cores, because tests wait for more than half of their time
-    return min(len(os.sched_getaffinity(0)), 6) + 4
+    # Fast tests wait for more than half of their time. Slow ones compute more, and watch runs that have deadlines.
+    cores = min(len(os.sched_getaffinity(0)), 6)
+    return cores + (1 if config.option.markexpr == "slow" else 4)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    # Parallel workers run no other test beside one that is marked ``quiet``. All take ``turnstile`` first, so that no
+    # test overtakes a quiet one that waits. Record locks, because processes that a test forks do not inherit them.
+    assert item.config.cache is not None
+    folder = item.config.cache.mkdir("quiet")
+    with open(folder / "turnstile", "a+") as turnstile, open(folder / "tests", "a+") as tests:
+        fcntl.lockf(turnstile, fcntl.LOCK_EX)
+        fcntl.lockf(tests, fcntl.LOCK_EX if item.get_closest_marker("quiet") else fcntl.LOCK_SH)
+        fcntl.lockf(turnstile, fcntl.LOCK_UN)
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -65,8 +79,15 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = places_of(list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items)))
-    items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
+    files = {item: item.nodeid.partition("::")[0] for item in items}
+    place = places_of(list(dict.fromkeys(files.values())))
+    for item in items:
+        if item.get_closest_marker("quiet"):  # last, because the other workers have to wait
+            place[files[item]] = len(items)
+    if turn := int(os.environ.get("GNNFLEET_TURN", 0)):  # of .ci/run: another third of the files comes first
+        order = sorted(place, key=place.__getitem__)
+        place = {file: (k + turn) % 3 * len(order) + k for k, file in enumerate(order)}
+    items.sort(key=lambda item: place[files[item]])
 
 
 def places_of(files: list[str]) -> dict[str, float]:
@@ -132,7 +153,8 @@ def local_runs(tmp_path_factory: pytest.TempPathFactory, registry_of_runs: None)
 
 def _launch_local(folder: Path, procs: list[int], **sections: dict) -> Launched:
     folder.mkdir()
-    return launch(local_config(folder, procs, **sections), env={**os.environ, "TMUX_TMPDIR": str(folder)}, timeout=280)
+    config = local_config(folder, procs, run={"start_timeout": 500}, **sections)  # compiling kernels takes minutes
+    return launch(config, env={**os.environ, "TMUX_TMPDIR": str(folder)}, timeout=500)
 
 
 def _kernels_stamp() -> Path:

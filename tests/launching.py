@@ -7,16 +7,28 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from ports import free_port
+from waiting import DEADLINE
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SYNTHETIC = {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "num_features": 16}
 TRAIN = {"hidden": 32, "fanouts": [5, 5], "batch_size": 256, "epochs": 2, "seed": 3, "timeout": 60}
+
+
+#: Returns the path on this machine for the address of a node's host and a path on that host.
+Place = Callable[[str, str], Path]
+
+
+def here(address: str, path: str) -> Path:
+    return Path(path)
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,12 @@ class Launched:
     def step_losses(self, epoch: int = 1) -> list[float]:
         (line,) = (line for line in self.metrics("epoch") if line["epoch"] == epoch and "step_loss" in line)
         return line["step_loss"]
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a JSON Lines file; [] if there is no file."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
 
 def write_config(folder: Path, nodes: list[dict], **sections: dict) -> Path:
@@ -84,7 +102,7 @@ def start(config: Path, *words: str, env: dict[str, str] | None = None, own_grou
     )  # fmt: skip
 
 
-def launch(config: Path, *words: str, env: dict[str, str] | None = None, timeout: float = 200) -> Launched:
+def launch(config: Path, *words: str, env: dict[str, str] | None = None, timeout: float = DEADLINE) -> Launched:
     process = start(config, *words, env=env)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -96,7 +114,9 @@ def launch(config: Path, *words: str, env: dict[str, str] | None = None, timeout
 
 class Running:
     def __init__(self, config: Path, *words: str, env: dict[str, str] | None = None, own_group: bool = False):
-        self.folder, self.process = config.parent, start(config, *words, env=env, own_group=own_group)
+        self.folder = config.parent
+        self._earlier = set(self.folder.glob("runs/*"))
+        self.process = start(config, *words, env=env, own_group=own_group)
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._over = False
@@ -116,7 +136,7 @@ class Running:
     def output(self) -> str:
         return "".join(self.lines)
 
-    def await_line(self, text: str, timeout: float = 90) -> Running:
+    def await_line(self, text: str, timeout: float = DEADLINE) -> Running:
         with self._news:
             self._news.wait_for(lambda: self._over or any(text in line for line in self.lines), timeout)
         if not any(text in line for line in self.lines):
@@ -124,11 +144,53 @@ class Running:
             raise AssertionError(f"launch.py has not printed {text!r}:\n{self.output}")
         return self
 
+    @property
+    def run_dir(self) -> Path:
+        """Return the folder of this launch in ``runs``. Fails if there is none yet."""
+        (run_dir,) = set(self.folder.glob("runs/*")) - self._earlier
+        return run_dir
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of ``kind`` that the run has recorded in events.jsonl so far."""
+        paths = [path / "events.jsonl" for path in set(self.folder.glob("runs/*")) - self._earlier]
+        return [line for path in paths for line in json_lines(path) if line["kind"] == kind]
+
+    def await_event(self, kind: str, number: int = 1, **values: Any) -> Running:
+        """Wait until the run has recorded ``number`` events of ``kind`` with these values."""
+
+        def come() -> bool:
+            return sum(values.items() <= event.items() for event in self.events(kind)) >= number
+
+        return self._await(come, f"an event {kind} with {values}")
+
+    def epoch(self, place: Place = here) -> int:
+        """Return the last epoch of which a rank has recorded a step or the end on its node, or 0."""
+        nodes = json.loads((self.run_dir / "run.json").read_text())["plan"]["nodes"]
+        folders = [place(node["login"]["host"], node["run_dir"]) for node in nodes]
+        lines = [line for folder in folders for path in folder.glob("metrics-*") for line in json_lines(path)]
+        return max((line.get("epoch", 0) for line in lines), default=0)
+
+    def await_epoch(self, epoch: int, place: Place = here) -> Running:
+        """Wait until a rank has recorded a step or the end of ``epoch``, or of a later one."""
+        self.await_event("stage", stage="start")
+        return self._await(lambda: self.epoch(place) >= epoch, f"epoch {epoch}")
+
+    def _await(self, true: Callable[[], bool], what: str) -> Running:
+        deadline = time.monotonic() + DEADLINE
+        over = False
+        while not true():
+            if over or time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(f"{what} has not come:\n{self.output}")
+            over = self.process.poll() is not None
+            time.sleep(0.05)
+        return self
+
     def send(self, signum: int) -> Running:
         self.process.send_signal(signum)
         return self
 
-    def end(self, timeout: float = 60) -> Launched:
+    def end(self, timeout: float = DEADLINE) -> Launched:
         """Wait until launch.py ends, and kill it after ``timeout`` seconds."""
         try:
             self.process.wait(timeout)

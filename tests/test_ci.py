@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from waiting import DEADLINE
+
 REPOSITORY = Path(__file__).resolve().parents[1]
+COLLECTED = "3 workers [90 items]"
 CUT_OFF = "!!!!!! xdist.dsession.Interrupted: session-timeout: 2000.0 sec exceeded !!!!!!"
 FAILED = "FAILED tests/trainer/test_metis.py::test_large - assert 1 == 2"
+PASSED = "CI: check, tests and slow tests passed"
 
 
 def ci(folder: Path, make: str) -> tuple[int, list[str], str]:
@@ -23,28 +27,48 @@ def ci(folder: Path, make: str) -> tuple[int, list[str], str]:
     (folder / "make").write_text(f'#!/bin/sh\necho "$*" >> {folder}/calls\ncase $1 in\n{make}\nesac\n')
     (folder / "make").chmod(0o755)
     env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
-    done = subprocess.run([folder / ".ci/run"], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([folder / ".ci/run"], env=env, capture_output=True, text=True, timeout=DEADLINE)
     return done.returncode, (folder / "calls").read_text().splitlines(), (done.stdout.splitlines() or [""])[-1]
 
 
+def output(*lines: str, then: str = "exit 2") -> str:
+    """Return the shell command of a ``make`` that prints these lines."""
+    return "; ".join([f"echo '{line}'" for line in (COLLECTED, *lines)] + [then])
+
+
 @pytest.mark.parametrize(
-    ("slow", "attempts", "last"),
+    ("first", "second", "status", "last"),
     [
-        pytest.param("echo 90 passed", 1, "slow tests passed.", id="pass"),
-        pytest.param(f"echo '{FAILED}'; echo 1 failed, 9 passed; exit 2", 2, "failed twice (see above).", id="fail"),
-        pytest.param(f"echo '{CUT_OFF}'; echo 9 passed; exit 2", 1, "passed, cut off by time.", id="cut off"),
-        pytest.param(f"echo '{FAILED}'; echo '{CUT_OFF}'; exit 2", 2, "see above), cut off by time.", id="both"),
-        pytest.param("exit 124", 1, "passed, cut off by time.", id="killed"),
+        pytest.param(output("90 passed", then=""), "", 0, f"{PASSED}.", id="pass"),
         pytest.param(
-            f"case $2 in *last-failed*) echo 1 passed;; *) echo '{FAILED}'; echo 9 passed; exit 2;; esac",
-            2, "passed, some at the second attempt.", id="second attempt",
+            output(FAILED, "1 failed, 89 passed"), output(FAILED, "1 failed"), 1,
+            "SLOW TESTS FAILED, and again when they ran alone (see above).", id="fail",
         ),
+        pytest.param(
+            output(FAILED, "1 failed, 89 passed"), output("1 passed", then=""), 0,
+            f"{PASSED}, 1 OF THEM ONLY AT THE SECOND ATTEMPT.", id="second attempt",
+        ),
+        pytest.param(
+            output(CUT_OFF, "=== 8 passed, 1 skipped in 2000.00s ==="), "", 0,
+            f"{PASSED}; 81 of 90 SLOW TESTS HAVE NOT RUN, cut off by time.", id="cut off",
+        ),
+        pytest.param(
+            output(FAILED, CUT_OFF, "1 failed, 9 passed"), output("1 passed", then=""), 0,
+            "1 OF THEM ONLY AT THE SECOND ATTEMPT; 80 of 90 SLOW TESTS HAVE NOT RUN, cut off by time.", id="both",
+        ),
+        pytest.param(
+            output(FAILED, "1 failed, 89 passed"), output(CUT_OFF, "no tests ran"), 1,
+            "SLOW TESTS FAILED, and again when they ran alone (see above).", id="second attempt cut off",
+        ),
+        pytest.param("exit 124", "", 1, "slow tests DID NOT COME TO THEIR END (see above).", id="killed"),
+        pytest.param("echo ImportError; exit 2", "", 1, "slow tests DID NOT COME TO THEIR END (see above).", id="none"),
     ],
 )  # fmt: skip
-def test_slow_tests_are_reported_and_tried_twice(tmp_path: Path, slow: str, attempts: int, last: str) -> None:
-    returned, calls, last_line = ci(tmp_path, f"test-slow) {slow};;")
-    assert (returned, last_line.endswith(last)) == (0, True), last_line
-    assert calls[:2] == ["check", "test"] and len(calls) == 2 + attempts
+def test_slow_tests_decide_and_are_tried_twice(tmp_path: Path, first: str, second: str, status: int, last: str) -> None:
+    make = f"test-slow) case $2 in *last-failed*) {second or 'exit 9'};; *) {first};; esac;;"
+    returned, calls, last_line = ci(tmp_path, make)
+    assert (returned, last_line.endswith(last)) == (status, True), last_line
+    assert calls[:2] == ["check", "test"] and len(calls) == (4 if second else 3)
     assert calls[2].startswith("test-slow ARGS=--session-timeout=3")
 
 

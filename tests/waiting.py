@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+#: Seconds after which a wait for an event fails. It only matters when something is broken, so it bears a busy machine.
+DEADLINE = 240.0
 
-def wait_until(true: Callable[[], Any], timeout: float = 60.0) -> Any:
+
+def wait_until(true: Callable[[], Any], timeout: float = DEADLINE) -> Any:
     """Call ``true`` until its result is true, and return the result. Fail after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not (value := true()):

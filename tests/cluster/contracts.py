@@ -15,6 +15,7 @@ from fault_kit import FaultyRun
 from launching import REPOSITORY, Launched
 from netns import Host
 from scenario import NODE_KINDS, REASONS, Scenario
+from waiting import DEADLINE
 
 #: Name of a contract -> the condition.
 CONTRACTS = {
@@ -88,7 +89,7 @@ def wait_until_clean(hosts: list[Host], seconds: float) -> list[str]:
 
 
 def gnnfleet(
-    environment: dict[str, str], *words: str, cwd: Path | str = "/", seconds: float = 90
+    environment: dict[str, str], *words: str, cwd: Path | str = "/", seconds: float = DEADLINE
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(REPOSITORY / "launch.py"), *words]
     environment = {"COLUMNS": "200", **environment}

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launching import Running
+from launching import Running, json_lines
 from netns import Host, NetCluster
 from netns_python import own_python, set_clock
 from scenario import SHELLS, TRIGGERED, UNREACHABLE, Scenario
 from soak_config import cluster_file, job_words
 from soak_job import JOB
 from ssh_nodes import WORKDIR
+from waiting import DEADLINE
 
 SPARE_MEMORY = 150 << 20  # bytes that a node may still use after fault "memory"
 
@@ -62,14 +62,14 @@ class FaultyRun:
 
     def await_moment(self, running: Running) -> None:
         if self.scenario.detached:
-            done = running.end(150)
+            done = running.end()
             if done.status:
                 raise NotInjected(done.output)
         else:
-            running.await_line("ranks have started", 150)
+            running.await_event("stage", stage="train")
         self.await_epoch(self.scenario.fault.epoch)
 
-    def await_epoch(self, epoch: int, seconds: float = 60.0) -> None:
+    def await_epoch(self, epoch: int, seconds: float = DEADLINE) -> None:
         deadline = time.monotonic() + seconds
         while epoch and self.epoch() < epoch:
             if time.monotonic() > deadline:
@@ -81,12 +81,7 @@ class FaultyRun:
         found = 0
         for k, host in enumerate(self.cluster.hosts):
             path = host.root_path(f"{WORKDIR}/runs/{self.run_id}/node{k}/metrics-rank0.jsonl")
-            try:
-                text = path.read_text()
-            except OSError:
-                continue
-            lines = [json.loads(line) for line in text.rpartition("\n")[0].splitlines()[-20:]]
-            found = max([found, *(line["epoch"] for line in lines if "epoch" in line)])
+            found = max([found, *(line["epoch"] for line in json_lines(path)[-20:] if "epoch" in line)])
         return found
 
     # --- faults -------------------------------------------------------------------------------
@@ -122,7 +117,7 @@ class FaultyRun:
             self.host.limit_memory(self.host.memory.used() + SPARE_MEMORY)
         path = f"/tmp/fault-rank{self.scenario.victim}"
         self.host.write(path, kind)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + DEADLINE
         while self.host.root_path(path).exists():
             if time.monotonic() > deadline:
                 raise NotInjected(f"rank {self.scenario.victim} did not read its trigger file")
@@ -135,9 +130,9 @@ class FaultyRun:
     def _signal(self, words: str, rank: int | None = None, signum: int = signal.SIGKILL) -> None:
         """Send signal ``signum`` to the Python process that was started with the arguments ``words``.
 
-        If ``rank`` is given, the process must also be that of this rank. Waits up to 20 s for the process to start.
+        If ``rank`` is given, the process must also be that of this rank. Waits for the process to start.
         """
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + DEADLINE
         while time.monotonic() < deadline:
             for process in self.host.processes():
                 try:

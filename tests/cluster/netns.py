@@ -166,7 +166,7 @@ class Host:
         lines += [f"mount --rbind {self.folder} {folder}", "mkdir -p /run/sshd", "cd /"]
         return "\n".join([*lines, f"/usr/sbin/sshd -D -e -f {folder}/etc/sshd_config &", "wait"])
 
-    def wait_until_up(self, timeout: float = 20.0) -> None:
+    def wait_until_up(self, timeout: float = 120.0) -> None:
         """Wait until sshd answers. On timeout, raise ``NetnsError`` with the end of the console output."""
         deadline = time.monotonic() + timeout
         while not self._answers():
@@ -215,7 +215,7 @@ class Host:
     # --- use --------------------------------------------------------------------------
 
     def run(
-        self, argv: Sequence[str], *, check: bool = True, timeout: float = 60.0, stdin: str = ""
+        self, argv: Sequence[str], *, check: bool = True, timeout: float = 120.0, stdin: str = ""
     ) -> subprocess.CompletedProcess[str]:
         enter = ["nsenter", "-t", str(self.init_pid), "-m", "-u", "-p", "-n", "-r"]
         done = subprocess.run(
@@ -387,6 +387,10 @@ class NetCluster:
         )
         path.write_text("\n".join(blocks))
         return path
+
+    def path_on(self, address: str, path: str) -> Path:
+        """Convert a path on the host with ``address`` to the path of the same file on the test machine."""
+        return next(host for host in self.hosts if host.address == address).root_path(path)
 
     def know_neighbours(self) -> None:
         """Add permanent ARP entries for all pairs of hosts.

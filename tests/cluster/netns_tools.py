@@ -179,7 +179,7 @@ def ip(words: str, *, check: bool = True) -> str:
 
 
 def tool(argv: Sequence[str], *, check: bool = True, stdin: str = "") -> str:
-    done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=120)
     if check and done.returncode:
         raise NetnsError(f"{shlex.join(argv)} exited {done.returncode}: {done.stderr.strip()}")
     return done.stdout

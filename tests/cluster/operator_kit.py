@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launching import REPOSITORY, Launched
 from netns import NetCluster
+from waiting import DEADLINE
 
 
 class Operator:
@@ -20,14 +21,14 @@ class Operator:
         shutil.copytree(cluster.operator_home / ".ssh", home / ".ssh", dirs_exist_ok=True)
         self.env = cluster.environment(HOME=str(home), XDG_STATE_HOME=str(home / ".local/state"), COLUMNS="200")
 
-    def gnnfleet(self, *words: str, timeout: float = 90) -> Launched:
+    def gnnfleet(self, *words: str, timeout: float = DEADLINE) -> Launched:
         argv = [sys.executable, str(REPOSITORY / "launch.py"), *words]
         done = subprocess.run(argv, cwd=self.cwd, env=self.env, capture_output=True, text=True, timeout=timeout)
         return Launched(done.returncode, done.stdout + done.stderr, self.cwd)
 
     def status(self, *words: str) -> dict:
         argv = [sys.executable, str(REPOSITORY / "launch.py"), "status", "--json", *words]
-        done = subprocess.run(argv, cwd=self.cwd, env=self.env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(argv, cwd=self.cwd, env=self.env, capture_output=True, text=True, timeout=DEADLINE)
         status: dict = json.loads(done.stdout)
         assert status["exit_status"] == done.returncode, done.stderr
         return status
@@ -39,7 +40,7 @@ def stage_in(project: Path) -> str:
     return str(json.loads(found[0].read_text())["stage"]) if found else ""
 
 
-def await_stage(project: Path, stage: str, seconds: float = 120) -> None:
+def await_stage(project: Path, stage: str, seconds: float = DEADLINE) -> None:
     deadline = time.monotonic() + seconds
     while (at := stage_in(project)) != stage:
         assert at != "end" and time.monotonic() < deadline, f"the launcher is at {at!r} and not at {stage!r}"

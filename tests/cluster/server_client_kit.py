@@ -17,6 +17,7 @@ from launching import Launched, Running, launch, local_config, write_config
 from netns import Host, NetCluster
 from netns_tools import Process
 from ssh_nodes import ssh_nodes
+from waiting import DEADLINE
 
 SERVERS, CLIENTS = (0, 1), (2, 3, 4)  #: node ranks; the first client is the lead node
 EPOCHS, SEEDS, STEPS = 3, 900, 30  #: epochs of a run; train seeds and steps of each epoch
@@ -103,7 +104,7 @@ class Run:
         """Return the path of ``name`` in node ``k``'s run folder, as seen from outside the host."""
         return self.host(k).folder / "disk/runs" / self.folder.name / f"node{k}" / name
 
-    def await_step(self, epoch: int, step: int, timeout: float = 200) -> Run:
+    def await_step(self, epoch: int, step: int, timeout: float = DEADLINE) -> Run:
         until = time.monotonic() + timeout
         while not any((each["epoch"], each["step"]) >= (epoch, step) for each in self.notes(CLIENTS[0])):
             assert self.running.process.poll() is None and time.monotonic() < until, self.running.output
@@ -128,7 +129,7 @@ class Run:
     def kill_rank(self, k: int) -> None:
         self.host(k).kill(self.processes(k, "noted.py")[0].pid)
 
-    def end(self, timeout: float = 200) -> Launched:
+    def end(self, timeout: float = DEADLINE) -> Launched:
         return self.running.end(timeout)
 
     def notes(self, k: int) -> list[dict[str, Any]]:

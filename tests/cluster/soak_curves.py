@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from launching import launch, local_config
+from launching import json_lines, launch, local_config
 from scenario import Scenario
 from soak_config import data_section, job_words, train_section
 from soak_job import JOB
@@ -18,9 +18,9 @@ TOLERANCE = 1e-4  # relative difference of losses, as float32 values are summed 
 def curve_of(run_dir: Path) -> Curve:
     curve: Curve = {}
     for path in sorted(run_dir.glob("output/**/curve.jsonl")):
-        for line in _lines(path):
+        for line in json_lines(path):
             curve[line["epoch"], line["step"]] = line["loss"]
-    for line in _lines(run_dir / "metrics.jsonl"):
+    for line in json_lines(run_dir / "metrics.jsonl"):
         for step, loss in enumerate(line.get("step_loss", ()) if line["kind"] == "epoch" else ()):
             curve[line["epoch"], step] = loss
     return curve
@@ -29,12 +29,7 @@ def curve_of(run_dir: Path) -> Curve:
 def epochs_begun(run_dir: Path) -> int:
     """Return the last epoch that the run has recorded, or 0."""
     kinds = ("step", "epoch", "checkpoint")
-    return max((line["epoch"] for line in _lines(run_dir / "metrics.jsonl") if line["kind"] in kinds), default=0)
-
-
-def _lines(path: Path) -> list[dict]:
-    whole = path.read_text().rpartition("\n")[0] if path.is_file() else ""
-    return [json.loads(line) for line in whole.splitlines()]
+    return max((line["epoch"] for line in json_lines(run_dir / "metrics.jsonl") if line["kind"] in kinds), default=0)
 
 
 class Undisturbed:

@@ -97,7 +97,7 @@ class Soak:
     # --- how a run ends -----------------------------------------------------------------------
 
     def _undisturbed(self, run: FaultyRun, running: Running, verdict: Verdict) -> str:
-        done = running.end(150)
+        done = running.end()
         began = time.monotonic()
         if run.scenario.detached:
             while left(self.cluster.hosts) and time.monotonic() < began + PATIENCE:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launching import REPOSITORY
+from waiting import DEADLINE
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
@@ -55,7 +56,7 @@ class Terminal:
         self._raw += data
         return bool(data)
 
-    def await_text(self, text: str, timeout: float = 60) -> Terminal:
+    def await_text(self, text: str, timeout: float = DEADLINE) -> Terminal:
         deadline = time.monotonic() + timeout
         while text not in self.shown:
             if not self.read(0.2) or time.monotonic() > deadline:
@@ -66,7 +67,7 @@ class Terminal:
         os.write(self._ours, keys.encode())
         return self
 
-    def end(self, timeout: float = 120) -> int:
+    def end(self, timeout: float = DEADLINE) -> int:
         deadline = time.monotonic() + timeout
         while self.read(0.2):
             if time.monotonic() > deadline:

@@ -115,7 +115,7 @@ def test_a_preparing_launch_is_shown_and_stopped_from_elsewhere(
 def test_a_run_stopped_without_a_launcher_resumes_from_its_checkpoint(
     cluster: NetCluster, operator: Operator, project: Path
 ) -> None:
-    running = Running(project / "cluster.yml", env=operator.env).await_line("epoch 3/400")
+    running = Running(project / "cluster.yml", env=operator.env).await_epoch(3, cluster.path_on)
     running.send(signal.SIGKILL).process.wait(10)
     stopped = operator.gnnfleet("stop")
     assert stopped.status == 0, stopped.output

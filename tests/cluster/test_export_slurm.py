@@ -59,8 +59,8 @@ class Jobs:
             self.slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
             return self.state(job) != "PENDING"
 
-        wait_until(lambda: self.state(job) == "PENDING", 60)
-        wait_until(begins, 60)
+        wait_until(lambda: self.state(job) == "PENDING")
+        wait_until(begins)
 
     def state(self, job: str) -> str:
         return self.slurm.job(job).get("JobState", "")
@@ -94,9 +94,9 @@ def test_a_requeued_job_has_the_losses_of_an_undisturbed_one(jobs: Jobs) -> None
     assert "serving parts 1 at tcp://0.0.0.0:29601" in jobs.path(first, "node1/server.log").read_text()
 
     job = jobs.submit()
-    wait_until(lambda: jobs.path(job, "node0/checkpoints/epoch-0002.pt").exists(), 100)
+    wait_until(lambda: jobs.path(job, "node0/checkpoints/epoch-0002.pt").exists())
     jobs.call("scontrol", "requeue", job)
-    wait_until(lambda: jobs.slurm.job(job)["Restarts"] == "1", 60)
+    wait_until(lambda: jobs.slurm.job(job)["Restarts"] == "1")
     jobs.begin_now(job)
     assert jobs.wait(job, 240) == "COMPLETED", jobs.log(job)
     assert jobs.log(job).count("epoch 1/6") == 1
@@ -109,12 +109,12 @@ def test_a_job_that_slurm_warns_requeues_itself_with_a_new_checkpoint(jobs: Jobs
         "train.epochs=4000", "train.checkpoint_every=0", "train.checkpoint_seconds=600", options="time=2,requeue"
     )
     began, job = time.monotonic(), jobs.submit()  # Slurm warns it 12 to 72 seconds before its limit of two minutes
-    wait_until(lambda: jobs.slurm.job(job)["Restarts"] == "1", 150)
+    wait_until(lambda: jobs.slurm.job(job)["Restarts"] == "1")
     assert time.monotonic() - began < 125
     assert "toy: Slurm ends the job soon: saving a checkpoint" in jobs.log(job)
     assert [path.name for path in jobs.path(job, "node0/checkpoints").glob("*.pt")] != []
     trained = max(jobs.losses(job))
     jobs.begin_now(job)
-    wait_until(lambda: max(jobs.losses(job)) > trained + 2, 90)
+    wait_until(lambda: max(jobs.losses(job)) > trained + 2)
     assert jobs.log(job).count("epoch 1/4000") == 1
     assert not jobs.path(job, "node0/control/checkpoint").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
@@ -13,9 +12,13 @@ import pytest
 
 from failure_kit import Scene, assert_one_message, mount, unmount
 from launcher.plan.files import code_files
-from launching import Launched, Running
+from launching import Launched
 from operator_kit import await_stage
 from ssh_nodes import WORKDIR
+from waiting import wait_until
+
+#: Seconds within which a failed run must have ended; ranks that wait for lost peers give up after 60 s.
+ENDS_WITHIN = 40
 
 # --- during sync -------------------------------------------------------------------------------------
 
@@ -65,7 +68,7 @@ def test_a_full_disk_does_not_hide_the_first_cause(scene: Scene) -> None:
     # A rank is killed on a node whose disk is full: the report still names this rank as the first cause. test_soak
     # has a full disk that is itself the cause.
     host = scene.cluster.hosts[1]
-    host.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", WORKDIR])
+    host.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", WORKDIR])
     try:
         running = scene.running("--", "python", "steps.py").await_line("step 3")
         host.run(["bash", "-c", f"cat /dev/zero > {WORKDIR}/filler"], check=False)
@@ -86,12 +89,14 @@ def test_ctrl_c_during_sync_leaves_only_files_that_the_next_sync_reuses(scene: S
     earlier = scene.running("--", "python", "waits.py").await_line("here is rank 1")  # places the code on the nodes
     shutil.rmtree(earlier.send(signal.SIGINT).end().run_dir)
     scene.parts = scene.folder / "parts"
-    scene.data = {"options": {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "num_features": 500}}
-    before_it = [set(scene.files(k).split()) for k in range(3)]
+    scene.data = {"options": {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "num_features": 2000}}
+    before_it = data_files(scene)
     for host in scene.cluster.hosts:
         host.slow_link("1mbit")
     try:
-        running = scene.running("--", "python", "waits.py").await_line("sync:")
+        running = scene.running("--", "python", "waits.py").await_event("stage", stage="sync")
+        # of 24 MB, which take a minute
+        wait_until(lambda: sum(data_files(scene).values()) > sum(before_it.values()) + 3_000_000)
         before = time.monotonic()
         done = running.send(signal.SIGINT).end()
         seconds = time.monotonic() - before
@@ -99,23 +104,24 @@ def test_ctrl_c_during_sync_leaves_only_files_that_the_next_sync_reuses(scene: S
         for host in scene.cluster.hosts:
             host.full_speed()
     assert done.status == 130 and "Traceback" not in done.output, done.output
-    assert seconds < 5 and "taken up by the next launch" in done.output
+    assert seconds < 30 and "the next launch reuses the files that have been sent" in done.output
     assert done.result["state"] == "stopped" and scene.left_behind() == []
-    new = {k: set(scene.files(k).split()) - before_it[k] for k in range(3)}
-    data = {k: [name for name in names if "/data/" in name] for k, names in new.items()}
-    assert not any(name.endswith("manifest.json") for names in data.values() for name in names)
-    partial = sum(scene.cluster.hosts[k].root_path(name).stat().st_size for k, names in data.items() for name in names)
-    assert partial > 0
+    new = {at: size for at, size in data_files(scene).items() if at not in before_it}
+    assert not any(name.endswith("manifest.json") for _, name in new)
+    partial = sum(new.values())
+    assert partial > 3_000_000
     again = scene.running("--", "python", "waits.py").await_line("here is rank 1")
     again.send(signal.SIGINT).end()
-    there = [event["bytes"] for event in events(again, "synced")]
-    assert sum(there) < total_bytes(scene.parts) - partial / 2, "files that had arrived must not be sent again"
+    sent = sum(event["bytes"] for event in again.events("synced"))
+    assert sent < total_bytes(scene.parts) - partial / 2, "files that had arrived must not be sent again"
 
 
-def events(running: Running, kind: str) -> list[dict]:
-    folder = max((running.folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
-    lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == kind]
+def data_files(scene: Scene) -> dict[tuple[int, str], int]:
+    """Return the bytes of each file of parts on the hosts, by number of the host and path."""
+    command = ["find", f"{WORKDIR}/data", "-type", "f", "-printf", "%s %p\\n"]
+    found = [(k, host.run(command, check=False).stdout) for k, host in enumerate(scene.cluster.hosts)]
+    lines = [(k, *line.split(" ", 1)) for k, text in found for line in text.splitlines()]
+    return {(k, name): int(size) for k, size, name in lines}
 
 
 def total_bytes(folder: Path) -> int:
@@ -136,7 +142,7 @@ def failed(scene: Scene, done: Launched, name: str, reason: str, *, node_rank: i
     accounted_for(done, head)
     own = [each["returncode"] for each in outcomes(done) if each["failed"] and not each["stopped"]]
     assert done.status == max(own) >= status, "highest status among processes that failed on their own"
-    assert (done.run_dir / "result.json").stat().st_mtime - first["ended"] < 10
+    assert (done.run_dir / "result.json").stat().st_mtime - first["ended"] < ENDS_WITHIN
     assert scene.left_behind() == []
 
 
@@ -190,9 +196,9 @@ def test_a_signal_to_the_launcher_ends_every_node(scene: Scene, signum: int) -> 
     assert run_processes(scene)
     before = time.monotonic()
     running.send(signum)
-    while (left := run_processes(scene)) and time.monotonic() - before < 10:
+    while (left := run_processes(scene)) and time.monotonic() - before < ENDS_WITHIN:
         time.sleep(0.1)
-    assert left == [], "all of a run ends within ten seconds"
+    assert left == [], "all of a run ends soon"
     done = running.end()  # logs are collected, too
     assert done.status == 130 and "Traceback" not in done.output, done.output
     by = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
@@ -239,14 +245,14 @@ def test_killing_a_process_of_the_bundled_trainer_leads_the_report(scene: Scene,
     # The other ranks fail as well when a rank or graph server is killed, some of them before the supervisor notices
     # that the killed process has ended.
     scene.train = {"epochs": 5000}
-    running = scene.running().await_line("epoch 3/5000")
+    running = scene.running().await_epoch(3, scene.cluster.path_on)
     scene.cluster.hosts[2].kill(scene.processes(2, command)[0].pid)
     done = running.end()
     assert done.status == 137, done.output
     first = done.result["first_failure"]
     assert (first["name"], first["node_rank"]) == (name, 2), done.output
     assert first["reason"].startswith("was killed by signal 9 (SIGKILL)")
-    assert (done.run_dir / "result.json").stat().st_mtime - first["ended"] < 10
+    assert (done.run_dir / "result.json").stat().st_mtime - first["ended"] < ENDS_WITHIN
     assert scene.left_behind() == []
 
 
@@ -274,7 +280,7 @@ def test_a_silent_node_is_reported_lost_and_the_others_are_stopped(scene: Scene,
     assert (first["name"], first["node_rank"]) == ("node", 2), done.output
     assert "no sign of life for 6 s (run.peer_timeout)" in first["reason"], "the reason comes from its peers"
     assert f'ssh root@{host.address} "tmux kill-session' in done.output, "its processes cannot be reached"
-    assert seconds < 30 and left == []
+    assert seconds < 60 and left == []
     while trouble == "network" and scene.left_behind() and time.monotonic() < deadline:
         time.sleep(1)
     assert scene.left_behind() == [], "once the network is back, its ranks notice the loss of the others and end"
@@ -288,7 +294,7 @@ def test_a_host_lost_before_its_node_is_started(scene: Scene) -> None:
         await_stage(scene.folder, "start")
         host.power_cut()
         cut = time.monotonic()
-        done = running.end(200)
+        done = running.end()
         seconds = time.monotonic() - cut
         left = scene.left_behind()
     finally:
@@ -298,7 +304,7 @@ def test_a_host_lost_before_its_node_is_started(scene: Scene) -> None:
     first = done.result["first_failure"]
     assert (first["name"], first["node_rank"]) == ("node", 2), done.output
     assert f"node2 (root@{host.address}) could not be started" in done.output, done.output
-    assert seconds < 60 and left == [], (seconds, left)
+    assert seconds < 120 and left == [], (seconds, left)
     assert (done.run_dir / "logs/node1").is_dir(), "logs of the other nodes are collected"
 
 
@@ -321,7 +327,7 @@ def test_two_of_three_hosts_lost_at_once(scene: Scene) -> None:
             host.wait_until_up()
     assert done.status == 1 and "Traceback" not in done.output, done.output
     assert done.result["state"] == "failed" and done.result["first_failure"]["node_rank"] in (0, 2), done.output
-    assert seconds < 60 and left == [], (seconds, left)
+    assert seconds < 120 and left == [], (seconds, left)
     assert (done.run_dir / "logs/node1/rank1.log").stat().st_size > 0
 
 

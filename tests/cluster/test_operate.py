@@ -64,7 +64,7 @@ def test_from_another_machine_and_resumed_where_it_was_launched(
     cluster: NetCluster, config: Path, tmp_path: Path
 ) -> None:
     operator, other_operator = Operator(cluster, tmp_path / "home"), Operator(cluster, tmp_path / "other")
-    running = Running(config, "--", "python", "steps.py", env=operator.env).await_line("rank1 | step 20", 200)
+    running = Running(config, "--", "python", "steps.py", env=operator.env).await_line("rank1 | step 20")
     running.send(signal.SIGKILL).process.wait(10)
     status = other_operator.status("--config", str(config))
     assert status["state"] == "running" and [node["state"] for node in status["nodes"]] == ["training", "training"]

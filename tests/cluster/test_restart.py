@@ -12,7 +12,7 @@ from failure_kit import Scene
 from launching import Running
 from netns import NetCluster
 from ssh_nodes import WORKDIR
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 pytestmark = pytest.mark.slow
 GO = "/tmp/go"
@@ -52,8 +52,7 @@ def begun(scene: Scene) -> Iterator[Running]:
     scene.run = {"restarts": 3, "connect_timeout": 3, "lost_after": 20}
     scene.data = {"replicas": 2}
     running = scene.running("--run-id", "again", "--", "python", "train.py", GO)
-    running.await_line("begins at 0 of 4")
-    time.sleep(4)
+    await_checkpoints(scene, running)
     yield running
     running.process.kill()
     for host in scene.cluster.hosts:
@@ -66,7 +65,14 @@ def begun(scene: Scene) -> Iterator[Running]:
         host.run(["rm", "-rf", f"{WORKDIR}/runs/again"])
 
 
-def await_again(cluster: NetCluster, hosts: list[int], world: int, seconds: float = 45) -> float:
+def await_checkpoints(scene: Scene, running: Running) -> None:
+    """Wait until every host has written a checkpoint of the run."""
+    running.await_line("begins at 0 of 4")
+    places = [f"{WORKDIR}/runs/{running.run_dir.name}/node{k}/checkpoints" for k in range(3)]
+    wait_until(lambda: all(any(scene.cluster.hosts[k].root_path(places[k]).glob("*.pt")) for k in range(3)))
+
+
+def await_again(cluster: NetCluster, hosts: list[int], world: int, seconds: float = DEADLINE) -> float:
     """Wait until the hosts train in a group of ``world`` ranks; return the seconds it took."""
     since = time.monotonic()
     text = f"begins at [1-9][0-9]* of {world}$"
@@ -96,7 +102,7 @@ def test_a_host_without_power(scene: Scene, begun: Running, lost: int) -> None:
     begun.await_line(f"restart 1 of 3: node{lost} (root@{scene.host(lost)}): no sign of life for 6 s")
     assert seconds < 30, "within 30 s beside the start of torch"
     finish(scene, left)
-    done = begun.end(90)
+    done = begun.end()
     assert done.status == 0 and "Done in" in done.output, done.output
     assert done.result["state"] == "done"
     assert [(one["without"], one["generation"]) for one in done.result["restarts"]] == [([lost], 1)], done.output
@@ -110,7 +116,7 @@ def test_the_lead_host_without_power_and_no_launcher(scene: Scene, begun: Runnin
     finish(scene, [1, 2])
     for k in (1, 2):
         result = f"{WORKDIR}/runs/again/node{k}/result.json"
-        wait_until(lambda k=k, result=result: _read(scene, k, result), 30)
+        wait_until(lambda k=k, result=result: _read(scene, k, result))
         assert '"state": "done"' in _read(scene, k, result)
 
 
@@ -126,7 +132,7 @@ def test_a_cut_network_leads_to_one_run(scene: Scene, begun: Running) -> None:
     finally:
         host.restore_network()
     finish(scene, [0, 1])
-    done = begun.end(90)
+    done = begun.end()
     assert done.status == 0 and done.result["state"] == "done", done.output
     alone = host.run(["bash", "-c", f"cat {WORKDIR}/runs/again/node2/result.json"]).stdout
     assert "no restart: the run has ended without this node" in alone and '"restarts": []' in alone
@@ -135,12 +141,12 @@ def test_a_cut_network_leads_to_one_run(scene: Scene, begun: Running) -> None:
 def test_a_part_that_is_lost_with_its_host_ends_the_run(scene: Scene, tmp_path: Path) -> None:
     (scene.folder / "train.py").write_text(AVERAGES)
     scene.run = {"restarts": 3, "connect_timeout": 3, "lost_after": 20}
-    running = scene.running("--", "python", "train.py", GO).await_line("begins at 0 of 4")
-    time.sleep(3)
+    running = scene.running("--", "python", "train.py", GO)
+    await_checkpoints(scene, running)
     host = scene.cluster.hosts[1]
     host.power_cut()
     try:
-        done = running.end(90)
+        done = running.end()
     finally:
         host.power_on()
         host.wait_until_up()
@@ -158,13 +164,13 @@ def test_a_host_that_was_switched_off_joins_at_the_next_restart(scene: Scene, be
         f"node2 (root@{scene.host(2)}): its supervisor was started again; it joins at the next restart", 90
     )
     state = f"{WORKDIR}/runs/again/node2/state.json"
-    wait_until(lambda: '"state": "waiting"' in _read(scene, 2, state), 30)
+    wait_until(lambda: '"state": "waiting"' in _read(scene, 2, state))
     (victim,) = scene.processes(0, "train.py")
     scene.cluster.hosts[0].run(["kill", "-9", str(victim.pid)])
-    begun.await_line("going on with 3 of 3 nodes", 60)
+    begun.await_line("going on with 3 of 3 nodes")
     await_again(scene.cluster, [0, 1, 2], 4)
     finish(scene, [0, 1, 2])
-    done = begun.end(90)
+    done = begun.end()
     assert done.status == 0 and done.result["state"] == "done", done.output
     assert [one["without"] for one in done.result["restarts"]] == [[2], []], done.output
 
@@ -172,7 +178,7 @@ def test_a_host_that_was_switched_off_joins_at_the_next_restart(scene: Scene, be
 def test_two_of_three_hosts_without_power(scene: Scene, begun: Running) -> None:
     for k in (0, 1):
         scene.cluster.hosts[k].power_cut()
-    done = begun.end(120)
+    done = begun.end()
     hosts = [f"node{k} (root@{scene.host(k)})" for k in range(3)]
     why = "only 1 of 3 nodes can reach each other, and the others may go on by themselves; no answer from "
     assert done.status == 1 and f"no restart: {why}{hosts[0]}, {hosts[1]}" in done.output, done.output

@@ -260,7 +260,7 @@ def test_a_server_behind_ten_megabits_only_slows_the_run(stage: Stage) -> None:
     host, run = stage.cluster.hosts[0], stage.run().await_step(1, 3)
     host.slow_link("10mbit")
     try:
-        done = run.end(180)
+        done = run.end()
     finally:
         host.full_speed()
     same_curves(done, stage)

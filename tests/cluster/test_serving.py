@@ -53,7 +53,7 @@ def toy(cluster: NetCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def curve(toy: ServingHosts) -> list[float]:
-    done = toy.start("alone", CLIENTS, epochs=6).end(150)
+    done = toy.start("alone", CLIENTS, epochs=6).end()
     assert done.status == 0, done.output
     assert f"attached to serving cluster {NAME}: 2 servers, 4 parts" in done.output
     return toy.curve("alone")
@@ -72,12 +72,12 @@ def test_killing_one_of_two_runs_does_not_disturb_the_other(
     # asking the hosts of the config file.
     serves = [toy.supervisor(k) for k in SERVERS]
     elsewhere = ServingHosts(cluster, tmp_path / "elsewhere")
-    victim = toy.start("victim", (CLIENTS[0],), LONG).await_line("epoch 1/", 120)
+    victim = toy.start("victim", (CLIENTS[0],), LONG).await_epoch(2, cluster.path_on)
     other = elsewhere.start("other", (CLIENTS[1],), 6, SERVERS)
-    wait_until(lambda: {"victim", "other"} <= toy.served_batches().keys(), 60)
+    wait_until(lambda: {"victim", "other"} <= toy.served_batches().keys())
     assert toy.guests(0) == toy.guests(1) == ["other", "victim"]
     toy.kill_run(victim, (CLIENTS[0],))
-    done = other.end(120)
+    done = other.end()
     assert done.status == 0, done.output
     assert elsewhere.curve("other") == pytest.approx(curve, rel=1e-4)
     assert [toy.supervisor(k) for k in SERVERS] == serves
@@ -92,9 +92,9 @@ def test_a_run_continues_after_losing_all_its_first_servers(
 ) -> None:
     # One of two servers is lost and restored, a third server joins, then the first two servers are lost at once.
     first, second = (cluster.hosts[k] for k in SERVERS)
-    run = toy.start("endures", CLIENTS, LONG).await_line("epoch 2/", 120)
+    run = toy.start("endures", CLIENTS, LONG).await_epoch(3, cluster.path_on)
     first.power_cut()
-    goes_on(run)
+    goes_on(run, cluster)
     status = toy.status()
     assert "1 of 2 servers down; all parts are served" in status["sentence"] and status["exit_status"] == 1
     first.power_on()
@@ -104,35 +104,31 @@ def test_a_run_continues_after_losing_all_its_first_servers(
     assert toy.guests(0) == ["endures"], "the run's key is still accepted"
     done = toy.serve((*SERVERS, SPARE))
     assert done.status == 0 and f"serving cluster {NAME} is up: 3 servers, 4 parts" in done.output, done.output
-    goes_on(run, seconds=15)  # clients look for joined servers every ten seconds
+    goes_on(run, cluster, seconds=15)  # clients look for joined servers every ten seconds
     for host in (first, second):
         host.power_cut()
-    goes_on(run)
+    goes_on(run, cluster)
     for host in (first, second):
         host.power_on()
         host.wait_until_up()
     assert toy.serve((*SERVERS, SPARE)).status == 0
     assert {node["state"] for node in toy.status()["nodes"]} == {"serving"}
-    done = run.send(signal.SIGTERM).end(60)
+    done = run.send(signal.SIGTERM).end()
     assert done.status == 130, done.output
     losses = toy.curve("endures")
     assert losses[: len(curve)] == pytest.approx(curve, rel=1e-4)
     assert [toy.guests(*server) for server in ((0,), (1,), (SPARE, 2))] == [[], [], []]
 
 
-def goes_on(run: Running, seconds: float = 0.0) -> None:
+def goes_on(run: Running, cluster: NetCluster, seconds: float = 0.0) -> None:
     """Wait until the run has finished two more epochs, and for at least ``seconds``."""
-    at, start = epochs(run), time.monotonic()
-    wait_until(lambda: epochs(run) >= at + 2 and time.monotonic() > start + seconds, 90)
-
-
-def epochs(run: Running) -> int:
-    return sum("rank0 | epoch " in line for line in run.lines)
+    at, start = run.epoch(cluster.path_on), time.monotonic()
+    wait_until(lambda: run.epoch(cluster.path_on) > at + 2 and time.monotonic() > start + seconds)
 
 
 def test_the_status_in_a_terminal(toy: ServingHosts, curve: list[float]) -> None:
     with Terminal("serve", "status", NAME, cwd=toy.folder, env=toy.operator.env, columns=120) as terminal:
-        status, lines = terminal.end(60), terminal.shown.splitlines()
+        status, lines = terminal.end(), terminal.shown.splitlines()
     assert status == 0
     assert lines[0].startswith(f"serving cluster {NAME} is up: ")
     assert lines[1].split()[:6] == ["server", "state", "parts", "busy", "clients", "queue"]
@@ -171,4 +167,4 @@ def test_a_wrong_key_is_refused_with_one_message(toy: ServingHosts, tmp_path: Pa
         trainer.connect(key=tmp_path / "wrong.key", deadline=30)
     assert time.monotonic() - start < 10
     message = str(caught.value)
-    assert message.count("is the key one that it admits") == 1 and "\n" not in message
+    assert message.count("admits this key (gnnfleet serve key)") == 1 and "\n" not in message

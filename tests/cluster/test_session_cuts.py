@@ -88,7 +88,7 @@ def test_killed_sessions_stop_no_run_and_lose_no_line(
     write_config(tmp_path, ssh_nodes(cluster))
     words = ("--config", "cluster.yml", "--run-id", "cuts", "--plain", "--", "python", "prints.py")
     launcher = watch("launcher", *words)
-    wait_until(lambda: len(launcher.numbers()) == 3, timeout=200)
+    wait_until(lambda: len(launcher.numbers()) == 3)
     viewer = watch("viewer", "follow", "cuts", "--plain")
     wait_until(lambda: len(viewer.numbers()) == 3)
     draw = random.Random(7)

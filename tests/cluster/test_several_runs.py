@@ -103,7 +103,7 @@ def test_a_failing_run_fails_alone(cluster: NetCluster, operator: Operator, tmp_
     config = config_in(tmp_path / "project", cluster, parts)
     kept = started(config, "kept2", operator).await_line(TRAINS)
     failing = Running(config, "--run-id", "failing", "--", "python", "steps.py", "raise", "1", env=operator.env)
-    assert failing.end(90).status in (1, 134), failing.output  # gloo may abort the process when it ends
+    assert failing.end().status in (1, 134), failing.output  # gloo may abort the process when it ends
     steps_on(kept)
     assert kept.send(signal.SIGINT).end().status == 130
 

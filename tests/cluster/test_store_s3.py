@@ -110,7 +110,7 @@ def test_a_host_without_network_for_a_while_continues_its_fetch(
     _, running, begun = launched_until_chunk(tmp_path, cluster, s3, host, num_classes=3)
     host.cut_network()
     try:
-        running.await_line("connection lost while sending the parts")
+        running.await_line("connection lost while sending")
     finally:
         host.restore_network()
     s3.held = False

@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher.node import procs
 from ports import free_port
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = ROOT / "launcher" / "node"
@@ -71,7 +71,7 @@ class RunFolder:
         self.supervisor = subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True)
         return self
 
-    def end(self, timeout: float = 20.0) -> dict[str, Any]:
+    def end(self, timeout: float = DEADLINE) -> dict[str, Any]:
         """Wait for the end of the supervisor and return its result.json. Fails if a process of the run still lives."""
         assert self.supervisor is not None
         status = self.supervisor.wait(timeout)
@@ -80,7 +80,7 @@ class RunFolder:
         assert self.processes() == []
         return result
 
-    def run(self, timeout: float = 20.0) -> dict[str, Any]:
+    def run(self, timeout: float = DEADLINE) -> dict[str, Any]:
         return self.start().end(timeout)
 
     def processes(self) -> list[str]:

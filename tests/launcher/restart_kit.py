@@ -9,7 +9,7 @@ from typing import Any
 from node_kit import RunFolder, python
 from peers_kit import Run
 from ports import free_port
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 #: A rank that counts steps from its checkpoint on. It ends once the file ``../go``, or that in its argument, exists. It
 #: fails at the step in ``FAIL_AT``, which is counted over all attempts.
@@ -63,11 +63,11 @@ class RestartRun(Run):
 
     def results(self, without: tuple[int, ...] = ()) -> dict[int, dict[str, Any]]:
         """Wait for the end of all nodes except ``without``; return their results by node_rank."""
-        return {k: node.end(40) for k, node in enumerate(self.nodes) if k not in without}
+        return {k: node.end() for k, node in enumerate(self.nodes) if k not in without}
 
 
 def await_attempt(
-    node: RunFolder, rank: int, generation: int = 1, world: int | None = None, seconds: float = 30
+    node: RunFolder, rank: int, generation: int = 1, world: int | None = None, seconds: float = DEADLINE
 ) -> int:
     """Wait until ``rank`` runs in the attempt after ``generation`` restarts. Return the rank's first step in it.
 

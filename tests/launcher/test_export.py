@@ -269,10 +269,10 @@ def test_a_warned_job_saves_a_checkpoint_and_is_requeued_if_it_may_be(requeue: b
     env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "toy", "SLURM_JOB_NODELIST": "gpu1", "SLURM_NNODES": "1"}
     (tmp_path / "job.sh").write_text(script)
     started = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: (tmp_path / "trainer.pid").exists(), 20)
+    wait_until(lambda: (tmp_path / "trainer.pid").exists())
     started.send_signal(signal.SIGUSR1)
     saved = tmp_path / "runs/Products_1-7/node0/checkpoints/last.pt"
-    wait_until(saved.exists, 20)
+    wait_until(saved.exists)
     if not requeue:  # the training goes on, and ends with its own status
         (tmp_path / "done").touch()
     _, errors = started.communicate(timeout=20)

@@ -52,10 +52,10 @@ def test_killing_a_graph_server_in_training_loses_no_batch(tmp_path: Path) -> No
     shutil.move(tmp_path / "runs", tmp_path / "calm" / "runs")
     running = Running(config, "--run-id", "hurt", "--plain")
     steps, state = (tmp_path / "node1/runs/hurt/node1" / name for name in ("metrics-rank1.jsonl", "state.json"))
-    wait_until(lambda: steps.exists() and '"epoch": 3' in steps.read_text(), timeout=120)
+    wait_until(lambda: steps.exists() and '"epoch": 3' in steps.read_text())
     (server,) = (one for one in json.loads(state.read_text())["processes"] if one["name"] == "server")
     os.kill(server["pid"], signal.SIGKILL)
-    done = running.end(timeout=200)
+    done = running.end()
     assert done.status == 0, done.output
     assert "server of node1 (local) was killed by signal 9 (SIGKILL); restart 1 of 3 in 0.5 s" in done.output
     before = Launched(0, "", tmp_path / "calm")

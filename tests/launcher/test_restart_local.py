@@ -48,7 +48,7 @@ class Counting:
 
     def await_steps(self, *nodes: int, generation: int = 0) -> None:
         for k in nodes:
-            wait_until(lambda k=k: self._launcher_failed() or self._steps(k, generation), 60)
+            wait_until(lambda k=k: self._launcher_failed() or self._steps(k, generation))
             assert self._steps(k, generation), self.running.output
 
     def _launcher_failed(self) -> bool:
@@ -148,15 +148,15 @@ def test_a_supervisor_that_was_killed_joins_at_the_next_restart(tmp_path: Path) 
     before = run.state(2)["pid"]
     run.kill(2, "supervisor")
     run.running.await_line("going on with 2 of 3 nodes")
-    run.running.await_line("node2 (local): its supervisor was started again; it joins at the next restart", 60)
+    run.running.await_line("node2 (local): its supervisor was started again; it joins at the next restart")
     run.await_steps(0, 1, generation=1)
-    wait_until(lambda: run.state(2).get("state") == "waiting", 30)
+    wait_until(lambda: run.state(2).get("state") == "waiting")
     assert run.state(2)["pid"] != before
     run.kill(1, f"rank{_rank_of(run, 1)}")
-    run.running.await_line("going on with 3 of 3 nodes", 60)
+    run.running.await_line("going on with 3 of 3 nodes")
     run.await_steps(0, 1, 2, generation=2)
     (tmp_path / "go").touch()
-    done = run.running.end(90)
+    done = run.running.end()
     assert done.status == 0 and done.result["state"] == "done", done.output
     assert [(one["without"], one["nodes"]) for one in done.result["restarts"]] == [([2], [0, 1]), ([], [0, 1, 2])]
 
@@ -166,10 +166,10 @@ def test_a_supervisor_that_was_started_again_ends_with_the_run(tmp_path: Path) -
     run = Counting(tmp_path)
     run.await_steps(0, 1, 2)
     run.kill(2, "supervisor")
-    run.running.await_line("its supervisor was started again", 60)
-    wait_until(lambda: run.state(2).get("state") == "waiting", 30)
+    run.running.await_line("its supervisor was started again")
+    wait_until(lambda: run.state(2).get("state") == "waiting")
     (tmp_path / "go").touch()
-    done = run.running.end(90)
+    done = run.running.end()
     assert done.status == 0 and done.result["state"] == "done", done.output
     assert "the run has ended without this node" in json.loads((run.node(2) / "result.json").read_text())["reason"]
 

@@ -50,8 +50,8 @@ def test_after_a_killed_rank_all_nodes_go_on_from_the_newest_checkpoint(make: Ma
 
 
 def _ranks(run: RestartRun) -> dict[int, int]:
-    wait_until(lambda: (run.nodes[1].path / "attempts/0").exists(), 20)
-    wait_until(lambda: restarts(run.nodes[1]), 20)
+    wait_until(lambda: (run.nodes[1].path / "attempts/0").exists())
+    wait_until(lambda: restarts(run.nodes[1]))
     return {int(k): ranks[0] for k, ranks in restarts(run.nodes[1])[0]["ranks"].items() if ranks}
 
 
@@ -68,7 +68,7 @@ def test_the_others_go_on_without_the_lead_node(make: MakeRun, how: str) -> None
     assert time.monotonic() - since < 15 and set(ranks) == {1, 2}
     if how == "silent":
         os.kill(lead.pid, signal.SIGCONT)
-        wait_until(lambda: run.nodes[0].json("state.json")["state"] == "waiting", 20)
+        wait_until(lambda: run.nodes[0].json("state.json")["state"] == "waiting")
     results = run.finish(without=(0,))
     assert [result["state"] for result in results.values()] == ["done"] * 2
     assert results[1]["hub"] == 1 and set(results[1]["gone"]) == {"0"}
@@ -87,7 +87,7 @@ def _suspend_until_left(run: RestartRun) -> dict[int, int]:
     ranks = _ranks(run)
     await_attempt(run.nodes[0], ranks[0], world=2)
     os.kill(away.pid, signal.SIGCONT)
-    wait_until(lambda: run.nodes[2].json("state.json")["state"] == "waiting", 20)
+    wait_until(lambda: run.nodes[2].json("state.json")["state"] == "waiting")
     return ranks
 
 
@@ -95,10 +95,10 @@ def _suspend_until_left(run: RestartRun) -> dict[int, int]:
 def test_a_node_that_was_suspended_is_part_of_the_next_attempt(make: MakeRun) -> None:
     run = make(3, lost_after=60.0).stepping()
     ranks = _suspend_until_left(run)
-    wait_until(lambda: run.nodes[0].json("state.json")["ranks"], 20)
+    wait_until(lambda: run.nodes[0].json("state.json")["ranks"])
     time.sleep(2)
     os.kill(run.nodes[0].pid(f"rank{ranks[0]}"), signal.SIGKILL)
-    wait_until(lambda: len(restarts(run.nodes[2])) == 2, 20)
+    wait_until(lambda: len(restarts(run.nodes[2])) == 2)
     for k, (rank,) in {int(k): ranks for k, ranks in restarts(run.nodes[2])[1]["ranks"].items()}.items():
         await_attempt(run.nodes[k], rank, generation=2, world=3)
     results = run.finish()
@@ -117,7 +117,7 @@ def test_a_node_that_comes_back_too_late_ends_with_the_run(make: MakeRun) -> Non
 def test_a_lead_node_that_is_told_to_end_is_left_behind(make: MakeRun) -> None:
     run = make(2).stepping()
     run.nodes[0].supervisor.terminate()  # type: ignore[union-attr]
-    assert run.nodes[0].end(20)["state"] == "stopped"
+    assert run.nodes[0].end()["state"] == "stopped"
     assert await_attempt(run.nodes[1], 0, world=1) > 0
     assert run.finish(without=(0,))[1]["state"] == "done"
 
@@ -126,7 +126,7 @@ def test_two_losses_one_after_the_other(make: MakeRun) -> None:
     run = make(3).stepping()
     run.nodes[2].supervisor.kill()  # type: ignore[union-attr]
     await_attempt(run.nodes[0], _ranks(run)[0], world=2)
-    wait_until(lambda: run.nodes[1].json("state.json")["ranks"], 20)
+    wait_until(lambda: run.nodes[1].json("state.json")["ranks"])
     run.nodes[0].supervisor.kill()  # type: ignore[union-attr]
     await_attempt(run.nodes[1], 0, generation=2, world=1)
     result = run.finish(without=(0, 2))[1]
@@ -193,7 +193,7 @@ def test_a_lost_client_is_left_behind(make: MakeRun) -> None:
 def test_a_lost_server_with_a_copy_needs_no_restart_and_stays_away_from_the_next(make: MakeRun) -> None:
     run = make(4, roles="sscc", parts=TWO_COPIES).stepping()
     run.nodes[1].supervisor.kill()  # type: ignore[union-attr]
-    wait_until(lambda: "1" in run.nodes[2].json("state.json")["gone"], 20)
+    wait_until(lambda: "1" in run.nodes[2].json("state.json")["gone"])
     assert restarts(run.nodes[2]) == []
     os.kill(run.nodes[3].pid("rank3"), signal.SIGKILL)
     for k, (rank,) in {2: _ranks_of(run, 2), 3: _ranks_of(run, 3)}.items():
@@ -208,13 +208,13 @@ def test_a_server_that_keeps_dying_is_started_again_with_all_others(make: MakeRu
     run = make(4, roles="sscc", parts=[[0], [1], [], []], server_restarts=0).stepping()
     os.kill(run.nodes[0].pid("server"), signal.SIGKILL)
     await_attempt(run.nodes[2], _ranks_of(run, 2)[0], world=2)
-    wait_until(lambda: run.nodes[0].log("server").count("serving") == 2, 20)
+    wait_until(lambda: run.nodes[0].log("server").count("serving") == 2)
     results = run.finish()
     assert [result["state"] for result in results.values()] == ["done"] * 4
     assert "server of node0 (gpu0) ended while it was needed" in results[1]["restarts"][0]["reason"]
 
 
 def _ranks_of(run: RestartRun, k: int) -> list[int]:
-    wait_until(lambda: restarts(run.nodes[k]), 20)
+    wait_until(lambda: restarts(run.nodes[k]))
     found: list[int] = restarts(run.nodes[k])[0]["ranks"][str(k)]
     return found

@@ -48,7 +48,7 @@ def test_the_loss_curve_is_that_of_a_run_without_a_failure(
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
     run = {"restarts": 3, "peer_timeout": 3, "grace": 1, "server_restarts": 0}
     config = local_config(tmp_path, [1, 1, 1], train=TRAIN, data={"replicas": 2}, run=run)
-    running = Running(config, "--run-id", "again").await_line("epoch 2/")
+    running = Running(config, "--run-id", "again").await_epoch(3)
     if what in ("rank", "server"):
         name = "rank1" if what == "rank" else "server"
         os.kill(next(one["pid"] for one in state(tmp_path, 1)["processes"] if one["name"] == name), signal.SIGKILL)
@@ -57,10 +57,10 @@ def test_the_loss_curve_is_that_of_a_run_without_a_failure(
             running.process.kill()
         os.kill(state(tmp_path, 0 if what == "lead node" else 2)["pid"], signal.SIGKILL)
     if what == "launcher and node":
-        wait_until((tmp_path / "node0/runs/again/node0/result.json").exists, 120)
+        wait_until((tmp_path / "node0/runs/again/node0/result.json").exists)
         done = _follow(tmp_path)
     else:
-        done = running.end(120)
+        done = running.end()
     assert done.status == 0 and "Done in" in done.output, done.output
     (restart,) = done.result["restarts"]
     assert restart["epoch"] >= 1 and "from epoch" in restart["text"]
@@ -87,9 +87,9 @@ def test_sharded_rows_continue_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert whole.status == 0, whole.output
     run = {"restarts": 3, "peer_timeout": 3, "grace": 1}
     config = local_config(tmp_path, [1, 1, 1], train=train, data={**data, "replicas": 2}, run=run)
-    running = Running(config, "--run-id", "again").await_line("epoch 3/")
+    running = Running(config, "--run-id", "again").await_epoch(4)
     os.kill(state(tmp_path, 0)["pid"], signal.SIGKILL)  # the lead node, which has rank 0 and its rows
-    done = running.end(200)
+    done = running.end()
     assert done.status == 0, done.output
     (restart,) = done.result["restarts"]
     assert restart["epoch"] >= 2 and len(restart["nodes"]) == 2

@@ -77,7 +77,7 @@ def test_the_bundled_trainer_continues_at_the_step(
 ) -> None:
     config = local_config(tmp_path, [1, 1], local_workdirs, train=TRAIN)
     running = Running(config, "--run-id", f"killed{len(change)}")
-    running.await_line("epoch 12/")
+    running.await_epoch(13)
     kill_rank(local_workdirs / "node1", f"killed{len(change)}", 1)
     assert running.end().status == 137
     again = resume(tmp_path, f"killed{len(change)}", "--run-id", f"again{len(change)}", *change)

@@ -78,7 +78,7 @@ def test_a_run_that_is_killed_disturbs_neither_the_servers_nor_another_run(kit: 
     victim = kit.start("--config", "victim.yml", "--run-id", "run-victim", "--plain")
     other = kit.start("--config", "other.yml", "--run-id", "run-other", "--plain")
     state = kit.workdirs / "node0/runs/run-victim/node0/state.json"
-    wait_until(lambda: state.exists() and json.loads(state.read_text()).get("ranks"), 90)
+    wait_until(lambda: state.exists() and json.loads(state.read_text()).get("ranks"))
     assert {"run-other.key", "run-victim.key"} == set(guests(kit))
     try:
         names = {client["name"] for node in stats(kit) for client in node["stats"]["clients"]}
@@ -104,7 +104,7 @@ def stats(kit: ServingKit) -> list[dict]:
         found[:] = kit.gnnfleet("serve", "status", "toy", "--json").json["nodes"]
         return any(node["stats"].get("clients") for node in found)
 
-    wait_until(done, 30)
+    wait_until(done)
     return found
 
 
@@ -195,7 +195,7 @@ def test_an_attached_run_starts_again_after_a_failure(kit: ServingKit, toy: str)
     before = kit.state(toy, 0)["pid"]
     running = kit.start("--config", "again.yml", "--run-id", "run-again", "--plain")
     node = kit.workdirs / "node1/runs/run-again/node1"
-    wait_until(lambda: (node / "progress-rank1").exists() and _epoch(node) >= 3, 120)
+    wait_until(lambda: (node / "progress-rank1").exists() and _epoch(node) >= 3)
     os.kill(json.loads((node / "procs/rank1.json").read_text())["pid"], signal.SIGKILL)
     out, err = running.communicate(timeout=200)
     assert running.returncode == 0, out + err

@@ -36,10 +36,10 @@ dist.all_reduce(torch.ones(3))
 def test_a_stopped_process_is_named_as_the_cause(what: str, tmp_path: Path, local_workdirs: Path) -> None:
     data = {"topology": "partitioned", "cache": "0"}
     config = local_config(tmp_path, [1, 1], local_workdirs, train=TRAIN, data=data)
-    running = Running(config, "--run-id", f"waits-{what}").await_line("epoch 3/", 200)
+    running = Running(config, "--run-id", f"waits-{what}").await_epoch(3)
     state = json.loads((local_workdirs / f"node1/runs/waits-{what}/node1/state.json").read_text())
     os.kill(next(one["pid"] for one in state["processes"] if one["name"] == what), signal.SIGSTOP)
-    done = running.end(120)
+    done = running.end()
     assert done.status == 1, done.output
     (finding,) = done.result["findings"]
     who = "rank 1 on" if what == "rank1" else "the graph server of"
@@ -60,7 +60,7 @@ def test_a_stopped_process_is_named_as_the_cause(what: str, tmp_path: Path, loca
 def test_a_script_whose_rank_does_not_join_a_collective(tmp_path: Path, local_workdirs: Path) -> None:
     (tmp_path / "own.py").write_text(SCRIPT)
     config = local_config(tmp_path, [1, 1], local_workdirs)
-    done = Running(config, "--", "python", "own.py").await_line("all here").end(120)
+    done = Running(config, "--", "python", "own.py").await_line("all here").end()
     assert done.status == 1, done.output
     (finding,) = done.result["findings"]
     assert finding["text"] == (

@@ -98,7 +98,7 @@ class RunFollower:
         self._stoppers: dict[int, threading.Thread] = {}
         self._return_at: dict[
             int, float
-        ] = {}  # when the supervisor of a lost node is started again; inf: being started
+        ] = {}  # when a lost node may be started again; inf: being started
         self._not_returned: dict[int, str] = {}  # why the last return of a node failed
         self._returned: set[int] = set()  # nodes whose supervisors were started again
         self._stop_reason = ""

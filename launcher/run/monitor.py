@@ -96,9 +96,7 @@ class RunFollower:
         self._leave_when_trained, self._on_training = leave_when_trained, on_training
         self._detaching: Detached = ""
         self._stoppers: dict[int, threading.Thread] = {}
-        self._return_at: dict[
-            int, float
-        ] = {}  # when a lost node may be started again; inf: being started
+        self._return_at: dict[int, float] = {}  # when a lost node may be started again; inf: being started
         self._not_returned: dict[int, str] = {}  # why the last return of a node failed
         self._returned: set[int] = set()  # nodes whose supervisors were started again
         self._stop_reason = ""

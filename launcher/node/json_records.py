@@ -47,7 +47,7 @@ _ASKED = Record({}, {"by": (text, ""), "why": (text, ""), "now": (flag, False)},
 FINDING = Record(
     {"kind": text, "text": text, "node_rank": natural},
     {"t": (moment, 0.0), "rank": (_RANK_OR_NONE, None), "stop": (flag, False)},
-    {"stacks": _TEXTS},
+    {"stacks": _TEXTS, **dict.fromkeys(("epoch", "step"), natural)},
 )
 
 #: The cause of a run's end.
@@ -100,7 +100,10 @@ _RANK_STATE = Record(
     {},
     {"at": (none_or(_at), None), **{name: (none_or(natural), None) for name in _PROGRESS}},
     {
-        **{name: none_or(real) for name in ("loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")},
+        **{
+            name: none_or(real)
+            for name in ("loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s", "idle_s")
+        },
         "most": none_or(_most),
         "device": _DEVICE,
         "kind": text,

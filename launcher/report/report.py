@@ -20,7 +20,7 @@ from launcher.node.json_reader import checked, json_object
 from launcher.node.json_records import METRIC
 from launcher.plan.model import NodePlan
 from launcher.report.device_use import device_line, device_uses
-from launcher.report.events import finding_words, lasting_findings
+from launcher.report.events import finding_words, lasting_findings, nan_finding, nan_words
 from launcher.report.explain import hint
 from launcher.report.first_failure import aftermath_of
 from launcher.report.metrics import Metrics, _by_node, _merged
@@ -213,7 +213,9 @@ def print_report(report: RunReport, console: Console) -> None:
 
 
 def _print_done(report: RunReport, console: Console) -> None:
-    console.print(Text(f"\nDone in {report.seconds:.1f} s.", "bold green"))
+    nan = nan_finding(report.findings)
+    done = f"\nDone in {report.seconds:.1f} s" + (f", with a {nan_words(nan)}." if nan else ".")
+    console.print(Text(done, "bold red" if nan else "bold green"), soft_wrap=True)
     epochs = [line for line in report.metrics.epochs() if line.get("rank") == 0]
     if epochs:
         console.print(_epoch_table(epochs, report.metrics.of_kind("eval")))

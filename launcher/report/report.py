@@ -127,6 +127,7 @@ class RunReport:
     findings: tuple[Mapping[str, Any], ...] = field(default=())  #: findings of the nodes: nan, stall, straggler, …
     stopped_by: str = ""  #: who requested the stop, as ``alice@laptop (gnnfleet stop)``, or ``Ctrl-C``
     restarts: tuple[Mapping[str, Any], ...] = ()  #: how the run started again: generation, text, nodes, seconds, …
+    bundled: bool = False  #: the model is one of the bundled trainer
     out_of_reach: tuple[str, ...] = ()  #: hosts that could not be reached in the end, as ``--exclude`` names them
 
     @property
@@ -205,6 +206,8 @@ def print_report(report: RunReport, console: Console) -> None:
         go_on = "" if report.state == "done" else f"; to continue from it: {command}"
         at = _checkpoint_position(report)
         console.print(Text(f"checkpoint: {report.checkpoint}{at and f' ({at})'}{go_on}"), soft_wrap=True)
+        if report.state == "done" and report.bundled:
+            console.print(Text(f"predictions of all nodes: gnnfleet infer {report.run_id}"), soft_wrap=True)
     for note in report.notes:
         console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
     if (report.folder / "report.html").exists():

@@ -1,10 +1,17 @@
-"""Entry point of ``python -m trainer``."""
+"""Entry point of ``python -m trainer``, and of ``python …/trainer/__main__.py``.
+
+The launcher starts this file by its path: then no file of the current folder, such as a trainer.py or a numpy.py, is
+imported in place of a package.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
 import sys
+
+if not __package__:  # run as a file: make the package importable, and not its modules by themselves
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir))
 
 _status: list[int] = []  #: the exit status, once it is known
 

@@ -218,12 +218,16 @@ def train(
 @click.option(
     "--parquet/--no-parquet", default=None, help="Also write predictions.parquet; default: if duckdb is installed."
 )
+@click.option(
+    "--probabilities", is_flag=True, help="Task classification: add a column with the probability of each class."
+)
 def infer(**options: Any) -> None:
     """Compute a trained model's output for every node, using all neighbours.
 
     Under torchrun, this process is one rank. For each part, writes predictions.csv (node ids and predictions) and
-    logits.npy (the model's output, one row per node; values.npy for regression) to OUT/part<p>. Writes the metrics on
-    each split to OUT/infer.json.
+    logits.npy (the model's output, one row per node; values.npy for regression) to OUT/part<p>. OUT/predictions.csv has
+    the rows of all parts, unless hosts write to folders of their own. Writes the metrics on each split to
+    OUT/infer.json.
 
     For task link, OUT/source/part<p> gets the embeddings of nodes as sources of links, and the targets with the highest
     scores for each source. OUT/target/part<p> gets the embeddings of nodes as targets.

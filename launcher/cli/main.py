@@ -50,7 +50,7 @@ _MOST_USED = ("config", "sets", "version", "help")
 _ORDER = (
     *("init", "setup", "import", "check", "plan", "rehearse", "launch", "export", "partition"),
     *("status", "logs", "follow", "attach", "stop", "collect", "resume"),
-    *("runs", "profile", "report", "compare", "serve", "completion"),
+    *("infer", "inspect", "runs", "profile", "report", "compare", "serve", "completion"),
 )
 
 
@@ -301,6 +301,7 @@ def with_all_commands() -> click.Group:
     """Import the modules of all commands and add the commands to ``gnnfleet``."""
     from launcher.cli.completion import completion
     from launcher.cli.explain import explain
+    from launcher.cli.infer import infer, inspect
     from launcher.cli.init import init
     from launcher.cli.report import compare, report
     from launcher.cli.runs import register_commands
@@ -308,7 +309,7 @@ def with_all_commands() -> click.Group:
     from launcher.cli.setup import setup
 
     register_commands(gnnfleet)
-    for command in (report, compare, serve, completion, init, setup, explain):
+    for command in (infer, inspect, report, compare, serve, completion, init, setup, explain):
         gnnfleet.add_command(command)
     return gnnfleet
 

@@ -90,7 +90,7 @@ def compare(ctx: click.Context, runs: tuple[str, ...], runs_dir: str | None, as_
     found = [find_run(run, folders) for run in runs]
     if len({one.folder.resolve() for one in found if one.folder}) < len(runs) or len(runs) < 2:
         raise click.UsageError("give two or more different runs; `gnnfleet runs` lists those known here", ctx)
-    comparison = side_by_side([figures_of(one) for one in found])
+    comparison = side_by_side([figures_of(one, folders) for one in found])
     if as_json or before.get("as_json"):
         echo_json(comparison.to_json())
     else:

@@ -28,7 +28,8 @@ def filtered(config: ClusterConfig, include: Sequence[str], exclude: Sequence[st
 
     Nodes keep their order and get new node ranks; the lead node is the first remaining node that trains. ``procs``
     becomes the number of remaining devices, and the default of ``num_parts`` the number of remaining nodes that hold
-    parts. Raises UsageError if a name matches no node or device, or no node remains.
+    parts. If that is another number, these parts go to a folder of their own, so that those of all nodes remain.
+    Raises UsageError if a name matches no node or device, or no node remains.
     """
     if not include and not exclude:
         return config
@@ -40,7 +41,10 @@ def filtered(config: ClusterConfig, include: Sequence[str], exclude: Sequence[st
         options = [*(f"--include {spec}" for spec in include), *(f"--exclude {spec}" for spec in exclude)]
         raise UsageError(f"{' '.join(options)}: no host is left of {_hosts(config)}")
     _check_master_addr(config, left)
-    return replace(config, nodes=left)
+    data, parts = config.data, sum(node.holds for node in left)
+    if data.mode == "sync" and data.num_parts is None and parts != sum(node.holds for node in config.nodes):
+        data = replace(data, folder=f"{data.folder.rstrip('/')}-{parts}")
+    return replace(config, nodes=left, data=data)
 
 
 def _rest(

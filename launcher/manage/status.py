@@ -16,7 +16,16 @@ from launcher.manage.node_views import OpenRun, opened
 from launcher.report.device_use import DeviceUse
 from launcher.report.events import lasting_findings
 from launcher.report.run_folder import FoundRun, read_folder
-from launcher.report.verdict import NodeView, Verdict, from_here, judge, known_without_nodes, last_ranks, place_of
+from launcher.report.verdict import (
+    NodeView,
+    Verdict,
+    from_here,
+    idle_seconds,
+    judge,
+    known_without_nodes,
+    last_ranks,
+    place_of,
+)
 from launcher.run.live_state import most_of
 from launcher.text import Cell, Column, FittedTable
 
@@ -38,6 +47,7 @@ _COLUMNS = (
     Column("epoch", 8, right=True),
     Column("step", 7, right=True),
     Column("seeds/s", 3, right=True),
+    Column("no step for", 8, right=True),
     Column("loss", 5, right=True),
     Column("mostly", 2, right=True),
     Column("remote", 2, right=True),
@@ -47,9 +57,9 @@ _COLUMNS = (
     Column("heartbeat", 4, right=True),
 )
 
-_OPTIONAL = ("mostly", "gpu ms", "gpu", "gpu memory")  # columns that are left out if they have no value
+_OPTIONAL = ("no step for", "mostly", "gpu ms", "gpu", "gpu memory")  # columns that are left out if they have no value
 
-_STEP_CELLS = 9  # columns about a rank's last step
+_STEP_CELLS = 10  # columns about a rank's last step
 
 _NODE_STYLES = {"failed": "red", "lost": "red", "unreachable": "yellow", "done": "green", "stopped": "yellow"}
 
@@ -117,7 +127,9 @@ def _reread(found: FoundRun) -> FoundRun:
 
 def rendered(status: Status) -> Group:
     verdict = status.verdict
-    parts: list[Text | FittedTable] = [Text(verdict.sentence, _STYLES.get(verdict.state, "bold"))]
+    parts: list[Text | FittedTable] = [
+        Text(verdict.sentence, "bold yellow" if verdict.alarm else _STYLES.get(verdict.state, "bold"))
+    ]
     if status.views:
         rows = [row for k, view in status.views.items() for row in _rows(view, status.ranks[k])]
         parts.append(_table(rows))
@@ -148,13 +160,14 @@ def _rows(view: NodeView, ranks: Sequence[int]) -> Iterator[tuple[Cell, ...]]:
 
 
 def _step_cells(step: Mapping[str, Any]) -> tuple[str, ...]:
-    place, device = place_of(step), DeviceUse.of(step) or DeviceUse()
+    place, device, idle = place_of(step), DeviceUse.of(step) or DeviceUse(), idle_seconds(step)
     if not place:
         return ("–",) * _STEP_CELLS
     return (
         str(place[0]),
         f"{min(place[1] + 1, step['steps'])}/{step['steps']}",  # evaluation counts on beyond ``steps``
-        _number(step.get("seeds_per_s"), ",.0f"),
+        _number(None if idle else step.get("seeds_per_s"), ",.0f"),
+        f"{idle:.0f} s" if idle else "–",
         _number(step.get("loss"), ".4f"),
         most_of(step) or "–",
         _number(step.get("remote_share"), ".0%"),

@@ -158,7 +158,7 @@ def describe(processes: list[procs.Process]) -> list[dict[str, Any]]:
 def close_session(name: str) -> None:
     try:
         subprocess.run(["tmux", "kill-session", "-t", f"={name}"], capture_output=True, timeout=10, check=False)
-    except FileNotFoundError:  # tmux is not installed
+    except (FileNotFoundError, subprocess.TimeoutExpired):  # tmux is not installed, or hangs
         return
 
 

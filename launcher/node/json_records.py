@@ -45,7 +45,7 @@ _ASKED = Record({}, {"by": (text, ""), "why": (text, ""), "now": (flag, False)},
 FINDING = Record(
     {"kind": text, "text": text, "node_rank": natural},
     {"t": (moment, 0.0), "rank": (_RANK_OR_NONE, None), "stop": (flag, False)},
-    {"stacks": _TEXTS},
+    {"stacks": _TEXTS, **dict.fromkeys(("epoch", "step"), natural)},
 )
 
 #: The cause of a run's end.
@@ -80,8 +80,8 @@ OUTCOME = Record(
 _PROGRESS = ("epoch", "step", "steps")
 
 
-#: Activities of a rank in ``progress-rank<r>``, in order of a step.
-PHASES = ("load", "compute", "reduce", "evaluate")
+#: Activities of a rank in ``progress-rank<r>``, in the order of an epoch. A script is "between" two epochs.
+PHASES = ("load", "compute", "reduce", "evaluate", "between")
 
 _PHASE = one_of(*PHASES)
 
@@ -99,7 +99,7 @@ def _most(value: Any) -> list[Any]:
 #: How a rank uses its GPU, as the trainer's DeviceMonitor reports it.
 _DEVICE = table(number, r"\w{1,40}")
 
-_RANK_NUMBERS = ("loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")
+_RANK_NUMBERS = ("loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s", "idle_s")
 
 #: The last metrics of a rank, in a node's state.
 _RANK_STATE = Record(

@@ -224,7 +224,8 @@ def _leases(context: PlanContext, site: Site) -> list[str]:
     ports = [context.master_port, *([context.control_port] if context.control_port else [])] if leads else []
     ports += [port for port in (site.master_port, site.control_port) if port and not leads]  # for restarts
     ports += [site.service_port] if site.serves else []
-    return [*(f"cuda:{device}" for device in devices), *(f"port:{port}" for port in ports)]
+    taken = [*(f"cuda:{device}" for device in devices), *(f"port:{port}" for port in ports)]
+    return taken or [f"cpu:{context.run_id}-node{site.node_rank}"]  # nobody else's: shows that a run uses this host
 
 
 def _process(command: Command) -> Mapping[str, Any]:

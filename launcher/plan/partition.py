@@ -34,14 +34,21 @@ def partitioning(config: ResolvedConfig) -> Partitioning:
     options = ["--source", data.source] if data.source else []
     for name, value in data.options.items():
         options += ["--option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
-    command = _trainer_partition("make", *cut, "--out", folder, *options)
+    command = local_trainer("partition", "make", *cut, "--out", folder, *options)
     graph = (*cut, *options)
     return Partitioning(command, folder, data.source or data.dataset, data.partition.method, graph, data.store or "")
 
 
-def _trainer_partition(*words: str) -> Command:
-    path = os.pathsep.join([str(CODE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return Command((sys.executable, "-m", "trainer", "partition", *words), {"PYTHONPATH": path})
+def local_trainer(*words: str) -> Command:
+    """Return the command ``python -m trainer`` with arguments ``words``, for this machine and any current folder.
+
+    ``-m`` would import modules of the current folder first, such as the user's trainer.py or numpy.py, and so would an
+    empty entry in PYTHONPATH.
+    """
+    path = [str(CODE_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return Command(
+        (sys.executable, str(CODE_ROOT / "trainer/__main__.py"), *words), {"PYTHONPATH": os.pathsep.join(path)}
+    )
 
 
 def _method_options(config: ClusterConfig) -> list[str]:
@@ -243,7 +250,7 @@ def partition_command(action: str, config: ClusterConfig | None, words: Sequence
         return Command((*made.argv, *words), made.env)
     place = None if config is None else config.data.source if action == "tables" else config.data.folder
     folder = (str(Path(place).expanduser()),) if place is not None else ()
-    return _trainer_partition(action, *folder, *words)
+    return local_trainer("partition", action, *folder, *words)
 
 
 def drafted_tables(folder: str) -> dict[str, Any]:
@@ -251,7 +258,7 @@ def drafted_tables(folder: str) -> dict[str, Any]:
 
     Raises UsageError with the trainer's message.
     """
-    command = _trainer_partition("tables", str(Path(folder).expanduser()), "--json")
+    command = local_trainer("partition", "tables", str(Path(folder).expanduser()), "--json")
     done = subprocess.run(
         command.argv, env={**os.environ, **command.env}, capture_output=True, text=True, errors="replace", check=False
     )
@@ -316,7 +323,7 @@ def _signature(config: ResolvedConfig) -> list[object]:
         manifest = [stat.st_size, stat.st_mtime_ns]
     except FileNotFoundError:
         manifest = []
-    return [list(partitioning(config).command.argv[1:]), manifest, _source_state(config.data.source)]
+    return [list(partitioning(config).command.argv[2:]), manifest, _source_state(config.data.source)]
 
 
 def _source_state(source: str | None) -> list[list[object]]:

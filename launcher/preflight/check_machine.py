@@ -19,7 +19,7 @@ _FILES_BASE, _FILES_PER_RANK = 256, 4  # open files of a process: base, and per 
 
 
 def machine_findings(survey: Survey, k: int) -> Iterator[Finding]:
-    for check in (_tmux, _run_id, _open_files, _clock, _names, _service_port, _leases, _leftovers):
+    for check in (_tmux, _run_id, _open_files, _clock, _names, _service_port, _leases, _shared_cpus, _leftovers):
         yield from check(survey, k)
 
 
@@ -122,6 +122,18 @@ def _leases(survey: Survey, k: int) -> Iterator[Finding]:
     if error:
         message = f"leases of devices and ports cannot be checked: {error}"
         yield survey.finding(k, "warn", "leases", message, "the run starts anyway")
+
+
+def _shared_cpus(survey: Survey, k: int) -> Iterator[Finding]:
+    """Yield a warning if another run uses the CPUs on which this node would train or serve."""
+    if survey.config.nodes[k].devices:
+        return
+    leases = survey.probes[k]["leases"]
+    on_gpus = {lease["run_id"] for lease in leases if lease["resource"].startswith("cuda:")}
+    others = {lease["run_id"]: lease["words"] for lease in leases if lease["run_id"] not in on_gpus}
+    for run_id, words in others.items():
+        remedy = f"both runs get slower: wait for that run, or stop it by `gnnfleet stop {run_id}`"
+        yield survey.finding(k, "warn", "other runs", f"its CPUs are {words}", remedy)
 
 
 def _leftovers(survey: Survey, k: int) -> Iterator[Finding]:

@@ -22,9 +22,10 @@ from launcher.hostlist import fold
 from launcher.node.json_reader import records
 from launcher.node.json_records import EVENT
 from launcher.plan.model import LaunchPlan
+from launcher.report.launch_file import LaunchFile
 from launcher.report.metrics import Metrics, read_metrics
 from launcher.report.profile import milliseconds
-from launcher.report.run_folder import FoundRun
+from launcher.report.run_folder import FoundRun, known_here
 from launcher.report.run_history import Entry, entry_of
 from launcher.report.task_metric import TaskMetric, metric_of
 from launcher.report.verdict import seconds_words
@@ -34,6 +35,8 @@ Form = Literal["text", "score", "seconds", "rate", "bytes", "share", "spent"]
 Section = Literal["run", "config", "results", "speed", "step", "loss", "metric", "versions"]
 
 _GRAPH = ("data.dataset", "data.source", "data.options", "data.serving")  #: config keys that select the graph
+
+_ANCESTORS = 20  # longest chain of resumed runs that is followed
 
 _NOT_ENDED = ("open", "running", "preparing")  #: states of a run whose result was not collected
 
@@ -50,28 +53,33 @@ class RunFigures:
     parts: str  #: fingerprint of the parts it trained on; '' if unknown
     versions: Mapping[str, str]  #: by package, and the digest of gnnfleet's code as ``code``
     metrics: Metrics
+    earlier: tuple[Metrics, ...] = ()  #: of the runs that this one resumed, oldest first; only those on this machine
 
     @property
     def run_id(self) -> str:
         return self.entry.run_id
 
-    def by_epoch(self, what: Literal["seconds", "loss"]) -> dict[int, float]:
-        """Return the duration in seconds or the loss of each epoch, from the epoch lines of rank 0.
+    def seconds_by_epoch(self) -> dict[int, float]:
+        """Return the duration of each epoch of this run, from the epoch lines of rank 0."""
+        return _values_by_epoch(self.metrics, "seconds")
 
-        ``what``: which of the two. The loss is the mean over all ranks.
-        """
-        lines = (line for line in self.metrics.of_kind("epoch") if line.get("rank") == 0)
-        return _values_by_epoch(lines, what)
+    def loss_by_epoch(self) -> dict[int, float]:
+        """Return the mean loss over all ranks of each epoch, with those of the runs that this one resumed."""
+        return _continued(_values_by_epoch(one, "loss") for one in (*self.earlier, self.metrics))
 
     @property
     def metric(self) -> TaskMetric:
         return metric_of([*self.metrics.of_kind("eval"), self.metrics.result])
 
     def metric_by_epoch(self) -> dict[int, float]:
-        """Return the task's metric on the val split after each epoch."""
+        """Return the task's metric on the val split after each epoch, with those of the runs that this one resumed."""
         metric = self.metric
-        lines = [line for line in self.metrics.of_kind("eval") if line.get("split") == "val" and "epoch" in line]
-        return {line["epoch"]: value for line in lines if (value := metric.of(line)) is not None}
+
+        def values(metrics: Metrics) -> dict[int, float]:
+            lines = [line for line in metrics.of_kind("eval") if line.get("split") == "val" and "epoch" in line]
+            return {line["epoch"]: value for line in lines if (value := metric.of(line)) is not None}
+
+        return _continued(map(values, (*self.earlier, self.metrics)))
 
 
 @dataclass(frozen=True)
@@ -128,18 +136,48 @@ class Comparison:
         }
 
 
-def figures_of(found: FoundRun) -> RunFigures:
-    """Read the folder of a run; raises FleetError if a file in the folder is damaged."""
+def figures_of(found: FoundRun, runs_dirs: Sequence[Path] = ()) -> RunFigures:
+    """Read the folder of a run; raises FleetError if a file in the folder is damaged.
+
+    ``runs_dirs``: further folders in which to look for the runs that it resumed.
+    """
     assert found.folder is not None, "only runs known here are compared"
-    files = sorted(found.folder.glob("logs/node*/metrics-rank*.jsonl")) or sorted(found.folder.glob("metrics.jsonl"))
     return RunFigures(
         entry_of(found.folder),
         _read_by(_flat(found.config), own=found.own) if found.config else {},
         " ".join(found.launch.own_command) if found.launch else "",
         _parts_of(found.plan),
         _versions(found.folder / "events.jsonl", found.plan),
-        read_metrics(files).analysed(),
+        _metrics(found.folder).analysed(),
+        tuple(map(_metrics, _resumed(found, [found.folder.parent, *runs_dirs]))),
     )
+
+
+def _metrics(folder: Path) -> Metrics:
+    files = sorted(folder.glob("logs/node*/metrics-rank*.jsonl")) or sorted(folder.glob("metrics.jsonl"))
+    return read_metrics(files)
+
+
+def _resumed(found: FoundRun, runs_dirs: Sequence[Path]) -> list[Path]:
+    """Return the folders of the runs that a run resumed, oldest first."""
+    folders: list[Path] = []
+    launch = found.launch
+    while launch and launch.resumed_from and len(folders) < _ANCESTORS:
+        folder = known_here(launch.resumed_from, runs_dirs)
+        if folder is None or folder in (found.folder, *folders):
+            break
+        folders.insert(0, folder)
+        launch = LaunchFile.read(folder)
+    return folders
+
+
+def _continued(curves: Iterable[Mapping[int, float]]) -> dict[int, float]:
+    """Join values by epoch of runs that resumed each other: epochs that were made again count once."""
+    joined: dict[int, float] = {}
+    for curve in curves:
+        first = min(curve, default=math.inf)
+        joined = {**{epoch: value for epoch, value in joined.items() if epoch < first}, **curve}
+    return joined
 
 
 def compare(runs: Sequence[RunFigures]) -> Comparison:
@@ -169,13 +207,13 @@ def _result_rows(runs: Sequence[RunFigures], *, marked: bool) -> Iterator[Row]:
             yield from _known_row(
                 "results", f"{split} {metric.title}", scores, "score", metric.better if marked else ""
             )
-    losses = (_last(run.by_epoch("loss")) for run in runs)
+    losses = (_last(run.loss_by_epoch()) for run in runs)
     yield from _known_row("results", "last loss", losses, "score", "less" if marked else "")
 
 
 def _speed_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
     # Without the first of several epochs, which includes compilation.
-    yield from _known_row("speed", "an epoch", (_mean_of(run.by_epoch("seconds")) for run in runs), "seconds", "less")
+    yield from _known_row("speed", "an epoch", (_mean_of(run.seconds_by_epoch()) for run in runs), "seconds", "less")
     rates = (sum(run.metrics.throughput().values()) or None for run in runs)
     yield from _known_row("speed", "seeds/s", rates, "rate", "more")
     received = (run.metrics.profile and run.metrics.profile.remote_bytes for run in runs)
@@ -194,7 +232,7 @@ def _step_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
 
 
 def _epoch_rows(runs: Sequence[RunFigures], *, marked: bool) -> Iterator[Row]:
-    yield from _by_epoch("loss", [run.by_epoch("loss") for run in runs], "less" if marked else "")
+    yield from _by_epoch("loss", [run.loss_by_epoch() for run in runs], "less" if marked else "")
     metrics = {run.metric for run in runs}
     if len(metrics) == 1:
         (metric,) = metrics
@@ -222,7 +260,7 @@ def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator
     if "train.seed" in differing:
         seeds = ", ".join(str(value) for value in differing["train.seed"].values if value is not None)
         yield f"different seeds (train.seed {seeds}): small differences may be chance"
-    lengths = {run.run_id: len(run.by_epoch("seconds")) for run in runs}
+    lengths = {run.run_id: len(run.seconds_by_epoch()) for run in runs}
     short = [run_id for run_id, epochs in lengths.items() if epochs == 1]
     if short and max(lengths.values()) > 1:
         yield f"{', '.join(short)}: only one epoch, so its times include compilation; those of longer runs do not"
@@ -307,7 +345,8 @@ def _versions(events: Path, plan: LaunchPlan | None) -> dict[str, str]:
     )
 
 
-def _values_by_epoch(lines: Iterable[Mapping[str, Any]], what: str) -> dict[int, float]:
+def _values_by_epoch(metrics: Metrics, what: str) -> dict[int, float]:
+    lines = (line for line in metrics.of_kind("epoch") if line.get("rank") == 0)
     return {line["epoch"]: line[what] for line in lines if line.get(what) is not None and "epoch" in line}
 
 

@@ -226,6 +226,7 @@ class Ending:
             stopped_by=(self.followed.interrupted or self._asked_by()) if state == "stopped" else "",
             out_of_reach=excluded_names(self.plan.nodes, self._unreachable()),
             restarts=self.restarts,
+            bundled=not self.plan.own_command and not self.plan.serve_only,
         )
 
     @property

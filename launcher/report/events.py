@@ -102,6 +102,20 @@ def lasting_findings(findings: Iterable[Mapping[str, Any]]) -> list[Mapping[str,
     return kept
 
 
+def nan_finding(findings: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the finding about the first loss that was not finite, or None."""
+    return min((one for one in findings if one["kind"] == "nan"), key=lambda one: float(one["t"]), default=None)
+
+
+def nan_words(finding: Mapping[str, Any]) -> str:
+    """Return a NaN loss in a few words: ``NaN loss of rank 1 in epoch 3 at step 17``."""
+    at = "".join(f" {word} {finding[name]}" for word, name in _WHERE if finding.get(name) is not None)
+    return f"NaN loss{at}"
+
+
+_WHERE = (("of rank", "rank"), ("in epoch", "epoch"), ("at step", "step"))
+
+
 def finding_words(finding: Mapping[str, Any]) -> str:
     """Return a finding as text: ``stall: no process has …``, or ``restart 1 of 3: …``."""
     return str(finding["text"]) if finding["kind"] == "restart" else f"{finding['kind']}: {finding['text']}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,8 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from launcher.errors import FleetError
+from launcher.plan.partition import local_trainer
 from launcher.text import count, spans
-
-_CODE = Path(__file__).resolve().parents[2]  # folder of the launcher and trainer packages
 
 _TIMEOUT = 600.0  # seconds; the lines of one rank and minute take about a millisecond
 
@@ -112,12 +110,11 @@ def analyse(files: Iterable[Path], topology: str = "", *, own: bool = False) -> 
     if not paths:
         return Analysis()
     options = [*(["--topology", topology] if topology else []), *(["--script"] if own else [])]
-    argv = [sys.executable, "-m", "trainer", "profile", "--json", *options, *paths]
-    path = os.pathsep.join(filter(None, (str(_CODE), os.environ.get("PYTHONPATH"))))
+    command = local_trainer("profile", "--json", *options, *paths)
     try:
         done = subprocess.run(
-            argv, cwd=_CODE, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, capture_output=True,
-            text=True, timeout=_TIMEOUT, check=True, start_new_session=True,  # Ctrl-C reaches only the launcher
+            command.argv, env={**os.environ, **command.env}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=_TIMEOUT, check=True, start_new_session=True,  # Ctrl-C reaches only the launcher
         )  # fmt: skip
         document = json.loads(done.stdout)
     except subprocess.CalledProcessError as error:

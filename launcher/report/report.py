@@ -20,7 +20,7 @@ from launcher.node.json_reader import checked, json_object
 from launcher.node.json_records import METRIC
 from launcher.plan.model import NodePlan
 from launcher.report.device_use import device_line, device_uses
-from launcher.report.events import finding_words, lasting_findings
+from launcher.report.events import finding_words, lasting_findings, nan_finding, nan_words
 from launcher.report.explain import hint
 from launcher.report.first_failure import aftermath_of
 from launcher.report.metrics import Metrics, _by_node, _merged
@@ -127,6 +127,7 @@ class RunReport:
     findings: tuple[Mapping[str, Any], ...] = field(default=())  #: findings of the nodes: nan, stall, straggler, …
     stopped_by: str = ""  #: who requested the stop, as ``alice@laptop (gnnfleet stop)``, or ``Ctrl-C``
     restarts: tuple[Mapping[str, Any], ...] = ()  #: how the run started again: generation, text, nodes, seconds, …
+    bundled: bool = False  #: the model is one of the bundled trainer
     out_of_reach: tuple[str, ...] = ()  #: hosts that could not be reached in the end, as ``--exclude`` names them
 
     @property
@@ -205,6 +206,8 @@ def print_report(report: RunReport, console: Console) -> None:
         go_on = "" if report.state == "done" else f"; to continue from it: {command}"
         at = _checkpoint_position(report)
         console.print(Text(f"checkpoint: {report.checkpoint}{at and f' ({at})'}{go_on}"), soft_wrap=True)
+        if report.state == "done" and report.bundled:
+            console.print(Text(f"predictions of all nodes: gnnfleet infer {report.run_id}"), soft_wrap=True)
     for note in report.notes:
         console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
     if (report.folder / "report.html").exists():
@@ -213,7 +216,9 @@ def print_report(report: RunReport, console: Console) -> None:
 
 
 def _print_done(report: RunReport, console: Console) -> None:
-    console.print(Text(f"\nDone in {report.seconds:.1f} s.", "bold green"))
+    nan = nan_finding(report.findings)
+    done = f"\nDone in {report.seconds:.1f} s" + (f", with a {nan_words(nan)}." if nan else ".")
+    console.print(Text(done, "bold red" if nan else "bold green"), soft_wrap=True)
     epochs = [line for line in report.metrics.epochs() if line.get("rank") == 0]
     if epochs:
         console.print(_epoch_table(epochs, report.metrics.of_kind("eval")))

@@ -12,6 +12,7 @@ from typing import Any
 from rich.text import Text
 
 from launcher.errors import FleetError, UsageError
+from launcher.report.events import nan_finding
 from launcher.report.launch_file import BEFORE_NODES, LaunchFile
 from launcher.report.run_folder import (
     FoundRun,
@@ -124,6 +125,7 @@ class Entry:
     test: float | None  #: the metric on the test split
     why: str  #: result, or why the run ended, in one line
     resumed_from: str | None  #: id of the run that was resumed
+    nan: bool = False  #: a loss was NaN or infinite
 
 
 def history(runs_dirs: Sequence[Path], limit: int | None = None) -> list[Entry]:
@@ -152,6 +154,7 @@ def entry_of(folder: Path) -> Entry:
         test=metric.of(metrics, "test"),
         why=why,
         resumed_from=launch.resumed_from if launch else None,
+        nan=nan_finding((result or {}).get("findings") or ()) is not None,
     )
 
 
@@ -166,7 +169,7 @@ def rendered(entries: Sequence[Entry]) -> FittedTable:
 
 def _row(entry: Entry) -> tuple[Text | str, ...]:
     took = seconds_words(entry.seconds) if entry.seconds is not None else "–"
-    state = Text(entry.state, _STYLES.get(entry.state, "bold"))
+    state = Text(entry.state, "yellow" if entry.nan and entry.state == "done" else _STYLES.get(entry.state, "bold"))
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.when))
     config = f"from {entry.resumed_from}" if entry.resumed_from else Path(entry.config).name or "–"
     return when, entry.run_id, config, entry.size or "–", state, took, Text(" ".join(entry.why.split()))

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from launcher.node.diagnostics.vitals import IDLE
 from launcher.node.peers import model
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import hub_was_cut_off, last_attempt, lost_its_hub
+from launcher.report.events import nan_finding, nan_words
 from launcher.report.launch_file import BEFORE_NODES, LaunchFile
 from launcher.report.report import excluded_names, resume_command
 from launcher.report.run_folder import FoundRun, attempts, last_sign
@@ -110,6 +112,7 @@ class Verdict:
     sentence: str
     notes: tuple[str, ...] = ()  #: further facts for the user, one sentence each
     next: tuple[str, ...] = ()  #: commands the user can run next, complete with arguments
+    alarm: bool = False  #: the run is not as well as its state: it makes no progress, or its loss is NaN
 
     @property
     def exit_status(self) -> int:
@@ -189,7 +192,9 @@ def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], u
     here = found.words
     watch = f"gnnfleet serve status {found.run_id}" if plan.serve_only else f"gnnfleet follow {here}"
     following = () if state == "stopping" else (f"gnnfleet logs {here} -f", f"gnnfleet stop {here}")
-    return Verdict(state, sentence, tuple(notes), (watch, *following))
+    findings = [finding for view in everyone for finding in view.report.get("findings") or ()]
+    alarm = bool(_idle(alive) or nan_finding(findings))
+    return Verdict(state, sentence, tuple(notes), (watch, *following), alarm)
 
 
 def _cannot_know(found: FoundRun, everyone: list[NodeView], unreachable: list[NodeView]) -> Verdict:
@@ -244,7 +249,8 @@ def _over_by_result(found: FoundRun, result: Mapping[str, Any], unreachable: Seq
     if state == "stopped" and found.launch is not None and found.launch.requeued:
         sentence += f"; {launcher_words(found)}"
         return Verdict(state, sentence, notes, (f"gnnfleet status {found.words}", f"gnnfleet stop {found.words}"))
-    return Verdict(state, sentence, notes, _after(found, state, unreachable, collected=True))
+    alarm = nan_finding(result.get("findings") or ()) is not None
+    return Verdict(state, sentence, notes, _after(found, state, unreachable, collected=True), alarm)
 
 
 def _after(
@@ -326,6 +332,17 @@ def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
     return f"epoch {epoch}{of}, step {done} of {slowest['steps']}"
 
 
+def idle_seconds(rank: Mapping[str, Any]) -> float:
+    """Return for how long a rank that has trained a step has made no progress, in seconds; 0 if less than ``IDLE``."""
+    idle = float(rank.get("idle_s") or 0.0)
+    return idle if idle >= IDLE and place_of(rank) and not rank.get("ended") else 0.0
+
+
+def _idle(views: Sequence[NodeView]) -> float:
+    ranks = [rank for view in views for rank in view.ranks.values() if not rank.get("ended")]
+    return min(map(idle_seconds, ranks), default=0.0)
+
+
 def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
     """Return (epoch, step) of a rank, as its supervisor reports it; () before its first step.
 
@@ -400,7 +417,8 @@ def _what_it_does(alive: Sequence[NodeView]) -> str:
     if "deciding" in words:
         return "prepares a restart"
     if "training" in words:
-        return "trains"
+        idle = _idle(alive)
+        return f"has trained no step for {idle:.0f} s" if idle else "trains"
     trainers = [view for view in alive if view.node.ranks]
     return "serves" if not trainers and words <= {"serving", "restarting"} else "is starting"
 
@@ -408,7 +426,7 @@ def _what_it_does(alive: Sequence[NodeView]) -> str:
 def result_words(result: Mapping[str, Any]) -> str:
     """Return the result of an ended run in a few words: its first failure, else its metric or last loss.
 
-    ``NaN loss`` comes first if a loss was NaN or infinite.
+    ``NaN loss`` with its rank and step comes first if a loss was NaN or infinite.
     """
     first = result.get("first_failure")
     if first:
@@ -418,8 +436,8 @@ def result_words(result: Mapping[str, Any]) -> str:
     names = {f"{split} {metric.title}": metric.of(metrics, split) for split in ("test", "val")}
     names["last loss"] = metrics.get("last_loss")
     scores = (f"{words} {score_text(value)}" for words, value in names.items() if value is not None)
-    broken = ["NaN loss"] if any(finding["kind"] == "nan" for finding in result.get("findings") or ()) else []
-    return "; ".join([*broken, *[*scores][:1]])
+    nan = nan_finding(result.get("findings") or ())
+    return "; ".join([*([nan_words(nan)] if nan else []), *[*scores][:1]])
 
 
 def _why_ended(view: NodeView) -> str:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from launcher.errors import FleetError, Interrupted, OutOfReach, PreflightRefuse
 from launcher.files import write_whole
 from launcher.plan.build import final_plan, offline_plan
 from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan
+from launcher.plan.partition import PartitionFiles
 from launcher.plan.render import print_placement
 from launcher.plan.sbatch import is_on
 from launcher.plan.serialize import run_json
@@ -40,7 +41,7 @@ from launcher.run.job_warning import JobWarning, in_batch_job, request_checkpoin
 from launcher.run.lifecycle import FollowContext, View, conduct
 from launcher.run.options import LaunchOptions, choose_run_id, run_folder
 from launcher.run.tmux_session import start_session
-from launcher.sync.parts_store import ensure_parts_of
+from launcher.sync.parts_store import held_parts
 from launcher.sync.progress import transfer_progress
 from launcher.sync.push import sync
 from launcher.sync.verify_parts import verify
@@ -79,6 +80,12 @@ class LaunchContext:
         self.started = self.file.started
         self.notes: tuple[str, ...] = ()  #: findings that block the launch, for result.json
         self.events = self._open_folder()
+        self.held = ExitStack()  #: closed when the parts have been sent: until then nobody replaces them
+
+    def parts(self, config: ResolvedConfig) -> PartitionFiles | None:
+        """Return the parts of a run or serving cluster; makes them first if needed, and holds them."""
+        who = f"{self.run_id} of {user_at_host()} (pid {os.getpid()})"
+        return held_parts(config, self.console, who, self.held)
 
     def _open_folder(self) -> EventLog:
         # config.yml comes before launch.json, by which other commands find the launch.
@@ -149,7 +156,7 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
     # finds mistakes in the own command and in local parts before any connection is made
     draft = offline_plan(resolved, run_id, options.own_command, to_train=True)
     context = LaunchContext(resolved, options, run_id, console)
-    with Interrupts() as interrupts, closing(context.events), JobWarning(interrupts) as warning:
+    with Interrupts() as interrupts, closing(context.events), context.held, JobWarning(interrupts) as warning:
         try:
             with attach(run_id) if attach else nullcontext() as attached, connected(context) as attempts:
                 facts, transports = require_preflight(context, attempts, draft)
@@ -266,7 +273,7 @@ def partition_and_plan(
     context: LaunchContext, facts: Mapping[int, NodeFacts], attached: Attachment | None = None
 ) -> LaunchPlan:
     context.enter_stage("partition")
-    manifest = ensure_parts_of(context.config, context.console)
+    manifest = context.parts(context.config)
     if manifest is not None and not context.options.own_command:
         check_trainable(context.config, manifest)
     return final_plan(
@@ -340,6 +347,7 @@ def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int
     labels = {node.node_rank: node.label for node in plan.nodes}
     with transfer_progress(context.console, labels) as progress:
         report = sync(plan, transports, progress, connect_timeout=context.config.run.connect_timeout)
+    context.held.close()
     need = sum(plan.sent_bytes(node) for node in plan.nodes)
     moved = report.bytes_sent + report.bytes_present + report.bytes_fetched
     packed = " (code packed)" if report.bytes_sent and moved < need else ""

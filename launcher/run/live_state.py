@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.node.diagnostics.vitals import largest
+from launcher.node.diagnostics.vitals import IDLE, largest
 from launcher.plan.model import LaunchPlan
 from launcher.report.device_use import DeviceUse
 from launcher.report.events import finding_words
@@ -35,6 +35,7 @@ class RankRow:
     remote_share: float | None = None  #: fraction of gathered rows from other hosts, 0 to 1
     most: str = ""  #: the phase that takes most of a step, as ``forward 41%``
     device: DeviceUse | None = None  #: use of its GPU; None on a CPU
+    idle_s: float = 0.0  #: seconds without progress, when its supervisor last reported
     t: float = -math.inf  #: time of the metrics line, by its node's clock
     ended: str = ""  #: 'done' or 'failed'
 
@@ -50,9 +51,15 @@ class RankRow:
         for name in ("epoch", "step", "steps"):
             value = metric.get(name)
             setattr(self, name, value if isinstance(value, int) else None)
+        self.idle_s = _number(metric.get("idle_s")) or 0.0
         for name in ("loss", "seeds_per_s", "remote_share"):
             setattr(self, name, _number(metric.get(name)))
         self.most, self.device = most_of(metric), DeviceUse.of(metric)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the rank has made no progress for a while since a step; its last speed does not hold any more."""
+        return self.idle_s >= IDLE and self.step is not None and not self.ended
 
     @property
     def place(self) -> tuple[int, int]:
@@ -188,7 +195,12 @@ class Board:
 
     def seeds_per_s(self) -> float:
         """Return the seeds per second of the run: the sum over all ranks."""
-        return sum(row.seeds_per_s or 0.0 for row in self.ranks.values())
+        return sum(row.seeds_per_s or 0.0 for row in self.ranks.values() if not row.idle)
+
+    def idle_s(self) -> float:
+        """Return for how many seconds no rank has made progress; 0 if one has, or if it is less than ``IDLE``."""
+        running = [row for row in self.ranks.values() if not row.ended]
+        return min((row.idle_s for row in running), default=0.0) if all(row.idle for row in running) else 0.0
 
     def loss(self) -> float | None:
         """Return the mean loss of the ranks that have reported one; None if none has."""
@@ -201,7 +213,7 @@ class Board:
             return 0
         if node.connection_error or node.state == "restarting" or (node.age(now) or 0.0) > OLD_HEARTBEAT:
             return 1
-        return 2 if node_rank in self.suspects else 3
+        return 2 if node_rank in self.suspects or any(self.ranks[rank].idle for rank in node.ranks) else 3
 
     def progress_line(self) -> str:
         """Return one line: the step of the slowest rank, the mean loss, and the seeds per second of all ranks."""
@@ -209,6 +221,8 @@ class Board:
         if row is None:
             return "no step yet" if self.ranks else "serving"
         shown = "" if loss is None else f"  loss {loss:.4f}"
+        if idle := self.idle_s():
+            return f"{self.at(row)}{shown}  no step for {idle:.0f} s"
         speed = f"{self.seeds_per_s():,.0f} seeds/s on {len(self.stepping())} of {len(self.ranks.values())} ranks"
         return f"{self.at(row)}{shown}  {speed}"
 

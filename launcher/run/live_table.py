@@ -30,6 +30,7 @@ class Line:
     epoch: str
     step: str
     speed: str
+    idle: str
     loss: str
     most: str
     remote: str
@@ -58,6 +59,7 @@ _COLUMNS = (
     Column("epoch", lambda line: line.epoch, 6),
     Column("step", lambda line: line.step, 7),
     Column("seeds/s", lambda line: line.speed, 4),
+    Column("no step for", lambda line: line.idle, 8),
     Column("loss", lambda line: line.loss, 5),
     Column("mostly", lambda line: line.most, 2),
     Column("remote", lambda line: line.remote, 2),
@@ -86,7 +88,8 @@ def header(board: Board, now: float) -> str:
     row = board.slowest()
     if row is not None:
         words += [f"epoch {_of(row.epoch, board.epochs)} step {_of((row.step or 0) + 1, row.steps)}"]
-        words += [f"{board.seeds_per_s():,.0f} seeds/s"]
+        idle = board.idle_s()
+        words += [f"no step for {clock(idle)}" if idle else f"{board.seeds_per_s():,.0f} seeds/s"]
     left = board.seconds_left(now)
     if left is not None:
         words.append(f"about {clock(left)} left")
@@ -145,7 +148,8 @@ def _line(board: Board, node: NodeRow, rows: list[RankRow], now: float) -> Line:
         state=_state(node, rows, age),
         epoch=_of(slowest.epoch, board.epochs) if slowest else "",
         step=_of((slowest.step or 0) + 1, slowest.steps).rjust(2 * len(str(slowest.steps)) + 1) if slowest else "",
-        speed=_shown(_sum([row.seeds_per_s for row in stepping]), "{:,.0f}"),
+        speed=_shown(_sum([row.seeds_per_s for row in stepping if not row.idle]), "{:,.0f}"),
+        idle=_shown(max((row.idle_s for row in stepping if row.idle), default=None), "{:.0f} s"),
         loss=_shown(mean(row.loss for row in stepping), "{:.4f}"),
         most=slowest.most if slowest else "",
         remote=_shown(mean(row.remote_share for row in stepping), "{:.0%}"),

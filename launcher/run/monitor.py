@@ -39,6 +39,8 @@ _STARTED = 2.0  # seconds that all ranks of an own command must run before --det
 
 _RETURN_AFTER = 4.0  # seconds after the loss of a node; results of a run that has just ended arrive earlier
 
+_RETURN_AGAIN = 15.0  # seconds after a failed return of a node until the next one
+
 _MAX_QUEUED = 1000  # node messages in the queue
 
 _JOIN_TIMEOUT = 3.0  # seconds to wait for the node streams to end
@@ -94,7 +96,8 @@ class RunFollower:
         self._leave_when_trained, self._on_training = leave_when_trained, on_training
         self._detaching: Detached = ""
         self._stoppers: dict[int, threading.Thread] = {}
-        self._returning: set[int] = set()  # lost nodes whose supervisors are being started again
+        self._return_at: dict[int, float] = {}  # when a lost node may be started again; inf: being started
+        self._not_returned: dict[int, str] = {}  # why the last return of a node failed
         self._returned: set[int] = set()  # nodes whose supervisors were started again
         self._stop_reason = ""
         self._stopped_at: dict[int, float] = {}
@@ -364,8 +367,9 @@ class RunFollower:
         for k, lost in self.followed.lost.items():
             stopper = self._stoppers.get(k)
             cleaned = stopper is not None and not stopper.is_alive()
-            if k in self._spares.gone and not lost.out_of_reach and cleaned and k not in self._returning:
-                self._returning.add(k)
+            due = time.monotonic() >= self._return_at.get(k, 0.0)
+            if k in self._spares.gone and not lost.out_of_reach and cleaned and due:
+                self._return_at[k] = float("inf")
                 threading.Thread(target=self._return, args=(k,), daemon=True).start()
 
     def _return(self, k: int) -> None:
@@ -375,17 +379,23 @@ class RunFollower:
             return_session(self.transports[k], self._nodes[k], start_timeout=self.limits.start_timeout)
         except FleetError as error:
             why = str(error).removeprefix(f"{self._label(k)}: ")
+        except Exception as error:  # without a message the node would never be tried again
+            why = repr(error)
         self._messages.put(NodeMessage(k, {"returned": why}))
 
     def _handle_returned(self, k: int, why: str) -> None:
         """Follow lost node ``k`` again after its supervisor was started. ``why``: the error if that failed, else ''."""
         if why:
-            self.live.say(f"{self._label(k)}: its supervisor could not be started again: {why}", "yellow")
+            self._return_at[k] = time.monotonic() + _RETURN_AGAIN
+            if why != self._not_returned.get(k):
+                self.live.say(f"{self._label(k)}: its supervisor could not be started again: {why}", "yellow")
+            self._not_returned[k] = why
             return
         self.followed.lost.pop(k, None)
         self._stoppers.pop(k, None)
         self._stopped_at.pop(k, None)
-        self._returning.discard(k)
+        self._return_at.pop(k, None)
+        self._not_returned.pop(k, None)
         self._returned.add(k)
         self.live.board.returned(k)
         self.live.say(f"{self._label(k)}: its supervisor was started again; it joins at the next restart", "yellow")

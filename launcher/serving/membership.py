@@ -15,7 +15,6 @@ from launcher.plan.model import KeptServers, LaunchPlan, NodeFacts, NodePlan, ta
 from launcher.plan.placement import node_login
 from launcher.report.launch_file import user_at_host
 from launcher.serving.cluster_state import ServeContext, ServerState, read_description
-from launcher.sync.parts_store import ensure_parts_of
 from launcher.transport.base import Transport
 
 Connections = Mapping[int, Transport | TransportError]
@@ -151,7 +150,7 @@ def cluster_plan(
         _addressed(found, facts),
         run_id=context.run_id,
         facts=facts,
-        manifest=ensure_parts_of(config, context.console),
+        manifest=context.parts(config),
         operator=user_at_host(),
         kept=_kept_servers(found, held, facts),
         service_key=service_key(found),

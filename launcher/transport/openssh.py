@@ -103,7 +103,10 @@ class OpenSshTransport(RemoteTransport):
         """Use the user's own ControlMaster, which outlives the launcher; False if none is open."""
         argv = [*self._login_argv(), *_options(_BATCH)]
         check = [*argv, "-O", "check", "--", self.node.host]
-        if subprocess.run(check, capture_output=True, stdin=subprocess.DEVNULL, timeout=_CHECK_TIMEOUT).returncode:
+        try:
+            if subprocess.run(check, capture_output=True, stdin=subprocess.DEVNULL, timeout=_CHECK_TIMEOUT).returncode:
+                return False
+        except subprocess.TimeoutExpired:  # it hangs, as after a network cut
             return False
         self._ssh_argv = [*argv, "-T"]
         return True

@@ -36,6 +36,7 @@ _PARSING = threading.Lock()
 # stdin: one line with the source of node/programs/agent.py as a string literal, then the agent's requests
 _BOOT = f"""
 import sys
+sys.path[:] = filter(None, sys.path)
 if sys.version_info < {OLDEST}: sys.exit("python %d.%d is too old; {_OTHER}" % sys.version_info[:2])
 data = sys.stdin.buffer
 agent = {{"__name__": "gnnfleet_agent"}}

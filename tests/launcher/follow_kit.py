@@ -95,6 +95,7 @@ class Scene:
         *nodes: FakeNode,
         lost_after: float = 5.0,
         start_timeout: float = 1.0,
+        restarts: int = 0,
         starts: dict[int, Callable[[], None]] | None = None,
         own_command: tuple[str, ...] = (),
         **more: Any,
@@ -106,7 +107,7 @@ class Scene:
         self.console = PlainConsole(file=io.StringIO(), width=200)
         transports = {node.node_rank or 0: node for node in nodes}
         self.live, log = LiveLog(self.console, self.plan), EventLog(self.events)
-        limits = Limits(lost_after, 1.0, 1.0, start_timeout, peer_timeout=0.1)
+        limits = Limits(lost_after, 1.0, 1.0, start_timeout, peer_timeout=0.1, restarts=restarts)
         self.follower = RunFollower(self.plan, transports, limits, self.live, log, starts=starts, **more)
 
     def follow(self, *how: Any) -> Followed:

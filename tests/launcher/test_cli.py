@@ -224,7 +224,7 @@ def test_partition_without_config_passes_all_arguments_on(monkeypatch: pytest.Mo
         subprocess, "run", lambda argv, **_: seen.append(list(argv)) or subprocess.CompletedProcess(argv, 7)
     )
     assert main.run(["partition", "make", "--dataset", "synthetic", "--num-parts", "2", "--out", "p"]) == 7
-    assert seen[0][1:] == ["-m", "trainer", "partition", "make", *"--dataset synthetic --num-parts 2 --out p".split()]
+    assert seen[0][2:] == ["partition", "make", *"--dataset synthetic --num-parts 2 --out p".split()]
 
 
 @pytest.mark.parametrize("what", ["make", "verify", "inspect"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,21 @@ def test_notes_name_settings_that_make_runs_incomparable(config: ClusterConfig, 
     assert "".join(comparison.notes).startswith(note) and len(comparison.notes) == bool(note)
     # losses on different graphs are not ranked
     assert ("results last loss" in best(comparison)) == ("graph" not in note)
+
+
+def test_a_resumed_run_has_its_earlier_epochs(tmp_path: Path) -> None:
+    plain = make_run(tmp_path, "plain", losses=(0.9, 0.5, 0.4))
+    first = make_run(tmp_path, "first", losses=(0.9, 0.5, 0.45))  # its third epoch is made again
+    second = make_run(tmp_path, "second", losses=(0.9, 0.5, 0.4, 0.3))
+    file = second / "logs/node0/metrics-rank0.jsonl"
+    lines = [line for line in file.read_text().splitlines() if json.loads(line).get("epoch") not in (1, 2)]
+    file.write_text("".join(f"{line}\n" for line in lines))
+    replace(LaunchFile.mine("second", "toy", config="cluster.yml").at("end"), resumed_from="first").write(second)
+    found = compared(plain, second)
+    assert values(found, "loss") == {"1": (0.9, 0.9), "2": (0.5, 0.5), "3": (0.4, 0.4), "4": (None, 0.3)}
+    assert values(found, "metric")["1"] == pytest.approx((0.1, 0.1))
+    shutil.rmtree(first)
+    assert values(compared(plain, second), "loss")["1"] == (0.9, None)
 
 
 def test_trainer_settings_are_left_out_for_own_commands(tmp_path: Path) -> None:

@@ -119,6 +119,8 @@ def test_parts_master_and_ranks_follow_the_remaining_nodes() -> None:
     assert plan.nodes[2].trainer.env["CUDA_VISIBLE_DEVICES"] == "3,2"
     fixed = cluster(*LAB.nodes, data=DataConfig("synthetic", num_parts=12))
     assert filtered(fixed, ["gpu1"], ()).num_parts == 12
+    # The parts of all nodes are not replaced.
+    assert (config.data.folder, filtered(fixed, ["gpu1"], ()).data.folder) == (f"{LAB.data.folder}-3", "parts")
 
 
 MISTAKES = {

@@ -360,6 +360,7 @@ def test_data_must_exist_in_mode_verify() -> None:
         ({"taken": "/w/1/runs/r/node1"}, "block", "run id", "/w/1/runs/r/node1 exists"),
         ({"open_files": 64}, "block", "open files", "64 open files allowed (ulimit -n), 264 needed for 2 processes"),
         ({"lease_error": "/tmp/x: no"}, "warn", "leases", "/tmp/x: no"),
+        ({"leases": [{**LEASE, "resource": "port:29600"}]}, "warn", "other runs", "its CPUs are held by run r7 of bob"),
         ({"names": {"head": ""}}, "block", "names", "cannot resolve head, the address of node0 (host0)"),
         ({"names": {"head": "127.0.1.1"}}, "block", "names", "resolves to 127.0.1.1, which is this node itself"),
     ],

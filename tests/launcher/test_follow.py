@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from follow_kit import FakeNode, Scene, ended, event, line, state, step
-from launcher.errors import CommandTimeout, ConnectionLost, SessionError, UnreachableError
+from launcher.errors import CommandTimeout, ConnectionLost, FleetError, SessionError, UnreachableError
 from launcher.run import monitor as follow_module
 from launcher.run import node_stream
 
@@ -322,6 +322,31 @@ def test_a_server_that_was_cut_off_does_not_know_whether_the_run_goes_on(tmp_pat
     assert {k: result["state"] for k, result in followed.results.items()} == {0: "done", 1: "failed", 2: "done"}
     stops = [json.loads(text)["reason"] for text in scene.events.read_text().splitlines() if '"stop"' in text]
     assert stops == ["all nodes have ended"] and "every node stops" not in scene.output
+
+
+@pytest.mark.parametrize("error", [FleetError("tmux does not answer"), OSError("no space")])
+def test_a_node_whose_return_failed_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    tries: list[str] = []
+    returned = threading.Event()
+
+    def return_session(transport: FakeNode, node: Any, *, start_timeout: float) -> None:
+        tries.append(node.label)
+        if len(tries) < 3:
+            raise error
+        returned.set()
+
+    for name in ("_RETURN_AFTER", "_RETURN_AGAIN"):
+        monkeypatch.setattr(follow_module, name, 0.1)
+    monkeypatch.setattr(follow_module, "return_session", return_session)
+    going = state(generation=1, restarts=[{}], gone={"1": {}}, hub=0)
+    lead = FakeNode(0, [going, returned, lambda: time.sleep(0.3), ended(0, more={"generation": 1, "gone": {}})])
+    lost = line(lost={"reason": "the supervisor is gone", "state": None})
+    scene = Scene(tmp_path, lead, FakeNode(1, [state(), lost], [state("waiting"), returned, ended(1)]), restarts=3)
+    followed = scene.follow()
+    assert len(tries) == 3 and set(followed.results) == {0, 1}
+    assert scene.output.count("could not be started again") == 1, "each reason is said once"
 
 
 def test_losing_all_connections_after_an_expendable_node_ended_detaches(tmp_path: Path) -> None:

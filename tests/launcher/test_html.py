@@ -115,6 +115,25 @@ def test_a_run_on_gpus_has_a_table_of_their_use(tmp_path: Path) -> None:
     assert "node1/rank1 100 ms 50% 9.0 of 80 GB 12.0/80 GB" in cells
 
 
+def test_a_run_with_a_nan_loss_is_not_good(tmp_path: Path) -> None:
+    folder = made_run(tmp_path, "nan", range(1, 4))
+    nan = {"t": T + 2, "kind": "nan", "node_rank": 1, "rank": 1, "text": "the loss of rank 1 on node1 (b) is NaN"}
+    finding = {**nan, "epoch": 2, "step": 17, "stop": False}
+    for name in ("result.json", "events.jsonl"):  # once it has ended, and while it runs
+        file = folder / name
+        if name == "result.json":
+            file.write_text(json.dumps({**json.loads(file.read_text()), "findings": [finding]}))
+        else:
+            (folder / "result.json").unlink()
+            file.write_text(json.dumps({"t": T, "kind": "finding", "node_rank": 1, "finding": finding}) + "\n")
+        page = report_page(read_record(folder))
+        assert page.headline == nan["text"]
+        facts = {fact.label: (fact.value, fact.tone) for fact in page.facts}
+        assert facts["state"][1] == "bad"
+        assert facts["loss"] == ("NaN loss of rank 1 in epoch 2 at step 17", "bad")
+    assert facts["last step"][1] == "warn" and facts["last step"][0].endswith(" ago")
+
+
 def test_failed_run_starts_with_its_cause_and_escapes_hostile_texts(tmp_path: Path) -> None:
     page = report_page(read_record(made_run(tmp_path, "bad", range(1, 2), state="failed")))
     text = render(page)

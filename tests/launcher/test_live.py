@@ -65,6 +65,21 @@ def test_a_row_for_every_node_and_rank() -> None:
     ]
 
 
+def test_ranks_without_progress_show_no_speed() -> None:
+    board = board_of(2, 1)
+    board.metric(step(0, idle_s=45))
+    assert shown(board)[1:] == [
+        "node   host  rank  state     epoch   step  seeds/s  no step for    loss  remote  heard",
+        "node0  gpu0     0  training   3/10  17/50                  45 s  0.4512     31%    0 s",
+        "node1  gpu1     1  training   3/10  17/50    2,034               0.4512     31%    0 s",
+    ]
+    assert board.severity(0, 0.0) == 2 and board.severity(1, 0.0) == 3
+    board.metric(step(1, idle_s=44))
+    assert "· no step for 0:44" in shown(board)[0] and board.progress_line().endswith("no step for 44 s")
+    board.metric(step(1, 17))
+    assert "2,034 seeds/s" in shown(board)[0]
+
+
 GPU = {"used_bytes": 12.34e9, "total_bytes": 80e9, "peak_bytes": 9e9, "step_s": 0.1034, "utilization": 0.87}
 
 

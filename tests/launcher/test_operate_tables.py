@@ -16,7 +16,7 @@ from launcher.plan.model import Login
 from launcher.report import run_history
 from launcher.report.run_folder import FoundRun
 from launcher.report.run_history import Entry
-from launcher.report.verdict import NodeView, Verdict
+from launcher.report.verdict import NodeView, Verdict, judge
 from run_kit import make_launch, make_node
 
 STEP = {"epoch": 12, "step": 1233, "steps": 40000, "loss": 0.51234, "seeds_per_s": 123456.0, "remote_share": 0.25}
@@ -53,6 +53,19 @@ def test_status_at_120_columns_shows_all_columns() -> None:
     _, titles, first, _ = printed(rendered(status_of("gnn")), 120)
     assert titles.split() == ["node", "rank", "state", "epoch", "step", "seeds/s", "loss", "remote", "heartbeat"]
     assert first.split()[3:] == ["training", "12", "1234/40000", "123,456", "0.5123", "25%", "1.5", "s", "ago"]
+
+
+def test_status_shows_ranks_without_progress() -> None:
+    _, titles, first, second = printed(rendered(status_of("gnn", idle_s=45)), 130)
+    assert titles.split()[5:9] == ["seeds/s", "no", "step", "for"]
+    assert first.split()[6:9] == ["–", "45", "s"] and "123,456" in second
+    found = status_of("gnn", idle_s=45)
+    one = judge(found.found, found.views)
+    assert one.sentence.startswith("run r1 trains: ") and not one.alarm
+    ranks = {"0": {**STEP, "idle_s": 45}, "1": {**STEP, "idle_s": 44}}
+    views = {k: replace(view, state={**(view.state or {}), "ranks": ranks}) for k, view in found.views.items()}
+    stalled = judge(found.found, views)
+    assert stalled.alarm and stalled.sentence.startswith("run r1 has trained no step for 44 s: 2 nodes, ")
 
 
 def test_status_shows_the_longest_phase_of_a_step_if_a_rank_reports_it() -> None:

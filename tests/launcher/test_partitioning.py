@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,8 @@ from rich.console import Console
 from launcher.command import Command
 from launcher.config.resolve import resolve_run
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
-from launcher.plan.partition import PartitionFailed, partitioning, run_partitioner
+from launcher.plan.partition import PartitionFailed, local_trainer, partitioning, run_partitioner
+from launcher.report.profile import analyse
 
 
 def partitioner(code: str) -> tuple[str, str]:
@@ -51,6 +55,20 @@ def test_a_killed_partitioner_is_reported_with_what_to_do() -> None:
     )
 
 
+@pytest.mark.parametrize("path", ["", ":/elsewhere"])
+def test_no_file_of_the_current_folder_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    for name in ("trainer", "launcher", "numpy", "json", "click"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the {name}.py of the current folder')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", path)
+    command = local_trainer("partition", "tables", "--help")
+    done = subprocess.run(command.argv, env={**os.environ, **command.env}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "python -m trainer partition tables" in done.stdout, done.stderr
+    metrics = tmp_path / "metrics-rank0.jsonl"
+    metrics.write_text('{"t": 1.0, "kind": "start", "rank": 0}\n')
+    assert analyse([metrics]).traffic == ()
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -65,4 +83,4 @@ def test_the_partitioner_gets_the_options_of_its_method(how: dict[str, Any], wor
     data = DataConfig("synthetic", folder="/parts", partition=PartitionConfig(**how))
     config = ClusterConfig((NodeConfig("a"), NodeConfig("b")), data, TrainConfig(fanouts=(7, -1)))
     argv = partitioning(resolve_run(config)).command.argv
-    assert " ".join(argv[1:]) == f"-m trainer partition make --dataset synthetic --num-parts 2 {words} --out /parts"
+    assert " ".join(argv[2:]) == f"partition make --dataset synthetic --num-parts 2 {words} --out /parts"

@@ -110,7 +110,11 @@ def test_processes_of_each_role() -> None:
 def test_leases_and_hub_of_each_role() -> None:
     plan = plan_of(nodes_of("server", "client", "client"), facts=facts_of(3, free_ports=(29402, 29501, 29600)))
     specs = [file_of(node, "node.json") for node in plan.nodes]
-    assert [spec["leases"] for spec in specs] == [["port:29600"], ["port:29501", "port:29402"], []]
+    assert [spec["leases"] for spec in specs] == [
+        ["port:29600"],
+        ["port:29501", "port:29402"],
+        [f"cpu:{plan.run_id}-node2"],
+    ]
     assert {json.dumps(spec["control"]) for spec in specs} == {
         json.dumps({"node_rank": 1, "address": "10.0.0.2", "bind": "10.0.0.2", "port": 29402})
     }

@@ -404,3 +404,4 @@ def test_stragglers_that_kept_up_again_are_left_out_at_the_end(tmp_path: Path) -
     assert [finding["t"] for finding in lasting_findings(findings)] == [1.5, 2.0]
     shown = printed(replace(report("done", [], tmp_path), findings=findings))
     assert "rank 2 needs 2 s" in shown and "rank 1" not in shown
+    assert " s, with a NaN loss of rank 0." in shown

@@ -93,7 +93,16 @@ def test_ranks_that_ended_or_report_nothing_are_not_stalled() -> None:
     assert run.wait(1000) == []
 
 
-def test_own_scripts_have_a_longer_limit_and_positions_from_metrics() -> None:
+def test_a_script_may_do_anything_between_epochs() -> None:
+    run = Cluster()
+    run.steps(1, 20)
+    run.all(21, phase="between")
+    assert run.wait(890) == []
+    (finding,) = run.wait(20)
+    assert finding["text"].endswith("; all 4 ranks are at the end of epoch 2")
+
+
+def test_scripts_without_steplog_have_a_longer_limit_and_positions_from_metrics() -> None:
     run = Cluster(at=False)
     run.steps(1, 20)
     assert run.wait(890) == []

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import shutil
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +25,12 @@ from launcher.errors import ConfigError, FleetError, SyncError, UsageError
 from launcher.files import CODE_ROOT
 from launcher.plan.files import FETCH_SPEC
 from launcher.plan.model import LaunchPlan, PlannedFile, generated
-from launcher.plan.partition import PartitionFiles
+from launcher.plan.partition import PartitionFiles, read_partition_files
 from launcher.preflight.check_packages import package_findings
 from launcher.preflight.finding import Survey
 from launcher.preflight.preflight import run_preflight
 from launcher.sync import parts_store
-from launcher.sync.parts_store import ensure_parts_of, made_from, push_parts, stored_parts
+from launcher.sync.parts_store import ensure_parts_of, held_parts, made_from, push_parts, stored_parts
 from launcher.sync.progress import TransferProgress
 from launcher.sync.push import sync
 from launcher.sync.store_progress import StoreProgress
@@ -34,6 +39,8 @@ from plan_kit import cluster, facts_of, plan_of
 from plan_kit import parts_folder as planned_parts
 from run_kit import make_launch, make_node
 from store_kit import X0, flip_byte, parts_in, visible_files
+from trainer.partition.work_folder import locked
+from waiting import wait_until
 
 QUIET = Console(quiet=True)
 
@@ -65,6 +72,38 @@ def test_parts_are_made_and_uploaded_once(tmp_path: Path, made: list[str]) -> No
     assert elsewhere is not None and elsewhere.files == first.files
     assert made == [str(tmp_path / "parts")] and not (tmp_path / "no parts here").exists()
     assert ensure_parts_of(config_of(tmp_path / "parts", store), QUIET) == first
+
+
+def test_nobody_replaces_the_parts_that_a_launch_sends(tmp_path: Path, made: list[str]) -> None:
+    # A second launch of the same parts does not wait. The partitioner does, until both have sent them.
+    config = config_of(tmp_path / "parts", tmp_path)
+    config = replace(config, data=replace(config.data, store=None))
+    said = io.StringIO()
+    waits, first, second = threading.Event(), ExitStack(), ExitStack()
+    with first, second:
+        for one, who in ((first, "r1 of al@lab"), (second, "r2 of bo@lab")):
+            assert held_parts(config, Console(file=said), who, one) == read_partition_files(tmp_path / "parts")
+        maker = threading.Thread(target=_replace_parts, args=(tmp_path / "parts", lambda line: waits.set()))
+        maker.start()
+        assert waits.wait(30) and maker.is_alive()
+        first.close()
+        assert maker.is_alive() and (tmp_path / "parts/manifest.json").exists()
+        second.close()
+        maker.join(30)
+    assert not (tmp_path / "parts").exists() and "waiting" not in said.getvalue()
+    with ExitStack() as third:
+        reader = threading.Thread(target=held_parts, args=(config, Console(file=said, width=300), "r3", third))
+        with locked(tmp_path / "parts", print):
+            reader.start()
+            wait_until(lambda: "waiting for it" in said.getvalue())
+            assert f"pid {os.getpid()} makes the parts in" in said.getvalue()
+        reader.join(30)
+    assert [path.name for path in tmp_path.iterdir()] == ["parts"], "no lock is left"
+
+
+def _replace_parts(folder: Path, say: Callable[[str], None]) -> None:
+    with locked(folder, say):
+        shutil.rmtree(folder)
 
 
 def test_parts_of_another_graph_are_not_used_and_not_replaced(tmp_path: Path, made: list[str]) -> None:

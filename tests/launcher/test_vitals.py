@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from launcher.node.diagnostics import vitals as vitals_module
 from launcher.node.diagnostics.vitals import Vitals
+from launcher.report.events import nan_words
 
 
 def write(folder: Path, rank: int, *lines: Mapping[str, Any] | str) -> None:
@@ -41,7 +43,7 @@ def test_the_last_line_of_each_rank_is_read(tmp_path: Path) -> None:
         3: {
             "epoch": 2, "step": 5, "steps": 40, "loss": 0.25, "seeds_per_s": 99.5, "remote_share": 0.5, "own_s": 0.2,
             "step_s": 0.3, "batch_s": 0.1, "kind": "step", "t": 105.0, "at": None, "ended": False, "done": False,
-            "most": ["sample", 0.7],
+            "most": ["sample", 0.7], "idle_s": 0,
         }
     }  # fmt: skip
     write(tmp_path, 3, {"t": 110.0, "kind": "eval", "epoch": 2, "loss": 9.9, "accuracy": 0.5})
@@ -105,6 +107,19 @@ def test_the_position_of_a_rank_is_read_from_its_progress_file(tmp_path: Path) -
     assert seen == [[2, 17, "compute"], None, None, None, None]
 
 
+def test_the_seconds_without_progress_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(vitals_module.time, "monotonic", lambda: now[0])
+    vitals, idle = Vitals(str(tmp_path), [0]), []
+    write(tmp_path, 0, step(4))
+    for seconds, place in ((0, ""), (30, ""), (1, "2 5 load"), (40, "2 5 load"), (1, "2 5 compute"), (9, "2 5 done")):
+        now[0] += seconds
+        (tmp_path / "progress-rank0").write_text(f"{place}\n".ljust(40))
+        vitals.look(0.0)
+        idle.append(vitals.ranks[0]["idle_s"])
+    assert idle == [0, 30, 0, 40, 0, 0]
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_reported_at_once_and_only_once(loss: float, tmp_path: Path) -> None:
     vitals = Vitals(str(tmp_path), [2, 3], node_rank=1, label="node1 (gnn2)", stop_on_nan=True)
@@ -115,6 +130,7 @@ def test_a_loss_that_is_not_finite_is_reported_at_once_and_only_once(loss: float
     write(tmp_path, 3, step(5, loss))
     (finding,) = vitals.look(0.0)
     assert [finding[name] for name in ("t", "kind", "node_rank", "rank", "stop")] == [105.0, "nan", 1, 3, True]
+    assert nan_words(finding) == "NaN loss of rank 3 in epoch 2 at step 5"
     assert finding["text"].startswith("the loss of rank 3 on node1 (gnn2) is ")
     assert "in epoch 2 at step 5; the last finite loss was 0.6931, at step 4. " in finding["text"]
     write(tmp_path, 3, step(6, loss))

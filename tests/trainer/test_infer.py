@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from trainer.core.ranks import Ranks
 from trainer.graph.open import open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.infer.infer import infer
+from trainer.infer.prediction_files import merge_parts
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
@@ -136,3 +138,45 @@ def test_edges_of_weight_zero_are_ignored(tmp_path: Path) -> None:
         found[name] = [np.load(tmp_path / f"out-{name}" / f"part{part}" / "logits.npy") for part in (0, 1)]
     for some, fewer in zip(found["some"], found["fewer"], strict=True):
         np.testing.assert_allclose(some, fewer, atol=1e-6)
+
+
+def test_one_table_has_the_predictions_of_all_parts(trained: Path, tmp_path: Path) -> None:
+    checkpoint = trained / "sage" / "checkpoints" / "last.pt"
+    infer(InferJob(checkpoint, trained / "homo", tmp_path, probabilities=True, parquet=True), Ranks())
+    with (tmp_path / "predictions.csv").open() as file:
+        rows = {int(row["id"]): row for row in csv.DictReader(file)}
+    shares = torch.from_numpy(whole_logits(tmp_path)).softmax(1).numpy()
+    assert sorted(rows) == list(range(len(shares)))
+    for node, row in rows.items():
+        each = [float(row[f"probability_{k}"]) for k in range(shares.shape[1])]
+        np.testing.assert_allclose(each, shares[node], atol=1e-6)
+        assert (int(row["prediction"]), float(row["probability"])) == (int(np.argmax(each)), max(each))
+    duckdb = pytest.importorskip("duckdb")
+    count = duckdb.sql(f"SELECT count(*), sum(id) FROM '{tmp_path}/predictions.parquet'").fetchone()
+    assert count == (len(rows), sum(rows))
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.is_dir()) == [
+        "infer.json", "predictions.csv", "predictions.parquet"
+    ]  # fmt: skip
+
+
+def test_tables_of_other_hosts_are_not_merged(tmp_path: Path) -> None:
+    # Part 1 was written into this folder by an earlier call; now another host has written it, into its own folder.
+    class Two:
+        rank = 0
+
+        def gather(self, own: list[Any]) -> list[list[Any]]:
+            return [own, [("part1", 7, 7)]]
+
+        def from_first(self, value: Any) -> Any:
+            return value
+
+        def barrier(self) -> None:
+            pass
+
+    for name in ("part0", "part1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "predictions.csv").write_text("id\n1\n")
+    (tmp_path / "predictions.csv").write_text("id\n")
+    two: Any = Two()
+    assert merge_parts(tmp_path, [tmp_path / "part0"], False, two) == f"{tmp_path}/part*/predictions.csv"
+    assert not (tmp_path / "predictions.csv").exists()

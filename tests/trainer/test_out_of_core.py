@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -195,9 +196,18 @@ def test_another_partition_does_not_go_on_with_the_files(tmp_path: Path) -> None
 
 
 def test_two_processes_do_not_make_the_same_parts(tmp_path: Path) -> None:
-    with make.work_folder(tmp_path / "parts", "x", keep=False) as work:
-        kept = work.folder("assign")
-        with pytest.raises(PartitionError, match="another process is making the parts"):
-            make_partition(spec(tmp_path / "parts"), say=str)
-        assert kept.exists()
-    assert os.listdir(tmp_path) == []
+    # The second one waits, says for whom, and finds the parts.
+    folder, waits, said = tmp_path / "parts", threading.Event(), []
+
+    def say(line: str) -> None:
+        said.append(line)
+        waits.set()
+
+    second = threading.Thread(target=make_partition, args=(spec(folder), say))
+    with make.locked(folder, str):
+        second.start()
+        assert waits.wait(60) and not folder.exists()
+        make._make_locked(spec(folder), folder, str)
+    second.join(60)
+    assert said[0].endswith(f", pid {os.getpid()} makes or sends the parts in {folder}; waiting for it")
+    assert f"{folder} is up to date" in said[1] and os.listdir(tmp_path) == ["parts"]

@@ -135,6 +135,37 @@ def test_epochs_and_results_of_a_script_are_logged(tmp_path: Path) -> None:
     assert metrics(tmp_path, "result")[0]["test_accuracy"] == 0.5
 
 
+def test_a_script_tells_where_it_is(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[list[str]] = []
+
+    def look() -> None:
+        seen.append((tmp_path / "progress-rank0").read_text().split())
+
+    with trainer.StepLog(model, optimizer, environ={"GNNFLEET_RUN_DIR": str(tmp_path)}) as log:
+        for at in range(2):
+            loss = model(torch.ones(1, 2)).sum()
+            look()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            log.step(1, at, 2, loss, 4)
+            look()
+        model.eval()
+        for _ in range(2):
+            model(torch.ones(1, 2))
+            look()
+        log.epoch(1, 0.5)
+        look()
+        model.train()
+        model(torch.ones(1, 2))
+        look()
+    look()
+    places = ["1 0 compute", "1 1 load", "1 1 compute", "1 2 between", "1 1 evaluate", "1 2 evaluate", "1 2 between"]
+    assert [" ".join(words) for words in seen] == [*places, "2 0 compute", "2 0 done"]
+
+
 def test_a_script_records_the_last_step_of_each_epoch(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -84,7 +84,9 @@ def _infer(
     rows = whole.run(stack_of(model, model_facts(graph.manifest, target, task.outputs, edge_attr)))
     sizes = {of: spec.num_nodes for of, spec in graph.manifest.nodes.items()}
     if isinstance(target, str):
-        files = write_node_predictions(job.out, graph, target, rows[target], task, parquet, group)
+        files = write_node_predictions(
+            job.out, graph, target, rows[target], task, parquet, group, probabilities=job.probabilities
+        )
         metrics = node_metrics(graph, target, rows[target], task, group)
         return InferResult(target, task.kind, epoch, metrics, sizes[target], files)
     assert isinstance(model, LinkModel)

@@ -18,6 +18,7 @@ from trainer.infer.prediction_files import (
     id_attr,
     id_column,
     id_list,
+    merge_parts,
     own_parts,
     write_array,
     write_table,
@@ -56,13 +57,14 @@ def write_link_predictions(out: Path, graph: Graph, links: LinkEmbeddings, count
         for name, values in (("targets", best), ("scores", scores)):
             array = OutputArray(name, count, str(values.dtype))
             write_array(out / "source", graph, source, LayerRows(links.source.shares, values), array, links.group)
-        for folder in own_parts(out / "source", graph, source, links.source, links.group):
+        own = [*own_parts(out / "source", graph, source, links.source, links.group)]
+        for folder in own:
             _write_part(folder, graph, target, parquet)
+        table = merge_parts(out / "source", own, parquet, links.group)
     links.group.barrier()
     text = f"embeddings are in {out}/source/part*/embedding.npy and {out}/target, ids in id.npy beside them"
     if not count:
         return f"{text}; --top-k 10 also lists the best targets of each source"
-    table = f"{out}/source/part*/predictions.csv{' and .parquet' if parquet else ''}"
     return f"the {count} best new targets of each source are in {table}; {text}"
 
 

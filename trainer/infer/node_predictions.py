@@ -22,6 +22,7 @@ from trainer.infer.prediction_files import (
     OutputArray,
     id_column,
     id_list,
+    merge_parts,
     own_parts,
     write_array,
     write_table,
@@ -35,9 +36,13 @@ from trainer.train.tasks.task import Labels, Task
 
 
 def write_node_predictions(
-    out: Path, graph: Graph, target: NodeType, rows: LayerRows, task: Task, parquet: bool, group: RankGroup
+    out: Path, graph: Graph, target: NodeType, rows: LayerRows, task: Task, parquet: bool, group: RankGroup, *,
+    probabilities: bool = False,
 ) -> str:  # fmt: skip
     """Write the model's output for all nodes, and the predictions as ``part<p>/predictions.csv``. Collective.
+
+    ``predictions.csv`` has the rows of all parts, if the first rank sees them. ``probabilities``: for classification,
+    with a column for the probability of each class.
 
     The output is ``part<p>/logits.npy``, float32 [nodes of the part, classes or labels]; for regression
     ``part<p>/values.npy``, float64 [nodes of the part, columns], in units of ``y``. Returns a sentence for the user on
@@ -47,26 +52,28 @@ def write_node_predictions(
     if isinstance(task, Regression):
         array = OutputArray("values", task.outputs, "float64", task.predictions)
     write_array(out, graph, target, rows, array, group)
-    names = _names(graph, target, task)
-    for folder in own_parts(out, graph, target, rows, group):
-        _write_part(folder, array.name, task, names, parquet)
-    group.barrier()
-    tables = f"{out}/part*/predictions.csv{' and .parquet' if parquet else ''}"
+    names, own = _names(graph, target, task), [*own_parts(out, graph, target, rows, group)]
+    for folder in own:
+        _write_part(folder, array.name, task, names, parquet, probabilities)
+    tables = merge_parts(out, own, parquet, group)
     return (
         f"predictions are in {tables}, the model's output is in {array.name}.npy beside them, and the row number of "
         "each node in the source in orig_id.npy"
     )
 
 
-def _write_part(folder: Path, array: str, task: Task, names: Sequence[str] | None, parquet: bool) -> None:
+def _write_part(
+    folder: Path, array: str, task: Task, names: Sequence[str] | None, parquet: bool, probabilities: bool
+) -> None:
     values, ids = map_npy(folder / f"{array}.npy"), map_npy(folder / "id.npy")
 
     def blocks() -> Iterator[list[list[Any]]]:
         for begin in range(0, len(values), ROWS_AT_ONCE):
             block = torch.from_numpy(np.array(values[begin : begin + ROWS_AT_ONCE]))
-            yield [id_list(ids[begin : begin + ROWS_AT_ONCE]), *_predictions(task, block, names)]
+            yield [id_list(ids[begin : begin + ROWS_AT_ONCE]), *_predictions(task, block, names, probabilities)]
 
-    write_table(folder / "predictions", [id_column("id", ids), *_columns(task, names)], blocks(), parquet)
+    columns = [id_column("id", ids), *_columns(task, names, probabilities)]
+    write_table(folder / "predictions", columns, blocks(), parquet)
 
 
 def _names(graph: Graph, target: NodeType, task: Task) -> Sequence[str] | None:
@@ -76,20 +83,26 @@ def _names(graph: Graph, target: NodeType, task: Task) -> Sequence[str] | None:
     return decode_texts(np.asarray(texts)) if texts is not None else None
 
 
-def _columns(task: Task, names: Sequence[str] | None) -> list[Column]:
+def _columns(task: Task, names: Sequence[str] | None, probabilities: bool) -> list[Column]:
     if task.kind == "classification":
-        return [Column("prediction", "VARCHAR" if names else "BIGINT"), Column("probability", "DOUBLE", 6)]
+        each = (names or [*map(str, range(task.outputs))]) if probabilities else ()
+        best = [Column("prediction", "VARCHAR" if names else "BIGINT"), Column("probability", "DOUBLE", 6)]
+        return [*best, *(Column(f"probability_{name}", "DOUBLE", 6) for name in each)]
     if task.outputs == 1:
         return [Column("prediction", "DOUBLE")]
     word, digits = ("probability", 6) if task.kind == "multilabel" else ("prediction", 9)
     return [Column(f"{word}_{name}", "DOUBLE", digits) for name in names or map(str, range(task.outputs))]
 
 
-def _predictions(task: Task, values: Tensor, names: Sequence[str] | None) -> list[list[Any]]:
+def _predictions(
+    task: Task, values: Tensor, names: Sequence[str] | None, probabilities: bool
+) -> list[list[Any]]:  # fmt: skip
     if task.kind == "classification":
-        scores = values.softmax(1).max(1)
+        each = values.softmax(1)
+        scores = each.max(1)
         classes: list[int] = scores.indices.tolist()
-        return [[names[k] for k in classes] if names else classes, scores.values.tolist()]
+        shown = [[names[k] for k in classes] if names else classes, scores.values.tolist()]
+        return [*shown, *(each.t().tolist() if probabilities else ())]
     if task.kind == "multilabel":
         values = values.sigmoid()
     columns: list[list[Any]] = values.t().tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,48 @@ def own_parts(out: Path, graph: Graph, of: NodeType, rows: LayerRows, group: Ran
             yield out / f"part{piece.part_id}"
 
 
+def merge_parts(out: Path, own: Sequence[Path], parquet: bool, group: RankGroup) -> str:
+    """Write ``out/predictions.csv`` with the rows of all parts, in their order. Collective.
+
+    ``own``: the part folders whose tables this rank has written. Ranks on hosts without a common folder leave the
+    tables of their parts. Returns where the predictions are, in words.
+    """
+
+    def stamp(folder: Path) -> tuple[int, int]:
+        try:
+            found = (folder / "predictions.csv").stat()
+        except OSError:
+            return 0, 0
+        return found.st_size, found.st_mtime_ns
+
+    shares = group.gather([(folder.name, *stamp(folder)) for folder in own])
+    written = sorted({name: (size, t) for share in shares for name, size, t in share}.items(), key=_part_number)
+    merged = group.from_first(all(stamp(out / name) == (size, t) for name, (size, t) in written))
+    if group.rank == 0:
+        for table in (out / "predictions.csv", out / "predictions.parquet"):
+            table.unlink(missing_ok=True)
+        if merged:
+            _merge(out, [out / name for name, _ in written], parquet)
+    group.barrier()
+    return f"{out}{'' if merged else '/part*'}/predictions.csv{' and .parquet' if parquet else ''}"
+
+
+def _part_number(item: tuple[str, Any]) -> int:
+    return int(item[0].removeprefix("part"))
+
+
+def _merge(out: Path, folders: Sequence[Path], parquet: bool) -> None:
+    with (out / "predictions.csv").open("wb") as merged:
+        for number, folder in enumerate(folders):
+            with (folder / "predictions.csv").open("rb") as part:
+                if (head := part.readline()) and number == 0:
+                    merged.write(head)
+                shutil.copyfileobj(part, merged, 1 << 20)
+    if parquet:
+        tables = ", ".join(text(str(folder / "predictions.parquet")) for folder in folders)
+        _copy(f"read_parquet([{tables}])", out / "predictions.parquet")
+
+
 def id_column(name: str, ids: Array) -> Column:
     """Return the column for ``ids``: VARCHAR for encoded texts (uint8 [n, width]), BIGINT for integers [n]."""
     return Column(name, "VARCHAR" if ids.ndim == 2 else "BIGINT")
@@ -137,20 +180,23 @@ def _convert(path: Path, target: Path, columns: Sequence[Column]) -> None:
     types = ", ".join(f"{text(column.name)}: {text(column.type)}" for column in columns)
     texts = ", ".join(text(column.name) for column in columns if column.type == "VARCHAR")
     filled = f", force_not_null = [{texts}]" if texts else ""  # else an empty id would be NULL
+    source = (
+        f"read_csv({text(str(path))}, header = true, auto_detect = false, delim = ',', quote = '\"', "
+        f"escape = '\"', columns = {{{types}}}, parallel = false{filled})"
+    )
+    _copy(source, target)
+
+
+def _copy(source: str, target: Path) -> None:
+    """Write the rows of ``source``, a table in SQL, to the Parquet file ``target``."""
     scratch = target.with_name(f".{target.name}.duckdb")
     scratch.mkdir(exist_ok=True)
     database = Database(scratch, 1 << 30)
     try:
-        source = (
-            f"read_csv({text(str(path))}, header = true, auto_detect = false, delim = ',', quote = '\"', "
-            f"escape = '\"', columns = {{{types}}}, parallel = false{filled})"
-        )
         database.run(f"COPY (SELECT * FROM {source}) TO {text(str(target))} (FORMAT parquet)", str(target))
     finally:
         database.close()
-        for left in sorted(scratch.rglob("*"), reverse=True):
-            left.rmdir() if left.is_dir() else left.unlink()
-        scratch.rmdir()
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def writes_parquet(wanted: bool | None) -> bool:

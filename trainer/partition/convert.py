@@ -14,7 +14,7 @@ from trainer.partition.methods.frequency import Fanouts
 from trainer.partition.pyg_writer import check_empty, write_pyg
 from trainer.partition.restore import restore_graph
 from trainer.partition.source import DATASET, open_source
-from trainer.partition.work_folder import work_folder
+from trainer.partition.work_folder import locked, work_folder
 from trainer.store.manifest import Manifest
 
 
@@ -47,7 +47,7 @@ def export_partition(source: str | Path, folder: str | Path, say: Callable[[str]
     """
     target, stages = Path(folder), StageTimer(say)
     check_empty(target)
-    with work_folder(target, f"export of {source}", keep=False) as work:
+    with locked(target, say), work_folder(target, f"export of {source}", keep=False) as work:
         graph = restore_graph(source, work.emptied("dataset"))
         stages.end("load", f"{graph.dataset.name}: {counts_text(graph.dataset)}")
         for note in write_pyg(graph, target):

@@ -33,7 +33,7 @@ from trainer.partition.methods.assign import (
 from trainer.partition.methods.frequency import Fanouts
 from trainer.partition.restore import PartitionedGraph
 from trainer.partition.source import DATASET, PartitionSource, open_source
-from trainer.partition.work_folder import WorkFolder, work_folder
+from trainer.partition.work_folder import WorkFolder, locked, work_folder
 from trainer.partition.write import SORT_MEMORY, options_with, partition_fingerprint, write_partition
 from trainer.sources.load import dataset_fingerprint, load_dataset
 from trainer.store.manifest import Manifest
@@ -123,13 +123,19 @@ class PartitionSpec:
 def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> Manifest:
     """Load the dataset, assign its nodes to parts and write the partition folder.
 
-    Does nothing if the folder already holds a partition with the same fingerprint. ``say`` is called with each line of
-    progress. Raises ``DataError`` or ``PartitionError``.
+    Does nothing if the folder already holds a partition with the same fingerprint. Waits while another process makes
+    or sends the parts in this folder. ``say`` is called with each line of progress. Raises ``DataError`` or
+    ``PartitionError``.
 
     If the dataset is `tables` or ``spec.memory`` is set, an interrupted call leaves its intermediate results in a
     hidden folder beside the partition folder. The same call then continues from them.
     """
-    folder, fingerprint = Path(spec.folder), spec.fingerprint()
+    with locked(Path(spec.folder), say):
+        return _make_locked(spec, Path(spec.folder), say)
+
+
+def _make_locked(spec: PartitionSpec, folder: Path, say: Callable[[str], None]) -> Manifest:
+    fingerprint = spec.fingerprint()
     if (done := reusable(folder, fingerprint, say)) is not None:
         what = f"{done.dataset}, {done.num_parts} parts by {done.algorithm}"
         sizes = f"files of the right sizes; `python -m trainer partition verify {folder}` compares their contents"

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import getpass
 import json
+import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.core.errors import PartitionError
 from trainer.core.files import write_whole
-
-_LOCK = "lock"
 
 
 class WorkFolder:
@@ -22,9 +23,9 @@ class WorkFolder:
     The work is divided into named stages, and the result of each finished stage is recorded.
     """
 
-    def __init__(self, path: Path, folder: Path, fingerprint: str) -> None:
-        self.path, self._folder, self._fingerprint = path, folder, fingerprint
-        self._lock: TextIO | None = None
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self.path, self._fingerprint = path, fingerprint
+        self._opened = False
         if path.is_dir():
             self._open()
 
@@ -60,17 +61,14 @@ class WorkFolder:
         return json.loads(self._record(stage).read_text())
 
     def close(self, delete: bool) -> None:
-        """Unlock the folder. With ``delete``, delete it first."""
-        if self._lock is not None:
-            if delete:
-                shutil.rmtree(self.path, ignore_errors=True)
-            self._lock.close()
+        if self._opened and delete:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _open(self) -> None:
-        if self._lock is None:
+        if not self._opened:
             # Not created earlier, as METIS ends at once on Ctrl-C, without cleaning up.
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self.path / _LOCK, self._folder)
+            self._opened = True
             _keep_if_same(self.path, self._fingerprint)
 
     def _record(self, stage: str) -> Path:
@@ -82,12 +80,12 @@ def work_folder(folder: Path, fingerprint: str, keep: bool) -> Iterator[WorkFold
     """Open the work folder of a partition folder for the ``with`` block, and delete it at the end and after errors.
 
     The work folder remains if the process is killed and, with ``keep``, after an interrupt (Ctrl-C). ``fingerprint``:
-    identifies the work; results of other work are deleted first. Raises ``PartitionError`` if another process uses the
-    work folder, and in place of any ``OSError``.
+    identifies the work; results of other work are deleted first. Must be called in ``locked``. Raises
+    ``PartitionError`` in place of any ``OSError``.
     """
     work = None
     try:
-        work = WorkFolder(folder.with_name(f".{folder.name}.work"), folder, fingerprint)
+        work = WorkFolder(folder.with_name(f".{folder.name}.work"), fingerprint)
         yield work
         work.close(delete=True)
     except BaseException as error:
@@ -99,14 +97,48 @@ def work_folder(folder: Path, fingerprint: str, keep: bool) -> Iterator[WorkFold
         raise
 
 
-def _locked(path: Path, folder: Path) -> TextIO:
-    lock = path.open("w")
+@contextmanager
+def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Keep other processes from making the partition ``folder`` during the ``with`` block.
+
+    Waits for a process that makes these parts, and for launches that send them (launcher/sync/parts_store.py); ``say``
+    is then called with a line that names it. The lock is a file beside the folder, deleted at the end.
+    """
+    path = folder.with_name(f".{folder.name}.lock")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return lock
-    except BlockingIOError:
-        lock.close()
-        raise PartitionError(f"another process is making the parts in {folder}; wait for it, or end it") from None
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock(path, lambda who: say(f"{who} makes or sends the parts in {folder}; waiting for it"))
+    except OSError:  # such as a read-only folder, where nobody can make parts
+        yield
+        return
+    with lock:
+        lock.truncate(0)
+        lock.write(f"{getpass.getuser()}@{socket.gethostname()}, pid {os.getpid()}")
+        lock.flush()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink()
+
+
+def _lock(path: Path, on_wait: Callable[[str], None]) -> TextIO:
+    waited = False
+    while True:
+        lock = path.open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not waited:
+                on_wait(path.read_text()[:200] or "another process")
+            waited = True
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            lock.close()
+            raise
+        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+            return lock
+        lock.close()  # its last holder has deleted it
 
 
 def _keep_if_same(path: Path, fingerprint: str) -> None:
@@ -116,6 +148,6 @@ def _keep_if_same(path: Path, fingerprint: str) -> None:
     for found in path.iterdir():
         if found.is_dir():
             shutil.rmtree(found)
-        elif found.name != _LOCK:
+        else:
             found.unlink()
     write_whole(note, fingerprint)

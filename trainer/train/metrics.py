@@ -14,7 +14,8 @@ from trainer.core.errors import SettingsError
 
 STEP_INTERVAL = 1.0  #: seconds between ``step`` lines
 
-PHASES = ("load", "compute", "reduce", "evaluate", "done")  #: what a rank is doing, as written to the progress file
+#: What a rank is doing, as written to the progress file; a script may do anything "between" two epochs.
+PHASES = ("load", "compute", "reduce", "evaluate", "between", "done")
 
 LOADING = ("sample", "remote", "gather")  #: kinds of work of sampler threads, by which the wait for a batch is split
 

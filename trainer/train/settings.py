@@ -149,6 +149,7 @@ class InferJob:
     top_k: int | None = None  #: task link: targets listed per source; None: 10, or 0 if there are very many pairs
     pairs: Path | None = None  #: task link: CSV file of pairs to score
     parquet: bool | None = None  #: also write Parquet files; None: if DuckDB is installed
+    probabilities: bool = False  #: task classification: a column for the probability of each class
 
 
 class IntList(click.ParamType):

@@ -83,6 +83,10 @@ class StepLog:
             optimizer.register_step_post_hook(lambda *_: self._timer.enter(Phase.OTHER)),
         ]
         self._epoch: int | None = None
+        self._next, self._evaluated = (
+            (1, 0),
+            0,
+        )  #: next epoch and step; forward passes of an evaluation
         self._seeds = 0  #: seeds of the epoch's steps except the first
         self._since = time.monotonic()  #: time when the epoch's first step ended
         self._waiting_since: float | None = None  #: time when the last step ended; None in a forward or backward pass
@@ -160,6 +164,8 @@ class StepLog:
             self._log.write("step", epoch=epoch, step=step, steps=steps, loss=value, seeds=seeds, **more)
         self._waiting_since = time.monotonic()
         self._timer.enter(Phase.LOAD)
+        self._next, self._evaluated = (epoch, step + 1), 0
+        self._log.at(epoch, step + 1, "between" if step + 1 == steps else "load")
 
     def epoch(self, epoch: int, loss: float | Tensor, **accuracy: float) -> None:
         """Record an epoch, for the launcher's table and reports. Must be called after each epoch, on all ranks.
@@ -183,6 +189,8 @@ class StepLog:
         if self._checkpoints is not None:
             self._checkpoints.after_epoch(epoch)
         self._began = time.monotonic()
+        self._log.at(epoch, self._next[1], "between")
+        self._next, self._evaluated = (epoch + 1, 0), 0
 
     def result(self, **accuracy: float) -> None:
         """Record the run's final accuracy by split, such as ``test=0.70``."""
@@ -191,7 +199,12 @@ class StepLog:
 
     def _before_forward(self, model: nn.Module, _: Any) -> None:
         if not model.training:
+            self._evaluated += 1
+            if self._log is not None:
+                self._log.at(self._epoch or 0, self._evaluated, "evaluate")
             return
+        if self._log is not None:
+            self._log.at(*self._next, "compute")
         self._timer.enter(Phase.FORWARD)
         if self._waiting_since is not None:
             self._timer.loaded(time.monotonic() - self._waiting_since, self._new_cost())

@@ -20,7 +20,7 @@ AT_LEAST = 120.0  #: with stall_after "auto": seconds without progress that are 
 
 TIMES_LONGEST = 5.0  #: with "auto": a stall lasts this many times the longest pause so far
 
-BY_LINES_ALONE = 900.0  #: replaces AT_LEAST for ranks without a progress file; no line is written during evaluation
+UNSEEN = 900.0  #: replaces AT_LEAST where progress may go unseen: between epochs of a script, or without progress file
 
 SLOWER = 1.5  #: a straggler's own work per step is at least this multiple of the median over ranks
 
@@ -119,7 +119,8 @@ class _StallRule:
 
     def _limit(self, ranks: Mapping[int, Entry]) -> float:
         if self.after is None:
-            least = BY_LINES_ALONE if any(entry["at"] is None for entry in ranks.values()) else AT_LEAST
+            unseen = any(entry["at"] is None or entry["at"][2] == "between" for entry in ranks.values())
+            least = UNSEEN if unseen else AT_LEAST
             limit = max(least, TIMES_LONGEST * self.longest)
         else:
             limit = self.after
@@ -151,7 +152,7 @@ def _position(entry: Entry) -> tuple[float, ...]:
     """Return a sort key for the progress of a rank, from its progress file or, without one, its last metrics line."""
     if entry["at"] is not None:
         epoch, step, phase = entry["at"]
-        return (epoch, phase == "evaluate", step, PHASES.index(phase))
+        return (epoch, phase in ("evaluate", "between"), step, PHASES.index(phase))
     kind = _KINDS.index(entry["kind"]) if entry["kind"] in _KINDS else len(_KINDS)
     return (entry["epoch"] or 0, kind > 1, entry["step"] or 0, kind)
 
@@ -178,6 +179,8 @@ def _place(entry: Entry, many: bool = False) -> str:
         place = f"step {entry['step']} of {epoch}" if entry["kind"] == "step" else f"the end of {epoch}"
         return f"{verb} at {place if entry['kind'] != 'start' else 'the start'} (from {own} last metrics line)"
     epoch, step, phase = entry["at"]
+    if phase == "between":
+        return f"{verb} at the end of epoch {epoch}"
     place = f"{verb} at {'batch' if phase == 'evaluate' else 'step'} {step} of epoch {epoch}"
     words = {
         "load": f"waiting for {own} batch",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from launcher.node.json_reader import parsed
 from launcher.node.json_records import PHASES
 
 DONE = "done"  #: the phase of a rank that has ended its work, and whose process is about to end
+
+IDLE = 20.0  #: seconds without progress of a rank that has trained a step, from which on users are told
 
 _TRAINING = ("step", "epoch")  # kinds of lines with the loss and speed of training
 
@@ -44,6 +47,7 @@ class Vitals:
     - ``at``: [epoch, step, phase] from the progress file, or None
     - ``ended``: whether the rank has ended
     - ``done``: whether the phase in its progress file is "done"
+    - ``idle_s``: seconds since its last line or change of the progress file; 0 once it has ended or is done
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Vitals:
         self.ranks: dict[int, dict[str, Any]] = {}
         self.findings: list[dict[str, Any]] = []
         self._tails = {rank: LineTail(os.path.join(run_dir, f"metrics-rank{rank}.jsonl"), at_end) for rank in ranks}
+        self._moved: dict[int, tuple[object, float]] = {}  # rank -> its last line and position, and when they changed
         self._finite: dict[int, tuple[float, int]] = {}  # rank -> last loss that was a number, and its step
 
     def look(self, now: float, ended: Container[int] = ()) -> list[dict[str, Any]]:
@@ -79,6 +84,11 @@ class Vitals:
             known["done"] = at is not None and at[2] == DONE
             known["at"] = known["at"] if known["done"] else at
             known["ended"] = rank in ended
+            moved, seen = time.monotonic(), (known["t"], known["kind"], at)
+            if seen == self._moved.get(rank, (None,))[0] and not (known["ended"] or known["done"]):
+                moved = self._moved[rank][1]
+            self._moved[rank] = seen, moved
+            known["idle_s"] = round(time.monotonic() - moved)
         if self.findings or not bad:  # gradients spread a NaN to all ranks: one finding is enough
             return []
         self.findings.append(min(bad, key=lambda finding: float(finding["t"])))
@@ -110,7 +120,9 @@ class Vitals:
             last, step = self._finite[rank]
             text += f"; the last finite loss was {last:.4g}" + (f", at step {step}" if step is not None else "")
         text += ". Lower the learning rate, or look for NaN and huge values in the features"
+        place = {"epoch": known["epoch"], "step": known["step"] if known["kind"] == "step" else None}
         finding = {"t": known["t"], "kind": "nan", "node_rank": self.node_rank, "rank": rank}
+        finding |= {name: value for name, value in place.items() if type(value) is int and value >= 0}
         return {**finding, "text": text, "stop": self.stop_on_nan}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from launcher.errors import FleetError
 from launcher.node.json_reader import checked, records
 from launcher.node.json_records import EVENT, OUTCOME
+from launcher.report.events import nan_finding
 from launcher.report.html.series import Series, read_series
 from launcher.report.metrics import metrics_lines
 from launcher.report.outcome import Outcome
@@ -51,6 +52,12 @@ class RunRecord:
     def state(self) -> str:
         """``done``, ``failed``, ``stopped`` or ``detached``; ``running`` without a result."""
         return str(self.result.get("state") or "running")
+
+    @property
+    def nan(self) -> Mapping[str, Any] | None:
+        """The finding about the first loss that was NaN or infinite."""
+        found = self.result.get("findings") or [event["finding"] for event in self.events if "finding" in event]
+        return nan_finding(found)
 
     @property
     def folder(self) -> Path:

@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 from rich.filesize import decimal
 
+from launcher.node.diagnostics.vitals import IDLE
 from launcher.report.device_use import device_uses
-from launcher.report.events import finding_words
+from launcher.report.events import finding_words, nan_words
 from launcher.report.first_failure import aftermath_of
 from launcher.report.html.charts import (
     all_of,
@@ -30,7 +31,7 @@ from launcher.report.html.series import number
 from launcher.report.html.timeline import timeline_chart
 from launcher.report.profile import Profile, RankTraffic, rank_name
 from launcher.report.task_metric import metric_of, score_text
-from launcher.report.verdict import from_here
+from launcher.report.verdict import from_here, seconds_words
 from launcher.text import count, spans
 
 Pairs = Mapping[tuple[int, int], Mapping[str, float]]  #: (requesting node, owner node) → sums of rows and bytes
@@ -138,7 +139,7 @@ def _headline(record: RunRecord) -> str:
     if record.state == "failed":
         notes = record.result.get("notes") or ["no process reported a cause"]
         return str(notes[0])
-    return _resumed_words(record)
+    return str(record.nan["text"]) if record.nan else _resumed_words(record)
 
 
 def _resumed_words(record: RunRecord) -> str:
@@ -153,7 +154,13 @@ def _resumed_words(record: RunRecord) -> str:
 
 def _facts(record: RunRecord) -> Iterator[Fact]:
     result, metrics = record.result, record.result.get("metrics") or {}
-    yield Fact("state", record.state, _TONES.get(record.state, ""))
+    nan = record.nan
+    yield Fact("state", record.state, "bad" if nan else _TONES.get(record.state, ""))
+    if nan:
+        yield Fact("loss", nan_words(nan), "bad")
+    idle = time.time() - record.series.last if record.state == "running" and record.series.last else 0.0
+    if idle >= IDLE:
+        yield Fact("last step", f"{seconds_words(idle)} ago", "warn")
     last = {split: points[-1][1] for split, points in record.series.scores.items() if points}
     metric = metric_of([metrics]) if metrics else record.series.metric
     for split in ("test", "val"):
@@ -164,7 +171,7 @@ def _facts(record: RunRecord) -> Iterator[Fact]:
             yield Fact(f"{split} {metric.title}", score_text(value))
             if beside := metric.baseline(metrics, split):
                 yield Fact(f"{split} {metric.title} without a model", beside.removeprefix("baseline "))
-    if record.series.epoch_loss:
+    if record.series.epoch_loss and not nan:
         yield Fact("loss", score_text(record.series.epoch_loss[-1][1]))
     if record.series.epochs_done:
         yield Fact("epochs", _epochs(record))

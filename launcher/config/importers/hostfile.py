@@ -21,7 +21,7 @@ from launcher.config.importers.pyg_command import Remote
 from launcher.errors import ConfigError, Problem
 from launcher.yaml_tree import Origin, Section, Tree
 
-HOST = r"(?:[^\s@:#=,\[\]]+@)?(?:[^\s@:#=,\[\]]|\[[0-9,:-]+\])+(?::\d+)?|(?=[^\s:]*:[^\s:]*:)[0-9a-fA-F:]+"
+HOST = r"(?:[^\s:#=,\[\]]+@)?(?:[^\s@:#=,\[\]]|\[[0-9,:-]+\])+(?::\d+)?|(?=[^\s:]*:[^\s:]*:)[0-9a-fA-F:]+"
 
 _WITH_PORT = re.compile(rf"({HOST})(?:\s+(\d+))?")
 

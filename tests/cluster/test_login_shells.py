@@ -27,7 +27,8 @@ def test_hosts_may_have_any_login_shell(make_cluster, tmp_path) -> None:
     (tmp_path / "train.py").write_text("import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1:], flush=True)\n")
     kernels = {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"]}
     (tmp_path / "cluster.yml").write_text(
-        f"nodes:\n{nodes}defaults: {{python: {sys.executable}, workdir: '~/it is !1/node{{node_rank}}', env: {kernels}}}\n"
+        f"nodes:\n{nodes}defaults: {{python: {sys.executable}, workdir: '~/it is !1/node{{node_rank}}'"
+        f", env: {kernels}}}\n"
         "host_keys: accept-new\ndata: {dataset: synthetic, options: {num_nodes: 200}}\n"
     )
     env = {**os.environ, **cluster.environment()}

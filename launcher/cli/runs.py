@@ -286,8 +286,8 @@ def resume(
         detach=values["detach"],
     )
     if values["run"] is None and _choice(ctx, values).config is None:
-        changed = bool(asked.overrides or asked.own_command)
-        values["run"] = str(resumable_run(_choice(ctx, values).runs_dirs, changed=changed).folder)
+        other = bool(asked.overrides or asked.own_command)
+        values["run"] = str(resumable_run(_choice(ctx, values).runs_dirs, changed=other).folder)
     with _open(ctx, values, needs_no_node) as run:
         again = prepare(run, _choice(ctx, values).runs_dirs[0], asked)
     for text in (*again.notes, again.message):

@@ -7,6 +7,9 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+#: Bytes that a shell might not take as they are.
+_TO_ENCODE = re.compile(rb"[^A-Za-z0-9_./:,+ -]|(?<= ) |^ | $")
+
 
 class Secret(str):
     """Text that prints as ``***``; ``reveal()`` returns the text itself."""
@@ -55,8 +58,14 @@ def render(command: Command) -> str:
 
 
 def shell_line(command: Command) -> str:
-    """Return ``command`` as one line of shell, which any POSIX login shell can run: ``exec bash -c '…'``."""
-    return f"exec bash -c {shlex.quote(render(command))}"
+    """Return ``command`` as one line for any login shell (sh, bash, zsh, ksh, csh, tcsh, fish): ``exec bash -c …``.
+
+    Quotes, history marks (``!``) and line breaks mean different things to these shells, so the line has none of the
+    command's own: bash decodes ``\\\\x21``, a backslash in all of them. Single spaces stay, as old csh takes words of
+    some thousand characters at most.
+    """
+    encoded = _TO_ENCODE.sub(lambda found: b"\\\\x%02x" % found[0][0], render(command).encode()).decode()
+    return f'exec bash -c \'eval "set --; $(printf %b "$*")"\' bash {encoded}'
 
 
 def quote(word: str) -> str:

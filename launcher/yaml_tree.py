@@ -5,6 +5,7 @@ Scalars keep their text as written: ``1e-3`` or ``on`` is converted later, to th
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -64,6 +65,10 @@ class Section:
 
 Tree = Scalar | YamlSequence | Section
 
+#: A change to a config: ``key=value`` of --set, whose value is YAML, or a dotted key and the value itself: the text of
+#: another option, a number, None (the key's default), a list or a dict.
+Override = str | tuple[str, Any]
+
 Report = Callable[[Problem], None]
 
 MOST_BYTES = 1 << 22  #: maximum size of a file with hosts or settings; 4,096 nodes with all keys take a third of it
@@ -120,6 +125,29 @@ def read_tree(text: str, file: str, folder: Path, report: Report, *, line: int |
     finally:
         if loader:
             loader.dispose()
+
+
+def split_override(override: Override) -> tuple[str, str]:
+    """Return the key and the value of an override as texts, for messages and records; ("", "x") for ``x`` alone."""
+    if isinstance(override, str):
+        key, equals, text = override.partition("=")
+        return (key.strip(), text) if equals else ("", key)
+    key, value = override
+    return key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def tree_of(value: Any, origin: Origin) -> Tree:
+    """Return a value that is not in a file as a tree. Raises ValueError for a text with characters not allowed."""
+    if isinstance(value, Mapping):
+        items = {key: tree_of(item, origin) for key, item in value.items()}
+        return Section(origin, items, dict.fromkeys(items, origin))
+    if isinstance(value, (list, tuple)):
+        return YamlSequence(origin, tuple(tree_of(item, origin) for item in value))
+    if value is None:
+        return Scalar(origin, "", "null")
+    if found := _NO_TEXT.search(str(value)):
+        raise ValueError(f"the character {found[0]!r} is not allowed")
+    return Scalar(origin, str(value), "int" if str(value).isdecimal() else "str")
 
 
 Extent = tuple[int, int]  #: number of values in trees, and their depth

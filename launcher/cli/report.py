@@ -34,8 +34,9 @@ def report(
 ) -> None:
     """Write a run's curves, times and errors to one HTML file.
 
-    RUN is a run id, a part of one, or a run folder; default: the newest run. Of a run that is still running, the files
-    written so far are collected first. The HTML file needs no network. It is also written at the end of each run.
+    RUN is a run id, a part of one, or a run folder; default: the newest that is alive, else the newest. Of a run that
+    is still running, the files written so far are collected first. The HTML file needs no network. It is also written
+    at the end of each run.
     """
     from launcher.manage.collect_run import folder_for
     from launcher.manage.select import Choice, chosen

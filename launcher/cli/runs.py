@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.completion import run_ids
 from launcher.cli.options import (
     DETACH,
     HOST_FILTERS,
@@ -49,8 +48,8 @@ if TYPE_CHECKING:
 def status(ctx: click.Context, watch: bool, **values: Any) -> None:
     """Show the state of a run and of each node.
 
-    RUN is a run id, a part of one, or a run folder; default: the newest run. Works on any machine that can reach the
-    run's nodes.
+    RUN is a run id, a part of one, or a run folder; default: the newest that is alive, else the newest. Works on any
+    machine that can reach the run's nodes.
     """
     from launcher.manage.status import rendered, status_now, watch_status
     from launcher.report.verdict import known_without_nodes
@@ -78,8 +77,8 @@ def status(ctx: click.Context, watch: bool, **values: Any) -> None:
 def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **values: Any) -> None:
     """Print the log lines of all ranks, sorted by time.
 
-    RUN is a run id, a part of one, or a run folder; default: the newest run. Lines are read from the nodes, or from
-    the run folder after the run was collected. -f starts with the last ten lines of each rank.
+    RUN is a run id, a part of one, or a run folder; default: the newest that is alive, else the newest. Lines are read
+    from the nodes, or from the run folder after the run was collected. -f starts with the last ten lines of each rank.
     """
     from launcher.manage import show_logs as showlogs
 
@@ -102,8 +101,8 @@ def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **va
 def profile(ctx: click.Context, **values: Any) -> None:
     """Show where a run spends its time, and what would speed it up.
 
-    RUN is a run id, a part of one, or a run folder; default: the newest run. A run that is still running is profiled
-    up to now. `python -m trainer profile RUN_DIR` shows each rank of one node.
+    RUN is a run id, a part of one, or a run folder; default: the newest that is alive, else the newest. A run that is
+    still running is profiled up to now. `python -m trainer profile RUN_DIR` shows each rank of one node.
     """
     from launcher.manage import profile_run as profiled
     from launcher.manage.show_logs import all_collected, missing_words
@@ -127,9 +126,9 @@ def profile(ctx: click.Context, **values: Any) -> None:
 def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **values: Any) -> None:
     """Show a run live until it ends, as its launcher does.
 
-    RUN is a run id, a part of one, or a run folder; default: the newest run. When the run ends, it is collected and
-    reported. If following ends earlier, the run continues. To stop the run, press Ctrl-C and answer s, or press Ctrl-C
-    twice.
+    RUN is a run id, a part of one, or a run folder; default: the newest that is alive, else the newest. When the run
+    ends, it is collected and reported. If following ends earlier, the run continues. To stop the run, press Ctrl-C and
+    answer s, or press Ctrl-C twice.
 
     Exit status: that of the run; 0 if it is still running.
     """
@@ -156,8 +155,8 @@ def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **
 def attach(ctx: click.Context, only_print: bool, **values: Any) -> None:
     """Show the tmux sessions of all nodes, one pane each.
 
-    RUN is a run id, a part of one, or a run folder; default: the newest run. The panes are read-only. Ctrl-b d leaves
-    them; the run continues.
+    RUN is a run id, a part of one, or a run folder; default: the newest that is alive, else the newest. The panes are
+    read-only. Ctrl-b d leaves them; the run continues.
     """
     from launcher.manage.attach import enter, make_session, panes_of
 
@@ -179,8 +178,8 @@ def attach(ctx: click.Context, only_print: bool, **values: Any) -> None:
 def stop(ctx: click.Context, now: bool, **values: Any) -> None:
     """Stop a run on all its nodes, then collect its files.
 
-    RUN is a run id, a part of one, or a run folder; default: the newest run. The launcher of the run need not be
-    running. Other runs are not affected.
+    RUN is a run id, a part of one, or a run folder; default: the newest that is alive, else the newest. The launcher of
+    the run need not be running. Other runs are not affected.
 
     Exit status: 0 if nothing of the run is left on the nodes; else 1.
     """
@@ -203,8 +202,8 @@ def stop(ctx: click.Context, now: bool, **values: Any) -> None:
 def collect(ctx: click.Context, **values: Any) -> None:
     """Copy logs, metrics, checkpoint and output of a run here.
 
-    RUN is a run id, a part of one, or a run folder; default: the newest run. Of a run that is still running, the files
-    written so far are copied. Files that are already here are not copied again.
+    RUN is a run id, a part of one, or a run folder; default: the newest that is alive, else the newest. Of a run that
+    is still running, the files written so far are copied. Files that are already here are not copied again.
 
     Exit status: that of the run; 0 if it is still running; 1 if it is unknown because nodes cannot be reached.
     """
@@ -245,7 +244,7 @@ def runs(ctx: click.Context, last: int | None, **values: Any) -> None:
 @click.command(
     cls=GroupedOptions, epilog=examples("resume toy-2026 --epochs 40 --detach", "resume toy-2026 --exclude gnn3")
 )
-@with_options(click.argument("run", shell_complete=run_ids), *RUN[1:], JSON, SET, *HOST_FILTERS)
+@with_options(*RUN, JSON, SET, *HOST_FILTERS)
 @click.option("--epochs", metavar="N", help="Total passes, including those already made.")
 @click.option("--master-addr", metavar="ADDR", help="Address at which nodes reach the lead node.")
 @click.option("--run-id", metavar="ID", help="Id of the new run; default: from name and time.")
@@ -261,11 +260,13 @@ def resume(
 ) -> None:
     """Launch a run again from its newest checkpoint.
 
-    RUN is a run id, a part of one, or a run folder. The config and your own command are those of RUN, except for what
-    the options change. --exclude leaves out a lost host; it also applies when the new run is resumed.
+    RUN is a run id, a part of one, or a run folder; default: the newest that can be resumed. The config and your own
+    command are those of RUN, except for what the options change. --exclude leaves out a lost host; it also applies when
+    the new run is resumed.
     """
     from launcher.manage.resume import go_to, needs_no_node, prepare
     from launcher.manage.submit import in_queue, submit_and_follow
+    from launcher.report.run_history import resumable_run
     from launcher.run.launch import launch
     from launcher.serving.attach_run import attach_of
 
@@ -284,6 +285,9 @@ def resume(
         plain=values["plain"],
         detach=values["detach"],
     )
+    if values["run"] is None and _choice(ctx, values).config is None:
+        other = bool(asked.overrides or asked.own_command)
+        values["run"] = str(resumable_run(_choice(ctx, values).runs_dirs, changed=other).folder)
     with _open(ctx, values, needs_no_node) as run:
         again = prepare(run, _choice(ctx, values).runs_dirs[0], asked)
     for text in (*again.notes, again.message):

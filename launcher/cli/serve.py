@@ -99,7 +99,7 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
     before: dict[str, Any] = ctx.obj or {}
     lists = {key: (*(before.get(key) or ()), *values[key]) for key in ("sets", "include", "exclude")}
     given = {key: values[key] or before.get(key) for key in ("config", "as_json", "verbose")}
-    runs_dir = (f"run.runs_dir={before['runs_dir']}",) if before.get("runs_dir") else ()
+    runs_dir = (("run.runs_dir", before["runs_dir"]),) if before.get("runs_dir") else ()
     if given["config"] is None:
         raise click.UsageError(
             "give the cluster file: gnnfleet serve --config serving.yml "
@@ -131,7 +131,7 @@ def _read(options: LaunchOptions, name: str | None) -> ClusterConfig:
 def _without_num_parts(options: LaunchOptions) -> ClusterConfig | None:
     """Read the config without ``data.num_parts``; None if other settings are invalid."""
     try:
-        return read_config(replace(options, overrides=(*options.overrides, "data.num_parts=null")))
+        return read_config(replace(options, overrides=(*options.overrides, ("data.num_parts", None))))
     except ConfigError:
         return None
 

@@ -19,6 +19,13 @@ _NOT_IN_JOB = (
     "(or `slurm: {nodes: 4}`)"
 )
 
+_UUIDS_OF_ONE_HOST = (
+    "CUDA_VISIBLE_DEVICES names the GPUs of this host by UUID, which no other host of the job has; "
+    "list `devices` of each entry of nodes (`nvidia-smi -L` shows them)"
+)
+
+_UUID = re.compile(r"(GPU|MIG)-\S")
+
 _LIST_COMMA = re.compile(r",(?![^\[]*\])")  # a comma outside of brackets
 
 
@@ -28,7 +35,7 @@ class Allocation:
 
     job: str
     hosts: tuple[str, ...]
-    devices: tuple[int, ...] = ()  #: CUDA device ids of this host, taken for those of each host
+    devices: tuple[int | str, ...] = ()  #: of this host: ids, taken for those of each host, or UUIDs
 
 
 def split_node_list(text: str) -> tuple[str, ...]:
@@ -44,14 +51,18 @@ def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
     return Allocation(job, split_node_list(hosts), _devices(environ))
 
 
-def _devices(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """Return the ids of the job's GPUs as processes on this node see them.
+def _devices(environ: Mapping[str, str]) -> tuple[int | str, ...]:
+    """Return the GPUs of the job as processes on this node name them.
 
-    These are the ids in CUDA_VISIBLE_DEVICES if it lists as many as the job has GPUs on this node, else 0, 1, ….
+    These are the entries of CUDA_VISIBLE_DEVICES if it lists UUIDs (of GPUs or MIG instances), or as many ids as the
+    job has GPUs on this node, else 0, 1, ….
     """
     if not environ.get("SLURM_GPUS_ON_NODE", "").isdecimal():
         return ()
-    number, visible = int(environ["SLURM_GPUS_ON_NODE"]), environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    number = int(environ["SLURM_GPUS_ON_NODE"])
+    visible = [word.strip() for word in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if all(map(_UUID.match, visible)):
+        return tuple(visible)
     if len(visible) == number and all(word.isdecimal() for word in visible):
         return tuple(map(int, visible))
     return tuple(range(number))
@@ -87,6 +98,9 @@ def with_allocation(tree: Section, environ: Mapping[str, str], report: Report) -
         hosts, wanted = ("unknown",), 0
     devices = found.devices if found and not _has_devices(tree) else ()
     entries = _entries(listed, hosts[: wanted or None], transport.origin, devices)
+    taken = [entry for entry in entries if entry.items.get("devices", tree).origin is transport.origin]
+    if len(entries) > 1 and taken and isinstance(devices[0], str):
+        report(Problem(transport.origin.file, transport.origin.line, _UUIDS_OF_ONE_HOST))
     items: dict[str, Tree] = {**tree.items, "nodes": YamlSequence(nodes.origin, entries)}
     keys = {**tree.keys, "nodes": tree.keys.get("nodes", transport.origin)}
     if found:
@@ -95,7 +109,9 @@ def with_allocation(tree: Section, environ: Mapping[str, str], report: Report) -
     return Section(tree.origin, items, keys)
 
 
-def _entries(listed: Tree, hosts: tuple[str, ...], origin: Origin, devices: tuple[int, ...]) -> tuple[Section, ...]:
+def _entries(
+    listed: Tree, hosts: tuple[str, ...], origin: Origin, devices: tuple[int | str, ...]
+) -> tuple[Section, ...]:
     """Return one entry of ``nodes`` per host, with the host's name and the settings of its entry in ``listed``."""
     given = [one for one in listed.items if isinstance(one, Section)] if isinstance(listed, YamlSequence) else []
     entries = []
@@ -103,7 +119,10 @@ def _entries(listed: Tree, hosts: tuple[str, ...], origin: Origin, devices: tupl
         own = given[min(k, len(given) - 1)] if given else Section(origin, {}, {})
         items = {**own.items, "host": Scalar(origin, host, "str")}
         if devices and not {"devices", "procs"} & own.items.keys():
-            items["devices"] = YamlSequence(origin, tuple(Scalar(origin, str(n), "int") for n in devices))
+            items["devices"] = YamlSequence(
+                origin,
+                tuple(Scalar(origin, str(device), "int" if isinstance(device, int) else "str") for device in devices),
+            )
         entries.append(Section(own.origin, items, own.keys))
     return tuple(entries)
 

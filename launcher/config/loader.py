@@ -27,6 +27,7 @@ from launcher.yaml_tree import (
     MOST_BYTES,
     Dumper,
     Origin,
+    Override,
     Report,
     Scalar,
     Section,
@@ -34,6 +35,8 @@ from launcher.yaml_tree import (
     YamlSequence,
     expand_nodes,
     read_tree,
+    split_override,
+    tree_of,
 )
 
 if TYPE_CHECKING:
@@ -43,25 +46,29 @@ if TYPE_CHECKING:
 _MAX_KEY_DEPTH = 16  #: maximum number of words in a dotted key
 
 
-def apply_override(tree: Section, override: str, report: Report) -> Section:
-    """Return ``tree`` with one ``dotted.key=value`` applied; the value is YAML.
+def apply_override(tree: Section, override: Override, report: Report) -> Section:
+    """Return ``tree`` with one override applied.
 
     Relative paths in the value start from the current directory. An invalid override is reported and not applied.
     """
-    name = f"--set {override}"
-    key, equals, text = override.partition("=")
-    words = key.strip().split(".")
-    if not equals or not all(words) or len(words) > _MAX_KEY_DEPTH:
+    key, text = split_override(override)
+    name = f"--set {override}" if isinstance(override, str) else f"--set {key}={text}"
+    words = key.split(".")
+    if not all(words) or len(words) > _MAX_KEY_DEPTH:
         report(Problem(name, 0, "expected key=value, for instance train.lr=0.01 or nodes.0.procs=2"))
         return tree
     origin = Origin(name, 0, Path.cwd())
     failed: list[Problem] = []
-    value = read_tree(text, name, origin.folder, failed.append, line=0) or Scalar(origin, "", "null")
+    changed: Tree = tree
     try:
-        changed = tree if failed else _put(tree, words, value, origin)
-    except (LookupError, RangeError) as error:
+        if isinstance(override, str):
+            value = read_tree(text, name, origin.folder, failed.append, line=0) or tree_of(None, origin)
+        else:
+            value = tree_of(override[1], origin)
+        if not failed:
+            changed = _put(tree, words, value, origin)
+    except (LookupError, RangeError, ValueError) as error:
         failed.append(Problem(name, 0, str(error.args[0])))
-        changed = tree
     for problem in failed:
         report(problem)
     assert isinstance(changed, Section)
@@ -177,7 +184,7 @@ _NODE = re.compile(r"\bnodes\.\d+")
 
 def load_config(
     path: Path,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[Override] = (),
     choose: Choose = lambda config: config,
     foreign: Foreign | None = None,
 ) -> ClusterConfig:
@@ -208,7 +215,7 @@ def load_config(
     return chosen
 
 
-def overridden(path: Path, overrides: Sequence[str], foreign: Foreign | None, report: Report) -> Section:
+def overridden(path: Path, overrides: Sequence[Override], foreign: Foreign | None, report: Report) -> Section:
     """Return the file as a tree with the overrides applied. Raises ConfigError if the file cannot be read at all."""
     from launcher.config.importers.detect import graph_is_named, read_foreign
 
@@ -225,10 +232,9 @@ def overridden(path: Path, overrides: Sequence[str], foreign: Foreign | None, re
     return tree
 
 
-def _decides_nodes(override: str) -> bool:
+def _decides_nodes(override: Override) -> bool:
     """Whether an override can change which nodes the config has. Such overrides are applied before all others."""
-    key, equals, _ = override.partition("=")
-    key = key.strip() if equals else ""
+    key, _ = split_override(override)
     return key in ("nodes", "transport", "slurm_job") or key.partition(".")[0] == "slurm"
 
 

@@ -35,7 +35,7 @@ KeyPath = tuple[str | int, ...]  #: path of a key in the config, as ("nodes", 0,
 _INT = re.compile(r"[-+]?\d[\d_]*")
 
 _HOST = re.compile(
-    r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|(?=[^\s@:]*:[^\s@:]*:)[^\s@]+)(?::(?P<port>\d+))?"
+    r"(?:(?P<user>\S+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|(?=[^\s@:]*:[^\s@:]*:)[^\s@]+)(?::(?P<port>\d+))?"
 )
 
 #: By element type: maximum length of a list of numbers (fanouts, devices).

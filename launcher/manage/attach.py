@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import libtmux.exc
 from libtmux.constants import PaneDirection
 
+from launcher.command import Command, shell_line
 from launcher.config.resolve import ResolvedConfig
 from launcher.config.schema import NodeConfig
 from launcher.errors import FleetError, SessionError, UsageError
@@ -43,7 +44,8 @@ class Pane:
 
     @property
     def command(self) -> str:
-        return shlex.join(self.argv)
+        # zsh would take a plain `=name` for the path of a program
+        return " ".join(f"'{word}'" if word.startswith("=") else shlex.quote(word) for word in self.argv)
 
 
 def panes_of(found: FoundRun) -> list[Pane]:
@@ -60,10 +62,9 @@ def panes_of(found: FoundRun) -> list[Pane]:
 
 def attach_argv(config: ResolvedConfig, node: NodePlan) -> tuple[str, ...]:
     """Return the command that attaches to the tmux session of a node, read-only."""
-    attach = ("tmux", "attach", "-r", "-t", f"={node.session}")
     if config.transport == "local":
-        return ("env", "TMUX=", *attach)
-    return (*_ssh(config.nodes[node.node_rank]), shlex.join(attach))
+        return ("env", "TMUX=", "tmux", "attach", "-r", "-t", f"={node.session}")
+    return (*_ssh(config.nodes[node.node_rank]), f"tmux attach -r -t '={node.session}'")
 
 
 def _ssh(node: NodeConfig) -> tuple[str, ...]:
@@ -115,7 +116,7 @@ def _fill(window: libtmux.Window, group: Sequence[Pane]) -> None:
 
 
 def _pane_command(pane: Pane) -> str:
-    return shlex.join(["bash", "-c", _PANE, "bash", pane.label, *pane.argv])
+    return shell_line(Command(("bash", "-c", _PANE, "bash", pane.label, *pane.argv)))
 
 
 def enter(name: str) -> int:

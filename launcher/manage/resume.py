@@ -18,6 +18,7 @@ from launcher.plan.own_script import own_command_files
 from launcher.report.run_folder import FoundRun, began, read_folder
 from launcher.report.verdict import known_without_nodes, progress_words
 from launcher.run.options import SHORT_KEYS, TRAINER_ONLY, LaunchOptions
+from launcher.yaml_tree import Override, split_override
 
 _EPOCH_LINE = re.compile(rb'"kind":\s*"(checkpoint|epoch)"')
 
@@ -80,14 +81,14 @@ def prepare_offline(found: FoundRun, options: LaunchOptions, notes: tuple[str, .
         _check_no_trainer_options(found, options)
     _check_not_done(found, options, own)
     checkpoint = folder / "checkpoints" / "last.pt"
-    overrides: tuple[str, ...] = (f"run.runs_dir={folder.parent.absolute()}",)
+    overrides: tuple[Override, ...] = (("run.runs_dir", str(folder.parent.absolute())),)
     if found.config is not None and found.config.slurm_job:
-        overrides += ("slurm_job=",)  # the nodes are those of the job that resumes the run
+        overrides += (("slurm_job", None),)  # the nodes are those of the job that resumes the run
     message = f"run {found.run_id} left no checkpoint; the new run starts from the beginning"
     if own and not checkpoint.is_file():
         message += ", unless its command reads files of its own (StepLog.restore saves checkpoints)"
     elif checkpoint.is_file():
-        overrides += (f"train.resume={checkpoint.absolute()}",)
+        overrides += (("train.resume", str(checkpoint.absolute())),)
         message = f"resuming from {checkpoint}"
     resumed = replace(
         options,
@@ -102,7 +103,7 @@ def prepare_offline(found: FoundRun, options: LaunchOptions, notes: tuple[str, .
 
 def _check_no_trainer_options(found: FoundRun, options: LaunchOptions) -> None:
     # The user's own command does not read trainer settings.
-    keys = {text.partition("=")[0] for text in options.overrides}
+    keys = {split_override(override)[0] for override in options.overrides}
     if given := sorted(keys & {SHORT_KEYS[name] for name in TRAINER_ONLY}):
         raise UsageError(
             f"{', '.join(given)}: the run's own command does not read settings of the bundled trainer; give the "
@@ -154,7 +155,7 @@ def _epochs_trained(found: FoundRun) -> int:
 
 def _wanted_epochs(options: LaunchOptions) -> int | None:
     """Return the ``train.epochs`` that ``options`` set; None if they do not, or if it is no number."""
-    given = [text.partition("=")[2] for text in options.overrides if text.startswith("train.epochs=")]
+    given = [text for key, text in map(split_override, options.overrides) if key == "train.epochs"]
     return int(given[-1]) if given and given[-1].strip().isdecimal() else None
 
 

@@ -17,7 +17,7 @@ from launcher.manage.node_views import OpenRun, opened
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.serialize import read_run
 from launcher.report.run_folder import FoundRun, known_here, read_folder
-from launcher.report.run_history import find_run, matching
+from launcher.report.run_history import default_runs, find_run, matching
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
@@ -180,16 +180,22 @@ class Choice:
 def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found: False) -> Iterator[OpenRun]:
     """Find the run that ``choice`` names and connect to its nodes, unless ``offline(run)`` is true.
 
+    Without a name it is the newest run that is alive; if none is, the newest.
+
     Raises UsageError if the run is not found, FleetError if its plan is unknown or no node can be reached.
     """
     elsewhere = choice.config is not None and (choice.run is None or (_is_id(choice.run) and not _planned_here(choice)))
     if not elsewhere:
-        found = find_run(choice.run, choice.runs_dirs)
-        if offline(found):
-            yield OpenRun(found, {})
-            return
-        with opened(found) as run:
-            yield run
+        runs = default_runs(choice.runs_dirs) if choice.run is None else [find_run(choice.run, choice.runs_dirs)]
+        for k, found in enumerate(runs, 1):
+            if offline(found):
+                yield OpenRun(found, {})
+                return
+            with opened(found) as run:
+                # Only the nodes know whether a run that was left running still is.
+                if k == len(runs) or any(view.alive for view in run.views().values()):
+                    yield run
+                    return
         return
     assert choice.config is not None
     config = load_config(choice.config, ("run.files=[]", *_any_graph(choice.config), *choice.sets))

@@ -104,7 +104,7 @@ def release(run_id: str, node_rank: int) -> None:
 def describe(lease: Lease) -> str:
     """Describe a lease in messages: ``held by run X of alice since 2026-11-21 12:03:11 UTC (pid 123)``."""
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.since))
-    shared_login = lease.host and lease.host.partition("@")[0] != lease.user
+    shared_login = lease.host and lease.host.rpartition("@")[0] != lease.user
     who = "%s (%s)" % (lease.user, lease.host) if shared_login else lease.user
     return "held by run %s of %s since %s (pid %d)" % (lease.run_id, who, since, lease.pid)
 

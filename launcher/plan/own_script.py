@@ -1,4 +1,4 @@
-"""Finds the user's files that a run sends: the script and other files of the command, ``run.files``, a checkpoint."""
+"""Finds the user's files that a run sends: a script, its modules, other files of the command, ``run.files`` …"""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 from launcher.config.schema import ClusterConfig
 from launcher.errors import UsageError
 from launcher.plan.model import PlannedFile, copied
-from launcher.plan.script_imports import unsent_modules
+from launcher.plan.script_imports import imported_modules
+
+_MOST_MODULES, _MOST_BYTES = 2000, 64 << 20  # of modules that are sent because a script imports them
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,17 @@ class OwnCommand:
 
 
 def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> OwnCommand:
-    """Collect the files that the user's command ``argv`` names, and the files and folders in ``extra``.
+    """Collect the files that the user's command ``argv`` names, modules that its script imports, and ``extra``.
+
+    ``SCRIPT.py ARGS`` becomes ``python SCRIPT.py ARGS``.
 
     Files below ``cwd`` keep their relative paths on the nodes; other files and folders are stored under their names.
-    Raises UsageError for a missing file, and for two files that would have the same path on the nodes.
+    Raises UsageError for a missing file, for two files that would have the same path on the nodes, and for imported
+    modules of more than ``_MOST_MODULES`` files or ``_MOST_BYTES`` bytes.
     """
+    first = cwd / argv[0]
+    if first.suffix == ".py" and first.is_file() and ("/" not in argv[0] or not os.access(first, os.X_OK)):
+        argv = ("python", *argv)
     words: list[str] = []
     notes: list[str] = []
     files: dict[str, Path] = {}
@@ -46,9 +54,26 @@ def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> O
     for dest, path in _walk(extra, cwd):
         _add(files, dest, path)
     _check_script(argv, files, cwd)
-    notes += [f"{one.message}; {one.remedy}" for one in unsent_modules(argv, files.values(), cwd)]
+    _add_modules(files, argv, extra, cwd)
     planned = tuple(copied(dest, path, mode=_mode(path)) for dest, path in sorted(files.items()))
     return OwnCommand(tuple(words), planned, tuple(notes))
+
+
+def _add_modules(files: dict[str, Path], argv: Sequence[str], extra: Sequence[str], cwd: Path) -> None:
+    """Add the modules that the script imports to ``files``, each at its place beside the script."""
+    folder, modules = imported_modules(argv, cwd)
+    sent = {path.resolve() for path in files.values()}
+    modules = [path for path in modules if path.resolve() not in sent]
+    size = sum(path.stat().st_size for path in modules)
+    if len(modules) > _MOST_MODULES or size > _MOST_BYTES:
+        raise UsageError(
+            f"your own command imports {len(modules):,} modules of {size / 1e6:.0f} MB from {folder}, too many to send "
+            "with each run. Install them on the hosts, or start from a folder that has only what the script needs"
+        )
+    script = next((path for word in argv if (path := cwd / word).suffix == ".py" and path.is_file()), None)
+    top = Path(_inside(script, extra, cwd) or _dest(script, cwd)).parent if script else Path()
+    for path in modules:
+        _add(files, (top / path.relative_to(folder)).as_posix(), path)
 
 
 def _check_script(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -> None:

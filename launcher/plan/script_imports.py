@@ -1,11 +1,9 @@
-"""Finds modules that a user's script imports and that are on this machine but not among the files sent with a run."""
+"""Finds the modules beside a user's script that it imports, directly or indirectly, without running it."""
 
 from __future__ import annotations
 
 import ast
-import os
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher.files import CODE_ROOT
@@ -13,54 +11,39 @@ from launcher.files import CODE_ROOT
 _OUR_CODE = tuple(CODE_ROOT / name for name in ("gnnfleet", "launcher", "trainer"))  # sent, or not for scripts
 
 
-@dataclass(frozen=True)
-class UnsentModules:
-    """Imported modules in one file or folder that is not sent to the nodes."""
+def imported_modules(argv: Sequence[str], cwd: Path) -> tuple[Path, list[Path]]:
+    """Return the folder where the script in ``argv`` finds its modules, and the files of those that it imports there.
 
-    script: str  #: as the user's command names it
-    modules: tuple[str, ...]
-    path: str  #: the file or top folder to send, relative to the current folder; a folder ends with ``/``
-
-    @property
-    def message(self) -> str:
-        return f"not sent to the nodes, but imported by {self.script}: {', '.join(self.modules)}"
-
-    @property
-    def remedy(self) -> str:
-        return f"add `{self.path}` to run.files"
-
-
-def unsent_modules(argv: Sequence[str], sent: Collection[Path], cwd: Path) -> list[UnsentModules]:
-    """Return modules that the script in ``argv`` imports, directly or indirectly, but that are not sent.
-
-    Only modules in the script's own folder are returned. Examines ``python SCRIPT`` and ``python -m MODULE``, without
-    running them. ``sent``: the files that are sent.
+    Examines ``python SCRIPT``, ``SCRIPT.py`` and ``python -m MODULE``, whose own files are among those returned. Of a
+    package with ``__init__.py`` all modules are returned, as it may import some of them by name.
     """
     found = _script(argv, cwd)
     if found is None:
-        return []
-    name, folder, waiting = found
-    known, seen = {path.resolve() for path in sent}, set[Path]()
-    missing: dict[str, list[str]] = {}
+        return cwd, []
+    folder, waiting = found
+    seen, modules = set[Path](), dict[Path, None]()
     while waiting:
         module, path = waiting.pop(0)
         if path in seen or any(path.is_relative_to(ours) for ours in _OUR_CODE):
             continue
         seen.add(path)
-        if module and path.resolve() not in known:
-            top = folder / module.split(".")[0]
-            shown = f"{os.path.relpath(top, cwd)}/" if top.is_dir() else os.path.relpath(path, cwd)
-            missing.setdefault(shown, []).append(module)
+        if module:
+            modules[path] = None
+            if path.name == "__init__.py" and "." not in module:
+                waiting += ((".".join(rest.parts), file) for file, rest in _of_package(path.parent, folder))
         waiting += _imported(path, folder)
-    return [UnsentModules(name, _innermost(modules), path) for path, modules in missing.items()]
+    return folder, [*modules]
 
 
-def _innermost(modules: Collection[str]) -> tuple[str, ...]:
-    return tuple(one for one in modules if not any(other.startswith(f"{one}.") for other in modules))
+def _of_package(package: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
+    for file in sorted(package.rglob("*.py")):
+        rest = file.relative_to(folder)
+        if not any(part.startswith(".") or part == "site-packages" for part in rest.parts):
+            yield file, rest.with_suffix("")
 
 
-def _script(argv: Sequence[str], cwd: Path) -> tuple[str, Path, list[tuple[str, Path]]] | None:
-    """Return what ``argv`` runs: its name, the folder of its modules, and its files as (module name, path).
+def _script(argv: Sequence[str], cwd: Path) -> tuple[Path, list[tuple[str, Path]]] | None:
+    """Return what ``argv`` runs: the folder of its modules, and its files as (module name, path).
 
     The module name of a script is ''. Returns None if ``argv`` has neither a ``.py`` file nor ``-m``.
     """
@@ -70,9 +53,9 @@ def _script(argv: Sequence[str], cwd: Path) -> tuple[str, Path, list[tuple[str, 
         while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
             words = words[1:]
     if words[:1] == ["-m"] and len(words) > 1:
-        return f"python -m {words[1]}", cwd, [*_files_of(words[1], cwd)]
+        return cwd, [*_files_of(words[1], cwd)]
     path = cwd / words[0] if words else cwd
-    return (words[0], path.parent, [("", path)]) if path.suffix == ".py" and path.is_file() else None
+    return (path.parent, [("", path)]) if path.suffix == ".py" and path.is_file() else None
 
 
 def _imported(file: Path, folder: Path) -> Iterator[tuple[str, Path]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,21 @@ from launcher.report.run_folder import (
     _given_folder,
     began,
     known_runs,
+    never_ran,
     read_folder,
     read_plan,
     read_result,
     registry_folder,
 )
 from launcher.report.task_metric import metric_of
-from launcher.report.verdict import result_words, seconds_words
+from launcher.report.verdict import known_without_nodes, result_words, seconds_words
 from launcher.text import Column, FittedTable, count
 
 _LISTED = 6
 
 
 def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
-    """Find a run by its id, a part of its id, or its folder; None: the newest run.
+    """Find a run by its id, a part of its id, or its folder; None: the first of ``default_runs``.
 
     ``runs_dirs``: folders whose subfolders are run folders; registered runs are searched, too. Raises UsageError if no
     run matches, or several do.
@@ -43,7 +45,7 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
     if not known:
         raise UsageError(_none_known(run, runs_dirs))
     if run is None:
-        return read_folder(known[0])
+        return default_runs(runs_dirs)[0]
     wanted = run.rstrip("/")
     how, names = matching([folder.name for folder in known], wanted)
     close = [folder for folder in known if folder.name in names]
@@ -54,6 +56,44 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
     if not how:
         raise UsageError(f"`{run}` is the name of several run folders; give one by its path: {_paths(close)}")
     raise UsageError(f"`{run}` {how} the ids of {len(close)} runs; give more of the id. Newest:\n{_listed(close)}")
+
+
+def default_runs(runs_dirs: Sequence[Path]) -> list[FoundRun]:
+    """Return the runs that a command without a name may mean, the best first; at least one.
+
+    These are the runs that may be alive, newest first, and then the newest of all. A launch that was refused before it
+    started anything counts only if there is no other. Raises UsageError if no run is known.
+    """
+    known = known_runs(runs_dirs)
+    if not known:
+        raise UsageError(_none_known(None, runs_dirs))
+    started = [folder for folder in known if not never_ran(folder)] or known
+    newest = read_folder(started[0])
+    found = [newest]
+    for folder in started[1:]:
+        with suppress(FleetError):  # a damaged run folder
+            found.append(read_folder(folder))
+    alive = [run for run in found if not known_without_nodes(run)]
+    return alive if alive == [newest] else [*alive, newest]
+
+
+def resumable_run(runs_dirs: Sequence[Path], *, changed: bool) -> FoundRun:
+    """Return the newest run that can be resumed, the newest of all if none can. Raises UsageError if no run is known.
+
+    ``changed``: the resumed run will have other settings, as more epochs, so that one that is done will do.
+    """
+    known = known_runs(runs_dirs)
+    if not known:
+        raise UsageError(_none_known(None, runs_dirs))
+    started = [folder for folder in known if not never_ran(folder)]
+    for folder in started:
+        with suppress(FleetError):
+            found = read_folder(folder)
+            runs = found.result is None and found.launch is not None and found.launch.alive()
+            done = found.result is not None and found.result["state"] == "done"
+            if not runs and (changed or not done):
+                return found
+    return read_folder((started or known)[0])
 
 
 def matching(ids: Sequence[str], wanted: str) -> tuple[str, list[str]]:

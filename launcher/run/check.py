@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, TransportError
 from launcher.plan.build import final_plan, offline_plan
 from launcher.plan.model import LaunchPlan
-from launcher.plan.script_imports import unsent_modules
 from launcher.preflight.finding import Finding, Severity
 from launcher.preflight.preflight import run_preflight
 from launcher.preflight.preflight_report import PreflightReport, print_findings, verdict
@@ -34,7 +33,7 @@ def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -
     resolved, draft = _drafted(config, options)
     attempts = connect_all(resolved)
     try:
-        report = preflight_of_draft(resolved, attempts, draft, options.own_command, run_id=options.run_id or "")
+        report = preflight_of_draft(resolved, attempts, draft, run_id=options.run_id or "")
         if resolved.data.mode == "verify" and not resolved.data.serving and not report.blocked:
             with console.status("comparing the files of the parts with their manifest"):
                 found = _compared_parts(resolved, options, report, attempts)
@@ -70,7 +69,7 @@ def _compared_parts(
 def check_over(config: ClusterConfig, options: LaunchOptions, attempts: Opened) -> PreflightReport:
     """Run preflight over the open connections ``attempts`` and return its report; prints nothing."""
     resolved, draft = _drafted(config, options)
-    return preflight_of_draft(resolved, attempts, draft, options.own_command, run_id=options.run_id or "")
+    return preflight_of_draft(resolved, attempts, draft, run_id=options.run_id or "")
 
 
 def _drafted(config: ClusterConfig, options: LaunchOptions) -> tuple[ResolvedConfig, LaunchPlan]:
@@ -82,34 +81,21 @@ def preflight_of_draft(
     config: ResolvedConfig,
     attempts: Mapping[int, Transport | TransportError],
     draft: LaunchPlan,
-    own_command: Sequence[str],
     *,
     run_id: str,
 ) -> PreflightReport:
     """Run preflight for the nodes of the plan ``draft``.
 
-    Also checks the disk space for the plan's files, without parts that do not exist yet, and that the modules that the
-    user's script imports are sent. ``attempts``: connection or error of each node, by node_rank.
+    Also checks the disk space for the plan's files, without parts that do not exist yet. ``attempts``: connection or
+    error of each node, by node_rank.
     """
-    report = run_preflight(
+    return run_preflight(
         config,
         attempts,
         own_command=bool(draft.own_command),
         bytes_needed={node.node_rank: draft.sent_bytes(node) for node in draft.nodes},
         run_id=run_id,
     )
-    found = sorted([*report.findings, *_unsent(draft, own_command)], key=lambda finding: finding.node_rank)
-    return replace(report, findings=tuple(found))
-
-
-def _unsent(draft: LaunchPlan, own_command: Sequence[str]) -> Iterator[Finding]:
-    training = [node for node in draft.nodes if node.ranks]
-    if not (own_command and training):
-        return
-    sent = [Path(file.source) for file in training[0].files if file.source]
-    for one in unsent_modules(own_command, sent, Path.cwd()):
-        for node in training:
-            yield Finding(node.node_rank, node.host, "warn", "files", one.message, one.remedy)
 
 
 def show_findings(report: PreflightReport, file: Path, console: Console) -> None:

@@ -232,7 +232,7 @@ def require_preflight(
     """
     context.enter_stage("preflight")
     run_id = context.run_id if new_run else ""
-    report = preflight_of_draft(context.config, attempts, draft, context.options.own_command, run_id=run_id)
+    report = preflight_of_draft(context.config, attempts, draft, run_id=run_id)
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:
         show_findings(replace(report, findings=tuple(noteworthy)), context.options.config, context.console)

@@ -27,6 +27,7 @@ from launcher.plan.sbatch import parse_options
 from launcher.report.launch_file import LaunchFile, Stage, waits_for_job
 from launcher.report.run_folder import never_ran
 from launcher.text import count
+from launcher.yaml_tree import Override, split_override
 
 if TYPE_CHECKING:
     from launcher.config.importers.base import Foreign
@@ -53,7 +54,7 @@ TRAINER_ONLY = ("epochs", "batch_size", "num_neighbors")
 @dataclass(frozen=True)
 class LaunchOptions:
     config: Path
-    overrides: tuple[str, ...] = ()  #: ``key=value``
+    overrides: tuple[Override, ...] = ()
     include: tuple[str, ...] = ()  #: hosts and devices, see ``launcher.config.host_filter``; empty: all
     exclude: tuple[str, ...] = ()
     run_id: str | None = None
@@ -81,18 +82,18 @@ class LaunchOptions:
             name,
             config=str(self.config),
             own_command=self.own_command,
-            overrides=self.overrides,
+            overrides=["=".join(split_override(override)) for override in self.overrides],
             resumed_from=self.resumed_from,
             slurm_job=slurm_job,
             stage=stage,
         )
 
 
-def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, ...]:
-    """Return the config overrides, as ``key=value``, of the command line; later ones win.
+def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[Override, ...]:
+    """Return the config overrides of the command line; later ones win.
 
     ``--nodes`` and ``--dataset`` come first, then ``--set``, then all other options. ``values``: values of all options,
-    by name. ``sets``: the values of ``--set``.
+    by name. ``sets``: the values of ``--set``. Raises UsageError for an option with an empty value.
     """
     nodes = node_overrides(values["nodes"]) if values.get("nodes") and values["config"] != NODES_ONLY else ()
     environment = environment_overrides(values.get("venv"), values.get("conda"))
@@ -100,14 +101,16 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, .
     dataset = named_dataset_overrides(values.get("dataset"), parts)
     keys = {**SHORT_KEYS, **FLAG_KEYS}
     job = slurm_overrides(values["slurm"]) if values.get("slurm") else ()
-    short = (f"{key}={values[name]}" for name, key in keys.items() if values.get(name) not in (None, ""))
+    for name in (*keys, "nodes", "dataset", "venv", "conda"):
+        if values.get(name) == "":
+            raise UsageError(f"--{name.replace('_', '-')}: the value is empty; give one, or leave the option out")
+    short = ((key, values[name]) for name, key in keys.items() if values.get(name) is not None)
     return (*nodes, *dataset, *sets, *environment, *job, *short)
 
 
-def slurm_overrides(text: str) -> tuple[str, ...]:
+def slurm_overrides(text: str) -> tuple[Override, ...]:
     """Return the config overrides of ``--slurm partition=gpu,nodes=4,requeue``. Raises UsageError."""
-    quoted = {name: value.replace("'", "''") for name, value in parse_options(text).items()}
-    return ("transport=slurm", *(f"slurm.{name}='{value}'" for name, value in quoted.items()))
+    return (("transport", "slurm"), *((f"slurm.{name}", value) for name, value in parse_options(text).items()))
 
 
 def read_config(options: LaunchOptions) -> ClusterConfig:
@@ -128,7 +131,7 @@ def read_config(options: LaunchOptions) -> ClusterConfig:
     return config
 
 
-def foreign_overrides(options: LaunchOptions, foreign: Foreign) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def foreign_overrides(options: LaunchOptions, foreign: Foreign) -> tuple[tuple[Override, ...], tuple[str, ...]]:
     """Return the config overrides of ``options`` for a file of another launcher, and notes for the user.
 
     An option with another meaning in that launcher, such as a batch size per process, is converted.
@@ -138,17 +141,16 @@ def foreign_overrides(options: LaunchOptions, foreign: Foreign) -> tuple[tuple[s
     overrides, notes = list(options.overrides), [f"note: {note}" for note in foreign.notes]
     flags = options.flags
     if flags.master_addr in ("0.0.0.0", "localhost", "127.0.0.1"):
-        overrides = [word for word in overrides if word != f"run.master_addr={flags.master_addr}"]
+        overrides = [each for each in overrides if each != ("run.master_addr", flags.master_addr)]
         notes.append(
             f"note: --master_addr {flags.master_addr} cannot be reached from other hosts; preflight chooses an address"
         )
-    batch = f"train.batch_size={flags.batch_size}"
     if foreign.batch_per_process and flags.batch_size is not None and flags.batch_size.isdecimal():
-        overrides = [word for word in overrides if word != batch]
+        overrides = [each for each in overrides if each != ("train.batch_size", flags.batch_size)]
         tree = overridden(options.config, overrides, foreign, lambda problem: None)
         processes = world_size(tree, options.choose)
         whole = int(flags.batch_size) * max(1, processes)
-        overrides.append(f"train.batch_size={whole}")
+        overrides.append(("train.batch_size", whole))
         notes.append(
             f"note: --batch_size {flags.batch_size} is per process in that launcher; "
             f"the global batch of {processes} processes is {whole}"

@@ -9,7 +9,7 @@ import json
 import time
 from dataclasses import dataclass
 
-from launcher.command import Command, quote
+from launcher.command import Command, shell_line
 from launcher.config.schema import login_text
 from launcher.errors import FleetError, SessionError
 from launcher.node.json_records import Damaged, message_in
@@ -78,7 +78,7 @@ class StopReport:
 
 def new_session_argv(node: NodePlan) -> tuple[str, ...]:
     """Return the arguments of tmux that create the session of a node. The session ends with its command."""
-    command = " ".join(quote(word) for word in ("bash", "-c", _RUN, "bash", node.run_dir))
+    command = shell_line(Command(("bash", "-c", _RUN, "bash", node.run_dir)))  # tmux runs it in the user's login shell
     start = ("new-session", "-d", "-s", node.session, "-x", "220", "-y", "50", command)
     return (*start, ";", "set-option", "-w", "remain-on-exit", "off", ";", "set-option", "destroy-unattached", "off")
 
@@ -185,7 +185,7 @@ def watch_command(node: NodePlan, offsets: dict[str, int], *, tail: int | None =
 
 
 def _session_exists(transport: Transport, node: NodePlan) -> str:
-    stop = f"tmux kill-session -t {quote('=' + node.session)}"
+    stop = f"tmux kill-session -t '={node.session}'"  # in zsh a plain =name is the path of a program
     where = "" if transport.target == "local" else f" (on {node.target})"
     return f"tmux session {node.session} exists already; end it with `{stop}`{where}, or choose another --run-id"
 

@@ -63,6 +63,7 @@ BRIDGE_MAC = (
 PASSWORD = "correct-horse-9"  # password of root and PASSWORD_USER on hosts made with password=True
 PASSWORD_HASH = "$6$gnnfleet$FlffmUHd8jMB5CKYvAOydeqTZ7F3umb87lM.c5Ncj4IHPUIzRpEmm7D7gtgJtNGHzGI6C06R8pYVBocfx9FuS1"
 PASSWORD_USER = "worker"
+DIRECTORY_USER = "alice@corp"  # a user name as a directory service gives it
 _serial = itertools.count()
 
 
@@ -99,8 +100,9 @@ class Host:
 
     def _etc(self) -> dict[str, str]:
         password = PASSWORD_HASH if self._takes_password else "*"
-        accounts = [f"{user}:x:0:0::{self.home}:/bin/bash" for user in ("root", PASSWORD_USER)]
-        shadow = [f"{user}:{password}:19000:0:99999:7:::" for user in ("root", PASSWORD_USER)]
+        users = ("root", PASSWORD_USER, DIRECTORY_USER)
+        accounts = [f"{user}:x:0:0::{self.home}:{self.machine.shell}" for user in users]
+        shadow = [f"{user}:{password}:19000:0:99999:7:::" for user in users]
         accounts += [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith("root:")]
         shadow += [line for line in Path("/etc/shadow").read_text().splitlines() if not line.startswith("root:")]
         others = [f"{host.address} {host.name}" for host in self.cluster.hosts if host is not self]

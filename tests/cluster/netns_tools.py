@@ -36,6 +36,7 @@ class Machine:
     authorized: Path | None = None  #: the public key that may log in; None: that of the operator
     password: bool = False  #: whether sshd accepts the password PASSWORD
     behind: int | None = None  #: index of the jump host, through which alone the operator reaches this host
+    shell: str = "/bin/bash"  #: login shell of root and the other accounts
     own_memory: bool = False  #: whether ``Host.limit_memory`` is usable; needs a memory cgroup
 
 

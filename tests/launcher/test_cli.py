@@ -184,22 +184,6 @@ def test_check_ends_with_a_verdict(config: Path, capsys: pytest.CaptureFixture[s
     assert re.fullmatch(r"Not ready: 2 nodes, 1 error(, \d+ warnings?)?", last)
 
 
-def test_check_warns_of_modules_that_a_script_imports_and_that_are_not_sent(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (config.parent / "lib").mkdir()
-    (config.parent / "lib/layers.py").touch()
-    (config.parent / "train.py").write_text("from lib.layers import *\n")
-    own = ["--", "python", "train.py"]
-    assert main.run(["check", "--config", str(config), "--json", *own]) == 0
-    findings = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["check"] == "files"]
-    assert [(one["node_rank"], one["severity"]) for one in findings] == [(0, "warn"), (1, "warn")]
-    assert findings[0]["message"] == "not sent to the nodes, but imported by train.py: lib.layers"
-    assert findings[0]["remedy"] == "add `lib/` to run.files"
-    assert main.run(["check", "--config", str(config), "--set", "run.files=[lib]", *own]) == 0
-    assert "lib.layers" not in capsys.readouterr().out
-
-
 def test_check_compares_the_files_of_shared_parts_with_the_manifest(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

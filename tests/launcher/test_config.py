@@ -11,8 +11,10 @@ import pytest
 from launcher.config.loader import load_config, to_yaml
 from launcher.config.reference import config_page
 from launcher.config.schema import ClusterConfig, NodeConfig
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, UsageError
 from launcher.files import CODE_ROOT
+from launcher.init.request import InitRequest, config_of, split_hosts
+from launcher.run.options import overrides_of
 
 TWO = "nodes: [a, b]\ndata: {dataset: synthetic}\n"
 Load = Callable[..., ClusterConfig]
@@ -377,6 +379,48 @@ def test_overrides(load: Load) -> None:
     assert config.data.options == {"num_nodes": 50} and config.data.partition.method == "random"
     assert load(text, ["train.fanouts=10"]).train.fanouts == (10,)
     assert len(load(text, ["transport=local", "nodes=4", "nodes.2.procs=2"]).nodes) == 4
+
+
+ODD_WORDS = [
+    "/data/runs #2", "a: b", "'q",
+    '"q"', "*x", "&x", "yes", "1e3", "null", "~", "[a]", "{a: b}", "- x", "%y", "!t", "|",
+    "007", "0x10", "a\\b", " x ", "a\tb", "-", "=", ",", "é",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", ODD_WORDS)
+def test_options_of_the_command_line_are_taken_as_they_are(word: str, load: Load) -> None:
+    options = {"config": None, "name": word, "runs_dir": f"x{word}", "resume": f"x{word}", "dataset": f"x{word}"}
+    config = load(TWO, overrides_of({**options, "venv": f"/x{word}"}, ["train.lr=1e-3"]))
+    assert (config.name, config.run.runs_dir, config.data.dataset) == (word, f"x{word}", f"x{word}")
+    assert config.train.resume == f"x{word}" and config.train.lr == 1e-3
+    assert {node.venv for node in config.nodes} == {f"/x{word}"}
+    assert load(TWO, overrides_of({"config": None, "conda": word}, ())).nodes[0].conda == word
+    comment = word.replace(",", "").strip()
+    config = load(TWO, overrides_of({"config": None, "slurm": f"nodes=2,comment={comment}"}, ()))
+    assert config.slurm["comment"] == comment
+
+
+def test_an_option_without_a_value_is_refused() -> None:
+    for name in ("name", "runs_dir", "epochs", "nodes", "dataset", "venv", "ssh_username"):
+        with pytest.raises(UsageError, match=f"^--{name.replace('_', '-')}: the value is empty"):
+            overrides_of({"config": None, name: ""}, ())
+
+
+@pytest.mark.parametrize(("login", "user"), [("alice@corp@h1", "alice@corp"), (r"CORP\al@h1:22", r"CORP\al")])
+def test_the_last_at_sign_separates_user_and_host(login: str, user: str, tmp_path: Path, load: Load) -> None:
+    port = 22 if login.endswith(":22") else None
+    assert [
+        (one.user, one.host, one.port)
+        for one in load(f"nodes: [h0, {login}]\ndata: {{dataset: synthetic}}\n").nodes[1:]
+    ] == [(user, "h1", port)]
+    given = load(TWO, overrides_of({"config": None, "nodes": f"h0,{login}"}, ()))
+    assert (given.nodes[1].user, given.nodes[1].host, given.nodes[1].port) == (user, "h1", port)
+    asked = config_of(InitRequest(hosts=split_hosts([f"h0,{login}"])))
+    assert (asked.nodes[1].user, asked.nodes[1].host, asked.nodes[1].port) == (user, "h1", port)
+    (tmp_path / "hosts").write_text(f"h0 slots=1\n{login.removesuffix(':22')} slots=2\n")
+    listed = load_config(tmp_path / "hosts", ("data.dataset=synthetic",))
+    assert (listed.nodes[1].user, listed.nodes[1].host, listed.nodes[1].procs) == (user, "h1", 2)
 
 
 def test_mistakes_in_overrides_name_the_override(load: Load) -> None:

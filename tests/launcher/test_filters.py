@@ -28,6 +28,7 @@ LAB = cluster(
     NodeConfig("10.0.0.70", devices=(0,)),
     NodeConfig("fe80::1"),
 )
+NAMES = cluster(NodeConfig("a.lab", user="alice@corp"), NodeConfig("b.lab", user=r"CORP\bob", devices=(0, 1)))
 NAMELESS = cluster(NodeConfig("gnn1.x"), NodeConfig("gnn2.x"), NodeConfig("gnn3.x"), NodeConfig("gnn3.x"))
 
 
@@ -76,6 +77,11 @@ def test_included(include: list[str], hosts: str) -> None:
             remaining(LAB, include)
     else:
         assert remaining(LAB, include) == hosts
+
+
+def test_hosts_are_named_by_user_names_of_directories() -> None:
+    assert remaining(NAMES, ["alice@corp@a.lab"]) == "a.lab"
+    assert remaining(NAMES, ["alice@corp@a", r"CORP\bob@b:1"]) == "a.lab b.lab:1"
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,55 @@ def test_import_writes_an_equivalent_config(
     assert load_config(elsewhere) == read_config(options)
 
 
+#: Hostfile → its hosts with their processes and SSH ports, as docs/migrating.md lists them.
+HOSTFILES = {
+    "a slots=4\nb slots=2 max_slots=8\n": "a:4 b:2",  # OpenMPI
+    "a slots=4 max-slots=4\na slots=1\n": "a:5",
+    "a slots = 4 # comment\n\n# comment\nme@corp@b slots=2\n": "a:4 me@corp@b:2",  # DeepSpeed, Horovod
+    "a:8\nb:2\n": "a:8 b:2",  # MPICH/Hydra, Intel MPI
+    "gnn1:8\n": "gnn1:8",
+    "a:8\nb\na:1\n": "a:9 b:1",
+    "n1.lab\nn1.lab\nn2.lab\nn1.lab\n": "n1.lab:3 n2.lab:1",  # PBS, Torque, LSF
+    "a\na\n": "a:2",
+    "n1.lab\nn2.lab\n": "n1.lab n2.lab",
+    "node[01-03,07]\nb\n": "node01 node02 node03 node07 b",  # Slurm
+    "10.0.0.1 30050\n10.0.0.2 30050\n": "10.0.0.1 10.0.0.2",  # DGL
+    "- 10.0.0.1 1234\n- 10.0.0.2\n": "10.0.0.1 10.0.0.2",  # torch_geometric
+    "me@a:2222\nb:2201\n": "me@a/2222 b/2201",
+}
+
+
+@pytest.mark.parametrize("content", HOSTFILES)
+def test_forms_of_hostfiles(content: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(content)
+    nodes = load_config(tmp_path / "hosts", ("data.dataset=synthetic",)).nodes
+    shown = (replace(node, port=None).login + (f"/{node.port}" if node.port else "") for node in nodes)
+    found = " ".join(f"{login}:{node.procs}" if node.procs else login for login, node in zip(shown, nodes, strict=True))
+    assert found == HOSTFILES[content]
+
+
+AMBIGUOUS = {  # hostfile → the end of its only message
+    "a slots=2\nb lots=8\n": "hosts:2: unknown word `lots`; did you mean `b slots=8`?",
+    "a np=8\n": "hosts:1: unknown word `np`; did you mean `a slots=8`?",
+    "a max_slots=4\n": "hosts:1: `a max_slots=4` may mean 4 slots or fewer; write `a slots=4`",
+    "a slots=4\nb\n": "hosts:2: `b` may mean one slot, or one per core; write `b slots=1`",
+    "a slots=4 max_slots=2\n": "hosts:1: slots=4 is more than 2, the maximum on this line",
+    "a slots=0\n": "hosts:1: expected `host slots=4`, found `a slots=0`",
+    "a:8 slots=4\n": "hosts:1: `a:8` and slots=4 are two numbers of processes; write `a slots=4`",
+    "gnn1:22\ngnn2:22\n": "write `gnn2 slots=22`, for the port `gnn2`",
+    "a:8\nb:2222\n": "and the file has both; write `host slots=N`, and ports into ~/.ssh/config",
+    "n1 4\nn2 4\n": "hosts:2: `n2 4`: 4 is no port of a DGL server; for 4 processes write `n2 slots=4`",
+}
+
+
+@pytest.mark.parametrize("content", AMBIGUOUS)
+def test_hostfiles_with_two_meanings_are_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        load_config(tmp_path / "hosts", ("data.dataset=synthetic",))
+    assert str(refused.value).endswith(AMBIGUOUS[content])
+
+
 GLT = "nodes: [a, b]\nports: [22, 22]\nusernames: [u, v]\ndataset: synthetic\n"
 WRONG = {  # content of a file `hosts`, and the arguments after --config hosts
     "lists of different length": ("nodes: [a, b]\nports: [22]\nusernames: [u, v, w]\ndataset: synthetic\n", ""),

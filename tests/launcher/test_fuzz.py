@@ -142,6 +142,6 @@ def test_a_name_that_no_file_can_have_is_a_dataset(tmp_path: Path) -> None:
     foreign = read_foreign(path, Flags())
     assert foreign is not None and load_config(path, foreign=foreign).data.dataset == name
     for text in (name, "~nobody-of-this-name/graph.pt"):
-        assert f"data.dataset={text}" in dataset_overrides(text)
+        assert ("data.dataset", text) in dataset_overrides(text)
         with pytest.raises(UsageError, match="no file or folder"):
             dataset_of(text)

@@ -256,8 +256,8 @@ def test_an_ended_run_is_listed_and_resumed_from_its_checkpoint(local_run, capsy
     assert here.read_bytes() == b"weights", "fetched by resume, since the run had not been collected"
     assert again.message == f"resuming from {here}"
     assert again.options.overrides == (
-        f"run.runs_dir={local_run.folder.parent}",
-        f"train.resume={here}",
+        ("run.runs_dir", str(local_run.folder.parent)),
+        ("train.resume", str(here)),
         "train.lr=0.5",
     )
     assert again.options.config == local_run.folder / "config.yml" and again.options.resumed_from == "r1"
@@ -292,7 +292,7 @@ def test_resume_without_a_checkpoint_starts_from_the_beginning(local_run) -> Non
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         again = prepare(opened, Path("runs"), LaunchOptions(Path()))
     assert again.message == "run r1 left no checkpoint; the new run starts from the beginning"
-    assert not any(text.startswith("train.resume") for text in again.options.overrides)
+    assert "train.resume" not in dict(again.options.overrides)
 
 
 def test_resume_without_a_lost_host_is_kept_in_the_new_runs_config(local_run, capsys, monkeypatch) -> None:
@@ -330,7 +330,10 @@ def test_resume_of_an_own_command_uses_the_folder_it_was_launched_in(local_run) 
     checkpoint.write_bytes(b"weights")
     with chosen(Choice("r1"), offline=lambda found: True) as opened:
         again = prepare(opened, Path("runs"), LaunchOptions(Path()))
-    assert f"train.resume={checkpoint}" in again.options.overrides and again.message == f"resuming from {checkpoint}"
+    assert (
+        "train.resume",
+        str(checkpoint),
+    ) in again.options.overrides and again.message == f"resuming from {checkpoint}"
 
 
 def test_resume_of_an_own_command_refuses_settings_of_the_bundled_trainer(local_run) -> None:

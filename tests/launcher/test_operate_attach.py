@@ -80,12 +80,12 @@ def test_attach_print_lists_one_command_per_node(tmp_path: Path, capsys: pytest.
     local_run = LocalRun(tmp_path).launched("train")
     assert run(["attach", "r1", "--print"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"env TMUX= tmux attach -r -t =gnnfleet-r1-node{k}" for k in range(2)
+        f"env TMUX= tmux attach -r -t '=gnnfleet-r1-node{k}'" for k in range(2)
     ]
     node = NodeConfig("gnn2", port=2222, user="alice", key="/keys/my key")
     far = replace(local_run.config, transport="ssh", nodes=(node, node))
     assert attach_argv(far, local_run.plan.nodes[1]) == (
-        "ssh", "-t", "-p", "2222", "-i", "/keys/my key", "alice@gnn2", "tmux attach -r -t =gnnfleet-r1-node1",
+        "ssh", "-t", "-p", "2222", "-i", "/keys/my key", "alice@gnn2", "tmux attach -r -t '=gnnfleet-r1-node1'",
     )  # fmt: skip
 
 

@@ -17,9 +17,11 @@ from golden_kit import check_messages
 from launcher.cli.main import run
 from launcher.errors import UnreachableError
 from launcher.manage import node_views
+from launcher.manage.select import Choice, chosen
 from launcher.node.procs import look
 from launcher.plan.model import Login
 from launcher.report.launch_file import user_at_host
+from launcher.report.run_history import default_runs, resumable_run
 from operate_kit import LocalRun
 
 NOT_YET = time.time() + 3600  #: a heartbeat in the future: its age is always shown as 0
@@ -234,3 +236,30 @@ def lose(patch: pytest.MonkeyPatch, unreachable: tuple[int, ...]) -> None:
     connect_all = node_views.connect_all
     errors = {k: UnreachableError("no answer within 10 s", host=f"gnn{k}", node_rank=k) for k in unreachable}
     patch.setattr(node_views, "connect_all", lambda config: {**connect_all(config), **errors})
+
+
+def test_the_default_run_is_the_newest_that_is_alive(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    trains(LocalRun(tmp_path / "a", "running").launched("train", started=1.0))
+    over = LocalRun(tmp_path / "b", "over").launched("train", started=2.0)  # its end was never collected
+    for k in range(2):
+        result(over, k, "failed")
+    LocalRun(tmp_path / "c", "refused").launched("preflight", started=3.0)
+    with chosen(Choice(None)) as opened:
+        assert opened.found.run_id == "running"
+    assert [found.run_id for found in default_runs([])] == ["over", "running", "over"]
+    assert run(["status"]) == 0 and capsys.readouterr().out.startswith("run running ")
+    assert resumable_run([], changed=False).run_id == "over"
+
+
+def test_without_a_live_run_the_default_is_the_newest_that_started(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    LocalRun(tmp_path / "c", "refused").launched("preflight", started=3.0)
+    assert default_runs([])[0].run_id == resumable_run([], changed=True).run_id == "refused", "there is no other"
+    over = LocalRun(tmp_path / "b", "over").launched("train", started=2.0)
+    for k in range(2):
+        result(over, k, "failed")
+    assert run(["status"]) == 1 and capsys.readouterr().out.startswith("run over ")
+    assert resumable_run([], changed=False).run_id == "over"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from golden_kit import GOLDEN, check_text
-from launcher.command import Command, render
+from launcher.command import Command, render, shell_line
 from launcher.config.loader import load_config
 from launcher.config.roles import part_block
 from launcher.config.schema import NodeConfig, RunConfig, TrainConfig
@@ -147,6 +149,25 @@ def test_home_is_expanded_by_the_shell_before_preflight_finds_it(tmp_path: Path)
     pythonpath, path, cwd = done.stdout.strip().split("|")
     assert pythonpath == f"{tmp_path}/gnnfleet-work/node0/code/{'c0de' * 4}"
     assert path.startswith(f"{tmp_path}/my venv/bin:") and cwd == str(run_dir)
+
+
+LOGIN_SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "mksh", "csh", "tcsh", "fish")
+HOSTILE = "a  b\n!! !x \\n \\ 'q' \"d\" $HOME `id` {a,b} ~ # ^a^b %1 & ; é * "
+
+
+@pytest.mark.parametrize("shell", LOGIN_SHELLS)
+def test_a_command_is_the_same_in_every_login_shell(shell: str, tmp_path: Path) -> None:
+    if not shutil.which(shell):
+        pytest.skip(f"no {shell} on this machine (apt install {shell})")
+    folder = tmp_path / "it's !1"
+    folder.mkdir()
+    code = "import os, sys\nprint([sys.argv[1:], os.environ['ODD'], os.getcwd()])"
+    argv = (sys.executable, "-c", code, HOSTILE, "", "x" * 900)
+    command = Command(argv, {"ODD": HOSTILE}, str(folder), ("export ODD=", 'test "$#" = 0'))
+    home = {**os.environ, "HOME": str(tmp_path)}
+    done = subprocess.run([shell, "-c", shell_line(command)], env=home, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ast.literal_eval(done.stdout) == [[HOSTILE, "", "x" * 900], HOSTILE, str(folder)]
 
 
 def test_a_program_in_the_home_folder_does_not_import_the_work_folder_as_gnnfleet(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from launcher.files import CODE_ROOT
 from launcher.plan.files import code_digest, code_files
 from launcher.plan.partition import read_partition_files
 from launcher.plan.render import print_plan
-from launcher.plan.script_imports import unsent_modules
-from launcher.report.explain import explanation_of
+from launcher.plan.script_imports import imported_modules
 from plan_kit import cluster, facts_of, parts_folder, plan_of
 
 
@@ -183,52 +182,54 @@ def script(tmp_path: Path) -> Path:
     return tmp_path
 
 
-LIB = {"lib/": ["lib.layers", "lib.parts", "lib.data.load"]}
-TOP = ["train.py", "util.py", "lazy.py", "deep/er.py"]
+LIB = {"lib/__init__.py", "lib/layers.py", "lib/parts.py", "lib/data/load.py"}
 
 
-@pytest.mark.parametrize(
-    ("sent", "expected"),
-    [
-        (["train.py"], {**LIB, "util.py": ["util"], "deep/": ["deep.er"], "lazy.py": ["lazy"]}),
-        (TOP, LIB),
-        ([*TOP, "lib/__init__.py", "lib/layers.py", "lib/data/load.py"], {"lib/": ["lib.parts"]}),
-        ([*TREE], {}),
-    ],
-)
-def test_modules_beside_the_script_that_are_not_sent_are_found(
-    script: Path, sent: list[str], expected: dict[str, list[str]]
-) -> None:
-    files = [script / name for name in sent]
-    found = unsent_modules(["python", "-u", "train.py", "--lr", "1"], files, script)
-    assert {one.path: sorted(one.modules) for one in found} == {path: sorted(names) for path, names in expected.items()}
+def sent_with(script: Path, *own: str) -> tuple[tuple[str, ...], set[str]]:
+    """Return the command on the node, from its script on, and the user's files beside it."""
+    node = plan_of(cluster(NodeConfig("a", python="/py")), own_command=own, cwd=script).nodes[0]
+    argv = node.trainer.argv[node.trainer.argv.index("--") + 1 :]
+    return argv, {file.dest.partition("/files/")[2] for file in node.files if "/files/" in file.dest}
 
 
-def test_scripts_that_cannot_be_read_have_no_unsent_modules(script: Path) -> None:
+def test_modules_beside_the_script_that_it_imports_are_sent(script: Path) -> None:
+    expected = {"train.py", "util.py", "lazy.py", "deep/er.py", *LIB}
+    for own in (("python", "-u", "train.py", "--lr", "1"), ("train.py", "--lr", "1"), ("./train.py", "--lr", "1")):
+        argv, sent = sent_with(script, *own)
+        assert sent == expected and argv[0] == "/py" and argv[-3:] == (own[-3], "--lr", "1")
+    assert sent_with(script.parent, "python", f"{script.name}/train.py")[1] == {f"{script.name}/{n}" for n in expected}
+    elsewhere = script / "lib"
+    assert sent_with(elsewhere, "python", str(script / "train.py"))[1] == expected
+
+
+def test_an_executable_script_with_a_path_runs_itself(script: Path) -> None:
+    (script / "train.py").chmod(0o755)
+    assert sent_with(script, "./train.py")[0] == ("./train.py",)
+    assert sent_with(script, "train.py")[0] == ("/py", "train.py")
+
+
+def test_a_module_that_is_run_is_sent_with_its_package(script: Path) -> None:
+    assert sent_with(script, "python3", "-m", "deep.er")[1] == {"deep/er.py"}
+    assert sent_with(script, "python3", "-m", "lib.layers")[1] == LIB
+    assert sent_with(script, "python3", "-m", "torch.distributed.run")[1] == set()
+
+
+def test_scripts_that_cannot_be_read_are_sent_alone(script: Path) -> None:
     (script / "broken.py").write_text("import util\n(")
-    for argv in (["python", "broken.py"], ["python", "-c", "import util"], ["./go.sh"], ["python", "gone.py"], []):
-        assert unsent_modules(argv, [], script) == []
+    assert sent_with(script, "python", "broken.py")[1] == {"broken.py"}
+    assert sent_with(script, "python", "-c", "import util")[1] == set()
 
 
-def test_a_module_that_is_run_must_be_sent(script: Path) -> None:
-    (found,) = unsent_modules(["python3", "-m", "deep.er"], [], script)
-    assert (found.script, found.modules, found.path) == ("python -m deep.er", ("deep.er",), "deep/")
-    assert unsent_modules(["python3", "-m", "torch.distributed.run"], [], script) == []
-
-
-def test_the_plan_names_modules_that_are_not_sent(script: Path) -> None:
-    config = cluster(run=RunConfig(files=(str(script / "lib"),)))
-    plan = plan_of(config, own_command=("python", "train.py"), cwd=script)
-    message = "not sent to the nodes, but imported by train.py: util"
-    assert f"{message}; add `util.py` to run.files" in plan.notes
-    assert not any("lib." in note for note in plan.notes)
-    explained = [explanation_of(note) for note in plan.notes if "imported" in note]
-    assert {one and one.code for one in explained} == {"unsent-modules"}
+def test_too_many_modules_are_refused(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.plan.own_script._MOST_MODULES", 6)
+    with pytest.raises(UsageError, match=r"imports 7 modules of 0 MB from .*, too many to send"):
+        sent_with(script, "python", "train.py")
+    with pytest.raises(UsageError, match=r"there is no file `gone.py`"):
+        sent_with(script, "gone.py")
 
 
 def test_a_script_of_the_checkout_may_import_gnnfleet() -> None:
-    launch = CODE_ROOT / "launch.py"
-    assert "import" in launch.read_text() and unsent_modules(["python", "launch.py"], [launch], CODE_ROOT) == []
+    assert imported_modules(["python", "launch.py"], CODE_ROOT) == (CODE_ROOT, [])
 
 
 def test_a_plan_shows_the_paths_of_the_users_files(script: Path) -> None:
@@ -236,7 +237,7 @@ def test_a_plan_shows_the_paths_of_the_users_files(script: Path) -> None:
     plan = plan_of(config, own_command=("python", "train.py"), cwd=script)
     console = Console(width=400, record=True, file=io.StringIO())
     print_plan(plan, console, every=True)
-    assert "own: lib/__init__.py (0 bytes), lib/data/load.py (0 bytes), lib/layers.py" in console.export_text()
+    assert "own: deep/er.py (0 bytes), lazy.py (0 bytes), lib/__init__.py (0 bytes)" in console.export_text()
 
 
 def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:

@@ -73,6 +73,22 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
     return set_state
 
 
+@pytest.mark.parametrize("visible", ["GPU-1a2b,GPU-3c4d", "MIG-1a2b/7/0, MIG-3c4d"])
+def test_uuids_of_an_allocation_are_kept(visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = tuple(word.strip() for word in visible.split(","))
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu1", "SLURM_GPUS_ON_NODE": "2"}
+    environ["CUDA_VISIBLE_DEVICES"] = visible
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    text = "transport: slurm\ndata: {dataset: synthetic}\n"
+    assert [node.devices for node in loaded(tmp_path, text).nodes] == [uuids]
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[1-2]")
+    with pytest.raises(ConfigError, match=r"c.yml:1: CUDA_VISIBLE_DEVICES names the GPUs of this host by UUID"):
+        loaded(tmp_path, text)
+    listed = text + "nodes: [{devices: [GPU-1a2b]}, {devices: [GPU-9]}]\n"
+    assert [node.devices for node in loaded(tmp_path, listed).nodes] == [("GPU-1a2b",), ("GPU-9",)]
+
+
 def loaded(tmp_path: Path, text: str, *overrides: str):  # type: ignore[no-untyped-def]
     (tmp_path / "c.yml").write_text(text)
     return load_config(tmp_path / "c.yml", overrides)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from launcher.config.importers.partition_folder import ForeignParts, find_parts, named_parts
 from launcher.config.importers.pyg_command import Remote
 from launcher.errors import ConfigError, Problem, UsageError
-from launcher.yaml_tree import Origin, Scalar, Section, Tree
+from launcher.yaml_tree import Origin, Override, Scalar, Section, Tree
 from launcher.yaml_tree import YamlSequence as TreeList
 
 _MAX_LINE = 4096  #: characters
@@ -124,7 +123,7 @@ class Flags:
         return named_parts(self.workspace, self.part_config, self.dataset_root_dir)
 
 
-def dataset_overrides(name: str) -> tuple[str, ...]:
+def dataset_overrides(name: str) -> tuple[Override, ...]:
     """Return the config overrides for ``--dataset``, whose value is a dataset name or an existing path.
 
     They also replace ``data.options`` and ``data.folder``. If the path is a partition folder of another program, its
@@ -135,11 +134,12 @@ def dataset_overrides(name: str) -> tuple[str, ...]:
         return parts.overrides
     here = os.path.exists(os.path.expanduser(name)) and (os.sep in name or "." in name)
     stem = Path(name).stem if here else re.sub(r"[^A-Za-z0-9._-]", "-", name)
-    dataset, source = ("file", name) if here else (name, "null")
-    return (f"data.dataset={dataset}", f"data.source={source}", "data.options={}", f"data.folder=parts/{stem}")
+    dataset, source = ("file", name) if here else (name, None)
+    folder = f"parts/{stem}"
+    return (("data.dataset", dataset), ("data.source", source), ("data.options", {}), ("data.folder", folder))
 
 
-def named_dataset_overrides(dataset: str | None, parts: ForeignParts | None) -> tuple[str, ...]:
+def named_dataset_overrides(dataset: str | None, parts: ForeignParts | None) -> tuple[Override, ...]:
     """Return the config overrides for ``dataset`` and ``parts``, as given by flags of another launcher.
 
     If both are given, the dataset is used only if ``parts`` lack labels or train seeds.
@@ -165,15 +165,14 @@ def parts_note(parts: ForeignParts | None, dataset: str | None, named: str) -> s
     )
 
 
-def node_overrides(nodes: str) -> tuple[str, ...]:
+def node_overrides(nodes: str) -> tuple[Override, ...]:
     """Return the config overrides for ``--nodes``; they replace ``nodes`` and ``transport`` of the config file."""
     if nodes.isdecimal():
-        return (f"nodes={nodes}", "transport=local")
-    hosts = ",".join(f'"{host}"' for host in split_hosts(nodes))
-    return (f"nodes=[{hosts}]", "transport=ssh")
+        return (("nodes", nodes), ("transport", "local"))
+    return (("nodes", split_hosts(nodes)), ("transport", "ssh"))
 
 
-def environment_overrides(venv: str | None, conda: str | None) -> tuple[str, ...]:
+def environment_overrides(venv: str | None, conda: str | None) -> tuple[Override, ...]:
     """Return the config overrides for ``--venv`` or ``--conda``, which replace the environment of every node.
 
     The home folder is written as ``~``. Raises UsageError if both are given.
@@ -186,8 +185,8 @@ def environment_overrides(venv: str | None, conda: str | None) -> tuple[str, ...
     from launcher.files import written_path
 
     text = written_path(Path(text)) if "/" in text else text
-    given = {"python": "null", "venv": "null", "conda": "null", key: json.dumps(text, ensure_ascii=False)}
-    return tuple(f"nodes.*.{name}={value}" for name, value in given.items())
+    given = {"python": None, "venv": None, "conda": None, key: text}
+    return tuple((f"nodes.*.{name}", value) for name, value in given.items())
 
 
 def split_hosts(nodes: str) -> list[str]:

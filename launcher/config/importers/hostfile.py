@@ -1,9 +1,11 @@
-"""Reads lists of hosts: ip_config files of PyG and DGL, hostfiles of DeepSpeed and OpenMPI, and ``--nodes``."""
+"""Reads lists of hosts: ip_config files of PyG and DGL, hostfiles of MPI, DeepSpeed and batch systems, ``--nodes``."""
 
 from __future__ import annotations
 
+import difflib
 import posixpath
 import re
+from collections.abc import Sequence
 
 from launcher.config.importers.base import (
     Flags,
@@ -21,13 +23,23 @@ from launcher.config.importers.pyg_command import Remote
 from launcher.errors import ConfigError, Problem
 from launcher.yaml_tree import Origin, Section, Tree
 
-HOST = r"(?:[^\s@:#=,\[\]]+@)?(?:[^\s@:#=,\[\]]|\[[0-9,:-]+\])+(?::\d+)?|(?=[^\s:]*:[^\s:]*:)[0-9a-fA-F:]+"
+HOST = r"(?:[^\s:#=,\[\]]+@)?(?:[^\s@:#=,\[\]]|\[[0-9,:-]+\])+(?::\d+)?|(?=[^\s:]*:[^\s:]*:)[0-9a-fA-F:]+"
 
 _WITH_PORT = re.compile(rf"({HOST})(?:\s+(\d+))?")
 
 _WITH_SLOTS = re.compile(rf"({HOST})((?:\s+[\w-]+\s*=\s*\w+)*)")
 
 _SETTING = re.compile(r"([\w-]+)\s*=\s*(\w+)")
+
+_COUNTED = re.compile(r"([^:]+|\[[^\]]+\]):(\d{1,6})")  # host:8
+
+_PORTS_FROM = 1024  # a smaller number behind a host is a number of processes
+
+_SSH_PORT = 22
+
+_MOST_SLOTS = ("max_slots", "max-slots", "slots_max")
+
+_WORDS = ("slots", *_MOST_SLOTS)
 
 _EXAMPLE_SETTINGS = {"hidden": "256", "dropout": "0.0", "lr": "0.0004"}
 
@@ -48,23 +60,52 @@ def read_nodes(flags: Flags) -> Foreign:
 
 
 def read_ip_list(source: Source, flags: Flags) -> Foreign:
-    """Convert a list with a host and an optional port per line: ``- 10.0.0.10 1234`` (PyG), ``10.0.0.10 1234`` (DGL).
+    """Convert a list with one host per line.
 
-    Raises ConfigError for lines of another form, or if ``--num_nodes`` is not the number of hosts.
+    ``- 10.0.0.10 1234`` (torch_geometric) and ``10.0.0.10 1234`` (DGL) have a port, which is not used. In other lists
+    ``host:8`` (MPICH, Intel MPI) and eight lines with one host (PBS, LSF) are a node with 8 processes; ``host:2222``,
+    with a number of 1024 or more, has an SSH port. Raises ConfigError for lines of another form or with two meanings,
+    or if ``--num_nodes`` is not the number of hosts.
     """
     dashed = any(line.startswith("- ") for _, line in source.lines())
-    nodes, ports, problems = [], False, []
+    of_pyg = dashed or flags.remote is not None or flags.num_nodes is not None
+    nodes: list[tuple[Origin, str]] = []
+    counts: list[tuple[Origin, str, int]] = []
+    ports, ssh_ports, problems = False, False, []
     for line, words in source.lines():
         match = _WITH_PORT.fullmatch(re.sub(r"^- +", "", words).strip("\"'"))
         if not match:
             problems.append(Problem(source.name, line, f"expected a host and an optional port, found `{words}`"))
             continue
-        ports = ports or bool(match[2])
-        nodes.append((source.origin(line), match[1]))
+        origin, host, port = source.origin(line), match[1], match[2]
+        ports = ports or port is not None
+        nodes.append((origin, host))
+        after = None if of_pyg else _COUNTED.fullmatch(host)
+        if port and not of_pyg and int(port) < _PORTS_FROM:
+            wrong = f"`{words}`: {port} is no port of a DGL server; for {port} processes write `{host} slots={port}`"
+            problems.append(Problem(source.name, line, wrong))
+        elif after and int(after[2]) in (0, _SSH_PORT):
+            wrong = f"`{words}` is a number of processes for MPICH, and an SSH port elsewhere; for processes write "
+            wrong += f"`{after[1]} slots={int(after[2]) or 1}`, for the port `{after[1]}`"
+            problems.append(Problem(source.name, line, wrong))
+        elif after and int(after[2]) < _PORTS_FROM:
+            counts.append((origin, after[1], int(after[2])))
+        else:
+            ssh_ports = ssh_ports or bool(after)
+            counts.append((origin, host, 1))
+    counted = any(count > 1 or host != name for (_, host, count), (_, name) in zip(counts, nodes, strict=False))
+    if counted and ssh_ports:
+        line = next(origin.line for origin, name in nodes if _COUNTED.fullmatch(name))
+        wrong = f"`host:N` is a number of processes below {_PORTS_FROM} and an SSH port above, and the file has both; "
+        problems.append(Problem(source.name, line, f"{wrong}write `host slots=N`, and ports into ~/.ssh/config"))
     if problems:
         raise ConfigError(problems)
-    of_pyg = dashed or flags.remote is not None or flags.num_nodes is not None
+    if not of_pyg and not ports and (counted or len({host for _, host, _ in counts}) < len(counts)):
+        kind = "hostfile of MPICH or Intel MPI" if counted else "hostfile of PBS or LSF, with a line per process"
+        return _with_counts(source, counts, f"a {kind}")
     notes = [_port_note(of_pyg)] if ports else []
+    if ssh_ports:
+        notes.append("`host:N` is read as an SSH port, as N is too large for a number of processes")
     _same_number(source, nodes, flags)
     tree = _pyg(nodes, flags, notes)
     kind = f"an ip_config of {'torch_geometric' if of_pyg else 'DGL'}"
@@ -72,23 +113,50 @@ def read_ip_list(source: Source, flags: Flags) -> Foreign:
 
 
 def read_hostfile(source: Source) -> Foreign:
-    """Convert a hostfile with lines of the form ``host slots=4``. Slots become ``procs`` of the node.
+    """Convert a hostfile with lines of the form ``host slots=4 max_slots=8``. Slots become ``procs`` of the node.
 
-    The slots of a host that is listed several times are added up. Raises ConfigError for lines of another form.
+    The slots of a host that is listed several times are added up. Raises ConfigError for lines of another form, for
+    unknown words, and for a line without ``slots``, whose number MPI, Horovod and DeepSpeed understand differently.
     """
-    slots: dict[str, tuple[Origin, int]] = {}
-    problems = []
+    counts, problems = [], []
     for line, words in source.lines():
         match = _WITH_SLOTS.fullmatch(words)
         settings = dict(_SETTING.findall(match[2])) if match else {}
-        count = settings.get("slots", "1")
-        if not match or not count.isdecimal() or len(count) > 6 or not int(count):
-            problems.append(Problem(source.name, line, f"expected `host slots=4`, found `{words}`"))
+        unknown = next((name for name in settings if name not in _WORDS), None)
+        after = match and _COUNTED.fullmatch(match[1])
+        slots = settings.get("slots")
+        most = next((settings[name] for name in _MOST_SLOTS if name in settings), slots)
+        if not match or not all(_is_count(settings.get(name, "1")) for name in ("slots", *_MOST_SLOTS)):
+            wrong = f"expected `host slots=4`, found `{words}`"
+        elif unknown is not None:
+            near = (difflib.get_close_matches(unknown, _WORDS, 1) or ["slots"])[0]
+            wrong = f"unknown word `{unknown}`; did you mean `{match[1]} {near}={settings[unknown]}`?"
+        elif slots is None:
+            number_of = f"{most} slots or fewer" if most else "one slot, or one per core"
+            wrong = f"`{words}` may mean {number_of}; write `{match[1]} slots={most or 1}`"
+        elif after and int(after[2]) < _PORTS_FROM:
+            wrong = f"`{after[0]}` and slots={slots} are two numbers of processes; write `{after[1]} slots={slots}`"
+        elif int(most or slots) < int(slots):
+            wrong = f"slots={slots} is more than {most}, the maximum on this line"
+        else:
+            counts.append((source.origin(line), match[1], int(slots)))
             continue
-        origin, before = slots.get(match[1], (source.origin(line), 0))
-        slots[match[1]] = (origin, before + int(count))
+        problems.append(Problem(source.name, line, wrong))
     if problems:
         raise ConfigError(problems)
+    return _with_counts(source, counts, "a hostfile of DeepSpeed or OpenMPI")
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and len(text) <= 6 and int(text) > 0
+
+
+def _with_counts(source: Source, counts: Sequence[tuple[Origin, str, int]], kind: str) -> Foreign:
+    """Return a config with one node per host; the processes of a host that is listed several times are added up."""
+    slots: dict[str, tuple[Origin, int]] = {}
+    for origin, host, count in counts:
+        first, before = slots.get(host, (origin, 0))
+        slots[host] = (first, before + count)
     nodes = [
         section(origin, {"host": text(origin, host), "procs": number(origin, count)})
         for host, (origin, count) in slots.items()
@@ -98,7 +166,7 @@ def read_hostfile(source: Source) -> Foreign:
         "add --set 'nodes.*.devices=[0,1,2,3]'"
     )
     at = source.origin(1)
-    return Foreign("a hostfile of DeepSpeed or OpenMPI", section(at, {"nodes": listed(at, nodes)}), (note,))
+    return Foreign(kind, section(at, {"nodes": listed(at, nodes)}), (note,))
 
 
 def _port_note(of_pyg: bool) -> str:

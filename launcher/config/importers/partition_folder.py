@@ -8,6 +8,7 @@ from pathlib import Path
 
 from launcher.files import read_text
 from launcher.node.json_reader import loads
+from launcher.yaml_tree import Override
 
 _MOST_CONFIG = 1 << 26  #: maximum bytes of a partition config of DGL
 
@@ -28,15 +29,18 @@ class ForeignParts:
         return self.folder.absolute().name.removesuffix(_SUFFIX)
 
     @property
-    def overrides(self) -> tuple[str, ...]:
+    def overrides(self) -> tuple[Override, ...]:
         """Config overrides that make a run convert these parts instead of partitioning the graph.
 
         They clear ``data.options``.
         """
         return (
-            "data.dataset=partition", f"data.source={self.folder}", "data.options={}", f"data.folder=parts/{self.name}",
-            "data.partition.method=keep",
-        )  # fmt: skip
+            ("data.dataset", "partition"),
+            ("data.source", str(self.folder)),
+            ("data.options", {}),
+            ("data.folder", f"parts/{self.name}"),
+            ("data.partition.method", "keep"),
+        )
 
 
 def find_parts(path: str | Path) -> ForeignParts | None:

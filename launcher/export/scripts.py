@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -332,9 +333,15 @@ def _fetch(config: ResolvedConfig, plan: LaunchPlan) -> str:
     argv = [_PYTHON, "-m", "launcher", "partition", "fetch", config.data.store, *parts]
     argv += ["--replicated"] if plan.topology.replicated else []
     for name, value in config.data.store_options.items():
-        plain = isinstance(value, str) and yaml.safe_load(value) == value
-        argv += ["--store-option", f"{name}={value if plain else json.dumps(value)}"]
+        argv += ["--store-option", f"{name}={value if _is_plain(value) else json.dumps(value)}"]
     return _lines(argv)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is a text that YAML reads as it is, and not as a number, a list …"""
+    with suppress(yaml.YAMLError, ValueError):
+        return isinstance(value, str) and yaml.safe_load(value) == value
+    return False
 
 
 def _trainer(plan: LaunchPlan, kind: str) -> str:

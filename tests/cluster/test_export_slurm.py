@@ -24,7 +24,7 @@ pytestmark = [
 CONFIG = """
 name: toy
 nodes: [a, b]
-defaults: {{venv: {venv}, env: {{GNNFLEET_KERNELS: {kernels}}}}}
+defaults: {{venv: {venv}, cpus: 1, memory: 1GB, env: {{GNNFLEET_KERNELS: {kernels}}}}}
 data:
   dataset: synthetic
   options: {{num_nodes: 4000, avg_degree: 10, num_features: 16, num_classes: 4}}

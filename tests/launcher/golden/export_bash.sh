@@ -9,7 +9,7 @@
 set -euo pipefail
 NODE=${1:?usage: bash $0 NODE, the number of this node, 0 to 1}
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-RUN=~/gnnfleet/runs/Products_1/node$NODE  # logs, metrics, checkpoints
+RUN=~/gnnfleet-work/runs/Products_1/node$NODE  # logs, metrics, checkpoints
 export PATH=/opt/gnn/bin:"$PATH"
 <<<<<<< HEAD
 PYTHON="/opt/gnn/bin/python"

@@ -368,7 +368,7 @@ CSV: dict[str, tuple[str | bytes, dict[str, Any], list[str] | str]] = {
     "line feeds in quotes": (NODES.replace("ann", '"a\nb"').replace(",1\n", ",1\r\n"), {}, ["a\nb", "böb", "cid"]),
     "blanks in the header": (NODES.replace("id,name,x", "id, name , x"), {}, READ),
     "one name twice": (NODES.replace("x", "NAME"), {}, "called 'name' and 'NAME', which is the same name"),
-    "an unused name twice": (NODES.replace(",", ",y,").replace("y,name", "y,name"), {}, READ),
+    "an unused name twice": (NODES.replace(",", ",y,"), {}, READ),
     "no header": (NODES.split("\n", 1)[1], {}, r"'id' is not a column.*first line of n\.csv seems to contain values"),
     "empty": ("", {}, r"n\.csv is empty; expected a line of column names"),
     "a column called rowid": (NODES.replace("name", "rowid"), {"categories": ["rowid"]}, "cannot be called 'rowid'"),

@@ -84,9 +84,9 @@ class _Conversion:
         for of, scan in nodes.items():
             self.integers[of] = ids_are_integers(scan, self.options.nodes[of].id)
             self.decimals[of] = has_decimal_texts(scan, self.options.nodes[of].id)
-        for of, scan in edges.items():
-            check_ids(scan, self.options.edges[of].source, "source")
-            check_ids(scan, self.options.edges[of].target, "target")
+        for edge_type, scan in edges.items():
+            check_ids(scan, self.options.edges[edge_type].source, "source")
+            check_ids(scan, self.options.edges[edge_type].target, "target")
         counts, node_arrays = {}, {}
         for k, of in enumerate(nodes):
             counts[of], node_arrays[of] = self._nodes(of, self.options.nodes[of], nodes[of], f"nodes{k}")
@@ -181,7 +181,7 @@ class _Conversion:
 
     def _splits(self, table: NodeTable, scan: Scan, count: int, y: RawArray | None) -> dict[str, RawArray]:
         """Return the nodes of each split. Raises ``DataError`` for a node without a label that is in a split."""
-        labelled = np.ones(count, bool)
+        labelled: Array = np.ones(count, bool)
         if y is not None:
             values = np.asarray(y.values).reshape(count, -1)
             labelled = (~np.isnan(values) if values.dtype.kind == "f" else values >= 0).any(1)

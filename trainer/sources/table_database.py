@@ -129,7 +129,7 @@ class Scan:
     files: Sequence[Path]
     where: str  #: name of the table in messages, such as ``nodes.user``
     options: Table = Table(())
-    used: Sequence[str] | None = None  #: the columns that are copied; None: all
+    used: Collection[str] | None = None  #: the columns that are copied; None: all
     _headers: dict[Path, _Header] = field(default_factory=dict)
     _in_utf8: dict[Path, Path] = field(default_factory=dict)  #: CSV file -> its copy in UTF-8
     _rows: dict[Path, int] = field(default_factory=dict)  #: number of rows of each CSV file

@@ -19,7 +19,7 @@ from paramiko.hostkeys import HostKeys
 from launcher.command import Command
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import AuthError, ConnectionLost, HostKeyError, TransportError, UnreachableError
-from launcher.transport import close_all, connect_all, ssh_config
+from launcher.transport import close_all, connect_all, openssh, ssh_config
 from launcher.transport.auth import Credentials
 from launcher.transport.host_keys import read_known_hosts
 from launcher.transport.remote import RemoteTransport
@@ -455,3 +455,14 @@ def test_connect_all_reports_every_node(sshd: Sshd, key: Path) -> None:
     ]  # fmt: skip
     assert str(results[2]).startswith("node2 (ann@127.0.0.1:1): connection refused")
     close_all(results)
+
+
+def test_a_control_master_that_hangs_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # After a network cut, ssh -O check may wait for a master that does not answer.
+    program = tmp_path / "ssh"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(openssh, "_CHECK_TIMEOUT", 0.3)
+    transport = openssh.OpenSshTransport(NodeConfig("gnn1"), "strict", Credentials(None))
+    assert not transport._use_control_master() and not transport._alive()

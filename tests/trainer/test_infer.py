@@ -152,8 +152,8 @@ def test_one_table_has_the_predictions_of_all_parts(trained: Path, tmp_path: Pat
         np.testing.assert_allclose(each, shares[node], atol=1e-6)
         assert (int(row["prediction"]), float(row["probability"])) == (int(np.argmax(each)), max(each))
     duckdb = pytest.importorskip("duckdb")
-    count = duckdb.sql(f"SELECT count(*), sum(id) FROM '{tmp_path}/predictions.parquet'").fetchone()
-    assert count == (len(rows), sum(rows))
+    count = duckdb.sql(f"SELECT count(*), sum(id) FROM '{tmp_path}/predictions.parquet'").fetchall()
+    assert count == [(len(rows), sum(rows))]
     assert sorted(path.name for path in tmp_path.iterdir() if not path.is_dir()) == [
         "infer.json", "predictions.csv", "predictions.parquet"
     ]  # fmt: skip

@@ -50,7 +50,7 @@ _MOST_USED = ("config", "sets", "version", "help")
 _ORDER = (
     *("init", "setup", "import", "check", "plan", "rehearse", "launch", "export", "partition"),
     *("status", "logs", "follow", "attach", "stop", "collect", "resume"),
-    *("infer", "inspect", "runs", "profile", "report", "compare", "serve", "completion"),
+    *("infer", "inspect", "runs", "profile", "report", "compare", "serve", "clean", "completion"),
 )
 
 
@@ -299,6 +299,7 @@ def run_launch(options: LaunchOptions) -> NoReturn:
 
 def with_all_commands() -> click.Group:
     """Import the modules of all commands and add the commands to ``gnnfleet``."""
+    from launcher.cli.clean import clean
     from launcher.cli.completion import completion
     from launcher.cli.explain import explain
     from launcher.cli.infer import infer, inspect
@@ -309,7 +310,7 @@ def with_all_commands() -> click.Group:
     from launcher.cli.setup import setup
 
     register_commands(gnnfleet)
-    for command in (infer, inspect, report, compare, serve, completion, init, setup, explain):
+    for command in (infer, inspect, report, compare, serve, completion, init, setup, explain, clean):
         gnnfleet.add_command(command)
     return gnnfleet
 

@@ -1,0 +1,156 @@
+"""``gnnfleet clean``: shows what old runs left on the hosts, asks, and deletes it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.filesize import decimal
+
+from launcher.command import Command
+from launcher.config.resolve import ResolvedConfig
+from launcher.errors import FleetError, TransportError, UsageError, reason_of
+from launcher.plan.placement import ANY_PYTHON
+from launcher.text import count
+from launcher.transport import close_all, connect_all
+from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
+from launcher.transport.rpc import call
+
+KINDS = ("runs", "code", "parts", "kernels")
+
+_UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+_TIMEOUT = 600.0  # seconds to count or delete the files of one host
+
+
+class Item(msgspec.Struct, frozen=True):
+    """A folder on a host that gnnfleet made."""
+
+    kind: str
+    path: str
+    bytes: int
+    age: float  #: seconds since a run last used it
+    used: str  #: what uses it now; '' for nothing
+
+
+@dataclass(frozen=True)
+class CleanOptions:
+    kinds: tuple[str, ...] = KINDS
+    older_than: float = 7 * 86400.0  #: seconds
+    keep: int = 0  #: number of the newest folders of each kind that stay on each host
+    dry_run: bool = False
+    ask: bool = True
+
+
+def seconds_of(text: str) -> float:
+    """Return a duration such as ``7d``, ``12h`` or ``0`` in seconds. Raises UsageError."""
+    match = re.fullmatch(r"(\d{1,6})([mhdw])|0", text)
+    if match is None:
+        raise UsageError(f"--older-than {text}: expected a number with m, h, d or w, such as 7d; or 0")
+    return float(int(match[1]) * _UNITS[match[2]]) if match[1] else 0.0
+
+
+def chosen(items: Sequence[Item], options: CleanOptions) -> list[Item]:
+    """Return the folders of one host to delete: of the wanted kinds, unused, old enough, and not among the newest."""
+    found: list[Item] = []
+    for kind in options.kinds:
+        newest_first = sorted((item for item in items if item.kind == kind), key=lambda item: item.age)
+        found += [item for item in newest_first[options.keep :] if not item.used and item.age >= options.older_than]
+    return found
+
+
+def clean(config: ResolvedConfig, options: CleanOptions, console: Console) -> int:
+    """Show what can be deleted on each host, ask, and delete it; return the exit status: 1 if a host failed."""
+    attempts = connect_all(config)
+    try:
+        hosts = _one_per_host(config, attempts)
+        answers = on_nodes(hosts, lambda k: _listed(config, k, hosts[k], attempts[k]))
+        errors: dict[int, Exception] = dict(answers.errors)
+        wanted = {k: chosen(items, options) for k, items in answers.values.items()}
+        for k in sorted(answers.values):
+            _show(config.nodes[k].login, answers.values[k], wanted[k], console)
+        whole = sum(item.bytes for items in wanted.values() for item in items)
+        number = sum(map(len, wanted.values()))
+        if number and not options.dry_run and _confirmed(number, whole, options):
+            some = [k for k in wanted if wanted[k]]
+            done = on_nodes(some, lambda k: _deleted(config, k, hosts[k], attempts[k], wanted[k]))
+            errors |= done.errors
+            freed = sum(sum(freed.values()) for freed, _ in done.values.values())
+            console.print(f"freed {decimal(freed)} on {count(len(done.values), 'host')}", highlight=False)
+            for k, (_, kept) in sorted(done.values.items()):
+                for path, why in kept.items():
+                    errors.setdefault(k, FleetError(f"{path} stays: {why}"))
+        elif number:
+            console.print(f"nothing was deleted; {count(number, 'folder')} of {decimal(whole)} can be", highlight=False)
+        else:
+            console.print("nothing to delete", highlight=False)
+        for k, error in sorted(errors.items()):
+            text = f"{config.nodes[k].login}: {reason_of(error)}"
+            console.print(text, style="red", soft_wrap=True, markup=False, highlight=False)
+        return 1 if errors else 0
+    finally:
+        close_all(attempts)
+
+
+def _one_per_host(config: ResolvedConfig, attempts: Mapping[int, Any]) -> dict[int, tuple[str, ...]]:
+    """Return the patterns of the work folders of each host, by the first of its nodes."""
+    by_login: dict[str, tuple[int, dict[str, None]]] = {}
+    for k in sorted(attempts):
+        node = config.nodes[k]
+        by_login.setdefault(node.login, (k, {}))[1][node.workdir.replace("{node_rank}", "*")] = None
+    return {k: tuple(folders) for k, folders in by_login.values()}
+
+
+def _listed(config: ResolvedConfig, k: int, workdirs: Sequence[str], attempt: Transport | TransportError) -> list[Item]:
+    return msgspec.convert(_ask(config, k, workdirs, attempt, {"op": "list"})["items"], list[Item])
+
+
+def _deleted(
+    config: ResolvedConfig, k: int, workdirs: Sequence[str], attempt: Transport | TransportError, items: Sequence[Item]
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Delete folders on a host; return the bytes of those that are gone, and why others are not."""
+    reply = _ask(config, k, workdirs, attempt, {"op": "delete", "paths": [item.path for item in items]})
+    return msgspec.convert(reply["deleted"], dict[str, int]), msgspec.convert(reply["errors"], dict[str, str])
+
+
+def _ask(
+    config: ResolvedConfig,
+    k: int,
+    workdirs: Sequence[str],
+    attempt: Transport | TransportError,
+    request: dict[str, Any],
+) -> Any:
+    if isinstance(attempt, TransportError):
+        raise attempt
+    here = config.transport == "local"
+    python = Command((sys.executable,)) if here else Command(ANY_PYTHON, setup=config.nodes[k].setup)
+    return call(attempt, python, "clean", {**request, "workdirs": list(workdirs)}, _TIMEOUT)
+
+
+def _show(login: str, items: Sequence[Item], wanted: Sequence[Item], console: Console) -> None:
+    console.print(f"{login}: {decimal(sum(item.bytes for item in wanted))} to delete", style="bold", highlight=False)
+    for item in wanted:
+        words = f"  {item.kind:8} {decimal(item.bytes):>10}  {_days(item.age):>8}  {item.path}"
+        console.print(words, soft_wrap=True, markup=False, highlight=False)
+    used = [item for item in items if item.used]
+    stays = [item for item in items if item not in wanted and not item.used]
+    for text, some in (("in use", used), ("newer or kept", stays)):
+        if some:
+            words = f"  {count(len(some), 'folder')} of {decimal(sum(item.bytes for item in some))} stay: {text}"
+            console.print(words, style="dim", highlight=False)
+
+
+def _days(seconds: float) -> str:
+    unit = next((name for name in "wdhm" if seconds >= 2 * _UNITS[name]), "m")
+    return f"{int(seconds // _UNITS[unit])} {unit}"
+
+
+def _confirmed(number: int, whole: int, options: CleanOptions) -> bool:
+    return not options.ask or click.confirm(f"Delete {count(number, 'folder')}, {decimal(whole)}?", default=False)

@@ -176,7 +176,7 @@ def evaluate(links, num_nodes, score):
         src, dst = chunks[number]
         drawn = torch.Generator().manual_seed(number)
         others = torch.randint(num_nodes, (len(src), NEGATIVES), generator=drawn)
-        sums.add(score(src, dst), score(src[:, None], others))
+        sums.add(score(src, dst), score(src[:, None], others).masked_fill(others == dst[:, None], -torch.inf))
     dist.all_reduce(sums.sums)
     return sums.result()
 

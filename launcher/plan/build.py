@@ -26,6 +26,7 @@ from launcher.plan.own_script import own_command_files, resume_file
 from launcher.plan.partition import PartitionFiles, outdated, partitioning, read_partition_files
 from launcher.plan.placement import Site, make_sites, node_login, session_name
 from launcher.plan.ports import choose, control_candidates, master_candidates
+from launcher.plan.precision import precision_notes
 from launcher.plan.serialize import run_json
 from launcher.plan.service_key import new_key_pair
 from launcher.plan.topology import decide
@@ -198,7 +199,11 @@ def _launch_plan(
         runs_dir=config.run.runs_dir,
         code_digest=code_digest,
         final=inputs.facts_known and inputs.parts_known,
-        notes=(*_notes(inputs), *(own.notes if own else ())),
+        notes=(
+            *_notes(inputs),
+            *(own.notes if own else ()),
+            *(precision_notes(config, inputs.facts) if bundled else ()),
+        ),
         control_port=context.control_port,
         lead=context.lead,
         serving=config.data.serving or "",

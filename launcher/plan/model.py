@@ -38,6 +38,7 @@ class NodeFacts:
     addresses: tuple[str, ...] = ()  #: all addresses of the node
     topology_bytes: int = 0  #: mode ``verify``: bytes of the edges of all parts; 0 if the node does not have all
     device_memory: tuple[tuple[str, int], ...] = ()  #: UUID of each CUDA device, by index, and bytes of its memory
+    bfloat16: str | None = None  #: the CPU's instructions for bfloat16, such as avx512_bf16; '' for none; None: unknown
 
     def device_bytes(self, device: int | str) -> int:
         """Return the bytes of memory of a CUDA device, given by index or UUID; 0 if unknown, as for MIG instances."""

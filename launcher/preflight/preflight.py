@@ -142,6 +142,7 @@ def _facts(config: ResolvedConfig, k: int, probe: Mapping[str, Any], offset: flo
         addresses=tuple(address for _, address in probe["addresses"]),
         topology_bytes=probe["graph"].get("topology_bytes", 0),
         device_memory=tuple((gpu["uuid"], gpu["memory"] << 20) for gpu in probe["gpus"]),
+        bfloat16=probe.get("bfloat16"),
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -347,3 +348,22 @@ def test_plans_of_the_templates_are_valid(template: Path) -> None:
 
 def test_the_same_input_gives_the_same_plan() -> None:
     assert plan_of(cluster(), facts=facts_of(2)) == plan_of(cluster(), facts=facts_of(2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "devices", "expected"),
+    [
+        ("avx512_bf16", (), r"on node0–node1: the processor multiplies it \(avx512_bf16\); an epoch took 8 % less"),
+        ("", (), "on node0–node1: the processor has no instructions for it .* slower than in float32"),
+        (None, ("Tesla T4",), "on node0–node1: Tesla T4 has no units for it"),
+        (None, ("NVIDIA A100-SXM4-40GB",), None),
+        (None, ("NVIDIA H100 80GB HBM3",), None),
+    ],
+)
+def test_the_plan_says_what_bfloat16_brings(flags: str | None, devices: tuple[str, ...], expected: str | None) -> None:
+    nodes = [NodeConfig(name, devices=(0,) if devices else ()) for name in "ab"]
+    config = cluster(*nodes, train=TrainConfig(precision="bfloat16"))
+    plan = plan_of(config, facts=facts_of(2, bfloat16=flags, devices=devices))
+    found = [note for note in plan.notes if "bfloat16" in note]
+    assert len(found) == (expected is not None) and all(re.search(str(expected), note) for note in found)
+    assert not any("bfloat16" in note for note in plan_of(cluster(*nodes), facts=facts_of(2, bfloat16=flags)).notes)

@@ -337,3 +337,9 @@ def test_the_probe_imports_few_modules() -> None:
         "importlib.metadata",
         "launcher.node.leases",
     }
+
+
+def test_instructions_for_bfloat16_are_found() -> None:
+    for flags, found in (("fpu avx512_bf16 amx_bf16", "amx_bf16"), ("avx512_bf16", "avx512_bf16"), ("avx512f", "")):
+        assert machine.bfloat16(f"processor\t: 0\nflags\t\t: {flags}\n") == found
+    assert machine.capacity()["bfloat16"] in ("", "amx_bf16", "avx512_bf16", "bf16")

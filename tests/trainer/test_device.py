@@ -11,6 +11,7 @@ import torch
 from cache_kit import hosts
 from oracle import assert_identical
 from train_kit import job, write_parts
+from trainer.core import slabs
 from trainer.core.batch import Batch, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
 from trainer.core.remote_settings import CacheSize
@@ -77,6 +78,18 @@ def test_joined_puts_each_row_in_its_place() -> None:
 def test_a_batch_for_the_cpu_is_not_copied(graph: Graph) -> None:
     batch = next(loader_of(graph).epoch(1))
     assert feed(CPU)(batch) is batch and len(list(tensors_of(batch))) > 5
+
+
+def test_a_process_has_one_copy_stream_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Stream", made.append)
+    monkeypatch.setattr(slabs, "use_pinned", lambda: None)
+    devices = [torch.device("cuda", index) for index in (0, 1)]
+    try:
+        assert feed(devices[0]) is feed(torch.device("cuda", 0)) is not feed(devices[1])
+        assert made == devices
+    finally:
+        feed.cache_clear()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

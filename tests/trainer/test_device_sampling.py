@@ -124,6 +124,14 @@ def test_what_the_device_cannot_sample_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_batches_with_missing_labels_are_equal_to_themselves() -> None:
+    y, ids = torch.tensor([[1.0, torch.nan], [torch.nan, 2.0]]), torch.arange(4)
+    assert device_sampling._equal(y, y.clone()) and device_sampling._equal(ids, ids.clone())
+    for other in (y.nan_to_num(), y.double(), y[:1], torch.where(y == 1, torch.nan, y), torch.where(y == 1, 3, y)):
+        assert not device_sampling._equal(y, other)
+    assert not device_sampling._equal(ids, ids.flip(0))
+
+
 @pytest.mark.parametrize("failing", ["_place", "_allocate", "_use_device"])
 def test_auto_samples_on_the_cpu_if_the_device_cannot_be_prepared(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -110,6 +110,41 @@ def test_seeds_split_by_rank_are_refused_with_the_reason(folder):
     assert "script.py:" in output and "Do not split seeds by rank" in output
 
 
+def loaders_of_one_rank_more(parts: str) -> None:
+    dist.init_process_group("gloo")
+    graph, rank = trainer.open(parts), dist.get_rank()
+
+    def make(seeds: torch.Tensor) -> DistNeighborLoader:
+        return DistNeighborLoader(graph, [2], seeds, batch_size=4)
+
+    if rank == 0:
+        next(iter(make(torch.arange(5))))
+    for _ in range(2):
+        assert len(list(make(torch.arange(16)))) == 2
+    dist.barrier()
+    kept = [make(torch.arange(count)) for count in ((7, 12) if rank == 1 else (12,))]
+    for loader in reversed(kept):
+        next(iter(loader))
+    dist.barrier()
+    for count in (8, 9):  # the same line makes several loaders, of which the second differs
+        loader = make(torch.arange(count) + (rank if count == 9 else 0))
+        try:
+            next(iter(loader))
+            ended = "same"
+        except SettingsError:
+            ended = "differs"
+        dist.barrier()
+        print(f"RANK {rank} {count} {ended}", flush=True)
+    dist.destroy_process_group()
+
+
+def test_a_rank_may_make_more_loaders_at_a_line_than_others(folder):
+    ranks = run_forked(loaders_of_one_rank_more, [str(folder / "parts")], 2)
+    assert [ended.returncode for ended in ranks] == [0, 0], ranks
+    ends = sorted(re.findall(r"RANK \d (\d) (\w+)", "".join(ended.output for ended in ranks)))
+    assert ends == [("8", "same"), ("8", "same"), ("9", "differs"), ("9", "same")]
+
+
 def destroy_the_group_of_an_opened_graph(parts: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with trainer.open(parts):

@@ -48,25 +48,38 @@ def test_sage_equals_torch_geometric(in_dim: int, out_dim: int) -> None:
     torch.testing.assert_close(ours(whole_graph_block(60, edge_index), x), theirs(x, edge_index), atol=1e-5, rtol=1e-5)
 
 
+def graph_of(kind: str) -> Tensor:
+    """Return edges of 60 nodes, some of them without in-edges. Kind ``loops`` has self loops and duplicates of both."""
+    edge_index = directed_graph()
+    if kind == "undirected":
+        return torch.unique(torch.cat([edge_index, edge_index.flip(0)], 1), dim=1)
+    loops = torch.tensor([0, 3, 3, 3, 7, 58, 59, 59]).expand(2, -1)  # 58 and 59 have no other in-edge
+    return torch.cat([edge_index, edge_index[:, :40], loops], 1) if kind == "loops" else edge_index
+
+
 @pytest.mark.parametrize("in_dim,out_dim", [(8, 24), (24, 3)])
-@pytest.mark.parametrize("undirected", [True, False])
-def test_gcn_equals_torch_geometric(in_dim: int, out_dim: int, undirected: bool) -> None:
-    edge_index, x = directed_graph(), torch.randn(60, in_dim)
-    if undirected:
-        edge_index = torch.unique(torch.cat([edge_index, edge_index.flip(0)], 1), dim=1)
+@pytest.mark.parametrize("kind", ["undirected", "directed", "loops"])
+def test_gcn_equals_torch_geometric(in_dim: int, out_dim: int, kind: str) -> None:
+    edge_index, x = graph_of(kind), torch.randn(60, in_dim)
     ours, theirs = layers.GCNConv(in_dim, out_dim), pyg.GCNConv(in_dim, out_dim)
     ours.load_state_dict({"bias": theirs.bias, "lin.weight": theirs.lin.weight})
-    degree = in_degree(edge_index[1], 60).long()
+    degree = in_degree(edge_index[1, edge_index[0] != edge_index[1]], 60).long()
     out = ours(whole_graph_block(60, edge_index), x, degree)
     torch.testing.assert_close(out, theirs(x, edge_index), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["directed", "loops"])
 @pytest.mark.parametrize("concat", [True, False])
-def test_gat_equals_torch_geometric(concat: bool) -> None:
-    edge_index, x = directed_graph(), torch.randn(60, 8)
+def test_gat_equals_torch_geometric(concat: bool, kind: str) -> None:
+    edge_index, x = graph_of(kind), torch.randn(60, 8)
     ours, theirs = layers.GATConv(8, 5, 3, concat), pyg.GATConv(8, 5, 3, concat)
     ours.load_state_dict(theirs.state_dict())
-    torch.testing.assert_close(ours(whole_graph_block(60, edge_index), x), theirs(x, edge_index), atol=1e-5, rtol=1e-5)
+    out, expected = ours(whole_graph_block(60, edge_index), x), theirs(x, edge_index)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    for name, weight in ours.named_parameters():
+        torch.testing.assert_close(weight.grad, theirs.get_parameter(name).grad, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["sage", "gcn"])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch_geometric.nn as pyg
 import torch_geometric.transforms as T
+from torch import nn
+from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN, GraphSAGE
+from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 import trainer
 from load_kit import hetero_data, homo_data, parts_of
@@ -17,7 +22,9 @@ from train_kit import run_forked
 from trainer import DistNeighborLoader
 from trainer.core.errors import SettingsError
 from trainer.graph.seed_order import RankLayout
+from trainer.nn import trim
 from trainer.nn.inference import inference
+from trainer.nn.trim import by_degrees
 
 
 def model_of(kind=GraphSAGE, **how):
@@ -37,12 +44,124 @@ def test_layer_by_layer_equals_the_whole_graph_at_once(kind, jk, cache):
 
 def test_graphs_stored_as_adj_t():
     data = T.ToUndirected()(homo_data())
-    for kind in (GraphSAGE, GCN):
+    for kind, hops in ((GraphSAGE, 1), (GCN, 2)):
         model = model_of(kind)
         sparse = T.ToSparseTensor(attr=None)(data.clone())
-        at_once = model(data.x, data.edge_index) if kind is GraphSAGE else None
-        result = inference(model, DistNeighborLoader(sparse, [-1], batch_size=13))
-        assert result.shape == (60, 5) and (at_once is None or torch.allclose(result, at_once, atol=1e-5))
+        loader = DistNeighborLoader(sparse, [-1] * hops, batch_size=13)
+        assert torch.allclose(inference(model, loader), model(data.x, sparse.adj_t), atol=1e-5)
+
+
+def looped(seed):
+    """Return data of a directed graph with self loops, duplicate edges and isolated nodes."""
+    draw = torch.Generator().manual_seed(seed)
+    edges = torch.randint(25, (2, 70), generator=draw)
+    edges = torch.cat([edges, edges[:, :10], torch.tensor([[0, 1, 1, 28], [0, 1, 1, 28]])], 1)
+    return Data(torch.randn(30, 4, generator=draw), edges)
+
+
+DEGREES = torch.tensor([3, 5, 7, 8, 4, 2, 1])
+PLAIN = {"GraphSAGE": {}, "GAT": {"heads": 2}, "GIN": {"norm": "batch_norm"}, "EdgeCNN": {}, "GCN": {},
+         "PNA": {"aggregators": ["mean", "max"], "scalers": ["identity", "amplification"], "deg": DEGREES}}  # fmt: skip
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_all_models_equal_the_whole_graph_with_loops_duplicates_and_isolated_nodes(name, cache):
+    model = model_of(getattr(pyg, name), **PLAIN[name])
+    for seed in range(3):
+        data = looped(seed)
+        loader = DistNeighborLoader(data, [-1, -1] if name == "GCN" else [-1], batch_size=7)
+        assert torch.allclose(inference(model, loader, cache=cache), model(data.x, data.edge_index), atol=1e-4)
+
+
+def gcn_like(layer, jk=None):
+    class Model(BasicGNN):
+        supports_edge_weight, supports_edge_attr, supports_norm_batch = True, False, False
+
+        def init_conv(self, in_channels, out_channels, **kwargs):
+            return layer(in_channels, out_channels, **kwargs)
+
+    return model_of(Model, jk=jk)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: model_of(GCN), r"two hops because GCNConv reads the degrees of neighbours.*num_neighbors=\[-1, -1\]"),
+        (lambda: model_of(GCN, cached=True), "without cached=True"),
+        (lambda: gcn_like(pyg.TAGConv), "TAGConv cannot be computed by inference, layer by layer: .* further hops"),
+        (lambda: model_of(GraphSAGE, norm="layer_norm"), "LayerNorm cannot .* the rows of all nodes"),
+        (lambda: model_of(GraphSAGE, norm="pair_norm"), "PairNorm cannot .* the rows of all nodes"),
+        (lambda: model_of(GraphSAGE, flow="target_to_source"), "SAGEConv with flow='target_to_source' cannot .* out"),
+    ],
+)  # fmt: skip
+def test_models_whose_rows_would_be_wrong_are_refused(model, message):
+    with pytest.raises(SettingsError, match=message):
+        inference(model(), DistNeighborLoader(looped(0), [-1], batch_size=7))
+
+
+#: Arguments of convolutions that are not made by ``(6, 5)``.
+MADE = {
+    "SimpleConv": lambda conv: conv(), "ChebConv": lambda conv: conv(6, 5, K=2), "AGNNConv": lambda conv: conv(),
+    "GatedGraphConv": lambda conv: conv(6, 2), "GINConv": lambda conv: conv(nn.Linear(6, 5)),
+    "GINEConv": lambda conv: conv(nn.Linear(6, 5), edge_dim=3), "SSGConv": lambda conv: conv(6, 5, 0.1),
+    "APPNP": lambda conv: conv(2, 0.1), "RGCNConv": lambda conv: conv(6, 5, 3), "RGATConv": lambda conv: conv(6, 5, 3),
+    "FastRGCNConv": lambda conv: conv(6, 5, 3),
+    "GMMConv": lambda conv: conv(6, 5, dim=3, kernel_size=2), "NNConv": lambda conv: conv(6, 5, nn.Linear(3, 30)),
+    "CGConv": lambda conv: conv(6, dim=3), "EdgeConv": lambda conv: conv(nn.Linear(12, 5)),
+    "PNAConv": lambda conv: conv(6, 5, ["mean", "std"], ["identity", "attenuation"], DEGREES),
+    "GCN2Conv": lambda conv: conv(6, 0.1), "PANConv": lambda conv: conv(6, 5, 2), "FAConv": lambda conv: conv(6),
+    "WLConvContinuous": lambda conv: conv(), "EGConv": lambda conv: conv(6, 8, ["symnorm", "max"], 2, 2),
+    "PDNConv": lambda conv: conv(6, 5, 3, 4), "LGConv": lambda conv: conv(), "GPSConv": lambda conv: conv(6, None),
+    "AntiSymmetricConv": lambda conv: conv(6), "DirGNNConv": lambda conv: conv(pyg.SAGEConv(6, 5)),
+    "HANConv": lambda conv: conv(6, 5, (["node"], [("node", "to", "node")])),
+}  # fmt: skip
+
+WITH_EDGE_ATTR = ("GINEConv", "GMMConv", "NNConv", "CGConv", "PDNConv")
+
+#: Convolutions on other data: on positions, on several kinds of nodes or edges, on text labels, or with other packages.
+ELSEWHERE = {
+    "MessagePassing",
+    "CuGraphSAGEConv", "GravNetConv", "CuGraphGATConv", "FusedGATConv", "CuGraphRGCNConv", "SignedConv", "PointNetConv",
+    "SplineConv", "DynamicEdgeConv", "XConv", "PPFConv", "PointTransformerConv", "HypergraphConv", "WLConv", "HGTConv",
+    "HEATConv", "HeteroConv", "PointGNNConv", "MeshCNNConv", "DNAConv",
+}  # fmt: skip
+
+
+def within(edges, seeds, hops):
+    """Return the nodes of a sampled batch, seeds first, and the positions of its edges in ``edges``."""
+    nodes, kept = seeds, torch.empty(0, dtype=torch.int64)
+    for _ in range(hops):
+        kept = torch.isin(edges[1], nodes).nonzero().flatten()
+        more = edges[0, kept].unique()
+        nodes = torch.cat([nodes, more[~torch.isin(more, nodes)]])
+    return nodes, kept
+
+
+@pytest.mark.parametrize("name", sorted(set(pyg.conv.classes) - ELSEWHERE))
+def test_every_convolution_is_right_on_the_hops_it_needs_or_refused(name):
+    torch.manual_seed(1)
+    conv = MADE.get(name, lambda conv: conv(6, 5))(getattr(pyg, name)).eval()
+    try:
+        hops = 2 if by_degrees(conv, "used") else 1
+    except SettingsError:
+        assert isinstance(conv, trim.FURTHER + trim.ALL_NODES)
+        return
+    edges, x = looped(2).edge_index, torch.randn(30, 6)
+    count, known = edges.shape[1], inspect.signature(conv.forward).parameters
+    of_edges = {"edge_attr": torch.rand(count, 3), "edge_type": torch.arange(count) % 3}
+    left_out = () if name in WITH_EDGE_ATTR else ("edge_attr",)
+    of_edges = {key: value for key, value in of_edges.items() if key in known and key not in left_out}
+
+    def rows(nodes, edge_index, kept):
+        first = {"x_0": x[nodes]} if "x_0" in known else {}
+        return conv(x[nodes], edge_index=edge_index, **first, **{key: of[kept] for key, of in of_edges.items()})
+
+    whole = rows(torch.arange(30), edges, torch.arange(count))
+    for seeds in torch.arange(30).split(4):
+        nodes, kept = within(edges, seeds, hops)
+        place = torch.zeros(30, dtype=torch.int64).index_copy_(0, nodes, torch.arange(len(nodes)))
+        torch.testing.assert_close(rows(nodes, place[edges[:, kept]], kept)[: len(seeds)], whole[seeds])
 
 
 def test_unsupported_models_and_loaders_are_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -104,6 +105,52 @@ def test_rank_sums_can_be_added_over_processes() -> None:
     own = [metrics.auc(positive[i], negative[i]).item() for i in range(50)]
     assert result.auc == pytest.approx(sum(own) / 50)
     assert math.isnan(metrics.LinkSums().result().mrr)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_masked_negatives_are_counted_by_no_metric_and_no_loss(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    positive, negative = (torch.randint(0, 5, shape, generator=draw).float() for shape in ((30,), (30, 7)))
+    masked = torch.rand(30, 7, generator=draw) < 0.5
+    masked[0] = True  # a positive without negatives
+    given = negative.masked_fill(masked, -torch.inf)
+    ranks, areas, margins, bpr = [], [], [], []
+    for own, others, out in zip(positive.tolist(), negative.tolist(), masked.tolist(), strict=True):
+        kept = [score for score, left_out in zip(others, out, strict=True) if not left_out]
+        ranks.append(1 + sum((score > own) + (score == own) / 2 for score in kept))
+        areas += [(len(kept) + 1 - ranks[-1]) / len(kept)] if kept else []
+        margins += [max(0, 1 - own + score) for score in kept]
+        bpr += [math.log1p(math.exp(score - own)) for score in kept]
+    assert metrics.ranks(positive, given).tolist() == ranks
+    sums = metrics.LinkSums((1, 2))
+    sums.add(positive, given)
+    result = sums.result()
+    assert result.mrr == pytest.approx(sum(1 / rank for rank in ranks) / 30)
+    assert result.hits == pytest.approx({k: sum(rank <= k for rank in ranks) / 30 for k in (1, 2)})
+    assert result.auc == pytest.approx(sum(areas) / len(areas)) and len(areas) < 30
+    assert metrics.auc(positive, given).item() == pytest.approx(metrics.auc(positive, negative[~masked]).item())
+    assert links.margin_loss(positive, given).item() == pytest.approx(sum(margins) / len(margins))
+    assert links.bpr_loss(positive, given).item() == pytest.approx(sum(bpr) / len(bpr))
+
+
+def test_scores_of_nan_count_against_the_model() -> None:
+    nan, sums = torch.tensor([math.nan, 1.0]), metrics.LinkSums((1,))
+    sums.add(nan, torch.tensor([[0.0, -math.inf, 0.0], [math.nan, 0.0, -math.inf]]))
+    assert metrics.ranks(nan, torch.tensor([[0.0, 0.0], [math.nan, 0.0]])).tolist() == [3, 2]
+    assert (sums.result().mrr, sums.result().auc) == (pytest.approx((1 / 3 + 1 / 2) / 2), 0.25)
+    assert metrics.auc(nan[:1], torch.tensor([0.0, 1.0])).item() == 0
+    assert metrics.auc(nan[1:], nan[:1]).item() == 0
+
+
+@pytest.mark.parametrize("loss", [links.margin_loss, links.bpr_loss, links.softmax_loss, unsupervised_loss])
+def test_the_loss_of_no_links_is_0_and_has_gradients(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    h, none = torch.randn(3, 2, requires_grad=True), torch.empty(0, dtype=torch.int64)
+    decoder = links.DistMult(2, 2)
+    scores = links.score_triplets(decoder, h, h, none, none, none.view(0, 5), none)
+    assert [tuple(score.shape) for score in scores] == [(0,), (0, 5)]
+    loss(*scores).backward()
+    assert loss(*scores).item() == 0 and h.grad is not None and not h.grad.any()
+    assert links.bce_loss(links.score_edges(decoder, h, h, none.view(2, 0)), none).item() == 0
 
 
 def test_unsupervised_loss_equals_the_published_formula() -> None:

@@ -153,9 +153,21 @@ def test_stacks_of_hgt(target: str | None) -> None:
     assert last.rows < hop_rows(data, 3)
 
 
-@pytest.mark.parametrize("model", [pyg.GCN(4, 8, 2, 5), trim.ConvStack([pyg.TAGConv(4, 5)])])
-def test_convolutions_of_several_hops_are_refused(model: Any) -> None:
-    with pytest.raises(SettingsError, match="(GCN|TAG)Conv cannot be trimmed"):
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (pyg.GCN(4, 8, 2, 5), "GCNConv"),
+        (trim.ConvStack([pyg.TAGConv(4, 5, normalize=False)]), "TAGConv"),
+        (trim.ConvStack([pyg.GatedGraphConv(4, 2)]), "GatedGraphConv"),
+        (trim.ConvStack([pyg.EGConv(4, 8)]), "EGConv"),
+        (trim.ConvStack([pyg.SAGEConv(4, 5, flow="target_to_source")]), "SAGEConv with flow='target_to_source'"),
+        (pyg.GraphSAGE(4, 8, 2, 5, norm="layer_norm"), "LayerNorm"),
+        (pyg.GraphSAGE(4, 8, 2, 5, norm="instance_norm"), "InstanceNorm"),
+        (pyg.GIN(4, 8, 2, 5, norm="graph_norm"), "GraphNorm"),
+    ],
+)  # fmt: skip
+def test_layers_that_read_more_than_one_hop_are_refused(model: Any, name: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name} cannot be trimmed"):
         trim.Trimmed(model)
 
 

@@ -120,11 +120,14 @@ def test_a_run_trains_evaluates_and_resumes_in_bfloat16(parts: Path, tmp_path: P
         ("bfloat16", "cpu", "avx512f amx_bf16", False),
         ("bfloat16", "cpu", None, False),
         ("bfloat16", "cuda", "avx512f", False),
+        ("bfloat16", "cuda:1", "amx_bf16", True),
     ],
 )
-def test_a_cpu_without_bfloat16_is_reported(
-    precision: str, device: str, flags: str | None, slow: bool, tmp_path: Path
+def test_a_processor_without_bfloat16_is_reported(
+    precision: str, device: str, flags: str | None, slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: (7, 5) if of.index else (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla T4")
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags}\n")
     said = why_slow(precision, torch.device(device), tmp_path / "cpuinfo")

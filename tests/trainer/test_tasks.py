@@ -14,6 +14,7 @@ import torch
 from graphs import graph
 from kill_kit import killed_run
 from train_kit import curve, job, metrics, run_ranks, write_parts
+from trainer.core.batch import LinkEnds
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.schema import HOMO_NODE
@@ -163,14 +164,24 @@ def test_link_metrics_equal_numpy(links: Path) -> None:
     table = RNG.integers(0, 6, (300, 300))  # scores with ties
     src, dst, negatives = n_id[ends.src], n_id[ends.dst], n_id[ends.negatives]
     out = np.concatenate([table[src, dst][:, None], table[src[:, None], negatives]], 1).astype(np.float32)
-    ranks = []
+    ranks, beaten = [], []
     for own, others, target in zip(out[:, 0], out[:, 1:], dst, strict=True):
-        others = np.where(negatives == target, -np.inf, others)
+        others = others[negatives != target]
         ranks.append(1 + (others > own).sum() + (others == own).sum() / 2)
+        beaten.append((others < own).mean() + (others == own).mean() / 2)
     task = LinkPrediction(8)
     found = task.metrics(task.metric_sums(torch.from_numpy(out), batch).tolist())
     assert found["mrr"] == pytest.approx((1 / np.array(ranks)).mean())
     assert found["hits@10"] == pytest.approx((np.array(ranks) <= 10).mean())
+    assert found["auc"] == pytest.approx(np.mean(beaten))
+
+
+@pytest.mark.parametrize(("targets", "auc"), [([0, 1], 0.5), ([0], None)])
+def test_a_link_s_own_target_is_no_negative(targets: list[int], auc: float | None) -> None:
+    ends = LinkEnds("user", "item", *(torch.tensor([*range(len(targets))]) for _ in range(3)))
+    task = LinkPrediction(8)
+    found = task.metrics(task.metric_sums(torch.zeros(len(targets), 1 + len(targets)), Labels(links=ends)).tolist())
+    assert found.get("auc") == auc and found["mrr"] == 1 / (1 + (len(targets) - 1) / 2)
 
 
 # --- runs ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,16 @@ def test_the_device_is_one_per_process_or_the_cpu(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     ranks = Ranks(local_rank=processes - 1, local_world_size=processes)
     assert str(pick_device(ranks, {"CUDA_VISIBLE_DEVICES": given})) == device
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_fewer_devices_than_processes_are_said_once_per_node(local_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    ranks = Ranks(local_rank=local_rank, local_world_size=2, node_rank=3, host="h")
+    expected = pytest.warns(UserWarning, match=r"node3 \(h\) has 1 CUDA device for 2 processes, so they run on the CPU")
+    with warnings.catch_warnings() if local_rank else expected:
+        warnings.simplefilter("error" if local_rank else "always")
+        assert pick_device(ranks, {}) == torch.device("cpu")
 
 
 def test_too_few_given_devices_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

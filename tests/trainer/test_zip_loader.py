@@ -92,3 +92,14 @@ def test_invalid_combinations_are_refused():
             DistZipLoader(loaders)
     with pytest.raises(SettingsError, match="pass local=True to each of them"):
         DistZipLoader([loader], local=True)
+
+
+def test_the_loaders_that_are_zipped_stay_as_they_are():
+    loaders = pair(homo_data(), transform=mark)
+    before = [vars(loader).copy() for loader in loaders]
+    whole = [loader.output_options for loader in loaders]
+    zipped = DistZipLoader(loaders, True, batch_size=8)
+    assert len(list(zipped)) == 3 and zipped.cost.rows >= 0
+    assert [vars(loader) for loader in loaders] == before and [loader.output_options for loader in loaders] == whole
+    assert all(loader.output_options.on_threads for loader in zipped.loaders)
+    assert [loader.cost for loader in loaders] == [type(zipped.cost)()] * 2

@@ -106,7 +106,7 @@ class Batch:
     y: Tensor | None  #: [num_seeds, …]
     input_id: Tensor  #: int64 [num_seeds], positions in the split's seed list
     blocks: tuple[Block, ...]
-    degree: Tensor | None = None  #: int64 [n], in-degree in the whole graph; only for models that need it
+    degree: Tensor | None = None  #: int64 [n], in-degree in the graph without self loops; for models that need it
     kept: KeptRows | None = None  #: rows that are cached on the device and not copied
     cost: Cost = Cost()  #: bytes, rows and seconds spent on making the batch
     links: LinkEnds | None = None  #: in link prediction; seeds are then links, and ``y`` is None

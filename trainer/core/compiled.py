@@ -83,10 +83,11 @@ class KernelFiles:
         try:
             path = self._path(key)
             with path.open("rb") as file:
-                if others_may_write(os.fstat(file.fileno())):
-                    return None
-                loaded = pickle.loads(file.read())
+                loaded = None if others_may_write(os.fstat(file.fileno())) else pickle.loads(file.read())
         except (OSError, pickle.UnpicklingError, EOFError):
+            loaded = None
+        if loaded is None:
+            _say_compiling()
             return None
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > 86400:
@@ -117,6 +118,18 @@ class KernelFiles:
             (str(signature), machine, code, source_digest(self._source), numba.__version__, sys.version_info[:2])
         )
         return self._folder / f"{self._name}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.nbc"
+
+
+@cache
+def _say_compiling() -> None:
+    """Say once that kernels are compiled, which takes longer than the first batches. Only the first process of a node.
+
+    The variables are those of torchrun, Slurm and Open MPI.
+    """
+    names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+    if next((os.environ[name] for name in names if name in os.environ), "0") == "0":
+        text = "compiling kernels for this machine: up to a minute, once; later runs load them from"
+        print(f"{text} {kernels_folder()}", file=sys.stderr, flush=True)
 
 
 @cache

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import re
 import socket
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -263,7 +264,8 @@ def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.
     """Return ``cuda:LOCAL_RANK`` when this node has a CUDA device for each of its processes, else the CPU.
 
     A Slurm task with its own devices (``--gpus-per-task``) uses the first of these devices. Raises ``SettingsError``
-    when CUDA_VISIBLE_DEVICES names devices that torch does not find, or fewer devices than processes.
+    when CUDA_VISIBLE_DEVICES names devices that torch does not find, or fewer devices than processes. Warns when the
+    node has devices, but fewer than processes.
     """
     devices, given = torch.cuda.device_count(), environ.get("CUDA_VISIBLE_DEVICES", "")
     own = "RANK" not in environ and bool(environ.get("SLURM_GPUS_PER_TASK"))
@@ -280,6 +282,12 @@ def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.
     if given and given != "-1" and "GNNFLEET_RUN_ID" in environ:  # elsewhere it may be set for other programs
         why = "finds no such device" if torch.version.cuda else f"{torch.__version__} is built without CUDA"
         raise SettingsError(f"{where}: CUDA_VISIBLE_DEVICES is {given}, but torch {why}; correct `devices`")
+    if devices and ranks.local_rank == 0:
+        warnings.warn(
+            f"{where} has {devices} CUDA device{'s' * (devices > 1)} for {ranks.local_world_size} processes, so they "
+            f"run on the CPU; start at most {devices} per node to use GPUs, or set CUDA_VISIBLE_DEVICES to ''",
+            stacklevel=2,
+        )
     return torch.device("cpu")
 
 

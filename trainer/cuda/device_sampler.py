@@ -29,6 +29,7 @@ from trainer.cuda.topology import DeviceTopology
 from trainer.sampler.multi_hop import sample_multi_hop
 from trainer.sampler.subgraph_sampler import SampledBatch, SubgraphSampler
 from trainer.sampler.types import RowRequest, SampledSubgraph, SeedSet
+from trainer.store.manifest import LOOPLESS_DEGREE
 from trainer.store.part_store import PartStore
 
 
@@ -47,9 +48,16 @@ class DeviceSampler:
     streams: StreamPool  #: for the threads that call this sampler
     _hops: DeviceHops = field(init=False, repr=False)
     _ops: TorchOps = field(init=False, repr=False)
+    _degrees: dict[NodeType, Tensor] = field(init=False, repr=False, default_factory=dict)  #: int64 [num_nodes]
 
     def __post_init__(self) -> None:
         self._hops, self._ops = DeviceHops(self.topology, self.store, self.device), TorchOps(self.device)
+        for of, nodes in self.store.manifest.nodes.items():
+            if LOOPLESS_DEGREE in self.host.attrs.get(of, ()):
+                wanted = RowRequest(of, np.arange(nodes.num_nodes), (LOOPLESS_DEGREE,))
+                (found,) = self.host.access.gather([wanted])
+                self._degrees[of] = torch.from_numpy(np.asarray(found[LOOPLESS_DEGREE])).to(self.device)
+        self.host.access.take_cost()  # discarded, as it belongs to no batch
 
     def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
         """Sample a subgraph around ``seeds`` and gather the rows of its nodes and edges. Raises ``ServiceError``."""
@@ -80,8 +88,8 @@ class DeviceSampler:
         for of, nodes in subgraph.nodes.items():
             ids: Any = nodes.ids
             rows[of] = {"orig_id": self._orig_ids(of, ids)}
-            if "in_degree" in self.host.attrs.get(of, ()):
-                rows[of]["in_degree"] = self._in_degree(of, ids)
+            if of in self._degrees:
+                rows[of][LOOPLESS_DEGREE] = self._degrees[of][ids]
         far: list[tuple[FeatureRows, Tensor, Tensor, RowRequest]] = []
         for (kind, name), feature in self.features.items():
             wanted: Any = _ids_of(subgraph, kind)
@@ -99,17 +107,6 @@ class DeviceSampler:
         out = torch.empty(len(ids), dtype=torch.int64, device=self.device)
         take_numbers(len(ids), self.topology.nodes[of].argument, ids, out)
         return out
-
-    def _in_degree(self, of: NodeType, ids: Tensor) -> Tensor:
-        """Return the in-degrees of nodes over all edge types, int64 [n]. The topology must contain all edge types."""
-        degree = torch.zeros(len(ids), dtype=torch.int64, device=self.device)
-        for edge_type, edges in self.topology.edges.items():
-            if edge_type[2] == of:
-                ends = torch.empty((2, len(ids)), dtype=torch.int64, device=self.device)
-                take_numbers(len(ids), edges.indptr.argument, ids, ends[0])
-                take_numbers(len(ids), edges.indptr.argument, ids + 1, ends[1])
-                degree += ends[1] - ends[0]
-        return degree
 
     def _labels(self, seeds: SeedSet) -> Mapping[str, Array]:
         of, names = self.host.labels

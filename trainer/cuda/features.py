@@ -145,7 +145,7 @@ def feature_arrays(store: PartStore, of: AnyType, name: str) -> list[JoinedArray
     count = sum(len(part.attrs[name]) for part in parts)
     first = parts[0].attrs[name] if parts else np.empty(0, spec.in_files)
     dtype = torch.from_numpy(np.empty(0, first.dtype)).dtype
-    pieces = [part.attrs[name].reshape(len(part.attrs[name]), -1) for part in parts]
+    pieces = [part.attrs[name].reshape(len(part.attrs[name]), math.prod(spec.shape[1:])) for part in parts]
     arrays = [JoinedArray(f"rows {of} {name}", pieces, (count, math.prod(spec.shape[1:])), dtype)]
     if spec.kept:
         scales = [part.scales[name] for part in parts]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -60,7 +61,9 @@ class DeviceRows:
         return cls(CachedRows.of(ids, {}, num_nodes).slots, rows.to(device))
 
 
-def feed(device: torch.device) -> Callable[[B], B]:
+@cache
+def feed(device: torch.device) -> Callable[[Any], Any]:
+    """Return a function that copies batches to ``device``. A process has one copy stream per device."""
     if device.type != "cuda":
         return lambda batch: batch.to(device)
     slabs.use_pinned()

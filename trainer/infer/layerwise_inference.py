@@ -32,6 +32,7 @@ from trainer.nn.models import BlockModel
 from trainer.sampler.multi_hop import sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
 from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet
+from trainer.store.manifest import LOOPLESS_DEGREE
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class LayerStack(Protocol):
 
     @property
     def needs_degree(self) -> bool:
-        """Whether layers need the in-degrees of the whole graph."""
+        """Whether layers need the in-degrees in the whole graph, without self loops."""
 
     def begin(self, batch: HeteroBatch) -> TypeRows:
         """Compute the input of the first layer from features and ids: [n, f] for each of the layer's source types."""
@@ -128,7 +129,7 @@ class LayerStack(Protocol):
         """Compute the output of layer ``number`` (from 0) for each target type; for the last layer, the model's output.
 
         ``rows``: input by source type. ``num_dst``: number of targets by type. ``degree``: in-degrees of the source
-        nodes if ``needs_degree``.
+        nodes, without self loops, if ``needs_degree``.
         """
 
 
@@ -313,8 +314,8 @@ class WholeGraph:
 
     def _degree(self, chunk: NodeChunk, need: LayerNeed) -> Tensor:
         (of,) = need.sources
-        (rows,) = self.graph.access.gather([RowRequest(of, chunk.ids[of], ("in_degree",))])
-        return torch.from_numpy(np.asarray(rows["in_degree"]))
+        (rows,) = self.graph.access.gather([RowRequest(of, chunk.ids[of], (LOOPLESS_DEGREE,))])
+        return torch.from_numpy(np.asarray(rows[LOOPLESS_DEGREE]))
 
     def _chunks(self, of: NodeType, need: LayerNeed) -> Iterator[Ids]:
         ending = [edge_type for edge_type in need.edge_types if edge_type[2] == of]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,7 @@ from trainer.sampler.multi_hop import block_edges, cut_block
 from trainer.sampler.settings import check_settings
 from trainer.sampler.subgraph_sampler import SampledBatch, SubgraphSampler
 from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet, TimeRule
-from trainer.store.manifest import AttrSpec, Manifest
+from trainer.store.manifest import LOOPLESS_DEGREE, AttrSpec, Manifest
 
 AnyBatch: TypeAlias = Batch | HeteroBatch
 
@@ -45,7 +46,8 @@ class LoaderSettings:
         shuffle: Shuffle the seeds in each epoch.
         threads: Number of sampler threads.
         prefetch: Batches in memory at once per rank, including the one in use; must be above ``threads``.
-        want_degree: Also gather the in-degrees of the whole graph (for GCN); homogeneous graphs only.
+        want_degree: Also gather the in-degrees in the whole graph, without self loops (for GCN); homogeneous graphs
+            only.
         deadline: Seconds that one request to another host may take.
         target: Node type of the seeds.
         weight: Edge attribute; the chance of a neighbour is proportional to it.
@@ -188,7 +190,7 @@ class BlockLoader(ABC):
             y=self._y(sampled),
             input_id=torch.from_numpy(share.positions),
             blocks=homo_blocks(sampled.subgraph, self._edge_rows(sampled)),
-            degree=tensor_of(rows["in_degree"]) if "in_degree" in rows else None,
+            degree=tensor_of(rows[LOOPLESS_DEGREE]) if LOOPLESS_DEGREE in rows else None,
             kept=self._kept_rows(sampled).get(HOMO_NODE),
             cost=sampled.cost,
         )
@@ -301,7 +303,7 @@ def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[st
         of: ("x",) for of, spec in graph.manifest.nodes.items() if "x" in spec.attrs
     }
     if settings.want_degree and not graph.manifest.hetero:
-        wanted[HOMO_NODE] = (*wanted.get(HOMO_NODE, ()), "in_degree")
+        wanted[HOMO_NODE] = (*wanted.get(HOMO_NODE, ()), LOOPLESS_DEGREE)
     if settings.edge_attr is not None:
         wanted |= dict.fromkeys(edge_attrs(graph.manifest, settings.edge_attr), (settings.edge_attr,))
     return wanted
@@ -327,7 +329,7 @@ def edge_attrs(manifest: Manifest, name: str) -> dict[EdgeType, AttrSpec]:
 
 def edge_rows(rows: Array | Tensor, spec: AttrSpec) -> Tensor:
     values = rows if isinstance(rows, Tensor) else np.ascontiguousarray(rows)
-    return as_tensor(values, spec).float().reshape(len(rows), -1)
+    return as_tensor(values, spec).float().reshape(len(rows), math.prod(spec.shape[1:]))
 
 
 def labels_of(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[str, ...]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch_geometric.sampler import SamplerOutput
 
 from trainer.core import slabs
 from trainer.core.arrays import Array, Columns, Ids
+from trainer.core.batch import Block
 from trainer.core.compiled import njit
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType
@@ -61,6 +63,36 @@ def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, copy_ids:
         node[HOMO_NODE], row[HOMO_EDGE], col[HOMO_EDGE], edge[HOMO_EDGE], batch.get(HOMO_NODE),
         num_nodes and num_nodes[HOMO_NODE], num_edges and num_edges[HOMO_EDGE],
     )  # fmt: skip
+
+
+class LazyBlocks(Sequence[Any]):
+    """The blocks of a batch, first layer first. They are made when they are first read: few models need them."""
+
+    def __init__(self, num_layers: int, make: Callable[[], tuple[Any, ...]]):
+        self._num_layers, self._make = num_layers, make
+
+    @cached_property
+    def _blocks(self) -> tuple[Any, ...]:
+        return self._make()
+
+    def __len__(self) -> int:
+        return self._num_layers
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self._blocks[layer]
+
+    def __reduce__(self) -> Any:
+        return tuple, (self._blocks,)
+
+    def to(self, device: Any, non_blocking: bool = False) -> LazyBlocks:
+        """Return blocks that are copied to a device when they are first read."""
+
+        def moved(layer: Any) -> Any:
+            if isinstance(layer, Block):
+                return layer.to(device, non_blocking)
+            return {of: block.to(device, non_blocking) for of, block in layer.items()}
+
+        return LazyBlocks(self._num_layers, lambda: tuple(map(moved, self._blocks)))
 
 
 def edge_index(row: Tensor, col: Tensor) -> Tensor:

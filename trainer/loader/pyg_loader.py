@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +32,32 @@ from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedOrder, SeedSh
 from trainer.loader.arguments import LoadOptions, OutputOptions, whole_number
 from trainer.loader.block_loader import hetero_blocks, homo_blocks
 from trainer.loader.node_seeds import as_array
-from trainer.loader.pyg_batch import Attrs, Output, gathered_attrs, join_of, sampler_output
+from trainer.loader.pyg_batch import Attrs, LazyBlocks, Output, gathered_attrs, join_of, sampler_output
 from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import SampleSettings, SeedSet
 
 _TRAINER = str(Path(__file__).resolve().parents[1])
 
-_made: Counter[str] = Counter()  #: number of loaders made by each line of the user's code
+_COMPARED = 32  #: loaders of one place in the user's code that are compared, the newest
+
+_made: dict[str, list[str]] = {}  #: digests of the loaders made at each place in the user's code
 
 
 class SameOnAllRanks:
-    """Checks once that all ranks gave a loader the same seeds. No rank waits for another.
+    """Checks that all ranks gave a loader the same seeds. No rank waits for another.
 
-    The first rank to check publishes a digest of its seeds. Every other rank compares its digest with the published
-    one. A loader is identified by the line of the user's code that made it, and a count of the loaders made by this
-    line.
+    The first rank to check publishes digests of the loaders that it has made at one place in the user's code: the lines
+    of the user's functions that led there. Every other rank compares them with those of the loaders that it has made
+    there. One rank may have made more loaders than the other, but not each of them one that the other lacks.
     """
 
     def __init__(self, digest: str, rank: int, world_size: int):
-        self._digest, self._rank, self._world_size = digest, rank, world_size
-        self._made_at = _caller()
-        _made[self._made_at] += 1
-        self._name = f"{self._made_at} #{_made[self._made_at]}"
+        self._digest, self._rank, self._world_size = digest[:16], rank, world_size
+        lines = _callers()
+        self._made_at, self._place = lines[0], " ".join(lines)
+        known = _made.setdefault(self._place, [])
+        if self._digest not in known:
+            known[:] = [*known[1 - _COMPARED :], self._digest]
         self._done = False
 
     def check(self) -> None:
@@ -65,27 +69,35 @@ class SameOnAllRanks:
             return
         if dist.get_world_size() != self._world_size:
             return
-        store = (
-            dist.distributed_c10d._get_default_store()
-        )  # unlike ``get`` of the rendezvous store, this does not block
-        own = f"{self._digest} rank {self._rank}"
-        first = store.compare_set(f"gnnfleet/loader/{self._name}", "", own).decode()
-        if first.split()[0] != self._digest:
+        # unlike ``get`` of the rendezvous store, ``compare_set`` does not block
+        store, key = dist.distributed_c10d._get_default_store(), f"gnnfleet/loader/{self._place}"
+        known = _made[self._place]
+        own = f"{self._rank} {' '.join(known)}"
+        found = store.compare_set(key, "", own).decode()
+        first, *theirs = found.split()
+        if first == str(self._rank):
+            if found != own:  # made more loaders since
+                store.compare_set(key, found, own)
+            self._done = True
+            return
+        self._done = self._digest in theirs
+        if not self._done and not set(theirs) <= set(known):
             raise SettingsError(
                 f"the loader made at {self._made_at} has other seeds, times or settings on rank {self._rank} than on"
-                f" {first.partition(' ')[2]}. Pass the same, complete seeds on every rank: the loader splits each batch"
+                f" rank {first}. Pass the same, complete seeds on every rank: the loader splits each batch"
                 " over the ranks. Do not split seeds by rank, and shuffle them by shuffle=True."
                 " For a loader of this rank alone, pass local=True"
             )
-        self._done = True
 
 
-def _caller() -> str:
-    """Return file and line of the innermost caller outside this package."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_TRAINER) and frame.f_back is not None:
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+def _callers() -> list[str]:
+    """Return file and line of each caller outside this package, the innermost first."""
+    frame, lines = sys._getframe(1), []
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_TRAINER):
+            lines.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return lines
 
 
 _NO_STEP = -2  #: step number of the batches of ``loader(index)``
@@ -234,13 +246,13 @@ class PyGLoader(RankLoader):
         )  # fmt: skip
         self.sampler = self.make_sampler(gathered_attrs(graph, attrs))
         self._join = join_of(graph, attrs, output.custom_cls)
-        self._costs = CostSum()
+        self.costs = CostSum()
         super().__init__(options, order, rank, layout, f"{digest} {settings}")
 
     @property
     def cost(self) -> Cost:
         """Cost of all batches made so far, also of batches made ahead: bytes, rows, and seconds of sampler threads."""
-        return self._costs.sum
+        return self.costs.sum
 
     def make_sampler(self, attrs: Attrs) -> Sampler:
         return self.graph.sampler(self.settings, attrs)
@@ -280,7 +292,7 @@ class PyGLoader(RankLoader):
     def work(self, share: SeedShare) -> Any:
         seeded = self.seeds(share)
         made = _SeededBatch(seeded, self.sampler.sample(seeded.seeds, share.key))
-        self._costs.add(made.sampled.cost)
+        self.costs.add(made.sampled.cost)
         if self._joins_late:
             return made
         data = self._joined(made)
@@ -308,10 +320,10 @@ class PyGLoader(RankLoader):
                 )
         data = self._join(out, made.sampled)
         _set_sample_info(data, out)
-        if (
-            o.subgraph_type == "directional" and o.transform_sampler_output is None
-        ):  # otherwise blocks would not match the batch's edges
-            data.blocks = (hetero_blocks if self.graph.manifest.hetero else homo_blocks)(made.sampled.subgraph)
+        # with another type or a transform, blocks would not match the batch's edges
+        if o.subgraph_type == "directional" and o.transform_sampler_output is None:
+            subgraph, cut = made.sampled.subgraph, hetero_blocks if self.graph.manifest.hetero else homo_blocks
+            data.blocks = LazyBlocks(subgraph.num_hops, partial(cut, subgraph))
         self.annotate(data, out)
         return data
 

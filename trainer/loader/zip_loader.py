@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from trainer.core.arrays import Ids
-from trainer.core.batch_cost import Cost
+from trainer.core.batch_cost import Cost, CostSum
 from trainer.core.errors import SettingsError
 from trainer.core.rng import GOLDEN, hashed
 from trainer.graph.seed_order import OTHER_STREAM, GlobalBatch, SeedOrder, SeedShare, global_batches
@@ -57,13 +58,14 @@ class DistZipLoader(RankLoader):
         self, loaders: Sequence[PyGLoader], filter_per_worker: bool | None = None, *, seed: int | None = None,
         threads: int | None = None, prefetch: int | None = None, deadline: float = 120.0, **kwargs: Any,
     ):  # fmt: skip
-        self.loaders = list(loaders)
-        first = _checked(self.loaders)
+        first = _checked(list(loaders))
+        self.loaders = [copy(loader) for loader in loaders]  # the caller's loaders stay as they are
         options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
         if options.local:
             raise SettingsError("local: DistZipLoader uses the ranks of its loaders; pass local=True to each of them")
-        if filter_per_worker is not None:
-            for loader in self.loaders:
+        for loader in self.loaders:
+            loader.costs = CostSum()
+            if filter_per_worker is not None:
                 loader.output_options = replace(loader.output_options, on_threads=bool(filter_per_worker))
         num_inputs, world = min(len(loader.dataset) for loader in self.loaders), first.layout.world_size
         order = SeedOrder(

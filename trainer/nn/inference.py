@@ -13,6 +13,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.loader.neighbor_loader import DistNeighborLoader
+from trainer.nn.trim import by_degrees
 
 
 @torch.no_grad()
@@ -25,8 +26,9 @@ def inference(
 
     Args:
         model: A ``BasicGNN`` (GraphSAGE, GCN, GIN, …) in evaluation mode, with ``jk`` None or ``"last"``.
-        loader: Loader with ``num_neighbors=[-1]`` that yields every node once as a seed. Each layer iterates over the
-            loader once.
+        loader: Loader with ``num_neighbors=[-1]`` that yields every node once as a seed. A model that normalises by
+            degrees, such as GCN, needs ``[-1, -1]``, for the degrees of the seeds' neighbours. Each layer iterates over
+            the loader once.
         device: Device on which the layers compute; default: the device of their inputs.
         embedding_device: Device that stores the rows of all nodes between layers: two float tensors [num_nodes, width]
             on every rank. ``gnnfleet.WholeGraph`` stores them in files instead.
@@ -104,8 +106,15 @@ def _check(model: BasicGNN, loader: DistNeighborLoader) -> None:
     if not isinstance(loader, DistNeighborLoader) or loader.graph.manifest.hetero:
         raise SettingsError("inference takes a DistNeighborLoader of a homogeneous graph")
     s, num_nodes = loader.settings, loader.graph.manifest.nodes[HOMO_NODE].num_nodes
-    if s.fanouts[HOMO_EDGE] != (-1,) or s.time is not None:
-        raise SettingsError("inference needs all neighbours: give the loader num_neighbors=[-1], and no time_attr")
+    normalised = by_degrees(model, "computed by inference, layer by layer")
+    if any(getattr(layer, "cached", False) for layer in model.modules()):
+        raise SettingsError("inference needs a model without cached=True, which keeps the degrees of the first batch")
+    wanted = [-1, -1] if normalised else [-1]
+    if list(s.fanouts[HOMO_EDGE]) != wanted or s.time is not None:
+        why = f", two hops because {normalised[0]} reads the degrees of neighbours" if normalised else ""
+        raise SettingsError(
+            f"inference needs all neighbours{why}: give the loader num_neighbors={wanted}, and no time_attr"
+        )
     (inputs,) = loader.inputs.of.values()
     if not len(inputs.nodes) == len(np.unique(inputs.nodes)) == num_nodes or loader.options.drop_last:
         raise SettingsError("inference needs every node once as a seed: leave out input_nodes and drop_last")

@@ -122,8 +122,8 @@ class GCNConv(nn.Module):
     """Graph convolution on a block, with self loops and symmetric normalisation by whole-graph in-degrees.
 
     With in-degree d, target i gets ``lin(x_i / (d_i + 1) + sum_j x_j / sqrt((d_i + 1)(d_j + 1))) + bias``. If only s_i
-    of the d_i neighbours are in the block, their sum is multiplied by d_i / s_i. A self loop in the graph counts as one
-    more neighbour. Kipf and Welling, "Semi-Supervised Classification with Graph Convolutional Networks" (2017).
+    of the d_i neighbours are in the block, their sum is multiplied by d_i / s_i. Self loops of the graph are left out
+    of the sum and of d. Kipf and Welling, "Semi-Supervised Classification with Graph Convolutional Networks" (2017).
 
     Args:
         in_dim: Width of input rows.
@@ -154,7 +154,7 @@ class GCNConv(nn.Module):
     def forward(self, block: Block, x: Tensor, degree: Tensor | None = None) -> Tensor:
         """Return the rows of the block's targets, [num_dst, out_dim].
 
-        x: [num_src, in_dim]; degree (required): in-degrees in the whole graph, int64 [>= num_src].
+        x: [num_src, in_dim]; degree (required): in-degrees in the whole graph without self loops, int64 [>= num_src].
         """
         return self.without_bias(block, x, degree) + self.bias
 
@@ -176,15 +176,24 @@ class GCNConv(nn.Module):
     def _propagate(self, block: Block, x: Tensor, degree: Tensor) -> Tensor:
         whole = degree[: block.num_src].to(sum_dtype(x.dtype))
         norm = (whole + 1).rsqrt()
-        sampled = block.indptr.diff().clamp(min=1).to(whole.dtype)
-        dst_scale = norm[: block.num_dst] * whole[: block.num_dst] / sampled
+        own = norm[: block.num_dst]
+        # the sum below has the block's self loops, too; their number at each target, without synchronising a GPU
+        seen = functional.pad(_is_loop(block).cumsum(0), (1, 0))[block.indptr.long()].diff()
+        sampled = (block.indptr.diff() - seen).clamp(min=1).to(whole.dtype)
+        dst_scale = own * whole[: block.num_dst] / sampled
         neighbours = aggregate(block, x, "sum", dst_scale, norm)
-        return neighbours + x[: block.num_dst] * norm[: block.num_dst, None].square()
+        return neighbours + x[: block.num_dst] * (own.square() - dst_scale * own * seen)[:, None]
+
+
+def _is_loop(block: Block) -> Tensor:
+    """Return which edges of the block lead from a target to itself: bool [num_edges]."""
+    return block.indices == edge_targets(block)
 
 
 class GATConv(nn.Module):
     """Graph attention layer on a block: per head, a softmax over the sampled neighbours and the node itself.
 
+    The node itself counts once, whether the graph has self loops or not.
     Veličković et al., "Graph Attention Networks" (2018).
 
     Args:
@@ -237,11 +246,15 @@ class GATConv(nn.Module):
         return out.flatten(1) if self.concat else out.mean(1)
 
     def _attention(self, block: Block, h: Tensor) -> Tensor:
-        """Return the attention weights [num_edges, heads], which sum to 1 over each target's edges."""
+        """Return the attention weights [num_edges, heads] of a block ``with_self_loops``.
+
+        They sum to 1 over each target's edges, and are 0 for self loops of the graph.
+        """
         of_source = (h * self.att_src).sum(-1)[block.indices.long()]
         of_target = (h[: block.num_dst] * self.att_dst).sum(-1)[edge_targets(block)]
         score = functional.leaky_relu(of_source + of_target, self.negative_slope)
-        return edge_softmax(block, score)
+        loops = _is_loop(block).index_fill_(0, block.indptr[1:].long() - 1, False)  # those of the graph
+        return edge_softmax(block, score.masked_fill(loops[:, None], -torch.inf))
 
 
 def with_self_loops(block: Block) -> Block:

@@ -1,7 +1,8 @@
 """Ranking metrics of links against given negatives: MRR, Hits@k, AUC.
 
 A positive with the same score as some negatives gets the mean of the ranks it could have; the AUC counts equal scores
-as half.
+as half. A negative with score ``-inf`` is masked: no metric counts it, neither as beaten nor as a candidate. A score of
+NaN counts against the model: a positive is then last, and a negative first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def ranks(positive: Tensor, negative: Tensor) -> Tensor:
 
     Args:
         positive: Scores of the positives.
-        negative: Scores of each positive's negatives.
+        negative: Scores of each positive's negatives; ``-inf`` for those that are left out.
 
     Shapes:
         - **input:** positive float [n], negative float [n, k].
@@ -36,10 +37,9 @@ def ranks(positive: Tensor, negative: Tensor) -> Tensor:
         print(gf.nn.ranks(torch.tensor([2.0]), torch.tensor([[3.0, 1.0]])))  # tensor([2.], dtype=torch.float64)
         ```
     """
-    own = positive[:, None]
-    above, level = (negative > own).sum(1), (negative == own).sum(1)
-    found = 1 + above + level.double() / 2
-    return torch.where(positive.isnan(), negative.shape[1] + 1.0, found)
+    own, counted = positive[:, None], negative != -torch.inf
+    not_beaten, level = ~(negative < own) & counted, (negative == own) & counted
+    return 1 + not_beaten.sum(1) - level.sum(1).double() / 2
 
 
 def mrr(positive: Tensor, negative: Tensor) -> Tensor:
@@ -94,11 +94,11 @@ def auc(positive: Tensor, negative: Tensor) -> Tensor:
 
     Args:
         positive: Scores of the positives.
-        negative: Scores of the negatives.
+        negative: Scores of the negatives; ``-inf`` for those that are left out.
 
     Shapes:
         - **input:** two float tensors of any shapes.
-        - **output:** scalar, float64.
+        - **output:** scalar, float64; NaN without positives or without negatives.
 
     Example:
         ```python
@@ -108,7 +108,9 @@ def auc(positive: Tensor, negative: Tensor) -> Tensor:
         area = gf.nn.auc(torch.randn(8), torch.randn(8, 50))
         ```
     """
-    scores = torch.cat([positive.flatten(), negative.flatten()])
+    negative = negative[negative != -torch.inf]
+    # ``unique`` sorts NaN last, which is right for negatives only
+    scores = torch.cat([torch.where(positive.isnan(), -torch.inf, positive).flatten(), negative])
     _, place, count = scores.unique(return_inverse=True, return_counts=True)
     middle = count.cumsum(0).double() - (count.double() - 1) / 2  # mean of the ranks 1 … n that equal scores share
     num_pos, num_neg = positive.numel(), negative.numel()
@@ -123,7 +125,7 @@ class LinkScore:
     Args:
         mrr: Mean reciprocal rank.
         hits: For each k, the share of positives with rank at most k.
-        auc: Area under the ROC curve, each positive against its own negatives.
+        auc: Area under the ROC curve, each positive against its own negatives; NaN if no positive has negatives.
         links: Number of positives.
 
     Example:
@@ -140,21 +142,21 @@ class LinkScore:
 
     mrr: float
     hits: dict[int, float]  #: k -> share of positives with rank <= k
-    auc: float  #: mean over positives, each against its own negatives
+    auc: float  #: mean over the positives that have negatives, each against its own
     links: int  #: number of positives
 
 
 class LinkSums:
     """Accumulate MRR, Hits@k and AUC over batches, as sums that can be added over processes.
 
-    The AUC compares each positive with its own negatives only and is averaged over positives.
+    The AUC compares each positive with its own negatives only and is averaged over the positives that have some.
 
     Args:
         hits: Values of k for Hits@k.
         device: Device of the sums; default CPU.
 
     Shapes:
-        - ``sums``: float64 [3 + len(hits)].
+        - ``sums``: float64 [4 + len(hits)].
 
     Example:
         ```python
@@ -171,21 +173,22 @@ class LinkSums:
 
     def __init__(self, hits: Sequence[int] = HITS, device: torch.device | None = None):
         self.hits = tuple(hits)
-        self.sums = torch.zeros(3 + len(self.hits), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(4 + len(self.hits), dtype=torch.float64, device=device)
 
     def add(self, positive: Tensor, negative: Tensor) -> None:
         """Add the links of a batch.
 
         Args:
             positive: Scores of the positives.
-            negative: Scores of each positive's negatives.
+            negative: Scores of each positive's negatives; ``-inf`` for those that are left out.
 
         Shapes:
-            - **input:** positive float [n], negative float [n, k], k at least 1.
+            - **input:** positive float [n], negative float [n, k].
         """
-        rank = ranks(positive, negative)
-        beaten = (negative.shape[1] + 1 - rank) / negative.shape[1]
-        values = [torch.ones_like(rank), rank.reciprocal(), beaten, *[(rank <= k).double() for k in self.hits]]
+        rank, count = ranks(positive, negative), (negative != -torch.inf).sum(1)
+        beaten = (count + 1 - rank) / count.clamp(min=1)  # 0 without negatives
+        values = [torch.ones_like(rank), (count > 0).double(), beaten, rank.reciprocal()]
+        values += [(rank <= k).double() for k in self.hits]
         self.sums += torch.stack(values).sum(1).to(self.sums.device)
 
     def result(self, sums: Tensor | None = None) -> LinkScore:
@@ -197,6 +200,7 @@ class LinkSums:
         Returns:
             The metrics; NaN without links.
         """
-        count, reciprocal, beaten, *hits = (self.sums if sums is None else sums).tolist()
-        means = [value / count if count else float("nan") for value in (reciprocal, beaten, *hits)]
-        return LinkScore(means[0], dict(zip(self.hits, means[2:], strict=True)), means[1], int(count))
+        count, contested, beaten, *sums_ = (self.sums if sums is None else sums).tolist()
+        reciprocal, *hits = [value / count if count else float("nan") for value in sums_]
+        area = beaten / contested if contested else float("nan")
+        return LinkScore(reciprocal, dict(zip(self.hits, hits, strict=True)), area, int(count))

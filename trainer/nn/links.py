@@ -113,7 +113,7 @@ class DistMult(nn.Module):
         """Return the scores of pairs. Without ``relation``, all pairs are of relation 0."""
         row = self.relation[0 if relation is None else relation]
         if row.dim() > 1:  # one relation per pair; h_dst may have a further dimension of candidates
-            row = row.view(len(row), *[1] * (h_dst.dim() - 2), -1)
+            row = row.view(len(row), *[1] * (h_dst.dim() - 2), row.shape[1])
         return (h_src * row * h_dst).sum(-1)
 
 
@@ -180,7 +180,7 @@ def score_triplets(
         loss = gf.nn.softmax_loss(positive, negative)
         ```
     """
-    src, negatives = h_src[src_index], dst_neg_index.view(len(src_index), -1)
+    src, negatives = h_src[src_index], dst_neg_index if dst_neg_index.dim() > 1 else dst_neg_index[:, None]
     positive = decoder.score(src, h_dst[dst_pos_index], relation)
     return positive, decoder.score(src[:, None], h_dst[negatives], relation)
 
@@ -194,7 +194,7 @@ def bce_loss(score: Tensor, label: Tensor) -> Tensor:
 
     Shapes:
         - **input:** score float [n], label [n].
-        - **output:** scalar.
+        - **output:** scalar; 0 without pairs.
 
     Example:
         ```python
@@ -204,7 +204,8 @@ def bce_loss(score: Tensor, label: Tensor) -> Tensor:
         loss = gf.nn.bce_loss(torch.randn(8), torch.tensor([1, 1, 1, 1, 0, 0, 0, 0]))
         ```
     """
-    return functional.binary_cross_entropy_with_logits(score, (label > 0).to(score.dtype))
+    sums = functional.binary_cross_entropy_with_logits(score, (label > 0).to(score.dtype), reduction="sum")
+    return sums / max(score.numel(), 1)
 
 
 def margin_loss(positive: Tensor, negative: Tensor, margin: float = 1.0) -> Tensor:
@@ -212,12 +213,12 @@ def margin_loss(positive: Tensor, negative: Tensor, margin: float = 1.0) -> Tens
 
     Args:
         positive: Scores of the positives.
-        negative: Scores of each positive's negatives.
+        negative: Scores of each positive's negatives; ``-inf`` for those that are left out.
         margin: The loss of a negative is 0 if the positive scores higher by at least this number.
 
     Shapes:
         - **input:** positive float [n], negative float [n, k].
-        - **output:** scalar.
+        - **output:** scalar; 0 without pairs.
 
     Example:
         ```python
@@ -227,7 +228,7 @@ def margin_loss(positive: Tensor, negative: Tensor, margin: float = 1.0) -> Tens
         loss = gf.nn.margin_loss(torch.randn(8), torch.randn(8, 5))
         ```
     """
-    return (margin - positive[:, None] + negative).relu().mean()
+    return _mean_counted((margin - positive[:, None] + negative).relu(), negative)
 
 
 def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
@@ -237,11 +238,11 @@ def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
 
     Args:
         positive: Scores of the positives.
-        negative: Scores of each positive's negatives.
+        negative: Scores of each positive's negatives; ``-inf`` for those that are left out.
 
     Shapes:
         - **input:** positive float [n], negative float [n, k].
-        - **output:** scalar.
+        - **output:** scalar; 0 without pairs.
 
     Example:
         ```python
@@ -251,7 +252,7 @@ def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
         loss = gf.nn.bpr_loss(torch.randn(8), torch.randn(8, 5))
         ```
     """
-    return functional.softplus(negative - positive[:, None]).mean()
+    return _mean_counted(functional.softplus(negative - positive[:, None]), negative)
 
 
 def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
@@ -259,11 +260,11 @@ def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
 
     Args:
         positive: Scores of the positives.
-        negative: Scores of each positive's negatives.
+        negative: Scores of each positive's negatives; ``-inf`` for those that are left out.
 
     Shapes:
         - **input:** positive float [n], negative float [n, k].
-        - **output:** scalar.
+        - **output:** scalar; 0 without pairs.
 
     Example:
         ```python
@@ -274,7 +275,13 @@ def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
         ```
     """
     scores = torch.cat([positive[:, None], negative], 1)
-    return (scores.logsumexp(1) - positive).mean()
+    return (scores.logsumexp(1) - positive).sum() / max(len(positive), 1)
+
+
+def _mean_counted(losses: Tensor, negative: Tensor) -> Tensor:
+    """Return the mean of ``losses`` over the negatives that are not left out (``-inf``); 0 if there are none."""
+    counted = negative != -torch.inf
+    return torch.where(counted, losses, 0).sum() / counted.sum().clamp(min=1)
 
 
 def unsupervised_loss(positive: Tensor, negative: Tensor, num_negatives: float | None = None) -> Tensor:
@@ -285,7 +292,8 @@ def unsupervised_loss(positive: Tensor, negative: Tensor, num_negatives: float |
 
     Args:
         positive: Scores of the positives.
-        negative: Scores of the negatives, drawn from one distribution for all positives.
+        negative: Scores of the negatives, drawn from one distribution for all positives; ``-inf`` for those that are
+          left out.
         num_negatives: Q; default: the number of negatives per positive.
 
     Shapes:
@@ -301,9 +309,9 @@ def unsupervised_loss(positive: Tensor, negative: Tensor, num_negatives: float |
         ```
     """
     if num_negatives is None:
-        num_negatives = negative.numel() / max(positive.numel(), 1)
-    near, far = functional.softplus(-positive), functional.softplus(negative)
-    return near.sum() / max(near.numel(), 1) + num_negatives * far.sum() / max(far.numel(), 1)
+        num_negatives = (negative != -torch.inf).sum() / max(positive.numel(), 1)
+    near = functional.softplus(-positive).sum() / max(positive.numel(), 1)
+    return near + num_negatives * _mean_counted(functional.softplus(negative), negative)
 
 
 class UnsupervisedLoss(nn.Module):

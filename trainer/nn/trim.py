@@ -28,11 +28,17 @@ Counts = list[int]  #: sampled per hop
 
 EdgeTensors = dict[EdgeType, Tensor]
 
-#: Convolutions that normalise by degrees in the given edges, or read more than one hop: trimming changes their result.
-NOT_ONE_HOP = (
-    pyg.GCNConv, pyg.GCN2Conv, pyg.LGConv, pyg.FAConv, pyg.PDNConv, pyg.DNAConv, pyg.SGConv, pyg.SSGConv, pyg.TAGConv,
-    pyg.ChebConv, pyg.ARMAConv, pyg.APPNP, pyg.MixHopConv, pyg.DirGNNConv, pyg.GPSConv,
+#: Convolutions that normalise by the degrees of an edge's source and target, unless ``normalize`` is False.
+BY_DEGREES = (pyg.GCNConv, pyg.GCN2Conv, pyg.LGConv, pyg.FAConv, pyg.PDNConv, pyg.DNAConv)
+
+#: Convolutions that read several hops, or other edges than the in-edges.
+FURTHER = (
+    pyg.SGConv, pyg.SSGConv, pyg.TAGConv, pyg.ChebConv, pyg.ARMAConv, pyg.APPNP, pyg.MixHopConv, pyg.DirGNNConv,
+    pyg.GatedGraphConv, pyg.PANConv,
 )  # fmt: skip
+
+#: Modules that read the rows of all given nodes, such as their mean.
+ALL_NODES = (pyg.GPSConv, pyg.HANConv, pyg.GraphNorm, pyg.PairNorm, pyg.MeanSubtractionNorm, pyg.GraphSizeNorm)
 
 
 class TrimToLayer(nn.Module):
@@ -294,14 +300,41 @@ class TrimmedHetero(nn.Module):
 
 
 def check_one_hop(model: nn.Module) -> None:
-    """Raise ``SettingsError`` if a convolution's result for a node depends on more than the node's in-edges."""
+    """Raise ``SettingsError`` if a layer's result for a node depends on more than the node and its in-edges."""
+    if name := next(iter(by_degrees(model, "trimmed")), None):
+        raise SettingsError(
+            f"{name} cannot be trimmed: its result for a node depends on degrees of the node's neighbours; use the "
+            "model without trimming, or pass normalize=False and edge weights if the layer accepts them"
+        )
+
+
+def by_degrees(model: nn.Module, verb: str) -> list[str]:
+    """Return the names of the layers whose result for a node depends on the degrees of its neighbours: on two hops.
+
+    Raises ``SettingsError`` if a layer depends on anything else than two hops of in-edges. ``verb``: for the message,
+    what cannot be done with such a layer.
+    """
+    found = []
     for layer in model.modules():
-        if isinstance(layer, NOT_ONE_HOP) and getattr(layer, "normalize", True):
-            raise SettingsError(
-                f"{type(layer).__name__} cannot be trimmed: its result for a node depends on more than the node's "
-                "in-edges (on degrees of its neighbours, or on further hops); use the model without trimming, or pass "
-                "normalize=False and edge weights if the layer accepts them"
-            )
+        name = type(layer).__name__
+        if isinstance(layer, FURTHER) or (isinstance(layer, pyg.AntiSymmetricConv) and layer.num_iters > 1):
+            why = "further hops, or other edges than the node's in-edges"
+        elif getattr(layer, "flow", "source_to_target") != "source_to_target":
+            why, name = "the node's out-edges, which are not sampled", f"{name} with flow={layer.flow!r}"
+        elif _reads_all_nodes(layer):
+            why = "the rows of all nodes that it is given"
+        else:
+            symmetric = isinstance(layer, pyg.EGConv) and "symnorm" in layer.aggregators
+            if symmetric or (isinstance(layer, BY_DEGREES) and layer.normalize):
+                found.append(name)
+            continue
+        raise SettingsError(f"{name} cannot be {verb}: its result for a node depends on {why}; use the whole graph")
+    return found
+
+
+def _reads_all_nodes(layer: nn.Module) -> bool:
+    by_batch = isinstance(layer, pyg.InstanceNorm) and not layer.track_running_stats
+    return by_batch or isinstance(layer, ALL_NODES) or (isinstance(layer, pyg.LayerNorm) and layer.mode == "graph")
 
 
 def _with_trim(model: nn.Module) -> nn.Module:

@@ -20,6 +20,7 @@ from trainer.sampler.request_split import cut_request, merge_samples
 from trainer.sampler.row_index import RowPlacement, SourceCodes, locate, put_rows
 from trainer.sampler.settings import blank_rows, check_endpoints, check_type, row_spec
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
+from trainer.store.manifest import LOOPLESS_DEGREE
 from trainer.store.part_store import BookKey, EdgePart, EndpointTable, NodePart, Part, PartStore
 from trainer.store.read_ahead import touch_neighbours, touch_rows
 
@@ -37,6 +38,7 @@ class LocalGraph:
         self._codes = SourceCodes(store.manifest.num_parts, 0)
         self._own, self._topology = (_codes_of(parts, self._codes.num_parts) for parts in (store.parts, store.topology))
         self._singles: dict[tuple[int, EdgeType, str], Array] = {}
+        self._loop_counts: dict[tuple[int, AnyType], Array] = {}
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
         """Return sampled neighbours of nodes in the opened parts, one answer per request.
@@ -196,12 +198,26 @@ class LocalGraph:
         for part_id, rows in placed.items():
             part = parts[part_id]
             for name, values in out.items():
-                if name == "in_degree":
-                    put_rows(_in_degree(part, of, rows.rows), RowPlacement.in_order(rows.at), values)
+                if name in ("in_degree", LOOPLESS_DEGREE):
+                    degree = _in_degree(part, of, rows.rows)
+                    if name == LOOPLESS_DEGREE:
+                        degree -= self._loops(part, of)[rows.rows]
+                    put_rows(degree, RowPlacement.in_order(rows.at), values)
                 elif name in (table := _table(part, of)).scales:
                     take_scaled(table.attrs[name], table.scales[name], rows.rows, rows.at, values)
                 else:
                     put_rows(_column(table, name), rows, values)
+
+    def _loops(self, part: Part, of: AnyType) -> Array:
+        """Return the number of self loops of each node of a part: int32 [nodes]. The first call reads all edges."""
+        found = self._loop_counts.get((part.part_id, of))
+        if found is None:
+            found = np.zeros(part.nodes[of].num_nodes, np.int32)  # type: ignore[index]  # only nodes have degrees
+            for edge_type, edges in part.edges.items():
+                if edge_type[0] == edge_type[2] == of:
+                    neighbor_kernels.count_loops(edges.indptr, edges.indices, part.nodes[of].start, found)
+            self._loop_counts[part.part_id, of] = found
+        return found
 
     def by_part(self, of: AnyType, ids: Ids) -> Mapping[int, RowPlacement]:
         """Group ids by part.
@@ -238,7 +254,7 @@ def _column(table: NodePart | EdgePart, name: str) -> Array:
 def _mapped(part: Part, of: AnyType, names: Iterable[str]) -> Iterator[Array]:
     table = _table(part, of)
     for name in names:
-        if name != "in_degree":
+        if name not in ("in_degree", LOOPLESS_DEGREE):
             yield _column(table, name)
             if name in table.scales:
                 yield table.scales[name]

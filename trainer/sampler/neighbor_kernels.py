@@ -206,6 +206,14 @@ def find_edges(indptr: Any, indices: Any, rows: Any, sources: Any, order: Any, f
 
 
 @_jit
+def count_loops(indptr: Any, indices: Any, first: int, found: Any) -> None:
+    """Add the number of self loops of each node of the part to ``found``. ``first``: global id of the part's node 0."""
+    for row in range(len(found)):
+        for slot in range(indptr[row], indptr[row + 1]):
+            found[row] += indices[slot] == first + row
+
+
+@_jit
 def first_at_least(values: Any, low: int, high: int, wanted: int) -> int:
     """Return the first index in the ascending ``values[low:high]`` with value >= ``wanted``, or ``high``."""
     while low < high:

@@ -11,7 +11,7 @@ from trainer.core.arrays import Array
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name
 from trainer.sampler.types import GraphSchema, SampleSettings, TimeRule
-from trainer.store.manifest import EdgeSpec, NodeSpec
+from trainer.store.manifest import LOOPLESS_DEGREE, EdgeSpec, NodeSpec
 from trainer.store.part_store import PartStore
 
 _FANOUT_LIMIT = 2**31  # counts are int32
@@ -127,7 +127,7 @@ def row_spec(store: PartStore, of: AnyType, name: str) -> tuple[np.dtype[Any], t
     Raises ``PartitionError`` for an unknown attribute.
     """
     check_type(store, of)
-    if name == "orig_id" or (name == "in_degree" and isinstance(of, str)):
+    if name == "orig_id" or (name in ("in_degree", LOOPLESS_DEGREE) and isinstance(of, str)):
         return np.dtype(np.int64), ()
     manifest = store.manifest
     attrs = manifest.nodes[of].attrs if isinstance(of, str) else manifest.edges[of].attrs

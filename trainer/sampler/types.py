@@ -78,8 +78,8 @@ class HopSample:
 class RowRequest:
     """A request for attributes of nodes or edges of one type.
 
-    Besides the dataset's attributes, nodes have ``orig_id`` and ``in_degree`` (over all edge types), and edges have
-    ``orig_id``; all int64.
+    Besides the dataset's attributes, nodes have ``orig_id``, and over all edge types ``in_degree`` and
+    ``in_degree_without_loops`` (without self loops), and edges have ``orig_id``; all int64.
 
     Args:
         of: Node type or edge type.

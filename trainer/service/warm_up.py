@@ -19,6 +19,7 @@ from trainer.sampler.replicas import PendingAnswer
 from trainer.sampler.settings import row_spec
 from trainer.sampler.subgraph_sampler import SubgraphSampler
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest, SampleSettings, SeedSet, TimeBound
+from trainer.store.manifest import LOOPLESS_DEGREE
 from trainer.store.part_store import Part, PartStore
 
 _OTHER_NODE = 0  #: a node rank
@@ -30,7 +31,10 @@ def warm_up(graph: LocalGraph) -> None:
     done: set[tuple[np.dtype[Any], ...]] = set()
     for part in graph.store.parts.values():
         first = {of: np.array([nodes.start]) for of, nodes in part.nodes.items() if nodes.num_nodes}
-        rows = [RowRequest(of, ids, ("orig_id", "in_degree", *part.nodes[of].attrs)) for of, ids in first.items()]
+        rows = [
+            RowRequest(of, ids, ("orig_id", "in_degree", LOOPLESS_DEGREE, *part.nodes[of].attrs))
+            for of, ids in first.items()
+        ]
         edges = {of: np.array([edges.start]) for of, edges in part.edges.items() if edges.num_edges}
         rows += [RowRequest(of, ids, ("orig_id", *part.edges[of].attrs)) for of, ids in edges.items()]
         graph.gather(rows)

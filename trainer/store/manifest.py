@@ -27,7 +27,10 @@ MANIFEST = "manifest.json"
 
 NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")  #: attribute and split names, which become file names
 
-RESERVED_ATTRS = frozenset({"orig_id", "in_degree"})  #: names of columns that can be gathered like attributes
+LOOPLESS_DEGREE = "in_degree_without_loops"
+
+#: Names of columns that can be gathered like attributes.
+RESERVED_ATTRS = frozenset({"orig_id", "in_degree", LOOPLESS_DEGREE})
 
 
 @dataclass(frozen=True)

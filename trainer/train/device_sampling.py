@@ -20,6 +20,7 @@ from trainer.graph.device import DeviceRows, tensors_of
 from trainer.graph.open import Graph
 from trainer.loader.block_loader import BlockLoader
 from trainer.sampler.types import SampleSettings
+from trainer.store.manifest import LOOPLESS_DEGREE
 
 if TYPE_CHECKING:
     from trainer.cuda.features import DeviceCache
@@ -234,12 +235,19 @@ def _use_device(
             sampler = DeviceSampler(loader.host_sampler, store, topology, features, device, streams)
             loader.sample_with(sampler, streams.stream)
         found = first.load(share).to(device)
-        if not all(torch.equal(one, other) for one, other in zip(tensors_of(found), tensors_of(expected), strict=True)):
+        if not all(_equal(one, other) for one, other in zip(tensors_of(found), tensors_of(expected), strict=True)):
             raise TrainingError("the first batch that the GPU sampled differs from the CPU's; use sampling: cpu")
     except BaseException:
         for loader in loaders.values():
             loader.sample_with(None)
         raise
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same dtype, shape and values; NaN equals NaN."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def why_not(graph: Graph, device: torch.device) -> str:
@@ -266,6 +274,6 @@ def _settings(loaders: Mapping[str, BlockLoader]) -> list[SampleSettings]:
 
 
 def _features(loaders: Mapping[str, BlockLoader]) -> dict[AnyType, tuple[str, ...]]:
-    """Return the attributes to gather, by type. In-degrees are left out: the device computes them from the topology."""
+    """Return the attributes to gather, by type, without in-degrees, of which the sampler has a table."""
     attrs = next(iter(loaders.values())).host_sampler.attrs
-    return {of: tuple(name for name in names if name != "in_degree") for of, names in attrs.items()}
+    return {of: tuple(name for name in names if name != LOOPLESS_DEGREE) for of, names in attrs.items()}

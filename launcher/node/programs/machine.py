@@ -93,11 +93,11 @@ def tmux_has(session: str) -> bool:
     return session in output(["tmux", "list-sessions", "-F", "#S"]).splitlines()
 
 
-def read(path: str) -> str:
-    """Return the content of a text file; '' when it cannot be read."""
+def read(path: str, most: int = -1) -> str:
+    """Return the content of a text file, at most ``most`` characters; '' when it cannot be read."""
     try:
         with open(path, errors="replace") as file:
-            return file.read()
+            return file.read(most)
     except OSError:
         return ""
 
@@ -116,9 +116,16 @@ def capacity() -> dict[str, Any]:
         "memory_limit": min(total, limit) if limit else total,
         "memory_free": min(int(words[0]) * 1024 if words else total, room if limit else total),
         "cpus": cpus(),
+        "bfloat16": bfloat16(read("/proc/cpuinfo", 1 << 14)),  # the first processor; the file lists all
         "open_files": open_files if open_files >= 0 else 1 << 30,  # RLIM_INFINITY
         "open_files_most": most if most >= 0 else 1 << 30,
     }
+
+
+def bfloat16(cpuinfo: str) -> str:
+    """Return the flag of the fastest instructions for bfloat16 in /proc/cpuinfo; '' without any. ``bf16`` is Arm's."""
+    words = set(cpuinfo.split())
+    return next((flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in words), "")
 
 
 def cpus() -> int:

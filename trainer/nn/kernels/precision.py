@@ -53,11 +53,15 @@ def why_slow(precision: str, device: torch.device, cpuinfo: Path = Path("/proc/c
 
     ``device``: device of the model. ``cpuinfo``: file that lists the features of the processor.
     """
-    if precision == "float32" or device.type != "cpu" or not cpuinfo.exists():
+    if precision == "float32":
         return None
-    if _CPU_FLAGS & set(cpuinfo.read_text().split()):
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major >= 8:
+            return None
+        what = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}) has no units for it (8.0)"
+    elif not cpuinfo.exists() or _CPU_FLAGS & set(cpuinfo.read_text().split()):
         return None
-    return (
-        f"precision {precision}: this processor ({platform.machine()}) has no instructions for it (avx512_bf16, "
-        "amx_bf16), so it is probably slower than float32"
-    )
+    else:
+        what = f"this processor ({platform.machine()}) has no instructions for it (avx512_bf16, amx_bf16)"
+    return f"precision {precision}: {what}, so it is probably slower than float32"

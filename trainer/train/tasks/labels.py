@@ -23,7 +23,7 @@ def numbers(y: Tensor, classes: bool = False) -> Tensor:
 
     If ``classes``, a negative value means a missing label, and becomes NaN.
     """
-    values = y.double().reshape(len(y), -1)
+    values = y.double().flatten(1) if y.dim() > 1 else y.double()[:, None]
     return torch.where(values < 0, torch.nan, values) if classes else values
 
 

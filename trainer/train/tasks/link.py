@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +23,13 @@ class LinkPrediction:
 
     ``out``: scores from ``LinkModel``, [num_seeds, 1 + m]. Column 0 has the scores of the links. The other columns have
     the scores of the m negatives that all links share. A negative that equals the target of a link is left out for
-    that link.
+    that link. Without any other negative, as in a graph with one target, there is no AUC.
     """
 
     outputs: int  #: width of a node's embedding
     kind: Kind = "link"
     metric: Metric = Metric("mrr", "higher")
-    num_sums: int = 3 + len(HITS)
+    num_sums: int = 4 + len(HITS)
 
     def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
         positive, negative = self._scores(out, batch)
@@ -42,7 +43,8 @@ class LinkPrediction:
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         score = LinkSums(HITS).result(torch.tensor(sums, dtype=torch.float64))
-        return {"mrr": score.mrr, **{f"hits@{k}": score.hits[k] for k in HITS}, "auc": score.auc}
+        found = {"mrr": score.mrr, **{f"hits@{k}": score.hits[k] for k in HITS}}
+        return found if math.isnan(score.auc) else {**found, "auc": score.auc}
 
     def record(self) -> Mapping[str, Any]:
         return {"kind": self.kind, "outputs": self.outputs}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,7 +35,12 @@ class Command:
 
 
 def render(command: Command) -> str:
-    """Return ``command`` as bash source, with every word quoted except a leading ``~/``, which bash expands."""
+    """Return ``command`` as bash source, with every word quoted except a leading ``~/``, which bash expands.
+
+    Raises ValueError for a name in ``env`` that no variable can have.
+    """
+    if wrong := [name for name in command.env if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
+        raise ValueError(f"{wrong[0]!r} is not the name of a variable")
     lines = ["set -e", *command.setup]
     lines += [f"export {name}={quote(value)}" for name, value in sorted(command.env.items())]
     if command.cwd:

@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import fields
 
+from launcher.config.cache_size import parse_bytes
 from launcher.config.roles import host_key
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, node_workdir
 from launcher.config.store_consistency import check_store
@@ -103,6 +104,11 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
             "each process uses one device, so leave procs out or list as many devices",
         )
     _server(node, k, reader)
+    if node.memory is not None and reader.good((*here, "memory")):
+        try:
+            parse_bytes(node.memory)
+        except ValueError as error:
+            reader.report((*here, "memory"), f"nodes.{k}.memory: {error}")
     for name in node.env:
         if name in RANK_VARIABLES or name.startswith("GNNFLEET_") and name not in FREE_VARIABLES:
             reader.report((*here, "env"), f"nodes.{k}.env: {name} is set by gnnfleet for each process; leave it out")

@@ -16,13 +16,45 @@ def node_workdir(node: NodeConfig, node_rank: int) -> str:
     return node.workdir.replace("{node_rank}", str(node_rank)).rstrip("/") or "/"
 
 
-def setting(help: str, default: Any = ..., **limits: float) -> Any:
+@dataclass(frozen=True)
+class Form:
+    """The texts that a key accepts. Shells quote them all; a form refuses what no quoting makes harmless."""
+
+    pattern: str
+    words: str  #: what is accepted, for messages
+
+
+_CONTROLS = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
+
+#: The texts of most keys: comments of scripts, ``#SBATCH`` lines and lines of a log hold them.
+LINE = Form(f"[^{_CONTROLS}]*", "one line without control characters")
+
+#: Texts that may have several lines.
+LINES = Form(f"[^{_CONTROLS}]*([\n\t][^{_CONTROLS}]*)*", "text without control characters")
+
+#: Values of any type, which reach commands as JSON or as one quoted word.
+ANY = Form("(?s:.*)", "text")
+
+#: Words that a command must not take for an option.
+WORD = Form(f"(?!-)[^{_CONTROLS}]*", "one line that does not begin with -")
+
+#: As OpenSSH limits host names and users, which commands of ssh_config and formats of tmux insert without quotes.
+ADDRESS = Form(r"""(?!-)[^\s'"`$\\;&<>|(){}\x00-\x1f\x7f-\x9f]+""", "a host name or address")
+USER = Form(rf"""(?!-)([^\s'"`;&<>|(){{}}{_CONTROLS}]| (?!-))*(?<!\\)""", "a user name")
+
+VARIABLE = Form("[A-Za-z_][A-Za-z0-9_]*", "the name of a variable: letters, digits and _")
+SBATCH_OPTION = Form("[a-z][a-z0-9_-]*", "a long option of sbatch, such as partition or gpus-per-node")
+SLURM_JOB = Form(r"[0-9][0-9_+]*", "the number of a job")
+
+
+def setting(help: str, default: Any = ..., form: Form = LINE, keys: Form = LINE, **limits: float) -> Any:
     """Return a dataclass field with a one-line help text, a default and limits.
 
-    ``default`` is a value, a factory, or ``...`` for a required key. ``limits`` are ``at_least``, ``above``,
-    ``at_most`` and ``below``; they apply to each element of a list.
+    ``default`` is a value, a factory, or ``...`` for a required key. ``form``: that of the text, or of each text in a
+    list or mapping. ``keys``: that of the names in a mapping. ``limits`` are ``at_least``, ``above``, ``at_most`` and
+    ``below``; they apply to each element of a list.
     """
-    metadata = {"help": help, "limits": limits}
+    metadata = {"help": help, "limits": limits, "form": form, "keys": keys}
     if default is ...:
         return field(metadata=metadata)
     if callable(default):
@@ -53,9 +85,11 @@ def login_text(user: str | None, host: str, port: int | None) -> str:
 class NodeConfig:
     """One node of the cluster. Several nodes may share a machine."""
 
-    host: str = setting("Host name, IP address or ~/.ssh/config alias; `localhost` when `transport: local`.")
+    host: str = setting(
+        "Host name, IP address or ~/.ssh/config alias; `localhost` when `transport: local`.", form=ADDRESS
+    )
     port: int | None = setting("SSH port; default from ~/.ssh/config, else 22.", None, at_least=1, at_most=65535)
-    user: str | None = setting("SSH user; default from ~/.ssh/config, else yours.", None)
+    user: str | None = setting("SSH user; default from ~/.ssh/config, else yours.", None, form=USER)
     key: str | None = setting(
         "Private key file on this machine; default: the SSH agent, ~/.ssh/config, the usual files in ~/.ssh.", None
     )
@@ -64,9 +98,10 @@ class NodeConfig:
         "Python on the node if neither venv nor conda is given; with `transport: local` or `slurm` the default is the "
         "launcher's.",
         "python3",
+        form=WORD,
     )
     venv: str | None = setting("Virtual environment on the node: the folder that contains bin/python.", None)
-    conda: str | None = setting("Conda environment on the node, by name or prefix path.", None)
+    conda: str | None = setting("Conda environment on the node, by name or prefix path.", None, form=WORD)
     workdir: str = setting(
         "Folder on the node for gnnfleet's code, the node's parts and its runs; {node_rank} is replaced by 0, 1, …",
         "~/gnnfleet-work/node{node_rank}",
@@ -87,19 +122,33 @@ class NodeConfig:
     procs: int | None = setting(
         "Trainer processes on this node; default: one per device, or 1 on the CPU.", None, at_least=1, at_most=1024
     )
+    cpus: int | None = setting(
+        "Processors of the node in an exported run (Slurm, Kubernetes); default: its processes with their threads or, "
+        "under Slurm without devices, all of its host.",
+        None,
+        at_least=1,
+        at_most=65536,
+    )
+    memory: str | None = setting(
+        "Memory of the node in an exported run (Slurm, Kubernetes), as `64GB`; default: estimated from its parts.", None
+    )
     batch_share: float = setting(
         "Seeds of each step per process, relative to the processes of other nodes; for the bundled trainer.",
         1.0,
         above=0,
     )
     address: str | None = setting(
-        "Address at which the other nodes reach this node; default: found by preflight.", None
+        "Address at which the other nodes reach this node; default: found by preflight.", None, form=ADDRESS
     )
     interface: str | None = setting(
-        "Network interface of `address`, as eth0, for gloo and NCCL; default: found by preflight.", None
+        "Network interface of `address`, as eth0, for gloo and NCCL; default: found by preflight.", None, form=ADDRESS
     )
-    env: Mapping[str, str] = setting("Environment variables of all processes on the node.", dict)
-    setup: tuple[str, ...] = setting("Bash lines run before each command on the node, as `module load cuda`.", ())
+    env: Mapping[str, str] = setting(
+        "Environment variables of all processes on the node.", dict, form=LINES, keys=VARIABLE
+    )
+    setup: tuple[str, ...] = setting(
+        "Bash lines run before each command on the node, as `module load cuda`.", (), form=LINES
+    )
     replaces: str = field(default="", compare=False)  #: note on the environment of `defaults` that own keys replace
 
     @property
@@ -159,13 +208,16 @@ class DataConfig:
         "`synthetic`, `file`, `tables`, `partition`, an `ogbn-…` name, or a torch_geometric dataset as "
         "`Planetoid:Cora`; required unless `serving` is given.",
         "",
+        form=WORD,
     )
     source: str | None = setting(
         "For `dataset: file` the folder of .npy/.npz files or the .pt file to read, for `dataset: tables` the folder "
         "of the tables, for `dataset: partition` a partition folder; else the download folder.",
         None,
     )
-    options: Mapping[str, Any] = setting("Options of the dataset, for instance num_nodes of `synthetic`.", dict)
+    options: Mapping[str, Any] = setting(
+        "Options of the dataset, for instance num_nodes of `synthetic`.", dict, form=ANY
+    )
     folder: str = setting(
         "Partition folder: a path on this machine in mode sync, on the nodes in mode verify.", "parts"
     )
@@ -210,6 +262,7 @@ class DataConfig:
         "Options of fsspec for the store, for instance endpoint_url of an S3 server; credentials come from the "
         "environment of each machine.",
         dict,
+        form=ANY,
     )
     store_limit: str | None = setting(
         "Most disk space for fetched parts in each node's workdir (500GB); the least recently used ones that no run "
@@ -231,7 +284,9 @@ class TrainConfig:
         "auto",
     )
     target: str | None = setting(
-        "Vertex type with the labels, or edge type of the links, as `user__rates__item`; default: the only one.", None
+        "Vertex type with the labels, or edge type of the links, as `user__rates__item`; default: the only one.",
+        None,
+        form=WORD,
     )
     hidden: int = setting("Width of the hidden layers.", 256, at_least=1)
     layers: int | None = setting(
@@ -245,17 +300,19 @@ class TrainConfig:
     eval_fanouts: tuple[int, ...] | None = setting("Fanouts for evaluation; default: those of training.", None)
     replace: bool = setting("Sample neighbours with replacement.", False)
     weight_attr: str | None = setting(
-        "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None
+        "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None, form=WORD
     )
     edge_attr: str | None = setting(
         "Edge attribute used as features of edges, by models sage and rsage; `tables` calls the features of an edge "
         "table `edge_attr`.",
         None,
+        form=WORD,
     )
     time_attr: str | None = setting(
         "Integer attribute used as time, of vertices or, for task link, of edges (`tables` calls it `edge_time`); "
         "neighbours later than their seed are never sampled.",
         None,
+        form=WORD,
     )
     temporal_strategy: Literal["uniform", "last"] = setting(
         "With time_attr: `uniform` samples among the earlier neighbours, `last` takes the most recent ones.", "uniform"
@@ -318,6 +375,7 @@ class RunConfig:
     master_addr: str = setting(
         "Address at which the other nodes reach the lead node (the first that trains); auto: found by preflight.",
         "auto",
+        form=ADDRESS,
     )
     master_port: int | Literal["auto"] = setting(
         "Port for torch.distributed on the lead node; auto: 29500 or the next free port.",
@@ -422,8 +480,11 @@ class ClusterConfig:
         "With `transport: slurm`, options of sbatch for the job to submit, as `{partition: gpu, nodes: 4, time: "
         '"2:00:00", requeue: true}`; `--slurm` sets them, too.',
         dict,
+        keys=SBATCH_OPTION,
     )
-    slurm_job: str | None = setting("Id of the Slurm job that has the nodes; set by gnnfleet inside a job.", None)
+    slurm_job: str | None = setting(
+        "Id of the Slurm job that has the nodes; set by gnnfleet inside a job.", None, form=SLURM_JOB
+    )
     host_keys: HostKeys = setting(
         "Unknown SSH host keys: `strict` refuses them, `accept-new` stores them, `insecure` accepts any key; "
         "`auto`: as StrictHostKeyChecking in ssh_config says, else `strict`.",

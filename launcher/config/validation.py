@@ -199,6 +199,8 @@ class Reader:
             try:
                 values[name] = self._value(hints[name], value, here)
                 _check_limits(known[name], values[name])
+                if path not in self.bad:  # a host that could not be split is reported once
+                    _check_forms(known[name], values[name])
             except _Wrong as wrong:
                 self.report(here, f"{dotted(here)}: {wrong}{_seconds_hint(known[name], value)}")
                 values[name] = _placeholder(known[name])
@@ -440,6 +442,17 @@ def _check_limits(item: Field[Any], value: Any) -> None:
     for number in numbers:
         if not all(tests[name](number, limit) for name, limit in limits.items()):
             raise _Wrong(f"must be {limits_in_words(limits)}; found {number}")
+
+
+def _check_forms(item: Field[Any], value: Any) -> None:
+    """Raise _Wrong if a text in ``value`` does not have the form of its key. Values of any type are not checked."""
+    named = isinstance(value, Mapping)
+    texts = [(item.metadata["keys"], name) for name in value] if named else []
+    found = value.values() if named else value if isinstance(value, tuple) else (value,)
+    texts += [(item.metadata["form"], text) for text in found if isinstance(text, str)]
+    for form, text in texts:
+        if not re.fullmatch(form.pattern, text):
+            raise _Wrong(f"expected {form.words}, found {shortened(ascii(text))}")
 
 
 def limits_in_words(limits: Mapping[str, float]) -> str:

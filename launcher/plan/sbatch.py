@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launcher.config.schema import ClusterConfig
+from launcher.config.schema import LINE, ClusterConfig
 from launcher.errors import UsageError
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
@@ -97,12 +97,13 @@ def _seconds(text: str) -> int | None:
 def normalized(options: Mapping[str, str]) -> dict[str, str]:
     """Return the options of the section ``slurm``, except ``nodes``, with ``-`` for each ``_`` in their names.
 
-    Raises UsageError for a name that is not a long option of sbatch, and for a value with a line break.
+    Raises UsageError for a name that is not a long option of sbatch, and for a value with control characters.
     """
     found = {name.replace("_", "-"): text for name, text in options.items()}
     for name, (plain, text) in zip(options, found.items(), strict=True):
-        if not _NAME.fullmatch(plain) or "\n" in text:
-            raise UsageError(f"slurm: `{name}` is not a long option of sbatch, such as partition or gpus-per-node")
+        if not _NAME.fullmatch(plain) or not re.fullmatch(LINE.pattern, text):
+            what = "its value has several lines" if _NAME.fullmatch(plain) else "it is not a long option of sbatch"
+            raise UsageError(f"slurm: `{name}`: {what}; give options such as partition or gpus-per-node")
     found.pop("nodes", None)
     return found
 
@@ -113,8 +114,5 @@ def _line(name: str, text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote a value for an ``#SBATCH`` line if needed.
-
-    A value with a double quote is returned unchanged, because such a line has no escape for it.
-    """
-    return f'"{text}"' if re.search(r"[\s#;']", text) and '"' not in text else text
+    """Quote a value for an ``#SBATCH`` line if needed. There, as sbatch reads it, \\ escapes the next character."""
+    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"' if re.search(r"""[\s#;'"\\]""", text) else text

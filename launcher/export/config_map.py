@@ -33,7 +33,8 @@ def config_map(plan: LaunchPlan, request: ExportRequest, code_dir: str) -> Manif
     for node in plan.nodes:
         contents = {posixpath.basename(file.dest): file for file in node.files if not file.source}
         spec = json.loads(_plain(contents["node.json"].content))
-        if spec["trainer"] and "OMP_NUM_THREADS" not in request.config.nodes[node.node_rank].env:
+        config = request.config.nodes[node.node_rank]
+        if spec["trainer"] and "OMP_NUM_THREADS" not in config.env and config.cpus is None:
             del spec["trainer"]["env"]["OMP_NUM_THREADS"]
         content = {"env": dict(node.start.env), "fetch": _fetch_spec(node, plan, request), "spec": spec}
         data[f"node{node.node_rank}.json"] = json.dumps(content, indent=indent)

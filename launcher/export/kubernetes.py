@@ -11,6 +11,7 @@ import json
 import posixpath
 import re
 import secrets
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -85,12 +86,12 @@ def export_kubernetes(request: ExportRequest, cluster: Cluster) -> Exported:
         for group in dict.fromkeys(groups)
     )
     partition = _partition_job(config, name, folder, cluster)
-    workload = _jobset(plan, made, config, cluster, partition) if cluster.kind == "jobset" else []
+    workload = _jobset(plan, made, request, cluster, partition) if cluster.kind == "jobset" else []
     if cluster.kind == "job":
         workload = [_service(name), *([partition] if partition else [])]
-        workload += [_job(plan, group, config, cluster) for group in made]
+        workload += [_job(plan, group, request, cluster) for group in made]
     manifests = [*_claim(name, cluster), config_map(plan, request, f"{HOME}/code/{digest[:16]}"), *workload]
-    notes = (*_notes(config, plan, folder, partition is not None), *_store_notes(config, cluster, left_out))
+    notes = (*_notes(request, plan, folder, partition is not None), *_store_notes(config, cluster, left_out))
     metadata = {"namespace": cluster.namespace} if cluster.namespace else {}
     for manifest in manifests:
         manifest["metadata"] = {**manifest["metadata"], **metadata}
@@ -129,7 +130,7 @@ _Dumper.add_representer(str, _text)
 def _group_names(config: ResolvedConfig) -> list[str]:
     """Return the name of each node's group. Consecutive nodes whose pods are equal belong to one group."""
     names: list[str] = []
-    for _, members in groupby(config.nodes, key=lambda node: (node.role, len(node.devices))):
+    for _, members in groupby(config.nodes, key=lambda node: (node.role, len(node.devices), node.cpus, node.memory)):
         nodes = list(members)
         role = f"{nodes[0].role}s"
         others = sum(1 for group in dict.fromkeys(names) if group.startswith(role))
@@ -194,7 +195,7 @@ def _secret(plan: LaunchPlan, metadata: Manifest) -> Manifest:
 
 
 def _jobset(
-    plan: LaunchPlan, groups: Sequence[Group], config: ResolvedConfig, cluster: Cluster, partition: Manifest | None
+    plan: LaunchPlan, groups: Sequence[Group], request: ExportRequest, cluster: Cluster, partition: Manifest | None
 ) -> list[Manifest]:
     jobs = []
     if partition:
@@ -203,7 +204,7 @@ def _jobset(
         job: Manifest = {"name": group.name, "replicas": 1}
         if partition:
             job["dependsOn"] = [{"name": "partition", "status": "Complete"}]
-        jobs.append({**job, "template": {"spec": job_spec(plan, group, config, cluster)}})
+        jobs.append({**job, "template": {"spec": job_spec(plan, group, request, cluster)}})
     spec = {
         "network": {"enableDNSHostnames": True, "subdomain": plan.run_id, "publishNotReadyAddresses": True},
         "failurePolicy": {"maxRestarts": 0},  # the Jobs start failed pods again
@@ -213,9 +214,9 @@ def _jobset(
     return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}]
 
 
-def _job(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cluster) -> Manifest:
+def _job(plan: LaunchPlan, group: Group, request: ExportRequest, cluster: Cluster) -> Manifest:
     metadata = {**metadata_of(plan.run_id), "name": f"{plan.run_id}-{group.name}"}
-    spec = job_spec(plan, group, config, cluster)
+    spec = job_spec(plan, group, request, cluster)
     spec["template"]["spec"]["subdomain"] = plan.run_id
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
@@ -230,7 +231,7 @@ def _partition_job(config: ResolvedConfig, name: str, folder: str, cluster: Clus
     container = {
         "name": "partition",
         "image": cluster.image,
-        "command": ["python3", *argv[1:]],
+        "command": ["python3", *(word.replace("$(", "$$(") for word in argv[1:])],  # else Kubernetes expands $(NAME)
         "env": [{"name": "GNNFLEET_KERNELS", "value": f"{HOME}/kernels"}],
         "volumeMounts": claim_mounts(name, cluster),
     }
@@ -246,10 +247,23 @@ def _partition_job(config: ResolvedConfig, name: str, folder: str, cluster: Clus
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job}
 
 
-def _notes(config: ResolvedConfig, plan: LaunchPlan, folder: str, made: bool) -> tuple[str, ...]:
-    notes = []
+def _notes(request: ExportRequest, plan: LaunchPlan, folder: str, made: bool) -> tuple[str, ...]:
+    notes, config = [], request.config
     if config.data.mode == "sync" and config.data.store is None and not made:
-        notes.append(f"copy the parts into the volume before the pods start: {config.data.folder} -> {folder}")
+        source = shlex.quote(config.data.folder)
+        notes.append(
+            "the graph is in files of this machine, which pods do not see. Give `data.store`, from which each pod "
+            "fetches its parts; or name a claim that has them (--claim NAME=/data with `data.mode: verify`); or copy "
+            f"them while the pods wait: P=$(kubectl get pods -l gnnfleet/run={plan.run_id} -o name | head -n 1); "
+            f"kubectl exec $P -- mkdir -p {HOME}{PARTS} && kubectl cp {source} ${{P#pod/}}:{folder}.new && "
+            f"kubectl exec $P -- mv {folder}.new {folder}"
+            + ("" if request.parts else "; before that, make them: gnnfleet partition make --config FILE")
+        )
+    if not request.parts and any(node.memory is None for node in config.nodes):
+        notes.append(
+            "the pods request no memory, as the parts are not on this machine: give `memory` of the nodes in "
+            "cluster.yml, such as --set defaults.memory=16GB"
+        )
     in_pods = made or config.data.store is not None
     if in_pods and config.data.topology == "auto" and plan.topology.choice == "partitioned":
         notes.append(

@@ -87,7 +87,8 @@ def placed_plan(request: ExportRequest, places: Sequence[Place], token: Secret, 
     """Return the plan of a run whose node k is at ``places[k]``. The preferred ports are used, even if they are busy.
 
     Parts are expected in each node's ``data_folder``. Node keys that describe the hosts of the config (user, port,
-    venv, conda, setup, address, …) are dropped. OMP_NUM_THREADS of the processes is 1. ``digest``: the digest of
+    venv, conda, setup, address, …) are dropped. OMP_NUM_THREADS of the processes is as ``cpus`` of the
+    node says, else 1. ``digest``: the digest of
     gnnfleet's code; computed if ''. Raises UsageError if a file of the user's command is missing.
     """
     config, parts = request.config, request.parts
@@ -96,7 +97,7 @@ def placed_plan(request: ExportRequest, places: Sequence[Place], token: Secret, 
     data = replace(config.data, mode="verify")
     placed = replace(config, nodes=nodes, run=run, data=data, transport="ssh")
     size = parts.topology_bytes if parts else 0
-    facts = {k: _facts(k, place, size) for k, place in enumerate(places)}
+    facts = {k: _facts(k, place, size, config.nodes[k].cpus or 0) for k, place in enumerate(places)}
     return make_plan(
         placed,
         run_id=request.run_id,
@@ -123,7 +124,7 @@ def _placed(node: NodeConfig, place: Place) -> NodeConfig:
     )
 
 
-def _facts(k: int, place: Place, topology_bytes: int) -> NodeFacts:
+def _facts(k: int, place: Place, topology_bytes: int, cpus: int) -> NodeFacts:
     return NodeFacts(
         node_rank=k,
         hostname=place.address,
@@ -136,7 +137,7 @@ def _facts(k: int, place: Place, topology_bytes: int) -> NodeFacts:
         devices=(),
         disk_free=0,
         memory=0,
-        cpus=0,
+        cpus=cpus,
         clock_offset=0.0,
         free_ports=(),
         topology_bytes=topology_bytes,

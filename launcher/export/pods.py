@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from launcher.config.resolve import ResolvedConfig
+from launcher.export.placed_plan import ExportRequest
+from launcher.export.resources import cpus_of, memory_of
 from launcher.plan.model import LaunchPlan, NodePlan
 
 HOME = "/gnnfleet"  #: mount path of the volume with runs, parts and compiled kernels
@@ -51,7 +52,8 @@ def metadata_of(name: str, **more: Any) -> Manifest:
     return {"name": name, "labels": {"app.kubernetes.io/name": "gnnfleet", "gnnfleet/run": name}, **more}
 
 
-def job_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cluster) -> Manifest:
+def job_spec(plan: LaunchPlan, group: Group, request: ExportRequest, cluster: Cluster) -> Manifest:
+    config = request.config
     return {
         "completionMode": "Indexed",
         "completions": len(group.nodes),
@@ -71,13 +73,13 @@ def job_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cl
         },
         "template": {
             "metadata": {"labels": metadata_of(plan.run_id)["labels"]},
-            "spec": _pod_spec(plan, group, config, cluster),
+            "spec": _pod_spec(plan, group, request, cluster),
         },
     }
 
 
-def _pod_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: Cluster) -> Manifest:
-    devices = len(group.first.devices)
+def _pod_spec(plan: LaunchPlan, group: Group, request: ExportRequest, cluster: Cluster) -> Manifest:
+    config, devices = request.config, len(group.first.devices)
     program = ["python3", "-m", "launcher.node.pods.pod"]
     alive = {"exec": {"command": [*program, "--alive", RUN]}, "timeoutSeconds": 15}
     container: Manifest = {
@@ -99,8 +101,8 @@ def _pod_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: C
         {"name": "secrets", "secret": {"secretName": plan.run_id, "defaultMode": 0o440}},
         *claim_volumes(plan.run_id, cluster),
     ]
+    container["resources"] = _resources(plan, group, request)
     if devices:
-        container["resources"] = {"limits": {"nvidia.com/gpu": devices}}
         container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})  # NCCL needs more than 64 MiB
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     fetches = config.data.store is not None
@@ -116,6 +118,16 @@ def _pod_spec(plan: LaunchPlan, group: Group, config: ResolvedConfig, cluster: C
         "containers": [container],
         "volumes": volumes,
     }
+
+
+def _resources(plan: LaunchPlan, group: Group, request: ExportRequest) -> Manifest:
+    """Return requests and limits of the container: processors are not limited, and memory only as ``memory`` says."""
+    node, config = request.config.nodes[group.first.node_rank], request.config
+    memory = max(memory_of(one.node_rank, config, request.parts, plan) for one in group.nodes)
+    size: Manifest = {"memory": f"{memory}Mi"} if memory else {}
+    limits = {**(size if node.memory else {}), **({"nvidia.com/gpu": len(node.devices)} if node.devices else {})}
+    requests = {"cpu": cpus_of(node, config), **size}
+    return {"requests": requests, **({"limits": limits} if limits else {})}
 
 
 def _fetch(group: Group, cluster: Cluster, mounts: list[Manifest]) -> Manifest:

@@ -1,16 +1,18 @@
-"""Writes a run as a shell script that a person could have written: for bash, torchrun or Slurm's srun.
+"""Writes a run as a shell script that a person could have written: for bash, torchrun or Slurm.
 
-The script starts a graph server on each node that holds parts, and the trainer, without a supervisor. The texts are in
-``node.sh.j2`` and ``slurm.sh.j2``. Values that differ between nodes are in Bash arrays, indexed by the node's number.
+The script runs on each node. It starts the node's graph server and ranks, without a supervisor. Its text is in
+``node.sh.j2``. Values that differ between nodes are in Bash arrays, indexed by the node's number.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from launcher.command import Command, Secret
+from launcher.command import Command, Secret, quote
 from launcher.config.resolve import ResolvedConfig
+from launcher.config.roles import lead
 from launcher.errors import UsageError
 from launcher.export.placed_plan import (
     ExportRequest,
@@ -29,6 +32,7 @@ from launcher.export.placed_plan import (
     placed_plan,
     without_credentials,
 )
+from launcher.export.resources import cpus_of, memory_of
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.partition import partitioning
 from launcher.plan.placement import interpreter
@@ -38,12 +42,18 @@ from launcher.text import count
 
 _WIDTH = 100  # characters of a line with a command
 
-#: Placeholders in the plan, and what the script has in their place.
-_SHELL = {"@PYTHON@": "$PYTHON", "@PARTS@": "$PARTS"}
+_PORTS = range(20000, 32000)  # below the ephemeral ports of Linux
+
+#: Placeholders in the plan. No value of a config contains NUL.
+_PYTHON, _PARTS, _RUNS = "\0PYTHON\0", "\0PARTS\0", "\0RUNS\0"
+
+#: Placeholders, and what the script has in their place.
+_SHELL = {_PYTHON: "$PYTHON", _PARTS: "$PARTS"}
 
 #: Options of the graph server that differ between nodes, and what the script has as their values.
 _SERVER_OPTIONS = {
     "--own": '"${OWN[NODE]}"',
+    "--bind": '"tcp://0.0.0.0:$((SERVICE_PORT + NODE))"',
     "--cluster": '"$GNNFLEET_CLUSTER"',
     "--key-file": '"$KEY"',
     "--ready-file": '"$GNNFLEET_SERVER_READY"',
@@ -66,8 +76,8 @@ class Script:
     notes: tuple[str, ...]
 
 
-class _Word(str):
-    """Shell code in a command, which ``_quoted`` does not quote."""
+class _Code(str):
+    """Shell code. In a command or in the template, any other text is quoted."""
 
 
 def key_path(output: Path) -> Path:
@@ -85,31 +95,41 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
     slurm = kind == "slurm"
     check_exportable(config, kind)
     if slurm:
-        sbatch = {**normalized(config.slurm), **sbatch}
+        sbatch = {**normalized(config.slurm), **sbatch, **normalized(sbatch)}
         config = _with_devices_of_job(config, sbatch)
         _check_equal_nodes(config)
     request = replace(request, config=config)
-    hosts = [f"${{NODES[{k}]}}" if slurm else _host(config, k) for k in range(len(config.nodes))]
-    plan = placed_plan(request, [Place(host, "0.0.0.0", "@RUNS@", "@PYTHON@", "@PARTS@") for host in hosts], Secret())
+    hosts = [f"\0HOST{k}\0" if slurm else _host(config, k) for k in range(len(config.nodes))]
+    plan = placed_plan(request, [Place(host, "0.0.0.0", _RUNS, _PYTHON, _PARTS) for host in hosts], Secret())
     if plan.encrypted and output is None:
         raise UsageError(
             "the script needs a key file for the encrypted graph service: give -o FILE, so that the key is written "
             "beside it, or --set run.encrypt=off"
         )
     values = {**_run_values(request, plan, output), **_node_values(config, plan, hosts, kind)}
-    if slurm:
-        values |= _job_values(config, sbatch)
-    template = _environment().get_template("slurm.sh.j2" if slurm else "node.sh.j2")
+    job, notes = _job_values(request, plan, sbatch) if slurm else ({"sbatch": []}, [])
+    template = _environment().get_template("node.sh.j2")
     key = json.dumps(new_key_pair()) if plan.encrypted else ""
-    return Script(template.render(values, kind=kind), key, (*_notes(config, plan), *_store_notes(config, left_out)))
+    notes = [*_notes(config, plan), *notes, *_store_notes(config, left_out)]
+    return Script(template.render(values, **job, kind=kind), key, tuple(notes))
 
 
 def _environment() -> Environment:
-    loader = PackageLoader("launcher.export", "")
+    """Return the environment of the template: every value that is not ``_Code`` becomes one quoted word."""
     made = Environment(
-        loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+        loader=PackageLoader("launcher.export", ""),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: value if isinstance(value, _Code) else quote(str(value)),
     )
-    made.filters["word"] = lambda text: text if text.isdigit() else f'"{text}"'
+    made.filters |= {
+        "code": _Code,
+        "comment": lambda text: _Code(text.replace("\n", "\n#   ")),
+        "array": lambda words: _Code(f"({' '.join(quote(str(word)) for word in words)})"),
+        "indented": lambda text, width: _Code(text.replace("\n", "\n" + " " * width)),
+    }
     return made
 
 
@@ -120,7 +140,9 @@ def _without_needless_keys(config: ResolvedConfig) -> ResolvedConfig:
 
 
 def _host(config: ResolvedConfig, k: int) -> str:
-    return config.nodes[k].address or ("127.0.0.1" if config.transport == "local" else config.nodes[k].host)
+    master = config.run.master_addr if k == lead(config) and config.run.master_addr != "auto" else ""
+    local = "127.0.0.1" if config.transport == "local" else ""
+    return config.nodes[k].address or master or local or config.nodes[k].host
 
 
 def _check_equal_nodes(config: ResolvedConfig) -> None:
@@ -143,31 +165,59 @@ def _with_devices_of_job(config: ResolvedConfig, options: Mapping[str, str]) -> 
     return replace(config, nodes=tuple(replace(node, devices=tuple(range(int(number)))) for node in config.nodes))
 
 
-def _job_values(config: ResolvedConfig, sbatch: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of the template that describe the job: its options, and what it does before its time limit."""
-    options = _job_options(config, sbatch)
+def _job_values(
+    request: ExportRequest, plan: LaunchPlan, sbatch: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of the template that describe the job, and notes.
+
+    They are its options, and what it does before its time limit.
+    """
+    options, notes = _job_options(request, plan, sbatch)
     seconds = options["signal"].rpartition("@")[2]
     warning = int(seconds) if seconds.isdecimal() else 60  # Slurm's default
-    return {"sbatch": option_lines(options), "requeue": is_on(sbatch, "requeue"), "patience": warning // 2}
+    lines = [_Code(line) for line in option_lines(options)]
+    width = len(plan.nodes) + 1
+    values = {"sbatch": lines, "requeue": is_on(sbatch, "requeue"), "patience": warning // 2}
+    return {**values, "port_ranges": max(1, len(_PORTS) // width)}, notes
 
 
-def _job_options(config: ResolvedConfig, given: Mapping[str, str]) -> dict[str, str]:
-    """Return all options of sbatch. Raises UsageError if an option in ``given`` contradicts cluster.yml."""
+def _job_options(
+    request: ExportRequest, plan: LaunchPlan, given: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Return all options of sbatch, and notes. Raises UsageError if an option in ``given`` contradicts cluster.yml."""
+    config = request.config
     node = config.nodes[0]
-    options = {"job-name": config.name, "nodes": str(len(config.nodes)), "ntasks-per-node": str(node.nproc)}
+    options = {"job-name": config.name, "nodes": str(len(config.nodes)), "ntasks-per-node": "1"}
     options |= {"gpus-per-node": str(len(node.devices))} if node.devices else {}
     for name in ("nodes", "ntasks-per-node", "gpus-per-node"):
         if given.get(name, options.get(name, "")).rpartition(":")[2] != options.get(name, ""):
             raise UsageError(
-                f"--slurm {name}={given[name]}: cluster.yml gives {options.get(name, 'none')}; change `nodes`, `procs` "
-                "or `devices` there"
+                f"--slurm {name}={given[name]}: the script needs {options.get(name, 'none')}, as cluster.yml gives "
+                "`nodes`, `procs` and `devices`; one task per node starts all its processes"
+            )
+    notes: list[str] = []
+    if not {"exclusive", "cpus-per-task", "cpus-per-gpu"} & given.keys():
+        if node.devices or node.cpus:
+            options["cpus-per-task"] = str(cpus_of(node, config))
+        else:
+            options["exclusive"] = "true"  # trains on all processors of its nodes
+    if not {"mem", "mem-per-cpu", "mem-per-gpu"} & given.keys():
+        memory = max(memory_of(k, config, request.parts, plan) for k in range(len(config.nodes)))
+        if memory:
+            options["mem"] = f"{memory}M"
+        elif is_on({**options, **given}, "exclusive"):
+            options["mem"] = "0"  # all of the node's
+        else:
+            notes.append(
+                "the memory of a node is Slurm's default, as the parts are not on this machine: give `memory` of the "
+                "nodes in cluster.yml, or --slurm mem=64G"
             )
     warning = f"B:USR1@{warning_seconds(given)}"
-    return {**options, "output": "%x-%j.log", "open-mode": "append", "signal": warning, **given}
+    return {**options, "output": "%x-%j.log", "open-mode": "append", "signal": warning, **given}, notes
 
 
 def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None) -> dict[str, Any]:
-    """Return the values of the templates that describe the run as a whole."""
+    """Return the values of the template that describe the run as a whole."""
     config = request.config
     shell = interpreter(config, 0)
     folder = os.path.expanduser(config.data.folder)
@@ -179,31 +229,35 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None) -
     needs = ["gnnfleet in $PYTHON", reads, *(["the key file $KEY"] if plan.encrypted else [])]
     words = " ".join(request.own_command) or "the bundled trainer"
     (cluster,) = {file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json")}
+    width = len(plan.nodes) + 1
+    place = int(hashlib.sha256(plan.run_id.encode()).hexdigest()[:8], 16) % max(1, len(_PORTS) // width)
+    auto = config.run.master_port == "auto", config.run.service_port == "auto"
     return {
         "what": f"{words}: {count(plan.world_size, 'process', 'es')} on {count(len(plan.nodes), 'node')}",
         "needs": ", ".join(needs),
         "run_id": plan.run_id,
-        "setup": shell.setup,
-        "python": re.sub(r"^~/", "$HOME/", _double_quoted(shell.argv[0])),
-        "parts": re.sub(r"^~/", "$HOME/", _double_quoted(parts)),
+        "setup": map(_Code, shell.setup),
+        "python": shell.argv[0],
+        "parts": parts,
         "key": key_path(output).name if plan.encrypted and output else "",
-        "here": _double_quoted(str((output.absolute() if output else Path.cwd() / "script").parent)),
+        "here": str((output.absolute() if output else Path.cwd() / "script").parent),
         "own_command": bool(request.own_command),
-        "partition": _lines(["@PYTHON@", *("@PARTS@" if word == folder else word for word in partition[1:])])
+        "partition": _lines([_PYTHON, *(_PARTS if word == folder else word for word in partition[1:])])
         if partition
         else "",
         "fetch": _fetch(config, plan),
         "remedy": "make the parts there, or copy them" if partition else "copy the parts there, or change PARTS",
-        "cluster": _cluster_text(cluster),
+        "cluster": _cluster_text(cluster, plan),
         "world_size": plan.world_size,
-        "master_addr": plan.master_addr,
-        "master_port": plan.master_port,
+        "first_port": _PORTS[place * width],
+        "master_port": "" if auto[0] else plan.master_port,
+        "service_port": "" if auto[1] else config.run.service_port,
         "lead": plan.lead,
     }
 
 
 def _node_values(config: ResolvedConfig, plan: LaunchPlan, hosts: Sequence[str], kind: str) -> dict[str, Any]:
-    """Return the values of the templates that describe the nodes and their processes."""
+    """Return the values of the template that describe the nodes and their processes."""
     distinct = list(dict.fromkeys(hosts))
     numbers = ", ".join(f"{k} on {host}" for k, host in enumerate(hosts[:4]))
     return {
@@ -225,13 +279,20 @@ def _node_values(config: ResolvedConfig, plan: LaunchPlan, hosts: Sequence[str],
     }
 
 
-def _cluster_text(text: str) -> str:
+def _cluster_text(text: str, plan: LaunchPlan) -> _Code:
+    """Return cluster.json for a here-document in which Bash replaces variables: the ports, and hosts of a job."""
     head = json.loads(text)
-    nodes = ",\n".join(f"  {json.dumps(node)}" for node in head.pop("nodes"))
-    return f'{json.dumps(head)[:-1]}, "nodes": [\n{nodes}\n]}}'
+    nodes = head.pop("nodes")
+    for k, node in enumerate(nodes):
+        if node.get("endpoint"):
+            node["endpoint"] = node["endpoint"].removesuffix(str(plan.nodes[k].service_port)) + f"\0PORT{k}\0"
+    lines = ",\n".join(f"  {json.dumps(node, ensure_ascii=False)}" for node in nodes)
+    made = re.sub(r"([\\$`])", r"\\\1", f'{json.dumps(head)[:-1]}, "nodes": [\n{lines}\n]}}'.replace("\\u0000", "\0"))
+    made = re.sub("\0PORT([0-9]+)\0", r"$((SERVICE_PORT + \1))", made)
+    return _Code(re.sub("\0HOST([0-9]+)\0", r"${HOSTS[\1]}", made))
 
 
-def _exports(config: ResolvedConfig, plan: LaunchPlan) -> list[str]:
+def _exports(config: ResolvedConfig, plan: LaunchPlan) -> Iterable[_Code]:
     """Return lines that export the settings of the graph service and ``env`` of the nodes."""
     by_node = [_exported(node, config.nodes[node.node_rank].env) for node in plan.nodes]
     common = {name: text for name, text in by_node[0].items() if all(env.get(name) == text for env in by_node)}
@@ -239,7 +300,7 @@ def _exports(config: ResolvedConfig, plan: LaunchPlan) -> list[str]:
     for k, env in enumerate(by_node):
         own = [f"export {name}={_quoted(text)}" for name, text in sorted(env.items()) if name not in common]
         lines += [f"if [[ $NODE == {k} ]]; then {'; '.join(own)}; fi"] if own else []
-    return lines
+    return map(_Code, lines)
 
 
 def _exported(node: NodePlan, user: Mapping[str, str]) -> dict[str, str]:
@@ -257,12 +318,10 @@ def _server(plan: LaunchPlan) -> str:
     servers = [node for node in plan.nodes if node.server is not None]
     if not servers:
         return ""
-    node = max(servers, key=lambda node: len(_argv(node.server)))
-    first = node.service_port - node.node_rank
-    argv = list(_argv(node.server))
-    for option, value in {**_SERVER_OPTIONS, "--bind": f'"tcp://0.0.0.0:$(({first} + NODE))"'}.items():
+    argv = list(max((_argv(node.server) for node in servers), key=len))
+    for option, value in _SERVER_OPTIONS.items():
         if option in argv:
-            argv[argv.index(option) + 1] = _Word(value)
+            argv[argv.index(option) + 1] = _Code(value)
     return _lines(argv)
 
 
@@ -270,13 +329,19 @@ def _fetch(config: ResolvedConfig, plan: LaunchPlan) -> str:
     """Return the command that fetches a node's parts; '' without ``data.store``."""
     if config.data.store is None:
         return ""
-    parts = [_Word(word) for word in ('"$PARTS"', "--part", "${OWN[NODE]//,/ --part }")]
-    argv = ["@PYTHON@", "-m", "launcher", "partition", "fetch", config.data.store, *parts]
+    parts = [_Code(word) for word in ('"$PARTS"', "--part", "${OWN[NODE]//,/ --part }")]
+    argv = [_PYTHON, "-m", "launcher", "partition", "fetch", config.data.store, *parts]
     argv += ["--replicated"] if plan.topology.replicated else []
     for name, value in config.data.store_options.items():
-        plain = isinstance(value, str) and yaml.safe_load(value) == value
-        argv += ["--store-option", f"{name}={value if plain else json.dumps(value)}"]
+        argv += ["--store-option", f"{name}={value if _is_plain(value) else json.dumps(value)}"]
     return _lines(argv)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is a text that YAML reads as it is, and not as a number, a list …"""
+    with suppress(yaml.YAMLError, ValueError):
+        return isinstance(value, str) and yaml.safe_load(value) == value
+    return False
 
 
 def _trainer(plan: LaunchPlan, kind: str) -> str:
@@ -287,7 +352,7 @@ def _trainer(plan: LaunchPlan, kind: str) -> str:
     if not plan.own_command and "--parts" in rank:  # given as GNNFLEET_PARTS, which clients do not have
         del rank[rank.index("--parts") : rank.index("--parts") + 2]
     if kind == "torchrun":
-        rank = rank[1:] if rank[0] == "@PYTHON@" else ["--no-python", *rank]
+        rank = rank[1:] if rank[0] == _PYTHON else ["--no-python", *rank]
     return _lines(rank)
 
 
@@ -296,7 +361,7 @@ def _argv(command: Command | None) -> tuple[str, ...]:
     return command.argv
 
 
-def _lines(argv: Sequence[str]) -> str:
+def _lines(argv: Sequence[str]) -> _Code:
     """Return a command as lines of about 100 characters; an option and its value share a line."""
     lines, line = [], ""
     for before, word in zip(("", *argv), argv, strict=False):
@@ -307,23 +372,19 @@ def _lines(argv: Sequence[str]) -> str:
             line = "    " + text
         else:
             line = f"{line} {text}" if line else text
-    return "\n".join([*lines, line])
+    return _Code("\n".join([*lines, line]))
 
 
 def _quoted(word: str) -> str:
     """Quote a word for the script, and replace the plan's placeholders by variables of the script."""
-    if isinstance(word, _Word):
+    if isinstance(word, _Code):
         return word
     if not any(mark in word for mark in _SHELL):
         return shlex.quote(word)
-    text = _double_quoted(word)
+    text = re.sub(r'(["\\$`])', r"\\\1", word)
     for mark, shell in _SHELL.items():
         text = text.replace(mark, shell)
     return f'"{text}"'
-
-
-def _double_quoted(text: str) -> str:
-    return re.sub(r'(["\\$`])', r"\\\1", text)
 
 
 def _notes(config: ResolvedConfig, plan: LaunchPlan) -> tuple[str, ...]:

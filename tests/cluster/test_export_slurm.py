@@ -24,7 +24,7 @@ pytestmark = [
 CONFIG = """
 name: toy
 nodes: [a, b]
-defaults: {{venv: {venv}, env: {{GNNFLEET_KERNELS: {kernels}}}}}
+defaults: {{venv: {venv}, cpus: 1, memory: 1GB, env: {{GNNFLEET_KERNELS: {kernels}}}}}
 data:
   dataset: synthetic
   options: {{num_nodes: 4000, avg_degree: 10, num_features: 16, num_classes: 4}}
@@ -91,7 +91,8 @@ def test_a_requeued_job_has_the_losses_of_an_undisturbed_one(jobs: Jobs) -> None
     jobs.export()
     first = jobs.submit()
     assert jobs.wait(first, 200) == "COMPLETED", jobs.log(first)
-    assert "serving parts 1 at tcp://0.0.0.0:29601" in jobs.path(first, "node1/server.log").read_text()
+    port = 20002 + int(first) % 4000 * 3
+    assert f"serving parts 1 at tcp://0.0.0.0:{port}" in jobs.path(first, "node1/server.log").read_text()
 
     job = jobs.submit()
     wait_until(lambda: jobs.path(job, "node0/checkpoints/epoch-0002.pt").exists(), 100)

@@ -7,8 +7,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +203,84 @@ def test_names_of_resources() -> None:
     assert all(re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) and len(name) <= 40 for name in names.values())
 
 
+def test_pods_ask_for_what_the_config_says_or_the_parts_take(tmp_path: Path) -> None:
+    text = ROLES.replace("role: server", "role: server, cpus: 8, memory: 64GB", 1).replace("name: shop", "name: shop\n")
+    made = kubernetes(text, tmp_path, claims=(("datasets", "/data"),))
+    found = [job["template"]["spec"]["containers"][0]["resources"] for job in pods_of(made).values()]
+    assert found == [
+        {"requests": {"cpu": 8, "memory": "61036Mi"}, "limits": {"memory": "61036Mi"}},
+        {"requests": {"cpu": 2}},
+        {"requests": {"cpu": 2}, "limits": {"nvidia.com/gpu": 1}},
+    ]
+    assert any("give `memory` of the nodes in cluster.yml" in note for note in made.notes)
+
+
+def test_a_graph_in_files_of_this_machine_comes_into_the_pods_by_commands_in_the_note(tmp_path: Path) -> None:
+    text = TWO.replace("dataset: ogbn-products", "dataset: file, source: graph.pt")
+    (note,) = [note for note in kubernetes(text, tmp_path).notes if "files of this machine" in note]
+    assert "`data.store`" in note and "--claim NAME=/data with `data.mode: verify`" in note
+    assert "kubectl cp /scratch/parts ${P#pod/}:/gnnfleet/parts/file-" in note
+
+
 # Scripts
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "expected"),
+    [
+        (TOY, {}, {"exclusive": "", "mem": "0"}),
+        (TOY, {"mem": "9G", "cpus-per-task": "3"}, {"cpus-per-task": "3", "mem": "9G"}),
+        (
+            TOY.replace("nodes: 2", "nodes: 2\ndefaults: {cpus: 5, memory: 10GB}"),
+            {},
+            {"cpus-per-task": "5", "mem": "9537M"},
+        ),
+        (TWO, {}, {"cpus-per-task": "6"}),
+    ],
+)
+def test_a_job_asks_for_processors_and_memory(
+    config: str, options: dict[str, str], expected: dict[str, str], tmp_path: Path
+) -> None:
+    script = export_script("slurm", request(config, tmp_path), options, tmp_path / "run.sh").text
+    lines = re.findall(r"(?m)^#SBATCH --(exclusive|cpus-per-task|mem)=?(.*)$", script)
+    assert dict(lines) == expected
+
+
+def test_two_exported_runs_on_one_host_have_different_ports(tmp_path: Path) -> None:
+    found = set()
+    for run_id in ("first", "second"):
+        made = export_script("bash", replace(request(TOY, tmp_path), run_id=run_id), {}, None).text
+        found |= {int(number) + k for number in re.findall(r"FIRST_PORT:-(\d+)", made) for k in range(3)}
+    assert len(found) == 6 and min(found) >= 20000 and max(found) < 32768
+    fixed = TOY + "run: {service_port: 7001, master_port: 7000}\n"
+    assert "MASTER_PORT=7000 SERVICE_PORT=7001" in export_script("bash", request(fixed, tmp_path), {}, None).text
+
+
+def run_node(config: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the script of node 0 of two nodes; what it does before its graph server starts."""
+    (folder / "run.sh").write_text(export_script("bash", request(config, folder), {}, folder / "run.sh").text)
+    env = {**os.environ, "HOME": str(folder), "PYTHONPATH": str(CODE_ROOT), **env}
+    return subprocess.run(["bash", "run.sh", "0"], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_script_says_why_it_cannot_run_on_its_host(tmp_path: Path) -> None:
+    hosts = (
+        "nodes: [{host: localhost}, {host: no-such-alias}]\ndata: {dataset: synthetic, mode: verify, folder: /none}\n"
+    )
+    done = run_node(hosts + "run: {encrypt: 'off'}\n", tmp_path)
+    assert done.returncode == 1 and "knows no address of no-such-alias" in done.stderr and "`address`" in done.stderr
+    there = hosts.replace("no-such-alias}", "no-such-alias, address: 127.0.0.2}")
+    assert "there is no manifest.json" in run_node(there + "run: {encrypt: 'off'}\n", tmp_path).stderr
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        done = run_node(there + "run: {encrypt: 'off'}\n", tmp_path, FIRST_PORT=str(port))
+        assert done.returncode == 1 and f"port {port} is in use here" in done.stderr
+    python = there.replace("host: localhost", f"host: localhost, python: {tmp_path}/python")
+    (tmp_path / "python").write_text(f'#!/bin/sh\nPYTHONPATH= exec {sys.executable} -I -S "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    done = run_node(python + "run: {encrypt: 'off'}\n", tmp_path)
+    assert done.returncode == 1 and "No module named 'gnnfleet'" in done.stderr
+    assert "gnnfleet setup --with gnnfleet" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["bash", "torchrun", "slurm"])
@@ -225,7 +304,7 @@ def test_the_section_slurm_gives_options_and_devices(tmp_path: Path) -> None:
     script = export_script("slurm", request(text, tmp_path), {"time": "30"}, Path("run.sbatch")).text
     lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert lines == [
-        *("job-name=run", "nodes=2", "ntasks-per-node=2", "gpus-per-node=a100:2"),
+        *("job-name=run", "nodes=2", "ntasks-per-node=1", "gpus-per-node=a100:2", "cpus-per-task=6"),
         *("output=%x-%j.log", "open-mode=append", "signal=B:USR1@120", "partition=gpu", "time=30"),
     ]
     assert "4 processes on 2 nodes" in script and "end=$((SECONDS + 60))" in script
@@ -237,7 +316,7 @@ def test_the_section_slurm_gives_options_and_devices(tmp_path: Path) -> None:
 #: Stand-ins for Slurm's commands in a job with one node. A job that is requeued ends, as it does under Slurm.
 SLURM = {
     "srun": 'while [[ $1 != bash ]]; do shift; done; SLURM_NODEID=0 SLURM_PROCID=0 exec "$@"',
-    "scontrol": 'if [[ $1 == show ]]; then echo gpu1; else echo "$@" >requeued; kill "$(<trainer.pid)"; fi',
+    "scontrol": 'if [[ $1 == show ]]; then echo localhost; else echo "$@" >requeued; kill "$(<trainer.pid)"; fi',
 }
 #: Saves a checkpoint when it is asked to, as rank 0 does; ends when it finds the file `done`.
 TRAINER = """
@@ -262,10 +341,11 @@ def test_a_warned_job_saves_a_checkpoint_and_is_requeued_if_it_may_be(requeue: b
     for name, text in SLURM.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    text = f"nodes: [gpu1]\ndata: {{dataset: synthetic, mode: verify, folder: {tmp_path}/parts}}\n"
+    host = f"{{host: gpu1, python: {sys.executable}}}"
+    text = f"nodes: [{host}]\ndata: {{dataset: synthetic, mode: verify, folder: {tmp_path}/parts}}\n"
     job = request(text, tmp_path, ("python", "train.py"))
     script = export_script("slurm", job, {"requeue": ""} if requeue else {}, tmp_path / "job.sh").text
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(CODE_ROOT)}
     env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "toy", "SLURM_JOB_NODELIST": "gpu1", "SLURM_NNODES": "1"}
     (tmp_path / "job.sh").write_text(script)
     started = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
@@ -283,13 +363,9 @@ def test_a_warned_job_saves_a_checkpoint_and_is_requeued_if_it_may_be(requeue: b
 @pytest.mark.parametrize("kind", ["bash", "torchrun"])
 def test_scripts_of_several_roles(kind: str, tmp_path: Path) -> None:
     text = export_script(kind, request(ROLES, tmp_path), {}, Path("run.sh")).text
-    assert 'OWN=(0 1 "" "")  # parts' in text
+    assert "OWN=(0 1 '' '')  # parts" in text
     assert "PROCS=(0 0 1 1)  # processes" in text
-    assert (
-        "export MASTER_ADDR=gpu1" in text
-        or "LOCAL_WORLD_SIZE=${PROCS[NODE]} MASTER_ADDR=gpu1" in text
-        or "--master-addr=gpu1" in text
-    )
+    assert 'export MASTER_ADDR="${HOSTS[2]}" MASTER_PORT' in text
     assert "if [[ -z ${OWN[NODE]} ]]; then unset GNNFLEET_PARTS; fi" in text
     assert "if [[ ${PROCS[NODE]} == 0 ]]; then wait; fi" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
@@ -303,7 +379,7 @@ def test_scripts_fetch_parts_from_the_store(kind: str, tmp_path: Path) -> None:
     assert 's3://bucket/products "$PARTS" --part ${OWN[NODE]//,/ --part } \\' in line
     assert "--replicated --store-option endpoint_url=http://minio:9000" in script.text
     assert "--store-option 'addressing=\"8\"'" in script.text
-    assert 'PARTS="$HOME/gnnfleet-work/data/ogbn-products-' in script.text and "partition make" not in script.text
+    assert "PARTS=~/gnnfleet-work/data/ogbn-products-" in script.text and "partition make" not in script.text
     assert "hush" not in script.text and "AWS_DEFAULT_REGION=north" in script.text
     assert any("set them in the environment of the script" in note for note in script.notes)
     subprocess.run(["bash", "-n"], input=script.text, text=True, check=True)
@@ -348,7 +424,7 @@ MESSAGES = {
     "--to slurm --slurm=-p,gpu": "--slurm -p: give long options of sbatch without --",
     "--to slurm -o x --store-secret s3": "--store-secret is for --to kubernetes, not for --to slurm",
     "--to kubernetes --image a --store-secret s3": "--store-secret is for a config with data.store",
-    "--to slurm -o x --slurm nodes=4": "--slurm nodes=4: cluster.yml gives 2; change `nodes`",
+    "--to slurm -o x --slurm nodes=4": "--slurm nodes=4: the script needs 2, as cluster.yml gives",
     "--to kubernetes --image a --claim data": "--claim data: give NAME=PATH",
     "--to kubernetes --image a --set data.mode=verify": "data.folder: /scratch/parts is on no volume of the pods",
     "--to kubernetes --image a --set data.store=file:///big/parts": "data.store: /big/parts is on no volume",

@@ -9,7 +9,9 @@
 set -euo pipefail
 NODE=${1:?usage: bash $0 NODE, the number of this node, 0 to 1}
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+RUN=~/gnnfleet-work/runs/Products_1/node$NODE  # logs, metrics, checkpoints
 export PATH=/opt/gnn/bin:"$PATH"
+<<<<<<< HEAD
 PYTHON="/opt/gnn/bin/python"
 PARTS="/scratch/parts"
 RUN="$HOME/gnnfleet-work/runs/Products_1/node$NODE"  # logs, metrics, checkpoints
@@ -17,20 +19,46 @@ KEY="$HERE/products.key"
 
 # By node:
 HOSTS=("gnn1" "gnn2")
+=======
+PYTHON=/opt/gnn/bin/python
+PARTS=/scratch/parts
+KEY="$HERE"/products.key
+fail() {
+  echo "${SLURM_JOB_NAME:-$0}: $*" >&2
+  exit 1
+}
+HOSTS=(gnn1 gnn2)  # by node, as are the arrays below
+>>>>>>> 2220f417 (wip)
 OWN=(0 1)  # parts
 PROCS=(2 2)  # processes
 FIRST_RANK=(0 2)
-DEVICES=("0,1" "0,1")  # CUDA
+DEVICES=(0,1 0,1)  # CUDA
+# Ports of torch.distributed on node 0, and of node 0's graph server; node k's is k higher. Runs at the same time
+# have different ones. FIRST_PORT, set to the same number on every node, chooses others.
+FIRST_PORT=${FIRST_PORT:-24134}
+MASTER_PORT=$FIRST_PORT SERVICE_PORT=$((FIRST_PORT + 1))
 
-if [[ -n ${OWN[NODE]} && ! -e $PARTS/manifest.json ]]; then
-  echo "$0: node $NODE has no parts in $PARTS: there is no manifest.json; make the parts there, or copy them" >&2
-  exit 1
-fi
+for host in "${HOSTS[@]}"; do
+  getent ahosts "$host" >/dev/null || fail "node $NODE: this host knows no address of $host, which is perhaps an alias" \
+    "of ssh only: give the node \`address\` in cluster.yml and export again, or put the name into /etc/hosts"
+done
+for port in $((SERVICE_PORT + NODE)) $([[ $NODE != 0 ]] || echo "$MASTER_PORT"); do
+  if (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then
+    fail "node $NODE: port $port is in use here; run again with other ports, the same on every node: FIRST_PORT=$((port + 777))"
+  fi
+done
 mkdir -p "$RUN"
-cat >"$RUN/cluster.json" <<'END'
+cd "$RUN"
+"$PYTHON" -c 'import gnnfleet, sys; sys.exit(gnnfleet.__file__ is None)' 2>import.log ||
+  fail "node $NODE: gnnfleet cannot be imported by $PYTHON: $(tail -n 1 import.log)." \
+    "Install it there: gnnfleet setup --with gnnfleet"
+if [[ -n ${OWN[NODE]} && ! -e $PARTS/manifest.json ]]; then
+  fail "node $NODE has no parts in $PARTS: there is no manifest.json;" 'make the parts there, or copy them'
+fi
+cat >cluster.json <<END
 {"run_id": "Products_1", "num_parts": 2, "version": 1, "serving": null, "nodes": [
-  {"node_rank": 0, "host": "gnn1", "role": "worker", "endpoint": "tcp://gnn1:29600", "parts": [0], "ranks": [0, 1]},
-  {"node_rank": 1, "host": "gnn2", "role": "worker", "endpoint": "tcp://gnn2:29601", "parts": [1], "ranks": [2, 3]}
+  {"node_rank": 0, "host": "gnn1", "role": "worker", "endpoint": "tcp://gnn1:$((SERVICE_PORT + 0))", "parts": [0], "ranks": [0, 1]},
+  {"node_rank": 1, "host": "gnn2", "role": "worker", "endpoint": "tcp://gnn2:$((SERVICE_PORT + 1))", "parts": [1], "ranks": [2, 3]}
 ]}
 END
 
@@ -44,13 +72,12 @@ export GNNFLEET_WIRE_ROWS=stored
 export TORCH_CPP_LOG_LEVEL=ERROR
 if [[ $NODE == 1 ]]; then export NCCL_DEBUG=INFO; fi
 export CUDA_VISIBLE_DEVICES="${DEVICES[NODE]}" CUDA_DEVICE_ORDER=PCI_BUS_ID
-threads=$(($(nproc) / (PROCS[NODE] > 0 ? PROCS[NODE] : 1)))
+threads=$((${SLURM_CPUS_ON_NODE:-$(nproc)} / (PROCS[NODE] > 0 ? PROCS[NODE] : 1)))
 export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
 # The network interface on the way to another node, for gloo and NCCL: a host's own name may mean 127.0.1.1.
 peer=$(getent ahosts "${HOSTS[NODE == 0 ? 1 : 0]}" | awk 'NR == 1 {print $1}')
 interface=$(ip -o route get "$peer" | grep -oP 'dev \K\S+') || true
 [[ -z $interface ]] || export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface
-cd "$RUN"
 
 pids=()
 trap 'kill "${pids[@]}" 2>/dev/null || true; wait' EXIT
@@ -58,7 +85,7 @@ trap 'kill "${pids[@]}" 2>/dev/null || true; wait' EXIT
 if [[ -n ${OWN[NODE]} ]]; then
   export GNNFLEET_SERVER_READY="$RUN/server.ready"
   rm -f "$RUN/server.ready"
-  CUDA_VISIBLE_DEVICES='' "$PYTHON" -m trainer serve --parts "$PARTS" --own "${OWN[NODE]}" --bind "tcp://0.0.0.0:$((29600 + NODE))" \
+  CUDA_VISIBLE_DEVICES='' "$PYTHON" -m trainer serve --parts "$PARTS" --own "${OWN[NODE]}" --bind "tcp://0.0.0.0:$((SERVICE_PORT + NODE))" \
       --cluster "$GNNFLEET_CLUSTER" --key-file "$KEY" --ready-file "$GNNFLEET_SERVER_READY" --node-rank "$NODE" \
       --stats-file "$RUN/server_stats.json" --server-wait 60 \
       >"$RUN/server.log" 2>&1 &
@@ -70,7 +97,8 @@ if [[ -n ${OWN[NODE]} ]]; then
 fi
 
 # The ranks of this node. The first process that fails ends the script, and with it the others.
-export WORLD_SIZE=4 LOCAL_WORLD_SIZE=${PROCS[NODE]} MASTER_ADDR=gnn1 MASTER_PORT=29500
+export MASTER_ADDR="${HOSTS[0]}" MASTER_PORT
+export WORLD_SIZE=4 LOCAL_WORLD_SIZE=${PROCS[NODE]}
 for ((i = 0; i < PROCS[NODE]; i++)); do
   RANK=$((FIRST_RANK[NODE] + i)) LOCAL_RANK=$i "$PYTHON" -m trainer train --model sage --task auto --hidden 256 --heads 4 --dropout 0.3 --fanouts 15,10,5 \
       --temporal-strategy uniform --batch-size 1024 --eval-batch-size 4096 --negatives 128 \

@@ -27,7 +27,7 @@ _CALL_TIMEOUT = 120.0  # seconds
 _INSTALL_TIMEOUT = 5400.0  # seconds; longer than the timeouts of node/programs/install.py together
 
 #: Modules that must be importable after an installation, and their packages
-_MODULES = {**{name: name.replace("_", "-") for name in PACKAGES}, "numba.cuda": "numba-cuda"}
+_MODULES = {**{name: name.replace("_", "-") for name in PACKAGES}, "numba.cuda": "numba-cuda", "gnnfleet": "gnnfleet"}
 
 
 @dataclass(frozen=True)

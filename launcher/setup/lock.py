@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -19,8 +20,9 @@ from packaging.utils import canonicalize_name
 
 from launcher.files import write_whole
 from launcher.setup.kernels import conflict, cuda_version, kernel_roots
+from launcher.setup.own_wheel import NAME, cache_folder, own_wheel
 from launcher.setup.requirements import Requirements, Target, closure
-from launcher.setup.wheels import NoWheels, SetupError, Wheel, WheelLock, cache_folder, run_pip
+from launcher.setup.wheels import NoWheels, SetupError, Wheel, WheelLock, run_pip
 
 _ROUNDS = 8  # times that newly found requirements are resolved
 
@@ -124,6 +126,9 @@ def _settled(requirements: Requirements, target: Target, fixed: Mapping[str, _Ch
         chosen = {name: one for name, one in chosen.items() if name in wanted}
         if not new:
             return chosen
+        if own := new.pop(NAME, ""):
+            chosen[NAME] = _Choice(own, own_wheel(cache_folder() / "wheels"))
+            continue
         chosen |= {name: _Choice(new[name], found) for name, found in _report(new, target).items()}
     roots = ", ".join(requirements.roots)
     raise SetupError(f"the requirements of {roots} for {target} still change after {_ROUNDS} rounds of pip")
@@ -153,10 +158,8 @@ def _report(lines: Mapping[str, str], target: Target) -> dict[str, dict[str, Any
 
 
 def _wheel(found: Mapping[str, Any]) -> Wheel:
-    about, download = found["metadata"], found["download_info"]
-    return Wheel(
-        canonicalize_name(about["name"]),
-        about["version"],
-        download["url"],
-        download["archive_info"]["hashes"]["sha256"],
-    )
+    about, url, archive = found["metadata"], found["download_info"]["url"], found["download_info"]["archive_info"]
+    digest = archive.get("hashes", {}).get("sha256") or archive.get("hash", "").removeprefix("sha256=")  # pip < 23.1
+    if not re.fullmatch("[0-9a-f]{64}", digest):
+        raise SetupError(f"{url}: the package index gives no SHA-256 of this file; use another index")
+    return Wheel(canonicalize_name(about["name"]), about["version"], url, digest)

@@ -12,6 +12,7 @@ from packaging.utils import canonicalize_name, is_normalized_name
 
 from launcher.errors import UsageError
 from launcher.node.programs.packages import PACKAGES
+from launcher.setup.own_wheel import NAME, cache_folder, own_wheel
 from launcher.text import index
 
 _OLDEST_GLIBC = {"x86_64": 5, "i686": 5}  # minor version of the oldest manylinux tag; 17 for other architectures
@@ -108,13 +109,15 @@ def _meets(version: str, requirement: str) -> bool:
 def required(more: Sequence[str] = ()) -> Requirements:
     """Return the packages of the bundled trainer, pip and ``more``, pinned to the versions of this machine.
 
-    Raises UsageError if one of ``more`` is not the name of a package.
+    For gnnfleet itself, makes its wheel. Raises UsageError if one of ``more`` is not the name of a package.
     """
     for name in more:
         if not is_normalized_name(canonicalize_name(name)):
             raise UsageError(f"--with {name}: give the name of a package only; its version is that on this machine")
     found = {str(canonicalize_name(one.name)): one.version for one in metadata.distributions() if one.name}
     names = dict.fromkeys(canonicalize_name(name) for name in (*PACKAGES, *more))
+    if NAME in names:
+        found[NAME] = own_wheel(cache_folder() / "wheels")["metadata"]["version"]
     return Requirements((*names, "pip"), found)
 
 

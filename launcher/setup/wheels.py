@@ -11,11 +11,16 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
+from shutil import which
 from urllib.parse import unquote, urlsplit
+
+from packaging.version import Version
 
 from launcher.errors import FleetError
 from launcher.files import file_sha256
+from launcher.setup.own_wheel import cache_folder
 from launcher.setup.requirements import Target
 
 _TIMEOUT = 1800.0  # seconds of one pip
@@ -80,11 +85,6 @@ class WheelLock:
         return next((number for number in names if number.isdecimal()), "")
 
 
-def cache_folder() -> Path:
-    """Return the folder of locks and wheels: ``${XDG_CACHE_HOME:-~/.cache}/gnnfleet/setup``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gnnfleet/setup"
-
-
 def download(wheels: Iterable[Wheel], target: Target) -> dict[Wheel, Path]:
     """Return the path of each wheel on this machine; downloads those that are not in the cache. Raises SetupError."""
     folder = cache_folder() / "wheels"
@@ -110,16 +110,25 @@ def _exact_pin(wheel: Wheel) -> str:
     return f"torch==={wheel.version}" if wheel.name == "torch" else wheel.pin
 
 
-def run_pip(*words: str) -> str:
-    """Run pip. Returns '', or the reason if pip fails."""
-    done = subprocess.run(
-        [*_pip_command(), *words[:1], *_PIP, *words[1:]],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_TIMEOUT,
-    )
+#: Settings of pip that would change what the calls below mean; index, proxy and folders of wheels stay the user's.
+_PIP_ENV = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_REQUIRE_HASHES": "0"}
+
+
+def run_pip(*words: str, command: tuple[str, ...] = ()) -> str:
+    """Run pip. Returns '', or the reason if pip fails. ``command``: how to start it; default: ``_pip_command()``."""
+    argv = [*(command or _pip_command()), *words[:1], *_PIP, *words[1:]]
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT,
+            env={**os.environ, **_PIP_ENV},
+        )
+    except subprocess.TimeoutExpired:
+        return f"pip did not end within {_TIMEOUT / 60:g} minutes"
     if done.returncode == 0:
         return ""
     said = re.sub(r" \(from versions: [^)]*\)", "", done.stderr)
@@ -127,25 +136,46 @@ def run_pip(*words: str) -> str:
     return "; ".join(errors[-2:]) or done.stderr.strip()[-500:] or f"pip ended with status {done.returncode}"
 
 
+_OLDEST_PIP = Version("22.2")  #: the first that reports which wheels it would install
+
+
 @cache
 def _pip_command() -> tuple[str, ...]:
-    """Return the command that starts pip.
+    """Return the command that starts a pip of version ``_OLDEST_PIP`` or newer.
 
-    It starts the pip installed for this Python; else the pip bundled with ``ensurepip``; else ``uv tool run pip``.
+    It starts the pip installed for this Python; else the pip bundled with ``ensurepip``; else ``uv tool run pip``; else
+    a newer pip that one of these downloads, which is kept in the cache. Raises SetupError.
     """
-    from importlib.util import find_spec
-    from shutil import which
+    found: list[tuple[Version, tuple[str, ...]]] = []
+    with suppress(metadata.PackageNotFoundError, ImportError):
+        import pip  # noqa: F401
 
-    if find_spec("pip"):
-        return (sys.executable, "-m", "pip")
+        found.append((Version(metadata.version("pip")), (sys.executable, "-m", "pip")))
     with suppress(ImportError):
         import ensurepip
 
-        bundled = sorted(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"))
-        if bundled:
-            return (sys.executable, f"{bundled[-1]}/pip")
+        found += _pip_wheels(Path(ensurepip.__file__).parent / "_bundled")
+    kept = cache_folder() / "pip"
+    for version, command in (*found, *_pip_wheels(kept)):
+        if version >= _OLDEST_PIP:
+            return command
     if uv := which("uv"):
         return (uv, "tool", "run", "--python", sys.executable, "pip")
+    if not found:
+        raise SetupError(
+            f"{sys.executable} has no pip, which resolves the versions for the hosts: install it, then try again"
+        )
+    words = ("--no-deps", "--only-binary=:all:", "--dest", str(kept), f"pip>={_OLDEST_PIP}")
+    failed = run_pip("download", *words, command=found[0][1])
+    if made := _pip_wheels(kept):
+        return made[-1][1]
     raise SetupError(
-        f"{sys.executable} has no pip, which resolves the versions for the hosts: install it, then try again"
+        f"pip {found[0][0]} of {sys.executable} is too old to resolve the versions for the hosts, and it could not "
+        f"download a newer one ({failed}); install pip {_OLDEST_PIP} or newer: {sys.executable} -m pip install -U pip"
     )
+
+
+def _pip_wheels(folder: Path) -> list[tuple[Version, tuple[str, ...]]]:
+    """Return the versions of the wheels of pip in ``folder``, oldest first, and how to start each."""
+    names = ((Version(path.name.split("-")[1]), path) for path in folder.glob("pip-*.whl"))
+    return [(version, (sys.executable, f"{path}/pip")) for version, path in sorted(names)]

@@ -27,6 +27,7 @@ from launcher.errors import UsageError
 from launcher.node.programs import downloads, host_survey, install
 from launcher.node.programs.packages import PACKAGES
 from launcher.plan.placement import ANY_PYTHON, MORE_PYTHONS
+from launcher.setup import lock, own_wheel, wheels
 from launcher.setup import setup as program
 from launcher.setup.kernels import conflict, cuda_version, kernel_roots
 from launcher.setup.lock import lock_of
@@ -34,7 +35,7 @@ from launcher.setup.plan import Action, HostPlan, SetupPlan, make_plan, with_sou
 from launcher.setup.render import print_plan, shown_changes
 from launcher.setup.requirements import Requirements, Target, closure, required
 from launcher.setup.survey import HostState, Interpreter
-from launcher.setup.wheels import NoWheels, SetupError, WheelLock, download
+from launcher.setup.wheels import NoWheels, SetupError, WheelLock, download, run_pip
 from plan_kit import cluster
 from setup_kit import (
     CUDA_REQUIRES,
@@ -440,6 +441,62 @@ def test_a_package_without_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     wanted = Requirements(("graphdep",), {"graphdep": "7.7"})
     with pytest.raises(SetupError, match=r"no wheels for Python 3.11 on x86_64 .* found for graphdep==7\.7\. Check"):
         lock_of(wanted, CPU)
+
+
+def test_digests_of_wheels_in_reports_of_older_pips() -> None:
+    """pip 23.0, that of Debian 12, reports a wheel in a folder without `hashes`."""
+    about = {"name": "graphdep", "version": "1.2.0"}
+    for archive in ({"hash": f"sha256={'a' * 64}"}, {"hashes": {"sha256": "a" * 64}}):
+        found = {"metadata": about, "download_info": {"url": "file:///w/graphdep.whl", "archive_info": archive}}
+        assert lock._wheel(found).sha256 == "a" * 64
+    found["download_info"] = {"url": "http://index/graphdep.whl", "archive_info": {}}
+    with pytest.raises(SetupError, match="http://index/graphdep.whl: the package index gives no SHA-256"):
+        lock._wheel(found)
+
+
+def test_a_pip_that_is_too_old_is_replaced_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip 22.0, that of Ubuntu 22.04, cannot report what it would install."""
+    monkeypatch.setattr(wheels.metadata, "version", lambda name: "22.0.2+dfsg")
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
+    monkeypatch.setattr(wheels, "which", lambda name: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    choose = wheels._pip_command.__wrapped__
+    (tmp_path / "empty").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setenv("PIP_FIND_LINKS", str(tmp_path / "empty"))
+        with pytest.raises(SetupError, match=r"pip 22\.0\.2.* is too old .*pip>=22\.2.*-m pip install -U pip"):
+            choose()
+    command = choose()
+    assert command[1].startswith(f"{tmp_path}/gnnfleet/setup/pip/pip-")
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("pip ") and choose() == command
+
+
+def test_settings_of_pip_do_not_change_what_setup_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("USER", "REQUIRE_VIRTUALENV", "REQUIRE_HASHES"):
+        monkeypatch.setenv(f"PIP_{name}", "1")
+    assert [wheel.pin for wheel in lock_of(Requirements(("graphdep",), {"graphdep": OTHER}), CPU).wheels] == [
+        f"graphdep=={OTHER}"
+    ]
+
+
+def test_gnnfleet_itself_is_sent_as_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = own_wheel.own_wheel(own_wheel.cache_folder() / "wheels")
+    small = {**found, "metadata": {**found["metadata"], "requires_dist": ["graphdep>=1"]}}
+    monkeypatch.setattr(lock, "own_wheel", lambda folder: small)
+    version = required(("gnnfleet",)).pins["gnnfleet"]
+    assert version.startswith("0.1.0+g")
+    made = lock_of(Requirements(("gnnfleet",), {"gnnfleet": version, "graphdep": OTHER}), CPU)
+    (wheel,) = [one for one in made.wheels if one.name == "gnnfleet"]
+    assert (wheel.pin, wheel.server) == (f"gnnfleet=={version}", "") and len(made.wheels) == 2
+    (path,) = download([wheel], CPU).values()
+    words = ["--no-deps", "--target", str(tmp_path / "site"), str(path)]
+    assert run_pip("install", *words) == ""
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import gnnfleet; print(gnnfleet.__file__)"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "site/gnnfleet/__init__.py")
+    assert (tmp_path / "site/launcher/export/node.sh.j2").exists()
+    assert (tmp_path / "site/bin/gnnfleet").exists()
 
 
 #: Packages of the trainer that the launching machine runs: reading and partitioning of graphs.

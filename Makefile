@@ -1,5 +1,5 @@
 # make help       what there is
-# PYTHON=…        interpreter for a new virtual environment (3.10 to 3.13)
+# PYTHON=…        interpreter for a new virtual environment (3.10 to 3.14)
 # VENV=…          where the virtual environment lives
 # PIP_ARGS=…      more for pip install, e.g. another package index
 # MINUTES=…       how long the soak runs; SEED=… chooses its scenarios, SCENARIO=17,4003 repeats some
@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow soak check docs size bench bench-peers clean tools-demo tools-test
+.PHONY: help demo test test-slow soak check docs dist size bench bench-peers clean tools-demo tools-test
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -53,6 +53,13 @@ check: $(INSTALLED) docs ## ruff, mypy, generated documentation
 	@$(BIN)/python -c 'from launcher.report.explain import troubleshooting_page; print(troubleshooting_page(), end="")' | \
 	  diff docs/troubleshooting.md - || \
 	  { echo "docs/troubleshooting.md is not up to date: $(BIN)/python -m launcher.report.explain"; exit 1; }
+
+dist: $(BIN)/python ## build and check the sdist and the wheel, in dist/
+	rm -rf dist build
+	$(BIN)/python -m venv build/tools
+	build/tools/bin/python -m pip install --quiet $(PIP_ARGS) build twine
+	build/tools/bin/python -m build --outdir dist .
+	build/tools/bin/python -m twine check --strict dist/*
 
 size: $(INSTALLED) ## files, lines, public names, functions and import circles of each package
 	@$(BIN)/python tests/code_size.py $(ARGS)

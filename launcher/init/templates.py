@@ -11,10 +11,13 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from launcher.errors import UsageError
+from launcher.files import CODE_ROOT
 
-_CHECKOUT = Path(__file__).resolve().parents[2]
-
-_INSTALLED = Path(sysconfig.get_path("data"), "share", "gnnfleet")
+#: Where pip puts them: in a virtual environment, with --user, with --target.
+_INSTALLED = tuple(
+    Path(top, "share", "gnnfleet")
+    for top in (sysconfig.get_path("data"), sysconfig.get_path("data", f"{os.name}_user"), CODE_ROOT)
+)
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,10 @@ class Template:
 
 def templates() -> tuple[Template, ...]:
     """Return the templates of the checkout or installation, sorted by name. Raises UsageError if there are none."""
-    folder = next((top / "templates" for top in (_CHECKOUT, _INSTALLED) if (top / "templates").is_dir()), None)
+    tops = (CODE_ROOT, *_INSTALLED)
+    folder = next((top / "templates" for top in tops if (top / "templates" / "local.yml").is_file()), None)
     if folder is None:
-        raise UsageError(f"no templates in {_CHECKOUT} or {_INSTALLED}; copy them from a checkout of gnnfleet")
+        raise UsageError(f"no templates in {CODE_ROOT} or {_INSTALLED[0]}; copy them from a checkout of gnnfleet")
     return tuple(Template(path.stem, path, _about(path)) for path in sorted(folder.glob("*.yml")))
 
 

@@ -160,7 +160,7 @@ def interpreters() -> Iterator[dict[str, str]]:
         if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")) or is_conda(prefix):
             yield of_prefix("conda" if is_conda(prefix) else "venv", prefix)
             continue
-        for name in ("python3", "python3.10", "python3.11", "python3.12", "python3.13"):
+        for name in ("python3", "python3.10", "python3.11", "python3.12", "python3.13", "python3.14"):
             program = os.path.join(folder, name)
             if os.access(program, os.X_OK):
                 yield {"key": "python", "path": program, "program": program}

@@ -318,7 +318,7 @@ def _server(plan: LaunchPlan) -> str:
     servers = [node for node in plan.nodes if node.server is not None]
     if not servers:
         return ""
-    argv = list(max((_argv(node.server) for node in servers), key=len))
+    argv = max((list(_argv(node.server)) for node in servers), key=len)
     for option, value in _SERVER_OPTIONS.items():
         if option in argv:
             argv[argv.index(option) + 1] = _Code(value)

@@ -112,11 +112,8 @@ def _links(
                 "may be used; lower options hold_out_val and hold_out_test, or raise data.partition.memory (--memory)"
             )
     sizes = [sum(each.shape[1] for each in found) for found in held]
-    columns = [rule.columns(data, slice(0, 0))] * 2
-    val, test = (
-        np.concatenate(found, axis=1) if found else np.empty((len(none), 0), np.int64)
-        for found, none in zip(held, columns, strict=True)
-    )
+    empty = np.empty((len(rule.columns(data, slice(0, 0))), 0), np.int64)
+    val, test = (np.concatenate([empty, *found], axis=1) for found in held)
     notes = rule.notes(of, sizes[0], sizes[1], data.num_edges)
     return {
         **rule.links(_unique(val), (VAL_LINKS, VAL_TIMES)), **rule.links(_unique(test), (TEST_LINKS, TEST_TIMES))

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -92,11 +93,12 @@ class SameOnAllRanks:
 
 def _callers() -> list[str]:
     """Return file and line of each caller outside this package, the innermost first."""
-    frame, lines = sys._getframe(1), []
+    frame: FrameType | None = sys._getframe(1)
+    lines = []
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_TRAINER):
             lines.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return lines
 
 

@@ -308,10 +308,11 @@ def unsupervised_loss(positive: Tensor, negative: Tensor, num_negatives: float |
         loss = gf.nn.unsupervised_loss(torch.randn(8), torch.randn(8, 5))
         ```
     """
+    per_positive: float | Tensor = 0.0 if num_negatives is None else num_negatives
     if num_negatives is None:
-        num_negatives = (negative != -torch.inf).sum() / max(positive.numel(), 1)
+        per_positive = (negative != -torch.inf).sum() / max(positive.numel(), 1)
     near = functional.softplus(-positive).sum() / max(positive.numel(), 1)
-    return near + num_negatives * _mean_counted(functional.softplus(negative), negative)
+    return near + per_positive * _mean_counted(functional.softplus(negative), negative)
 
 
 class UnsupervisedLoss(nn.Module):

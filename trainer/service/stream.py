@@ -179,13 +179,13 @@ class MessageReader:
 
     def _memory(self, size: int) -> memoryview:
         if self._allocate is None or not self._frames:
-            return memoryview(np.empty(min(size, SCRATCH), np.uint8))
-        return memoryview(self._allocate(size)).cast("B")
+            return np.empty(min(size, SCRATCH), np.uint8).data
+        return self._allocate(size).data.cast("B")
 
     def _room(self, frame: memoryview) -> memoryview:
         """Return the free memory of the current frame, which is enlarged if it is full."""
         if self._filled == len(frame):
-            larger = memoryview(np.empty(min(2 * len(frame), self._sizes[len(self._frames)]), np.uint8))
+            larger = np.empty(min(2 * len(frame), self._sizes[len(self._frames)]), np.uint8).data
             larger[: len(frame)] = frame
             self._frame = frame = larger
         return frame[self._filled :]

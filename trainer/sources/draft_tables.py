@@ -224,7 +224,7 @@ def _why_no_id(table: _Found) -> str:
         return ""
     name = quoted(column.name)
     if column.present < column.rows:
-        place = table.scan.first([column.name], f"{name} IS NULL")
+        place = table.scan.first(column.name, f"{name} IS NULL")
         return f"{place}; an id must be in every row: fill it in, or remove the row"
     inner = f"SELECT row_number() OVER () - 1 AS gf_row, {name} AS v FROM {table.scan.sql}"
     rows = f"SELECT CAST(v AS VARCHAR), list(gf_row ORDER BY gf_row) FROM ({inner}) GROUP BY v"

@@ -184,7 +184,7 @@ class _Conversion:
         labelled: Array = np.ones(count, bool)
         if y is not None:
             values = np.asarray(y.values).reshape(count, -1)
-            labelled = (~np.isnan(values) if values.dtype.kind == "f" else values >= 0).any(1)
+            labelled = np.asarray((~np.isnan(values) if values.dtype.kind == "f" else values >= 0).any(1))
         if isinstance(table.split, str):
             word = split_sql(scan, table.split)
             found = {

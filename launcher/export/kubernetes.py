@@ -91,7 +91,7 @@ def export_kubernetes(request: ExportRequest, cluster: Cluster) -> Exported:
         workload = [_service(name), *([partition] if partition else [])]
         workload += [_job(plan, group, request, cluster) for group in made]
     manifests = [*_claim(name, cluster), config_map(plan, request, f"{HOME}/code/{digest[:16]}"), *workload]
-    notes = (*_notes(request, plan, folder, partition is not None), *_store_notes(config, cluster, left_out))
+    notes = (*_store_notes(config, cluster, left_out), *_notes(request, plan, folder, partition is not None))
     metadata = {"namespace": cluster.namespace} if cluster.namespace else {}
     for manifest in manifests:
         manifest["metadata"] = {**manifest["metadata"], **metadata}
@@ -259,11 +259,6 @@ def _notes(request: ExportRequest, plan: LaunchPlan, folder: str, made: bool) ->
             f"kubectl exec $P -- mv {folder}.new {folder}"
             + ("" if request.parts else "; before that, make them: gnnfleet partition make --config FILE")
         )
-    if not request.parts and any(node.memory is None for node in config.nodes):
-        notes.append(
-            "the pods request no memory, as the parts are not on this machine: give `memory` of the nodes in "
-            "cluster.yml, such as --set defaults.memory=16GB"
-        )
     in_pods = made or config.data.store is not None
     if in_pods and config.data.topology == "auto" and plan.topology.choice == "partitioned":
         notes.append(
@@ -272,6 +267,11 @@ def _notes(request: ExportRequest, plan: LaunchPlan, folder: str, made: bool) ->
         )
     if any(node.setup or node.venv or node.conda for node in config.nodes):
         notes.append("setup, venv and conda of the nodes are left out: the image has the environment")
+    if not request.parts and any(node.memory is None for node in config.nodes):
+        notes.append(
+            "the pods request no memory, as the parts are not on this machine: give `memory` of the nodes in "
+            "cluster.yml, such as --set defaults.memory=16GB"
+        )
     return tuple(notes)
 
 

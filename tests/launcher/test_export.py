@@ -230,11 +230,7 @@ def test_a_graph_in_files_of_this_machine_comes_into_the_pods_by_commands_in_the
     [
         (TOY, {}, {"exclusive": "", "mem": "0"}),
         (TOY, {"mem": "9G", "cpus-per-task": "3"}, {"cpus-per-task": "3", "mem": "9G"}),
-        (
-            TOY.replace("nodes: 2", "nodes: 2\ndefaults: {cpus: 5, memory: 10GB}"),
-            {},
-            {"cpus-per-task": "5", "mem": "9537M"},
-        ),
+        (TOY + "defaults: {cpus: 5, memory: 10GB}\n", {}, {"cpus-per-task": "5", "mem": "9537M"}),
         (TWO, {}, {"cpus-per-task": "6"}),
     ],
 )

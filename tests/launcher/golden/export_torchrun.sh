@@ -11,15 +11,6 @@ NODE=${1:?usage: bash $0 NODE, the number of this node, 0 to 1}
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 RUN=~/gnnfleet-work/runs/Products_1/node$NODE  # logs, metrics, checkpoints
 export PATH=/opt/gnn/bin:"$PATH"
-<<<<<<< HEAD
-PYTHON="/opt/gnn/bin/python"
-PARTS="/scratch/parts"
-RUN="$HOME/gnnfleet-work/runs/Products_1/node$NODE"  # logs, metrics, checkpoints
-KEY="$HERE/products.key"
-
-# By node:
-HOSTS=("gnn1" "gnn2")
-=======
 PYTHON=/opt/gnn/bin/python
 PARTS=/scratch/parts
 KEY="$HERE"/products.key
@@ -28,7 +19,6 @@ fail() {
   exit 1
 }
 HOSTS=(gnn1 gnn2)  # by node, as are the arrays below
->>>>>>> 2220f417 (wip)
 OWN=(0 1)  # parts
 PROCS=(2 2)  # processes
 GROUP=(0 1)  # number among the nodes that train

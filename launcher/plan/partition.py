@@ -40,15 +40,19 @@ def partitioning(config: ResolvedConfig) -> Partitioning:
 
 
 def local_trainer(*words: str) -> Command:
-    """Return the command ``python -m trainer`` with arguments ``words``, for this machine and any current folder.
-
-    ``-m`` would import modules of the current folder first, such as the user's trainer.py or numpy.py, and so would an
-    empty entry in PYTHONPATH.
-    """
+    """Return the command ``python -m trainer`` with arguments ``words``, for this machine."""
     path = [str(CODE_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return Command(
-        (sys.executable, str(CODE_ROOT / "trainer/__main__.py"), *words), {"PYTHONPATH": os.pathsep.join(path)}
-    )
+    return Command((sys.executable, "-m", "trainer", *words), {"PYTHONPATH": os.pathsep.join(path)})
+
+
+def runnable(command: Command) -> tuple[str, ...]:
+    """Return the argv by which a command of ``local_trainer`` is run in any folder.
+
+    ``-m`` would import modules of the current folder first, such as the user's trainer.py or numpy.py.
+    """
+    if command.argv[1:3] != ("-m", "trainer"):
+        return command.argv
+    return (command.argv[0], str(CODE_ROOT / "trainer/__main__.py"), *command.argv[3:])
 
 
 def _method_options(config: ClusterConfig) -> list[str]:
@@ -260,7 +264,12 @@ def drafted_tables(folder: str) -> dict[str, Any]:
     """
     command = local_trainer("partition", "tables", str(Path(folder).expanduser()), "--json")
     done = subprocess.run(
-        command.argv, env={**os.environ, **command.env}, capture_output=True, text=True, errors="replace", check=False
+        runnable(command),
+        env={**os.environ, **command.env},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
@@ -271,14 +280,14 @@ def drafted_tables(folder: str) -> dict[str, Any]:
 
 def run_trainer(command: Command) -> int:
     """Run a trainer command on the launcher's terminal; return its exit status."""
-    return subprocess.run(command.argv, env={**os.environ, **command.env}, check=False).returncode
+    return subprocess.run(runnable(command), env={**os.environ, **command.env}, check=False).returncode
 
 
 def run_partitioner(command: Command, console: Console) -> None:
     """Run the partitioner and print its output. If it fails, raise PartitionFailed with its error message."""
     reason: list[str] = []
     process = subprocess.Popen(
-        command.argv,
+        runnable(command),
         env={**os.environ, **command.env, "PYTHONUNBUFFERED": "1"},
         cwd=command.cwd or None,
         stdin=subprocess.DEVNULL,
@@ -323,7 +332,7 @@ def _signature(config: ResolvedConfig) -> list[object]:
         manifest = [stat.st_size, stat.st_mtime_ns]
     except FileNotFoundError:
         manifest = []
-    return [list(partitioning(config).command.argv[2:]), manifest, _source_state(config.data.source)]
+    return [list(partitioning(config).command.argv[1:]), manifest, _source_state(config.data.source)]
 
 
 def _source_state(source: str | None) -> list[list[object]]:

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from launcher.errors import FleetError
-from launcher.plan.partition import local_trainer
+from launcher.plan.partition import local_trainer, runnable
 from launcher.text import count, spans
 
 _TIMEOUT = 600.0  # seconds; the lines of one rank and minute take about a millisecond
@@ -113,8 +113,8 @@ def analyse(files: Iterable[Path], topology: str = "", *, own: bool = False) -> 
     command = local_trainer("profile", "--json", *options, *paths)
     try:
         done = subprocess.run(
-            command.argv, env={**os.environ, **command.env}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=_TIMEOUT, check=True, start_new_session=True,  # Ctrl-C reaches only the launcher
+            runnable(command), env={**os.environ, **command.env}, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=_TIMEOUT, check=True, start_new_session=True,  # Ctrl-C reaches only the launcher
         )  # fmt: skip
         document = json.loads(done.stdout)
     except subprocess.CalledProcessError as error:

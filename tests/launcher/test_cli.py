@@ -220,7 +220,7 @@ def test_partition_with_a_config_takes_graph_and_folder_from_it(
         subprocess, "run", lambda argv, **_: seen.append(list(argv)) or subprocess.CompletedProcess(argv, 0)
     )
     assert main.run(["partition", what, "--config", str(config)]) == 0
-    assert seen[0][4] == what and str(config.parent / "parts") in seen[0]
+    assert seen[0][3] == what and str(config.parent / "parts") in seen[0]
     assert ("--num-parts" in seen[0]) == (what == "make")
 
 

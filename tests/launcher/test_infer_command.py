@@ -20,7 +20,7 @@ def called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     words: list[list[str]] = []
 
     def run_trainer(command: Command) -> int:
-        words.append([str(word) for word in command.argv[2:]])
+        words.append([str(word) for word in command.argv[3:]])
         return 7
 
     monkeypatch.setattr(partition, "run_trainer", run_trainer)

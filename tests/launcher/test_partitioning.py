@@ -15,7 +15,7 @@ from rich.console import Console
 from launcher.command import Command
 from launcher.config.resolve import resolve_run
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
-from launcher.plan.partition import PartitionFailed, local_trainer, partitioning, run_partitioner
+from launcher.plan.partition import PartitionFailed, local_trainer, partitioning, run_partitioner, runnable
 from launcher.report.profile import analyse
 
 
@@ -62,7 +62,9 @@ def test_no_file_of_the_current_folder_is_imported(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", path)
     command = local_trainer("partition", "tables", "--help")
-    done = subprocess.run(command.argv, env={**os.environ, **command.env}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        runnable(command), env={**os.environ, **command.env}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0 and "python -m trainer partition tables" in done.stdout, done.stderr
     metrics = tmp_path / "metrics-rank0.jsonl"
     metrics.write_text('{"t": 1.0, "kind": "start", "rank": 0}\n')
@@ -83,4 +85,4 @@ def test_the_partitioner_gets_the_options_of_its_method(how: dict[str, Any], wor
     data = DataConfig("synthetic", folder="/parts", partition=PartitionConfig(**how))
     config = ClusterConfig((NodeConfig("a"), NodeConfig("b")), data, TrainConfig(fanouts=(7, -1)))
     argv = partitioning(resolve_run(config)).command.argv
-    assert " ".join(argv[2:]) == f"partition make --dataset synthetic --num-parts 2 {words} --out /parts"
+    assert " ".join(argv[1:]) == f"-m trainer partition make --dataset synthetic --num-parts 2 {words} --out /parts"

@@ -203,7 +203,7 @@ def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         ("a folder as file", "gnn1 --yes -o .", ()),
         ("no folder for the file", "gnn1 --yes -o none/cluster.yml", ()),
         ("a range that runs backwards", "node[04-01] --yes", ()),
-        ("not a host", "a@b@c --yes", ()),
+        ("not a host", "me@gnn1:ssh --yes", ()),
         ("an environment of this machine's folders", "gnn1 --yes --venv my/venv", ()),
         ("a shared folder of here", "gnn1 --yes --shared parts", (machine(env()),)),
         ("two environments", "gnn1 --yes --venv ~/a --conda b", ()),

@@ -35,7 +35,7 @@ IDLE = {
 }
 RANK = {"kind": "step", "t": 5.0, "ended": False, "epoch": 1}
 UNKNOWN = dict.fromkeys(
-    ("at", "step", "steps", "loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")
+    ("at", "step", "steps", "loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s", "idle_s")
 )  #: fields of a rank that has not reported them
 TOKEN = "5ecret"
 LABELS = ("node0 (a)", "node1 (b)", "node2 (c)")

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -109,7 +110,19 @@ def printable(text: str, *, colours: bool = False) -> str:
 
 
 class PlainConsole(Console):
-    """A rich console that removes terminal escapes, which text from nodes may contain."""
+    """A rich console that removes terminal escapes, which text from nodes may contain, and breaks lines between words.
+
+    With ``soft_wrap`` the lines of a text are broken between words on a terminal; a path or other word that is longer
+    than a line stays whole. Indented lines without a label, such as commands to copy, are left to the terminal.
+    """
+
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
+        if soft_wrap and self.is_terminal and len(objects) == 1 and isinstance(objects[0], str | Text):
+            given = objects[0]
+            text = self.render_str(given, markup=options.get("markup")) if isinstance(given, str) else given
+            lines = [piece for line in text.split("\n", allow_blank=True) for piece in _between_words(line, self.width)]
+            objects = (Text("\n").join(lines),)
+        super().print(*objects, soft_wrap=soft_wrap, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -117,6 +130,29 @@ class PlainConsole(Console):
                 yield segment
             else:
                 yield Segment(printable(segment.text), segment.style)
+
+
+_LABELLED = re.compile(r" +\S+ {2,}(?=\S)")  # "  note        the parts will be made …"
+
+
+def _between_words(line: Text, width: int) -> Iterator[Text]:
+    """Break a line between its words; further lines of a text behind a label begin below that text."""
+    label = _LABELLED.match(line.plain)
+    start = label.end() if label else 0
+    if line.plain.startswith(" ") and not label:
+        yield line
+        return
+    breaks, column = [], start
+    for word in re.finditer(r"\S+\s*", line.plain[start:]):
+        if column > start and column + cell_len(word[0].rstrip()) > width:
+            breaks.append(start + word.start())
+            column = start
+        column += cell_len(word[0])
+    for k, piece in enumerate(line.divide(breaks)):
+        piece.rstrip()
+        if k:
+            piece.pad_left(start)
+        yield piece
 
 
 UNBOUNDED = 100_000  #: width in columns for output to a file or a pipe, where lines are not folded

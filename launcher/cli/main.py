@@ -346,9 +346,12 @@ def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
 
 
 def _show_error(words: Sequence[str], message: str, exit_status: int, more: str) -> int:
-    click.secho(f"error: {message}", fg="red", err=True)
+    from rich.text import Text
+
+    console = console_of(as_json=True)  # on stderr
+    console.print(Text(f"error: {message}", "red"), soft_wrap=True)
     if more:
-        click.secho(more, dim=True, err=True)
+        console.print(Text(more, "dim"), soft_wrap=True)
     return _json_error(words, message, exit_status)
 
 

@@ -227,16 +227,11 @@ def _partition_job(config: ResolvedConfig, name: str, folder: str, cluster: Clus
         return None
     source = None if config.data.dataset == "synthetic" else f"{HOME}/datasets"
     there = replace(config, data=replace(config.data, folder=folder, source=source))
-    words = partitioning(there).command.argv[2:]  # after this machine's Python and trainer
+    argv = partitioning(there).command.argv
     container = {
         "name": "partition",
         "image": cluster.image,
-        "command": [
-            "python3",
-            "-m",
-            "trainer",
-            *(word.replace("$(", "$$(") for word in words),
-        ],  # else $(NAME) is expanded
+        "command": ["python3", *(word.replace("$(", "$$(") for word in argv[1:])],  # else Kubernetes expands $(NAME)
         "env": [{"name": "GNNFLEET_KERNELS", "value": f"{HOME}/kernels"}],
         "volumeMounts": claim_mounts(name, cluster),
     }

@@ -242,7 +242,7 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None) -
         "key": key_path(output).name if plan.encrypted and output else "",
         "here": str((output.absolute() if output else Path.cwd() / "script").parent),
         "own_command": bool(request.own_command),
-        "partition": _lines([_PYTHON, "-m", "trainer", *(_PARTS if word == folder else word for word in partition[2:])])
+        "partition": _lines([_PYTHON, *(_PARTS if word == folder else word for word in partition[1:])])
         if partition
         else "",
         "fetch": _fetch(config, plan),

@@ -30,7 +30,7 @@ ALIASES = """\
 defaults: &d {env: &e {A: b}}
 nodes: [{<<: *d, host: a}, *n]
 train: &n {fanouts: [2, 1], epochs: 2}
-data: {dataset: x}
+data: {dataset: synthetic}
 """
 INVENTORY = (
     "[a]\nx1:22 ansible_host=h\nx[1:3] ansible_user=u\n[b:children]\na\n[a:vars]\nansible_port=22\n[c:children]\nb\na\n"

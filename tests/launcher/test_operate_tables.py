@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from launcher.cli.main import run
 from launcher.manage.status import Status, rendered
@@ -17,6 +18,7 @@ from launcher.report import run_history
 from launcher.report.run_folder import FoundRun
 from launcher.report.run_history import Entry
 from launcher.report.verdict import NodeView, Verdict, judge
+from launcher.text import PlainConsole
 from run_kit import make_launch, make_node
 
 STEP = {"epoch": 12, "step": 1233, "steps": 40000, "loss": 0.51234, "seeds_per_s": 123456.0, "remote_share": 0.25}
@@ -125,3 +127,28 @@ def test_into_a_pipe_nothing_is_cut_unless_columns_is_set(
 
 def test_json_has_the_result_in_full() -> None:
     assert "x" * 200 in run_history.to_json(ENTRIES)
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_lines_break_between_words_on_a_terminal_and_paths_stay_whole(width: int) -> None:
+    path = "/scratch/a-user/projects/graphs/" + "folder-with-a-long-name/" * 4 + "report.html"
+    text = (
+        f"node3 (alice@gnn3): the report of the run, which failed after 12 epochs, is in {path}, and logs are beside it"
+    )
+    commands = "  ssh -t alice@gnn3 " + "a-word " * 30
+    out = io.StringIO()
+    console = PlainConsole(file=out, width=width, force_terminal=True, color_system=None, highlight=False)
+    console.print(Text(text, "red"), soft_wrap=True)
+    console.print(text, soft_wrap=True, markup=False)
+    console.print(Text(commands), soft_wrap=True)
+    lines = out.getvalue().splitlines()
+    assert lines.pop() == commands, "what is copied is left to the terminal"
+    assert " ".join(line.strip() for line in lines).split() == f"{text} {text}".split(), "no word is cut"
+    assert all(len(line) <= width or line.split() == [f"{path},"] for line in lines)
+
+
+def test_a_labelled_line_goes_on_below_its_text() -> None:
+    out = io.StringIO()
+    console = PlainConsole(file=out, width=40, force_terminal=True, color_system=None, highlight=False)
+    console.print(Text("  note    the parts will be made at launch, in /a/folder"), soft_wrap=True)
+    assert out.getvalue().splitlines() == ["  note    the parts will be made at", "          launch, in /a/folder"]

@@ -27,6 +27,7 @@ from launcher.manage.show_logs import LinePrinter, Wanted, print_logs
 from launcher.manage.status import Status, rendered
 from launcher.node import control, json_records, watch
 from launcher.node.control import NodeFolder
+from launcher.node.json_reader import MAX_DEPTH, loads
 from launcher.node.record import append_json
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.outcomes import OutcomeBook
@@ -142,6 +143,17 @@ def test_the_length_of_a_line_is_limited(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(process, "MAX_LINE", 1 << 20)
     with pytest.raises(TransportError, match="printed a line of more than 1 MiB"):
         LocalTransport().stream(Command(("cat", "/dev/zero")), print, threading.Event())
+
+
+def test_json_is_limited_in_length_and_depth() -> None:
+    deep = {depth: "[" * depth + "]" * depth for depth in (MAX_DEPTH, MAX_DEPTH + 1, 900, 200_000)}
+    assert loads(deep[MAX_DEPTH]) and loads(json.dumps(["[" * 1000, {"a": "{" * 1000}]))
+    for text in (deep[MAX_DEPTH + 1], deep[900], deep[200_000], '{"a":' * 200_000, "[" * 200_000, "9" * 5000, "[1, 2]"):
+        for data in (text, text.encode()):
+            with pytest.raises(ValueError):
+                loads(data, 5 if text == "[1, 2]" else 1 << 21)
+    with pytest.raises(ValueError):
+        loads(json.dumps([1, *[{"a": [0]}] * 100, json.loads("[" * 60 + "]" * 60)]))
 
 
 def test_the_output_of_a_command_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

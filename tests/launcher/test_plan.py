@@ -197,6 +197,19 @@ def test_conda_environment_by_name_is_activated_or_reported_missing(tmp_path: Pa
 # Secrets
 
 
+def test_a_plan_shows_no_secret_of_env() -> None:
+    env = {"WANDB_API_KEY": "hush 1", "AWS_SECRET_ACCESS_KEY": "hush/2", "TOKENIZERS_PARALLELISM": "false", "KEYS": "3"}
+    nodes = tuple(dataclasses.replace(node, env=env) for node in cluster().nodes)
+    plan = plan_of(cluster(*nodes), facts=facts_of(2))
+    console = Console(file=io.StringIO(), width=200)
+    print_plan(plan, console, every=True)
+    assert isinstance(console.file, io.StringIO)
+    for shown in (console.file.getvalue(), to_json(plan)):
+        assert "hush" not in shown and "WANDB_API_KEY" in shown and "false" in shown
+    start = next(file.content for file in plan.nodes[0].files if file.dest.endswith("start.sh"))
+    assert "export WANDB_API_KEY='hush 1'" in start  # the host gets it
+
+
 def test_the_token_is_shown_nowhere_but_in_node_json(tmp_path: Path) -> None:
     plan = plan_of(cluster(), facts=facts_of(2))
     console = Console(file=io.StringIO(), width=80)

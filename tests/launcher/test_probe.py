@@ -343,3 +343,19 @@ def test_instructions_for_bfloat16_are_found() -> None:
     for flags, found in (("fpu avx512_bf16 amx_bf16", "amx_bf16"), ("avx512_bf16", "avx512_bf16"), ("avx512f", "")):
         assert machine.bfloat16(f"processor\t: 0\nflags\t\t: {flags}\n") == found
     assert machine.capacity()["bfloat16"] in ("", "amx_bf16", "avx512_bf16", "bf16")
+
+
+def test_a_folder_of_tmux_sockets_that_tmux_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+    folder = tmp_path / f"tmux-{os.getuid()}"
+    assert machine.tmux_folder_error() == ""  # tmux creates it
+    folder.mkdir(mode=0o700)
+    assert machine.tmux_folder_error() == ""
+    folder.chmod(0o755)
+    assert machine.tmux_folder_error().endswith("is open to all users (mode 755)")
+    if os.getuid() == 0:
+        os.chown(folder, 12345, 12345)
+        assert machine.tmux_folder_error().endswith("belongs to another user (uid 12345)")
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    assert machine.tmux_folder_error().endswith("is not a folder")

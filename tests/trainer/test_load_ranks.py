@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from trainer.core.ranks import RankGroup, Ranks
 from trainer.graph.environment import open_any, this_process
 from trainer.graph.open import open_graph
 from trainer.graph.seed_order import RankLayout
+from trainer.loader import pyg_loader
 from trainer.train.job import layout_of
 
 #: The example of torch_geometric's documentation with another import and data argument, and a loader of rank 0 alone.
@@ -110,39 +112,55 @@ def test_seeds_split_by_rank_are_refused_with_the_reason(folder):
     assert "script.py:" in output and "Do not split seeds by rank" in output
 
 
-def loaders_of_one_rank_more(parts: str) -> None:
-    dist.init_process_group("gloo")
-    graph, rank = trainer.open(parts), dist.get_rank()
+@pytest.fixture
+def checks(monkeypatch):
+    """Return a function that makes loaders on two ranks in one process, all at one line, and returns who is refused.
 
-    def make(seeds: torch.Tensor) -> DistNeighborLoader:
-        return DistNeighborLoader(graph, [2], seeds, batch_size=4)
+    It takes steps in order: ("make" or "check", rank, seeds).
+    """
+    store, made = dist.HashStore(), ({}, {})
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
 
-    if rank == 0:
-        next(iter(make(torch.arange(5))))
-    for _ in range(2):
-        assert len(list(make(torch.arange(16)))) == 2
-    dist.barrier()
-    kept = [make(torch.arange(count)) for count in ((7, 12) if rank == 1 else (12,))]
-    for loader in reversed(kept):
-        next(iter(loader))
-    dist.barrier()
-    for count in (8, 9):  # the same line makes several loaders, of which the second differs
-        loader = make(torch.arange(count) + (rank if count == 9 else 0))
-        try:
-            next(iter(loader))
-            ended = "same"
-        except SettingsError:
-            ended = "differs"
-        dist.barrier()
-        print(f"RANK {rank} {count} {ended}", flush=True)
-    dist.destroy_process_group()
+    def run(steps):
+        loaders, refused = {}, []
+        for step, rank, seeds in steps:
+            monkeypatch.setattr(pyg_loader, "_made", made[rank])
+            try:
+                if step == "make":
+                    loaders[rank, seeds] = pyg_loader.SameOnAllRanks(seeds, rank, 2)
+                else:
+                    loaders[rank, seeds].check()
+            except SettingsError:
+                refused.append((rank, seeds))
+        return refused
+
+    return run
 
 
-def test_a_rank_may_make_more_loaders_at_a_line_than_others(folder):
-    ranks = run_forked(loaders_of_one_rank_more, [str(folder / "parts")], 2)
-    assert [ended.returncode for ended in ranks] == [0, 0], ranks
-    ends = sorted(re.findall(r"RANK \d (\d) (\w+)", "".join(ended.output for ended in ranks)))
-    assert ends == [("8", "same"), ("8", "same"), ("9", "differs"), ("9", "same")]
+def both(rank, *seeds):
+    return [(step, rank, each) for step in ("make", "check") for each in seeds]
+
+
+@pytest.mark.parametrize(
+    ("steps", "refused"),
+    [
+        (both(0, "a") + both(1, "a") + both(1, "b") + both(0, "b"), []),
+        (both(0, "a") + both(1, "b"), [(1, "b")]),
+        (both(0, "a", "b") + both(1, "b"), []),  # only rank 0 makes a
+        (both(1, "b") + both(0, "a", "b"), []),
+        (both(0, "a") + both(1, "a", "c") + both(0, "b") + both(1, "b"), []),  # only rank 1 makes c
+        (both(0, "a") + both(1, "a") + both(0, "b") + both(1, "c"), [(1, "c")]),
+    ],
+)
+def test_a_rank_may_make_more_loaders_at_a_line_than_others(steps, refused, checks):
+    assert checks(steps) == refused
+
+
+def test_loaders_of_a_line_are_told_apart_by_their_callers(checks):
+    assert checks(both(0, "a")) == []
+    assert checks(both(1, "b")) == []  # called from another line
 
 
 def destroy_the_group_of_an_opened_graph(parts: str) -> None:
@@ -228,6 +246,14 @@ def test_an_unknown_attribute_of_trainer():
 def test_blocks_move_with_the_batch():
     batch = DistNeighborLoader(hetero_data(), [2], "paper", batch_size=5)([1, 2]).to("meta")
     assert batch["paper"].x.is_meta and all(block.indices.is_meta for block in batch.blocks[0].values())
+
+
+def test_blocks_are_made_when_they_are_first_read():
+    batch = DistNeighborLoader(homo_data(), [3, 2], batch_size=5)([1, 2])
+    assert "_blocks" not in vars(batch.blocks) and len(batch.blocks) == 2
+    again, moved = pickle.loads(pickle.dumps(batch)).blocks, batch.to("cpu").blocks
+    for ours, copied, other in zip(batch.blocks, again, moved, strict=True):
+        assert ours.indices.equal(copied.indices) and ours.indptr.equal(other.indptr)
 
 
 def test_a_rank_without_a_layout_is_refused():

@@ -305,10 +305,20 @@ def test_gather_returns_rows_of_any_dtype_and_rank():
 def test_in_degree_counts_every_edge_type_that_ends_there():
     graph = typed_graph(4)
     store = graph.store()
-    rows = LocalGraph(store).gather([RowRequest(of, np.arange(n), ("in_degree",)) for of, n in graph.num_nodes.items()])
+    names = ("in_degree", "in_degree_without_loops")
+    rows = LocalGraph(store).gather([RowRequest(of, np.arange(n), names) for of, n in graph.num_nodes.items()])
     for of, found in zip(graph.num_nodes, rows, strict=True):
         ends = np.concatenate([np.empty(0, int), *(index[1] for e, index in graph.edges.items() if e[2] == of)])
         assert np.array_equal(found["in_degree"], np.bincount(ends, minlength=graph.num_nodes[of]))
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_degrees_without_loops_leave_out_each_edge_of_a_node_to_itself(num_parts):
+    edge_index = np.random.default_rng(2).integers(0, 9, (2, 120))  # about 13 loops, some of them twice
+    graph = LocalGraph(store_of(edge_index, 12, num_parts=num_parts))
+    (rows,) = graph.gather([RowRequest(HOMO_NODE, np.arange(12), ("orig_id", "in_degree_without_loops"))])
+    kept = edge_index[1, edge_index[0] != edge_index[1]]
+    assert np.array_equal(rows["in_degree_without_loops"], np.bincount(kept, minlength=12)[rows["orig_id"]])
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])

@@ -27,6 +27,8 @@ CONTRACTS = {
     "leases": "no lease is left",
     "sockets": "no listening or abstract socket is left",
     "survives": "a run that a fault does not concern trains on",
+    "repaired": "a launch that finds a damaged part names node and file; the next launch sends the file again",
+    "waits": "of two launches at once on one parts folder, one waits for the other; both succeed",
     "restarts": "a run with `run.restarts` starts again once, without the lost node, and names the cause",
     "stop": "`gnnfleet stop` ends a run that trains on",
     "agrees": "`gnnfleet status` and `gnnfleet runs` say the same as the report",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import time
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ from pathlib import Path
 from launching import Running, json_lines
 from netns import Host, NetCluster
 from netns_python import own_python, set_clock
-from scenario import SHELLS, TRIGGERED, UNREACHABLE, Scenario
+from scenario import LAUNCHES, SHELLS, TRIGGERED, UNREACHABLE, Scenario
 from soak_config import cluster_file, job_words
 from soak_job import JOB
 from ssh_nodes import WORKDIR
@@ -52,12 +54,13 @@ class FaultyRun:
         if self.scenario.fault.kind == "disk":
             self.host.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", WORKDIR])
 
-    def launch(self) -> Running:
-        self.folder.mkdir()
+    def launch(self, more: str = "") -> Running:
+        """Launch the run, or another one with ``more`` after its run id."""
+        self.folder.mkdir(exist_ok=True)
         (self.folder / "job.py").write_text(JOB)
-        epochs = {"epochs": 2} if self.scenario.fault.kind == "none" else {}
+        epochs = {"epochs": 2} if self.scenario.fault.kind in LAUNCHES else {}
         config = cluster_file(self.folder, self.cluster, self.scenario, self.pythons, self.parts, **epochs)
-        words = ["--run-id", self.run_id, *(["--detach"] if self.scenario.detached else [])]
+        words = ["--run-id", self.run_id + more, *(["--detach"] if self.scenario.detached else [])]
         return Running(config, *words, *job_words(self.scenario, **epochs), env=self.environment)
 
     def await_moment(self, running: Running) -> None:
@@ -99,7 +102,7 @@ class FaultyRun:
             self._signal("node/supervisor/supervisor.py")
         elif kind == "power":
             host.power_cut()
-        elif kind in ("network", "blip"):
+        elif kind in ("network", "blip", "returns"):
             host.cut_network()
         elif kind == "disk":
             host.run(["bash", "-c", f"cat /dev/zero > {WORKDIR}/filler"], check=False)
@@ -110,6 +113,20 @@ class FaultyRun:
             running.process.wait()
         elif kind == "clock":
             set_clock(host, -300)
+        elif kind == "damaged":
+            self._flip_byte()
+
+    def _flip_byte(self) -> None:
+        nodes = json.loads((self.run_dir / "run.json").read_text())["plan"]["nodes"]
+        node = nodes[self.scenario.fault.node]
+        files = sorted(self.host.root_path(node["data_dir"]).glob(f"part{node['parts'][0]}/nodes/*/attrs/x.npy"))
+        before = files[0].stat()
+        with files[0].open("r+b") as file:
+            file.seek(before.st_size - 1)
+            last = file.read(1)[0]
+            file.seek(before.st_size - 1)
+            file.write(bytes([last ^ 1]))
+        os.utime(files[0], ns=(before.st_atime_ns, before.st_mtime_ns))
 
     def _trigger(self, kind: str) -> None:
         if kind == "memory":
@@ -161,7 +178,7 @@ class FaultyRun:
             if self.host.init_pid == 0:
                 self.host.power_on()
                 self.host.wait_until_up()
-        elif kind in ("network", "blip"):
+        elif kind in ("network", "blip", "returns"):
             time.sleep(max(0.0, self.injected + self.scenario.fault.seconds - time.monotonic()))
             self.host.restore_network()
         elif kind == "disk":

@@ -44,8 +44,12 @@ REASONS: dict[str, tuple[tuple[str, ...], int]] = {
     "network": (("no sign of life", "no contact"), 1),
     "supervisor": (("supervisor",), 1),
 }
-# "blip" is a network cut shorter than run.peer_timeout
-KINDS = ("kill", "server", *list(REASONS)[1:], "blip", "ssh", "launcher", "clock", "none")
+# "blip" is a network cut shorter than run.peer_timeout, "returns" a longer one of a server whose parts another has
+SURVIVED = ("blip", "returns", "ssh", "launcher", "clock")
+# "damaged" is a flipped byte in a part, which the next launch finds and the one after it repairs, "twice" two launches
+# at once, of which one makes the parts
+LAUNCHES = ("none", "damaged", "twice")
+KINDS = ("kill", "server", *list(REASONS)[1:], *SURVIVED, *LAUNCHES)
 TRIGGERED = ("exception", "exit", "segfault", "memory")  # the user script causes these itself
 SCRIPT_ONLY = (*TRIGGERED, "disk")
 NODE_KINDS = ("power", "network", "supervisor")  # faults for which the report names the node, not a rank
@@ -164,16 +168,16 @@ def draw(seed: int, kinds: tuple[str, ...] = KINDS) -> Scenario:
     turn, position = divmod(seed, len(kinds))
     kind = random.Random(turn).sample(kinds, len(kinds))[position]
     chance = random.Random(1_000_003 * seed + 17)
-    servers = chance.choice([0, 0, 0, 1, 2])
+    servers = 2 if kind == "returns" else chance.choice([0, 0, 0, 1, 2])
     trains = chance.randint(1, 2) if servers else chance.randint(2, HOSTS)
     procs = _procs(trains, chance)
-    replicas = chance.randint(1, servers) if servers else 1
+    replicas = 2 if kind == "returns" else chance.randint(1, servers) if servers else 1
     own = kind in SCRIPT_ONLY or chance.random() < 0.4
     graph = "homogeneous" if own or chance.random() < 0.6 else "heterogeneous"
     fault = _fault(kind, servers, procs, chance)
-    detached = kind not in ("launcher", "ssh") and chance.random() < 0.25
+    detached = kind not in ("launcher", "ssh", "damaged", "twice") and chance.random() < 0.25
     nodes = servers + trains
-    resume = chance.choice(["", "same", "fewer", "more"]) if kind not in ("clock", "none") else ""
+    resume = chance.choice(["", "same", "fewer", "more"]) if kind not in ("clock", *LAUNCHES) else ""
     if (resume == "more" and nodes == HOSTS) or (resume == "fewer" and trains == 1):
         resume = "same"
     sampler = _sampler(own, chance)
@@ -212,11 +216,12 @@ def _fault(kind: str, servers: int, procs: tuple[int, ...], chance: random.Rando
     node = chance.randrange(nodes)
     if kind in (*SCRIPT_ONLY, "kill", "stop"):  # faults of a rank
         node = chance.randrange(servers, nodes)
-    elif kind == "server" and servers:
+    elif kind in ("server", "returns", "damaged") and servers:  # of a node that has parts
         node = chance.randrange(servers)
-    early = kind not in (*SCRIPT_ONLY, "stop", "blip") and chance.random() < 0.2
+    early = kind not in (*SCRIPT_ONLY, "stop", "blip", "returns") and chance.random() < 0.2
     second = node >= servers and procs[node - servers] > 1 and chance.random() < 0.5
-    seconds = {"network": chance.uniform(PEER_TIMEOUT + 4, 20), "blip": chance.uniform(0.5, PEER_TIMEOUT - 2)}
+    long, short = chance.uniform(PEER_TIMEOUT + 4, 20), chance.uniform(0.5, PEER_TIMEOUT - 2)
+    seconds = {"network": long, "returns": long, "blip": short}
     return Fault(kind, node, second, 0 if early else chance.randint(1, 3), seconds.get(kind, 0.0))
 
 

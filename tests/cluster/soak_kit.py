@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 import traceback
@@ -13,7 +14,7 @@ from launching import Launched, Running
 from netns import Host, Machine, NetCluster
 from netns_tools import no_memory_limits, state
 from operator_kit import end_processes
-from scenario import HOSTS, KINDS, Scenario
+from scenario import HOSTS, KINDS, LAUNCHES, PEER_TIMEOUT, Scenario
 from soak_config import cluster_file, job_words
 from soak_curves import Undisturbed, curve_of, epochs_begun
 from ssh_nodes import WORKDIR
@@ -47,7 +48,8 @@ class Soak:
     def run(self, scenario: Scenario) -> Verdict:
         self.serial += 1
         folder = self.folder / f"s{scenario.seed}-{self.serial}"
-        run = FaultyRun(self.cluster, folder, scenario, self.pythons, self.folder / "parts", self.environment)
+        parts = folder / "parts" if scenario.fault.kind == "twice" else self.folder / "parts"  # made by these launches
+        run = FaultyRun(self.cluster, folder, scenario, self.pythons, parts, self.environment)
         verdict = Verdict(scenario)
         try:
             run.prepare()
@@ -76,8 +78,9 @@ class Soak:
     def _run(self, run: FaultyRun, verdict: Verdict) -> None:
         running = run.launch()
         try:
-            if run.scenario.fault.kind == "none":
-                end = self._undisturbed(run, running, verdict)
+            if run.scenario.fault.kind in LAUNCHES:
+                launches = {"none": self._undisturbed, "damaged": self._damaged, "twice": self._twice}
+                end = launches[run.scenario.fault.kind](run, running, verdict)
             else:
                 run.await_moment(running)
                 run.inject(running)
@@ -109,6 +112,30 @@ class Soak:
             verdict.break_("status", f"exit status {done.status} of a run without faults: {done.output[-1500:]}")
         return "done"
 
+    def _damaged(self, run: FaultyRun, running: Running, verdict: Verdict) -> str:
+        self._undisturbed(run, running, verdict)
+        run.inject(running)
+        refused = run.launch("-refused").end()
+        path = run.run_dir.with_name(f"{run.run_id}-refused") / "result.json"
+        first = (json.loads(path.read_text()) if path.is_file() else {}).get("first_failure") or {}
+        named = "x.npy does not have the sha256" in refused.output and first.get("node_rank") == run.scenario.fault.node
+        if refused.status != 1 or not named:
+            verdict.break_("repaired", f"with a damaged part: exit status {refused.status}: {refused.output[-1500:]}")
+        again = run.launch("-again").end()
+        if again.status:
+            verdict.break_("repaired", f"after it was found: exit status {again.status}: {again.output[-1500:]}")
+        self._check_clean(run, verdict, time.monotonic(), CLEAN_WITHIN)
+        self._check_curve(run, run.run_dir.with_name(f"{run.run_id}-again"), verdict)
+        return "done"
+
+    def _twice(self, run: FaultyRun, running: Running, verdict: Verdict) -> str:
+        other = run.launch("-other").end()
+        if other.status:
+            verdict.break_("waits", f"exit status {other.status} of the second launch: {other.output[-1500:]}")
+        end = self._undisturbed(run, running, verdict)
+        self._check_curve(run, run.run_dir.with_name(f"{run.run_id}-other"), verdict)
+        return end
+
     def _failed(self, run: FaultyRun, running: Running, verdict: Verdict) -> str:
         others = [host for k, host in enumerate(self.cluster.hosts) if k != run.unreachable]
         self._check_clean(run, verdict, run.injected, run.scenario.within, others)
@@ -121,8 +148,12 @@ class Soak:
 
     def _survived(self, run: FaultyRun, running: Running, verdict: Verdict) -> str:
         epoch, kind = run.epoch(), run.scenario.fault.kind
-        if kind == "blip":
+        if kind in ("blip", "returns"):
             run.repair()
+        if kind == "returns":  # until it has ended its own processes and told what it has lost
+            self._check_clean(run, verdict, time.monotonic(), CLEAN_WITHIN, [run.host])
+            time.sleep(PEER_TIMEOUT)
+            epoch = run.epoch()
         try:
             run.await_epoch(epoch + 2, RESTARTED_WITHIN if run.scenario.starts_again else 60.0)
         except AssertionError as error:

@@ -17,6 +17,7 @@ import yaml
 from launcher.cli.main import run
 from launcher.config.schema import RunConfig, TrainConfig
 from launching import REPOSITORY
+from waiting import DEADLINE
 
 PAGE = (REPOSITORY / "docs/server_client.md").read_text()
 WITHOUT_END = "--watch"
@@ -93,7 +94,9 @@ def python(folder: Path, words: list[str]) -> str:
     saved = max(folder.glob("runs/*/checkpoints/last.pt"), key=lambda path: path.stat().st_mtime)
     words = [str(saved) if word.startswith("runs/RUN/") else word for word in words]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -22,6 +22,7 @@ from typing import Any
 from netns import REPOSITORY, Host
 from netns_tools import SEARCH_PATH
 from trainer.core.compiled import kernels_folder
+from waiting import DEADLINE
 
 Manifest = Mapping[str, Any]
 
@@ -136,7 +137,7 @@ class Kubelet:
             "-i",
             *self.environment(pod, pod.container),
         ]
-        return subprocess.run([*enter, *command], capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run([*enter, *command], capture_output=True, text=True, timeout=DEADLINE, check=False)
 
     def start(self, pod: Pod, host: Host, names: Mapping[str, str]) -> subprocess.Popen[str]:
         """Start a pod on a host. ``names``: the other pods' DNS names and addresses."""

@@ -14,6 +14,7 @@ from launching import REPOSITORY, SYNTHETIC, TRAIN, Launched, Running
 from netns import NetCluster
 from operator_kit import Operator
 from ssh_nodes import WORKDIR, ssh_nodes
+from waiting import DEADLINE
 
 SERVERS = (0, 1)  #: hosts of the graph servers
 CLIENTS = (2, 3)
@@ -26,7 +27,7 @@ class ServingHosts:
         self.cluster, self.operator = cluster, Operator(cluster, home)
         self.folder = self.operator.cwd
 
-    def gnnfleet(self, *words: str, timeout: float = 150) -> Launched:
+    def gnnfleet(self, *words: str, timeout: float = DEADLINE) -> Launched:
         return self.operator.gnnfleet(*words, timeout=timeout)
 
     def serve(self, hosts: tuple[int, ...] = SERVERS, **sections: Any) -> Launched:
@@ -61,7 +62,9 @@ class ServingHosts:
 
     def status(self) -> dict[str, Any]:
         argv = [sys.executable, str(REPOSITORY / "launch.py"), "serve", "status", NAME, "--json"]
-        done = subprocess.run(argv, cwd=self.folder, env=self.operator.env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            argv, cwd=self.folder, env=self.operator.env, capture_output=True, text=True, timeout=DEADLINE
+        )
         status: dict[str, Any] = json.loads(done.stdout)
         assert status["exit_status"] == done.returncode, done.stderr
         return status

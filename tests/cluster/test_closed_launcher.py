@@ -14,6 +14,7 @@ from netns import NetCluster
 from operator_kit import Operator, await_stage, run_processes
 from ssh_nodes import ssh_nodes
 from terminal import Terminal
+from waiting import DEADLINE
 
 #: A user script that succeeds at once; collecting its output takes a while over a slow connection.
 QUICK = """
@@ -55,7 +56,7 @@ def test_a_closed_terminal(cluster: NetCluster, operator: Operator, project: Pat
     with Terminal(*WORDS, cwd=project, env=operator.env) as terminal:
         await_stage(project, stage)
         terminal.hang_up()
-        terminal.process.wait(60)
+        terminal.process.wait(DEADLINE)
     status = operator.status()
     if stage in BEFORE_NODES or (stage == "start" and status["state"] == "stopped"):  # before any node was started
         assert status["state"] == "stopped" and "interrupted" in status["sentence"], status
@@ -77,7 +78,7 @@ def test_resume_after_the_launcher_died(cluster: NetCluster, operator: Operator,
     (project / "job.py").write_text(COUNTS)
     running = Running(project / "cluster.yml", "--", "python", "job.py", env=operator.env)
     await_stage(project, stage)
-    running.send(signal.SIGKILL).process.wait(10)
+    running.send(signal.SIGKILL).process.wait(DEADLINE)
     status = operator.status()
     assert status["state"] == ("running" if stage == "train" else "never started"), status
     if stage == "train":
@@ -116,7 +117,7 @@ def test_a_run_stopped_without_a_launcher_resumes_from_its_checkpoint(
     cluster: NetCluster, operator: Operator, project: Path
 ) -> None:
     running = Running(project / "cluster.yml", env=operator.env).await_epoch(3, cluster.path_on)
-    running.send(signal.SIGKILL).process.wait(10)
+    running.send(signal.SIGKILL).process.wait(DEADLINE)
     stopped = operator.gnnfleet("stop")
     assert stopped.status == 0, stopped.output
     (folder,) = (project / "runs").iterdir()

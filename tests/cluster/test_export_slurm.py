@@ -13,7 +13,7 @@ import pytest
 
 from launching import REPOSITORY
 from netns import NetCluster
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 slurm_hosts = pytest.importorskip("slurm_hosts", reason="tests/cluster/slurm_hosts.py starts Slurm")
 pytestmark = [
@@ -47,7 +47,7 @@ class Jobs:
         self.call(sys.executable, str(REPOSITORY / "launch.py"), *words, "--run-id", "exported")
 
     def call(self, *argv: str) -> str:
-        return self.slurm.run(*argv, cwd=self.folder, timeout=120).stdout.strip()
+        return self.slurm.run(*argv, cwd=self.folder, timeout=DEADLINE).stdout.strip()
 
     def submit(self) -> str:
         return self.call("sbatch", "--parsable", "toy.sbatch")

@@ -14,6 +14,7 @@ import pytest
 from launching import REPOSITORY, Launched, launch
 from netns import NetCluster
 from ssh_nodes import WORKDIR
+from waiting import DEADLINE
 
 KERNELS = f"GNNFLEET_KERNELS={os.environ['GNNFLEET_KERNELS']}"  # hosts use the tests' compiled kernels
 GLT = """\
@@ -123,7 +124,7 @@ def test_torch_geometrics_run_dist_launches_unchanged(cluster: NetCluster, tmp_p
     script = tmp_path / "run_dist.sh"
     script.write_text(on_these_hosts(cluster, RUN_DIST, graph))
     done = subprocess.run(
-        ["bash", str(script)], cwd=tmp_path, env=cluster.environment(), capture_output=True, text=True, timeout=200
+        ["bash", str(script)], cwd=tmp_path, env=cluster.environment(), capture_output=True, text=True, timeout=DEADLINE
     )
     ended = Launched(done.returncode, done.stdout + done.stderr, tmp_path)
     assert ended.status == 0, ended.output

@@ -21,7 +21,7 @@ from launcher.export.pods import Cluster
 from netns import REPOSITORY, NetCluster
 from pod_kit import Kubelet, Pod
 from s3_kit import KEYS, s3_server
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 CONFIG = """
 name: toy
@@ -93,8 +93,8 @@ class Scene:
 def test_pods_train_and_resume_with_equal_losses(tmp_path: Path, make_cluster: Callable[..., NetCluster]) -> None:
     cluster = make_cluster(2, shared_folder=tmp_path)
     first = Scene(tmp_path / "jobset", cluster, "jobset")
-    assert [process.wait(100) for process in first.start(first.partition)] == [0], first.logs()
-    assert [process.wait(200) for process in first.start(*first.nodes)] == [0, 0], first.logs()
+    assert [process.wait(DEADLINE) for process in first.start(first.partition)] == [0], first.logs()
+    assert [process.wait(DEADLINE) for process in first.start(*first.nodes)] == [0, 0], first.logs()
     assert "rank0 | " in first.kubelet.log(first.nodes[0])
     assert len(first.losses()) == 3
 
@@ -109,11 +109,11 @@ def test_pods_train_and_resume_with_equal_losses(tmp_path: Path, make_cluster: C
         if " -m trainer train " in line and "rank_runner" not in line
     ]
     os.kill(rank, signal.SIGKILL)
-    assert [process.wait(100) for process in (partition, *nodes)] == [0, 1, 1], scene.logs()
+    assert [process.wait(DEADLINE) for process in (partition, *nodes)] == [0, 1, 1], scene.logs()
     assert "node1: failed: rank 1 was killed by signal 9 (SIGKILL)" in scene.kubelet.log(scene.nodes[1])
 
     later, lead = scene.start(*reversed(scene.nodes))
-    assert [process.wait(200) for process in (lead, later)] == [0, 0], scene.logs()
+    assert [process.wait(DEADLINE) for process in (lead, later)] == [0, 0], scene.logs()
     assert "attempt 1: resuming from /gnnfleet/runs/toy/node0/checkpoints/epoch-000" in scene.logs()
     assert scene.losses() == pytest.approx(first.losses(), abs=1e-5)
     attempts = [json.loads(scene.node_file(k, "attempt.json").read_text()) for k in (0, 1)]
@@ -126,16 +126,16 @@ def test_own_script_of_clients_and_the_end_of_a_pod(tmp_path: Path, make_cluster
     nodes = "[{host: a, role: server}, {host: b, role: client}]"
     scene = Scene(tmp_path / "roles", cluster, "jobset", SCRIPT, nodes)
     assert [pod.hostname for pod in scene.nodes] == ["toy-servers-0-0", "toy-clients-0-0"]
-    assert [process.wait(100) for process in scene.start(scene.partition)] == [0], scene.logs()
+    assert [process.wait(DEADLINE) for process in scene.start(scene.partition)] == [0], scene.logs()
     server, client = scene.start(*scene.nodes)
     wait_until(lambda: "seeds: 1200" in scene.kubelet.log(scene.nodes[1]))
     command = " ".join(scene.nodes[1].container["command"])
     (pid,) = [pid for pid, line in scene.kubelet.processes(scene.nodes[1]) if line == command]
     os.kill(pid, signal.SIGTERM)  # as kubectl delete does
-    assert [server.wait(30), client.wait(30)] == [1, 1], scene.logs()
+    assert [server.wait(DEADLINE), client.wait(DEADLINE)] == [1, 1], scene.logs()
     assert "node1: stopped: SIGTERM" in scene.kubelet.log(scene.nodes[1])
     assert "node0: done: node1 (toy-clients-0-0.toy): its supervisor got SIGTERM" in scene.kubelet.log(scene.nodes[0])
-    assert [process.wait(60) for process in scene.start(*scene.nodes)] == [0, 0], scene.logs()
+    assert [process.wait(DEADLINE) for process in scene.start(*scene.nodes)] == [0, 0], scene.logs()
 
 
 @pytest.mark.slow
@@ -147,19 +147,19 @@ def test_pods_fetch_their_parts_from_a_store(tmp_path: Path, make_cluster: Calla
         data = f"  store: s3://bucket/toy\n  store_options: {{endpoint_url: '{s3.endpoint}'}}\n  topology: partitioned"
         scene = Scene(tmp_path / "store", cluster, "jobset", data=data)
         early = scene.start(scene.nodes[1])
-        assert [process.wait(60) for process in early] == [2], scene.logs()
+        assert [process.wait(DEADLINE) for process in early] == [2], scene.logs()
         assert "s3://bucket/toy has no parts, as it has no manifest.json" in scene.kubelet.log(scene.nodes[1])
         words = ["partition", "push", "--config", "cluster.yml"]
         program = [sys.executable, str(REPOSITORY / "launch.py"), *words]
-        subprocess.run(program, cwd=tmp_path / "store", env={**os.environ, **KEYS}, check=True, timeout=100)
+        subprocess.run(program, cwd=tmp_path / "store", env={**os.environ, **KEYS}, check=True, timeout=DEADLINE)
         s3.requests.clear()
-        assert [process.wait(200) for process in scene.start(*scene.nodes)] == [0, 0], scene.logs()
+        assert [process.wait(DEADLINE) for process in scene.start(*scene.nodes)] == [0, 0], scene.logs()
         assert len(scene.losses()) == 3
         for k, pod in enumerate(scene.nodes):
             tops = {request.path.split("/")[2] for request in s3.of(scene.hosts[pod].address) if "/" in request.path}
             assert tops == {"manifest.json", "shared", f"part{k}"}
         s3.flip_byte("toy/part1/nodes/node/attrs/x.npy")
         again = scene.start(scene.nodes[1])
-        assert [process.wait(60) for process in again] == [1], scene.logs()
+        assert [process.wait(DEADLINE) for process in again] == [1], scene.logs()
         log = scene.kubelet.log(scene.nodes[1])
         assert "error: s3://bucket/toy/part1/nodes/node/attrs/x.npy: digest " in log and "Traceback" not in log

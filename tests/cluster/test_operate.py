@@ -12,6 +12,7 @@ from launching import Running, write_config
 from netns import NetCluster
 from operator_kit import Operator, await_stage, run_processes, stage_in
 from ssh_nodes import ssh_nodes
+from waiting import DEADLINE
 
 QUICK = "print('hello from a rank', flush=True)\n"
 
@@ -30,7 +31,7 @@ def config(cluster: NetCluster, tmp_path: Path, tmp_path_factory: pytest.TempPat
 def killed_at(stage: str, running: Running) -> str:
     """Kill the launcher once it reaches ``stage``; return the stage at which it died."""
     await_stage(running.folder, stage)
-    running.send(signal.SIGKILL).process.wait(10)
+    running.send(signal.SIGKILL).process.wait(DEADLINE)
     return stage_in(running.folder)
 
 
@@ -65,7 +66,7 @@ def test_from_another_machine_and_resumed_where_it_was_launched(
 ) -> None:
     operator, other_operator = Operator(cluster, tmp_path / "home"), Operator(cluster, tmp_path / "other")
     running = Running(config, "--", "python", "steps.py", env=operator.env).await_line("rank1 | step 20")
-    running.send(signal.SIGKILL).process.wait(10)
+    running.send(signal.SIGKILL).process.wait(DEADLINE)
     status = other_operator.status("--config", str(config))
     assert status["state"] == "running" and [node["state"] for node in status["nodes"]] == ["training", "training"]
     lines = other_operator.gnnfleet("logs", "--config", str(config), "-n", "4").output.splitlines()

@@ -16,6 +16,7 @@ from trainer.core.schema import HOMO_NODE
 from trainer.sampler.types import RowRequest
 from trainer.service.client import HostClient
 from trainer.service.wire.messages import ServerAddress
+from waiting import DEADLINE
 
 _PORT = 5000
 pytestmark = pytest.mark.slow
@@ -35,7 +36,7 @@ def host() -> Iterator[Host]:
 def client_of(host: Host, deadline: float, gone_after: float | None = None) -> HostClient:
     endpoint = f"tcp://{host.address}:{_PORT}"
     client = HostClient(ServerAddress("node1 (h1)", 1, "h1", endpoint, (0,)), deadline, gone_after=gone_after)
-    until = time.monotonic() + 60  # the server may have to compile its kernels first
+    until = time.monotonic() + DEADLINE  # the server may have to compile its kernels first
     while True:
         try:
             client.hello()

@@ -17,7 +17,7 @@ import pytest
 from launching import REPOSITORY, write_config
 from netns import Host, NetCluster
 from ssh_nodes import ssh_nodes
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 CUTS = int(os.environ.get("GNNFLEET_CUTS", "6"))  #: number of killed sessions of the launcher, and of the viewer
 PRINTS = """
@@ -99,7 +99,7 @@ def test_killed_sessions_stop_no_run_and_lose_no_line(
     for k, host in enumerate(cluster.hosts):
         host.write(f"/tmp/gnnfleet/runs/cuts/node{k}/enough", "")
     for watcher in (launcher, viewer):
-        assert watcher.process.wait(120) == 0, watcher.output.read_text()[-3000:]
+        assert watcher.process.wait(DEADLINE) == 0, watcher.output.read_text()[-3000:]
         assert watcher.cuts == CUTS
         for k, shown in watcher.numbers().items():
             *lines, total = shown

@@ -15,6 +15,7 @@ from launching import Running, write_config
 from netns import Machine, NetCluster
 from operator_kit import Operator, end_processes, run_processes
 from ssh_nodes import ssh_nodes
+from waiting import DEADLINE
 
 #: A stub of nvidia-smi: it lists two idle devices, and no processes.
 NVIDIA_SMI = """#!/bin/sh
@@ -67,7 +68,7 @@ def started(config: Path, run_id: str, operator: Operator) -> Running:
 
 def steps_on(running: Running) -> None:
     made = sum(" | step " in line for line in running.lines)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + DEADLINE
     while sum(" | step " in line for line in running.lines) < made + 6:
         assert time.monotonic() < deadline and running.process.poll() is None, running.output
         time.sleep(0.05)
@@ -135,7 +136,7 @@ def test_only_one_of_two_simultaneous_runs_gets_a_device(
     # one of the runs. A run that did not get the device on every node ends.
     config = config_in(tmp_path / "project", cluster, parts, devices=0)
     both = [started(config, f"racer{number}", operator) for number in (1, 2)]
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline and not any(racer.process.poll() is not None for racer in both):
         time.sleep(0.1)
     losers = [racer for racer in both if racer.process.poll() is not None]

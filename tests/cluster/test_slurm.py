@@ -21,7 +21,7 @@ from launcher.transport.slurm import SlurmTransport, open_job
 from launching import REPOSITORY, SYNTHETIC, Launched, Running, launch
 from netns import NetCluster
 from slurm_hosts import SlurmHosts, slurm_unavailable
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 pytestmark = [
     pytest.mark.skipif(bool(slurm_unavailable()), reason=f"no Slurm here: {slurm_unavailable()}"),
@@ -59,7 +59,7 @@ class Lab:
         done = self.slurm.run(
             *(sys.executable, str(REPOSITORY / "launch.py"), *words),
             check=False,
-            timeout=120,
+            timeout=DEADLINE,
             environment=self.env,
             cwd=config.parent,
         )
@@ -127,7 +127,7 @@ def test_commands_and_files_of_job_steps(lab: Lab, tmp_path: Path, monkeypatch: 
     hosts = lab.slurm.cluster.hosts
     for host, transport in zip(hosts, open_job(job, [host.name for host in hosts]).values(), strict=True):
         assert isinstance(transport, SlurmTransport)
-        done = transport.run(Command(("bash", "-c", "hostname; cat; exit 3")), stdin=b"in", timeout=20)
+        done = transport.run(Command(("bash", "-c", "hostname; cat; exit 3")), stdin=b"in", timeout=DEADLINE)
         assert (done.returncode, done.stdout) == (3, f"{host.name}\nin".encode())
         transport.write(b"content", f"/tmp/{host.name}", mode=0o600)
         assert host.root_path(f"/tmp/{host.name}").read_bytes() == b"content"
@@ -139,7 +139,7 @@ def test_commands_and_files_of_job_steps(lab: Lab, tmp_path: Path, monkeypatch: 
     lab.slurm.run("scancel", job)
     # the job is COMPLETING, and its nodes are unreachable, until slurmd has ended its processes
     wait_until(lambda: isinstance(open_job(job, ["any"])[0], LocalTransport))
-    assert transport.run(Command(("hostname",)), timeout=20).stdout.decode().strip() == socket.gethostname()
+    assert transport.run(Command(("hostname",)), timeout=DEADLINE).stdout.decode().strip() == socket.gethostname()
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_in_an_allocation_and_in_a_script_by_hand(lab: Lab) -> None:
     (config.parent / "hello.py").write_text(HELLO)
     program = f"{sys.executable} {REPOSITORY / 'launch.py'} --config {config} --plain"
     salloc = ["salloc", "-N2", "bash", "-c", f"cd {config.parent} && {program} --run-id inside -- python hello.py"]
-    done = lab.slurm.run(*salloc, check=False, timeout=120, environment=lab.env)
+    done = lab.slurm.run(*salloc, check=False, timeout=DEADLINE, environment=lab.env)
     assert done.returncode == 0 and "hello from rank 1" in done.stdout, done.stdout + done.stderr
     script = config.parent / "by-hand.sh"
     script.write_text(

@@ -19,6 +19,7 @@ from launching import SYNTHETIC, Launched, Running, launch, write_config
 from netns import DISK, Host, NetCluster
 from s3_kit import KEYS, S3Server, s3_server
 from ssh_nodes import ssh_nodes
+from waiting import DEADLINE
 
 MISSING = [name for name in ("moto", "s3fs") if find_spec(name) is None]  # importing them takes half a second
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"not installed: {' '.join(MISSING)}")]
@@ -87,8 +88,8 @@ def test_after_the_launcher_died_the_next_launch_continues_at_the_same_byte(
 ) -> None:
     host = cluster.hosts[1]
     config, running, begun = launched_until_chunk(tmp_path, cluster, s3, host, num_classes=4)
-    running.send(signal.SIGKILL).process.wait(10)
-    deadline = time.monotonic() + 30
+    running.send(signal.SIGKILL).process.wait(DEADLINE)
+    deadline = time.monotonic() + DEADLINE
     while any("fetch_parts" in each.cmdline for each in host.processes()):
         assert time.monotonic() < deadline, "the fetch goes on without a launcher"
         time.sleep(0.1)
@@ -134,7 +135,7 @@ def launched_until_chunk(
 
 def await_part(host: Host, path: str) -> Path:
     """Wait until an unfinished file of a fetched folder has its first chunk; return it."""
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline:
         for part in host.root_path(f"{DISK}/data").glob(f"*/{path}"):
             if part.stat().st_size == CHUNK:

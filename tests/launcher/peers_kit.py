@@ -23,7 +23,7 @@ from launcher.node.supervisor.outcomes import OutcomeBook
 from launcher.node.supervisor.spec import NodeSpec
 from node_kit import NODE, PYTHON, RANK_RUNNER, RunFolder
 from ports import free_port
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 SERVE = "import pathlib, time; pathlib.Path('server.ready').touch(); print('serving', flush=True); time.sleep(60)"
@@ -172,7 +172,7 @@ def tcp_proxy(port: int) -> Iterator[Proxy]:
 
 def control(action: str, node: RunFolder, *options: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, str(NODE / "control.py"), action, str(node.path), *options]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=DEADLINE)
 
 
 def health_of(tmp_path: Path, **more: Any) -> tuple[Health, Hub]:

@@ -28,7 +28,7 @@ from launcher.export.pods import Cluster
 from launcher.export.scripts import export_script
 from launcher.files import CODE_ROOT
 from launcher.plan.sbatch import option_lines, parse_options
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 TWO = """
 name: products
@@ -351,7 +351,7 @@ def test_a_warned_job_saves_a_checkpoint_and_is_requeued_if_it_may_be(requeue: b
     wait_until(saved.exists)
     if not requeue:  # the training goes on, and ends with its own status
         (tmp_path / "done").touch()
-    _, errors = started.communicate(timeout=20)
+    _, errors = started.communicate(timeout=DEADLINE)
     assert started.returncode == (128 + signal.SIGTERM if requeue else 7), errors
     assert (tmp_path / "requeued").exists() == requeue and "toy: Slurm ends the job soon: saving" in errors
 
@@ -393,7 +393,9 @@ def test_a_script_without_parts_says_so(config: str, message: str, tmp_path: Pat
     config = config.replace("{folder}", str(tmp_path)).replace("folder: parts", f"folder: {tmp_path}/parts")
     (tmp_path / "run.sh").write_text(export_script("bash", request(config, tmp_path), {}, tmp_path / "run.sh").text)
     env = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(CODE_ROOT)}
-    done = subprocess.run(["bash", "run.sh", "1"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "run.sh", "1"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE
+    )
     assert done.returncode in (1, 2) and message.format(folder=tmp_path) in done.stderr, done.stderr
 
 
@@ -476,7 +478,7 @@ def test_exported_scripts_train_with_the_losses_of_a_launch(
     )
     assert run(["export", "-c", "cluster.yml", "--to", kind, "-o", "run.sh", "--run-id", "exported", *ports]) == 0
     started = [subprocess.Popen([shutil.which("bash"), "run.sh", str(k)], env=dict(os.environ)) for k in (1, 0)]
-    assert [process.wait(150) for process in started] == [0, 0]
+    assert [process.wait(DEADLINE) for process in started] == [0, 0]
     metrics = {
         "launched": tmp_path / "runs/launched/metrics.jsonl",
         "exported": tmp_path / "gnnfleet-work/runs/exported/node0/metrics-rank0.jsonl",

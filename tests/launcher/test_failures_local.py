@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from launching import REPOSITORY, Launched, Running, launch, local_config, start
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 WAITS = """
 import os, sys, time
@@ -37,7 +37,7 @@ def private_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     yield
     listed = subprocess.run(["tmux", "list-sessions"], capture_output=True, text=True)
     assert listed.returncode != 0, f"sessions left behind: {listed.stdout}"
-    deadline = time.monotonic() + 10  # the log watcher on a node notices within a second that its reader is gone
+    deadline = time.monotonic() + DEADLINE  # the log watcher on a node notices within a second that its reader is gone
     while (left := processes_about(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
@@ -149,7 +149,7 @@ def test_a_closed_terminal_detaches_the_run(made: Path) -> None:
     while b"here is rank 0" not in shown:
         shown += os.read(terminal, 4096)
     os.close(terminal)
-    assert process.wait(60) == 0
+    assert process.wait(DEADLINE) == 0
     (run_dir,) = (made.parent / "runs").iterdir()
     assert json.loads((run_dir / "launch.json").read_text())["detached"] is True
     assert not (run_dir / "result.json").exists(), "the run continues"
@@ -161,7 +161,7 @@ def test_a_closed_terminal_detaches_the_run(made: Path) -> None:
 def stop_by_hand(folder: Path) -> None:
     for run_dir in folder.glob("node*/runs/*/node*"):
         control = REPOSITORY / "launcher/node/control.py"
-        subprocess.run([sys.executable, str(control), "stop", str(run_dir)], capture_output=True, timeout=60)
+        subprocess.run([sys.executable, str(control), "stop", str(run_dir)], capture_output=True, timeout=DEADLINE)
 
 
 def _take_terminal() -> None:
@@ -178,7 +178,7 @@ def test_a_closed_output_pipe_stops_the_run(made: Path) -> None:
     while "here is rank 0" not in process.stdout.readline():
         pass
     process.stdout.close()
-    assert process.wait(20) != 0
+    assert process.wait(DEADLINE) != 0
     states = [json.loads(path.read_text())["state"] for path in made.parent.glob("node*/runs/*/node*/result.json")]
     assert states == ["stopped", "stopped"]
 
@@ -214,7 +214,7 @@ def test_a_missing_source_is_reported_before_any_connection(tmp_path: Path) -> N
 
 def test_with_json_an_error_is_json_on_stdout(tmp_path: Path) -> None:
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", "gone.yml", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 2
     printed = json.loads(done.stdout)
     assert (printed["kind"], printed["exit_status"]) == ("error", 2) and "gone.yml" in printed["message"]
@@ -223,7 +223,7 @@ def test_with_json_an_error_is_json_on_stdout(tmp_path: Path) -> None:
 def test_with_json_a_refusal_contains_the_findings(tmp_path: Path) -> None:
     config = local_config(tmp_path, [1, 1], data={"mode": "verify", "folder": "/nowhere/parts"})
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(config), "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 3
     printed = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["stage"] for line in printed if line["kind"] == "stage"] == ["connect", "preflight", "end"]

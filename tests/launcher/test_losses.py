@@ -13,7 +13,7 @@ import pytest
 
 from node_kit import python
 from peers_kit import SERVE, Run
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 MakeRun = Callable[..., Run]
 WAIT = "import os, time; print('up', flush=True)\nwhile not os.path.exists('../go'): time.sleep(0.05)"
@@ -226,7 +226,7 @@ def test_a_server_that_was_only_suspended_stops_after_its_exclusion(make: MakeRu
     os.kill(run.nodes[0].supervisor.pid, signal.SIGSTOP)  # type: ignore[union-attr]
     loss_of(run, 0)
     os.kill(run.nodes[0].supervisor.pid, signal.SIGCONT)  # type: ignore[union-attr]
-    assert run.nodes[0].supervisor.wait(15) == 0  # type: ignore[union-attr]
+    assert run.nodes[0].supervisor.wait(DEADLINE) == 0  # type: ignore[union-attr]
     assert run.nodes[2].json("state.json")["state"] == "training"
     results = finish(run)
     assert states(results) == ["done"] * 4 and set(results[2]["gone"]) == {"0"}

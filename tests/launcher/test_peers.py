@@ -330,6 +330,16 @@ def test_the_run_ends_when_all_ranks_have_trained(room: Room) -> None:
     room.until(lambda: room.hub.may_leave() and one.may_leave() and two.may_leave())
 
 
+@pytest.mark.parametrize(("final", "lost"), [("done", False), ("failed", True), ("stopped", True)])
+def test_a_member_that_ends_before_an_order_was_lost_unless_it_is_done(room: Room, final: str, lost: bool) -> None:
+    # A node that only trains is done with its ranks, perhaps before the rank of this hub is.
+    member = room.member(1)
+    room.until(lambda: member.offset is not None)
+    member.report({**IDLE, "trained": True, "final": final})
+    room.until(lambda: room.hub.members[1].final)
+    assert (room.hub.cause is not None) == lost and (room.hub.order is not None) == lost
+
+
 def test_sentences_of_causes() -> None:
     causes = [
         make_cause(1, "rank5", "failure", "ended with exit status 3", 0),

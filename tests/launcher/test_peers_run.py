@@ -14,7 +14,7 @@ import pytest
 from launcher.node import leases
 from node_kit import python
 from peers_kit import SERVE, SLEEP, Run, tcp_proxy
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 MakeRun = Callable[..., Run]
 
@@ -101,7 +101,7 @@ def test_silent_machine_is_reported_lost(make: MakeRun, silent: int) -> None:
     os.kill(run.nodes[silent].supervisor.pid, signal.SIGSTOP)  # type: ignore[union-attr]
     others = [node for k, node in enumerate(run.nodes) if k != silent]
     for node in others:
-        node.supervisor.wait(20)  # type: ignore[union-attr]
+        node.supervisor.wait(DEADLINE)  # type: ignore[union-attr]
         assert node.processes() == []
     assert time.monotonic() - since < 10
     for node in others:

@@ -17,7 +17,7 @@ import pytest
 from launcher.node import procs
 from launching import REPOSITORY, Running, launch, local_config
 from restart_kit import TRAIN
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,9 @@ class Counting:
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, str(REPOSITORY / "launch.py"), *words]
         env = {**os.environ, "COLUMNS": "200"}
-        return subprocess.run(argv, cwd=self.folder, env=env, capture_output=True, text=True, timeout=90, check=False)
+        return subprocess.run(
+            argv, cwd=self.folder, env=env, capture_output=True, text=True, timeout=DEADLINE, check=False
+        )
 
 
 def test_a_killed_rank_and_then_a_lost_lead_node(tmp_path: Path) -> None:

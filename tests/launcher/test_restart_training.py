@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launching import REPOSITORY, Launched, Running, launch, local_config
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 EPOCHS = 12
 TRAIN = {"epochs": EPOCHS, "batch_size": 64}
@@ -71,7 +71,7 @@ def test_the_loss_curve_is_that_of_a_run_without_a_failure(
 
 def _follow(folder: Path) -> Launched:
     argv = [sys.executable, str(REPOSITORY / "launch.py"), "follow", "again"]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=DEADLINE, check=False)
     return Launched(done.returncode, done.stdout + done.stderr, folder)
 
 

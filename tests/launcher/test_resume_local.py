@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from launching import REPOSITORY, Launched, Running, launch, local_config
+from waiting import DEADLINE
 
 TRAIN = {"epochs": 30, "batch_size": 60, "checkpoint_seconds": 0.05, "eval_every": 10, "hidden": 16}
 
@@ -60,7 +61,7 @@ def resume(folder: Path, *words: str) -> Launched:
     # the new run is the second one in the folder ``runs``
     command = [sys.executable, str(REPOSITORY / "launch.py"), "resume", *words]
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=200, env={**os.environ, "COLUMNS": "200"}
+        command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE, env={**os.environ, "COLUMNS": "200"}
     )
     return Launched(done.returncode, done.stdout + done.stderr, folder)
 

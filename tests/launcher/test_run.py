@@ -19,6 +19,7 @@ import pytest
 from launcher.node import procs
 from launching import own_ports
 from run_kit import make_parts
+from waiting import DEADLINE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,14 +64,14 @@ class Launched:
     def pid_of(self, rank: int) -> int:
         """Return the pid that the user script of a rank has written."""
         file = self.folder / f"pid{rank}"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + DEADLINE
         while not (file.exists() and file.read_text()):
             assert time.monotonic() < deadline and self.process.poll() is None, "the script did not start to wait"
             time.sleep(0.05)
         return int(file.read_text())
 
     def nothing_is_left(self) -> bool:
-        sessions = subprocess.run(["tmux", "ls"], env=self.env, capture_output=True, text=True, timeout=10)
+        sessions = subprocess.run(["tmux", "ls"], env=self.env, capture_output=True, text=True, timeout=DEADLINE)
         spec = json.loads((self.folder / "work/runs/r1/node0/node.json").read_text())
         left = procs.with_token(procs.node_token(spec["token"], 0))
         return "gnnfleet" not in sessions.stdout and left == []
@@ -100,7 +101,7 @@ def start() -> Iterator[Callable[..., Launched]]:
     for one in launched:
         if one.process.poll() is None:
             one.process.kill()
-        subprocess.run(["tmux", "kill-server"], env=one.env, capture_output=True, timeout=10)
+        subprocess.run(["tmux", "kill-server"], env=one.env, capture_output=True, timeout=DEADLINE)
     shutil.rmtree(folder, ignore_errors=True)
 
 

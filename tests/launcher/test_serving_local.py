@@ -14,7 +14,7 @@ import pytest
 from launcher.node.procs import alive
 from launching import Launched
 from serving_kit import ServingKit
-from waiting import wait_until
+from waiting import DEADLINE, wait_until
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,7 +87,7 @@ def test_a_run_that_is_killed_disturbs_neither_the_servers_nor_another_run(kit: 
         victim.kill()
         for process in json.loads(state.read_text())["processes"]:
             os.kill(process["pid"], signal.SIGKILL)
-    out, err = other.communicate(timeout=120)
+    out, err = other.communicate(timeout=DEADLINE)
     assert other.returncode == 0, out + err
     assert kit.state(toy, 0)["pid"] == pid
     victim.communicate()
@@ -197,7 +197,7 @@ def test_an_attached_run_starts_again_after_a_failure(kit: ServingKit, toy: str)
     node = kit.workdirs / "node1/runs/run-again/node1"
     wait_until(lambda: (node / "progress-rank1").exists() and _epoch(node) >= 3)
     os.kill(json.loads((node / "procs/rank1.json").read_text())["pid"], signal.SIGKILL)
-    out, err = running.communicate(timeout=200)
+    out, err = running.communicate(timeout=DEADLINE)
     assert running.returncode == 0, out + err
     assert "restart 1 of 2: rank 1 on node1 (local) was killed by signal 9 (SIGKILL); going on with 2 of 2 nodes" in out
     assert losses(kit.folder / "runs/run-again") == pytest.approx(losses(kit.folder / "runs/run-whole"), rel=1e-4)

@@ -25,7 +25,6 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.subgraph_sampler import BatchWork
 from trainer.sampler.types import SampleSettings, SeedSet
 from trainer.service.remote_graph import Gateway, client_name
-from waiting import DEADLINE
 
 SETTINGS = SampleSettings({HOMO_EDGE: (5, 5)})
 
@@ -65,7 +64,7 @@ class ClientProcesses:
     def received(self, since: float = 0.0, until: float = float("inf")) -> list[ReceivedBatch]:
         return [one for one in list(self._received) if since <= one.at < until]
 
-    def await_all(self, batches: int = 1, seconds: float = DEADLINE, of: Sequence[int] | None = None) -> None:
+    def await_all(self, batches: int = 1, seconds: float = 240.0, of: Sequence[int] | None = None) -> None:
         """Wait until each of the clients ``of`` (default: all) has received ``batches`` more batches."""
         start, waiting = time.monotonic(), set(range(len(self.clients)) if of is None else of)
         while waiting:
@@ -81,7 +80,7 @@ class ClientProcesses:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(20)
+        self._process.wait(60)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from waiting import DEADLINE
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 _PRELOADED = ["torch_geometric.loader", "torch_geometric.nn", "trainer.train.job", "trainer.service.serve"]
 _context = multiprocessing.get_context("forkserver")
@@ -59,20 +61,20 @@ class Forked:
     def kill(self) -> None:
         self._process.kill()
 
-    def abort(self, timeout: float = 10) -> None:
+    def abort(self, timeout: float = DEADLINE) -> None:
         """Kill the process after it has written the stacks of its threads to its output."""
         self.send_signal(signal.SIGABRT)
         self._process.join(timeout)
         self._process.kill()
         self._process.join()
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = DEADLINE) -> int:
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired(["python"], timeout)
         return self._process.exitcode
 
-    def communicate(self, timeout: float = 120) -> tuple[str, None]:
+    def communicate(self, timeout: float = DEADLINE) -> tuple[str, None]:
         self.wait(timeout)
         return self.output, None
 

@@ -20,6 +20,7 @@ from trainer.service.client import HostClient
 from trainer.service.server import GraphServer
 from trainer.service.service_keys import ServiceKeys
 from trainer.service.wire.messages import HelloInfo, ServerAddress
+from waiting import DEADLINE
 
 INFO = HelloInfo(node_rank=1, host="10.0.0.2", part_ids=(1, 3), manifest_digest="d1" * 32)
 
@@ -106,14 +107,14 @@ def client_of(endpoint, deadline=5.0, keys=None, parts=INFO.part_ids, **options)
 def server_process(endpoint):
     process = Forked(_serve, (endpoint,), server_environment())
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + DEADLINE
         while process.output != "ready\n":
             assert process.poll() is None and time.monotonic() < until, process.output
             time.sleep(0.02)
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(DEADLINE)
 
 
 def server_environment() -> dict[str, str]:
@@ -157,11 +158,11 @@ def serve_process(folder, parts, own, bind, cluster, key_file=None, node_rank=No
         yield process, ready
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=DEADLINE)
 
 
 def wait_for(ready, process) -> dict:
-    until = time.monotonic() + 60
+    until = time.monotonic() + DEADLINE
     while not ready.exists():
         assert process.poll() is None, process.output
         assert time.monotonic() < until, "no ready file within 60 s"

@@ -24,6 +24,7 @@ from trainer.infer.infer import infer
 from trainer.service.service_keys import write_key_file
 from trainer.train.job import train
 from trainer.train.settings import InferJob, TrainJob
+from waiting import DEADLINE
 
 RUNS: dict[str, dict[str, Any]] = {
     "sage": {},
@@ -129,13 +130,13 @@ def test_a_graph_server_killed_in_mid_epoch_and_not_started_again_ends_every_ran
         processes = start(
             nodes, lambda node: [command_line(replace(node.job(tmp_path, **endless), remote_access=remote))]
         )
-        until = time.monotonic() + 60
+        until = time.monotonic() + DEADLINE
         while not (log := tmp_path / "metrics-rank0.jsonl").exists() or '"kind": "epoch"' not in log.read_text():
             assert time.monotonic() < until, "the run did not get going"
             time.sleep(0.1)
         nodes[1].server.kill()
         killed = time.monotonic()
-        asker, other = finish_all(processes, timeout=90)
+        asker, other = finish_all(processes, timeout=DEADLINE)
         assert time.monotonic() - killed < 60, "the ranks waited for the deadline of 120 s, not for server_wait"
     assert asker.returncode == other.returncode == 1
     errors = [[line for line in ended.output.splitlines() if "error: " in line] for ended in (asker, other)]

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from forked import REPOSITORY, fork
 from trainer.cli import cli
+from waiting import DEADLINE
 
 PAGE = REPOSITORY / "docs" / "examples.md"
 
@@ -63,7 +64,7 @@ def parts(folder: Path, request: pytest.FixtureRequest) -> None:
 
 def run(words: list[str], folder: Path) -> str:
     process = fork(words[1:], {**os.environ, "PYTHONPATH": str(REPOSITORY)}, folder)
-    assert process.wait(200) == 0, process.output
+    assert process.wait(DEADLINE) == 0, process.output
     assert "Warning" not in process.output
     return process.output
 

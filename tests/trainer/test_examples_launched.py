@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launching import REPOSITORY, launch, local_config
+from waiting import DEADLINE
 
 EXAMPLES = REPOSITORY / "examples"
 PAPERS = {"num_nodes": 2000, "homophily": 0.9, "noise": 0.5, "hold_out": "paper__cites__paper"}
@@ -39,10 +40,10 @@ def test_train_hetero_resumes_with_its_rows(tmp_path, local_workdirs):
     first = launch(config, "--run-id", "first", "--", *script, "1")
     assert whole.status == first.status == 0, whole.output + first.output
     words = [sys.executable, str(REPOSITORY / "launch.py"), "resume", "first"]
-    refused = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE)
     assert refused.returncode == 2 and "first is done at epoch 1" in refused.stderr
     words += ["--run-id", "again", "--", *script, "2"]
-    again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE)
     assert again.returncode == 0, again.stdout + again.stderr
     losses = {name: losses_of(tmp_path / "runs" / name) for name in ("whole", "first", "again")}
     assert losses["first"] | losses["again"] == pytest.approx(losses["whole"], rel=1e-4)

@@ -11,6 +11,7 @@ import pytest
 
 from ports import free_port
 from train_kit import rank_environment, run_script
+from waiting import DEADLINE
 
 TRAIN = """
 import os, sys, torch, torch.distributed as dist
@@ -55,5 +56,5 @@ def test_averaging_does_not_import_the_compiler() -> None:
         for rank in range(2)
     ]
     for process in ranks:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=DEADLINE)
         assert process.returncode == 0, errors.decode()

@@ -18,6 +18,7 @@ from ports import free_port
 from trainer.core.errors import SettingsError
 from trainer.core.launchers import first_host
 from trainer.core.ranks import Ranks, pick_device
+from waiting import DEADLINE
 
 STEP = """SLURM_JOB_ID=1203 SLURM_STEP_ID=2 SLURM_STEP_NUM_TASKS=3 SLURM_STEP_TASKS_PER_NODE=2,1 SLURM_NTASKS=3
  SLURM_STEP_NODELIST=gpu[07-08] SLURM_JOB_NODELIST=gpu[07-09] SLURM_PROCID=2 SLURM_LOCALID=0 SLURM_NODEID=1"""
@@ -115,6 +116,6 @@ def test_ranks_connect_without_torchrun(launcher: str) -> None:
         )
         for k in range(2)
     ]  # fmt: skip
-    printed = [process.communicate(timeout=100)[0].strip() for process in started]
+    printed = [process.communicate(timeout=DEADLINE)[0].strip() for process in started]
     local = [0, 1] if launcher == "slurm" else [0, 0]
     assert printed == [f"[0, 1] {rank}" for rank in local]

@@ -23,6 +23,7 @@ from trainer.partition.methods.assign import assign_parts, choose_method
 from trainer.partition.verify import verify_partition
 from trainer.sources.load import load_dataset
 from trainer.store.manifest import manifest_digest, read_manifest
+from waiting import DEADLINE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -170,7 +171,7 @@ def test_a_run_goes_on_after_each_kill(tmp_path: Path) -> None:
     while True:
         # every run finishes two more stages (assign, and each group of files) before it is killed
         command = [sys.executable, "-c", KILLED, str(tmp_path / "parts"), "2"]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE, check=False)
         if done.returncode == 0:
             break
         assert done.returncode == -signal.SIGKILL, done.stderr
@@ -186,7 +187,7 @@ def test_a_run_goes_on_after_each_kill(tmp_path: Path) -> None:
 
 def test_another_partition_does_not_go_on_with_the_files(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path / "parts"), "2"]
-    subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=60, check=False)
+    subprocess.run(command, cwd=REPOSITORY, capture_output=True, timeout=DEADLINE, check=False)
     assert (tmp_path / ".parts.work" / "assign.done").exists()
     said: list[str] = []
     make_partition(PartitionSpec("synthetic", str(tmp_path / "parts"), options={"num_nodes": 400}), said.append)

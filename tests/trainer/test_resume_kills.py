@@ -1,4 +1,4 @@
-"""Tests of 30 random runs: a rank is killed, and the run resumes with equal losses.
+"""A test of many runs: a rank is killed at a random step, and the run resumes with equal losses.
 
 The killed run has two hosts, the resumed run one to three. Each host has one rank. In mode ``worker``, each host has a
 graph server for its parts. In mode ``server-client``, all ranks are clients of two graph servers on other hosts. The
@@ -30,7 +30,7 @@ from trainer.train.checkpoint import load_checkpoint, load_content
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-RUNS, SEED = 30, 17
+SEED = 17
 
 BEFORE = 2  # training hosts of the killed run
 
@@ -70,12 +70,10 @@ class Kill:
 
 
 def drawn() -> list[Kill]:
-    """Return ``RUNS`` runs: each combination of mode, kind and hosts once, then random ones."""
+    """Return a run for each combination of mode, kind and hosts."""
     chance = random.Random(SEED)
-    every = list(itertools.product(MODES, KINDS, HOSTS))
-    rows = every + [chance.choice(every) for _ in range(RUNS - len(every))]
     kills = []
-    for mode, kind, hosts in rows:
+    for mode, kind, hosts in itertools.product(MODES, KINDS, HOSTS):
         steps, epochs = STEPS[kind], int(KINDS[kind]["epochs"])
         lasts = [last for last in range(2, steps * epochs) if last % steps or kind == "own script"]
         last = chance.choice(lasts)
@@ -181,7 +179,7 @@ def position(kind: str, newest: Path) -> tuple[int, int]:
 HEAD = "| # | mode | kind | killed: rank, epoch, step | hosts | from epoch, step | steps | largest difference |"
 
 
-def test_losses_after_thirty_kills(stages: dict[str, Stage], tmp_path: Path) -> None:
+def test_losses_after_kills(stages: dict[str, Stage], tmp_path: Path) -> None:
     whole: dict[str, dict[tuple[int, int], float]] = {}
     for kind in KINDS:
         nobody = Kill("worker", kind, "same", 0, 10**6, 0)

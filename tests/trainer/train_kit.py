@@ -25,6 +25,7 @@ from trainer.partition.write import write_partition
 from trainer.sources.load import load_dataset
 from trainer.train.device_sampling import Sampling, SamplingChoice, choose_sampling, plan_sampling
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
+from waiting import DEADLINE
 
 
 def write_parts(folder: Path, num_parts: int = 1, dataset: str = "synthetic", **options: Any) -> Path:
@@ -127,12 +128,12 @@ def _places(item: TrainJob | InferJob) -> list[str]:
     return words + (["--key-file", str(item.key_file)] if item.key_file else [])
 
 
-def finish(process: Forked, timeout: float = 120) -> Ended:
+def finish(process: Forked, timeout: float = DEADLINE) -> Ended:
     """Wait for a process. On timeout kill it and fail the test with its output and stacks."""
     return finish_all([process], timeout)[0]
 
 
-def finish_all(ranks: Sequence[Forked], timeout: float = 120) -> list[Ended]:
+def finish_all(ranks: Sequence[Forked], timeout: float = DEADLINE) -> list[Ended]:
     """Wait for all ranks of a job. On timeout kill those that still run and fail the test with the output of all."""
     deadline = time.monotonic() + timeout
     try:

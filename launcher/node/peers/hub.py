@@ -294,7 +294,7 @@ class Hub:
         member.ranks, member.findings = report["ranks"], report["findings"]
         member.stacks, member.waits, member.standing = report["stacks"], report["waits"], report["standing"]
         member.own_ranks, member.final = tuple(report["own_ranks"]), report["final"] in _ENDS
-        if cause is None and member.final and self.order is None:  # it ended by itself, as it lost this hub
+        if cause is None and member.final and report["final"] != "done" and self.order is None:  # it lost this hub
             cause = make_cause(member.node_rank, "node", "lost", "it was cut off from the lead node", self._clock())
         if cause is not None:
             self.stop_asked = self.stop_asked or cause["kind"] == "stop"

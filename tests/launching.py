@@ -166,7 +166,7 @@ class Running:
     def epoch(self, place: Place = here) -> int:
         """Return the last epoch of which a rank has recorded a step or the end on its node, or 0."""
         nodes = json.loads((self.run_dir / "run.json").read_text())["plan"]["nodes"]
-        folders = [place(node["login"]["host"], node["run_dir"]) for node in nodes]
+        folders = [place((node["login"] or {"host": "localhost"})["host"], node["run_dir"]) for node in nodes]
         lines = [line for folder in folders for path in folder.glob("metrics-*") for line in json_lines(path)]
         return max((line.get("epoch", 0) for line in lines), default=0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 #: Seconds after which a wait for an event fails. It only matters when something is broken, so it bears a busy machine.
-DEADLINE = 240.0
+DEADLINE = 300.0
 
 
 def wait_until(true: Callable[[], Any], timeout: float = DEADLINE) -> Any:

@@ -21,7 +21,6 @@ from ssh_nodes import WORKDIR
 
 CLEAN_WITHIN = 10.0  # seconds within which all processes of a stopped run must end
 PATIENCE = 60.0  # further seconds after a time limit, until the run counts as hanging
-RESTARTED_WITHIN = 120.0  # seconds within which a restarted run must train two epochs
 LONGEST_CURVE = 60  # epochs; curves of longer runs are not compared, because the undisturbed run takes too long
 
 
@@ -155,7 +154,7 @@ class Soak:
             time.sleep(PEER_TIMEOUT)
             epoch = run.epoch()
         try:
-            run.await_epoch(epoch + 2, RESTARTED_WITHIN if run.scenario.starts_again else 60.0)
+            run.await_epoch(epoch + 2)
         except AssertionError as error:
             verdict.break_("survives", f"{error}; {running.output[-2500:]}")
         run.repair()

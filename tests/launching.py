@@ -161,7 +161,7 @@ class Running:
         def come() -> bool:
             return sum(values.items() <= event.items() for event in self.events(kind)) >= number
 
-        return self._await(come, f"an event {kind} with {values}")
+        return self.await_true(come, f"an event {kind} with {values}")
 
     def epoch(self, place: Place = here) -> int:
         """Return the last epoch of which a rank has recorded a step or the end on its node, or 0."""
@@ -173,9 +173,10 @@ class Running:
     def await_epoch(self, epoch: int, place: Place = here) -> Running:
         """Wait until a rank has recorded a step or the end of ``epoch``, or of a later one."""
         self.await_event("stage", stage="start")
-        return self._await(lambda: self.epoch(place) >= epoch, f"epoch {epoch}")
+        return self.await_true(lambda: self.epoch(place) >= epoch, f"epoch {epoch}")
 
-    def _await(self, true: Callable[[], bool], what: str) -> Running:
+    def await_true(self, true: Callable[[], bool], what: str) -> Running:
+        """Call ``true`` until its result is true. Fail if launch.py ends before; ``what`` is for the message."""
         deadline = time.monotonic() + DEADLINE
         over = False
         while not true():

@@ -24,7 +24,7 @@ from waiting import DEADLINE
 MISSING = [name for name in ("moto", "s3fs") if find_spec(name) is None]  # importing them takes half a second
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"not installed: {' '.join(MISSING)}")]
 
-LARGE = SYNTHETIC | {"num_nodes": 20_000, "num_features": 400}  # ten MB of rows per host
+LARGE = SYNTHETIC | {"num_nodes": 3000, "num_features": 2700}  # ten MB of rows per host
 X = "nodes/node/attrs/x.npy"
 NOTHING = "import os; print('rank', os.environ['RANK'])\n"
 
@@ -130,18 +130,13 @@ def launched_until_chunk(
     config = config_in(folder, cluster, s3, options=LARGE | {"num_classes": num_classes})
     s3.held = True
     running = Running(config, "--", "python", "nothing.py", env=cluster.environment(**KEYS))
-    return config, running, await_part(host, f"part1/{X}.part")
+    unfinished = host.root_path(f"{DISK}/data")
 
+    def begun() -> list[Path]:
+        return [part for part in unfinished.glob(f"*/part1/{X}.part") if part.stat().st_size == CHUNK]
 
-def await_part(host: Host, path: str) -> Path:
-    """Wait until an unfinished file of a fetched folder has its first chunk; return it."""
-    deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline:
-        for part in host.root_path(f"{DISK}/data").glob(f"*/{path}"):
-            if part.stat().st_size == CHUNK:
-                return part
-        time.sleep(0.02)
-    raise AssertionError(f"{host.name} has not begun to fetch {path}")
+    running.await_true(lambda: bool(begun()), f"the first chunk of {X} on {host.name}")
+    return config, running, begun()[0]
 
 
 def test_preflight_refuses_a_host_without_credentials(cluster: NetCluster, s3: S3Server, tmp_path: Path) -> None:

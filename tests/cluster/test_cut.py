@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from netns import REPOSITORY, Host, NetCluster
+from waiting import wait_until
 
 CUT = 5.0  # seconds
 PORT = 29400
@@ -63,32 +64,26 @@ def read(host: Host, name: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def wait_for(condition, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.cluster
 @pytest.mark.slow
+@pytest.mark.quiet
 def test_a_cut_of_five_seconds_ends_no_run(cluster: NetCluster) -> None:
     # The network of each host is cut once or twice, each time at another moment between two heartbeats.
     for k, host in enumerate(cluster.hosts):
         start(host, spec(cluster, k))
     lead = cluster.hosts[1]
-    wait_for(lambda: {peer["state"] for peer in read(lead, "state.json").get("peers", {}).values()} >= {"training"}, 20)
+    wait_until(lambda: {peer["state"] for peer in read(lead, "state.json").get("peers", {}).values()} >= {"training"})
     time.sleep(2)
     for pause, host in [(0.1, cluster.hosts[0]), (0.6, cluster.hosts[2]), (0.3, lead), (0.9, cluster.hosts[0])]:
         time.sleep(2 + pause)
         host.cut_network()
         time.sleep(CUT)
         host.restore_network()
-        wait_for(lambda: all(peer["age"] < 1.5 for peer in read(lead, "state.json")["peers"].values()), 4)
+        wait_until(lambda: all(peer["age"] < 1.5 for peer in read(lead, "state.json")["peers"].values()))
         assert read(lead, "state.json")["state"] == "training", Path(lead.root_path("~/run/events.jsonl")).read_text()
     for host in cluster.hosts[1:]:
         host.write("~/run/go", "")
-    wait_for(lambda: all(read(host, "result.json") for host in cluster.hosts), 15)
+    wait_until(lambda: all(read(host, "result.json") for host in cluster.hosts))
     results = [read(host, "result.json") for host in cluster.hosts]
     assert [result["state"] for result in results] == ["done"] * 3
     assert not any(result["lost"] or result["gone"] for result in results)

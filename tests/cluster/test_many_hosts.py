@@ -18,6 +18,7 @@ WORKDIR = "/tmp/work"  # in memory: one disk would have to create the files of a
 
 
 @pytest.mark.slow
+@pytest.mark.quiet
 def test_fifty_hosts_are_checked_started_and_stopped(make_cluster: Callable[..., NetCluster], tmp_path: Path) -> None:
     cluster = make_cluster(HOSTS)
     cluster.know_neighbours()

@@ -19,7 +19,7 @@ from trainer.service.wire.messages import ServerAddress
 from waiting import DEADLINE
 
 _PORT = 5000
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.quiet]
 
 
 @pytest.fixture

@@ -80,6 +80,7 @@ def window(clients: ClientProcesses, batches: int, seconds: float = 120.0) -> li
 
 
 @pytest.mark.slow
+@pytest.mark.quiet
 def test_twenty_clients_have_equal_shares(server: Server) -> None:
     with running_clients(server.endpoint, [BatchRequests(f"client{k}") for k in range(CLIENTS)]) as clients:
         share = shares(window(clients, 60 * CLIENTS), range(CLIENTS))
@@ -87,6 +88,7 @@ def test_twenty_clients_have_equal_shares(server: Server) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.quiet
 def test_shares_are_equal_in_bytes_for_any_batch_size(server: Server) -> None:
     # Every fourth client requests batches four times as large, and more of them at the same time.
     requests = [BatchRequests(f"client{k}", *((400, 4) if k % 4 == 0 else (100, 3))) for k in range(CLIENTS)]
@@ -99,6 +101,7 @@ def test_shares_are_equal_in_bytes_for_any_batch_size(server: Server) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.quiet
 def test_clients_that_hang_or_die_cost_no_more_than_the_buffer(server: Server) -> None:
     # Without the buffer's limit, the server would make 36 batches of 11 MB for the six hanging clients.
     hanging, killed, others = range(6), range(6, 9), range(9, CLIENTS)

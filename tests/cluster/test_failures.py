@@ -166,7 +166,7 @@ def accounted_for(done: Launched, head: str) -> None:
     [("1", "counts.py")] + [pytest.param(rank, "steps.py", marks=pytest.mark.slow) for rank in ("1", "3")],
 )
 def test_a_rank_that_raises_leads_the_report(scene: Scene, rank: str, script: str) -> None:
-    # Ranks of steps.py fail after another one; test_run has this on one machine.
+    # Ranks of steps.py fail after another one.
     done = scene.launch("--", "python", script, "raise", rank)
     node_rank = {"1": 1, "3": 2}[rank]
     reported = done.output[done.output.index("The run failed:") :]
@@ -174,7 +174,7 @@ def test_a_rank_that_raises_leads_the_report(scene: Scene, rank: str, script: st
     failed(scene, done, f"rank{rank}", "raised ValueError: no such column: age", node_rank=node_rank)
 
 
-@pytest.mark.slow  # test_run has this on one machine, and test_soak a rank killed by the kernel
+@pytest.mark.slow
 def test_a_rank_killed_with_9_leads_the_report(scene: Scene) -> None:
     running = scene.running("--", "python", "steps.py").await_line("step 9")
     scene.cluster.hosts[1].kill(scene.processes(1, "steps.py")[0].pid)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 from dataclasses import replace
@@ -15,7 +14,7 @@ import pytest
 from launcher.config.loader import load_config
 from launcher.config.resolve import resolve_run
 from launcher.plan.build import offline_plan
-from launching import REPOSITORY, Launched, Running, launch, local_config
+from launching import Launched, Running, launch, local_config
 from waiting import wait_until
 
 
@@ -136,12 +135,3 @@ def test_own_script_finds_its_rank_and_its_part(own_script_run):
             assert set(seen["parts"]) >= {"manifest.json", "shared", f"part{part}"}
             rows = [path.parts[-5] for path in Path(node["data_dir"]).glob("part*/nodes/node/attrs/x.npy")]
             assert rows == [f"part{part}"], "a node holds the features of its own part only"
-
-
-@pytest.mark.slow  # covered by tests/trainer/test_examples.py (the script) and own_script_run (a launch of a script)
-def test_the_example_script_trains_on_two_nodes(tmp_path, local_workdirs):
-    config = local_config(tmp_path, [1, 1], local_workdirs)
-    done = launch(config, "--", "python", str(REPOSITORY / "examples/train_mine.py"), "--epochs", "2")
-    assert done.status == 0, done.output
-    accuracies = [float(found) for found in re.findall(r"test accuracy (0\.\d+)", done.output)]
-    assert len(accuracies) == 2 and accuracies[1] > 0.3, "five classes, and the graph can be learnt"

@@ -68,7 +68,7 @@ def test_nan_in_parquet_is_filled_before_features_are_standardized(folder: Path)
         ({"id": "k"}, r"row 2: k is 'nan' .*id of nodes\.n must be an id in every row"),
         ({"time": "v"}, r"row 2: v is 'nan' .*time of nodes\.n must be"),
         ({"split": "v"}, r"row 1: v is '1\.0' \(2 such rows\); split"),
-        ({"label": "v", "categories": ["v"], "split": "id"}, r"split of nodes\.n must be"),
+        ({"label": "v", "split": "id"}, r"split of nodes\.n must be"),
     ],
 )
 def test_nan_in_parquet_is_refused(folder: Path, keys: dict[str, Any], message: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from launching import REPOSITORY, SYNTHETIC, TRAIN
+from waiting import DEADLINE
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ServingKit:
     def __init__(self, folder: Path, workdirs: Path):
         self.folder, self.workdirs = folder, workdirs
 
-    def gnnfleet(self, *words: str, timeout: float = 120, env: dict[str, str] | None = None) -> Finished:
+    def gnnfleet(self, *words: str, timeout: float = DEADLINE, env: dict[str, str] | None = None) -> Finished:
         process = self.start(*words, env=env)
         out, err = process.communicate(timeout=timeout)
         return Finished(process.returncode, out, err)

@@ -20,7 +20,6 @@ from trainer.partition.make import PartitionSpec, make_partition
 from trainer.partition.verify import verify_partition
 from trainer.sources.draft_tables import draft_tables
 from trainer.sources.load import dataset_fingerprint, load_dataset
-from trainer.sources.table_files import row_in_place_of_header
 from trainer.store.part_store import open_parts
 
 USERS = """user_id,age,height,segment,fold,joined,country
@@ -440,21 +439,12 @@ def test_a_table_that_is_not_used_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["u1,34\nu2,41\nu3,28\n", "anna,red\nbob,red\ncarl,blue\n", "a,\nb,x\nc,y\n", "0,1\n1,2\n2,0\n"],
+    ["u1,34\nu2,41\nu3,28\n", "anna,red\nbob,red\ncarl,blue\n", "0,1\n1,2\n2,0\n"],
 )
 def test_a_file_without_names_of_columns_is_noticed(tmp_path: Path, text: str) -> None:
     write(customers(tmp_path), users__csv=text)
-    with pytest.raises(DataError, match=r"users\.csv: the first line \(.*\) looks like a row of data"):
+    with pytest.raises(DataError, match=r"users\.csv: the first line looks like a row of data"):
         draft_tables(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["id,f1,f2\nu1,1,2\nu2,3,4\n", ",0,1,2\n0,5,6,7\n1,8,9,9\n"[1:], "name,class\nann,a\nbob,b\n", "paper\n1\n2\n"],
-)
-def test_names_of_columns_are_not_taken_for_data(tmp_path: Path, text: str) -> None:
-    write(tmp_path, users__csv=text if text[0] != "0" else "id," + text)
-    assert row_in_place_of_header(tmp_path / "users.csv") == []
 
 
 @pytest.mark.parametrize("key", ["features", "one_hot", "categories", "attributes", "time", "split"])

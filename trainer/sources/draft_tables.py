@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from trainer.core.errors import DataError
 from trainer.sources.table_columns import as_double, is_number_type, list_type
 from trainer.sources.table_database import Database, Scan, quoted
-from trainer.sources.table_files import holds_tables, is_number, is_parquet, row_in_place_of_header, table_files
+from trainer.sources.table_files import holds_tables, table_files
 from trainer.sources.table_options import Table
 
 _LABELS = ("label", "labels", "y", "class", "target")
@@ -72,7 +72,7 @@ class _Column:
         if self.kind == "number":
             return "it looks like a key of another table; if it is a quantity, list it under features"
         if self.mostly_numbers:
-            odd = [text for text in self.texts or () if not is_number(text)]
+            odd = [text for text in self.texts or () if not _is_number(text)]
             shown = f", such as {odd[0][:40]!r}" if odd else ""
             return (
                 f"{self.present - self.numbers:,} of its {self.present:,} values are not numbers{shown}; empty these "
@@ -84,6 +84,14 @@ class _Column:
             f"its {self.distinct:,} different texts are more than the {most_texts:,} for which one_hot is drafted; "
             "list it under categories to get their codes"
         )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass
@@ -141,13 +149,13 @@ def _scans(database: Database, folder: Path) -> Iterator[tuple[Scan, str]]:
             continue
         files = table_files(Table((path.name,)), folder, str(path))
         none = False
-        for file in files:
-            if not is_parquet(file) and (row := row_in_place_of_header(file)):
-                raise DataError(
-                    f"{file}: the first line ({', '.join(row)[:80]}) looks like a row of data, not like the names of "
-                    "the columns; add a line with their names"
-                )
-        yield Scan(database, files, str(path)), path.name
+        scan = Scan(database, files, str(path))
+        if (file := scan.without_header) is not None:
+            raise DataError(
+                f"{file}: the first line looks like a row of data, not like the names of the columns; add a line with "
+                "their names"
+            )
+        yield scan, path.name
     if none:
         raise DataError(f"{folder} has no CSV or Parquet files")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 from pathlib import Path
 
 from trainer.core.errors import DataError
@@ -61,41 +60,6 @@ def _is_table(name: str) -> bool:
 
 def is_parquet(path: Path) -> bool:
     return path.name.lower().endswith(PARQUET)
-
-
-def row_in_place_of_header(path: Path) -> list[str]:
-    """Return the cells of a CSV file's first line if they look like data, not like names of columns; else [].
-
-    They do if a cell is a number or empty, occurs again below it, or has digits at the same places as most cells below.
-    Consecutive numbers after another name, as pandas names columns, are names.
-    """
-    import duckdb
-
-    sql = "SELECT * FROM read_csv($path, all_varchar = true, header = false, ignore_errors = true) LIMIT 100"
-    try:
-        sample = duckdb.execute(sql, {"path": str(path)}).fetchall()
-    except duckdb.Error:
-        return []  # reported where the file is read
-    if len(sample) < 2:
-        return []
-    first, *rows = sample
-    numbers = [float(cell) for cell in first if cell and is_number(cell)]
-    counted = numbers[:1] in ([0], [1]) and len(numbers) < len(first)
-    counted = counted and numbers == [numbers[0] + k for k in range(len(numbers))]
-    for cell, *below in zip(first, *rows, strict=True):
-        shape = [re.sub(r"[0-9]+", "0", re.sub(r"[A-Za-z]+", "a", text)) for text in (cell or "", *filter(None, below))]
-        alike = shape.count(shape[0]) - 1 > 0.8 * len(below) and "0" in shape[0] and not is_number(cell or "")
-        if not cell or (is_number(cell) and not counted) or cell in below or alike:
-            return [each or "" for each in first]
-    return []
-
-
-def is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def source_folder(source: str | None) -> Path:

@@ -140,7 +140,9 @@ def test_a_name_that_no_file_can_have_is_a_dataset(tmp_path: Path) -> None:
     path = tmp_path / "glt.yml"
     path.write_text(f"nodes: [h]\nports: [22]\nusernames: [u]\ndataset: {name}\n")
     foreign = read_foreign(path, Flags())
-    assert foreign is not None and load_config(path, foreign=foreign).data.dataset == name
+    assert foreign is not None
+    with pytest.raises(FleetError, match="there is no dataset `aaa"):
+        load_config(path, foreign=foreign)
     for text in (name, "~nobody-of-this-name/graph.pt"):
         assert ("data.dataset", text) in dataset_overrides(text)
         with pytest.raises(UsageError, match="no file or folder"):

@@ -26,7 +26,6 @@ from launcher.preflight.store_access import store_findings
 from launcher.preflight.survey import Inquiry
 from launcher.transport.base import Transport
 from launcher.transport.fanout import Answers, on_nodes
-from launcher.transport.remote import RemoteTransport
 from launcher.transport.rpc import NodeAgent
 
 
@@ -119,8 +118,7 @@ def _probe_all(
     def probe(k: int) -> tuple[dict[str, Any], float]:
         agents[k] = NodeAgent(transports[k], interpreter(inquiry.config, k))
         reply = agents[k].call("probe", inquiry.request(k), _PROBE_TIMEOUT)
-        if isinstance(transport := transports[k], RemoteTransport):
-            transport.check_sessions()
+        transports[k].check_sessions()
         return reply, agents[k].clock_offset(_CALL_MARGIN)
 
     return on_nodes(transports, probe, timeout=_PROBE_TIMEOUT + _CALL_MARGIN)

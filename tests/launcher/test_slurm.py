@@ -177,11 +177,16 @@ def test_warning_before_the_time_limit(time: str, seconds: int) -> None:
     assert warning_seconds({"time": time}) == seconds
 
 
-@pytest.mark.parametrize("option", [{"output": "x"}, {"Bad": "1"}, {"-N": "1"}, {"comment": "a\nb"}])
-def test_options_that_are_refused(tmp_path: Path, option: dict[str, str]) -> None:
-    config = loaded(tmp_path, CONFIG + f"slurm: {json.dumps({'nodes': '2', **option})}\n")
+def test_options_that_gnnfleet_sets_are_refused(tmp_path: Path) -> None:
+    config = loaded(tmp_path, CONFIG + 'slurm: {nodes: "2", output: x}\n')
     with pytest.raises(UsageError, match="^slurm: "):
         sbatch_script(config, run_id="r", command=("x",), cwd=tmp_path, log=tmp_path)
+
+
+@pytest.mark.parametrize("option", [{"Bad": "1"}, {"-N": "1"}, {"comment": "a\nb"}])
+def test_options_that_are_refused(tmp_path: Path, option: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"c\.yml:\d+: slurm: expected "):
+        loaded(tmp_path, CONFIG + f"slurm: {json.dumps({'nodes': '2', **option})}\n")
 
 
 def test_a_submitted_run_waits_and_is_cancelled(

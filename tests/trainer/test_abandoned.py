@@ -11,6 +11,7 @@ from load_kit import homo_data, parts_of
 from service_kit import client_of, serving
 from test_batches import HOMO, ME
 from trainer.core.errors import ServiceError
+from waiting import DEADLINE
 
 WORK = HOMO["attributes and labels"]
 
@@ -45,7 +46,7 @@ def test_a_batch_whose_client_timed_out_leaves_the_buffer(server_at_work) -> Non
     with client_of(server.endpoint, route=True) as client:
         client.hello()
         abandon(client, begun)
-        until = time.monotonic() + 20
+        until = time.monotonic() + DEADLINE
         while server.scheduler_status().batches < 1 or server.scheduler_status().buffer_bytes:
             assert time.monotonic() < until, server.scheduler_status()
             time.sleep(0.02)

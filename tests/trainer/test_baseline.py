@@ -91,7 +91,7 @@ def test_the_baseline_and_rows_beside_features_do_not_depend_on_the_number_of_ra
         lines.append(
             [*curve(tmp_path / str(ranks)), *(value for name, value in sorted(result.items()) if "_mrr" in name)]
         )
-    assert lines[0] == pytest.approx(lines[1], rel=1e-4)
+    assert lines[0] == pytest.approx(lines[1], rel=1e-4, abs=2e-4)  # the last losses are small
 
 
 def test_nodes_with_features_have_trainable_rows_in_link_prediction(

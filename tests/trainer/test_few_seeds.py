@@ -87,7 +87,7 @@ def test_the_shares_of_a_step_add_up_to_the_step(label: str, count: str, tmp_pat
         target = "paper" if typed else HOMO_NODE
         with open_graph(parts_of(tmp_path / str(typed), dataset(label, COUNTS[count], typed))) as opened:
             splits = [split for split, seeds in opened.manifest.nodes[target].splits.items() if seeds]
-            task, _ = node_task(opened, target, "auto", splits, RankGroup(Ranks()))
+            task, *_ = node_task(opened, target, "auto", splits, RankGroup(Ranks()))
             for name, how in MODELS.items():
                 settings = job(tmp_path, tmp_path, **SETTINGS, **how).settings
                 if (settings.model in ("sage", "gcn", "gat")) == typed:

@@ -48,7 +48,8 @@ def homes(folder: Path, label: Any, **options: Any) -> Path:
     with (folder / "near.csv").open("w", newline="") as file:
         rows = [(NAMES[k], NAMES[(k + 1) % HOMES]) for k in range(HOMES)]
         csv.writer(file).writerows([("a", "b"), *rows])
-    nodes = {"files": "homes.csv", "id": "name", "label": label, "features": ["size", "garden"], "standardize": True}
+    features = [name for name in ("size", "garden") if name not in label]
+    nodes = {"files": "homes.csv", "id": "name", "label": label, "features": features, "standardize": True}
     shares = {"train": 0.6, "val": 0.2, "test": 0.2}
     given = {
         "nodes": {"home": {**nodes, "split": shares}},

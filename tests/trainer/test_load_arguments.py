@@ -123,7 +123,7 @@ def test_worker_init_fn_is_called_on_each_sampler_thread():
 def test_no_hop_gives_the_seeds_alone(source):
     data = homo_data() if source == "memory" else parts_of(homo_data(), 2)
     batch = DistNeighborLoader(data, [], [4, 7])([0, 1])
-    assert batch.n_id.tolist() == [4, 7] and batch.num_edges == 0 and batch.blocks == ()
+    assert batch.n_id.tolist() == [4, 7] and batch.num_edges == 0 and len(batch.blocks) == 0
     assert torch.equal(batch.x, homo_data().x[[4, 7]]) and batch.num_sampled_nodes == [2]
 
 

@@ -29,7 +29,7 @@ class Classification:
     def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
         """Return the number of seeds predicted correctly, and the number of seeds."""
         assert batch.y is not None
-        right = out.argmax(1) == batch.y
+        right = out.argmax(1) == batch.y.long()
         return torch.stack([right.sum(), right.new_full((), len(right), dtype=torch.int64)]).double()
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:

@@ -395,8 +395,8 @@ def test_options_of_the_command_line_are_taken_as_they_are(word: str, load: Load
     assert (config.name, config.run.runs_dir, config.data.dataset) == (word, f"x{word}", "synthetic")
     assert config.train.resume == f"x{word}" and config.train.lr == 1e-3
     assert {node.venv for node in config.nodes} == {f"/x{word}"}
-    conda = word.lstrip("-")  # a name with a dash would be an option of conda
-    assert load(TWO, overrides_of({"config": None, "conda": f"e{conda}"}, ())).nodes[0].conda == f"e{conda}"
+    conda = f"e{word}" if word.startswith("-") else word  # a name with a dash would be an option of conda
+    assert load(TWO, overrides_of({"config": None, "conda": conda}, ())).nodes[0].conda == conda
     comment = word.replace(",", "").strip()
     config = load(TWO, overrides_of({"config": None, "slurm": f"nodes=2,comment={comment}"}, ()))
     assert config.slurm["comment"] == comment

@@ -18,19 +18,22 @@ WORK = HOMO["attributes and labels"]
 
 @pytest.fixture
 def server_at_work(monkeypatch):
-    """Yield a server whose first batch takes a second, and an event that is set once it has begun this batch."""
+    """Yield a server whose first batch takes a second, and events that are set once this batch has begun and ended."""
     graph = parts_of(homo_data(), 3)
     with serving(graph.access.local, routed=graph.access) as server:
-        batch, begun = server._handlers.batch, threading.Event()
+        batch, begun, ended = server._handlers.batch, threading.Event(), threading.Event()
 
         def made(*words):
             if not begun.is_set():
                 begun.set()
                 time.sleep(1.0)
-            return batch(*words)
+            try:
+                return batch(*words)
+            finally:
+                ended.set()
 
         monkeypatch.setattr(server._handlers, "batch", made)
-        yield server, begun
+        yield server, begun, ended
 
 
 def abandon(client, begun) -> None:
@@ -42,18 +45,19 @@ def abandon(client, begun) -> None:
 
 
 def test_a_batch_whose_client_timed_out_leaves_the_buffer(server_at_work) -> None:
-    server, begun = server_at_work
+    server, begun, ended = server_at_work
     with client_of(server.endpoint, route=True) as client:
         client.hello()
         abandon(client, begun)
         until = time.monotonic() + DEADLINE
-        while server.scheduler_status().batches < 1 or server.scheduler_status().buffer_bytes:
+        assert ended.wait(DEADLINE)
+        while server.scheduler_status().queue or server.scheduler_status().buffer_bytes:
             assert time.monotonic() < until, server.scheduler_status()
             time.sleep(0.02)
 
 
 def test_a_connection_still_works_after_an_abandoned_batch(server_at_work) -> None:
-    server, begun = server_at_work
+    server, begun, _ = server_at_work
     with client_of(server.endpoint, route=True) as client:
         client.hello()
         abandon(client, begun)

@@ -41,10 +41,10 @@ def homes(folder: Path, label: Any, **options: Any) -> Path:
     folder.mkdir()
     with (folder / "homes.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["name", "size", "price", "garden", "large"])
+        writer.writerow(["name", "size", "price", "garden", "large", "small"])
         for k in range(HOMES):
             price = "" if k == 5 else f"{PRICE[k]:.2f}"
-            writer.writerow([NAMES[k], f"{SIZE[k]:.3f}", price, k % 2, int(SIZE[k] > 100)])
+            writer.writerow([NAMES[k], f"{SIZE[k]:.3f}", price, k % 2, int(SIZE[k] > 100), int(SIZE[k] <= 100)])
     with (folder / "near.csv").open("w", newline="") as file:
         rows = [(NAMES[k], NAMES[(k + 1) % HOMES]) for k in range(HOMES)]
         csv.writer(file).writerows([("a", "b"), *rows])
@@ -96,14 +96,14 @@ def test_a_table_with_prices_is_learned_and_predicted_in_its_unit(tmp_path: Path
 
 
 def test_several_columns_of_labels_keep_their_names(tmp_path: Path) -> None:
-    parts = homes(tmp_path / "homes", ["garden", "large"])
-    train(job(parts, tmp_path / "run", epochs=15, lr=0.02, fanouts=(3,)), Ranks())
+    parts = homes(tmp_path / "homes", ["small", "large"])
+    train(job(parts, tmp_path / "run", epochs=60, lr=0.02, fanouts=(3,)), Ranks())
     assert metrics(tmp_path / "run", "result")[0]["metric"] == "micro_f1"
     out = tmp_path / "out"
     found = infer(InferJob(tmp_path / "run" / "checkpoints" / "last.pt", parts, out, parquet=False), Ranks())
     assert found.metrics["test"]["micro_f1"] > 0.9
     rows = predictions(out)
-    assert list(rows[0]) == ["id", "probability_garden", "probability_large"]
+    assert list(rows[0]) == ["id", "probability_small", "probability_large"]
     assert all(0 <= float(row["probability_large"]) <= 1 for row in rows)
     assert not list(out.glob("part*/*.parquet"))
 

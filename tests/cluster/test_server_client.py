@@ -304,6 +304,7 @@ def test_the_loss_curve_on_the_real_graph_equals_one_process(stage: Stage, local
         if killed:
             run.await_step(2, 5, timeout=600).kill_server(0)
         done = run.end(600)
-        same_curves(done, real)
+        # Six ranks add gradients in another order than one: 1e-7 in the first step, about 1e-4 in the last (64th) step.
+        same_curves(done, real, rel=1e-3)
         every_seed_once(run, seeds=31_833)
         assert real.left() == []

@@ -118,7 +118,8 @@ def server_process(endpoint):
 
 
 def server_environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    repository = Path(__file__).resolve().parents[2]
+    return {**os.environ, "PYTHONPATH": f"{repository}:{repository / 'tests'}"}  # the kits import from both
 
 
 def free_endpoint() -> str:

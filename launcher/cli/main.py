@@ -128,7 +128,7 @@ class PartitionCommand(GroupedOptions):
         return super().parse_args(ctx, args)
 
 
-_TRAINER_ACTIONS = ("make", "convert", "repartition", "diff", "verify", "inspect", "tables")
+_TRAINER_ACTIONS = ("make", "convert", "repartition", "verify", "inspect", "tables")
 
 _CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_option_names": ["-h", "--help"]}
 
@@ -218,7 +218,6 @@ gnnfleet.add_command(rehearse_command(config_options))
         "partition verify parts/",
         "partition convert ogbn-products-partitions parts",
         "partition repartition parts parts-8 --num-parts 8",
-        "partition diff parts parts-8",
         "partition tables shop/",
         "partition push parts s3://bucket/products",
     ),

@@ -11,7 +11,9 @@ from partitions import typed_store
 from trainer.core.schema import HOMO_NODE
 from trainer.partition.make import PartitionSpec
 from trainer.partition.methods.assign import PartitionAssignment, assign_parts
+from trainer.partition.verify import verify_partition
 from trainer.partition.write import write_partition
+from trainer.store.manifest import read_manifest
 from trainer.store.part_store import open_parts
 
 OPTIONS = {"num_nodes": 500, "avg_degree": 6, "num_features": 4, "num_classes": 3}
@@ -101,6 +103,35 @@ def _assert_equal(found, expected):
         assert found[name].shape == values.shape and np.array_equal(found[name], values), name
         if name != "orig_id" and values.dtype.kind not in "i":
             assert found[name].dtype == values.dtype
+
+
+def assert_sound(folder):
+    """Check what only a bug of the writer could break, and what ``partition verify`` checks."""
+    assert verify_partition(folder) == []
+    store, manifest = open_parts(folder), read_manifest(folder)
+    for of, nodes in manifest.nodes.items():
+        orig_id = [part.nodes[of].orig_id for part in store.parts.values()]
+        assert all((np.diff(ids) > 0).all() for ids in orig_id)
+        global_id = store.to_global(of, np.arange(nodes.num_nodes))
+        np.testing.assert_array_equal(global_id[np.concatenate(orig_id)], np.arange(nodes.num_nodes))
+    for of, edges in manifest.edges.items():
+        src, dst, ids = [], [], []
+        for part_id, part in store.parts.items():
+            each = part.edges[of]
+            targets = np.repeat(np.arange(len(each.indptr) - 1), np.diff(each.indptr))
+            np.testing.assert_array_equal(np.lexsort((each.orig_id, targets)), np.arange(len(targets)))
+            dst.append(targets + manifest.nodes[of[2]].offsets[part_id])
+            src.append(each.indices)
+            ids.append(each.orig_id)
+            for name, times in each.src_times.items():
+                values = np.concatenate([store.parts[k].nodes[of[0]].attrs[name] for k in store.parts])
+                np.testing.assert_array_equal(times, values[each.indices])
+        order = np.concatenate(ids)
+        np.testing.assert_array_equal(np.sort(order), np.arange(edges.num_edges))
+        ends = np.concatenate([part.edges[of].endpoints for part in store.parts.values()])
+        for side, found in ((0, src), (2, dst)):
+            expected = store.to_global(of[side], ends[:, side // 2])
+            np.testing.assert_array_equal(np.concatenate(found), expected[order])
 
 
 def flip_byte(path, position=-3):

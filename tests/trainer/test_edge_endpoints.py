@@ -11,7 +11,7 @@ from torch_geometric.data import Data
 
 from gateway_kit import client_graph, serving_parts, written
 from load_kit import WRITES, assert_same, hetero_data, homo_data, opened, parts_of
-from partition_kit import odd_types
+from partition_kit import assert_sound, odd_types
 from partition_kit import written as write_parts
 from partitions import store_of
 from samplers_kit import assert_same_everywhere, over_the_wire
@@ -135,21 +135,16 @@ def test_a_written_partition_has_endpoints(tmp_path):
     for parts in (1, 3):
         folder = tmp_path / f"{parts}"
         write_parts(dataset, folder, parts)
-        assert verify_partition(folder) == []
+        assert_sound(folder)
         with open_graph(folder) as graph:
             for of, edges in dataset.edges.items():
                 found = graph.access.endpoints(of, np.arange(edges.num_edges))
                 np.testing.assert_array_equal(np.stack(found), edges.edge_index)
     path = folder / "part1/edges/tag__has.not__v-1.0/endpoints.npy"
     ends = np.load(path)
-    np.save(path, ends[::-1])
-    assert [str(found) for found in verify_partition(folder, digests=False)] == [
-        "part0/edges/tag__has.not__v-1.0/endpoints.npy: the endpoints in the files of all parts are not those of the"
-        " edges"
-    ]
     ends[2, 0] = 1 << 20
     np.save(path, ends)
-    assert "row 2: 1048576 is outside 0 to" in str(verify_partition(folder, digests=False)[0])
+    assert "position 2: 1048576 is outside 0 to" in str(verify_partition(folder, digests=False)[0])
 
 
 @pytest.mark.parametrize("most_sums", [1, 3, 40, 1000])

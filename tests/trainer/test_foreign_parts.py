@@ -14,16 +14,16 @@ import torch
 from click.testing import CliRunner
 
 from foreign_kit import BACK, SAMPLES, assert_same_graph, dataset_of, hetero, homo, partition_by_pyg
+from partition_kit import assert_sound
 from train_kit import curve, job
 from trainer.core.errors import DataError, PartitionError, TrainerError
 from trainer.core.ranks import Ranks
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.partition.cli import partition
-from trainer.partition.convert import convert_partition, export_partition
+from trainer.partition.convert import convert_partition
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.partition.restore import restore_graph
 from trainer.partition.source import open_source
-from trainer.partition.verify import verify_partition
 from trainer.sources.load import load_dataset
 from trainer.train.job import train
 
@@ -40,7 +40,7 @@ def converted(source, out, options=None):
     """Convert and verify a partition. Return its graph and the progress lines."""
     lines = []
     convert_partition(source, out, options, say=lines.append)
-    assert verify_partition(out) == []
+    assert_sound(out)
     return restore_graph(out), lines
 
 
@@ -214,46 +214,6 @@ def test_training_on_a_converted_partition_equals_training_on_the_own_one(tmp_pa
     assert curves[0] == pytest.approx(curves[1], rel=1e-5) and len(curves[0]) > 2
 
 
-@pytest.mark.parametrize("made", [homo, timed, hetero], ids=["homogeneous", "with times", "heterogeneous"])
-def test_export_is_read_by_torch_geometric_and_converts_back(made, tmp_path, monkeypatch):
-    from torch_geometric.distributed import LocalFeatureStore, LocalGraphStore
-
-    data = made()
-    theirs = partition_by_pyg(data, 2, tmp_path / "theirs", monkeypatch)
-    own, _ = converted(theirs, tmp_path / "parts", {"nodes": labels_of(data, tmp_path)})
-    lines = []
-    export_partition(tmp_path / "parts", tmp_path / "exported", say=lines.append)
-    folders = [str(theirs), str(tmp_path / "exported")]
-    for part_id in range(2):
-        feats = (
-            theirs / f"part_{part_id}/edge_feats.pt"
-        )  # a defaultdict, which torch_geometric 2.8 does not load itself
-        torch.save(dict(torch.load(feats, weights_only=False)), feats)
-        first, second = (LocalGraphStore.from_partition(folder, part_id) for folder in folders)
-        for attr in first.get_all_edge_attrs():  # the order of edges with one target is free
-            orders = [store.get_edge_id(attr).argsort() for store in (first, second)]
-            assert torch.equal(first.get_edge_id(attr)[orders[0]], second.get_edge_id(attr)[orders[1]])
-            for ours, other in zip(second.get_edge_index(attr), first.get_edge_index(attr), strict=True):
-                assert torch.equal(other[orders[0]], ours[orders[1]])
-            assert (second.get_edge_index(attr)[1].diff() >= 0).all()
-        rows = [LocalFeatureStore.from_partition(folder, part_id) for folder in folders]
-        attrs = [{(attr.group_name, attr.attr_name) for attr in store.get_all_tensor_attrs()} for store in rows]
-        assert attrs[0] == attrs[1] and attrs[0]
-        for group, name in attrs[0]:
-            orders = [store.get_global_id(group).argsort() for store in rows]
-            tensors = [store.get_tensor(group, name) for store in rows]
-            if name != "time":  # which every part has for all nodes
-                tensors = [tensor[order] for tensor, order in zip(tensors, orders, strict=True)]
-            assert torch.equal(*tensors), (group, name)
-    again, _ = converted(tmp_path / "exported", tmp_path / "again")
-    assert_same_graph(again.dataset, own.dataset)
-    for of, part in own.parts.items():
-        np.testing.assert_array_equal(again.parts[of], part)
-        assert {split: list(ids) for split, ids in again.dataset.nodes[of].splits.items()} == {
-            split: list(ids) for split, ids in own.dataset.nodes[of].splits.items()
-        }
-
-
 def labels_of(data, folder):
     """Write labels and train seeds. Return their paths as ``convert_partition``'s option ``nodes``."""
     of = "paper__" if hasattr(data, "node_types") and "paper" in data.node_types else ""
@@ -359,10 +319,6 @@ def test_wrong_arguments_are_one_clear_message(samples, tmp_path, monkeypatch):
     assert "x is also in" in refused("convert", source, out, "--nodes", f"x={source}/node_map.pt")
     assert "--nodes y=absent.npy: absent.npy does not" in refused("convert", source, out, "--nodes", "y=absent.npy")
     assert "unknown option 'colour'" in refused("convert", source, out, "--option", "colour=red")
-    assert "--nodes cannot be combined with --to pyg" in refused(
-        "convert", "--to", "pyg", parts, out, "--nodes", "y=y.npy"
-    )
-    assert "is not an empty folder" in refused("convert", "--to", "pyg", parts, source)
     make = ("make", "--source", source, "--out", out, "--num-parts", 3, "--method", "keep", "--dataset")
     assert "has 2 parts, but 3 are needed" in refused(*make, "partition")
     assert "method `keep` needs dataset `partition`" in refused(*make, "synthetic")

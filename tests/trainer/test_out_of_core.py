@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from partition_kit import assert_sound
 from trainer.core.errors import PartitionError
 from trainer.core.row_sort import Scratch
 from trainer.data.dataset import Dataset, EdgeData, NodeData
@@ -20,7 +21,6 @@ from trainer.data.undirected import both_ways
 from trainer.partition import make
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.partition.methods.assign import assign_parts, choose_method
-from trainer.partition.verify import verify_partition
 from trainer.sources.load import load_dataset
 from trainer.store.manifest import manifest_digest, read_manifest
 from waiting import DEADLINE
@@ -181,7 +181,7 @@ def test_a_run_goes_on_after_each_kill(tmp_path: Path) -> None:
     assert kills >= 2
     assert "going on with what an interrupted run left" in done.stdout
     assert sorted(os.listdir(tmp_path)) == ["parts", "whole"]
-    assert verify_partition(tmp_path / "parts") == []
+    assert_sound(tmp_path / "parts")
     assert manifest_digest(tmp_path / "parts") == manifest_digest(tmp_path / "whole")
 
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from graphs import DEBIAN, NO_DEBIAN, bipartite, blocks, ring
-from partition_kit import NODE, OPTIONS, by_hand, flip_byte, spec, with_nodes, written
+from partition_kit import NODE, OPTIONS, assert_sound, by_hand, flip_byte, spec, with_nodes, written
 from trainer.core.errors import DataError, PartitionError
 from trainer.core.schema import HOMO_EDGE
 from trainer.partition.cli import partition
@@ -17,7 +17,6 @@ from trainer.partition.clusters import with_clusters
 from trainer.partition.inspect import describe, render
 from trainer.partition.make import make_partition
 from trainer.partition.methods.assign import assign_parts
-from trainer.partition.verify import verify_partition
 from trainer.partition.write import write_partition
 from trainer.sources.load import load_dataset
 from trainer.store.manifest import read_manifest
@@ -125,7 +124,8 @@ def test_clusters_of_all_types_are_numbered_over_the_whole_graph(tmp_path):
 
 def test_clusters_are_stored_as_an_attribute(tmp_path):
     made = make_partition(spec(tmp_path / "parts", clusters=5), say=lambda line: None)
-    assert made.options == {"clusters": 5} and verify_partition(tmp_path / "parts") == []
+    assert made.options == {"clusters": 5}
+    assert_sound(tmp_path / "parts")
     parts = open_parts(tmp_path / "parts").parts
     assert [sorted(set(part.nodes["node"].attrs["cluster"].tolist())) for part in parts.values()] == [
         [0, 1, 2, 3, 4], [5, 6, 7, 8, 9],
@@ -150,7 +150,7 @@ def test_statistics_of_real_data_match_its_edges(tmp_path, kind):
     assert assignment.edge_cut < 0.25 * assign_parts(dataset, 4, "random").edge_cut
     assert assignment.balance < 1.05
     write_partition(dataset, assignment, tmp_path / "parts")
-    assert verify_partition(tmp_path / "parts") == []
+    assert_sound(tmp_path / "parts")
     description = describe(tmp_path / "parts")
     assert sum(part.cut_edges for part in description.parts) == round(assignment.edge_cut * dataset.num_edges)
     split = "package/train" if dataset.hetero else "train"

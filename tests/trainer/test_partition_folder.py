@@ -15,12 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from partition_kit import EDGE, NODE, spec
+from partition_kit import EDGE, NODE, assert_sound, spec
 from trainer.core.errors import PartitionError
 from trainer.core.schema import HOMO_EDGE
 from trainer.partition import make, write
 from trainer.partition.make import PartitionSpec, make_partition
-from trainer.partition.verify import verify_partition
 from trainer.store.manifest import read_manifest
 from trainer.store.npy import NpyWriter
 
@@ -52,7 +51,7 @@ def test_a_partition_that_lacks_a_file_is_made_again(tmp_path):
     make_partition(spec(tmp_path / "parts"), say=lambda line: None)
     (tmp_path / "parts" / "part1" / NODE / "attrs/x.npy").unlink()
     make_partition(spec(tmp_path / "parts"), say=lambda line: None)
-    assert verify_partition(tmp_path / "parts") == []
+    assert_sound(tmp_path / "parts")
 
 
 def test_a_damaged_file_of_the_same_size_is_made_again(tmp_path):
@@ -63,7 +62,7 @@ def test_a_damaged_file_of_the_same_size_is_made_again(tmp_path):
     said = []
     make_partition(spec(tmp_path / "parts"), say=said.append)
     assert said[0] == f"damaged in {tmp_path / 'parts'}: part1/{NODE}/attrs/x.npy; made again"
-    assert verify_partition(tmp_path / "parts") == []
+    assert_sound(tmp_path / "parts")
 
 
 def test_a_large_partition_is_not_called_up_to_date_without_its_digests(tmp_path, monkeypatch):
@@ -169,7 +168,7 @@ def test_a_folder_without_a_partition_is_not_touched(tmp_path):
 
 def test_an_empty_folder_may_be_used(tmp_path):
     make_partition(spec(tmp_path), say=lambda line: None)
-    assert verify_partition(tmp_path) == []
+    assert_sound(tmp_path)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
@@ -214,4 +213,4 @@ def test_a_killed_process_leaves_no_folder_and_the_next_one_cleans_up(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".parts.lock", ".parts.work"], "the lock died with the process"
     make_partition(spec(tmp_path / "parts"), say=lambda line: None)
     assert os.listdir(tmp_path) == ["parts"]
-    assert verify_partition(tmp_path / "parts") == []
+    assert_sound(tmp_path / "parts")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from graphs import graph, ring, skewed
+from graphs import ring, skewed
 from partition_kit import EDGE, NODE, by_hand, flip_byte, hubs, odd_types, written
 from trainer.core.errors import PartitionError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
@@ -60,31 +60,21 @@ def at(position, value):
     return change
 
 
-def swapped(array):
-    array[:2] = array[1::-1].copy()
-
-
-INVARIANTS = {
+RANGES = {
     "seed outside": (f"shared/{NODE}/seeds/train.npy", at(3, 100), "position 3: 100 is outside 0 to 99"),
     "global id outside": (f"shared/{NODE}/global_id.npy", at(5, -7), "position 5: -7 is outside 0 to 99"),
-    "global id of another": (
-        f"shared/{NODE}/global_id.npy", at(0, 1),
-        "orig_id.npy: position 0: node 0 has global id 0, but 1 in shared global_id.npy",
-    ),
-    "nodes unordered": (f"part0/{NODE}/orig_id.npy", swapped, "position 1: original ids do not ascend"),
     "no such node": (f"part0/{NODE}/orig_id.npy", at(-1, 100), "position 49: 100 is outside 0 to 99"),
     "indptr start": (f"part1/{EDGE}/indptr.npy", at(0, 1), "begins with 1, expected 0"),
     "indptr order": (f"part1/{EDGE}/indptr.npy", at(4, 0), "position 4: 0 is below the value before it"),
     "indptr end": (f"part1/{EDGE}/indptr.npy", at(-1, 10_000), "ends with 10000, but the manifest's offsets give"),
     "no such source": (f"part0/{EDGE}/indices.npy", at(7, -1), "position 7: -1 is outside 0 to 99"),
     "no such edge": (f"part0/{EDGE}/orig_id.npy", at(7, 900), "position 7: 900 is outside 0 to 899"),
-    "edge order": (f"part0/{EDGE}/orig_id.npy", swapped, "edge ids do not ascend inside their row"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", INVARIANTS)
-def test_every_invariant_is_checked(tmp_path, name):
-    path, change, problem = INVARIANTS[name]
+@pytest.mark.parametrize("name", RANGES)
+def test_every_range_is_checked(tmp_path, name):
+    path, change, problem = RANGES[name]
     folder = tmp_path / "parts"
     write_partition(hubs(), by_hand(hubs(), [0, 1] * 50, 2), folder)
     change(np.lib.format.open_memmap(folder / path, mode="r+"))
@@ -100,39 +90,6 @@ def test_sources_are_counted_within_their_own_type(tmp_path):
     assert [str(finding) for finding in verify_partition(folder, digests=False)] == [
         f"{path}: position 2: 5 is outside 0 to 4"
     ]
-
-
-def test_times_stored_with_edges_equal_those_of_the_sources(tmp_path):
-    times = np.arange(100, dtype=np.int32)
-    dataset = graph([(v % 100, v % 7) for v in range(900)], 100, {"time": times})
-    folder = tmp_path / "parts"
-    write_partition(dataset, by_hand(dataset, [0, 1] * 50, 2), folder)
-    path = f"part0/{EDGE}/src_times/time.npy"
-    edges = open_parts(folder).parts[0].edges[HOMO_EDGE]
-    for owner in (0, 1):  # part of the source
-        slot = int(np.flatnonzero((edges.indices >= 50) == owner)[3])
-        gid, time = int(edges.indices[slot]), int(edges.src_times["time"][slot])
-        at(slot, -5)(np.lib.format.open_memmap(folder / path, mode="r+"))
-        problem = f"{path}: position {slot}: -5, but 'time' of source {gid} is {time}"
-        assert [str(finding) for finding in verify_partition(folder, digests=False)] == [problem]
-        assert bool(verify_partition(folder, [0], digests=False)) == (owner == 0)  # part 1 may be on another machine
-        at(slot, time)(np.lib.format.open_memmap(folder / path, mode="r+"))
-
-
-@pytest.mark.parametrize(
-    ("path", "position", "problem"),
-    [
-        (f"part1/{NODE}/orig_id.npy", 0, "node 0 is also in an earlier part"),
-        (f"part1/{EDGE}/orig_id.npy", 0, "edge 1 appears twice"),
-    ],
-)
-def test_nodes_and_edges_belong_to_one_part(tmp_path, path, position, problem):
-    dataset = ring(10)
-    folder = tmp_path / "parts"
-    write_partition(dataset, by_hand(dataset, [0, 1] * 5, 2), folder)
-    other = path.replace("part1", "part0")
-    at(position, np.load(folder / other).min())(np.lib.format.open_memmap(folder / path, mode="r+"))
-    assert any(problem in str(finding) for finding in verify_partition(folder, digests=False))
 
 
 def changed(folder, spec_of, **changes):

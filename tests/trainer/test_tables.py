@@ -12,12 +12,12 @@ import duckdb
 import numpy as np
 import pytest
 
+from partition_kit import assert_sound
 from trainer.core.errors import DataError
 from trainer.core.row_sort import Scratch
 from trainer.core.texts import decode_texts
 from trainer.data.dataset import Dataset
 from trainer.partition.make import PartitionSpec, make_partition
-from trainer.partition.verify import verify_partition
 from trainer.sources.draft_tables import draft_tables
 from trainer.sources.load import dataset_fingerprint, load_dataset
 from trainer.store.part_store import open_parts
@@ -197,7 +197,7 @@ def test_a_partition_has_the_ids_and_leaves_no_work_folder(tmp_path: Path) -> No
     source.mkdir()
     spec = PartitionSpec("tables", str(tmp_path / "parts"), str(shop(source)), SHOP, 2, "random")
     make_partition(spec, say=lambda line: None)
-    assert verify_partition(tmp_path / "parts") == []
+    assert_sound(tmp_path / "parts")
     store = open_parts(tmp_path / "parts")
     found = {}
     for part in store.parts.values():

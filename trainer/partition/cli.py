@@ -1,4 +1,4 @@
-"""The commands ``partition make``, ``convert``, ``repartition``, ``diff``, ``verify``, ``inspect`` and ``tables``."""
+"""The commands ``partition make``, ``convert``, ``repartition``, ``verify``, ``inspect`` and ``tables``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any, get_args
 import click
 import yaml
 
-from trainer.core.errors import PartitionError, SettingsError
+from trainer.core.errors import SettingsError
 from trainer.core.memory import parse_size
 from trainer.core.remote_settings import WireRows
-from trainer.partition.convert import convert_partition, export_partition, repartition_spec
-from trainer.partition.diff import diff_partitions, render_diff
+from trainer.partition.convert import convert_partition, repartition_spec
 from trainer.partition.inspect import describe, render
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.partition.methods.assign import BALANCES, KEEP, METHODS
@@ -24,7 +23,7 @@ _ROWS = "Round floating-point features to float16, or to int8 with a scale per r
 
 @click.group()
 def partition() -> None:
-    """Partition a graph; convert, compare, check or describe partition folders."""
+    """Partition a graph; convert, check or describe partition folders."""
 
 
 def _options(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
@@ -130,9 +129,6 @@ def make(**values: Any) -> None:
 @click.argument("source", type=click.Path())
 @click.argument("out", type=click.Path())
 @click.option(
-    "--to", type=click.Choice(["gnnfleet", "pyg"]), default="gnnfleet", show_default=True, help="Format of OUT."
-)
-@click.option(
     "--nodes",
     "nodes",
     multiple=True,
@@ -147,26 +143,16 @@ def make(**values: Any) -> None:
 )  # fmt: skip
 @click.option("--rows", type=click.Choice(get_args(WireRows)), default="stored", show_default=True, help=_ROWS)
 @click.option("--force", is_flag=True, help="Replace the parts of another graph in OUT.")
-def convert(
-    source: str, out: str, to: str, nodes: dict[str, str], options: dict[str, Any], rows: Any, force: bool
-) -> None:
+def convert(source: str, out: str, nodes: dict[str, str], options: dict[str, Any], rows: Any, force: bool) -> None:
     """Convert the partition SOURCE of another program to a partition folder OUT. Every node stays in its part.
 
-    SOURCE is a folder of torch_geometric.distributed, GraphLearn-for-PyTorch or DGL; its format is recognised. With
-    --to pyg, SOURCE is a partition folder of gnnfleet, and OUT one of torch_geometric.distributed.
+    SOURCE is a folder of torch_geometric.distributed, GraphLearn-for-PyTorch or DGL; its format is recognised.
 
     \b
     Examples:
       gnnfleet partition convert ogbn-products-partitions parts
       gnnfleet partition convert glt-parts parts --nodes y=label.pt --nodes train_idx=train.npy
-      gnnfleet partition convert --to pyg parts pyg-parts
     """
-    if to == "pyg":
-        given = {"--nodes": nodes, "--option": options, "--rows": rows != "stored", "--force": force}
-        if wrong := [flag for flag, value in given.items() if value]:
-            raise PartitionError(f"{wrong[0]} cannot be combined with --to {to}")
-        export_partition(source, out, say=click.echo)
-        return
     options |= {"nodes": nodes} if nodes else {}
     convert_partition(source, out, options, rows=rows, force=force, say=click.echo)
 
@@ -200,25 +186,6 @@ def repartition(folder: str, out: str, **values: Any) -> None:
 
 
 @partition.command()
-@click.argument("first", type=click.Path())
-@click.argument("second", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.pass_context
-def diff(context: click.Context, first: str, second: str, as_json: bool) -> None:
-    """Compare two partition folders: whether they hold the same graph, and how many nodes are in another part.
-
-    Exits with status 0 for the same graph, and with status 1 for different ones.
-
-    \b
-    Example:
-      gnnfleet partition diff parts parts-8
-    """
-    found = diff_partitions(first, second)
-    click.echo(json.dumps(found.to_json(), indent=1) if as_json else render_diff(found))
-    context.exit(0 if found.same_graph else 1)
-
-
-@partition.command()
 @click.argument("folder", type=click.Path())
 @click.option(
     "--part", "part_ids", type=int, multiple=True, help="Check this part and the shared files only; repeatable."
@@ -226,7 +193,7 @@ def diff(context: click.Context, first: str, second: str, as_json: bool) -> None
 @click.option("--digests/--no-digests", default=True, show_default=True, help="Read every file and compare its sha256.")
 @click.pass_context
 def verify(context: click.Context, folder: str, part_ids: tuple[int, ...], digests: bool) -> None:
-    """Check every digest and invariant of a partition folder. Exits with status 1 if one is violated."""
+    """Check digest, dtype, shape and range of every array of a partition folder; exit with status 1 if one is wrong."""
     findings = verify_partition(folder, part_ids or None, digests)
     for finding in findings:
         click.echo(f"{folder}/{finding}", err=True)

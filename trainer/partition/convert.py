@@ -1,4 +1,4 @@
-"""Converts partition folders: from and to other programs, and to another number of parts."""
+"""Converts partition folders: from other programs, and to another number of parts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from typing import Any
 
 from trainer.core.errors import PartitionError
 from trainer.core.remote_settings import WireRows
-from trainer.partition.make import PartitionSpec, StageTimer, counts_text, make_partition
+from trainer.partition.make import PartitionSpec, make_partition
 from trainer.partition.methods.assign import KEEP, METHODS, fanouts_of, made_by
 from trainer.partition.methods.frequency import Fanouts
-from trainer.partition.pyg_writer import check_empty, write_pyg
-from trainer.partition.restore import restore_graph
 from trainer.partition.source import DATASET, open_source
-from trainer.partition.work_folder import locked, work_folder
 from trainer.store.manifest import Manifest
 
 
@@ -30,29 +27,13 @@ def convert_partition(
     found = open_source(source, options)
     if found.format is None:
         raise PartitionError(
-            f"{found.folder} is a partition of gnnfleet already; use --to pyg to convert it to torch_geometric's "
-            "format, or `partition repartition` to change its parts"
+            f"{found.folder} is a partition of gnnfleet already; `partition repartition` changes its parts"
         )
     say(f"{found.folder}: {found.title}, {found.num_parts or 'not assigned to'} parts")
     spec = PartitionSpec(
         DATASET, str(folder), str(found.folder), options or {}, found.num_parts, KEEP, rows=rows, force=force
     )
     return make_partition(spec, say)
-
-
-def export_partition(source: str | Path, folder: str | Path, say: Callable[[str], None] = print) -> None:
-    """Write the partition folder ``source`` to ``folder`` in the layout of torch_geometric.distributed.
-
-    Raises ``PartitionError``. After an error, no new files are left.
-    """
-    target, stages = Path(folder), StageTimer(say)
-    check_empty(target)
-    with locked(target, say), work_folder(target, f"export of {source}", keep=False) as work:
-        graph = restore_graph(source, work.emptied("dataset"))
-        stages.end("load", f"{graph.dataset.name}: {counts_text(graph.dataset)}")
-        for note in write_pyg(graph, target):
-            say(f"note: {note}")
-    stages.end("write", f"{target}: {graph.num_parts} parts for torch_geometric.distributed")
 
 
 def repartition_spec(

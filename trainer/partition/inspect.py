@@ -11,9 +11,10 @@ import numpy as np
 
 from trainer.core.arrays import Ids
 from trainer.core.schema import NodeType, type_name
-from trainer.partition.verify import mark_outside, new_bitset
 from trainer.store.manifest import AttrSpec, EdgeSpec, Manifest, NodeSpec
 from trainer.store.part_store import Part, PartStore, open_parts
+
+_EDGES_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,16 @@ def _part_figures(part: Part, manifest: Manifest, seeds: Mapping[str, Ids]) -> P
 
 
 def _outside(part: Part, manifest: Manifest, source: NodeType) -> tuple[int, int]:
+    """Return the number of edges from nodes of other parts, and of these nodes. One byte per node of the type."""
     low, high = manifest.nodes[source].offsets[part.part_id : part.part_id + 2]
-    seen = new_bitset(manifest.nodes[source].num_nodes)
-    found = [
-        mark_outside(edges.indices, low, high, seen) for of, edges in part.edges.items() if of[0] == source
-    ]  # all edge types share the set, so that a node counts once
-    return sum(int(outside) for outside, _ in found), sum(int(fresh) for _, fresh in found)
+    cut, seen = 0, np.zeros(manifest.nodes[source].num_nodes, bool)
+    for indices in [edges.indices for of, edges in part.edges.items() if of[0] == source]:
+        for first in range(0, len(indices), _EDGES_AT_ONCE):
+            ids = indices[first : first + _EDGES_AT_ONCE]
+            outside = ids[(ids < low) | (ids >= high)]
+            cut += len(outside)
+            seen[outside] = True
+    return cut, int(np.count_nonzero(seen))
 
 
 def render(description: Description) -> str:

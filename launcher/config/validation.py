@@ -49,17 +49,6 @@ _MAX_NUMBER_CHARS = 100
 
 _TRAINING_KEYS = ("procs", "devices")  #: keys of a node that do not apply to servers
 
-#: Keys of earlier versions → hint what to use instead.
-_REMOVED: Mapping[KeyPath, str] = {
-    (
-        "run",
-        "compress",
-    ): "compression has been removed; `run.wire_rows: float16` or `int8` sends fewer bytes",
-    (
-        "run",
-        "on_client_loss",
-    ): "it has been removed; with `run.restarts` a run starts again without a lost client",
-}
 
 _SET_ON_ALL = "--set nodes.*."  #: prefix of the origin of a value that was set on every node
 
@@ -224,9 +213,7 @@ class Reader:
         known = [item.name for item in settings(cls)] + ([] if path else ["defaults"])
         near = difflib.get_close_matches(name[:_MAX_NUMBER_CHARS], known, 1)
         elsewhere = [where for where, section in sections().items() if section is not cls and name in _names(section)]
-        if (*path, name) in _REMOVED:
-            hint = _REMOVED[(*path, name)]
-        elif elsewhere:
+        if elsewhere:
             hint = "it belongs " + " or ".join(map(_place_of, elsewhere))
         else:
             hint = f"did you mean `{near[0]}`?" if near else f"the keys here are {', '.join(known)}"

@@ -47,8 +47,6 @@ FILES = {
     "nodes: 'n[1-4]'\nrun: {control_port: 29511, master_port: 29511}": "another port taken twice",
     "nodes: 'n[1-4]'\nrun: {service_port: 7000, control_port: 7000}": "and another",
     "nodes: 'n[1-4]'\nrun: {on_interrupt: ignore}": "a word that is none of the choices",
-    "nodes: [a]\nrun: {compress: true}": "a key that has been removed",
-    "nodes: [a]\nrun: {on_client_loss: go-on}": "a key that restarts have replaced",
 }
 CLUSTER = (
     "nodes:\n  - node[01-04].lab\n  - {host: 'gpu[1-2].lab', devices: [0, 1, 3]}\n  - {host: old, address: 10.0.0.9}\n"

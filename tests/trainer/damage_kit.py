@@ -71,9 +71,7 @@ def _answers(graph: LocalGraph):
         for sample in graph.sample_hops(asked):
             yield from (sample.counts, sample.src, sample.edge)
         yield graph.has_edges(of, targets, np.zeros_like(targets))
-        listed = graph.edge_list(of)
         yield from graph.endpoints(of, np.arange(*graph.books[EndpointTable(of)].range_of(0)))
-        yield from (listed.src, listed.dst, listed.orig_id)
 
 
 class Damage:

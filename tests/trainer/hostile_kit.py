@@ -91,7 +91,6 @@ def valid_requests(num_nodes: int) -> list[Message]:
         messages.has_edges_request(HOMO_EDGE, nodes, nodes[::-1]),
         messages.endpoints_request(HOMO_EDGE, nodes),
         messages.endpoints_request(HOMO_EDGE, nodes - 2**40),
-        messages.edges_request(0, HOMO_EDGE, 0, 50),
         Message(Kind.MANIFEST, Status.REQUEST, 0),
         messages.shared_request(messages.SharedSlice(HOMO_NODE, "train", 0, 10)),
         messages.to_global_request(HOMO_NODE, nodes),
@@ -284,7 +283,7 @@ def send_as_glutton(attack: Attack, num_nodes: int) -> None:
     """Request large replies over connections that stay open, and read none. Never returns."""
     ids = np.arange(20_000) % num_nodes
     gather = messages.gather_request([RowRequest(HOMO_NODE, ids, ("x",))])
-    greed = [gather, replace(gather, flags=Flag.ROUTE), messages.edges_request(0, HOMO_EDGE, 0, 4000)]
+    greed = [gather, replace(gather, flags=Flag.ROUTE), messages.endpoints_request(HOMO_EDGE, np.arange(4000))]
     keys = read_key_file(attack.key_file) if attack.key_file else None
     while True:
         with contextlib.suppress(OSError, EOFError), contextlib.ExitStack() as lines:

@@ -30,13 +30,13 @@ def store_of(edge_index, num_nodes, num_parts=1, *, attrs=None, edge_attrs=None,
 
 def typed_store(
     num_nodes, edges, num_parts=1, *, node_attrs=None, edge_attrs=None, splits=None, assignment=None,
-    time_attrs=("time",), only=None, hetero=True, endpoints=True,
+    time_attrs=("time",), only=None, hetero=True,
 ):  # fmt: skip
     """Return the ``PartStore`` of a graph with several types.
 
     num_nodes: by node type. edges: [2, E] by edge type. node_attrs, edge_attrs: by type and name. splits: original ids
     by (type, split). assignment: part of each node by type, by default id % num_parts. time_attrs: names of the node
-    attributes that are times. only: parts to open. endpoints: whether parts also store edges as (source, target).
+    attributes that are times. only: parts to open.
     """
     node_attrs, edge_attrs, splits = node_attrs or {}, edge_attrs or {}, splits or {}
     owner = {of: np.arange(n) % num_parts for of, n in num_nodes.items()}
@@ -62,7 +62,7 @@ def typed_store(
             orig_id=ids,
             attrs={name: values[ids] for name, values in edge_attrs.get(e, {}).items()},
             src_times={name: node_attrs[e[0]][name][src].astype(np.int64) for name in times[e]},
-            endpoints=np.array_split(index.T, _cuts(index, num_parts))[p].astype(np.int32) if endpoints else None,
+            endpoints=np.array_split(index.T, _cuts(index, num_parts))[p].astype(np.int32),
         )
 
     manifest = Manifest(
@@ -70,7 +70,7 @@ def typed_store(
         nodes={of: _node_spec(of, n, offsets[of], node_attrs.get(of, {}), splits) for of, n in num_nodes.items()},
         edges={
             e: EdgeSpec(
-                index.shape[1], _ints(edge_offsets[e]), _specs(edge_attrs.get(e, {})), tuple(times[e]), 0.0, endpoints
+                index.shape[1], _ints(edge_offsets[e]), _specs(edge_attrs.get(e, {})), tuple(times[e]), 0.0
             )
             for e, index in edges.items()
         },

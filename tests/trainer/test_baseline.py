@@ -107,8 +107,6 @@ def test_nodes_with_features_have_trainable_rows_in_link_prediction(
     saved = load_checkpoint(tmp_path / "run/checkpoints/last.pt")
     _, embedding = trained_model(saved, manifest)
     assert embedding is not None and embedding.num_nodes == counts
-    old = {name: value for name, value in saved.settings.items() if name != "embeddings"}  # of an earlier version
-    assert trained_model(replace(saved, settings=old), manifest)[1] is None
     monkeypatch.setattr(models, "_MOST_ROWS", 1000)
     found, why = embedded_nodes(settings, manifest, LINK, 8)
     assert found == {} and "nodes with features (paper, author, field) have no trainable rows" in why

@@ -10,7 +10,7 @@ import torch
 from torch_geometric.data import Data
 
 from gateway_kit import client_graph, serving_parts, written
-from load_kit import WRITES, assert_same, hetero_data, homo_data, opened, parts_of
+from load_kit import WRITES, hetero_data, homo_data, opened, parts_of
 from partition_kit import assert_sound, odd_types
 from partition_kit import written as write_parts
 from partitions import store_of
@@ -21,7 +21,7 @@ from trainer.core.schema import HOMO_EDGE
 from trainer.graph import seed_order
 from trainer.graph.open import open_graph
 from trainer.graph.seed_order import RankLayout
-from trainer.loader.edge_endpoints import HeldEndpoints, StoredEndpoints, all_edges
+from trainer.loader.edge_endpoints import HeldEndpoints, StoredEndpoints
 from trainer.loader.saint_draws import SaintEdgeDraw, SaintNodeDraw, uniform
 from trainer.partition.verify import verify_partition
 
@@ -39,15 +39,6 @@ def test_batches_of_all_edges_are_the_same_everywhere(monkeypatch, keyed_from):
     assert sorted(torch.cat([batch.input_id for batch in batches]).tolist()) == list(range(260))
 
 
-def test_a_partition_without_endpoints_gives_the_same_batches():
-    data = homo_data()
-    for make in (links, lambda graph: DistGraphSAINTEdgeSampler(graph, 6, 3, 2, log=False, seed=3)):
-        stored, held = (list(make(parts_of(data, 3, endpoints=endpoints))) for endpoints in (True, False))
-        assert len(stored) == len(held) > 2
-        for mine, other in zip(stored, held, strict=True):
-            assert_same(mine, other)
-
-
 def test_links_given_by_ids_are_those_of_all_edges():
     data = homo_data()
     for mine, other in zip(links(parts_of(data, 2)), links(data, edge_label_index=data.edge_index), strict=True):
@@ -59,22 +50,17 @@ def test_links_given_by_ids_are_those_of_all_edges():
 def test_ends_are_those_of_the_dataset(num_parts):
     data = hetero_data()
     graph = parts_of(data, num_parts)
-    ends, edge_index = all_edges(graph, WRITES), data[WRITES].edge_index.numpy()
-    assert isinstance(ends, StoredEndpoints) and len(ends) == edge_index.shape[1]
+    ends, edge_index = StoredEndpoints(graph, WRITES), data[WRITES].edge_index.numpy()
+    assert len(ends) == edge_index.shape[1]
     edges = np.random.default_rng(0).integers(0, len(ends), 300)
     for found, expected in zip(ends.ends_of(edges), edge_index[:, edges], strict=True):
         assert found.dtype == np.int64
         np.testing.assert_array_equal(found, expected)
     assert [len(side) for side in ends.ends_of(edges[:0])] == [0, 0]
-    held = all_edges(parts_of(data, num_parts, endpoints=False), WRITES)
-    assert isinstance(held, HeldEndpoints)
-    np.testing.assert_array_equal([held.src, held.dst], edge_index)
     with pytest.raises(PartitionError, match="outside 0..149"):
         graph.access.endpoints(WRITES, np.array([150]))
     with pytest.raises(PartitionError, match="no edge type"):
         graph.access.endpoints(("a", "b", "c"), edges)
-    with pytest.raises(PartitionError, match="does not store source and target of the edges"):
-        parts_of(data, num_parts, endpoints=False).access.endpoints(WRITES, edges)
 
 
 def test_edges_of_data_in_memory_are_not_copied():

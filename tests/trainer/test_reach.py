@@ -19,7 +19,6 @@ from trainer.core.schema import HOMO_EDGE
 from trainer.graph.open import Graph, open_graph
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
-from trainer.sampler.request_split import edge_slice
 from trainer.sampler.types import HopRequest, RowRequest
 from trainer.store.part_store import open_parts
 from trainer.store.row_cache import CachedRows, RowCache
@@ -49,9 +48,6 @@ class Host:
 
     def submit_has_edges(self, *asked):
         return self._answer(self.pairs, [asked], lambda _: self._graph.has_edges(*asked))
-
-    def submit_edges(self, *asked):
-        return self._answer(self.slices, [asked], lambda _: edge_slice(self._graph.store, *asked))
 
     def asked_ids(self, of, name):
         """Return all ids for which attribute ``name`` of node type ``of`` was requested."""
@@ -217,17 +213,6 @@ def test_small_columns_and_labels_are_local_with_replicated_topology() -> None:
     assert not any(host.rows for host in others.values())
     cost = graph.access.take_cost()
     assert (cost.rows, cost.remote_rows, cost.remote_bytes) == (140, 0, 0)
-
-
-def test_edges_of_all_parts_are_local_with_replicated_topology() -> None:
-    data = homo_data()
-    graph, others = host_of(data, "replicated", cache=False, held=2)
-    there, here = (
-        graph.access.edge_list(("node", "to", "node")),
-        LocalGraph(parts_of(data, PARTS).store).edge_list(("node", "to", "node")),
-    )
-    assert all(np.array_equal(getattr(there, name), getattr(here, name)) for name in ("src", "dst", "orig_id"))
-    assert not any(host.slices for host in others.values())
 
 
 def test_a_cache_can_be_saved_and_loaded(tmp_path) -> None:

@@ -15,7 +15,6 @@ from service_kit import assert_same_sample
 from trainer.core.errors import ServerGone, ServiceError
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
-from trainer.sampler.request_split import edge_slice
 from trainer.sampler.types import RowRequest
 
 PARTS = 4
@@ -55,9 +54,6 @@ class Host:
     def submit_endpoints(self, edge_type, edges):
         return self._answer(lambda: self._graph.endpoints(edge_type, edges))
 
-    def submit_edges(self, *asked):
-        return self._answer(lambda: edge_slice(self._graph.store, *asked))
-
     def _answer(self, work):
         self.asked += 1
         return SimpleNamespace(result=lambda timeout=None: self._result(work))
@@ -87,8 +83,6 @@ def assert_all_as_whole(graph: DistGraph) -> None:
     edges = np.random.default_rng(2).integers(0, 400, 90)
     for there, here in zip(graph.endpoints(WRITES, edges), WHOLE.endpoints(WRITES, edges), strict=True):
         np.testing.assert_array_equal(there, here)
-    there, here = graph.edge_list(WRITES), WHOLE.edge_list(WRITES)
-    assert all(np.array_equal(getattr(there, name), getattr(here, name)) for name in ("src", "dst", "orig_id"))
 
 
 def test_a_lost_holder_is_replaced_by_the_next() -> None:
@@ -108,8 +102,6 @@ def test_each_kind_of_request_moves_to_the_next_holder() -> None:
         lambda graph: graph.gather([RowRequest("paper", papers, ("x",))])[0]["x"],
         lambda graph: graph.has_edges(WRITES, papers % 40, papers),
         lambda graph: np.stack(graph.endpoints(WRITES, np.arange(0, 400, 7))),
-        lambda graph: graph.edge_list(WRITES).orig_id,
-        lambda graph: graph.edges_of(2, WRITES, 5, 30).orig_id,
     ]
     for ask in asks:
         hosts = {1: Host(1, 2, 3), 2: Host(1, 2, 3)}

@@ -133,12 +133,8 @@ def test_a_client_without_parts_is_answered_for_the_whole_graph(graph) -> None:
                 (there,), (here,) = client.sample_hops([hop]), graph.access.sample_hops([hop])
                 np.testing.assert_array_equal(there.src, here.src)
                 np.testing.assert_array_equal(there.edge, here.edge)
-                whole = graph.access.edge_list(HOMO_EDGE)
-                assert client.has_edges(HOMO_EDGE, whole.src, whole.dst).all()
-                for part in range(3):
-                    begin, end = graph.store.books[HOMO_EDGE].range_of(part)
-                    edges = client.submit_edges(part, HOMO_EDGE, 0, end - begin).result()
-                    np.testing.assert_array_equal(edges.orig_id, whole.orig_id[begin:end])
+                ends = graph.access.endpoints(HOMO_EDGE, np.arange(graph.manifest.edges[HOMO_EDGE].num_edges))
+                assert client.has_edges(HOMO_EDGE, *(graph.store.to_global(HOMO_NODE, side) for side in ends)).all()
                 assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
             with client_of(server.endpoint) as client, pytest.raises(ServiceError, match=r"holds parts \[0\]"):
                 rows_of(client, nodes)
@@ -278,7 +274,7 @@ def requests_that_fail() -> list[Message]:
           for flags in (Flag.NONE, Flag.ROUTE, Flag.ROUTE | Flag.INT8)),
         hop_messages.sample_request([HopRequest(HOMO_EDGE, np.array([2**40, -5]), 2**31 - 1, 0, 1)]),
         messages.gather_request([RowRequest(HOMO_NODE, np.array([-1]), ("x",))]),
-        messages.edges_request(2**31 - 1, HOMO_EDGE, 2**60, 5),
+        messages.endpoints_request(HOMO_EDGE, np.array([2**60, -5])),
     ]  # fmt: skip
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from requests_kit import NODES, PLAIN, WRITES, hops_of_every_kind
 from trainer.core.errors import WireError
-from trainer.core.schema import HOMO_EDGE
-from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest, TimeBound
+from trainer.sampler.types import HopRequest, HopSample, RowRequest, TimeBound
 from trainer.service.wire import frames, hop_messages, messages
 from trainer.service.wire.frames import Kind, Message, Status, decode, encode
 
@@ -117,7 +116,7 @@ def test_unknown_flags_are_refused(flags: int) -> None:
 
 
 @pytest.mark.parametrize("read", [hop_messages.read_sample_request, messages.read_gather_request,
-                                  messages.read_has_edges_request, messages.read_edges_request])  # fmt: skip
+                                  messages.read_has_edges_request])  # fmt: skip
 def test_a_truncated_record_is_refused(read) -> None:
     message = Message(Kind.SAMPLE, Status.REQUEST, 1, (NODES,), "a__b__c", bytes(17))
     with pytest.raises(WireError, match="17 bytes of records"):
@@ -209,18 +208,6 @@ def test_has_edges_requests_round_trip() -> None:
     for array in (np.array([True]), np.array([1, 0]), np.array([[True], [True]])):
         with pytest.raises(WireError):
             messages.read_found(reply(array), 2)
-
-
-def test_slices_of_edges_round_trip() -> None:
-    assert messages.read_edges_request(sent(messages.edges_request(3, HOMO_EDGE, 2**40, 7))) == (3, HOMO_EDGE, 2**40, 7)
-    for first, count in ((-1, 5), (0, -1), (0, 2**30), (2**63 - 1, 1)):
-        with pytest.raises(WireError, match="at once"):
-            messages.read_edges_request(messages.edges_request(3, HOMO_EDGE, first, count))
-    edges = EdgeList(NODES, NODES + 2**40, NODES * 2)
-    assert flat(messages.read_edges(sent(reply(*messages.edge_arrays(edges))), 4)) == flat(edges)
-    for arrays in [(NODES, NODES), (NODES, NODES, NODES[1:]), (NODES, NODES, NODES * 0.5)]:
-        with pytest.raises(WireError):
-            messages.read_edges(reply(*arrays), 4)
 
 
 def test_the_largest_head_stays_small_beside_the_largest_array() -> None:

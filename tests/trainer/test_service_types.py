@@ -20,10 +20,8 @@ from service_kit import (
     write_cluster,
 )
 from trainer.core.errors import PartitionError, ServiceError
-from trainer.sampler import dist_graph
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
-from trainer.sampler.request_split import edge_slice
 from trainer.sampler.types import HopSample, RowRequest, TimeBound
 from trainer.service.cluster import connect_cluster
 from trainer.store.manifest import manifest_digest
@@ -165,19 +163,6 @@ def test_edges_are_found_on_any_host(whole, hosts) -> None:
     np.testing.assert_array_equal(there, whole.has_edges(WRITES, src, dst))
 
 
-@pytest.mark.parametrize("at_once", [7, 1000])
-def test_all_edges_are_collected_in_slices(whole, hosts, monkeypatch, at_once: int) -> None:
-    monkeypatch.setattr(dist_graph, "EDGES_AT_ONCE", at_once)
-    for edge_type in (WRITES, CITES, NONE_YET):
-        there, here = hosts.edge_list(edge_type), whole.edge_list(edge_type)
-        by_id = np.argsort(here.orig_id)
-        order = np.argsort(there.orig_id)
-        for name in ("src", "dst", "orig_id"):
-            np.testing.assert_array_equal(getattr(there, name)[order], getattr(here, name)[by_id])
-        slots = np.arange(len(there.src))
-        np.testing.assert_array_equal(rows_of(hosts, slots, ["orig_id"], edge_type)["orig_id"], there.orig_id)
-
-
 def test_unknown_names_and_ids_are_named(hosts) -> None:
     papers = np.arange(COUNTS["paper"])
     plain = replace(PLAIN, edge_type=WRITES, nodes=papers)
@@ -189,7 +174,6 @@ def test_unknown_names_and_ids_are_named(hosts) -> None:
         (lambda: rows_of(hosts, papers, [], "venue"), "no node type 'venue'"),
         (lambda: rows_of(hosts, -papers, ["y"], "paper"), "no 'paper' with id -1; ids"),
         (lambda: hosts.has_edges(("a", "b", "c"), papers, papers), "no edge type"),
-        (lambda: hosts.edge_list(("a", "b", "c")), "no edge type"),
     ]:  # fmt: skip
         with pytest.raises(PartitionError, match=words):
             ask()
@@ -207,25 +191,10 @@ def test_a_server_names_the_ids_and_attributes_it_lacks(whole, hosts) -> None:
         (lambda: rows_of(client, mine, ["z"], "paper"), "gather failed: no attribute 'z'"),
         (lambda: rows_of(client, mine, ["x\ny"], "paper"), "the request cannot be sent: .* has a line break"),
         (lambda: client.has_edges(WRITES, mine[:2], mine), "has_edges failed: the request has 2 sources"),
-        (lambda: client.submit_edges(3, WRITES, 0, 1).result(), r"asked for edges of part 3; .* \[1, 2\]"),
-        (lambda: client.submit_edges(1, WRITES, 5, 10_000).result(), "part 1 has .* edges; asked for 5 to 10005"),
-        (lambda: client.submit_edges(1, WRITES, 0, 1 << 23).result(), "at most 4194304 are sent at once"),
     ]:  # fmt: skip
         with pytest.raises(ServiceError, match=who + f".*({words})"):
             ask()
     assert client.hello().node_rank == 1
-
-
-@pytest.mark.parametrize("edge_type", [WRITES, CITES, NONE_YET])
-@pytest.mark.parametrize("step", [1, 3, 10_000])
-def test_slices_of_a_part_make_up_its_edges(whole, edge_type, step: int) -> None:
-    for part_id, part in whole.store.parts.items():
-        total, parts_own = part.edges[edge_type].num_edges, LocalGraph(papers_parts(only=[part_id]))
-        slices = [edge_slice(whole.store, part_id, edge_type, k, min(step, total - k)) for k in range(0, total, step)]
-        expected = parts_own.edge_list(edge_type)
-        for name in ("src", "dst", "orig_id"):
-            found = np.concatenate([np.empty(0, np.int64), *(getattr(one, name) for one in slices)])
-            np.testing.assert_array_equal(found, getattr(expected, name))
 
 
 class MismatchedHost:

@@ -121,8 +121,6 @@ def reader_of(request: Message) -> Callable[[Message], object]:
     if request.kind == Kind.ENDPOINTS:
         _, edges = messages.read_endpoints_request(request)
         return lambda reply: messages.read_endpoints(reply, len(edges))
-    if request.kind == Kind.EDGES:
-        return lambda reply: messages.read_edges(reply, 50)
     if request.kind == Kind.SHARED:
         asked = messages.read_shared_request(request)
         return lambda reply: messages.read_shared(reply, asked)

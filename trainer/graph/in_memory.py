@@ -221,7 +221,7 @@ def _node_spec(data: NodeData) -> NodeSpec:
 
 
 def _edge_spec(data: EdgeData, src_times: tuple[str, ...]) -> EdgeSpec:
-    return EdgeSpec(data.num_edges, (0, data.num_edges), _attr_specs(data), src_times, 0.0, endpoints=True)
+    return EdgeSpec(data.num_edges, (0, data.num_edges), _attr_specs(data), src_times, 0.0)
 
 
 def _attr_specs(data: NodeData | EdgeData) -> dict[str, AttrSpec]:

@@ -229,7 +229,9 @@ def _by_metis(graph: Graph, num_clusters: int, seed: int) -> dict[NodeType, Arra
     from trainer.partition.methods.assign import assign_parts  # METIS is slow to import
 
     nodes = {of: NodeData(spec.num_nodes) for of, spec in graph.manifest.nodes.items()}
-    found = {of: graph.access.edge_list(of) for of in graph.manifest.edges}  # in memory, global ids equal original ids
-    edges = {of: EdgeData(np.stack([ends.src, ends.dst])) for of, ends in found.items()}
+    edges = {
+        of: EdgeData(np.stack(graph.access.endpoints(of, np.arange(spec.num_edges))))
+        for of, spec in graph.manifest.edges.items()
+    }  # in memory, global ids equal original ids
     dataset = Dataset(graph.manifest.dataset, nodes, edges, "in memory", graph.manifest.hetero)
     return dict(assign_parts(dataset, num_clusters, "metis", seed, balance="nodes").parts)

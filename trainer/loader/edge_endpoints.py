@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from trainer.core.arrays import Array, Ids
-from trainer.core.schema import EdgeType, NodeType
+from trainer.core.schema import EdgeType
 from trainer.graph.open import Graph
 from trainer.sampler.types import RowRequest
 
@@ -67,21 +67,6 @@ class StoredEndpoints:
         digest.update(f"all {len(self)} edges".encode())
 
 
-def all_edges(graph: Graph, edge_type: EdgeType) -> EdgeEndpoints:
-    """Return the ends of all edges of a type.
-
-    If the partition has no ``endpoints.npy`` files (those of earlier versions have none), reads all edges into memory:
-    32 bytes per edge while reading, 8 or 16 afterwards. Raises ``ServiceError``.
-    """
-    if graph.manifest.edges[edge_type].endpoints:
-        return StoredEndpoints(graph, edge_type)
-    edges = graph.access.edge_list(edge_type)
-    src_of, dst_of = _original_ids(graph, edge_type[0]), _original_ids(graph, edge_type[2])
-    src, dst = np.empty(len(edges.src), src_of.dtype), np.empty(len(edges.src), dst_of.dtype)
-    src[edges.orig_id], dst[edges.orig_id] = src_of[edges.src], dst_of[edges.dst]
-    return HeldEndpoints(src, dst)
-
-
 def all_times(graph: Graph, edge_type: EdgeType, attr: str) -> Ids:
     """Return the integer attribute ``attr`` of all edges of a type in order of their original ids, int64 [E].
 
@@ -111,13 +96,6 @@ def add_edges(digest: Any, ends: EdgeEndpoints, num_nodes: int) -> None:
     for side in (1, 2):
         for chunk in edges_in_order(ends):
             digest.update(np.ascontiguousarray(chunk[side], dtype).data)
-
-
-def _original_ids(graph: Graph, of: NodeType) -> Array:
-    num_nodes = graph.manifest.nodes[of].num_nodes
-    original = np.empty(num_nodes, _id_dtype(num_nodes))
-    original[graph.store.to_global(of, np.arange(num_nodes))] = np.arange(num_nodes)
-    return original
 
 
 def _id_dtype(num_nodes: int) -> type[np.signedinteger[Any]]:

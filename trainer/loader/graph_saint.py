@@ -37,7 +37,7 @@ from trainer.loader.arguments import (
     wanted_attrs,
     whole_number,
 )
-from trainer.loader.edge_endpoints import EdgeEndpoints, add_edges, all_edges, edges_in_order
+from trainer.loader.edge_endpoints import EdgeEndpoints, StoredEndpoints, add_edges, edges_in_order
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import BatchSeeds, PyGLoader
 from trainer.loader.saint_draws import SaintEdgeDraw, SaintNodeDraw, visited_by_walks
@@ -206,7 +206,7 @@ class GraphSAINTSampler(PyGLoader):
 
     def _checked_ends(self) -> EdgeEndpoints:
         self._same.check()
-        return self.prepare() or all_edges(self.graph, HOMO_EDGE)
+        return self.prepare() or StoredEndpoints(self.graph, HOMO_EDGE)
 
     @property
     def draws(self) -> str:
@@ -301,7 +301,7 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
 
     def prepare(self) -> EdgeEndpoints:
         self._check_edges()
-        ends = all_edges(self.graph, HOMO_EDGE)
+        ends = StoredEndpoints(self.graph, HOMO_EDGE)
         self._nodes = SaintNodeDraw.of(ends, self.graph.manifest.nodes[HOMO_NODE].num_nodes)
         return ends
 
@@ -366,7 +366,7 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
 
     def prepare(self) -> EdgeEndpoints:
         self._check_edges()
-        ends = all_edges(self.graph, HOMO_EDGE)
+        ends = StoredEndpoints(self.graph, HOMO_EDGE)
         self._edges = SaintEdgeDraw.of(ends, self.graph.manifest.nodes[HOMO_NODE].num_nodes)
         return ends
 

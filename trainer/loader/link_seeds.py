@@ -17,7 +17,7 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType
 from trainer.graph.open import Graph
-from trainer.loader.edge_endpoints import EdgeEndpoints, HeldEndpoints, all_edges
+from trainer.loader.edge_endpoints import EdgeEndpoints, HeldEndpoints, StoredEndpoints
 from trainer.loader.negatives import DST, SRC, NegativeDraw, NegativeRule
 from trainer.loader.node_seeds import as_array, checked_ids
 from trainer.sampler.types import RowRequest, SampleSettings
@@ -60,7 +60,7 @@ def link_inputs(
     fails meanwhile, and ``SettingsError`` for invalid arguments.
     """
     edge_type, given = _typed(graph, edge_label_index)
-    ends = all_edges(graph, edge_type) if given is None else _given_links(graph, edge_type, given)
+    ends = StoredEndpoints(graph, edge_type) if given is None else _given_links(graph, edge_type, given)
     return LinkInputs(
         edge_type, ends, given is None,
         label=None if edge_label is None else _label(edge_label, len(ends)),

@@ -66,10 +66,10 @@ class _Restored:
             name=self.manifest.dataset,
             nodes=nodes,
             edges=edges,
-            fingerprint=self.manifest.dataset_fingerprint or self.manifest.fingerprint,
+            fingerprint=self.manifest.dataset_fingerprint,
             hetero=self.manifest.hetero,
             graph_attrs=dict(self.store.graph_attrs),
-            time_attrs=time_attrs_of(self.manifest),
+            time_attrs=self.manifest.time_attrs,
         )
         return PartitionedGraph(dataset, {of: self._parts(of) for of in nodes}, self.manifest.num_parts)
 
@@ -123,19 +123,6 @@ class _Restored:
             for start in range(0, max(len(values), 1), step):
                 rows = slice(start, start + step)
                 yield Piece(owned.orig_id[rows], from_int8(values[rows], scales[rows]), place)
-
-
-def time_attrs_of(manifest: Manifest) -> tuple[str, ...]:
-    if manifest.time_attrs is not None:
-        return manifest.time_attrs
-    # Older manifests do not record them, but the edges have copies of times.
-    found = dict.fromkeys(name for spec in manifest.edges.values() for name in spec.src_times)
-    if found:
-        return tuple(found)
-    default = Dataset.time_attrs[0]
-    unused = [manifest.nodes[of[0]].attrs.get(default) for of in manifest.edges]
-    is_plain = any(spec is not None and len(spec.shape) == 1 and spec.stored.kind in "iu" for spec in unused)
-    return () if is_plain else Dataset.time_attrs
 
 
 def _ids(ids: Array) -> Ids:

@@ -24,7 +24,7 @@ from trainer.partition.foreign.extra_arrays import ExtraFile, extra_files, with_
 from trainer.partition.foreign.glt import GLT
 from trainer.partition.foreign.pyg import PYG
 from trainer.partition.foreign.types import ForeignFormat
-from trainer.partition.restore import PartitionedGraph, restore_graph, time_attrs_of
+from trainer.partition.restore import PartitionedGraph, restore_graph
 from trainer.store.manifest import MANIFEST, Manifest, read_manifest
 
 DATASET = "partition"  #: name of the dataset whose source is a partition folder
@@ -71,13 +71,13 @@ class PartitionSource:
 
     @property
     def time_attrs(self) -> tuple[str, ...]:
-        return self.options.times if self.manifest is None else time_attrs_of(self.manifest)
+        return self.options.times if self.manifest is None else self.manifest.time_attrs
 
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the graph: the manifest's or, without a manifest, a sha256 of options, sizes and mtimes."""
         if self.manifest is not None:
-            return self.manifest.dataset_fingerprint or self.manifest.fingerprint
+            return self.manifest.dataset_fingerprint
         files = sorted({path for path in self.folder.rglob("*") if path.is_file()} | set(self._extra_paths()))
         states = [(self._relative(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         record = [_GENERATION, DATASET, self._foreign.key, asdict(self.options), dict(self.nodes), states]

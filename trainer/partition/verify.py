@@ -69,9 +69,8 @@ class _Contents:
                 yield from self._attrs(top, edges.attrs, owned)
                 for name in edges.src_times:
                     yield from self._array(f"{top}/src_times/{name}.npy", np.dtype(np.int64), (owned,))
-                if edges.endpoints:
-                    limits = (sources.num_nodes, targets.num_nodes)
-                    yield from self._ids(f"{top}/endpoints.npy", (_count(offsets, part_id), 2), limits)
+                limits = (sources.num_nodes, targets.num_nodes)
+                yield from self._ids(f"{top}/endpoints.npy", (_count(offsets, part_id), 2), limits)
 
     def _attrs(self, top: str, attrs: Mapping[str, AttrSpec], rows: int) -> Iterator[Finding]:
         for name, attr in attrs.items():
@@ -183,11 +182,9 @@ def _part_files(manifest: Manifest, part_id: int) -> Iterator[str]:
         yield from _attr_files(top, nodes.attrs)
     for edge_type, edges in manifest.edges.items():
         top = f"part{part_id}/edges/{type_name(edge_type)}"
-        yield from (f"{top}/{name}" for name in ("indptr", "indices", "orig_id"))
+        yield from (f"{top}/{name}" for name in ("indptr", "indices", "orig_id", "endpoints"))
         yield from _attr_files(top, edges.attrs)
         yield from (f"{top}/src_times/{name}" for name in edges.src_times)
-        if edges.endpoints:
-            yield f"{top}/endpoints"
 
 
 def _attr_files(top: str, attrs: Mapping[str, AttrSpec]) -> Iterator[str]:

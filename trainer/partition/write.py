@@ -212,7 +212,6 @@ def _write_edges(
         attrs=_attr_specs(data, writer.rows),
         src_times=tuple(times),
         edge_cut=edge_cut,
-        endpoints=True,
     )
 
 

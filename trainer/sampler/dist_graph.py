@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -20,10 +19,10 @@ from trainer.core.schema import EdgeType
 from trainer.sampler.feature_gather import HELD_BATCHES, GatherPiece, GatherPlan, HeldRows, HostRows
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.replicas import HERE, NOBODY, PartHolders, PendingAnswer, RemoteHost
-from trainer.sampler.request_split import EDGES_AT_ONCE, Groups, RequestSplit, cut_request, edge_slice, merge_samples
+from trainer.sampler.request_split import Groups, RequestSplit, cut_request, merge_samples
 from trainer.sampler.row_index import RowPlacement, SourceCodes, locate
-from trainer.sampler.settings import check_endpoints, check_type, row_spec
-from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
+from trainer.sampler.settings import check_type, row_spec
+from trainer.sampler.types import HopRequest, HopSample, RowRequest
 from trainer.store.part_store import BookKey, EndpointTable
 from trainer.store.row_cache import RowCache
 
@@ -73,14 +72,6 @@ class _SingleAnswer:
 
     def result(self, timeout: float | None = None) -> list[Any]:
         return [self.pending.result()]
-
-
-@dataclass(frozen=True)
-class _EdgeSlice:
-    at: int  #: global id of the first edge
-    part_id: int
-    first: int  #: slot of the first edge in the part
-    count: int
 
 
 class DistGraph:
@@ -245,7 +236,7 @@ class DistGraph:
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
         if not self.remotes:
             return self.local.endpoints(edge_type, edges)
-        check_endpoints(self.local.store, edge_type)
+        check_type(self.local.store, edge_type)
         shares: _HostRequests[_EndpointQuery] = {
             host: [_HostRequest(0, at, _EndpointQuery(edge_type, edges[at]))]
             for host, at in self._owners(RequestSplit(self._by_host), EndpointTable(edge_type), edges).items()
@@ -254,41 +245,6 @@ class DistGraph:
         for _, share, (sources, targets) in self._ask(shares, self._ends):
             src[share.at], dst[share.at] = sources, targets
         return src, dst
-
-    def edge_list(self, edge_type: EdgeType) -> EdgeList:
-        """Return all edges of a type, in the order of their global ids. Memory: 24 bytes per edge.
-
-        Raises ``ServiceError`` and ``PartitionError``.
-        """
-        check_type(self.local.store, edge_type)
-        whole = EdgeList(*(np.empty(self.books[edge_type].size, np.int64) for _ in range(3)))
-        in_flight: deque[tuple[_EdgeSlice, int, PendingAnswer]] = deque()
-        for piece in self._slices(edge_type):
-            host = self._holder_of(piece.part_id)
-            if host == HERE:
-                _put(whole, piece.at, edge_slice(self.local.store, piece.part_id, edge_type, piece.first, piece.count))
-                continue
-            in_flight.append((piece, host, self._ask_slice(piece, edge_type, host)))
-            if len(in_flight) > 2 * len(self.remotes):
-                asked, host, pending = in_flight.popleft()
-                _put(whole, asked.at, self._received(asked, edge_type, host, pending))
-        for piece, host, pending in in_flight:
-            _put(whole, piece.at, self._received(piece, edge_type, host, pending))
-        return whole
-
-    def edges_of(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList:
-        """Return ``count`` consecutive edges of any part. ``first``: slot of the first edge in the part's edge arrays.
-
-        Raises ``ServiceError`` and ``PartitionError``.
-        """
-        check_type(self.local.store, edge_type)
-        if not 0 <= part_id < self.local.store.manifest.num_parts:
-            raise PartitionError(f"no part {part_id}; parts go from 0 to {self.local.store.manifest.num_parts - 1}")
-        host = self._holder_of(part_id)
-        if host == HERE:
-            return edge_slice(self.local.store, part_id, edge_type, first, count)
-        piece = _EdgeSlice(first, part_id, first, count)
-        return self._received(piece, edge_type, host, self._ask_slice(piece, edge_type, host))
 
     def take_cost(self) -> Cost:
         """Return the cost of this thread's requests since it last called this: bytes, waiting time and rows by source.
@@ -337,17 +293,6 @@ class DistGraph:
                 shares[host].append(_HostRequest(share.number, share.at[at], kind.cut(share.request, at)))
         return shares
 
-    def _slices(self, edge_type: EdgeType) -> Iterator[_EdgeSlice]:
-        book = self.books[edge_type]
-        of_parts = []
-        for part_id in range(book.num_parts):
-            begin, end = book.range_of(part_id)
-            firsts = range(0, end - begin, EDGES_AT_ONCE)
-            of_parts.append(
-                [_EdgeSlice(begin + at, part_id, at, min(EDGES_AT_ONCE, end - begin - at)) for at in firsts]
-            )
-        return (one for turn in zip_longest(*of_parts) for one in turn if one is not None)
-
     def _owners(self, split: RequestSplit, of: BookKey, ids: Ids) -> Groups:
         groups = split.groups(of, ids)
         if NOBODY in groups:
@@ -374,25 +319,6 @@ class DistGraph:
     def _edges_here(self) -> bool:
         return not self.remotes or self.local.store.whole_topology
 
-    def _holder_of(self, part_id: int) -> int:
-        return HERE if part_id in self.local.store.topology else int(self._holders.table()[part_id + 1])
-
-    def _ask_slice(self, piece: _EdgeSlice, edge_type: EdgeType, host: int) -> PendingAnswer:
-        return self.remotes[host].submit_edges(piece.part_id, edge_type, piece.first, piece.count)
-
-    def _received(self, piece: _EdgeSlice, edge_type: EdgeType, host: int, pending: PendingAnswer) -> EdgeList:
-        while True:
-            try:
-                edges: EdgeList = pending.result()
-            except ServerGone as error:
-                self._holders.lost(host, error)
-                self._holders.wait_for([piece.part_id])
-                host = int(self._holders.table()[piece.part_id + 1])
-                pending = self._ask_slice(piece, edge_type, host)
-                continue
-            self._add_bytes(host, pending, (edges.src, edges.dst, edges.orig_id))
-            return edges
-
     def _add_bytes(self, host: int, pending: PendingAnswer, arrays: Iterable[Array | None]) -> None:
         received = getattr(pending, "received", None)
         if received is None:
@@ -404,8 +330,3 @@ def _merged(request: HopRequest, answers: Sequence[tuple[Array, HopSample]]) -> 
     if len(answers) == 1:
         return answers[0][1]
     return merge_samples(len(request.nodes), answers, request.with_edge)
-
-
-def _put(whole: EdgeList, at: int, edges: EdgeList) -> None:
-    end = at + len(edges.src)
-    whole.src[at:end], whole.dst[at:end], whole.orig_id[at:end] = edges.src, edges.dst, edges.orig_id

@@ -18,8 +18,8 @@ from trainer.sampler import neighbor_kernels
 from trainer.sampler.neighbor import sample_rows
 from trainer.sampler.request_split import cut_request, merge_samples
 from trainer.sampler.row_index import RowPlacement, SourceCodes, locate, put_rows
-from trainer.sampler.settings import blank_rows, check_endpoints, check_type, row_spec
-from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
+from trainer.sampler.settings import blank_rows, check_type, row_spec
+from trainer.sampler.types import HopRequest, HopSample, RowRequest
 from trainer.store.manifest import LOOPLESS_DEGREE
 from trainer.store.part_store import BookKey, EdgePart, EndpointTable, NodePart, Part, PartStore
 from trainer.store.read_ahead import touch_neighbours, touch_rows
@@ -69,26 +69,12 @@ class LocalGraph:
             neighbor_kernels.find_edges(edges.indptr, edges.indices, dst[order] - nodes.start, src[order], order, found)
         return found
 
-    def edge_list(self, edge_type: EdgeType) -> EdgeList:
-        """Return all edges of a type whose targets are in the opened parts.
-
-        Raises ``PartitionError`` for an unknown type.
-        """
-        check_type(self.store, edge_type)
-        ends = [_ends(part, edge_type) for part in self.store.parts.values()]
-        nothing = [np.empty(0, np.int64)]
-        return EdgeList(
-            src=np.concatenate(nothing + [edges.indices for _, edges in ends], dtype=np.int64),
-            dst=np.concatenate(nothing + [_targets(*pair) for pair in ends], dtype=np.int64),
-            orig_id=np.concatenate(nothing + [edges.orig_id for _, edges in ends], dtype=np.int64),
-        )
-
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
         """Return sources and targets of edges, given by original id: original node ids, int64 [n] each.
 
         Raises ``PartitionError`` if no opened part stores the source and target of an edge.
         """
-        check_endpoints(self.store, edge_type)
+        check_type(self.store, edge_type)
         table = EndpointTable(edge_type)
         src, dst = np.empty(len(edges), np.int64), np.empty(len(edges), np.int64)
         for part_id, placed in self._by_part(table, edges, self._own).items():

@@ -49,8 +49,6 @@ class RemoteHost(Protocol):
 
     def submit_endpoints(self, edge_type: EdgeType, edges: Ids) -> PendingAnswer: ...
 
-    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingAnswer: ...
-
 
 class PartHolders:
     """The holders of each part, and which hosts are lost. Thread-safe.

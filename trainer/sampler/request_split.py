@@ -8,12 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from trainer.core.arrays import Array, Ids, read_only
-from trainer.core.errors import PartitionError
-from trainer.core.schema import EdgeType
 from trainer.sampler import neighbor_kernels
-from trainer.sampler.settings import check_type
-from trainer.sampler.types import EdgeList, HopRequest, HopSample
-from trainer.store.part_store import BookKey, PartStore
+from trainer.sampler.types import HopRequest, HopSample
+from trainer.store.part_store import BookKey
 
 Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 
@@ -106,28 +103,3 @@ def _merge_runs(runs: Sequence[tuple[Array, Array, Array]], begins: Ids) -> Arra
     for positions, counts, values in runs:
         neighbor_kernels.scatter_runs(read_only(values), read_only(counts), positions, begins, out)
     return out
-
-
-EDGES_AT_ONCE = 1 << 22  #: edges per request of an edge list: at most 96 MiB
-
-
-def edge_slice(store: PartStore, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList:
-    """Return ``count`` consecutive edges of a part. ``first``: slot of the first edge in the part's edge arrays.
-
-    Raises ``PartitionError`` for a part that is not open, an unknown edge type, or slots out of range.
-    """
-    check_type(store, edge_type)
-    if part_id not in store.topology:
-        raise PartitionError(f"asked for edges of part {part_id}; this process holds parts {sorted(store.parts)}")
-    edges, last = store.topology[part_id].edges[edge_type], first + count
-    if not 0 <= first <= last <= edges.num_edges:
-        raise PartitionError(f"part {part_id} has {edges.num_edges} edges; asked for {first} to {last}")
-    begin = np.searchsorted(edges.indptr, first, side="right") - 1
-    end = max(begin, np.searchsorted(edges.indptr, last, side="left"))
-    widths = np.diff(np.clip(edges.indptr[begin : end + 1], first, last))
-    first_target, _ = store.books[edge_type[2]].range_of(part_id)
-    return EdgeList(
-        src=edges.indices[first:last].astype(np.int64),
-        dst=first_target + np.repeat(np.arange(begin, end), widths),
-        orig_id=edges.orig_id[first:last].astype(np.int64),
-    )

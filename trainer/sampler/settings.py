@@ -112,15 +112,6 @@ def check_type(store: PartStore, of: AnyType) -> None:
         raise PartitionError(f"no {kind} type {of!r} in {store.folder}; there are {list(known)}")
 
 
-def check_endpoints(store: PartStore, edge_type: EdgeType) -> None:
-    check_type(store, edge_type)
-    if not store.manifest.edges[edge_type].endpoints:
-        raise PartitionError(
-            f"{store.folder} does not store source and target of the edges {edge_type} by original edge id; make the "
-            "partition again"
-        )
-
-
 def row_spec(store: PartStore, of: AnyType, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Return dtype and shape of an attribute's value for one node or edge.
 

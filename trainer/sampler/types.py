@@ -106,13 +106,6 @@ class RowRequest:
     attrs: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class EdgeList:
-    src: Ids  #: int64 [e] global ids
-    dst: Ids  #: int64 [e] global ids
-    orig_id: Ids  #: int64 [e] original edge ids
-
-
 class GraphAccess(Protocol):
     """Access to a whole graph, whose parts may be on several hosts. Thread-safe.
 
@@ -129,13 +122,10 @@ class GraphAccess(Protocol):
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
         """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists: bool [n]."""
 
-    def edge_list(self, edge_type: EdgeType) -> EdgeList:
-        """Return all edges of a type. Memory: 24 bytes per edge."""
-
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
         """Return the sources and the targets of edges, as *original* node ids, int64 [n] each.
 
-        ``edges``: *original* edge ids. The partition must store endpoints (``EdgeSpec.endpoints``).
+        ``edges``: *original* edge ids.
         """
 
 

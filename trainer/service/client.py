@@ -18,7 +18,7 @@ from trainer.core.errors import ServerGone, ServiceError, WireError
 from trainer.core.remote_settings import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
-from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
+from trainer.sampler.types import HopRequest, HopSample, RowRequest
 from trainer.service.channel import Call, Channel
 from trainer.service.service_keys import ServiceKeys
 from trainer.service.wire import batch_messages, hop_messages, messages
@@ -249,16 +249,6 @@ class HostClient:
         return self._submit(
             lambda: messages.endpoints_request(edge_type, edges),
             lambda reply: messages.read_endpoints(reply, len(edges)),
-        )
-
-    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingReply[EdgeList]:
-        """Request ``count`` consecutive edges of a part, at most ``EDGES_AT_ONCE``.
-
-        ``first``: slot of the first edge in the part's edge arrays.
-        """
-        return self._submit(
-            lambda: messages.edges_request(part_id, edge_type, first, count),
-            lambda reply: messages.read_edges(reply, count),
         )
 
     def submit_batch(self, work: BatchWork, client: ClientName) -> PendingReply[SampledBatch]:

@@ -15,10 +15,10 @@ from trainer.core.batch_cost import Cost
 from trainer.core.errors import PartitionError, ServiceError
 from trainer.core.schema import EdgeType
 from trainer.sampler.local_graph import LocalGraph
-from trainer.sampler.request_split import cut_request, edge_slice
+from trainer.sampler.request_split import cut_request
 from trainer.sampler.settings import check_type, row_spec
 from trainer.sampler.subgraph_sampler import BatchWork, CountedAccess, SubgraphSampler
-from trainer.sampler.types import EdgeList, GraphAccess, HopRequest, HopSample, RowRequest, SampleSettings
+from trainer.sampler.types import GraphAccess, HopRequest, HopSample, RowRequest, SampleSettings
 from trainer.service.wire import batch_messages, hop_messages, messages
 from trainer.service.wire.frames import Flag, Kind, Message
 from trainer.service.wire.messages import FormOf, HelloInfo, ServerAddress, ServerStats, SharedSlice, form_of
@@ -99,9 +99,6 @@ class BoundedGraph:
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
         return self._graph.has_edges(edge_type, src, dst)
-
-    def edge_list(self, edge_type: EdgeType) -> EdgeList:
-        return self._graph.edge_list(edge_type)
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
         return self._graph.endpoints(edge_type, edges)
@@ -187,7 +184,7 @@ def _joined(samples: Sequence[HopSample]) -> HopSample:
 #: Returns the version of cluster.json, and all graph servers in it.
 Topology = Callable[[], tuple[int, tuple[ServerAddress, ...]]]
 
-_GRAPH_KINDS = (Kind.SAMPLE, Kind.GATHER, Kind.HAS_EDGES, Kind.EDGES, Kind.ENDPOINTS)
+_GRAPH_KINDS = (Kind.SAMPLE, Kind.GATHER, Kind.HAS_EDGES, Kind.ENDPOINTS)
 
 
 class ServedGraph(GraphAccess, Protocol):
@@ -195,12 +192,6 @@ class ServedGraph(GraphAccess, Protocol):
 
     @property
     def store(self) -> PartStore: ...
-
-
-class RoutedGraph(CountedAccess, Protocol):
-    """Access to the whole graph: parts on the host of a graph server and those of other servers."""
-
-    def edges_of(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList: ...
 
 
 def is_long(request: Message) -> bool:
@@ -214,7 +205,7 @@ class Handlers:
     def __init__(
         self, graph: ServedGraph, info: HelloInfo, stats: Callable[[], ServerStats], topology: Topology, limit: int
     ):
-        self.routed: RoutedGraph | None = None  #: may be replaced at any time
+        self.routed: CountedAccess | None = None  #: may be replaced at any time
         self._graph, self._info, self._stats, self._topology = graph, info, stats, topology
         self._limit, self._sample_limit = min(limit, MAX_SHORT_ANSWER), min(limit, MAX_SAMPLE)
         self._batch_limit = limit
@@ -224,7 +215,6 @@ class Handlers:
             Kind.STATS: lambda request: request.reply(text=messages.info_text(self._stats())),
             Kind.GATHER: self._gather,
             Kind.HAS_EDGES: lambda request: self._has_edges(self._graph, request),
-            Kind.EDGES: self._edges,
             Kind.ENDPOINTS: lambda request: self._endpoints(self._graph, request),
             Kind.MANIFEST: self._manifest,
             Kind.SHARED: self._shared,
@@ -252,9 +242,7 @@ class Handlers:
             return messages.rows_reply(request, asked, graph.gather(asked), self._forms(request))
         if request.kind == Kind.HAS_EDGES:
             return self._has_edges(graph, request)
-        if request.kind == Kind.ENDPOINTS:
-            return self._endpoints(graph, request)
-        return request.reply(messages.edge_arrays(self._whole().edges_of(*messages.read_edges_request(request))))
+        return self._endpoints(graph, request)
 
     def batch(self, request: Message, work: BatchWork, is_open: Callable[[], bool] = lambda: True) -> Message:
         if self._sampler is None:  # kept for its relabel tables, one per thread
@@ -265,7 +253,7 @@ class Handlers:
         )  # fmt: skip
         return batch_messages.batch_reply(request, sampler.sample(work.seeds, work.key), self._forms(request))
 
-    def _whole(self) -> RoutedGraph:
+    def _whole(self) -> CountedAccess:
         if self.routed is None:
             raise ServiceError("this graph server serves only its own parts, and no clients")
         return self.routed
@@ -307,10 +295,6 @@ class Handlers:
                 f"the answer takes {size} bytes, over the limit of {self._limit}; ask for fewer edges at once"
             )
         return request.reply(messages.endpoint_arrays(graph.endpoints(edge_type, edges)))
-
-    def _edges(self, request: Message) -> Message:
-        edges = edge_slice(self._graph.store, *messages.read_edges_request(request))
-        return request.reply(messages.edge_arrays(edges))
 
     def _manifest(self, request: Message) -> Message:
         path = self._graph.store.folder / MANIFEST

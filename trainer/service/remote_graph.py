@@ -11,8 +11,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -26,7 +25,7 @@ from trainer.core.errors import PartitionError, ServerGone, ServiceError, Settin
 from trainer.core.remote_settings import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
-from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
+from trainer.sampler.types import HopRequest, HopSample, RowRequest
 from trainer.service.batch_scheduler import MAX_QUEUED
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
@@ -205,20 +204,9 @@ class Gateway:
         self._count_bytes(found)
         return found
 
-    def edge_list(self, edge_type: EdgeType) -> EdgeList:
+    def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
         if edge_type not in self.manifest.edges:
             raise PartitionError(f"no edge type {edge_type}; there are {list(self.manifest.edges)}")
-        whole = EdgeList(*(np.empty(self.manifest.edges[edge_type].num_edges, np.int64) for _ in range(3)))
-        cuts = list(_slices(self.manifest.edges[edge_type].offsets))
-        with ThreadPoolExecutor(_SLICES_UNDER_WAY) as pool:
-            found = pool.map(lambda cut: self._edges(edge_type, *cut), cuts)
-            for (part_id, first, count), edges in zip(cuts, found, strict=True):
-                at = self.manifest.edges[edge_type].offsets[part_id] + first
-                to = slice(at, at + count)
-                whole.src[to], whole.dst[to], whole.orig_id[to] = edges.src, edges.dst, edges.orig_id
-        return whole
-
-    def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
         pieces = [edges[at : at + _AT_ONCE] for at in range(0, max(len(edges), 1), _AT_ONCE)]
         found = [self._ask(lambda client, ids=ids: client.submit_endpoints(edge_type, ids)) for ids in pieces]  # type: ignore[misc]
         self._count_bytes(*(nodes for ends in found for nodes in ends))
@@ -339,9 +327,6 @@ class Gateway:
             return np.dtype(np.int64).itemsize
         return rounding.row_bytes(name, spec.stored, spec.shape, spec.travels_as(self._wire_rows))
 
-    def _edges(self, edge_type: EdgeType, part_id: int, first: int, count: int) -> EdgeList:
-        return self._ask(lambda client: client.submit_edges(part_id, edge_type, first, count))
-
     def _shared(self, of: NodeType | None, name: str, rows: int) -> Array:
         number = _AT_ONCE if of is not None else max(1, _BYTES_AT_ONCE // _width(self.manifest.graph_attrs[name]))
         starts = range(0, max(rows, 1), number)
@@ -353,12 +338,6 @@ class Gateway:
 
     def _count_bytes(self, *arrays: Array | None) -> None:
         self._meter.add(Cost(remote_bytes=sum(array.nbytes for array in arrays if array is not None)))
-
-
-def _slices(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    for part_id, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
-        for first in range(0, end - begin, _AT_ONCE):
-            yield part_id, first, min(_AT_ONCE, end - begin - first)
 
 
 def _width(spec: AttrSpec) -> int:

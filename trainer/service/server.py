@@ -14,10 +14,10 @@ from typing import Any
 
 from trainer.core.errors import ServiceError, TrainerError, WireError
 from trainer.core.files import write_whole
-from trainer.sampler.subgraph_sampler import BatchWork
+from trainer.sampler.subgraph_sampler import BatchWork, CountedAccess
 from trainer.service.batch_scheduler import BatchScheduler, ScheduledRequest, SchedulerStatus
 from trainer.service.fair_queue import BlockingFairQueue, Peer
-from trainer.service.handlers import Handlers, RoutedGraph, ServedGraph, Topology, is_long
+from trainer.service.handlers import Handlers, ServedGraph, Topology, is_long
 from trainer.service.network_thread import NetworkThread, bound_listener
 from trainer.service.service_keys import ServiceKeys
 from trainer.service.stats import STATS_EVERY, BusyTime, Counters, PeerStates, StatsReport
@@ -48,7 +48,7 @@ class GraphServer:
 
     def __init__(
         self, graph: ServedGraph, endpoint: str, info: HelloInfo, threads: int, keys: ServiceKeys | None = None, *,
-        routed: RoutedGraph | None = None, batch_threads: int = 2, buffer_bytes: int = BUFFER_BYTES,
+        routed: CountedAccess | None = None, batch_threads: int = 2, buffer_bytes: int = BUFFER_BYTES,
         max_request: int = MAX_REQUEST, max_answer: int = MAX_ARRAY, topology: Topology | None = None,
         stats_file: Path | None = None, peers: PeerStates = lambda: (),
     ):  # fmt: skip
@@ -63,7 +63,7 @@ class GraphServer:
         self._handlers.routed = routed
         self._stopping = threading.Event()
 
-    def set_routed(self, routed: RoutedGraph) -> None:
+    def set_routed(self, routed: CountedAccess) -> None:
         self._handlers.routed = routed
 
     def start(self) -> None:

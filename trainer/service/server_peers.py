@@ -59,9 +59,6 @@ class Peer:
     def submit_endpoints(self, edge_type: EdgeType, edges: Ids) -> PendingAnswer:
         return self._greeted(self.client.submit_endpoints(edge_type, edges))
 
-    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingAnswer:
-        return self._greeted(self.client.submit_edges(part_id, edge_type, first, count))
-
     def check_hello(self, info: Any) -> None:
         """Raise ``ServiceError`` if another server than expected has answered HELLO."""
         if problem := greeting_problem(self.client, info, self._manifest_digest):

@@ -18,7 +18,7 @@ from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.replicas import PendingAnswer
 from trainer.sampler.settings import row_spec
 from trainer.sampler.subgraph_sampler import SubgraphSampler
-from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest, SampleSettings, SeedSet, TimeBound
+from trainer.sampler.types import HopRequest, HopSample, RowRequest, SampleSettings, SeedSet, TimeBound
 from trainer.store.manifest import LOOPLESS_DEGREE
 from trainer.store.part_store import Part, PartStore
 
@@ -116,9 +116,6 @@ class _EmptyHost:
 
     def submit_endpoints(self, edge_type: EdgeType, edges: Ids) -> PendingAnswer:
         return _ReadyAnswer((np.zeros(len(edges), np.int64), np.zeros(len(edges), np.int64)))
-
-    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingAnswer:
-        return _ReadyAnswer(EdgeList(*(np.zeros(count, np.int64) for _ in range(3))))
 
     def _zeros(self, asked: RowRequest, name: str) -> Array:
         dtype, shape = row_spec(self._store, asked.of, name)

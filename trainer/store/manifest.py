@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,9 +19,7 @@ from trainer.core.schema import AnyType, EdgeType, NodeType, type_name, type_of
 
 FORMAT = "gnnfleet-partition"
 
-VERSION = 2
-
-_VERSION_KEPT = 3  #: version of folders with rounded rows (``AttrSpec.kept``), which older programs must not read
+VERSION = 3
 
 MANIFEST = "manifest.json"
 
@@ -95,9 +93,6 @@ class EdgeSpec:
     attrs: Mapping[str, AttrSpec]
     src_times: tuple[str, ...]  #: time attributes of the source type that are stored per edge as well
     edge_cut: float  #: share of these edges whose ends are in different parts, 0 to 1
-    #: Whether parts store the ends of edges by original edge id as well (``endpoint_offsets``). Folders of earlier
-    #: versions do not.
-    endpoints: bool = False
 
 
 def endpoint_offsets(num_edges: int, num_parts: int) -> tuple[int, ...]:
@@ -127,8 +122,8 @@ class Manifest:
         graph_attrs: Attributes of the graph as a whole. Their ``shape`` is that of the whole array, not of one row.
         files: All files of the folder.
         options: Further options of the partition method.
-        dataset_fingerprint: Sha256 of the dataset alone; '' in folders of older versions.
-        time_attrs: Node attributes with times; None: not recorded (older versions).
+        dataset_fingerprint: Sha256 of the dataset alone.
+        time_attrs: Node attributes with times.
     """
 
     dataset: str
@@ -145,7 +140,7 @@ class Manifest:
     files: tuple[FileEntry, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     dataset_fingerprint: str = ""
-    time_attrs: tuple[str, ...] | None = None
+    time_attrs: tuple[str, ...] = ()
 
     @property
     def num_nodes(self) -> int:
@@ -198,9 +193,9 @@ def parse_manifest(text: bytes, path: str | Path) -> Manifest:
         raise PartitionError(f"{path} is invalid: {error}; make the partition again") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise PartitionError(f"{path} is not a {FORMAT} manifest; point to a folder that `partition make` wrote")
-    if raw.get("version") not in (VERSION, _VERSION_KEPT):
+    if raw.get("version") != VERSION:
         raise PartitionError(
-            f"{path} has format version {raw.get('version')!r}, this program reads {VERSION} and {_VERSION_KEPT}; "
+            f"{path} has format version {raw.get('version')!r}, this program reads {VERSION}; "
             "make the partition again with this version"
         )
     try:
@@ -213,8 +208,7 @@ def parse_manifest(text: bytes, path: str | Path) -> Manifest:
 def write_manifest(folder: str | Path, manifest: Manifest) -> Path:
     """Write ``manifest.json`` atomically, sync it to disk, and return its path."""
     path = Path(folder) / MANIFEST
-    version = _VERSION_KEPT if any(spec.kept for spec in _all_attrs(manifest)) else VERSION
-    text = _layout({"format": FORMAT, "version": version, **_to_json(manifest)}) + "\n"
+    text = _layout({"format": FORMAT, "version": VERSION, **_to_json(manifest)}) + "\n"
     write_whole(path, text, sync=True)
     return path
 
@@ -250,15 +244,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Early manifests of version 2 lack some fields; they are left out at their default.
-    return {name: value for name, value in fields if (name, value) not in (("kept", ""), ("endpoints", False))}
-
-
-def _all_attrs(manifest: Manifest) -> Iterator[AttrSpec]:
-    for nodes in manifest.nodes.values():
-        yield from nodes.attrs.values()
-    for edges in manifest.edges.values():
-        yield from edges.attrs.values()
+    return {name: value for name, value in fields if (name, value) != ("kept", "")}
 
 
 def _layout(value: Any, depth: int = 0) -> str:
@@ -288,8 +274,8 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
         balance=float(raw["balance"]),
         graph_attrs=_attr_specs(raw["graph_attrs"]),
         files=tuple(_file_entry(entry, num_parts) for entry in raw["files"]),
-        dataset_fingerprint=str(raw.get("dataset_fingerprint", "")),
-        time_attrs=None if raw.get("time_attrs") is None else tuple(_name(name) for name in raw["time_attrs"]),
+        dataset_fingerprint=str(raw["dataset_fingerprint"]),
+        time_attrs=tuple(_name(name) for name in raw["time_attrs"]),
     )
 
 
@@ -324,7 +310,6 @@ def _edge_spec(raw: dict[str, Any], num_parts: int) -> EdgeSpec:
         attrs=_attr_specs(raw["attrs"], _integer(raw["num_edges"])),
         src_times=tuple(_name(name) for name in raw["src_times"]),
         edge_cut=float(raw["edge_cut"]),
-        endpoints=bool(raw.get("endpoints", False)),
     )
 
 

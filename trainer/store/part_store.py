@@ -246,7 +246,7 @@ class _Opener:
             attrs=self._attrs(top, spec.attrs, count, light),
             src_times=times,
             scales=self._scales(top, spec.attrs, count, light),
-            endpoints=self._endpoints(of, part_id) if spec.endpoints and not light else None,
+            endpoints=self._endpoints(of, part_id) if not light else None,
         )
 
     def _endpoints(self, of: EdgeType, part_id: int) -> Array:

@@ -27,11 +27,7 @@ from trainer.train.settings import TrainSettings
 
 FORMAT = "gnnfleet-checkpoint"
 
-VERSION = 4
-
-_DRAWS_OF_NODES = (1, DRAWS)  # they differ in the order of links only, which trainers of version 1 did not load
-
-_READABLE = (2, 3, VERSION)  # version 2 had neither ``partial`` nor ``draws``; 3 had no ``task``
+VERSION = 5
 
 KEPT = 2  #: number of newest files kept: this many after whole epochs, and this many later ones within an epoch
 
@@ -43,13 +39,6 @@ BINDING = (
     "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed", "precision",
     "negatives", "edge_attr", "embeddings",
 )  # fmt: skip
-
-SINCE = {
-    "precision": "float32",
-    "negatives": 128,
-    "edge_attr": None,
-    "embeddings": "featureless",
-}  #: values of settings that are missing in older files
 
 
 @dataclass(frozen=True)
@@ -110,10 +99,6 @@ class Checkpoint:
     def of_content(cls, content: Mapping[str, Any]) -> Checkpoint:
         values = {entry.name: content[entry.name] for entry in fields(cls) if entry.name in content}
         best, partial = values.pop("best"), values.pop("partial", None)
-        if best and "val_accuracy" in best:  # before version 4
-            best = {**best, "metrics": {"accuracy": best["val_accuracy"]}}
-            del best["val_accuracy"]
-        values.setdefault("task", {"kind": "classification", "outputs": values["graph"].get("num_classes")})
         values["step_loss"] = tuple(values["step_loss"])
         return cls(
             **values, best=BestEpoch(**best) if best else None, partial=PartialEpoch(**partial) if partial else None
@@ -187,7 +172,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         CheckpointError: The file is missing, damaged or not a checkpoint.
     """
     raw = load_content(path)
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.get("version") not in _READABLE:
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.get("version") != VERSION:
         raise CheckpointError(f"{path} is not a {FORMAT} of version {VERSION}; give a file from a checkpoints folder")
     return Checkpoint.of_content(raw)
 
@@ -262,12 +247,8 @@ def _write_with_digest(content: Mapping[str, Any], file: BinaryIO) -> None:
 
 
 def _digest_fits(data: bytes) -> bool:
-    """Return whether a file's content matches its digest. True for files of earlier versions, without digest."""
-    comment = data[-_COMMENT_BYTES:]
-    if not comment.startswith(_COMMENT):
-        return True
-    body = memoryview(data)[: -_COMMENT_BYTES - 2]
-    return hashlib.sha256(body).hexdigest().encode() == comment[len(_COMMENT) :]
+    comment, body = data[-_COMMENT_BYTES:], memoryview(data)[: -_COMMENT_BYTES - 2]
+    return comment.startswith(_COMMENT) and hashlib.sha256(body).hexdigest().encode() == comment[len(_COMMENT) :]
 
 
 def check_fits(
@@ -278,12 +259,11 @@ def check_fits(
     graph: result of ``graph_record`` for this run. kind: kind of this run's task.
     """
     ours = settings_record(settings)
-    saved = {**SINCE, **checkpoint.settings}
+    saved = checkpoint.settings
     pairs = [(name, saved.get(name), ours[name]) for name in BINDING]
     pairs += [(name, checkpoint.graph.get(name), value) for name, value in graph.items()]
     pairs += [("task", checkpoint.task["kind"], kind)]
-    draws = DRAWS if checkpoint.draws in _DRAWS_OF_NODES else checkpoint.draws
-    pairs += [("the version of the random draws", draws, DRAWS)]
+    pairs += [("the version of the random draws", checkpoint.draws, DRAWS)]
     problems = [f"{name} is {new}, in the checkpoint {old}" for name, old, new in pairs if old != new]
     if problems:
         raise CheckpointError(f"checkpoint {path} belongs to another run: {'; '.join(problems)}")

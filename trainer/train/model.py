@@ -16,7 +16,7 @@ from trainer.nn.link_model import build_link_model, link_facts
 from trainer.nn.models import HETERO_MODELS, build_model
 from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
 from trainer.store.manifest import Manifest
-from trainer.train.checkpoint import SINCE, Checkpoint
+from trainer.train.checkpoint import Checkpoint
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.choose import of_record
 from trainer.train.tasks.target import Target
@@ -98,7 +98,7 @@ def trained_model(
     Returns:
         The model in evaluation mode, and the trained rows of nodes (None if no node type has any).
     """
-    settings, best = TrainSettings(**{**SINCE, **saved.settings}), saved.best
+    settings, best = TrainSettings(**saved.settings), saved.best
     outputs = of_record(saved.task).outputs
     model, embedding = make_model(settings, manifest, type_of(saved.graph["target"]), outputs, device)
     model.load_state_dict(dict(best.model if best else saved.model))

@@ -74,7 +74,6 @@ class Kind(IntEnum):
     GATHER = 3
     STATS = 4
     HAS_EDGES = 5
-    EDGES = 6
     BATCH = 7  #: a whole batch: subgraph and rows
     ACK = 8  #: acknowledges the batch with this request id; has no reply
     MANIFEST = 9  #: manifest.json

@@ -21,8 +21,7 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError, WireError
 from trainer.core.remote_settings import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
-from trainer.sampler.request_split import EDGES_AT_ONCE
-from trainer.sampler.types import EdgeList, RowRequest
+from trainer.sampler.types import RowRequest
 from trainer.service.wire.frames import (
     MAX_ARRAY,
     MAX_ARRAYS,
@@ -117,7 +116,6 @@ _ROW_RECORD = struct.Struct("<iii")  # type, ids, attribute
 
 _PAIR_RECORD = struct.Struct("<iii")  # edge type, sources, targets
 
-_SLICE_RECORD = struct.Struct("<iiqq")  # edge type, part id, first slot, number of edges
 
 _SHARED_RECORD = struct.Struct("<iiqq")  # node type, name, first row, number of rows
 
@@ -283,37 +281,6 @@ def read_endpoints(message: Message, count: int) -> tuple[Ids, Ids]:
         raise WireError(f"the reply has arrays of shapes {[array.shape for array in message.arrays]} for {count} edges")
     src, dst = map(widen_ids, message.arrays)
     return src, dst
-
-
-def edges_request(part_id: int, edge_type: EdgeType, first: int, count: int) -> Message:
-    table = TableWriter()
-    return table.message(Kind.EDGES, _SLICE_RECORD.pack(table.type(edge_type), part_id, first, count))
-
-
-def read_edges_request(message: Message) -> tuple[int, EdgeType, int, int]:
-    """Decode a request for edges: part, edge type, first slot and number of edges.
-
-    Raises ``WireError`` for an invalid request or too many edges.
-    """
-    table = TableReader(message)
-    of, part_id, first, count = _only(table.records(_SLICE_RECORD))
-    if not 0 <= count <= EDGES_AT_ONCE or not 0 <= first <= _MAX_SLOT:
-        raise WireError(
-            f"the request asks for edges {first} to {first + count}; at most {EDGES_AT_ONCE} are sent at once"
-        )
-    return part_id, table.edge_type(of), first, count
-
-
-def edge_arrays(edges: EdgeList) -> list[Array]:
-    return [narrow_ids(edges.src), narrow_ids(edges.dst), narrow_ids(edges.orig_id)]
-
-
-def read_edges(message: Message, count: int) -> EdgeList:
-    """Decode a reply of ``count`` edges. Raises ``WireError`` for any other reply."""
-    if len(message.arrays) != 3 or any(len(check_ids(ids)) != count for ids in message.arrays):
-        raise WireError(f"the reply has arrays of shapes {[array.shape for array in message.arrays]} for {count} edges")
-    src, dst, orig_id = map(widen_ids, message.arrays)
-    return EdgeList(src, dst, orig_id)
 
 
 def read_manifest_text(message: Message) -> bytes:

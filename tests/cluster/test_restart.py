@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,7 +136,9 @@ def test_a_cut_network_leads_to_one_run(scene: Scene, begun: Running) -> None:
     done = begun.end()
     assert done.status == 0 and done.result["state"] == "done", done.output
     alone = host.run(["bash", "-c", f"cat {WORKDIR}/runs/again/node2/result.json"]).stdout
-    assert "no restart: the run has ended without this node" in alone and '"restarts": []' in alone
+    # Which of the two depends on whether the network returned before node2 had waited for `lost_after` seconds.
+    reasons = "the run has ended without this node|only 1 of 3 nodes can reach each other"
+    assert re.search(f"no restart: ({reasons})", alone) and '"restarts": []' in alone, alone
 
 
 def test_a_part_that_is_lost_with_its_host_ends_the_run(scene: Scene, tmp_path: Path) -> None:

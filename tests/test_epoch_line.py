@@ -60,7 +60,7 @@ def test_the_line_of_an_epoch_with_large_numbers_fits_in_100_columns(loss: float
 
 def test_traffic_and_shares_are_printed_once_for_all_epochs() -> None:
     assert list(traffic_text(COST, 2, 0, PREDICTION)) == [
-        "from other hosts to rank 0: 15.0 MB an epoch, 16.0 MB predicted for epoch 1 (40.0 MB without the cache)",
+        "from other hosts to rank 0: 15.0 MB an epoch, 16.0 MB predicted for epoch 1",
         "rows of other hosts on rank 0: 50% from the cache, 30% still held from recent batches, 20% requested",
     ]
     assert list(traffic_text(Cost(), 2, 0, None)) == []

@@ -99,22 +99,23 @@ def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **va
 @with_options(*RUN, JSON)
 @click.pass_context
 def profile(ctx: click.Context, **values: Any) -> None:
-    """Show where a run spends its time, and what would speed it up.
+    """Show where a run spends its time. docs/operating.md says what shortens each kind of work.
 
     RUN is a run id, a part of one, or a run folder; default: the newest that is alive, else the newest. A run that is
     still running is profiled up to now. `python -m trainer profile RUN_DIR` shows each rank of one node.
     """
-    from launcher.manage import profile_run as profiled
+    from launcher.manage.profile_run import run_profile
     from launcher.manage.show_logs import all_collected, missing_words
+    from launcher.report.profile import print_profile
 
     console, as_json = _console(ctx, values)
     with _open(ctx, values, all_collected) as run:
-        found, missing = profiled.run_profile(run)
+        found, missing = run_profile(run)
     if as_json:
-        echo_json(profiled.to_json(run, found))
+        echo_json({"run_id": run.found.run_id, **found.summary})
     else:
         result = run.found.result
-        profiled.show_profile(found, console, ended=result is not None and result["state"] != "detached")
+        print_profile(found, console, ended=result is not None and result["state"] != "detached")
     for line in missing_words(missing, run.found.needed_plan):
         click.secho(line, fg="yellow", err=True)
     ctx.exit(1 if missing else 0)

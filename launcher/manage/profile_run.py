@@ -5,14 +5,11 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
 
 from launcher.errors import FleetError
 from launcher.manage.node_views import OpenRun
 from launcher.manage.show_logs import collected_logs
-from launcher.report.profile import Profile, analyse, print_profile
+from launcher.report.profile import Profile, analyse
 
 _LAST = 2000  # metrics lines read per rank of a running node; a rank writes at most one per second
 
@@ -28,7 +25,7 @@ def run_profile(run: OpenRun) -> tuple[Profile, dict[int, str]]:
     missing: dict[int, str] = {}
     with tempfile.TemporaryDirectory(prefix="gnnfleet-profile-") as folder:
         files = list(_metrics_files(run, Path(folder), missing))
-        profile = analyse(files, plan.topology.choice, own=run.found.own).profile
+        profile = analyse(files).profile
     if profile is None:
         why = "; ".join(f"{plan.nodes[k].label}: {words}" for k, words in sorted(missing.items()))
         raise FleetError(
@@ -36,17 +33,6 @@ def run_profile(run: OpenRun) -> tuple[Profile, dict[int, str]]:
             + (f" ({why})" if why else ": too few steps are done, or the run's own script trains without StepLog")
         )
     return profile, missing
-
-
-def show_profile(profile: Profile, console: Console, *, ended: bool) -> None:
-    """Print the time per phase of a step as a table, then suggestions. ``ended``: whether the run has ended."""
-    print_profile(profile, console, ended=ended)
-    for line in profile.advice:
-        console.print(f"- {line}", soft_wrap=True, markup=False)
-
-
-def to_json(run: OpenRun, profile: Profile) -> dict[str, Any]:
-    return {"run_id": run.found.run_id, **profile.summary, "advice": list(profile.advice)}
 
 
 def _metrics_files(run: OpenRun, folder: Path, missing: dict[int, str]) -> Iterator[Path]:

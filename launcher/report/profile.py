@@ -24,8 +24,6 @@ _NOTABLE = 0.005  # smallest share of a step for which a kind gets a column
 
 _GAP = "  "
 
-_DETAILS = ("ranks", "advice")  # keys of the document's "time" that are left out of result.json
-
 
 @dataclass(frozen=True)
 class RankProfile:
@@ -53,12 +51,9 @@ class Profile:
     most_remote: RankProfile  #: the rank that waits longest for other hosts
     remote_bytes: float | None  #: bytes received from other hosts; None if no epoch is complete
     predicted: float | None  #: prediction of ``remote_bytes``; None if a rank has none
-    predicted_without_cache: float | None
-    why_less: str  #: why fewer bytes were received than predicted; '' if unknown, or not fewer
     hit_rate: float | None  #: share of cached rows among the rows of other hosts; None without such rows
     held_rate: float | None  #: share of held rows (kept from recent batches) among the rows of other hosts
     ranks: tuple[RankProfile, ...]
-    advice: tuple[str, ...]  #: how to shorten steps, most important sentence first
     summary: Mapping[str, Any]  #: content of ``profile`` in result.json
 
     @classmethod
@@ -68,14 +63,11 @@ class Profile:
         return cls(
             epochs=tuple(time["epochs"]),
             most_remote=next(rank for rank in ranks if rank.rank == time["most_remote"]["rank"]),
-            predicted=time["predicted"]["remote_bytes"],
-            predicted_without_cache=time["predicted"]["remote_bytes_without_cache"],
             ranks=ranks,
-            advice=tuple(time["advice"]),
-            summary={name: value for name, value in time.items() if name not in _DETAILS},
+            summary={name: value for name, value in time.items() if name != "ranks"},
             **{
                 name: time[name]
-                for name in ("whole", "step_s", "spent", "share", "remote_bytes", "why_less", "hit_rate", "held_rate")
+                for name in ("whole", "step_s", "spent", "share", "remote_bytes", "predicted", "hit_rate", "held_rate")
             },
         )
 
@@ -100,17 +92,15 @@ class Analysis:
     traffic: tuple[RankTraffic, ...] = ()  #: one for each rank with an epoch line
 
 
-def analyse(files: Iterable[Path], topology: str = "", *, own: bool = False) -> Analysis:
+def analyse(files: Iterable[Path]) -> Analysis:
     """Analyse metrics files with ``trainer profile --json``. Files in a folder ``node<k>`` belong to node k.
 
-    ``topology``: replicated or partitioned, '' if unknown. ``own``: whether the run executes the user's own command.
     Raises FleetError if the program fails.
     """
     paths = [str(file.absolute()) for file in files]
     if not paths:
         return Analysis()
-    options = [*(["--topology", topology] if topology else []), *(["--script"] if own else [])]
-    command = local_trainer("profile", "--json", *options, *paths)
+    command = local_trainer("profile", "--json", *paths)
     try:
         done = subprocess.run(
             runnable(command), env={**os.environ, **command.env}, stdin=subprocess.DEVNULL, capture_output=True,
@@ -177,13 +167,10 @@ def _table(profile: Profile) -> Iterator[str]:
 
 
 def _bytes(profile: Profile) -> str:
-    """Return the text ``12.3 MB per epoch, predicted 12.1 MB (40.2 MB without the cache); …``."""
+    """Return the text ``12.3 MB per epoch, predicted 12.1 MB; …``."""
     text = f"{decimal(round(profile.remote_bytes or 0))} per epoch"
     if profile.predicted is not None:
         text += f", predicted {decimal(round(profile.predicted))}"
-        text += " for an epoch that starts without held rows" if profile.why_less else ""
-        uncached = profile.predicted_without_cache
-        text += f" ({decimal(round(uncached))} without the cache)" if uncached is not None else ""
     cached, held = profile.hit_rate, profile.held_rate
     if cached is not None and held is not None:
         requested = max(0.0, 1 - cached - held)

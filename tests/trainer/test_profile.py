@@ -1,4 +1,4 @@
-"""Tests of ``python -m trainer profile``: tables and advice from metrics lines."""
+"""Tests of ``python -m trainer profile``: tables from metrics lines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from metrics_kit import lines_of
 from test_spent import Batches, one_epoch
 from trainer.cli import cli
 from trainer.train.metrics import KINDS, LOADING
-from trainer.train.profile import advice, thread_advice
-from trainer.train.run_times import RankLines, RankTimes, RunTimes, record_of
 
 SPENT = {
     0: (0.004, 0.006, 0.0, 0.0, 0.03, 0.05, 0.06, 0.005, 0.005),
@@ -40,14 +38,6 @@ rank   sample   remote   gather     rows   remote   cached   held      MB   MB p
 ────────────────────────────────────────────────────────────────────────────────────────
 0        30.0     20.0     10.0   60,000      75%      25%     0%   12.50          10.00
 1        40.0    180.0     30.0   60,000      75%      25%     0%   12.50              -
-
-- 38% of a step on node0/rank0 (60 ms of 160 ms) is waiting for other ranks: the hosts or their work are unequal, \
-a step without this wait takes 159 ms on node1/rank1 and 100 ms on node0/rank0, and most of the difference is remote
-- 31% of a step on node1/rank1 (50 ms of 160 ms) is waiting for other hosts: a larger data.cache (it had 25% of the \
-rows of other hosts), run.wire_rows: float16 or int8, a larger train.prefetch
-- 12% of a step on node1/rank1 (20 ms of 160 ms) is waiting for batches, mostly sampling: a sampler thread needs \
-250 ms for a batch (sampling 40 ms, other hosts 180 ms, gathering 30 ms), the rest of a step 90 ms: 3 threads and as \
-many batches ahead keep up (train.sampler_threads, train.prefetch)
 """
 
 
@@ -88,7 +78,7 @@ def recorded(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_tables_and_the_advice_of_a_recorded_run(recorded: Path) -> None:
+def test_the_tables_of_a_recorded_run(recorded: Path) -> None:
     shown = run(recorded)
     assert _lines(shown) == _lines(EXPECTED)
 
@@ -127,114 +117,6 @@ def test_a_running_run_is_profiled_by_its_step_lines(tmp_path: Path, monkeypatch
     assert run(tmp_path).startswith("epoch 1: 4 steps on 1 rank\n")
 
 
-def recorded_of(*ranks: list[dict[str, Any]]) -> RunTimes:
-    """Return the times of a run with one rank per node.
-
-    ranks: the metrics lines of each rank.
-    """
-    found = {}
-    for k, lines in enumerate(ranks):
-        found[k] = RankLines(k, node=k)
-        for line in lines:
-            found[k].add(line)
-    record = record_of(found)
-    assert record is not None
-    return record
-
-
-SLOW_HOST = [lines_of(0, reduce=0.1), lines_of(1, forward=0.14)]
-CASES: dict[str, tuple[list[list[dict[str, Any]]], str, str]] = {
-    "edges elsewhere": (
-        [lines_of(0, remote=0.1), lines_of(1)],
-        "partitioned",
-        "48% of a step on node0/rank0 (100 ms of 208 ms) is waiting for other hosts: data.topology: "
-        "replicated (edges of all "
-        "parts on each host), a larger data.cache (it had 50% of the rows of other hosts), run.wire_rows: float16 or "
-        "int8, a larger train.prefetch",
-    ),
-    "rows elsewhere": (
-        [lines_of(0), lines_of(1, remote=0.1)],
-        "replicated",
-        "48% of a step on node1/rank1 (100 ms of 208 ms) is waiting for other hosts: a larger data.cache (it "
-        "had 50% of the rows "
-        "of other hosts), run.wire_rows: float16 or int8, a larger train.prefetch",
-    ),
-    "too few threads": (
-        [lines_of(0, sample=0.05, forward=0.01, backward=0.01)],
-        "",
-        "60% of a step on node0/rank0 (52 ms of 86 ms) is waiting for batches, mostly sampling: a sampler thread "
-        "needs 60 ms for a batch (sampling 20 ms, other hosts 10 ms, gathering 30 ms), the rest of a step 22 ms: 3 "
-        "threads with a core each keep up (train.sampler_threads, train.prefetch)",
-    ),
-    "slow gathering": (
-        [lines_of(0, gather=0.05)],
-        "",
-        "32% of a step on node0/rank0 (54 ms of 168 ms) is waiting for batches, mostly gathering rows: more "
-        "train.sampler_threads, a larger train.prefetch, or cores that no other process uses",
-    ),
-    "an unequal host": (
-        SLOW_HOST,
-        "",
-        "46% of a step on node0/rank0 (100 ms of 219 ms) is waiting for other ranks: the hosts or their work are "
-        "unequal, a step without this wait takes 219 ms on node1/rank1 and 119 ms on node0/rank0, and most of the "
-        "difference is forward",
-    ),
-    "a slow network": (
-        [lines_of(0, reduce=0.1), lines_of(1, reduce=0.1)],
-        "",
-        "46% of a step on node0/rank0 (100 ms of 219 ms) is waiting for other ranks, though no rank needs much "
-        "longer for its own work than 119 ms: the network is slow, or the steps are too short; a larger "
-        "train.batch_size makes fewer steps",
-    ),
-    "copies": (
-        [lines_of(0, copy=0.08)],
-        "",
-        "40% of a step on node0/rank0 (80 ms of 200 ms) is copying batches to the device: pinned memory and "
-        "a copy stream (the bundled trainer has "
-        "both), fewer columns, or float16 rows",
-    ),
-    "the model": (
-        [lines_of(0, remote=0.001)],
-        "",
-        "92% of a step on node0/rank0 (100 ms of 109 ms) is the model's own work: more processes, fewer "
-        "train.hidden or train.fanouts, or "
-        "train.precision: bfloat16 where the processor has it",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_advice(name: str) -> None:
-    lines, topology, first = CASES[name]
-    assert advice(recorded_of(*lines), topology)[0] == first
-
-
-def test_a_wrong_prediction_is_reported() -> None:
-    lines = [{**line, "remote_bytes": 500_000.0} if line["kind"] == "predict" else line for line in lines_of(0)]
-    assert "1.0 MB an epoch came from other hosts; 500.0 kB were predicted" in advice(recorded_of(lines))
-
-
-def test_rows_held_over_epochs_explain_less_traffic_than_predicted() -> None:
-    traffic = {"batches": 2, "remote_bytes": 3600, "rows": 500, "remote_rows": 200, "cached_rows": 25, "held_rows": 163}
-    lines = [{**line, "traffic": traffic} if "traffic" in line else line for line in lines_of(0)]
-    (line,) = [line for line in advice(recorded_of(lines)) if "predicted" in line]
-    assert line.startswith("3.6 kB an epoch came from other hosts; 980.0 kB were predicted for an epoch that")
-
-
-def test_waits_name_the_waiting_rank_and_the_slow_rank() -> None:
-    slow = [lines_of(rank, forward=0.1, remote=0.001) for rank in (1, 2, 3)]
-    lines = advice(recorded_of(lines_of(0, reduce=0.18), *slow))
-    assert "of 299 ms) is waiting for other ranks: the hosts or their work are unequal" in lines[0]
-    assert "takes 168 ms on node1/rank1 and 119 ms on node0/rank0, and most of the difference is forward" in lines[0]
-    assert lines[1].startswith("95% of a step on node1/rank1 (160 ms of 169 ms) is the model's own work")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_advice_for_a_user_script_names_only_settings_it_reads(name: str) -> None:
-    lines, topology, _ = CASES[name]
-    assert not any("train." in line or "data.cache" in line for line in advice(recorded_of(*lines), script=True))
-
-
 @pytest.mark.parametrize(
     "spoiled",
     [{"spent": None}, {"spent": {"forward": 1.0}}, {"spent": {**lines_of(0)[1]["spent"], "copy": "much"}},
@@ -250,12 +132,11 @@ def test_json_has_times_of_ranks_and_traffic_between_hosts(recorded: Path) -> No
     again = [{**line(0, epoch), "by_host": hosts} for epoch in (3, 4)]  # a run that was resumed in the same folder
     with (recorded / "logs/node0/metrics-rank0.jsonl").open("a") as file:
         file.writelines(json.dumps(each) + "\n" for each in again)
-    shown = json.loads(run("--json", "--topology", "partitioned", recorded))
+    shown = json.loads(run("--json", recorded))
     assert shown["version"] == 1
     assert shown["time"]["epochs"] == [2, 3, 4] and shown["time"]["whole"]
     assert [(rank["rank"], rank["node"], rank["steps"]) for rank in shown["time"]["ranks"]] == [(0, 0, 60), (1, 1, 40)]
     assert shown["time"]["ranks"][1]["spent"] == dict(zip(KINDS, SPENT[1], strict=True))
-    assert shown["time"]["advice"][1].count("data.topology: replicated") == 1
     (first, second) = shown["traffic"]
     assert first["by_host"] == [{"node": 1, "remote_bytes": 140, "remote_rows": 14, "cached_rows": 6, "held_rows": 4}]
     assert (first["remote_bytes"], second["rows"], second["by_host"]) == (1_000_000_000, 3_600_000, [])
@@ -267,14 +148,3 @@ def test_the_program_starts_without_torch_and_numba() -> None:
     words = "import sys, trainer.cli, trainer.train.profile; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
     assert not {"torch", "numba", "numpy"} & set(done.stdout.split())
-
-
-def rank(number: int = 0, behind: float = 0.0, **spent: float) -> RankTimes:
-    traffic = dict.fromkeys((*TRAFFIC, "held_rows"), 0.0)
-    seconds = dict.fromkeys(KINDS, 0.0) | spent
-    return RankTimes(number, 10, seconds, dict.fromkeys(LOADING, 0.0) | {"sample": behind}, traffic)
-
-
-def test_no_advice_for_threads_that_keep_up() -> None:
-    assert thread_advice(rank(behind=0.25, sample=0.01, forward=0.2)) is None  # hidden behind computation
-    assert thread_advice(rank(behind=0.05, sample=0.1, forward=0.1)) is None  # not caused by too few threads

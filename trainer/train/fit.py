@@ -30,7 +30,6 @@ from trainer.train.checkpoint_writer import CheckpointRequest, CheckpointSchedul
 from trainer.train.epoch import Batches, EpochReport, EpochSums, Score, closed_after, evaluate, train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers, averaged
-from trainer.train.profile import thread_advice
 from trainer.train.run_times import RankTimes
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.baseline import Baseline
@@ -227,9 +226,14 @@ class Fit:
         if len(self.progress.seconds) < 2 or self._starvation_printed:
             return
         times = RankTimes.of(self.group.ranks.rank, [report.line])
-        if text := thread_advice(times):
+        rest = times.step_s - times.wait_s
+        if times.wait_s > 0.1 * times.step_s and times.work_s > rest > 0:
             self._starvation_printed = True
-            self._print(f"rank {times.rank} waits for batches {times.wait_s / times.step_s:.0%} of a step: {text}")
+            self._print(
+                f"rank {times.rank} waits for batches {times.wait_s / times.step_s:.0%} of a step: a sampler thread "
+                f"needs {1000 * times.work_s:.3g} ms for a batch, the rest of a step {1000 * rest:.3g} ms "
+                "(train.sampler_threads, train.prefetch)"
+            )
 
     def _print_traffic(self) -> None:
         if "GNNFLEET_RUN_ID" in os.environ:
@@ -348,7 +352,6 @@ def traffic_text(cost: Cost, epochs: int, rank: int, prediction: Prediction | No
     text = f"from other hosts to rank {rank}: {cost.remote_bytes / epochs / 1e6:,.1f} MB an epoch"
     if prediction is not None:
         text += f", {prediction.remote_bytes / 1e6:,.1f} MB predicted for epoch 1"
-        text += f" ({prediction.remote_bytes_without_cache / 1e6:,.1f} MB without the cache)"
     yield text
     cached, held = cost.cached_rows / cost.remote_rows, cost.held_rows / cost.remote_rows
     yield (

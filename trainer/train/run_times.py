@@ -16,8 +16,6 @@ TRAFFIC = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
 
 PAIR = ("remote_bytes", "remote_rows", "cached_rows", "held_rows")  #: fields per node of ``by_host`` in an epoch line
 
-_ROUGHLY = 0.9  # ``why_less`` gives a reason if fewer bytes than this share of the prediction were received
-
 MetricsLine = Mapping[str, Any]
 
 
@@ -139,12 +137,10 @@ class RunTimes:
     def traffic(self, name: str) -> float:
         return sum(rank.per_epoch(name) for rank in self.ranks)
 
-    def predicted(self, name: str) -> float | None:
-        """Return the predicted ``remote_bytes`` or ``remote_bytes_without_cache`` of all ranks in an epoch.
-
-        None if a rank has no prediction.
-        """
-        values = [(rank.predict or {}).get(name) for rank in self.ranks]
+    @property
+    def predicted(self) -> float | None:
+        """Predicted bytes from other hosts in an epoch, over all ranks. None if a rank has no prediction."""
+        values = [(rank.predict or {}).get("remote_bytes") for rank in self.ranks]
         return sum(map(_number, values)) if all(map(_is_number, values)) else None
 
     def rate(self, rows: str) -> float | None:
@@ -152,18 +148,8 @@ class RunTimes:
         remote = sum(rank.traffic["remote_rows"] * rank.steps for rank in self.ranks)
         return sum(rank.traffic[rows] * rank.steps for rank in self.ranks) / remote if remote else None
 
-    @property
-    def why_less(self) -> str:
-        """Explanation if far fewer bytes were received than predicted, else ''."""
-        expected = self.predicted("remote_bytes")
-        if not self.whole or not expected or self.traffic("remote_bytes") > _ROUGHLY * expected:
-            return ""
-        if not self.rate("held_rows"):
-            return ""
-        return "for an epoch that starts without held rows; later epochs still hold rows of the last batches"
-
     def to_json(self) -> dict[str, Any]:
-        """Return the field ``time`` of ``profile --json``, without ``advice``."""
+        """Return the field ``time`` of ``profile --json``."""
         mean, most = self.mean, max(self.ranks, key=lambda rank: rank.spent["remote"])
         rates = {name: self.rate(rows) for name, rows in (("hit_rate", "cached_rows"), ("held_rate", "held_rows"))}
         return {
@@ -174,8 +160,7 @@ class RunTimes:
             "share": {kind: round(mean.share(kind), 4) for kind in KINDS},
             "most_remote": {"rank": most.rank, "seconds": round(most.spent["remote"], 6)},
             "remote_bytes": round(self.traffic("remote_bytes")) if self.whole else None,
-            "predicted": {name: self.predicted(name) for name in ("remote_bytes", "remote_bytes_without_cache")},
-            "why_less": self.why_less,
+            "predicted": self.predicted,
             **{name: None if rate is None else round(rate, 4) for name, rate in rates.items()},
             "ranks": [rank.to_json() for rank in self.ranks],
         }

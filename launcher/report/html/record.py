@@ -83,8 +83,7 @@ def read_record(folder: Path, *, runs_dirs: Sequence[Path] = ()) -> RunRecord:
     ``runs_dirs``: further folders in which to look for the run that this run resumed.
     """
     found = read_folder(folder)
-    topology = found.plan.topology.choice if found.plan else ""
-    analysis = analyse(_metrics_files(folder), topology, own=found.own)
+    analysis = analyse(_metrics_files(folder))
     return _read(found, analysis, folder, runs_dirs, _ANCESTORS)
 
 

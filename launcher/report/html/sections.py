@@ -29,7 +29,7 @@ from launcher.report.html.page import Block, Fact, Lines, ReportPage, Section, T
 from launcher.report.html.record import RunRecord
 from launcher.report.html.series import number
 from launcher.report.html.timeline import timeline_chart
-from launcher.report.profile import Profile, RankTraffic, rank_name
+from launcher.report.profile import RankTraffic, rank_name
 from launcher.report.task_metric import metric_of, score_text
 from launcher.report.verdict import from_here, seconds_words
 from launcher.text import count, spans
@@ -49,7 +49,8 @@ def traffic_blocks(record: RunRecord) -> Iterator[Block]:
     if pairs and plan:
         yield from _maps(pairs, plan.serving)
     yield _by_rank(ranks)
-    yield from _predicted(record.analysis.profile)
+    if record.analysis.profile and (predicted := record.analysis.profile.predicted) is not None:
+        yield Words((f"Predicted before the first epoch: {decimal(round(predicted))} per epoch.",))
 
 
 def pairs_of(ranks: Iterable[RankTraffic]) -> Pairs:
@@ -61,15 +62,6 @@ def pairs_of(ranks: Iterable[RankTraffic]) -> Pairs:
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value
     return found
-
-
-def _predicted(profile: Profile | None) -> Iterator[Block]:
-    if profile is None or profile.predicted is None:
-        return
-    text = f"Predicted before the first epoch: {decimal(round(profile.predicted))} per epoch"
-    uncached = profile.predicted_without_cache
-    text += f", {decimal(round(uncached))} without the cache" if uncached is not None else ""
-    yield Words((f"{text}{f', {profile.why_less}' if profile.why_less else ''}.",))
 
 
 def _maps(pairs: Pairs, serving: str) -> Iterator[Block]:
@@ -253,7 +245,7 @@ def _time(record: RunRecord) -> Iterator[Block]:
     epochs = f"{'epoch' if len(profile.epochs) == 1 else 'epochs'} {spans(profile.epochs)}"
     so_far = "" if profile.whole or record.state != "running" else " so far"
     yield spent_chart(profile)
-    yield Words((f"Means over {epochs}{so_far}.", *profile.advice))
+    yield Words((f"Means over {epochs}{so_far}.",))
     yield from _devices(record)
 
 

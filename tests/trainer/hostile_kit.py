@@ -26,13 +26,13 @@ from trainer.sampler.subgraph_sampler import BatchWork
 from trainer.sampler.types import HopRequest, RowRequest, SampleSettings, SeedSet
 from trainer.service.service_keys import ServiceKeys, read_key_file
 from trainer.service.stream import greeting
-from trainer.service.wire import batch_messages, hop_messages, messages
+from trainer.service.wire import batch_messages, messages
 from trainer.service.wire import frames as wire
 from trainer.service.wire.frames import Flag, Kind, Message, Status, encode
 
 Frames = list[bytes]
 
-HEADER = struct.Struct("<4sHBBQIIII")  #: written independently of the header in ``trainer.service.wire``
+HEADER = struct.Struct("<4sHBBQIII")  #: written independently of the header in ``trainer.service.wire``
 DESCRIPTOR_BYTES = 8 + 8 * 8
 POOL = 3000  #: messages made at a time; each is sent several times
 EXTREMES = (
@@ -82,17 +82,17 @@ def valid_requests(num_nodes: int) -> list[Message]:
     found = [
         Message(Kind.HELLO, Status.REQUEST, 0),
         Message(Kind.STATS, Status.REQUEST, 0),
-        hop_messages.sample_request(
+        messages.sample_request(
             [hop, replace(hop, nodes=many, with_edge=True), replace(hop, fanout=-1, replace=True)]
         ),
-        hop_messages.sample_request([replace(hop, exclude=(nodes, nodes), sources=np.sort(nodes), trees=nodes)]),
+        messages.sample_request([replace(hop, exclude=(nodes, nodes), sources=np.sort(nodes), trees=nodes)]),
         messages.gather_request([RowRequest(HOMO_NODE, nodes, ("x", "y")), RowRequest(HOMO_EDGE, nodes, ("orig_id",))]),
         messages.gather_request([RowRequest(HOMO_NODE, many, ("x",))]),
         messages.has_edges_request(HOMO_EDGE, nodes, nodes[::-1]),
         messages.endpoints_request(HOMO_EDGE, nodes),
         messages.endpoints_request(HOMO_EDGE, nodes - 2**40),
         Message(Kind.MANIFEST, Status.REQUEST, 0),
-        messages.shared_request(messages.SharedSlice(HOMO_NODE, "train", 0, 10)),
+        messages.request(Kind.SHARED, messages.SharedSlice(HOMO_NODE, "train", 0, 10)),
         messages.to_global_request(HOMO_NODE, nodes),
         messages.acknowledgement(5),
         batch_messages.batch_request(work, name),
@@ -109,10 +109,10 @@ class Forge:
         self._valid = [[bytes(frame) for frame in encode(message)] for message in valid_requests(num_nodes)]
         ids = tuple(np.array([place]) for place in range(wire.MAX_ARRAYS))
         kinds = (Kind.GATHER, Kind.SAMPLE, Kind.BATCH, Kind.TO_GLOBAL)
-        crowds = [encode(Message(kind, Status.REQUEST, 1, ids, "x", bytes(24))) for kind in kinds]
+        crowds = [encode(Message(kind, Status.REQUEST, 1, ids, bytes(24))) for kind in kinds]
         self._crowds = [[bytes(frame) for frame in frames] for frames in crowds]
         self._kinds: list[Callable[[], Frames]] = [
-            self.noise, self.cut, self.flipped, self.wrong_header, self.wrong_descriptor, self.wrong_records,
+            self.noise, self.cut, self.flipped, self.wrong_header, self.wrong_descriptor, self.wrong_body,
             self.shuffled, self.bomb, self.reply, self.crowd, self.one_way, self.as_it_is,
         ]  # fmt: skip
 
@@ -130,7 +130,7 @@ class Forge:
 
     def polite(self) -> bytes:
         """Return a message that the server answers, possibly with an error."""
-        make = self._random.choice((self.as_it_is, self.as_it_is, self.wrong_records))
+        make = self._random.choice((self.as_it_is, self.as_it_is, self.wrong_body))
         return framed(make())
 
     def noise(self) -> Frames:
@@ -156,8 +156,8 @@ class Forge:
     def wrong_header(self) -> Frames:
         frames, _ = self._some()
         fields = list(HEADER.unpack_from(frames[0]))
-        for place in self._random.sample(range(1, 9), self._random.randint(1, 2)):
-            bits = (16, 8, 8, 64, 32, 32, 32, 32)[place - 1]
+        for place in self._random.sample(range(1, 8), self._random.randint(1, 2)):
+            bits = (16, 8, 8, 64, 32, 32, 32)[place - 1]
             fields[place] = self._random.choice((*range(16), *EXTREMES)) % 2**bits
         frames[0] = HEADER.pack(*fields) + frames[0][HEADER.size :]
         return frames
@@ -173,15 +173,15 @@ class Forge:
             head[dim : dim + 8] = (self._random.choice(EXTREMES) % 2**64).to_bytes(8, "little")
         return [bytes(head), *frames[1:]]
 
-    def wrong_records(self) -> Frames:
+    def wrong_body(self) -> Frames:
         frames = next(frames for frames in self._shuffled_valid() if HEADER.unpack_from(frames[0])[6])
         head = bytearray(frames[0])
         fields = HEADER.unpack_from(head)
         begin = HEADER.size + DESCRIPTOR_BYTES * fields[5]
         for _ in range(self._random.randint(1, 3)):
-            at = begin + 4 * self._random.randrange(fields[6] // 4)
-            size = self._random.choice((4, 8))
-            head[at : at + size] = (self._random.choice(EXTREMES) % 2 ** (8 * size)).to_bytes(size, "little")
+            at = begin + self._random.randrange(fields[6])
+            size = min(self._random.choice((1, 1, 4, 8)), begin + fields[6] - at)
+            head[at : at + size] = (self._random.choice(EXTREMES) % 2 ** (8 * size)).to_bytes(size, "big")
         return [bytes(head), *frames[1:]]
 
     def shuffled(self) -> Frames:
@@ -202,7 +202,7 @@ class Forge:
         """Return a request whose header describes an array that is usually far larger than the bytes sent after it."""
         announced = self._random.choice((5000, 2**20, 2**28, 2**30, 2**32))
         kind = self._random.choice((Kind.GATHER, Kind.BATCH, Kind.SAMPLE))
-        head = HEADER.pack(b"GNFS", wire.VERSION, kind, 0, 1, 1, 0, 0, int(Flag.ROUTE))
+        head = HEADER.pack(b"GNFS", wire.VERSION, kind, 0, 1, 1, 0, int(Flag.ROUTE))
         described = struct.pack("<BB6x8Q", 5, 1, announced, *[0] * 7)
         return [head + described, *[bytes(1 << 20)] * self._random.randint(0, 3)]
 
@@ -223,7 +223,7 @@ class Forge:
         """Return a message that is no request: ACK, or ALIVE, which only servers send."""
         kind = self._random.choice((Kind.ACK, Kind.ALIVE))
         number = self._random.choice((*range(9), 2**64 - 1, self._random.getrandbits(64)))
-        return [HEADER.pack(b"GNFS", wire.VERSION, kind, self._random.randrange(3), number, 0, 0, 0, 0)]
+        return [HEADER.pack(b"GNFS", wire.VERSION, kind, self._random.randrange(3), number, 0, 0, 0)]
 
     def as_it_is(self) -> Frames:
         return self._some()[0]

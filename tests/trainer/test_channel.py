@@ -89,7 +89,7 @@ def busy_server(answer_after: float):
                     if time.monotonic() - start < answer_after:
                         sock.sendall(framed(encode(Message(Kind.ALIVE, Status.OK, 0))))
                     else:
-                        sock.sendall(framed(encode(request.reply(text=messages.info_text(INFO)))))
+                        sock.sendall(framed(encode(messages.reply_to(request, INFO))))
                         return
 
         thread = threading.Thread(target=serve)

@@ -23,7 +23,7 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.types import HopRequest, RowRequest
 from trainer.service import client as pieces
 from trainer.service.client import HostClient
-from trainer.service.wire import batch_messages, hop_messages, messages
+from trainer.service.wire import batch_messages, messages
 from trainer.service.wire.frames import Flag, Kind, Message, Status, decode, encode
 from trainer.service.wire.messages import ClientName, ServerAddress, SharedSlice
 from waiting import wait_until
@@ -268,11 +268,11 @@ def invalid_messages() -> list[list[bytes]]:
 def requests_that_fail() -> list[Message]:
     arrays = tuple(np.arange(3) for _ in range(4096))
     return [
-        Message(Kind.BATCH, Status.REQUEST, 1), Message(Kind.BATCH, Status.REQUEST, 1, arrays, records=bytes(999)),
-        *(Message(kind, Status.REQUEST, 1, arrays, "x", b"\xff" * 64, flags)
+        Message(Kind.BATCH, Status.REQUEST, 1), Message(Kind.BATCH, Status.REQUEST, 1, arrays, bytes(999)),
+        *(Message(kind, Status.REQUEST, 1, arrays, b"\xff" * 64, flags)
           for kind in Kind if kind not in (Kind.ACK, Kind.ALIVE, Kind.HELLO, Kind.STATS, Kind.MANIFEST)
           for flags in (Flag.NONE, Flag.ROUTE, Flag.ROUTE | Flag.INT8)),
-        hop_messages.sample_request([HopRequest(HOMO_EDGE, np.array([2**40, -5]), 2**31 - 1, 0, 1)]),
+        messages.sample_request([HopRequest(HOMO_EDGE, np.array([2**40, -5]), 2**31 - 1, 0, 1)]),
         messages.gather_request([RowRequest(HOMO_NODE, np.array([-1]), ("x",))]),
         messages.endpoints_request(HOMO_EDGE, np.array([2**60, -5])),
     ]  # fmt: skip

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import struct
 
+import msgspec
 import numpy as np
 import pytest
 
 from requests_kit import NODES, PLAIN, WRITES, hops_of_every_kind
 from trainer.core.errors import WireError
 from trainer.sampler.types import HopRequest, HopSample, RowRequest, TimeBound
-from trainer.service.wire import frames, hop_messages, messages
+from trainer.service.wire import frames, messages
 from trainer.service.wire.frames import Kind, Message, Status, decode, encode
 
 
@@ -32,7 +32,7 @@ def flat(value):
 def test_every_combination_of_fields_round_trips() -> None:
     asked = hops_of_every_kind()
     assert len(asked) == 640
-    back = hop_messages.read_sample_request(sent(hop_messages.sample_request(asked)))
+    back = messages.read_sample_request(sent(messages.sample_request(asked)))
     assert list(map(flat, back)) == list(map(flat, asked))
 
 
@@ -41,14 +41,12 @@ def test_ids_of_any_width_round_trip(top: int) -> None:
     nodes = np.array([top, 0, 3], np.int64)
     bound = TimeBound(np.array([-top, top, 0]), "year", "node")
     request = HopRequest(WRITES, nodes, 7, 3, 1, trees=nodes, bound=bound, exclude=(nodes, nodes[::-1].copy()))
-    message = hop_messages.sample_request([request])
+    message = messages.sample_request([request])
     assert {array.dtype for array in message.arrays} == {np.dtype(np.int32 if top < 2**31 else np.int64)}
-    (back,) = hop_messages.read_sample_request(sent(message))
+    (back,) = messages.read_sample_request(sent(message))
     assert flat(back) == flat(request) and back.nodes.flags.writeable
     sample = HopSample(np.array([2, 0, 1], np.int32), nodes, np.array([1, 2, top]))
-    (answer,) = hop_messages.read_samples(
-        sent(message.reply(hop_messages.sample_arrays([sample]))), [_with_edge(request)]
-    )
+    (answer,) = messages.read_samples(sent(message.reply(messages.sample_arrays([sample]))), [_with_edge(request)])
     assert answer.counts.tolist() == [2, 0, 1] and answer.src.tolist() == nodes.tolist()
     assert answer.edge is not None and answer.edge.tolist() == [1, 2, top]
 
@@ -60,9 +58,9 @@ def _with_edge(request: HopRequest) -> HopRequest:
 def test_arrays_shared_by_requests_are_sent_once_and_shared_on_receipt() -> None:
     bound = TimeBound(np.arange(4), "time", "edge")
     asked = [dataclasses.replace(PLAIN, edge_type=("a", f"r{k}", "b"), bound=bound, trees=NODES) for k in range(50)]
-    message = hop_messages.sample_request(asked)
+    message = messages.sample_request(asked)
     assert len(message.arrays) == 2
-    back = hop_messages.read_sample_request(sent(message))
+    back = messages.read_sample_request(sent(message))
     assert {id(request.nodes) for request in back} == {id(back[0].trees)}
     assert len({id(request.bound.times) for request in back}) == 1
 
@@ -78,7 +76,9 @@ def invalid_requests() -> dict[str, list[HopRequest]]:
         "fewer excluded sources": [dataclasses.replace(PLAIN, exclude=(NODES, short))],
         "sources out of order": [dataclasses.replace(PLAIN, sources=NODES)],
         "node type": [dataclasses.replace(PLAIN, edge_type="paper")],
-        "no type at all": [dataclasses.replace(PLAIN, edge_type=("a", "../b", "c"))],
+        "two words": [dataclasses.replace(PLAIN, edge_type=("a", "b"))],
+        "time of neither": [dataclasses.replace(PLAIN, bound=TimeBound(NODES, "time", "both"))],
+        "key beyond 64 bits": [dataclasses.replace(PLAIN, key=-1)],
         "float nodes": [dataclasses.replace(PLAIN, nodes=NODES * 0.5)],
         "two-dimensional nodes": [dataclasses.replace(PLAIN, nodes=NODES.reshape(2, 2))],
         "more than an answer holds": [PLAIN] * 2049,
@@ -86,41 +86,45 @@ def invalid_requests() -> dict[str, list[HopRequest]]:
 
 
 @pytest.mark.parametrize("name", invalid_requests())
-def test_invalid_requests_are_refused(name: str, monkeypatch) -> None:
-    monkeypatch.setattr("trainer.service.wire.frames.narrow_ids", lambda ids: ids)
-    message = hop_messages.sample_request(invalid_requests()[name])
+def test_invalid_requests_are_refused(name: str) -> None:
+    message = messages.sample_request(invalid_requests()[name])
     with pytest.raises(WireError):
-        hop_messages.read_sample_request(message)
+        messages.read_sample_request(message)
 
 
-@pytest.mark.parametrize("place", range(9))
-@pytest.mark.parametrize("wrong", [-2, 99, -(2**31)])
-def test_references_to_missing_arrays_are_refused(place: int, wrong: int) -> None:
+@pytest.mark.parametrize("wrong", [-2, 99, -(2**31), 2**64 - 1, "x", 1.5])
+def test_references_to_missing_arrays_are_refused(wrong: object) -> None:
     full = hops_of_every_kind()[-1]
     assert all(value is not None for value in vars(full).values())
-    message = hop_messages.sample_request([full])
-    records = bytearray(message.records)
-    struct.pack_into("<i", records, 4 * place, wrong)
-    hop_messages.read_sample_request(message)
+    message = messages.sample_request([full])
+    messages.read_sample_request(message)
+    for count in range(len(message.arrays)):
+        with pytest.raises(WireError, match="but has only"):
+            messages.read_sample_request(dataclasses.replace(message, arrays=message.arrays[:count]))
+    (fields,) = msgspec.msgpack.decode(message.body)
+    body = msgspec.msgpack.encode([{**fields, "nodes": wrong}])
     with pytest.raises(WireError, match="but has only"):
-        hop_messages.read_sample_request(dataclasses.replace(message, records=bytes(records)))
+        messages.read_sample_request(dataclasses.replace(message, body=body))
 
 
-@pytest.mark.parametrize("flags", [32, 2**31, 4, 8, 16, 4 | 8, 4 | 16])
-def test_unknown_flags_are_refused(flags: int) -> None:
-    message = hop_messages.sample_request([PLAIN])
-    records = bytearray(message.records)
-    struct.pack_into("<I", records, 36, flags)
-    with pytest.raises(WireError):
-        hop_messages.read_sample_request(dataclasses.replace(message, records=bytes(records)))
+READERS = [messages.read_sample_request, messages.read_gather_request, messages.read_has_edges_request]
 
 
-@pytest.mark.parametrize("read", [hop_messages.read_sample_request, messages.read_gather_request,
-                                  messages.read_has_edges_request])  # fmt: skip
-def test_a_truncated_record_is_refused(read) -> None:
-    message = Message(Kind.SAMPLE, Status.REQUEST, 1, (NODES,), "a__b__c", bytes(17))
-    with pytest.raises(WireError, match="17 bytes of records"):
-        read(message)
+@pytest.mark.parametrize("read", READERS)
+def test_a_truncated_body_is_refused(read) -> None:
+    made = (messages.sample_request([PLAIN]), messages.gather_request([RowRequest("a", NODES, ("x",))]),
+            messages.has_edges_request(WRITES, NODES, NODES))  # fmt: skip
+    message = made[READERS.index(read)]
+    read(message)
+    for length in range(len(message.body)):
+        with pytest.raises(WireError, match="cannot be read"):
+            read(dataclasses.replace(message, body=message.body[:length]))
+
+
+def test_a_deep_body_is_refused() -> None:
+    for body in (b"\x91" * 100_000, b"\x81\xa1a" * 100_000):
+        with pytest.raises(WireError, match="cannot be read"):
+            messages.read_sample_request(Message(Kind.SAMPLE, Status.REQUEST, 1, (), body))
 
 
 def reply(*arrays: np.ndarray) -> Message:
@@ -130,18 +134,18 @@ def reply(*arrays: np.ndarray) -> Message:
 def test_samples_of_wrong_shape_are_refused() -> None:
     counts, src = np.array([1, 2], np.int32), np.arange(3)
     asked = [dataclasses.replace(PLAIN, nodes=NODES[:2])]
-    assert hop_messages.read_samples(reply(counts, src), asked)[0].src.tolist() == [0, 1, 2]
-    assert len(hop_messages.read_samples(reply(counts, src, counts, src), asked * 2)) == 2
+    assert messages.read_samples(reply(counts, src), asked)[0].src.tolist() == [0, 1, 2]
+    assert len(messages.read_samples(reply(counts, src, counts, src), asked * 2)) == 2
     wrong = [
         (counts,), (counts, src[:2]), (counts[:1], src), (counts, src, src), (counts, src * 1.0), (-counts, src),
         (counts.astype(np.int64), src), (counts, src.reshape(3, 1)), (counts.reshape(2, 1), src),
     ]  # fmt: skip
     for arrays in wrong:
         with pytest.raises(WireError):
-            hop_messages.read_samples(reply(*arrays), asked)
+            messages.read_samples(reply(*arrays), asked)
     for arrays in [(counts, src), (counts, src, src[:1]), (counts, src, src * 0.5)]:
         with pytest.raises(WireError):
-            hop_messages.read_samples(reply(*arrays), list(map(_with_edge, asked)))
+            messages.read_samples(reply(*arrays), list(map(_with_edge, asked)))
 
 
 def test_row_requests_round_trip() -> None:
@@ -175,23 +179,17 @@ def test_rows_of_wrong_shape_are_refused() -> None:
 
 def test_more_rows_than_an_answer_holds_are_refused() -> None:
     most = [RowRequest("a", NODES, ("x",))] * frames.MAX_ARRAYS
-    assert len(messages.read_gather_request(messages.gather_request(most))[0].attrs) == frames.MAX_ARRAYS
+    assert len(messages.read_gather_request(messages.gather_request(most))) == frames.MAX_ARRAYS
     with pytest.raises(WireError, match="4097 arrays requested"):
         messages.read_gather_request(messages.gather_request([*most, most[0]]))
-
-
-def test_a_name_with_a_line_break_is_refused() -> None:
-    with pytest.raises(WireError, match="has a line break"):
-        messages.gather_request([RowRequest("a", NODES, ("x\ny",))])
 
 
 def test_endpoints_requests_round_trip() -> None:
     back = messages.read_endpoints_request(sent(messages.endpoints_request(WRITES, NODES + 2**40)))
     assert flat(back) == flat((WRITES, NODES + 2**40))
-    with pytest.raises(WireError, match="not an edge type"):
+    with pytest.raises(WireError, match="cannot be read"):
         messages.read_endpoints_request(sent(messages.to_global_request("paper", NODES)))
-    ends = messages.endpoint_arrays((NODES, NODES + 2**40))
-    assert flat(messages.read_endpoints(reply(*ends), 4)) == flat((NODES, NODES + 2**40))
+    assert flat(messages.read_endpoints(reply(NODES, NODES + 2**40), 4)) == flat((NODES, NODES + 2**40))
     for arrays in ([NODES], [NODES, NODES[1:]], [NODES, NODES * 1.0], [NODES, NODES, NODES]):
         with pytest.raises(WireError):
             messages.read_endpoints(reply(*arrays), 4)
@@ -199,10 +197,10 @@ def test_endpoints_requests_round_trip() -> None:
 
 def test_has_edges_requests_round_trip() -> None:
     back = messages.read_has_edges_request(sent(messages.has_edges_request(WRITES, NODES, NODES + 2**40)))
-    assert flat(back) == flat((WRITES, NODES, NODES + 2**40))
+    assert flat((back.edge_type, back.src, back.dst)) == flat((WRITES, NODES, NODES + 2**40))
     with pytest.raises(WireError, match="4 sources, 3 targets"):
         messages.read_has_edges_request(sent(messages.has_edges_request(WRITES, NODES, NODES[1:])))
-    with pytest.raises(WireError, match="one record"):
+    with pytest.raises(WireError, match="cannot be read"):
         messages.read_has_edges_request(Message(Kind.HAS_EDGES, Status.REQUEST, 0))
     assert messages.read_found(reply(np.array([True, False])), 2).tolist() == [True, False]
     for array in (np.array([True]), np.array([1, 0]), np.array([[True], [True]])):

@@ -20,7 +20,7 @@ from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.service.handlers import Handlers, is_long
 from trainer.service.stream import PING, MessageReader
-from trainer.service.wire import batch_messages, hop_messages, messages
+from trainer.service.wire import batch_messages, messages
 from trainer.service.wire.frames import Kind, Message, Status, decode, encode
 from trainer.store.part_store import open_parts
 
@@ -110,14 +110,14 @@ def reader_of(request: Message) -> Callable[[Message], object]:
         work, _ = batch_messages.read_batch_request(request)
         return lambda reply: batch_messages.read_batch(reply, work)
     if request.kind == Kind.SAMPLE:
-        hops = hop_messages.read_sample_request(request)
-        return lambda reply: hop_messages.read_samples(reply, hops)
+        hops = messages.read_sample_request(request)
+        return lambda reply: messages.read_samples(reply, hops)
     if request.kind == Kind.GATHER:
         rows = messages.read_gather_request(request)
         return lambda reply: messages.read_rows(reply, rows)
     if request.kind == Kind.HAS_EDGES:
-        _, _, dst = messages.read_has_edges_request(request)
-        return lambda reply: messages.read_found(reply, len(dst))
+        pairs = messages.read_has_edges_request(request)
+        return lambda reply: messages.read_found(reply, len(pairs.dst))
     if request.kind == Kind.ENDPOINTS:
         _, edges = messages.read_endpoints_request(request)
         return lambda reply: messages.read_endpoints(reply, len(edges))

@@ -21,7 +21,7 @@ from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
 from trainer.sampler.types import HopRequest, HopSample, RowRequest
 from trainer.service.channel import Call, Channel
 from trainer.service.service_keys import ServiceKeys
-from trainer.service.wire import batch_messages, hop_messages, messages
+from trainer.service.wire import batch_messages, messages
 from trainer.service.wire.frames import Flag, Kind, Message, Status
 from trainer.service.wire.messages import FLAG_OF, ClientName, HelloInfo, ServerAddress, ServerStats, SharedSlice
 
@@ -167,7 +167,8 @@ class PendingReply(Generic[T]):
         if reply.kind == Kind.BATCH:
             self._channel.send(messages.acknowledgement(self._call.request_id))
         if reply.status != Status.OK or reply.kind != self._call.request.kind:
-            raise ServiceError(f"{self._client.name}: {kind} failed: {reply.text or reply.status.name}")
+            cause = reply.cause if reply.status == Status.ERROR else f"a reply of kind {reply.kind.name.lower()}"
+            raise ServiceError(f"{self._client.name}: {kind} failed: {cause}")
         try:
             return self._read(reply)
         except WireError as error:
@@ -231,7 +232,7 @@ class HostClient:
     def submit_sample(self, requests: Sequence[HopRequest]) -> PendingReply[list[HopSample]]:
         """Request sampled neighbours, all in one message. Ids in the replies are int32 if they fit."""
         return self._submit(
-            lambda: hop_messages.sample_request(requests), lambda reply: hop_messages.read_samples(reply, requests)
+            lambda: messages.sample_request(requests), lambda reply: messages.read_samples(reply, requests)
         )
 
     def submit_gather(self, requests: Sequence[RowRequest]) -> PendingRows:
@@ -264,7 +265,9 @@ class HostClient:
         return self._submit(lambda: Message(Kind.MANIFEST, Status.REQUEST, 0), messages.read_manifest_text)
 
     def submit_shared(self, asked: SharedSlice) -> PendingReply[Array]:
-        return self._submit(lambda: messages.shared_request(asked), lambda reply: messages.read_shared(reply, asked))
+        return self._submit(
+            lambda: messages.request(Kind.SHARED, asked), lambda reply: messages.read_shared(reply, asked)
+        )
 
     def submit_to_global(self, of: NodeType, orig_ids: Ids) -> PendingReply[Ids]:
         return self._submit(

@@ -19,7 +19,8 @@ from trainer.sampler.request_split import cut_request
 from trainer.sampler.settings import check_type, row_spec
 from trainer.sampler.subgraph_sampler import BatchWork, CountedAccess, SubgraphSampler
 from trainer.sampler.types import GraphAccess, HopRequest, HopSample, RowRequest, SampleSettings
-from trainer.service.wire import batch_messages, hop_messages, messages
+from trainer.service.wire import batch_messages, messages
+from trainer.service.wire.body import narrowed
 from trainer.service.wire.frames import Flag, Kind, Message
 from trainer.service.wire.messages import FormOf, HelloInfo, ServerAddress, ServerStats, SharedSlice, form_of
 from trainer.store.manifest import MANIFEST
@@ -212,7 +213,7 @@ class Handlers:
         self._sampler: SubgraphSampler | None = None
         self._short: dict[Kind, Callable[[Message], Message]] = {
             Kind.HELLO: self._hello,
-            Kind.STATS: lambda request: request.reply(text=messages.info_text(self._stats())),
+            Kind.STATS: lambda request: messages.reply_to(request, self._stats()),
             Kind.GATHER: self._gather,
             Kind.HAS_EDGES: lambda request: self._has_edges(self._graph, request),
             Kind.ENDPOINTS: lambda request: self._endpoints(self._graph, request),
@@ -260,11 +261,11 @@ class Handlers:
 
     def _hello(self, request: Message) -> Message:
         version, servers = self._topology()
-        return request.reply(text=messages.info_text(replace(self._info, version=version, servers=servers)))
+        return messages.reply_to(request, replace(self._info, version=version, servers=servers))
 
     def _sample(self, graph: GraphAccess, request: Message, is_open: Callable[[], bool]) -> Message:
         bounded = BoundedGraph(graph, self._graph, self._sample_limit, is_open)
-        return request.reply(hop_messages.sample_arrays(bounded.sample_hops(hop_messages.read_sample_request(request))))
+        return request.reply(messages.sample_arrays(bounded.sample_hops(messages.read_sample_request(request))))
 
     def _gather(self, request: Message) -> Message:
         asked = messages.read_gather_request(request)
@@ -280,13 +281,13 @@ class Handlers:
         return lambda of, name: specs(of)[name].travels_as(form) if name in specs(of) else form
 
     def _has_edges(self, graph: GraphAccess, request: Message) -> Message:
-        edge_type, src, dst = messages.read_has_edges_request(request)
-        if (size := _PAIR_BYTES * len(src)) > MAX_SAMPLE:
+        pairs = messages.read_has_edges_request(request)
+        if (size := _PAIR_BYTES * len(pairs.src)) > MAX_SAMPLE:
             raise ServiceError(
-                f"{len(src)} pairs take {size} bytes while they are looked up, over the limit of {MAX_SAMPLE}; ask for "
-                "fewer pairs at once"
+                f"{len(pairs.src)} pairs take {size} bytes while they are looked up, over the limit of {MAX_SAMPLE}; "
+                "ask for fewer pairs at once"
             )
-        return request.reply([graph.has_edges(edge_type, src, dst)])
+        return request.reply([graph.has_edges(pairs.edge_type, pairs.src, pairs.dst)])
 
     def _endpoints(self, graph: GraphAccess, request: Message) -> Message:
         edge_type, edges = messages.read_endpoints_request(request)
@@ -294,7 +295,7 @@ class Handlers:
             raise ServiceError(
                 f"the answer takes {size} bytes, over the limit of {self._limit}; ask for fewer edges at once"
             )
-        return request.reply(messages.endpoint_arrays(graph.endpoints(edge_type, edges)))
+        return request.reply([narrowed(ids) for ids in graph.endpoints(edge_type, edges)])
 
     def _manifest(self, request: Message) -> Message:
         path = self._graph.store.folder / MANIFEST

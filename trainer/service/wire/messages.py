@@ -1,18 +1,16 @@
-"""Encodes and decodes the requests and replies of the graph service, except those for sampled neighbours and batches.
+"""The requests and replies of the graph service, except those for whole batches: their types, and checks of both.
 
-Each array of rows has a *mark*, a byte that states whether and how the array was rounded, and its original dtype. Rows
-rounded to int8 are sent as two arrays: codes [n, …] and scales float32 [n, 1].
+A request is a value in the body of its message (``body.py``). Rows that are rounded carry a *mark*, which states how
+and from which dtype.
 """
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,21 +19,15 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError, WireError
 from trainer.core.remote_settings import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
-from trainer.sampler.types import RowRequest
-from trainer.service.wire.frames import (
-    MAX_ARRAY,
-    MAX_ARRAYS,
-    NONE,
-    Flag,
-    Kind,
-    Message,
-    Status,
-    TableReader,
-    TableWriter,
-    check_ids,
-    narrow_ids,
-    widen_ids,
-)
+from trainer.sampler.types import HopRequest, HopSample, RowRequest
+from trainer.service.wire.body import Body, check_ids, narrowed, pack, widened_ids
+from trainer.service.wire.frames import MAX_ARRAY, MAX_ARRAYS, Flag, Kind, Message, Status
+
+MAX_ROWS = 1 << 25  #: nodes, excluded edges and allowed sources of all sample requests of a message
+
+_MAX_FANOUT = (1 << 31) - 1  # counts are int32
+
+_MAX_SLOT = 1 << 62
 
 _F2, _F4, _F8 = map(np.dtype, ("<f2", "<f4", "<f8"))
 
@@ -54,33 +46,39 @@ def form_of(flags: Flag) -> WireRows:
     return "int8" if flags & Flag.INT8 else "float16" if flags & Flag.FLOAT16 else "stored"
 
 
-def rounded(name: str, rows: Array, form: WireRows) -> tuple[int, list[Array]]:
-    """Round an attribute's rows to ``form``. Returns the mark of the rows, and the arrays to send.
+class Column(msgspec.Struct, frozen=True, array_like=True):
+    """An attribute's rows as they are sent."""
 
-    The mark is a byte that states the original dtype, and whether and how the rows were rounded.
+    mark: int  #: index into ``_MARKS``: the original dtype, and whether and how the rows were rounded
+    array: Array  #: [n, …]
+    scales: Array | None = None  #: float32 [n, 1] of rows rounded to int8
 
-    Raises ``DataError`` for rows that ``form`` cannot represent.
-    """
+
+def rounded(name: str, rows: Array, form: WireRows) -> Column:
+    """Round an attribute's rows to ``form``. Raises ``DataError`` for rows that ``form`` cannot represent."""
     if not rounding.rounds(name, rows.dtype, rows.shape, form):
-        return 0, [rows]
+        return Column(0, rows)
     try:
         arrays = [rounding.to_float16(rows)] if form == "float16" else list(rounding.to_int8(rows))
     except DataError as error:
         raise DataError(f"rows of {name} cannot be sent as {form}: {error}; use --wire-rows stored") from None
-    return _MARK_OF[form, rows.dtype], arrays
+    return Column(_MARK_OF[form, rows.dtype], *arrays)
 
 
-def restored(mark: int, arrays: Iterator[Array]) -> Array:
-    """Return an attribute's rows, given their mark and the arrays that ``rounded`` made.
+def restored(column: Column, used: set[int]) -> Array:
+    """Return an attribute's rows, as they were before ``rounded``.
 
-    Takes one or two arrays from ``arrays``. Raises ``WireError`` for invalid marks or arrays.
+    ``used``: ids of the arrays of this message that were restored; each may be restored once, or a small message could
+    take much memory. Raises ``WireError`` for invalid marks or arrays.
     """
-    if not 0 <= mark < len(_MARKS):
-        raise WireError(f"rows have the unknown mark {mark}; marks go from 0 to {len(_MARKS) - 1}")
-    form, dtype = _MARKS[mark]
-    sent = _next(arrays)
-    if mark == 0:
+    if not 0 <= column.mark < len(_MARKS):
+        raise WireError(f"rows have the unknown mark {column.mark}; marks go from 0 to {len(_MARKS) - 1}")
+    (form, dtype), sent = _MARKS[column.mark], column.array
+    if column.mark == 0:
         return sent
+    if id(sent) in used:
+        raise WireError("two attributes refer to the same array of rounded rows")
+    used.add(id(sent))
     if sent.ndim < 2 or sent.dtype != form or sent.size * dtype.itemsize > MAX_ARRAY:
         raise WireError(
             f"the reply has rows of dtype {sent.dtype} and shape {sent.shape}, expected {form} rows with at least 2 "
@@ -88,19 +86,10 @@ def restored(mark: int, arrays: Iterator[Array]) -> Array:
         )
     if form == "float16":
         return rounding.from_float16(sent, dtype)
-    scales = _next(arrays)
-    if scales.dtype != _F4 or scales.shape != (len(sent), 1) or not np.isfinite(scales).all():
-        raise WireError(
-            f"the scales are {scales.dtype} {scales.shape}, expected a finite float32 for each of {len(sent)} rows"
-        )
+    scales = column.scales
+    if scales is None or scales.dtype != _F4 or scales.shape != (len(sent), 1) or not np.isfinite(scales).all():
+        raise WireError(f"int8 rows have no finite float32 scale for each of {len(sent)} rows")
     return rounding.from_int8(sent, scales, dtype)
-
-
-def _next(arrays: Iterator[Array]) -> Array:
-    found = next(arrays, None)
-    if found is None:
-        raise WireError("the reply has fewer arrays than marks")
-    return found
 
 
 @dataclass(frozen=True)
@@ -111,17 +100,6 @@ class ServerAddress:
     endpoint: str  #: tcp://address:port
     parts: tuple[int, ...]
 
-
-_ROW_RECORD = struct.Struct("<iii")  # type, ids, attribute
-
-_PAIR_RECORD = struct.Struct("<iii")  # edge type, sources, targets
-
-
-_SHARED_RECORD = struct.Struct("<iiqq")  # node type, name, first row, number of rows
-
-_IDS_RECORD = struct.Struct("<ii")  # node type or edge type, ids
-
-_MAX_SLOT = 1 << 62
 
 FormOf = Callable[[AnyType, str], WireRows]  #: the form in which rows of an attribute are sent
 
@@ -167,24 +145,103 @@ class ServerStats:
     seconds: Mapping[str, float]  #: time in handlers per kind, summed over threads
 
 
+class Pairs(msgspec.Struct, frozen=True):
+    """A request whether the edges ``src[i]`` -> ``dst[i]`` exist."""
+
+    edge_type: EdgeType
+    src: Ids
+    dst: Ids
+
+
+_SAMPLE, _GATHER, _PAIRS = (
+    Body[list[HopRequest]](list[HopRequest]),
+    Body[list[RowRequest]](list[RowRequest]),
+    Body[Pairs](Pairs),
+)
+
+_ENDPOINTS, _TO_GLOBAL = (
+    Body[tuple[EdgeType, Ids]](tuple[EdgeType, Ids]),
+    Body[tuple[NodeType, Ids]](tuple[NodeType, Ids]),
+)
+
+_SHARED, _HELLO, _STATS = Body[SharedSlice](SharedSlice), Body[HelloInfo](HelloInfo), Body[ServerStats](ServerStats)
+
+_ROWS = Body[list[dict[str, Column]]](list[dict[str, Column]])
+
+
+def request(kind: Kind, value: Any) -> Message:
+    """Encode a request. The channel sets its id."""
+    arrays, body = pack(value)
+    return Message(kind, Status.REQUEST, 0, tuple(arrays), body)
+
+
+def reply_to(message: Message, value: Any) -> Message:
+    return message.reply(*pack(value))
+
+
+def sample_request(requests: Sequence[HopRequest]) -> Message:
+    return request(Kind.SAMPLE, requests)
+
+
+def read_sample_request(message: Message) -> list[HopRequest]:
+    """Decode the requests in a message. Raises ``WireError`` if one is invalid."""
+    requests, rows = _SAMPLE.read(message), 0
+    for one in requests:
+        if not -1 <= one.fanout <= _MAX_FANOUT or one.shuffle < 0 or not 0 <= one.key < 1 << 64:
+            raise WireError(f"a request has invalid values: fanout {one.fanout}, shuffle {one.shuffle}, key {one.key}")
+        times = None if one.bound is None else one.bound.times
+        lengths = {len(ids) for ids in (one.nodes, one.trees, times) if ids is not None}
+        if len(lengths) > 1 or (one.exclude is not None and len(one.exclude[0]) != len(one.exclude[1])):
+            raise WireError("the arrays of a request have different lengths")
+        if one.sources is not None and np.any(one.sources[1:] < one.sources[:-1]):
+            raise WireError("the allowed sources of a request are not in ascending order")
+        rows += sum(len(ids) for ids in (one.nodes, one.exclude and one.exclude[0], one.sources) if ids is not None)
+        if rows > MAX_ROWS:  # many requests may refer to the same array
+            raise WireError(f"the requests have more than {MAX_ROWS} nodes and excluded edges; ask for fewer at once")
+    if sum(2 + one.with_edge for one in requests) > MAX_ARRAYS:
+        raise WireError(f"a reply to {len(requests)} requests would have more than {MAX_ARRAYS} arrays")
+    return requests
+
+
+def sample_arrays(samples: Sequence[HopSample]) -> list[Array]:
+    """Return the reply to sample requests: for each in turn the arrays counts, sources and, if requested, edge ids."""
+    arrays: list[Array] = []
+    for sample in samples:
+        arrays += sample.counts, narrowed(sample.src)
+        if sample.edge is not None:
+            arrays.append(narrowed(sample.edge))
+    return arrays
+
+
+def read_samples(message: Message, requests: Sequence[HopRequest]) -> list[HopSample]:
+    """Decode the reply to ``requests``. Raises ``WireError`` if the reply does not fit the requests."""
+    if len(message.arrays) != sum(2 + one.with_edge for one in requests):
+        raise WireError(f"the reply has {len(message.arrays)} arrays for {len(requests)} requests")
+    arrays, samples = iter(message.arrays), []
+    for one in requests:
+        sample = HopSample(next(arrays), next(arrays), next(arrays) if one.with_edge else None)
+        counts, num_nodes = sample.counts, len(one.nodes)
+        if counts.dtype != np.int32 or counts.shape != (num_nodes,) or (num_nodes and counts.min() < 0):
+            raise WireError(
+                f"the reply has counts of dtype {counts.dtype} and shape {counts.shape} for {num_nodes} nodes"
+            )
+        total = counts.sum(dtype=np.int64)
+        for ids in (sample.src, sample.edge):
+            if ids is not None and len(check_ids(ids)) != total:
+                raise WireError(f"the reply has {len(ids)} neighbours, but its counts add up to {total}")
+        samples.append(sample)
+    return samples
+
+
 def gather_request(requests: Sequence[RowRequest]) -> Message:
-    table = TableWriter()
-    records = [
-        _ROW_RECORD.pack(table.type(request.of), table.ids(request.ids), table.name(name))
-        for request in requests
-        for name in request.attrs
-    ]
-    return table.message(Kind.GATHER, b"".join(records))
+    return request(Kind.GATHER, requests)
 
 
 def read_gather_request(message: Message) -> list[RowRequest]:
     """Decode requests for attributes. Raises ``WireError``."""
-    if len(message.records) > MAX_ARRAYS * _ROW_RECORD.size:
-        raise WireError(f"{len(message.records) // _ROW_RECORD.size} arrays requested; the limit is {MAX_ARRAYS}")
-    table, requests = TableReader(message), []
-    for (of, ids), records in groupby(table.records(_ROW_RECORD), key=lambda record: record[:2]):
-        names = tuple(table.name(place) for _, _, place in records)
-        requests.append(RowRequest(table.type(of), table.ids(ids), names))
+    requests = _GATHER.read(message)
+    if (number := sum(len(one.attrs) for one in requests)) > MAX_ARRAYS:
+        raise WireError(f"{number} arrays requested; the limit is {MAX_ARRAYS}")
     return requests
 
 
@@ -193,18 +250,11 @@ def rows_reply(
 ) -> Message:  # fmt: skip
     """Encode the reply to a request for attributes.
 
-    If any array is rounded, the records of the reply are the marks of all arrays. A mark states how its array was
-    rounded.
-
     Raises ``DataError`` for rows that cannot be rounded to the requested form.
     """
-    columns = [
-        rounded(name, np.asarray(found[name]), form_of(request.of, name))
-        for request, found in zip(requests, rows, strict=True)
-        for name in request.attrs
-    ]
-    marks = bytes(mark for mark, _ in columns)
-    return message.reply([array for _, arrays in columns for array in arrays], records=marks if any(marks) else b"")
+    pairs = zip(requests, rows, strict=True)
+    columns = [{a: rounded(a, np.asarray(found[a]), form_of(one.of, a)) for a in one.attrs} for one, found in pairs]
+    return reply_to(message, columns)
 
 
 def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str, Array]]:
@@ -212,41 +262,27 @@ def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str
 
     Raises ``WireError`` unless each requested attribute has one row per id.
     """
-    number = sum(len(request.attrs) for request in requests)
-    marks, arrays = iter(message.records or bytes(number)), iter(message.arrays)
-    if len(message.records) not in (0, number):
-        raise WireError(
-            f"the reply has {len(message.records)} marks for the attributes {[request.attrs for request in requests]}"
-        )
-    rows = [{name: restored(next(marks), arrays) for name in request.attrs} for request in requests]
-    if next(arrays, None) is not None:
-        raise WireError(
-            f"the reply has {len(message.arrays)} arrays for the attributes {[request.attrs for request in requests]}"
-        )
-    for request, columns in zip(requests, rows, strict=True):
+    sent, used = _ROWS.read(message), set[int]()
+    if [list(columns) for columns in sent] != [list(dict.fromkeys(one.attrs)) for one in requests]:
+        raise WireError(f"the reply does not have the attributes {[one.attrs for one in requests]}")
+    rows = [{name: restored(column, used) for name, column in columns.items()} for columns in sent]
+    for one, columns in zip(requests, rows, strict=True):
         for name, array in columns.items():
-            if array.shape[:1] != (len(request.ids),):
-                raise WireError(f"attribute {name} has shape {array.shape}, expected {len(request.ids)} rows")
+            if array.shape[:1] != (len(one.ids),):
+                raise WireError(f"attribute {name} has shape {array.shape}, expected {len(one.ids)} rows")
     return rows
 
 
 def has_edges_request(edge_type: EdgeType, src: Ids, dst: Ids) -> Message:
-    table = TableWriter()
-    return table.message(Kind.HAS_EDGES, _PAIR_RECORD.pack(table.type(edge_type), table.ids(src), table.ids(dst)))
+    return request(Kind.HAS_EDGES, Pairs(edge_type, src, dst))
 
 
-def read_has_edges_request(message: Message) -> tuple[EdgeType, Ids, Ids]:
-    """Decode the request of ``has_edges_request``: edge type, sources and targets.
-
-    Raises ``WireError`` for an invalid request.
-    """
-    table = TableReader(message)
-    of, src, dst = _only(table.records(_PAIR_RECORD))
-    if len(table.ids(src)) != len(table.ids(dst)):
-        raise WireError(
-            f"the request has {len(table.ids(src))} sources, {len(table.ids(dst))} targets; expected equal numbers"
-        )
-    return table.edge_type(of), table.ids(src), table.ids(dst)
+def read_has_edges_request(message: Message) -> Pairs:
+    """Decode the request of ``has_edges_request``. Raises ``WireError`` for an invalid request."""
+    pairs = _PAIRS.read(message)
+    if len(pairs.src) != len(pairs.dst):
+        raise WireError(f"the request has {len(pairs.src)} sources, {len(pairs.dst)} targets; expected equal numbers")
+    return pairs
 
 
 def read_found(message: Message, count: int) -> npt.NDArray[np.bool_]:
@@ -260,26 +296,19 @@ def read_found(message: Message, count: int) -> npt.NDArray[np.bool_]:
 
 
 def endpoints_request(edge_type: EdgeType, edges: Ids) -> Message:
-    table = TableWriter()
-    return table.message(Kind.ENDPOINTS, _IDS_RECORD.pack(table.type(edge_type), table.ids(edges)))
+    return request(Kind.ENDPOINTS, (edge_type, edges))
 
 
 def read_endpoints_request(message: Message) -> tuple[EdgeType, Ids]:
     """Decode edge type and original edge ids of ``endpoints_request``. Raises ``WireError``."""
-    table = TableReader(message)
-    of, edges = _only(table.records(_IDS_RECORD))
-    return table.edge_type(of), table.ids(edges)
-
-
-def endpoint_arrays(ends: tuple[Ids, Ids]) -> list[Array]:
-    return [narrow_ids(nodes) for nodes in ends]
+    return _ENDPOINTS.read(message)
 
 
 def read_endpoints(message: Message, count: int) -> tuple[Ids, Ids]:
     """Decode the sources and targets of ``count`` edges, int64. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 2 or any(check_ids(ids).shape != (count,) for ids in message.arrays):
         raise WireError(f"the reply has arrays of shapes {[array.shape for array in message.arrays]} for {count} edges")
-    src, dst = map(widen_ids, message.arrays)
+    src, dst = map(widened_ids, message.arrays)
     return src, dst
 
 
@@ -290,19 +319,12 @@ def read_manifest_text(message: Message) -> bytes:
     return message.arrays[0].tobytes()
 
 
-def shared_request(asked: SharedSlice) -> Message:
-    table = TableWriter()
-    of = NONE if asked.of is None else table.type(asked.of)
-    return table.message(Kind.SHARED, _SHARED_RECORD.pack(of, table.name(asked.name), asked.first, asked.count))
-
-
 def read_shared_request(message: Message) -> SharedSlice:
     """Decode a request for rows of a ``SharedSlice``. Raises ``WireError``."""
-    table = TableReader(message)
-    of, name, first, count = _only(table.records(_SHARED_RECORD))
-    if not 0 <= first <= _MAX_SLOT or not 0 <= count <= _MAX_SLOT:
-        raise WireError(f"the request asks for an invalid range of rows, {first} to {first + count}")
-    return SharedSlice(None if of == NONE else table.node_type(of), table.name(name), first, count)
+    asked = _SHARED.read(message)
+    if not 0 <= asked.first <= _MAX_SLOT or not 0 <= asked.count <= _MAX_SLOT:
+        raise WireError(f"the request asks for an invalid range of rows, {asked.first} to {asked.first + asked.count}")
+    return asked
 
 
 def read_shared(message: Message, asked: SharedSlice) -> Array:
@@ -314,22 +336,19 @@ def read_shared(message: Message, asked: SharedSlice) -> Array:
 
 
 def to_global_request(of: NodeType, orig_ids: Ids) -> Message:
-    table = TableWriter()
-    return table.message(Kind.TO_GLOBAL, _IDS_RECORD.pack(table.type(of), table.ids(orig_ids)))
+    return request(Kind.TO_GLOBAL, (of, orig_ids))
 
 
 def read_to_global_request(message: Message) -> tuple[NodeType, Ids]:
     """Decode a request for global ids: node type and original ids. Raises ``WireError``."""
-    table = TableReader(message)
-    of, ids = _only(table.records(_IDS_RECORD))
-    return table.node_type(of), table.ids(ids)
+    return _TO_GLOBAL.read(message)
 
 
 def read_ids(message: Message, count: int) -> Ids:
     """Decode a reply of ``count`` ids, int64. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 1 or message.arrays[0].shape != (count,):
         raise WireError(f"the reply has arrays of shapes {[array.shape for array in message.arrays]} for {count} ids")
-    return widen_ids(message.arrays[0])
+    return widened_ids(message.arrays[0])
 
 
 def acknowledgement(request_id: int) -> Message:
@@ -342,50 +361,11 @@ def alive() -> Message:
     return Message(Kind.ALIVE, Status.OK, 0)
 
 
-def _only(records: Iterator[tuple[Any, ...]]) -> tuple[Any, ...]:
-    first = next(records, None)
-    if first is None or next(records, None) is not None:
-        raise WireError("the message does not have exactly one record")
-    return first
-
-
-def info_text(info: HelloInfo | ServerStats) -> str:
-    return json.dumps(asdict(info))
-
-
 def read_hello(message: Message) -> HelloInfo:
-    fields = _json_object(message)
-    try:
-        parts = tuple(int(part) for part in fields["part_ids"])
-        return HelloInfo(
-            node_rank=int(fields["node_rank"]),
-            host=str(fields["host"]),
-            part_ids=parts,
-            manifest_digest=str(fields["manifest_digest"]),
-            version=int(fields["version"]),
-            servers=tuple(map(_address, fields["servers"])),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise WireError(f"an invalid reply to hello: {error!r}") from None
-
-
-def _address(raw: Mapping[str, Any]) -> ServerAddress:
-    name, host, endpoint = (str(raw[key]) for key in ("name", "host", "endpoint"))
-    return ServerAddress(name, int(raw["node_rank"]), host, endpoint, tuple(map(int, raw["parts"])))
+    """Raises ``WireError`` for any other reply."""
+    return _HELLO.read(message)
 
 
 def read_stats(message: Message) -> ServerStats:
-    try:
-        return ServerStats(**_json_object(message))
-    except TypeError as error:
-        raise WireError(f"an invalid reply to stats: {error}") from None
-
-
-def _json_object(message: Message) -> dict[str, Any]:
-    try:
-        value = json.loads(message.text)
-    except ValueError as error:
-        raise WireError(f"the text of the reply is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise WireError("the text of the reply is not a JSON object")
-    return value
+    """Raises ``WireError`` for any other reply."""
+    return _STATS.read(message)

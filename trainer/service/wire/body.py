@@ -7,8 +7,6 @@ array again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
@@ -92,23 +90,16 @@ def _decoded(kind: Any, place: Any) -> Array:
     return array
 
 
-@contextmanager
-def _arrays(beside: _Written | _Read) -> Iterator[None]:
-    _beside.arrays = beside
-    try:
-        yield
-    finally:
-        del _beside.arrays
-
-
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
 
 
 def pack(value: Any) -> tuple[list[Array], bytes]:
     """Return the arrays and the body of a message. An array that occurs several times is sent once."""
-    written = _Written()
-    with _arrays(written):
+    _beside.arrays = written = _Written()
+    try:
         body = _encoder.encode(value)
+    finally:
+        del _beside.arrays
     return written.arrays, body
 
 
@@ -120,8 +111,10 @@ class Body(Generic[T]):
 
     def read(self, message: Message) -> T:
         """Raises ``WireError`` if the body is not a value of the type, or refers to arrays that do not fit it."""
-        with _arrays(_Read(message.arrays)):
-            try:
-                return self._decoder.decode(message.body)
-            except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValueError: a text that is not UTF-8
-                raise WireError(f"the body of the message cannot be read: {error}") from None
+        _beside.arrays = _Read(message.arrays)
+        try:
+            return self._decoder.decode(message.body)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValueError: a text that is not UTF-8
+            raise WireError(f"the body of the message cannot be read: {error}") from None
+        finally:
+            del _beside.arrays  # it refers to the arrays

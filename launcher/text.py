@@ -120,7 +120,7 @@ class PlainConsole(Console):
         if soft_wrap and self.is_terminal and len(objects) == 1 and isinstance(objects[0], str | Text):
             given = objects[0]
             text = self.render_str(given, markup=options.get("markup")) if isinstance(given, str) else given
-            lines = [piece for line in text.split("\n", allow_blank=True) for piece in _between_words(line, self.width)]
+            lines = [piece for line in text.split("\n", allow_blank=True) for piece in between_words(line, self.width)]
             objects = (Text("\n").join(lines),)
         super().print(*objects, soft_wrap=soft_wrap, **options)
 
@@ -135,7 +135,7 @@ class PlainConsole(Console):
 _LABELLED = re.compile(r" +\S+ {2,}(?=\S)")  # "  note        the parts will be made …"
 
 
-def _between_words(line: Text, width: int) -> Iterator[Text]:
+def between_words(line: Text, width: int) -> Iterator[Text]:
     """Break a line between its words; further lines of a text behind a label begin below that text."""
     label = _LABELLED.match(line.plain)
     start = label.end() if label else 0
@@ -163,6 +163,11 @@ def console_for(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     bounded = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return PlainConsole(stderr=stderr, highlight=False, width=None if bounded else UNBOUNDED)
+
+
+def say(text: str, style: str = "", *, stderr: bool = True) -> None:
+    """Print a message to stderr or stdout; on a terminal its lines are broken between words."""
+    console_for(stderr=stderr).print(Text(text, style), soft_wrap=True)
 
 
 OWN_VENV = "~/gnnfleet-venv"  #: default folder of a new virtual environment on a node

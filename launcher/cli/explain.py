@@ -6,6 +6,7 @@ import click
 
 from launcher.cli.options import examples
 from launcher.errors import UsageError
+from launcher.text import say
 
 
 @click.command(epilog=examples("explain host-key-unknown", "explain disk"))
@@ -20,12 +21,12 @@ def explain(words: tuple[str, ...]) -> None:
 
     if not words:
         for section in sections():
-            click.echo(f"{section.title}: {', '.join(entry.code for entry in section.entries)}")
+            say(f"{section.title}: {', '.join(entry.code for entry in section.entries)}", stderr=False)
         return
     found = search(" ".join(words))
     if not found:
         raise UsageError(f"no explanation has {' '.join(words)!r}; `gnnfleet explain` lists all codes")
     if len(found) > 5:
-        click.echo(f"{len(found)} explanations: {', '.join(entry.code for entry in found)}")
+        say(f"{len(found)} explanations: {', '.join(entry.code for entry in found)}", stderr=False)
         return
-    click.echo("\n\n".join(map(as_text, found)))
+    say("\n\n".join(map(as_text, found)), stderr=False)

@@ -12,6 +12,7 @@ import click
 from launcher.cli.launch_compat import options_of
 from launcher.cli.options import GroupedOptions, examples
 from launcher.errors import UsageError
+from launcher.text import say
 
 if TYPE_CHECKING:
     from launcher.export.placed_plan import ExportRequest
@@ -129,9 +130,9 @@ def _write(text: str, secret: str, notes: Sequence[str], output: Path | None, fo
                 raise UsageError(f"{path} exists already; choose another name, or give --force")
         for path, content in files.items():
             write_whole(path, content, private=path != output)
-        click.echo(f"wrote {', '.join(map(str, files))}", err=True)
+        say(f"wrote {', '.join(map(str, files))}")
     for note in notes:
-        click.secho(f"note: {note}", fg="yellow", err=True)
+        say(f"note: {note}", "yellow")
 
 
 def export_command(config_options: Callable[[click.Command], click.Command]) -> click.Command:

@@ -12,6 +12,7 @@ import click
 from launcher.cli.completion import host_names, template_names
 from launcher.cli.options import GroupedOptions, console_of, program_name
 from launcher.errors import UsageError
+from launcher.text import say
 
 if TYPE_CHECKING:
     from launcher.init.request import InitRequest
@@ -143,7 +144,7 @@ def _list(as_json: bool) -> None:
         return
     width = max(len(one.name) for one in found)
     for one in found:
-        click.echo(f"{one.name:<{width}}  {one.about}")
+        say(f"  {one.name:<{width}}  {one.about}", stderr=False)
 
 
 def _copy(name: str, dest: Path, force: bool, ask: bool) -> None:
@@ -154,4 +155,4 @@ def _copy(name: str, dest: Path, force: bool, ask: bool) -> None:
     template = named(name)
     check_writable(dest, force, ask)
     write_whole(dest, copy_of(template, dest))
-    click.echo(f"Wrote {dest}: {template.about}.\nIts first lines explain what to change and how to launch it.")
+    say(f"Wrote {dest}: {template.about}.\nIts first lines explain what to change and how to launch it.", stderr=False)

@@ -16,6 +16,7 @@ from launcher.config.importers.base import NODES_ONLY, Flags
 from launcher.config.importers.pyg_command import Remote, parse_remote
 from launcher.errors import UsageError
 from launcher.run.options import TRAINER_ONLY, LaunchOptions, overrides_of
+from launcher.text import say
 
 
 def options_of(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
@@ -184,7 +185,7 @@ def _import(ctx: click.Context, file: Path | None, output: Path | None, force: b
     from launcher.files import write_whole
 
     write_whole(output, text)
-    click.echo(f"{output} written; next: gnnfleet check --config {output}", err=True)
+    say(f"{output} written; next: gnnfleet check --config {output}")
 
 
 def import_command(config_options: Callable[[click.Command], click.Command]) -> click.Command:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -37,6 +38,7 @@ from launcher.cli.partition_store import STORE_COMMANDS
 from launcher.cli.rehearse import rehearse_command
 from launcher.errors import ConfigError, FleetError, Interrupted, PreflightRefused, UsageError
 from launcher.run.options import LaunchOptions, choose_run_id, read_config
+from launcher.text import say
 
 _EPILOG = """\b
 Examples:
@@ -325,16 +327,18 @@ def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
-        error.show()
+        written = io.StringIO()  # click folds nothing but its usage line
+        error.show(written)
+        say(written.getvalue().rstrip("\n"))
         return _json_error(words, error.format_message(), 2)
     except Interrupted as error:
-        click.secho(str(error), fg="yellow", err=True)
+        say(str(error), "yellow")
         return _json_error(words, str(error), error.exit_status)
     except FleetError as error:
         explains_itself = isinstance(error, (UsageError, ConfigError, PreflightRefused))
         return _show_error(words, str(error), error.exit_status, "" if explains_itself else hint(str(error)))
     except (KeyboardInterrupt, click.Abort):
-        click.secho("interrupted", fg="yellow", err=True)
+        say("interrupted", "yellow")
         return 130
     except BrokenPipeError:  # the reader of stdout, as `| head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

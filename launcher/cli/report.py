@@ -9,6 +9,7 @@ import click
 
 from launcher.cli.completion import run_ids
 from launcher.cli.options import RUN, GroupedOptions, console_of, echo_json, examples, with_options
+from launcher.text import say
 
 if TYPE_CHECKING:
     from launcher.manage.node_views import OpenRun
@@ -67,7 +68,7 @@ def _write(run: OpenRun, folder: Path, output: Path | None, runs_dirs: list[Path
     if not known_without_nodes(run.found):
         collected = collect_run(run, folder)
         for text in filter(None, (collected.message, *collected.notes)):
-            click.secho(text, fg="yellow", err=True)
+            say(text, "yellow")
     click.echo(str(write_html(folder, output, runs_dirs=runs_dirs)))
 
 

@@ -26,6 +26,7 @@ from launcher.cli.options import (
     with_options,
 )
 from launcher.run.options import LaunchOptions, overrides_of, read_config
+from launcher.text import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,7 +92,7 @@ def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **va
         follows = follows and not showlogs.all_collected(run.found)
         missing = (showlogs.follow_logs if follows else showlogs.print_logs)(run, wanted, printer)
     for line in showlogs.missing_words(missing, plan):
-        click.secho(line, fg="yellow", err=True)
+        say(line, "yellow")
     ctx.exit(1 if missing else 0)
 
 
@@ -117,7 +118,7 @@ def profile(ctx: click.Context, **values: Any) -> None:
         result = run.found.result
         print_profile(found, console, ended=result is not None and result["state"] != "detached")
     for line in missing_words(missing, run.found.needed_plan):
-        click.secho(line, fg="yellow", err=True)
+        say(line, "yellow")
     ctx.exit(1 if missing else 0)
 
 

@@ -30,6 +30,7 @@ from launcher.cli.options import (
 from launcher.errors import ConfigError
 from launcher.report.run_folder import known_here
 from launcher.run.options import LaunchOptions, read_config
+from launcher.text import say
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -222,8 +223,8 @@ def key(ctx: click.Context, output: Path, person: str | None, **values: Any) -> 
     with _open(values, lambda found: False) as run:
         made = make_key(run, output, person)
     for text in made.notes:
-        click.secho(f"note: {text}", fg="yellow", err=True)
-    click.echo(made.message)
+        say(f"note: {text}", "yellow")
+    say(made.message, stderr=False)
 
 
 def _open(values: dict[str, Any], offline: Callable[[FoundRun], bool]) -> AbstractContextManager[OpenRun]:

@@ -16,7 +16,7 @@ from launcher.init.choose import shared_environments
 from launcher.init.discover import Discovery
 from launcher.init.request import InitRequest, config_of, dataset_of, split_hosts
 from launcher.preflight.finding import login_words
-from launcher.text import OWN_VENV, count
+from launcher.text import OWN_VENV, count, say
 
 _MAX_LOGINS = 3  #: login commands in one message
 
@@ -122,4 +122,4 @@ def _ask(question: str, read: Callable[[str], T], default: str = "") -> T:
         try:
             return read(answer)
         except UsageError as error:
-            click.secho(str(error), fg="red", err=True)
+            say(str(error), "red")

@@ -25,6 +25,7 @@ from launcher.report.html.render import figure, render, render_main
 from launcher.report.html.sections import report_page
 from launcher.report.run_folder import read_result
 from launcher.report.verdict import known_without_nodes
+from launcher.text import say
 
 HOST = "127.0.0.1"
 
@@ -106,7 +107,7 @@ def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_di
     server = ReportServer(_rendered(folder, runs_dirs), port or 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     click.echo(f"report of {run.found.run_id}: {server.url}")
-    click.echo("the run has ended; " * over + "Ctrl-C ends the report, not the run", err=True)
+    say("the run has ended; " * over + "Ctrl-C ends the report, not the run")
     pause = threading.Event()
     try:
         while not pause.wait(EVERY):
@@ -114,7 +115,7 @@ def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_di
                 over = _update(run, folder)
                 server.shown = _rendered(folder, runs_dirs)
                 if over:
-                    click.echo("the run has ended; the report is served until Ctrl-C", err=True)
+                    say("the run has ended; the report is served until Ctrl-C")
     except KeyboardInterrupt:
         click.echo(err=True)
     finally:
@@ -129,7 +130,7 @@ def _update(run: OpenRun, folder: Path) -> bool:
     try:
         return collect_run(run, folder).report is not None
     except FleetError as error:
-        click.secho(str(error), fg="yellow", err=True)
+        say(str(error), "yellow")
         return False
 
 

@@ -141,10 +141,10 @@ def as_text(entry: Explanation) -> str:
     return "\n".join(
         (
             entry.code,
-            *(f"  message: {message}" for message in entry.messages[:5]),
+            *(f"  message:  {message}" for message in entry.messages[:5]),
             *([f"  ({len(entry.messages) - 5} more messages)"] if len(entry.messages) > 5 else []),
-            *([f"  cause:   {entry.cause}"] if entry.cause else []),
-            f"  fix:     {entry.fix}",
+            *([f"  cause:    {entry.cause}"] if entry.cause else []),
+            f"  fix:      {entry.fix}",
         )
     )
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from launcher.report.device_use import DeviceUse, together
 from launcher.run.live_state import OLD_HEARTBEAT, Board, NodeRow, RankRow, mean
-from launcher.text import spans
+from launcher.text import between_words, spans
 
 _GAP = "  "
 
@@ -72,10 +72,12 @@ _COLUMNS = (
 
 def render(board: Board, width: int, height: int, now: float, question: Sequence[str] = ()) -> list[Text]:
     """Render the board in at most ``height`` lines of ``width`` columns; ``now`` in monotonic seconds."""
+    head = list(between_words(Text(header(board, now), "bold"), width))
     below = [Text(f"! {text}", "yellow") for text in board.findings[-_FINDINGS:]]
-    below += [Text(text, "bold") for text in question]
-    room = max(1, height - 2 - len(below))
-    lines = [Text(header(board, now), "bold"), *_table(*_lines(board, now, room), width), *below]
+    below = [line for text in below for line in between_words(text, width)]
+    below += [line for text in question for line in between_words(Text(text, "bold"), width)]
+    room = max(1, height - 1 - len(head) - len(below))
+    lines = [*head, *_table(*_lines(board, now, room), width), *below]
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
         line.truncate(width, overflow="ellipsis")

@@ -121,7 +121,7 @@ def test_in_a_short_terminal_nodes_with_problems_come_first() -> None:
 )
 def test_narrow_terminals_drop_columns(width: int, kept: str) -> None:
     lines = shown(board_of(2, 2), width)
-    assert lines[1].split() == kept.split()
+    assert lines[-5].split() == kept.split()
     assert max(map(len, lines)) <= width
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from launcher.report import run_history
 from launcher.report.run_folder import FoundRun
 from launcher.report.run_history import Entry
 from launcher.report.verdict import NodeView, Verdict, judge
-from launcher.text import PlainConsole
+from launcher.run.live_state import Board
+from launcher.run.live_table import render
+from launcher.text import PlainConsole, printable
 from run_kit import make_launch, make_node
 
 STEP = {"epoch": 12, "step": 1233, "steps": 40000, "loss": 0.51234, "seeds_per_s": 123456.0, "remote_share": 0.25}
@@ -152,3 +155,48 @@ def test_a_labelled_line_goes_on_below_its_text() -> None:
     console = PlainConsole(file=out, width=40, force_terminal=True, color_system=None, highlight=False)
     console.print(Text("  note    the parts will be made at launch, in /a/folder"), soft_wrap=True)
     assert out.getvalue().splitlines() == ["  note    the parts will be made at", "          launch, in /a/folder"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("width", (40, 60, 80, 100))
+@pytest.mark.parametrize(
+    "words",
+    (
+        ("--epoch", "3"),
+        ("launch", "--on-interrupt", "foo"),
+        ("logs", "--since", "the-day-before-yesterday"),
+        ("explain", "disk full"),
+        ("explain", "host-key-unknown"),
+        ("init", "--list"),
+    ),
+)
+def test_messages_break_between_words_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: Sequence[str], width: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = []
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setattr("sys.stdout", stream)
+        monkeypatch.setattr("sys.stderr", stream)
+        run(words)
+        shown.append(printable(stream.getvalue()))
+    on_terminal, piped = shown
+    assert on_terminal.split() == piped.split(), "no word is cut"
+    assert all(len(line) <= width or len(line.split()) <= 2 for line in on_terminal.splitlines())
+
+
+def test_no_word_of_the_live_view_is_lost_at_the_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Board.of(make_launch([make_node(Path("/w"), 0, [])]))
+    board.findings.append("rank 1 waits for the graph server of node1, which has not answered for 12 s")
+    question = "Ctrl-C again: d detaches, s stops the run, anything else continues it"
+    shown = render(board, 40, 20, board.began + 5, [question])
+    text = " ".join(" ".join(str(line) for line in shown).split())
+    assert board.findings[0] in text and question in text
+    assert all(len(line) <= 40 and "…" not in line for line in shown)

@@ -53,6 +53,7 @@ def push(
     upload continues when the command is called again.
     """
     from launcher.config.resolve import resolve
+    from launcher.config.store_consistency import check_words
     from launcher.plan.partition import ensure_parts, read_partition_files
     from launcher.sync.parts_store import made_from, push_parts, stored_parts
 
@@ -70,6 +71,7 @@ def push(
         if found is None:
             raise UsageError(f"{folder} has no manifest.json, so it is not a partition folder")
         parts = found
+    check_words(url, options)
     stored, _ = stored_parts(url, options)
     if stored is not None and stored.files[-1].sha256 != parts.files[-1].sha256 and not force:
         raise UsageError(
@@ -106,9 +108,11 @@ def fetch(
 
     An interrupted fetch continues when the command is called again.
     """
+    from launcher.config.store_consistency import check_words
     from launcher.plan.partition import read_partition_files
     from launcher.sync.parts_store import fetch_parts, stored_parts
 
+    check_words(url, options)
     stored, _ = stored_parts(url, options)
     if stored is None:
         raise UsageError(f"{url} has no manifest.json, so it contains no parts")

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 from launcher.config.cache_size import parse_bytes
 from launcher.config.schema import ClusterConfig
 from launcher.config.validation import Reader
+from launcher.errors import UsageError
 
 _URL = re.compile(r"[a-z][a-z0-9+.:-]*://[^\s/]+/?.*|file:///.+", re.IGNORECASE)
 
@@ -29,9 +30,25 @@ _OPTIONS = frozenset(
 _IN_URL = re.compile(r"://[^/]*:[^/]*@|://[^/]*:(?!\d*(/|$))|[?#]")  # password, or a query, which may hold a token
 
 _ELSEWHERE = (
-    "credentials do not belong into the cluster file, from which they would reach scripts and manifests; put them into "
-    "the environment of the nodes, or into the file in which this kind of store looks for them (~/.aws/credentials)"
+    "put them into the environment of the nodes, or into the file in which this kind of store looks for them "
+    "(~/.aws/credentials)"
 )
+
+_NOT_IN_FILES = (
+    "credentials do not belong into the cluster file, from which they would reach scripts and manifests; " + _ELSEWHERE
+)
+
+_NOT_ON_COMMAND_LINES = (
+    "credentials do not belong on a command line, which every user of this machine can read; " + _ELSEWHERE
+)
+
+
+def check_words(url: str, options: Mapping[str, Any]) -> None:
+    """Raise UsageError if the URL of a store or its options, given on a command line, are or may be credentials."""
+    if "://" in url and _IN_URL.search(unquote(url)):
+        raise UsageError(f"the URL of the store has a password or a query; {_NOT_ON_COMMAND_LINES}")
+    for name, complaint in _doubtful(options):
+        raise UsageError(f"--store-option {name[1:]}: {complaint}; {_NOT_ON_COMMAND_LINES}")
 
 
 def _doubtful(options: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -42,12 +59,12 @@ def _doubtful(options: Any, name: str = "") -> Iterator[tuple[str, str]]:
             if str(key) in _OPTIONS:
                 yield from _doubtful(value, inner)
             else:
-                yield inner, f"not one of the options that are known to hold no secret; {_ELSEWHERE}"
+                yield inner, "not one of the options that are known to hold no secret"
     elif isinstance(options, (list, tuple)):
         for value in options:
             yield from _doubtful(value, name)
     elif isinstance(options, str) and "://" in options and _IN_URL.search(unquote(options)):
-        yield name, f"a URL with a password or a query; {_ELSEWHERE}"
+        yield name, "a URL with a password or a query"
 
 
 def check_store(config: ClusterConfig, reader: Reader) -> None:
@@ -55,7 +72,7 @@ def check_store(config: ClusterConfig, reader: Reader) -> None:
     data = config.data
     if data.store is not None and _URL.fullmatch(data.store) and _IN_URL.search(unquote(data.store)):
         if reader.good(("data", "store")):
-            reader.report(("data", "store"), f"data.store: a URL with a password or a query; {_ELSEWHERE}")
+            reader.report(("data", "store"), f"data.store: a URL with a password or a query; {_NOT_IN_FILES}")
         return
     if data.store is not None and not _URL.fullmatch(data.store) and reader.good(("data", "store")):
         reader.report(
@@ -69,7 +86,7 @@ def check_store(config: ClusterConfig, reader: Reader) -> None:
             "data.store: with `data.mode: verify` nodes read their parts in place; leave out store, or mode",
         )
     for name, complaint in _doubtful(data.store_options):
-        reader.report(("data", "store_options"), f"data.store_options{name}: {complaint}")
+        reader.report(("data", "store_options"), f"data.store_options{name}: {complaint}; {_NOT_IN_FILES}")
     if data.store_limit is not None and reader.good(("data", "store_limit")):
         try:
             parse_bytes(data.store_limit)

@@ -229,6 +229,27 @@ def test_push_and_fetch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert stored_parts(url, {})[0].files[-1].sha256 != parts.files[-1].sha256
 
 
+@pytest.mark.parametrize("what", ["push", "fetch"])
+@pytest.mark.parametrize(
+    ("url", "option", "message"),
+    [
+        ("file:///s", "secret=hush", "--store-option secret: not one of the options"),
+        ("file:///s", "client_kwargs={aws_secret_access_key: hush}", "--store-option client_kwargs.aws_secret_access"),
+        ("file:///s", "endpoint_url=http://u:hush@minio", "--store-option endpoint_url: a URL with a password"),
+        ("s3://key:hush@bucket/x", "anon=true", "the URL of the store has a password or a query"),
+        ("https://h/x?token=hush", "anon=true", "the URL of the store has a password or a query"),
+    ],
+)
+def test_credentials_on_a_command_line_are_refused(
+    what: str, url: str, option: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts_in(tmp_path / "parts")
+    paths = (str(tmp_path / "parts"), url) if what == "push" else (url, str(tmp_path / "new"))
+    assert run(["partition", what, *paths, "--store-option", option]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "hush" not in said
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -219,7 +219,7 @@ def gathering(setup: Setup) -> Iterator[Row]:
     yield Row("rows from pinned memory", near, "GB/s", "one copy of pinned memory", copied(setup, pinned=True), "more")
     nodes = graph.manifest.nodes[HOMO_NODE]
     rows = torch.zeros((nodes.num_nodes, nodes.attrs["x"].shape[1]), dtype=torch.float32, device=device)
-    cache = DeviceCache(torch.arange(nodes.num_nodes, dtype=torch.int32, device=device), [rows])
+    cache = DeviceCache(torch.arange(nodes.num_nodes, dtype=torch.int32, device=device), rows)
     cached = FeatureRows(graph.store, HOMO_NODE, "x", device, pinned=None, cache=cache)
     speed = size / setup.seconds(lambda: [cached.take(each) for each in ids])
     yield Row("rows cached on the device", speed, "GB/s", "one copy on the device", copied(setup, pinned=False), "more")

@@ -42,7 +42,7 @@ def test_hosts_may_have_any_login_shell(make_cluster, tmp_path) -> None:
         assert f"rank {k} " + repr(["wo'w!", "a\nb"]) in log
     words = ["clean", "runs", "--config", "cluster.yml", "--older-than", "0", "--yes"]
     done = subprocess.run([*argv[:2], *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and f"on {len(there)} hosts" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and f"on {len(there)} host" in done.stdout, done.stdout + done.stderr
     for k, host in enumerate(cluster.hosts):
         assert [path.name for path in host.root_path(f"~/it is !1/node{k}/runs").iterdir()] == []
         assert host.root_path(f"~/it is !1/node{k}/code").is_dir()

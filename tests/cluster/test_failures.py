@@ -240,19 +240,28 @@ def test_a_closed_tmux_session_is_the_cause_not_the_ranks_that_lost_peers(scene:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "command"), [("rank3", "-m trainer train"), ("server", "-m trainer serve")])
-def test_killing_a_process_of_the_bundled_trainer_leads_the_report(scene: Scene, name: str, command: str) -> None:
-    # The other ranks fail as well when a rank or graph server is killed, some of them before the supervisor notices
-    # that the killed process has ended.
+def test_killing_a_rank_of_the_bundled_trainer_leads_the_report(scene: Scene) -> None:
+    # The other ranks fail as well, some of them before the supervisor notices that the killed process has ended.
     scene.train = {"epochs": 5000}
     running = scene.running().await_epoch(3, scene.cluster.path_on)
-    scene.cluster.hosts[2].kill(scene.processes(2, command)[0].pid)
+    scene.cluster.hosts[2].kill(scene.processes(2, "-m trainer train")[0].pid)
     done = running.end()
     assert done.status == 137, done.output
     first = done.result["first_failure"]
-    assert (first["name"], first["node_rank"]) == (name, 2), done.output
+    assert (first["name"], first["node_rank"]) == ("rank3", 2), done.output
     assert first["reason"].startswith("was killed by signal 9 (SIGKILL)")
     assert (done.run_dir / "result.json").stat().st_mtime - first["ended"] < ENDS_WITHIN
+    assert scene.left_behind() == []
+
+
+@pytest.mark.slow
+def test_a_killed_graph_server_of_a_worker_is_restarted_and_the_run_goes_on(scene: Scene) -> None:
+    scene.train = {"epochs": 40}
+    running = scene.running().await_epoch(3, scene.cluster.path_on)
+    scene.cluster.hosts[2].kill(scene.processes(2, "-m trainer serve")[0].pid)
+    done = running.end()
+    assert done.status == 0 and done.result["state"] == "done", done.output
+    assert "server-restart: server of node2" in done.output and "restart 1 of 3" in done.output, done.output
     assert scene.left_behind() == []
 
 

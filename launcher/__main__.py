@@ -1,6 +1,12 @@
-"""``python -m launcher`` is the program ``gnnfleet``."""
+"""``python -m launcher`` is the program ``gnnfleet``. It imports no file of the current folder."""
 
-from launcher.cli.main import main
+import os
+import sys
+
+if sys.path[0] in ("", os.getcwd()):
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir))
+
+from launcher.cli.main import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,7 @@
 """Entry point of ``python -m trainer``, and of ``python …/trainer/__main__.py``.
 
-The launcher starts this file by its path: then no file of the current folder, such as a trainer.py or a numpy.py, is
-imported in place of a package.
+No file of the current folder, such as a numpy.py, is imported in place of a package. The launcher starts this file by
+its path, as ``-m`` would run a trainer.py of the current folder.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 
-if not __package__:  # run as a file: make the package importable, and not its modules by themselves
+if not __package__ or sys.path[0] in ("", os.getcwd()):  # nor of the trainer's folder, when it is run as a file
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir))
 
 _status: list[int] = []  #: the exit status, once it is known

@@ -86,6 +86,7 @@ def _pod_spec(plan: LaunchPlan, group: Group, request: ExportRequest, cluster: C
         "name": "node",
         "image": cluster.image,
         "command": [*program, RUN, SECRETS],
+        "workingDir": "/",  # python -m imports modules of the working folder first, which the image may have set
         "env": [_first_node(group), {"name": "GNNFLEET_KERNELS", "value": f"{HOME}/kernels"}],
         "ports": _ports(plan, group),
         "startupProbe": {**alive, "periodSeconds": 10, "failureThreshold": math.ceil((WAIT * 3 + 60) / 10)},
@@ -137,6 +138,7 @@ def _fetch(group: Group, cluster: Cluster, mounts: list[Manifest]) -> Manifest:
         "name": "fetch",
         "image": cluster.image,
         "command": ["python3", "-m", "launcher.node.pods.fetch_in_pod", RUN],
+        "workingDir": "/",
         "env": [_first_node(group)],
         **secret,
         "volumeMounts": [mount for mount in mounts if mount["name"] not in ("secrets", "shm")],

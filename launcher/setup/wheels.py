@@ -147,10 +147,10 @@ def _pip_command() -> tuple[str, ...]:
     a newer pip that one of these downloads, which is kept in the cache. Raises SetupError.
     """
     found: list[tuple[Version, tuple[str, ...]]] = []
-    with suppress(metadata.PackageNotFoundError, ImportError):
-        import pip  # noqa: F401
-
-        found.append((Version(metadata.version("pip")), (sys.executable, "-m", "pip")))
+    with suppress(metadata.PackageNotFoundError):
+        # by its path: -m would run a pip.py of the current folder
+        path = metadata.distribution("pip").locate_file("pip")
+        found.append((Version(metadata.version("pip")), (sys.executable, str(path))))
     with suppress(ImportError):
         import ensurepip
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from launcher.command import Command
 from launcher.config.resolve import resolve_run
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
+from launcher.files import CODE_ROOT
 from launcher.plan.partition import PartitionFailed, local_trainer, partitioning, run_partitioner, runnable
 from launcher.report.profile import analyse
 
@@ -69,6 +70,17 @@ def test_no_file_of_the_current_folder_is_imported(tmp_path: Path, monkeypatch: 
     metrics = tmp_path / "metrics-rank0.jsonl"
     metrics.write_text('{"t": 1.0, "kind": "start", "rank": 0}\n')
     assert analyse([metrics]).traffic == ()
+
+
+@pytest.mark.parametrize("words", [("trainer", "partition", "tables", "--help"), ("launcher", "plan", "--help")])
+def test_programs_started_by_hand_import_no_file_of_the_current_folder(tmp_path: Path, words: tuple[str, ...]) -> None:
+    for name in ("numpy", "click", "yaml", "rich"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the {name}.py of the current folder')")
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(CODE_ROOT)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "Usage:" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

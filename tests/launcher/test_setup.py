@@ -472,6 +472,13 @@ def test_a_pip_that_is_too_old_is_replaced_or_named(tmp_path: Path, monkeypatch:
     assert done.stdout.startswith("pip ") and choose() == command
 
 
+def test_a_pip_in_the_current_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pip.py").write_text("raise SystemExit('the pip.py of the current folder')")
+    monkeypatch.chdir(tmp_path)
+    command = wheels._pip_command.__wrapped__()
+    assert subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout.startswith("pip ")
+
+
 def test_settings_of_pip_do_not_change_what_setup_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("USER", "REQUIRE_VIRTUALENV", "REQUIRE_HASHES"):
         monkeypatch.setenv(f"PIP_{name}", "1")

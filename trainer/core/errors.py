@@ -46,7 +46,7 @@ class DataError(TrainerError):
 class PartitionError(TrainerError):
     """A partition folder is missing, damaged or of another version, or a graph cannot be partitioned as requested.
 
-    ``python -m trainer partition verify FOLDER`` lists everything that is wrong with a folder.
+    ``gnnfleet partition verify FOLDER`` lists everything that is wrong with a folder.
     """
 
 

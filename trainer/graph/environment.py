@@ -117,7 +117,7 @@ def _check_path(path: Any) -> None:
         )
     if Path(path).is_file():
         raise SettingsError(
-            f"{path} is a file, not a partition folder; make a partition folder from it by `python -m trainer partition"
+            f"{path} is a file, not a partition folder; make a partition folder from it by `gnnfleet partition"
             f" make --dataset file --source {path} --num-parts 2 --out parts`, then call gnnfleet.open('parts')"
         )
 

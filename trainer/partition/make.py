@@ -138,7 +138,7 @@ def _make_locked(spec: PartitionSpec, folder: Path, say: Callable[[str], None]) 
     fingerprint = spec.fingerprint()
     if (done := reusable(folder, fingerprint, say)) is not None:
         what = f"{done.dataset}, {done.num_parts} parts by {done.algorithm}"
-        sizes = f"files of the right sizes; `python -m trainer partition verify {folder}` compares their contents"
+        sizes = f"files of the right sizes; `gnnfleet partition verify {folder}` compares their contents"
         say(f"{folder} is up to date: {what}" if is_compared(done) else f"{folder} holds {what}: {sizes}")
         return done
     keep = spec.dataset == "tables" or spec.memory is not None

@@ -119,7 +119,7 @@ def version_of(program: str) -> str:
     try:
         done = subprocess.run(
             [program, "-c", ABOUT],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS, cwd="/",
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return ""

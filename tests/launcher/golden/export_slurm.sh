@@ -46,6 +46,7 @@ if [[ ${1:-} != node ]]; then  # once, on the first node of the job
     fi
   }
   trap warned USR1
+  cd "$JOB"  # python -m imports modules of the current folder first
   "$PYTHON" -m trainer partition make --dataset ogbn-products --num-parts 2 --method auto --seed 0 \
       --balance types+seeds --out "$PARTS"  # does nothing if the parts exist
   # All processors of the job: the ranks of a node share them.

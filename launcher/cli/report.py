@@ -65,11 +65,13 @@ def _write(run: OpenRun, folder: Path, output: Path | None, runs_dirs: list[Path
     from launcher.report.html.render import write_html
     from launcher.report.verdict import known_without_nodes
 
+    idle = 0.0
     if not known_without_nodes(run.found):
         collected = collect_run(run, folder)
+        idle = collected.idle
         for text in filter(None, (collected.message, *collected.notes)):
             say(text, "yellow")
-    click.echo(str(write_html(folder, output, runs_dirs=runs_dirs)))
+    click.echo(str(write_html(folder, output, runs_dirs=runs_dirs, idle=idle)))
 
 
 @click.command(cls=GroupedOptions, epilog=examples("compare toy-2026 toy-lr"))

@@ -18,7 +18,7 @@ from launcher.report.html.render import written
 from launcher.report.launch_file import NAME, LaunchFile
 from launcher.report.report import RunReport
 from launcher.report.run_folder import register
-from launcher.report.verdict import NodeView, last_hub, progress_words
+from launcher.report.verdict import NodeView, idle_of, last_hub, progress_words
 from launcher.sync.collect import collect
 
 
@@ -29,6 +29,7 @@ class CollectResult:
     message: str  #: for the user: why ``report`` is None; otherwise ''
     notes: tuple[str, ...]  #: nodes whose files are missing, and why
     exit_status: int
+    idle: float = 0.0  #: seconds for which no rank of a run that continues has made progress
 
     def to_json(self) -> dict[str, Any]:
         values = {
@@ -58,7 +59,7 @@ def collect_run(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None
     if alive:
         where = progress_words(run.found, alive)
         why = f"run {run_id} still runs{f' ({where})' if where else ''}; its files so far are in {folder}"
-        return CollectResult(folder, None, why, collected.notes, 0)
+        return CollectResult(folder, None, why, collected.notes, 0, idle_of(alive))
     if unreachable and not _end_is_known(views, last_hub([*views.values()], run.found.needed_plan.lead)):
         why = _unknown_end(run_id, views, folder)
         return CollectResult(folder, None, why, collected.notes, 1)

@@ -103,8 +103,8 @@ def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_di
     The run's files are collected every ``EVERY`` seconds until the run ends. ``port``: TCP port to listen on; None: any
     free port.
     """
-    over = known_without_nodes(run.found) or _update(run, folder)
-    server = ReportServer(_rendered(folder, runs_dirs), port or 0)
+    over, idle = (True, 0.0) if known_without_nodes(run.found) else _update(run, folder, 0.0)
+    server = ReportServer(_rendered(folder, runs_dirs, idle), port or 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     click.echo(f"report of {run.found.run_id}: {server.url}")
     say("the run has ended; " * over + "Ctrl-C ends the report, not the run")
@@ -112,8 +112,8 @@ def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_di
     try:
         while not pause.wait(EVERY):
             if not over:
-                over = _update(run, folder)
-                server.shown = _rendered(folder, runs_dirs)
+                over, idle = _update(run, folder, idle)
+                server.shown = _rendered(folder, runs_dirs, idle)
                 if over:
                     say("the run has ended; the report is served until Ctrl-C")
     except KeyboardInterrupt:
@@ -123,17 +123,22 @@ def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_di
         server.server_close()
 
 
-def _update(run: OpenRun, folder: Path) -> bool:
-    """Collect the run's files, unless its launcher has already written the result; return whether the run has ended."""
+def _update(run: OpenRun, folder: Path, idle: float) -> tuple[bool, float]:
+    """Collect the run's files, unless its launcher has already written the result.
+
+    Returns whether the run has ended, and for how many seconds no rank has made progress; if the nodes cannot be
+    reached, as long as at the last call (``idle``).
+    """
     if read_result(folder) is not None:
-        return True
+        return True, 0.0
     try:
-        return collect_run(run, folder).report is not None
+        collected = collect_run(run, folder)
     except FleetError as error:
         say(str(error), "yellow")
-        return False
+        return False, idle
+    return collected.report is not None, collected.idle
 
 
-def _rendered(folder: Path, runs_dirs: Sequence[Path]) -> RenderedReport:
-    page = report_page(read_record(folder, runs_dirs=runs_dirs))
+def _rendered(folder: Path, runs_dirs: Sequence[Path], idle: float) -> RenderedReport:
+    page = report_page(read_record(folder, runs_dirs=runs_dirs, idle=idle))
     return RenderedReport.of(page)

@@ -193,7 +193,7 @@ def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], u
     watch = f"gnnfleet serve status {found.run_id}" if plan.serve_only else f"gnnfleet follow {here}"
     following = () if state == "stopping" else (f"gnnfleet logs {here} -f", f"gnnfleet stop {here}")
     findings = [finding for view in everyone for finding in view.report.get("findings") or ()]
-    alarm = bool(_idle(alive) or nan_finding(findings))
+    alarm = bool(idle_of(alive) or nan_finding(findings))
     return Verdict(state, sentence, tuple(notes), (watch, *following), alarm)
 
 
@@ -338,7 +338,8 @@ def idle_seconds(rank: Mapping[str, Any]) -> float:
     return idle if idle >= IDLE and place_of(rank) and not rank.get("ended") else 0.0
 
 
-def _idle(views: Sequence[NodeView]) -> float:
+def idle_of(views: Sequence[NodeView]) -> float:
+    """Return for how many seconds no rank has made progress, by ``idle_seconds``; 0 if one has."""
     ranks = [rank for view in views for rank in view.ranks.values() if not rank.get("ended")]
     return min(map(idle_seconds, ranks), default=0.0)
 
@@ -417,7 +418,7 @@ def _what_it_does(alive: Sequence[NodeView]) -> str:
     if "deciding" in words:
         return "prepares a restart"
     if "training" in words:
-        idle = _idle(alive)
+        idle = idle_of(alive)
         return f"has trained no step for {idle:.0f} s" if idle else "trains"
     trainers = [view for view in alive if view.node.ranks]
     return "serves" if not trainers and words <= {"serving", "restarting"} else "is starting"

@@ -131,7 +131,16 @@ def test_a_run_with_a_nan_loss_is_not_good(tmp_path: Path) -> None:
         facts = {fact.label: (fact.value, fact.tone) for fact in page.facts}
         assert facts["state"][1] == "bad"
         assert facts["loss"] == ("NaN loss of rank 1 in epoch 2 at step 17", "bad")
-    assert facts["last step"][1] == "warn" and facts["last step"][0].endswith(" ago")
+
+
+def test_time_without_a_step_is_what_the_supervisors_report(tmp_path: Path) -> None:
+    # during a long evaluation metrics lines are old, though the ranks make progress
+    folder = made_run(tmp_path, "slow", range(1, 4))
+    (folder / "result.json").unlink()
+    for idle, expected in ((0.0, None), (90.0, ("90 s", "warn"))):
+        page = report_page(read_record(folder, idle=idle))
+        facts = {fact.label: (fact.value, fact.tone) for fact in page.facts}
+        assert page.state == "running" and facts.get("no step for") == expected and "last step" not in facts
 
 
 def test_failed_run_starts_with_its_cause_and_escapes_hostile_texts(tmp_path: Path) -> None:

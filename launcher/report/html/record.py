@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class RunRecord:
     log: tuple[str, ...] = ()  #: last lines of the log of ``first``
     manifest: Mapping[str, Any] | None = None  #: manifest of the parts, if this machine has the one that was sent
     earlier: tuple[RunRecord, ...] = ()  #: the runs that this one resumed, oldest first; only those on this machine
+    idle: float = 0.0  #: seconds for which no rank of a run that continues has made progress (``verdict.idle_of``)
 
     @property
     def result(self) -> Mapping[str, Any]:
@@ -77,14 +78,14 @@ class RunRecord:
         return {rank: node.node_rank for node in plan.nodes for rank in node.ranks} if plan else {}
 
 
-def read_record(folder: Path, *, runs_dirs: Sequence[Path] = ()) -> RunRecord:
+def read_record(folder: Path, *, runs_dirs: Sequence[Path] = (), idle: float = 0.0) -> RunRecord:
     """Read a run's folder. Raises FleetError if a file in it is damaged, or its metrics cannot be analysed.
 
-    ``runs_dirs``: further folders in which to look for the run that this run resumed.
+    ``runs_dirs``: further folders in which to look for the run that this run resumed. ``idle``: as in RunRecord.
     """
     found = read_folder(folder)
     analysis = analyse(_metrics_files(folder))
-    return _read(found, analysis, folder, runs_dirs, _ANCESTORS)
+    return replace(_read(found, analysis, folder, runs_dirs, _ANCESTORS), idle=idle)
 
 
 def _metrics_files(folder: Path) -> list[Path]:

@@ -133,12 +133,15 @@ def _library() -> str:
 NAME = "report.html"
 
 
-def write_html(folder: Path, dest: Path | None = None, *, runs_dirs: Sequence[Path] = ()) -> Path:
+def write_html(
+    folder: Path, dest: Path | None = None, *, runs_dirs: Sequence[Path] = (), idle: float = 0.0
+) -> Path:  # fmt: skip
     """Write the report of the run in ``folder`` to ``dest`` (default: ``folder/report.html``) and return its path.
 
     The file has mode 0600, as it may contain log lines. ``runs_dirs``: further folders in which to look for the run
-    that this run resumed. Raises FleetError if the report cannot be built, OSError if it cannot be written.
+    that this run resumed. ``idle``: seconds for which no rank of a run that continues has made progress. Raises
+    FleetError if the report cannot be built, OSError if it cannot be written.
     """
     path = dest or folder / NAME
-    write_whole(path, render(report_page(read_record(folder, runs_dirs=runs_dirs))), private=True)
+    write_whole(path, render(report_page(read_record(folder, runs_dirs=runs_dirs, idle=idle))), private=True)
     return path

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 from rich.filesize import decimal
 
-from launcher.node.diagnostics.vitals import IDLE
 from launcher.report.device_use import device_uses
 from launcher.report.events import finding_words, nan_words
 from launcher.report.first_failure import aftermath_of
@@ -150,9 +149,8 @@ def _facts(record: RunRecord) -> Iterator[Fact]:
     yield Fact("state", record.state, "bad" if nan else _TONES.get(record.state, ""))
     if nan:
         yield Fact("loss", nan_words(nan), "bad")
-    idle = time.time() - record.series.last if record.state == "running" and record.series.last else 0.0
-    if idle >= IDLE:
-        yield Fact("last step", f"{seconds_words(idle)} ago", "warn")
+    if record.idle:
+        yield Fact("no step for", seconds_words(record.idle), "warn")
     last = {split: points[-1][1] for split, points in record.series.scores.items() if points}
     metric = metric_of([metrics]) if metrics else record.series.metric
     for split in ("test", "val"):

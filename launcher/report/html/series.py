@@ -26,7 +26,6 @@ class Series:
     scores: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)  #: split → (epoch, metric)
     speed: Mapping[int, tuple[Point, ...]] = field(default_factory=dict)  #: rank → (seconds since the epoch, seeds/s)
     epochs: tuple[Line, ...] = ()  #: epoch lines of all ranks
-    last: float = 0.0  #: time of the newest line after the start of training, seconds since the epoch; 0: none
 
     @property
     def epochs_done(self) -> int:
@@ -69,12 +68,9 @@ class _Seen:
     metric: TaskMetric | None = None
     speed: dict[int, _Curve] = field(default_factory=dict)
     epochs: list[Line] = field(default_factory=list)
-    last: float = 0.0
 
     def add(self, line: Line) -> None:
         kind, rank = line.get("kind"), line.get("rank")
-        if kind != "start":
-            self.last = max(self.last, number(line.get("t")) or 0.0)
         if kind == "step" and isinstance(rank, int):
             self._step(rank, line)
         elif kind == "epoch" and isinstance(rank, int):
@@ -99,7 +95,6 @@ class _Seen:
             {split: tuple(sorted(points.items())) for split, points in sorted(self.evals.items())},
             {rank: tuple(thinned(curve.points)) for rank, curve in sorted(self.speed.items())},
             tuple(self.epochs),
-            self.last,
         )
 
     def _step(self, rank: int, line: Line) -> None:

@@ -178,8 +178,9 @@ def check_extent(found: Extent) -> None:
 
 
 def shortened(text: str) -> str:
-    """Return ``text`` cut to the length that a message shows."""
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    """Return ``text`` as one line, cut to the length that a message shows. Escapes what a terminal would act on."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: _SHOWN + 1])
+    return shown if len(text) <= _SHOWN else f"{shown[:_SHOWN]}…"
 
 
 def describe(tree: Tree) -> str:

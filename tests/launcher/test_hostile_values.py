@@ -304,7 +304,7 @@ def test_hostile_texts_in_all_keys_at_once(text: str, sandbox: Sandbox) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(KEYS), st.data())
+@given(key=st.sampled_from(KEYS), data=st.data())
 def test_hostile_texts_in_one_key(key: tuple[str, str], data: st.DataObject, sandbox: Sandbox) -> None:
     words = data.draw(
         st.lists(st.sampled_from((*TEXTS, "'", '"', "\\", " ", "-", "a", "$HOME", "\n", "~")), max_size=4)

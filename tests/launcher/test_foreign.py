@@ -66,6 +66,19 @@ HOSTFILES = {
     "10.0.0.1 30050\n10.0.0.2 30050\n": "10.0.0.1 10.0.0.2",  # DGL
     "- 10.0.0.1 1234\n- 10.0.0.2\n": "10.0.0.1 10.0.0.2",  # torch_geometric
     "me@a:2222\nb:2201\n": "me@a/2222 b/2201",
+    "n1.lab 4 all.q@n1.lab UNDEFINED\nn2.lab 2 all.q@n2.lab 0,0:0,1\n": "n1.lab:4 n2.lab:2",  # SGE, $PE_HOSTFILE
+    "n1 4 n2 2\n": "n1:4 n2:2",  # LSF, $LSB_MCPU_HOSTS
+    "n1 n1 n2\n": "n1:2 n2:1",  # LSF, $LSB_HOSTS
+    "n1/0*4+n2/0\n": "n1:4 n2:1",  # PBS, exec_host
+    "n1/0+n1/1+n2/0\n": "n1:2 n2:1",  # Torque
+    "n1:4,n2:2\n": "n1:4 n2:2",  # Horovod's -H
+    "n1,n[2-3]\n": "n1 n2 n3",
+    "[fe80::1]:8\n[fe80::2]:8\n": "fe80::1:8 fe80::2:8",
+    "[fe80::1]\nme@[fe80::2]\n": "fe80::1 me@fe80::2",
+    "fe80::1\nfe80::2\n": "fe80::1 fe80::2",
+    "fe80::1 slots=4\n[fe80::2] slots=2\n": "fe80::1:4 fe80::2:2",
+    "me@[fe80::1]:2222\n": "me@fe80::1/2222",
+    "\ufeffn1 slots=4\r\nn2 slots=2\r\n": "n1:4 n2:2",
 }
 
 
@@ -78,6 +91,30 @@ def test_forms_of_hostfiles(content: str, tmp_path: Path) -> None:
     assert found == HOSTFILES[content]
 
 
+def documented_host_lines() -> list[tuple[str, str]]:
+    """Return (host list, what it becomes) of each example in the table of host lists in docs/migrating.md."""
+    page = (CODE_ROOT / "docs/migrating.md").read_text()
+    table = page.partition("| line | from | becomes |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table.splitlines()]
+    return [
+        (f"{line}\n" * (4 if "four times" in lines else 1), becomes)
+        for lines, _, becomes in rows
+        for line in re.findall("`([^`]+)`", lines)
+    ]
+
+
+@pytest.mark.parametrize(("content", "becomes"), documented_host_lines())
+def test_lines_of_the_migration_guide(content: str, becomes: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(content if len(content) > 5 else f"{content}gnn2\n")  # one word may be any text
+    nodes = load_config(tmp_path / "hosts", ("data.dataset=synthetic",)).nodes
+    if becomes.endswith(" processes"):
+        assert [node.procs for node in nodes] == [int(number) for number in re.findall(r"\d+", becomes)]
+        return
+    assert all(node.procs is None for node in nodes)
+    assert len(nodes) == (5 if becomes.startswith("five nodes") else 2 if len(content) <= 5 else 1)
+    assert nodes[0].port == (2222 if "SSH port" in becomes else None)
+
+
 AMBIGUOUS = {  # hostfile → the end of its only message
     "a slots=2\nb lots=8\n": "hosts:2: unknown word `lots`; did you mean `b slots=8`?",
     "a np=8\n": "hosts:1: unknown word `np`; did you mean `a slots=8`?",
@@ -88,6 +125,7 @@ AMBIGUOUS = {  # hostfile → the end of its only message
     "a:8 slots=4\n": "hosts:1: `a:8` and slots=4 are two numbers of processes; write `a slots=4`",
     "gnn1:22\ngnn2:22\n": "write `gnn2 slots=22`, for the port `gnn2`",
     "a:8\nb:2222\n": "and the file has both; write `host slots=N`, and ports into ~/.ssh/config",
+    "10.0.0.1 gnn1 gnn1.lab\n": "hosts:1: expected keys such as `nodes:` and `data:`",  # /etc/hosts
     "n1 4\nn2 4\n": "hosts:2: `n2 4`: 4 is no port of a DGL server; for 4 processes write `n2 slots=4`",
 }
 

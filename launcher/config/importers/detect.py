@@ -8,7 +8,7 @@ from pathlib import Path
 from launcher.config.importers.ansible import inventory, read_ini, read_yaml
 from launcher.config.importers.base import NODES_ONLY, Flags, Foreign, Source
 from launcher.config.importers.glt import LISTS, read_glt
-from launcher.config.importers.hostfile import HOST, read_hostfile, read_ip_list, read_nodes
+from launcher.config.importers.hostfile import HOST, host_lines, read_hostfile, read_ip_list, read_nodes
 from launcher.errors import ConfigError, Problem, UsageError
 from launcher.files import read_text
 from launcher.yaml_tree import MOST_BYTES, Section
@@ -34,7 +34,7 @@ def read_foreign(path: Path, flags: Flags = Flags()) -> Foreign | None:  # noqa:
     if path == NODES_ONLY:
         return read_nodes(flags)
     try:
-        source = Source(path, read_text(path, MOST_BYTES))
+        source = Source(path, read_text(path, MOST_BYTES).removeprefix("\ufeff"))
     except (OSError, ValueError):
         return None  # ``load_config`` reports it
     found = _read(source, flags)
@@ -70,7 +70,7 @@ def recognise(source: Source) -> str:
             return "glt"
         ours = keys & {"nodes", "data", "train", "run", "defaults", "transport"}
         return "inventory-yaml" if not ours and _INVENTORY_KEY.search(source.text) else ""
-    lines = [words for _, words in source.lines(comment="#;")]
+    lines = [words for _, words in host_lines(source, comment="#;")]
     if not lines:
         return ""
     if _HEADER.search(source.text) or _ANSIBLE.search(source.text):

@@ -23,7 +23,9 @@ from launcher.config.importers.pyg_command import Remote
 from launcher.errors import ConfigError, Problem
 from launcher.yaml_tree import Origin, Section, Tree
 
-HOST = r"(?:[^\s:#=,\[\]]+@)?(?:[^\s@:#=,\[\]]|\[[0-9,:-]+\])+(?::\d+)?|(?=[^\s:]*:[^\s:]*:)[0-9a-fA-F:]+"
+_IPV6 = r"(?=[^\s:\]]*:[^\s:\]]*:)[0-9a-fA-F:.]+(?:%\w+)?"
+
+HOST = rf"(?:[^\s:#=,\[\]]+@)?(?:\[{_IPV6}\]|(?:[^\s@:#=,\[\]]|\[[0-9,:-]+\])+)(?::\d+)?|{_IPV6}"
 
 _WITH_PORT = re.compile(rf"({HOST})(?:\s+(\d+))?")
 
@@ -31,7 +33,13 @@ _WITH_SLOTS = re.compile(rf"({HOST})((?:\s+[\w-]+\s*=\s*\w+)*)")
 
 _SETTING = re.compile(r"([\w-]+)\s*=\s*(\w+)")
 
-_COUNTED = re.compile(r"([^:]+|\[[^\]]+\]):(\d{1,6})")  # host:8
+_COUNTED = re.compile(r"([^:]+|[^:\[]*\[[^\]]+\]):(\d{1,6})")  # host:8
+
+_SGE = re.compile(rf"({HOST})\s+(\d+)\s+\S+\s+(?!\d+$)\S+")  # host 8 all.q@host UNDEFINED
+
+_PAIRS = re.compile(rf"(?:(?:{HOST})\s+\d+\s+)+(?:{HOST})\s+\d+")  # host 8 host2 4
+
+_EXEC_HOST = re.compile(r"[^\s:/+*,=]+/\d+(?:\*\d+)?(?:\+[^\s:/+*,=]+/\d+(?:\*\d+)?)*")  # host/0*8+host2/0*4
 
 _PORTS_FROM = 1024  # a smaller number behind a host is a number of processes
 
@@ -59,6 +67,34 @@ def read_nodes(flags: Flags) -> Foreign:
     return Foreign("a list of hosts", section(origin, {"nodes": listed(origin, hosts)}))
 
 
+def host_lines(source: Source, comment: str = "#") -> list[tuple[int, str]]:
+    """Return the lines of a list of hosts, with one host on each; forms of batch systems become ``host slots=8``."""
+    given = source.lines(comment)
+    found = []
+    for line, words in given:
+        pieces = [words]
+        if match := _SGE.fullmatch(words):
+            pieces = [f"{match[1]} slots={match[2]}"]
+        elif _PAIRS.fullmatch(words):
+            each = words.split()
+            pieces = [f"{host} slots={count}" for host, count in zip(each[::2], each[1::2], strict=True)]
+        elif _EXEC_HOST.fullmatch(words):
+            matches = re.finditer(r"([^+/]+)/\d+(?:\*(\d+))?", words)
+            pieces = [f"{match[1]} slots={match[2] or 1}" for match in matches]
+        elif "," in words:
+            pieces = split_hosts(words)
+        elif len(given) == 1 and _is_host_words(words.split()):
+            pieces = words.split()
+        found += [(line, piece) for piece in pieces]
+    return found
+
+
+def _is_host_words(words: Sequence[str]) -> bool:
+    """Whether words of one line are hosts, and not the address and names of one host, as in /etc/hosts."""
+    hosts = [word for word in words if re.fullmatch(HOST, word) and not word.isdecimal()]
+    return len(hosts) == len(words) and len({bool(re.fullmatch(rf"[0-9.]+|{_IPV6}", word)) for word in words}) == 1
+
+
 def read_ip_list(source: Source, flags: Flags) -> Foreign:
     """Convert a list with one host per line.
 
@@ -67,12 +103,13 @@ def read_ip_list(source: Source, flags: Flags) -> Foreign:
     with a number of 1024 or more, has an SSH port. Raises ConfigError for lines of another form or with two meanings,
     or if ``--num_nodes`` is not the number of hosts.
     """
-    dashed = any(line.startswith("- ") for _, line in source.lines())
+    lines = host_lines(source)
+    dashed = any(line.startswith("- ") for _, line in lines)
     of_pyg = dashed or flags.remote is not None or flags.num_nodes is not None
     nodes: list[tuple[Origin, str]] = []
     counts: list[tuple[Origin, str, int]] = []
     ports, ssh_ports, problems = False, False, []
-    for line, words in source.lines():
+    for line, words in lines:
         match = _WITH_PORT.fullmatch(re.sub(r"^- +", "", words).strip("\"'"))
         if not match:
             problems.append(Problem(source.name, line, f"expected a host and an optional port, found `{words}`"))
@@ -119,7 +156,7 @@ def read_hostfile(source: Source) -> Foreign:
     unknown words, and for a line without ``slots``, whose number MPI, Horovod and DeepSpeed understand differently.
     """
     counts, problems = [], []
-    for line, words in source.lines():
+    for line, words in host_lines(source):
         match = _WITH_SLOTS.fullmatch(words)
         settings = dict(_SETTING.findall(match[2])) if match else {}
         unknown = next((name for name in settings if name not in _WORDS), None)
@@ -144,7 +181,8 @@ def read_hostfile(source: Source) -> Foreign:
         problems.append(Problem(source.name, line, wrong))
     if problems:
         raise ConfigError(problems)
-    return _with_counts(source, counts, "a hostfile of DeepSpeed or OpenMPI")
+    of = "DeepSpeed or OpenMPI" if host_lines(source) == source.lines() else "a batch system"
+    return _with_counts(source, counts, f"a hostfile of {of}")
 
 
 def _is_count(text: str) -> bool:

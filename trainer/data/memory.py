@@ -41,7 +41,10 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
     for store in data.node_stores:
         nodes[store._key if hetero else HOMO_NODE] = _node_data(store, name)
     for store in data.edge_stores:
-        edges[store._key if hetero else HOMO_EDGE] = _edge_data(store, name)
+        attrs, bfloat16 = _arrays(
+            {key: value for key, value in store.items() if _by_row(key, value, store, edges=True)}
+        )
+        edges[store._key if hetero else HOMO_EDGE] = EdgeData(_edge_index(store, name), attrs, bfloat16)
     for of in edges:
         for end in (of[0], of[2]):
             if end not in nodes:
@@ -74,11 +77,6 @@ def _node_data(store: Any, name: str) -> NodeData:
     _warn_of_masks(store, num_nodes, name)
     attrs, bfloat16 = _arrays({key: value for key, value in store.items() if _by_row(key, value, store, edges=False)})
     return NodeData(num_nodes, attrs, _splits(attrs, num_nodes), _num_classes(attrs, bfloat16), bfloat16)
-
-
-def _edge_data(store: Any, name: str) -> EdgeData:
-    attrs, bfloat16 = _arrays({key: value for key, value in store.items() if _by_row(key, value, store, edges=True)})
-    return EdgeData(_edge_index(store, name), attrs, bfloat16)
 
 
 def _edge_index(store: Any, name: str) -> Array:

@@ -92,11 +92,7 @@ def edges_in_order(ends: EdgeEndpoints, at_once: int = EDGES_AT_ONCE) -> Iterato
 
 def add_edges(digest: Any, ends: EdgeEndpoints, num_nodes: int) -> None:
     """Add all sources, then all targets, to a ``hashlib`` object. Reads all edges twice. Raises ``ServiceError``."""
-    dtype = _id_dtype(num_nodes)
+    dtype = np.int32 if num_nodes < 2**31 else np.int64
     for side in (1, 2):
         for chunk in edges_in_order(ends):
             digest.update(np.ascontiguousarray(chunk[side], dtype).data)
-
-
-def _id_dtype(num_nodes: int) -> type[np.signedinteger[Any]]:
-    return np.int32 if num_nodes < 2**31 else np.int64

@@ -215,7 +215,9 @@ def embedding_state(
     """
     tables = gather_tables(embedding, embedding.weight, to)
     state = {} if optimizer is None else optimizer.state.get(embedding.weight, {})
-    per_row = [name for name, value in state.items() if _per_row(embedding, value)]
+    per_row = [
+        name for name, value in state.items() if (isinstance(value, Tensor) and value.shape == embedding.weight.shape)
+    ]
     gathered = {name: gather_tables(embedding, state[name], to) for name in per_row}
     if tables is None:
         return None
@@ -254,10 +256,6 @@ def load_embedding_state(
     names, rest = plan
     rows = {name: scatter_tables(embedding, state and state["optimizer_rows"][name]) for name in names}
     optimizer.state[embedding.weight] = {**rest, **rows}
-
-
-def _per_row(embedding: ShardedEmbedding, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.shape == embedding.weight.shape
 
 
 def _pieces(embedding: ShardedEmbedding) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trainer.core.arrays import Array, Ids, id_dtype
+from trainer.core.arrays import Array, id_dtype
 from trainer.core.errors import PartitionError
 from trainer.core.rounding import from_int8
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name
@@ -59,7 +59,10 @@ class _Restored:
         return self.store.manifest
 
     def graph(self) -> PartitionedGraph:
-        orig_ids = {of: self._orig_ids(of) for of in self.manifest.nodes}
+        orig_ids = {
+            of: np.concatenate([part.nodes[of].orig_id for part in self.store.parts.values()])
+            for of in self.manifest.nodes
+        }
         nodes = {of: self._nodes(of, orig_ids[of]) for of in self.manifest.nodes}
         edges = {of: self._edges(of, orig_ids) for of in self.manifest.edges}
         dataset = Dataset(
@@ -73,9 +76,6 @@ class _Restored:
         )
         return PartitionedGraph(dataset, {of: self._parts(of) for of in nodes}, self.manifest.num_parts)
 
-    def _orig_ids(self, of: NodeType) -> Array:
-        return np.concatenate([part.nodes[of].orig_id for part in self.store.parts.values()])
-
     def _parts(self, of: NodeType) -> npt.NDArray[np.int32]:
         part_of = np.empty(self.manifest.nodes[of].num_nodes, np.int32)
         for part_id, part in self.store.parts.items():
@@ -84,17 +84,18 @@ class _Restored:
 
     def _nodes(self, of: NodeType, orig_id: Array) -> NodeData:
         spec = self.manifest.nodes[of]
-        kept = {name: attr for name, attr in spec.attrs.items() if not self._is_added(name)}
+        kept = {
+            name: attr
+            for name, attr in spec.attrs.items()
+            if not (name == CLUSTER and "clusters" in self.manifest.options)
+        }
         return NodeData(
             num_nodes=spec.num_nodes,
             attrs={name: self._attr(of, name, attr) for name, attr in kept.items()},
-            splits={name: _ids(orig_id[self.store.splits[of, name]]) for name in spec.splits},
+            splits={name: orig_id[self.store.splits[of, name]].astype(np.int64) for name in spec.splits},
             num_classes=spec.num_classes,
             bfloat16=_bfloat16(kept),
         )
-
-    def _is_added(self, name: str) -> bool:
-        return name == CLUSTER and "clusters" in self.manifest.options
 
     def _edges(self, of: EdgeType, orig_ids: Mapping[NodeType, Array]) -> EdgeData:
         spec = self.manifest.edges[of]
@@ -123,10 +124,6 @@ class _Restored:
             for start in range(0, max(len(values), 1), step):
                 rows = slice(start, start + step)
                 yield Piece(owned.orig_id[rows], from_int8(values[rows], scales[rows]), place)
-
-
-def _ids(ids: Array) -> Ids:
-    return ids.astype(np.int64)
 
 
 def _bfloat16(attrs: Mapping[str, AttrSpec]) -> frozenset[str]:

@@ -112,7 +112,7 @@ def make_synthetic(options: SyntheticOptions, fingerprint: str) -> Dataset:
     edge is drawn from the community of the source. With option ``time``, most edges whose source is later than
     their target are left out. Raises ``DataError`` for options out of range.
     """
-    _check(options)
+    check_limits("synthetic", options, {**_limits(options.num_nodes), "skew": (1.5, 1e6)})
     rng = np.random.default_rng(options.seed)
     y = rng.integers(options.num_classes, size=options.num_nodes, dtype=np.int64)
     edge_index = _edges(options, y, rng)
@@ -140,10 +140,6 @@ def _equal_both_ways(edge_index: Array, y: Array, rng: np.random.Generator) -> A
     pairs = edge_index.min(axis=0).astype(np.int64) * len(y) + edge_index.max(axis=0)
     pairs, place = np.unique(pairs, return_inverse=True)
     return edge_weights(y[pairs // len(y)] == y[pairs % len(y)], rng)[place]
-
-
-def _check(options: SyntheticOptions) -> None:
-    check_limits("synthetic", options, {**_limits(options.num_nodes), "skew": (1.5, 1e6)})
 
 
 def _limits(num_nodes: int) -> dict[str, tuple[float, float]]:

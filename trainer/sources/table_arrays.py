@@ -45,10 +45,6 @@ def number_array(name: str, columns: Sequence[NumberColumn], dtype: Any) -> Arra
     return ArrayColumn(name, sql, np.dtype(dtype), [column.width for column in columns], matrix)
 
 
-def _plain(values: Any, dtype: np.dtype[Any]) -> Array:
-    return np.asarray(np.ma.getdata(values)).astype(dtype, copy=False)
-
-
 def row_ranges(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
     """Divide ``count`` rows into ranges that are read at once, and yield (begin, end) of each range.
 
@@ -80,7 +76,7 @@ class TableArrays:
                 selected = ", ".join(f"{sql} AS v{k}" for k, sql in enumerate(column.columns))
                 blocks = list(self.rows(scan.sql, selected, begin, end, scan).values())
             plain = [
-                _plain(block, column.dtype).reshape(-1, max(1, listed))
+                np.asarray(np.ma.getdata(block)).astype(column.dtype, copy=False).reshape(-1, max(1, listed))
                 for block, listed in zip(blocks, column.widths, strict=True)
             ]
             values = np.concatenate(plain, 1)

@@ -50,7 +50,7 @@ class NpyWriter:
         self._whole = self._size + self.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
 
     def append(self, rows: Array) -> None:
-        self._write(_raw(rows, self.dtype))
+        self._write(np.ascontiguousarray(rows, dtype=self.dtype).reshape(-1).view(np.uint8))
 
     def finish(self) -> FileEntry:
         """Sync the file and return its entry for the manifest. Raises ``ValueError`` if rows are missing."""
@@ -93,7 +93,3 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(buffer, description)
     return buffer.getvalue()
-
-
-def _raw(chunk: Array, dtype: np.dtype[Any]) -> Any:
-    return np.ascontiguousarray(chunk, dtype=dtype).reshape(-1).view(np.uint8)

@@ -181,7 +181,13 @@ def _option(entry: Field[Any], hint: Any) -> Callable[[F], F]:
     help = entry.metadata["help"]
     if hint is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", default=entry.default, help=help, show_default=True)
-    return click.option(flag, type=_click_type(hint), default=entry.default, help=help, show_default=_shown(entry))
+    return click.option(
+        flag,
+        type=_click_type(hint),
+        default=entry.default,
+        help=help,
+        show_default=",".join(map(str, entry.default)) if isinstance(entry.default, tuple) else True,
+    )
 
 
 def _click_type(hint: Any) -> click.ParamType:
@@ -194,10 +200,6 @@ def _click_type(hint: Any) -> click.ParamType:
         return IntList()
     plain: dict[Any, click.ParamType] = {int: click.INT, float: click.FLOAT, str: click.STRING}
     return plain[hint]
-
-
-def _shown(entry: Field[Any]) -> bool | str:
-    return ",".join(map(str, entry.default)) if isinstance(entry.default, tuple) else True
 
 
 def _beyond_limits(settings: TrainSettings) -> Iterator[str]:

@@ -77,7 +77,7 @@ class _Partition:
     def graph(self) -> ForeignGraph:
         node_ids, edge_ids = self._original("orig_nids", self.nodes), self._original("orig_eids", self.edges)
         arrays = {of: self._edge_arrays(of, node_ids, edge_ids.get(of)) for of in self.edges}
-        nodes = {of: self._node_attrs(of, node_ids.get(of)) for of in self.nodes}
+        nodes = {of: self._attrs("node_feats", of, self.nodes[of], node_ids.get(of), NODE_NAMES) for of in self.nodes}
         counts = {of: ranges.count for of, ranges in self.nodes.items()}
         parts = {of: _reordered(ranges.part_of, node_ids.get(of)) for of, ranges in self.nodes.items()}
         notes = () if node_ids else (
@@ -131,9 +131,6 @@ class _Partition:
         if not self.hetero:
             return ("_N",) if isinstance(of, str) else ("_N:_E:_N", "_E")
         return (of,) if isinstance(of, str) else (":".join(of),)
-
-    def _node_attrs(self, of: NodeType, original: Ids | None) -> dict[str, RawArray]:
-        return self._attrs("node_feats", of, self.nodes[of], original, NODE_NAMES)
 
     def _edge_arrays(self, of: EdgeType, node_ids: Mapping[NodeType, Ids], original: Ids | None) -> dict[str, RawArray]:
         ranges, place = self.edges[of], str(self.config)

@@ -113,7 +113,9 @@ class _Stream:
         return count
 
     def named_tensors(self) -> Tensors:
-        return {self._text(): self._tensor() for _ in range(self.count())}
+        return {
+            self.take(self.count()).tobytes().decode("utf-8", "replace"): self._tensor() for _ in range(self.count())
+        }
 
     def skip_meta_graph(self) -> None:
         self.expect(_META_GRAPH, "a graph of types")
@@ -167,9 +169,6 @@ class _Stream:
             raise self.error(f"the limits of rows do not ascend from 0 to {len(indices)}, the number of edges")
         rows = np.repeat(np.arange(len(sizes)), sizes)
         return self._by_id(rows, ids), self._by_id(indices, ids)
-
-    def _text(self) -> str:
-        return self.take(self.count()).tobytes().decode("utf-8", "replace")
 
     def _tensor(self) -> RawArray:
         self.expect(_NDARRAY, "a tensor")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from trainer.core.ranks import Ranks
 from trainer.graph.open import open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.infer.infer import infer
-from trainer.infer.prediction_files import merge_parts
+from trainer.infer.prediction_files import Column, write_table
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
@@ -159,24 +162,42 @@ def test_one_table_has_the_predictions_of_all_parts(trained: Path, tmp_path: Pat
     ]  # fmt: skip
 
 
-def test_tables_of_other_hosts_are_not_merged(tmp_path: Path) -> None:
-    # Part 1 was written into this folder by an earlier call; now another host has written it, into its own folder.
-    class Two:
-        rank = 0
+MERGE = """
+import os, sys, torch
+from pathlib import Path
+from trainer.core.ranks import Ranks, join_ranks
+from trainer.core import ranks
+from trainer.infer import prediction_files
+ranks._PIECE = 7
+with join_ranks(Ranks.from_env(os.environ), torch.device("cpu"), "gloo", 60.0) as group:
+    out = Path(sys.argv[1]) / f"host{group.rank}"
+    own = [out / f"part{part}" for part in sys.argv[2 + group.rank].split()]
+    print(prediction_files.merge_parts(out, own, True, group))
+"""
 
-        def gather(self, own: list[Any]) -> list[list[Any]]:
-            return [own, [("part1", 7, 7)]]
 
-        def from_first(self, value: Any) -> Any:
-            return value
-
-        def barrier(self) -> None:
-            pass
-
-    for name in ("part0", "part1"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "predictions.csv").write_text("id\n1\n")
-    (tmp_path / "predictions.csv").write_text("id\n")
-    two: Any = Two()
-    assert merge_parts(tmp_path, [tmp_path / "part0"], False, two) == f"{tmp_path}/part*/predictions.csv"
-    assert not (tmp_path / "predictions.csv").exists()
+def test_tables_of_hosts_with_their_own_folders_become_one(tmp_path: Path) -> None:
+    # In the first host's folder there are also tables of an earlier call.
+    duckdb = pytest.importorskip("duckdb")
+    columns = [Column("id", "BIGINT"), Column("prediction", "VARCHAR")]
+    for host, parts in ((0, (0, 1, 2, 10)), (1, (1, 2)), (2, (10,))):
+        for part in parts:
+            folder = tmp_path / f"host{host}/part{part}"
+            folder.mkdir(parents=True)
+            write_table(folder / "predictions", columns, [[[part, part], [f"host {host}", "ü"]]], True)
+    (tmp_path / "host0/predictions.csv").write_text("id\n")
+    words = [sys.executable, "-c", MERGE, str(tmp_path), "0", "1 2", "10"]
+    env = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [
+        subprocess.Popen(words, env={**os.environ, **env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in range(3)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=200)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0], outputs
+    assert outputs[0].strip().endswith(f"{tmp_path}/host0/predictions.csv and .parquet")
+    expected = [(part, text) for part, host in ((0, 0), (1, 1), (2, 1), (10, 2)) for text in (f"host {host}", "ü")]
+    with (tmp_path / "host0/predictions.csv").open() as file:
+        assert [(int(row["id"]), row["prediction"]) for row in csv.DictReader(file)] == expected
+    assert duckdb.sql(f"SELECT * FROM '{tmp_path}/host0/predictions.parquet'").fetchall() == expected
+    names = {"part0", "part1", "part2", "part10", "predictions.csv", "predictions.parquet"}
+    assert {path.name for path in (tmp_path / "host0").iterdir()} == names

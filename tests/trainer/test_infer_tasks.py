@@ -175,6 +175,14 @@ def test_given_pairs_are_scored_in_their_order(linked: Path, tmp_path: Path) -> 
         rows = list(csv.DictReader(written))
     assert [(int(row["source"]), int(row["target"])) for row in rows] == pairs
     assert [float(row["score"]) for row in rows] == pytest.approx([scores[pair] for pair in pairs], abs=1e-5)
+    file.write_text("author,paper\n" + "".join(f"{a}.0, {b} \n" for a, b in pairs))
+    infer(given, Ranks())
+    with (tmp_path / "out" / "pairs.csv").open() as written:
+        assert [row["score"] for row in csv.DictReader(written)] == [row["score"] for row in rows]
+    for text in ("012", "1.5", "9" * 19, "9" * 5000, ""):  # ids of tables neither
+        file.write_text(f"author,paper\n0,{text}\n")
+        with pytest.raises(DataError, match="in row 1 is not the id of a node of type paper"):
+            infer(given, Ranks())
     file.write_text("author,paper\n0,1\n0,x7\n")
     with pytest.raises(DataError, match="pairs.csv, target 'x7' in row 2 is not the id of a node of type paper"):
         infer(given, Ranks())

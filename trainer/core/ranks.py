@@ -8,9 +8,10 @@ import re
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,8 @@ T = TypeVar("T")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _SETTLE = 10.0  #: longest wait in seconds for the other ranks before all ranks raise
+
+_PIECE = 1 << 22  #: bytes of a file that are sent at once
 
 _BACKLOG = 4096  #: listen backlog of rank 0's store, in connections
 
@@ -202,6 +205,28 @@ class RankGroup:
             PeerError: The bytes of the first rank cannot be decoded.
         """
         return value if self.size == 1 else broadcast_value(value, self.group)
+
+    def copy_to_first(self, owner: int, source: Path, target: Path, size: int) -> None:
+        """Copy the file ``source`` of rank ``owner``, which has ``size`` bytes, to ``target`` of the first rank.
+
+        All ranks must call this with the same ``owner`` and ``size``.
+        """
+        assert owner != 0
+        with ExitStack() as stack:
+            file: Any = None
+            if self.rank == owner:
+                file = stack.enter_context(source.open("rb"))
+            elif self.rank == 0:
+                file = stack.enter_context(target.open("wb"))
+            for begin in range(0, size, _PIECE):
+                piece = torch.empty(min(_PIECE, size - begin), dtype=torch.uint8)
+                if self.rank == owner:
+                    file.readinto(piece.numpy())
+                    dist.send(piece, 0, group=self.group)
+                elif self.rank == 0:
+                    dist.recv(piece, owner, group=self.group)
+                    file.write(piece.numpy())
+        self.barrier()  # others wait no longer than one file takes
 
     def agree(self, work: Callable[[], T]) -> T:
         """Call ``work`` on every rank. If the call raises on any rank, all ranks raise.

@@ -41,7 +41,7 @@ def write_node_predictions(
 ) -> str:  # fmt: skip
     """Write the model's output for all nodes, and the predictions as ``part<p>/predictions.csv``. Collective.
 
-    ``predictions.csv`` has the rows of all parts, if the first rank sees them. ``probabilities``: for classification,
+    ``predictions.csv`` of the first rank has the rows of all parts. ``probabilities``: for classification,
     with a column for the probability of each class.
 
     The output is ``part<p>/logits.npy``, float32 [nodes of the part, classes or labels]; for regression

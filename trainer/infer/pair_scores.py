@@ -17,6 +17,12 @@ from trainer.graph.open import Graph
 from trainer.infer.link_embeddings import LinkEmbeddings
 from trainer.infer.prediction_files import ROWS_AT_ONCE, Column, id_attr, write_table
 from trainer.sampler.types import RowRequest
+from trainer.sources.table_columns import INTEGER
+
+#: The rule of ``trainer.sources.table_columns``: as numbers ``12`` and ``12.0`` are the same id, ``012`` is none.
+_WHOLE, _DECIMAL = re.compile(rf"({INTEGER})(?:\.0*)?"), re.compile(rf"({INTEGER})\.0+")
+
+_NONE = 1 << 63  #: no id: too large for 64 bits
 
 
 def write_pair_scores(out: Path, graph: Graph, links: LinkEmbeddings, path: Path, parquet: bool) -> None:
@@ -73,10 +79,16 @@ def _nodes(graph: Graph, of: NodeType, texts: Sequence[str], where: str) -> Ids:
     """
     known, is_id = _all_ids(graph, of), np.ones(len(texts), bool)
     if known.dtype.kind == "S":
-        wanted: Array = np.array([text.encode() for text in texts], dtype=bytes)
+        candidates = known[np.char.find(known, b".0") >= 0].tolist()
+        as_written = any(_DECIMAL.fullmatch(one.decode()) for one in candidates)
+        decimals = [None if as_written else _DECIMAL.fullmatch(one) for one in texts]
+        keys = [match[1] if match else one for match, one in zip(decimals, texts, strict=True)]
+        wanted: Array = np.array([key.encode() for key in keys], dtype=bytes)
     else:
-        is_id = np.array([re.fullmatch(r"-?[0-9]{1,18}", text) is not None for text in texts], bool)
-        wanted = np.array([int(text) if fits else 0 for text, fits in zip(texts, is_id, strict=True)], np.int64)
+        found = [_WHOLE.fullmatch(one.strip(" ")) for one in texts]
+        numbers = [int(match[1]) if match and len(match[1]) <= 20 else _NONE for match in found]
+        is_id = np.array([-_NONE <= number < _NONE for number in numbers], bool)
+        wanted = np.array([number if fits else 0 for number, fits in zip(numbers, is_id, strict=True)], np.int64)
     order = np.argsort(known, kind="stable")
     place = np.minimum(np.searchsorted(known[order], wanted), len(known) - 1)
     ids = order[place]

@@ -6,8 +6,10 @@ import csv
 import importlib.util
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -103,33 +105,44 @@ def own_parts(out: Path, graph: Graph, of: NodeType, rows: LayerRows, group: Ran
 
 
 def merge_parts(out: Path, own: Sequence[Path], parquet: bool, group: RankGroup) -> str:
-    """Write ``out/predictions.csv`` with the rows of all parts, in their order. Collective.
+    """Write ``out/predictions.csv`` of rank 0 with the rows of all parts, in their order. Collective.
 
-    ``own``: the part folders whose tables this rank has written. Ranks on hosts without a common folder leave the
-    tables of their parts. Returns where the predictions are, in words.
+    ``own``: the part folders whose tables this rank has written; those that rank 0 does not see are sent to it. Returns
+    where the predictions are, in words.
     """
+    kinds = ("predictions.csv", *(["predictions.parquet"] if parquet else []))
 
-    def stamp(folder: Path) -> tuple[int, int]:
+    def stamp(path: Path) -> tuple[int, int]:
         try:
-            found = (folder / "predictions.csv").stat()
+            found = path.stat()
         except OSError:
             return 0, 0
         return found.st_size, found.st_mtime_ns
 
-    shares = group.gather([(folder.name, *stamp(folder)) for folder in own])
-    written = sorted({name: (size, t) for share in shares for name, size, t in share}.items(), key=_part_number)
-    merged = group.from_first(all(stamp(out / name) == (size, t) for name, (size, t) in written))
-    if group.rank == 0:
-        for table in (out / "predictions.csv", out / "predictions.parquet"):
-            table.unlink(missing_ok=True)
-        if merged:
-            _merge(out, [out / name for name, _ in written], parquet)
+    shares = group.gather([(folder.name, kind, *stamp(folder / kind)) for folder in own for kind in kinds])
+    tables = [(*table, rank) for rank, share in enumerate(shares) for table in share]
+    seen = group.from_first([stamp(out / name / kind) == (size, t) for name, kind, size, t, _ in tables])
+    with ExitStack() as stack:
+        received = out
+        if group.rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            for kind in ("predictions.csv", "predictions.parquet"):
+                (out / kind).unlink(missing_ok=True)
+            received = Path(stack.enter_context(TemporaryDirectory(prefix=".predictions-", dir=out)))
+        folders: dict[str, Path] = {}
+        for (name, kind, size, _, rank), is_seen in zip(tables, seen, strict=True):
+            folder = folders[name] = (out if is_seen else received) / name
+            if not is_seen:
+                folder.mkdir(exist_ok=True)
+                group.copy_to_first(rank, out / name / kind, folder / kind, size)
+        if group.rank == 0:
+            _merge(out, [folders[name] for name in sorted(folders, key=_part_number)], parquet)
     group.barrier()
-    return f"{out}{'' if merged else '/part*'}/predictions.csv{' and .parquet' if parquet else ''}"
+    return f"{out}/predictions.csv{' and .parquet' if parquet else ''}"
 
 
-def _part_number(item: tuple[str, Any]) -> int:
-    return int(item[0].removeprefix("part"))
+def _part_number(name: str) -> int:
+    return int(name.removeprefix("part"))
 
 
 def _merge(out: Path, folders: Sequence[Path], parquet: bool) -> None:

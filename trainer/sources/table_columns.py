@@ -10,7 +10,7 @@ from trainer.core.errors import DataError
 from trainer.sources.table_database import Scan, quoted, text
 from trainer.sources.table_options import LARGEST
 
-_INTEGER = "-?(0|[1-9][0-9]*)"  #: regular expression
+INTEGER = "-?(0|[1-9][0-9]*)"  #: regular expression
 _EXACT = {"FLOAT": 24, "DOUBLE": 53}  #: integers below two to this power are not rounded
 _INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
 _FLOATS = ("FLOAT", "DOUBLE")
@@ -279,7 +279,7 @@ def has_decimal_texts(scan: Scan, column: str) -> bool:
     if scan.types[column] != "VARCHAR":
         return False
     (any_,) = scan.database.rows(
-        f"SELECT bool_or(regexp_full_match({quoted(column)}, '{_INTEGER}\\.0+')) FROM {scan.sql}", scan.where
+        f"SELECT bool_or(regexp_full_match({quoted(column)}, '{INTEGER}\\.0+')) FROM {scan.sql}", scan.where
     )[0]
     return bool(any_)
 
@@ -297,7 +297,7 @@ def integer_id(scan: Scan, column: str) -> str:
     of, name = scan.types[column], quoted(column)
     if of == "VARCHAR":
         digits = f"TRY_CAST(split_part(trim({name}), '.', 1) AS BIGINT)"
-        return f"CASE WHEN regexp_full_match(trim({name}), '{_INTEGER}(\\.0*)?') THEN {digits} END"
+        return f"CASE WHEN regexp_full_match(trim({name}), '{INTEGER}(\\.0*)?') THEN {digits} END"
     if of in _EXACT or of.startswith("DECIMAL"):
         return f"CASE WHEN {_is_whole(name, of)} THEN TRY_CAST({name} AS BIGINT) END"
     return f"TRY_CAST({name} AS BIGINT)" if of.endswith(("INT", "INTEGER")) else "CAST(NULL AS BIGINT)"
@@ -317,7 +317,7 @@ def text_id(scan: Scan, column: str, decimal_texts: bool) -> str:
         )
         return f"CASE WHEN {_is_whole(name, of)} THEN CAST(CAST({name} AS HUGEINT) AS VARCHAR) ELSE {other} END"
     if of == "VARCHAR" and not decimal_texts:
-        is_whole = f"regexp_full_match({name}, '{_INTEGER}\\.0+')"
+        is_whole = f"regexp_full_match({name}, '{INTEGER}\\.0+')"
         return f"CASE WHEN {is_whole} THEN split_part({name}, '.', 1) ELSE {name} END"
     return f"CAST({name} AS VARCHAR)"
 

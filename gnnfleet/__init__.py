@@ -26,6 +26,7 @@ from gnnfleet.shadow import check_not_shadowed
 
 if TYPE_CHECKING:
     from gnnfleet import nn, tasks
+    from launcher import __version__
     from trainer import (
         DistClusterLoader,
         DistGraphSAINTEdgeSampler,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
         DistShaDowKHopSampler,
         DistZipLoader,
         StepLog,
-        __version__,
         connect,
         open,
     )
@@ -104,6 +104,7 @@ __all__ = [
 
 #: Names of ``__all__`` by the module that defines them; ``trainer`` defines the names not listed here.
 _DEFINED_IN = {
+    "launcher": ("__version__",),
     "trainer.core.errors": (
         "CheckpointError", "DataError", "PartitionError", "ServiceError", "SettingsError", "TrainerError",
     ),
@@ -136,6 +137,8 @@ if not TYPE_CHECKING:  # type checkers use the imports above and report unknown 
             nearest = difflib.get_close_matches(name, __all__, 1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise AttributeError(f"module 'gnnfleet' has no attribute {name!r}{hint}")
+        if name == "__version__":
+            check_not_shadowed("launcher")
         value = globals()[name] = getattr(importlib.import_module(_MODULE_OF.get(name, "trainer")), name)
         return value
 

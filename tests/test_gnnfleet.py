@@ -63,9 +63,10 @@ def test_a_file_that_shadows_trainer_is_named_and_not_run(script: str, tmp_path:
     )
 
 
-def test_a_package_that_shadows_launcher_is_named_when_tasks_are_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("use", ["tasks", "__version__"])
+def test_a_package_that_shadows_launcher_is_named_when_it_is_used(tmp_path: Path, use: str) -> None:
     (tmp_path / "launcher").mkdir()
     (tmp_path / "launcher" / "__init__.py").touch()
-    done = python(tmp_path, "-c", "import gnnfleet as gf; print(gf.__version__); gf.tasks")
-    assert done.returncode == 1 and done.stdout == f"{gf.__version__}\n"
+    done = python(tmp_path, "-c", f"import gnnfleet as gf; print(gf.open.__name__); gf.{use}")
+    assert done.returncode == 1 and done.stdout == "open\n"
     assert f"{tmp_path}/launcher/__init__.py shadows gnnfleet's own package `launcher`" in done.stderr.splitlines()[-1]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import gnnfleet
 import launcher
-import trainer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 #: Absolute paths that exist on one machine only; /tmp, /usr and examples below /home are allowed.
@@ -49,7 +49,7 @@ def test_one_version_everywhere() -> None:
     newest = re.search(r"^## (\d+\.\d+\.\d+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest
     assert setup()["metadata"]["version"] == "attr: launcher.__version__"
-    assert launcher.__version__ == trainer.__version__ == newest.group(1)
+    assert launcher.__version__ == gnnfleet.__version__ == newest.group(1)
 
 
 def test_licence_is_apache_2_in_full() -> None:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from trainer.loader.zip_loader import DistZipLoader
     from trainer.train.steplog import StepLog
 
-__version__ = "0.1.0"
-
 __all__ = [
     "DistClusterLoader",
     "DistGraphSAINTEdgeSampler",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import posixpath
 import re
 import secrets
@@ -91,7 +92,10 @@ def export_kubernetes(request: ExportRequest, cluster: Cluster) -> Exported:
         workload = [_service(name), *([partition] if partition else [])]
         workload += [_job(plan, group, request, cluster) for group in made]
     manifests = [*_claim(name, cluster), config_map(plan, request, f"{HOME}/code/{digest[:16]}"), *workload]
-    notes = (*_store_notes(config, cluster, left_out), *_notes(request, plan, folder, partition is not None))
+    notes = (
+        *_store_notes(config, cluster, left_out),
+        *_notes(request, plan, folder, partition is not None, cluster.namespace),
+    )
     metadata = {"namespace": cluster.namespace} if cluster.namespace else {}
     for manifest in manifests:
         manifest["metadata"] = {**manifest["metadata"], **metadata}
@@ -247,16 +251,23 @@ def _partition_job(config: ResolvedConfig, name: str, folder: str, cluster: Clus
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job}
 
 
-def _notes(request: ExportRequest, plan: LaunchPlan, folder: str, made: bool) -> tuple[str, ...]:
+def _notes(
+    request: ExportRequest, plan: LaunchPlan, folder: str, made: bool, namespace: str
+) -> tuple[str, ...]:  # fmt: skip
     notes, config = [], request.config
     if config.data.mode == "sync" and config.data.store is None and not made:
-        source = shlex.quote(config.data.folder)
+        kubectl, new = f"kubectl -n {namespace}" if namespace else "kubectl", f"{folder}.new"
+        running = f"get pods -l gnnfleet/run={plan.run_id} --field-selector=status.phase=Running -o name"
+        source = shlex.quote(os.path.expanduser(config.data.folder))
+        copy = (  # the folder gets its name when it is complete, and no folder is replaced
+            f"(set -o pipefail; P=$({kubectl} {running} | head -n 1) && tar -C {source} -cf - . | {kubectl} exec -i $P "
+            f"-- sh -c 'rm -rf {new} && mkdir -p {new} && tar -C {new} -xf -' && "
+            f"{kubectl} exec $P -- mv -T {new} {folder})"
+        )
         notes.append(
             "the graph is in files of this machine, which pods do not see. Give `data.store`, from which each pod "
             "fetches its parts; or name a claim that has them (--claim NAME=/data with `data.mode: verify`); or copy "
-            f"them while the pods wait: P=$(kubectl get pods -l gnnfleet/run={plan.run_id} -o name | head -n 1); "
-            f"kubectl exec $P -- mkdir -p {HOME}{PARTS} && kubectl cp {source} ${{P#pod/}}:{folder}.new && "
-            f"kubectl exec $P -- mv {folder}.new {folder}"
+            f"them while the pods wait, with bash: {copy}"
             + ("" if request.parts else "; before that, make them: gnnfleet partition make --config FILE")
         )
     in_pods = made or config.data.store is not None

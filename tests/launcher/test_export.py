@@ -215,11 +215,55 @@ def test_pods_ask_for_what_the_config_says_or_the_parts_take(tmp_path: Path) -> 
     assert any("give `memory` of the nodes in cluster.yml" in note for note in made.notes)
 
 
-def test_a_graph_in_files_of_this_machine_comes_into_the_pods_by_commands_in_the_note(tmp_path: Path) -> None:
+#: A kubectl whose only pod is a folder of this machine, $POD.
+KUBECTL = """#!/usr/bin/env bash
+[[ "$1 $2" == "-n gnn" ]] || exit 9
+case "$3" in
+  get) [[ "$*" == *"-l gnnfleet/run="*"-o name"* ]] && echo "pod/toy-workers-0-0" ;;
+  exec)
+    shift 3
+    [[ $1 == -i ]] && shift || exec </dev/null
+    [[ "$1 $2" == "pod/toy-workers-0-0 --" ]] || exit 9
+    shift 2
+    exec "${@//\\/gnnfleet\\//$POD/gnnfleet/}" ;;
+esac
+"""
+
+
+def test_a_graph_in_files_of_this_machine_comes_into_the_pods_by_a_command_in_the_note(tmp_path: Path) -> None:
     text = TWO.replace("dataset: ogbn-products", "dataset: file, source: graph.pt")
-    (note,) = [note for note in kubernetes(text, tmp_path).notes if "files of this machine" in note]
+    parts = tmp_path / "my parts"
+    text = text.replace("folder: /scratch/parts", f"folder: '{parts}'")
+    (note,) = [note for note in kubernetes(text, tmp_path, namespace="gnn").notes if "files of this machine" in note]
     assert "`data.store`" in note and "--claim NAME=/data with `data.mode: verify`" in note
-    assert "kubectl cp /scratch/parts ${P#pod/}:/gnnfleet/parts/file-" in note
+    command = re.search(r"with bash: (\(.*\))(;|$)", note)
+    assert command
+    (parts / "part0").mkdir(parents=True)
+    (parts / "manifest.json").write_text("{}")
+    (parts / "part0" / "x.npy").write_bytes(b"x" * 100_000)
+    program = tmp_path / "bin" / "kubectl"
+    program.parent.mkdir()
+    program.write_text(KUBECTL)
+    program.chmod(0o755)
+    env = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "POD": str(tmp_path / "pod")}
+    (tmp_path / "pod/gnnfleet/parts").mkdir(parents=True)
+
+    def copy() -> int:
+        return subprocess.run(["bash", "-c", command[1]], env=env, stderr=subprocess.DEVNULL, check=False).returncode
+
+    broken = parts / "part0" / "gone.npy"  # tar fails, and a part of the files arrives
+    broken.symlink_to("/nowhere")
+    with_missing = command[1].replace("-cf - .", "-hcf - .")
+    assert subprocess.run(["bash", "-c", with_missing], env=env, stderr=subprocess.DEVNULL, check=False).returncode
+    broken.unlink()
+    assert [path.suffix for path in (tmp_path / "pod/gnnfleet/parts").iterdir()] == [".new"], "not complete"
+    assert copy() == 0
+    (copied,) = (tmp_path / "pod/gnnfleet/parts").iterdir()
+    assert copied.name.startswith("file-") and not copied.name.endswith(".new")
+    names = {path.relative_to(copied).as_posix() for path in copied.rglob("*")}
+    assert names == {"manifest.json", "part0", "part0/x.npy"}
+    assert (copied / "part0" / "x.npy").read_bytes() == b"x" * 100_000
+    assert copy() != 0 and (copied / "manifest.json").is_file(), "parts that are there are not replaced"
 
 
 # Scripts

@@ -1,5 +1,5 @@
 # make help       what there is
-# PYTHON=…        interpreter for a new virtual environment (3.10 to 3.14)
+# PYTHON=…        interpreter for a new virtual environment (3.10 to 3.13; 3.14 has not been tried yet)
 # VENV=…          where the virtual environment lives
 # PIP_ARGS=…      more for pip install, e.g. another package index
 # MINUTES=…       how long the soak runs; SEED=… chooses its scenarios, SCENARIO=17,4003 repeats some

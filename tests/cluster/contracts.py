@@ -117,7 +117,7 @@ def check_failure(verdict: Verdict, run: FaultyRun, done: Launched) -> None:
         return
     result = json.loads(path.read_text())
     first: dict[str, Any] = result["first_failure"] or {}
-    if first.get("name") not in scenario.names or first.get("node_rank") != fault.node:
+    if first.get("name") not in scenario.names or first.get("node_rank") not in scenario.causes:
         verdict.break_("cause", f"names {first.get('name')} of node{first.get('node_rank')}: {verdict.reported}")
     if not any(text in str(first.get("reason")) for text in texts):
         verdict.break_("cause", f"reason {first.get('reason')!r}")
@@ -153,9 +153,9 @@ def check_views(verdict: Verdict, run: FaultyRun, state: str) -> None:
     if found["state"] != state or shown.returncode != {"done": 0, "stopped": 130, "failed": 1}[state]:
         verdict.break_("agrees", f"status says {found['state']} and exits {shown.returncode}: {found['sentence']!r}")
     if state == "failed":
-        fault = run.scenario.fault
-        if f"node{fault.node}" not in found["sentence"]:
-            verdict.break_("agrees", f"status names another node than node{fault.node}: {found['sentence']!r}")
+        causes = run.scenario.causes
+        if not any(f"node{node}" in found["sentence"] for node in causes):
+            verdict.break_("agrees", f"status names another node than {causes}: {found['sentence']!r}")
     listed = gnnfleet(run.environment, "runs", "--json", cwd=run.folder)
     rows = [row for row in json.loads(listed.stdout or "[]") if row["run_id"] == run.run_id]
     if len(rows) != 1 or rows[0]["state"] != state:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass, field
@@ -203,5 +204,5 @@ def pythons_of(cluster: NetCluster) -> list[str]:
 def _is_python(cmdline: str, words: str) -> bool:
     # a rank runner only has the command of its rank among its arguments
     program, *arguments = cmdline.split() or [""]
-    given = " ".join(arguments).removeprefix("-u ").removeprefix("-m ")
+    given = re.sub(r"^(-[a-ln-zA-Z] )*(-m )?", "", " ".join(arguments))  # options of Python; only -m has a value
     return "python" in program and (f"{given} ".startswith(f"{words} ") or given.split(" ")[0].endswith(f"/{words}"))

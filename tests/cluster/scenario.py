@@ -133,6 +133,13 @@ class Scenario:
         return 10.0 + unnoticed.get(self.fault.kind, 0.0)
 
     @property
+    def causes(self) -> set[int]:
+        """The nodes of which a report may name one as the first that failed."""
+        # Two nodes that lose each other, without a launcher that sees both, cannot know whose network was cut.
+        unknown = self.fault.kind == "network" and self.detached and self.nodes == 2
+        return {0, 1} if unknown else {self.fault.node}
+
+    @property
     def names(self) -> list[str]:
         if self.fault.kind in NODE_KINDS:
             return ["node"]

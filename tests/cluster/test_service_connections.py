@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.quiet]
 def host() -> Iterator[Host]:
     with NetCluster(1) as cluster:
         (host,) = cluster.hosts
-        path = f"{REPOSITORY}:{REPOSITORY}/tests/trainer"
+        path = f"{REPOSITORY}:{REPOSITORY}/tests:{REPOSITORY}/tests/trainer"
         code = f"from service_kit import _serve; _serve('tcp://0.0.0.0:{_PORT}')"
         serve = f'PYTHONPATH={path} setsid {sys.executable} -c "{code}" >/tmp/serve.log 2>&1 &'
         host.run(["bash", "-c", serve])

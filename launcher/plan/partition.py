@@ -67,7 +67,7 @@ def _method_options(config: ClusterConfig) -> list[str]:
     return [*options, *(["--rows", settings.rows] if settings.rows != "stored" else [])]
 
 
-_FORMAT, _VERSIONS = "gnnfleet-partition", (2, 3)
+_FORMAT, _VERSION = "gnnfleet-partition", 3
 
 _HELD_OUT = "held_out_type"  # graph attribute that the partitioner writes with option hold_out
 
@@ -158,8 +158,8 @@ def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
         kind = msgspec.json.decode(raw, type=_ManifestKind)
         if kind.format != _FORMAT:
             raise ValueError(f"the format is {kind.format!r}, not {_FORMAT!r}")
-        if kind.version not in _VERSIONS:
-            raise ValueError(f"the file has format version {kind.version!r}, this program reads version 2 or 3")
+        if kind.version != _VERSION:
+            raise ValueError(f"the file has format version {kind.version!r}, this program reads version {_VERSION}")
         manifest = msgspec.json.decode(raw, type=_Manifest)
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None

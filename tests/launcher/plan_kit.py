@@ -72,7 +72,7 @@ def parts_folder(folder: Path, num_parts: int) -> PartitionFiles:
         path.write_text(name)
         digest = hashlib.sha256(name.encode()).hexdigest()
         files.append({"path": name, "bytes": len(name), "sha256": digest, "dtype": "float32", "shape": shape})
-    manifest = {"format": "gnnfleet-partition", "version": 2, "dataset": "synthetic", "fingerprint": "f1"}
+    manifest = {"format": "gnnfleet-partition", "version": 3, "dataset": "synthetic", "fingerprint": "f1"}
     (folder / "manifest.json").write_text(json.dumps({**manifest, "num_parts": num_parts, "files": files}))
     found = read_partition_files(folder)
     assert found is not None

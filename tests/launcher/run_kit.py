@@ -24,7 +24,7 @@ def make_parts(folder: Path, num_parts: int = 2, size: int = 50_000) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         files.append({"path": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
-    manifest = {"format": "gnnfleet-partition", "version": 2, "dataset": "toy", "fingerprint": "f00d"}
+    manifest = {"format": "gnnfleet-partition", "version": 3, "dataset": "toy", "fingerprint": "f00d"}
     (folder / "manifest.json").write_text(json.dumps({**manifest, "num_parts": num_parts, "files": files}))
     return folder
 

@@ -82,18 +82,20 @@ def valid_requests(num_nodes: int) -> list[Message]:
     found = [
         Message(Kind.HELLO, Status.REQUEST, 0),
         Message(Kind.STATS, Status.REQUEST, 0),
-        messages.sample_request(
+        messages.request(Kind.SAMPLE,
             [hop, replace(hop, nodes=many, with_edge=True), replace(hop, fanout=-1, replace=True)]
         ),
-        messages.sample_request([replace(hop, exclude=(nodes, nodes), sources=np.sort(nodes), trees=nodes)]),
-        messages.gather_request([RowRequest(HOMO_NODE, nodes, ("x", "y")), RowRequest(HOMO_EDGE, nodes, ("orig_id",))]),
-        messages.gather_request([RowRequest(HOMO_NODE, many, ("x",))]),
-        messages.has_edges_request(HOMO_EDGE, nodes, nodes[::-1]),
-        messages.endpoints_request(HOMO_EDGE, nodes),
-        messages.endpoints_request(HOMO_EDGE, nodes - 2**40),
+        messages.request(Kind.SAMPLE, [replace(hop, exclude=(nodes, nodes), sources=np.sort(nodes), trees=nodes)]),
+        messages.request(
+            Kind.GATHER, [RowRequest(HOMO_NODE, nodes, ("x", "y")), RowRequest(HOMO_EDGE, nodes, ("orig_id",))]
+        ),
+        messages.request(Kind.GATHER, [RowRequest(HOMO_NODE, many, ("x",))]),
+        messages.request(Kind.HAS_EDGES, messages.Pairs(HOMO_EDGE, nodes, nodes[::-1])),
+        messages.request(Kind.ENDPOINTS, (HOMO_EDGE, nodes)),
+        messages.request(Kind.ENDPOINTS, (HOMO_EDGE, nodes - 2**40)),
         Message(Kind.MANIFEST, Status.REQUEST, 0),
         messages.request(Kind.SHARED, messages.SharedSlice(HOMO_NODE, "train", 0, 10)),
-        messages.to_global_request(HOMO_NODE, nodes),
+        messages.request(Kind.TO_GLOBAL, (HOMO_NODE, nodes)),
         messages.acknowledgement(5),
         batch_messages.batch_request(work, name),
         batch_messages.batch_request(replace(work, seeds=SeedSet({HOMO_NODE: many})), name),
@@ -282,8 +284,8 @@ def send_as_insider(attack: Attack, num_nodes: int) -> int:
 def send_as_glutton(attack: Attack, num_nodes: int) -> None:
     """Request large replies over connections that stay open, and read none. Never returns."""
     ids = np.arange(20_000) % num_nodes
-    gather = messages.gather_request([RowRequest(HOMO_NODE, ids, ("x",))])
-    greed = [gather, replace(gather, flags=Flag.ROUTE), messages.endpoints_request(HOMO_EDGE, np.arange(4000))]
+    gather = messages.request(Kind.GATHER, [RowRequest(HOMO_NODE, ids, ("x",))])
+    greed = [gather, replace(gather, flags=Flag.ROUTE), messages.request(Kind.ENDPOINTS, (HOMO_EDGE, np.arange(4000)))]
     keys = read_key_file(attack.key_file) if attack.key_file else None
     while True:
         with contextlib.suppress(OSError, EOFError), contextlib.ExitStack() as lines:

@@ -201,7 +201,7 @@ def test_a_restarted_server_answers_requests_in_flight() -> None:
 def test_connections_that_close_with_queued_requests_do_no_harm() -> None:
     # With libzmq, whose heartbeats met a full queue, such clients aborted the server, whether they read or not.
     endpoint = free_endpoint()
-    request = messages.gather_request([RowRequest(HOMO_NODE, NODES, ("sleep0.01",))])
+    request = messages.request(Kind.GATHER, [RowRequest(HOMO_NODE, NODES, ("sleep0.01",))])
     with server_process(endpoint) as process, client_of(endpoint, deadline=60) as client:
         for reads in (True, False):
             with contextlib.ExitStack() as closing:
@@ -247,7 +247,7 @@ def test_too_large_an_answer_is_refused_with_a_reason(monkeypatch) -> None:
 
 def test_malformed_messages_close_only_their_connection_and_are_counted(server, client) -> None:
     rng = random.Random(0)
-    request = messages.gather_request([RowRequest(HOMO_NODE, np.arange(3000), ("x",))])
+    request = messages.request(Kind.GATHER, [RowRequest(HOMO_NODE, np.arange(3000), ("x",))])
     good = [bytes(part) for part in encode(request)]
     answered = 0
     for number in range(300):
@@ -410,7 +410,7 @@ def test_an_unread_connection_that_ends_uses_no_cpu(monkeypatch) -> None:
     monkeypatch.setattr(network_thread, "MAX_QUEUED", 1)
     with serving(threads=1) as server, client_of(server.endpoint, 60) as client:
         with RawPeer(server.endpoint) as peer:
-            slow = messages.gather_request([RowRequest(HOMO_NODE, np.arange(3), ("sleep1",))])
+            slow = messages.request(Kind.GATHER, [RowRequest(HOMO_NODE, np.arange(3), ("sleep1",))])
             for _ in range(4):
                 peer.send(*encode(slow))
             peer.sock.setsockopt(

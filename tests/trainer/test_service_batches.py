@@ -272,9 +272,9 @@ def requests_that_fail() -> list[Message]:
         *(Message(kind, Status.REQUEST, 1, arrays, b"\xff" * 64, flags)
           for kind in Kind if kind not in (Kind.ACK, Kind.ALIVE, Kind.HELLO, Kind.STATS, Kind.MANIFEST)
           for flags in (Flag.NONE, Flag.ROUTE, Flag.ROUTE | Flag.INT8)),
-        messages.sample_request([HopRequest(HOMO_EDGE, np.array([2**40, -5]), 2**31 - 1, 0, 1)]),
-        messages.gather_request([RowRequest(HOMO_NODE, np.array([-1]), ("x",))]),
-        messages.endpoints_request(HOMO_EDGE, np.array([2**60, -5])),
+        messages.request(Kind.SAMPLE, [HopRequest(HOMO_EDGE, np.array([2**40, -5]), 2**31 - 1, 0, 1)]),
+        messages.request(Kind.GATHER, [RowRequest(HOMO_NODE, np.array([-1]), ("x",))]),
+        messages.request(Kind.ENDPOINTS, (HOMO_EDGE, np.array([2**60, -5]))),
     ]  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def flat(value):
 def test_every_combination_of_fields_round_trips() -> None:
     asked = hops_of_every_kind()
     assert len(asked) == 640
-    back = messages.read_sample_request(sent(messages.sample_request(asked)))
+    back = messages.read_sample_request(sent(messages.request(Kind.SAMPLE, asked)))
     assert list(map(flat, back)) == list(map(flat, asked))
 
 
@@ -41,7 +41,7 @@ def test_ids_of_any_width_round_trip(top: int) -> None:
     nodes = np.array([top, 0, 3], np.int64)
     bound = TimeBound(np.array([-top, top, 0]), "year", "node")
     request = HopRequest(WRITES, nodes, 7, 3, 1, trees=nodes, bound=bound, exclude=(nodes, nodes[::-1].copy()))
-    message = messages.sample_request([request])
+    message = messages.request(Kind.SAMPLE, [request])
     assert {array.dtype for array in message.arrays} == {np.dtype(np.int32 if top < 2**31 else np.int64)}
     (back,) = messages.read_sample_request(sent(message))
     assert flat(back) == flat(request) and back.nodes.flags.writeable
@@ -58,7 +58,7 @@ def _with_edge(request: HopRequest) -> HopRequest:
 def test_arrays_shared_by_requests_are_sent_once_and_shared_on_receipt() -> None:
     bound = TimeBound(np.arange(4), "time", "edge")
     asked = [dataclasses.replace(PLAIN, edge_type=("a", f"r{k}", "b"), bound=bound, trees=NODES) for k in range(50)]
-    message = messages.sample_request(asked)
+    message = messages.request(Kind.SAMPLE, asked)
     assert len(message.arrays) == 2
     back = messages.read_sample_request(sent(message))
     assert {id(request.nodes) for request in back} == {id(back[0].trees)}
@@ -87,7 +87,7 @@ def invalid_requests() -> dict[str, list[HopRequest]]:
 
 @pytest.mark.parametrize("name", invalid_requests())
 def test_invalid_requests_are_refused(name: str) -> None:
-    message = messages.sample_request(invalid_requests()[name])
+    message = messages.request(Kind.SAMPLE, invalid_requests()[name])
     with pytest.raises(WireError):
         messages.read_sample_request(message)
 
@@ -96,7 +96,7 @@ def test_invalid_requests_are_refused(name: str) -> None:
 def test_references_to_missing_arrays_are_refused(wrong: object) -> None:
     full = hops_of_every_kind()[-1]
     assert all(value is not None for value in vars(full).values())
-    message = messages.sample_request([full])
+    message = messages.request(Kind.SAMPLE, [full])
     messages.read_sample_request(message)
     for count in range(len(message.arrays)):
         with pytest.raises(WireError, match="but has only"):
@@ -112,8 +112,8 @@ READERS = [messages.read_sample_request, messages.read_gather_request, messages.
 
 @pytest.mark.parametrize("read", READERS)
 def test_a_truncated_body_is_refused(read) -> None:
-    made = (messages.sample_request([PLAIN]), messages.gather_request([RowRequest("a", NODES, ("x",))]),
-            messages.has_edges_request(WRITES, NODES, NODES))  # fmt: skip
+    made = (messages.request(Kind.SAMPLE, [PLAIN]), messages.request(Kind.GATHER, [RowRequest("a", NODES, ("x",))]),
+            messages.request(Kind.HAS_EDGES, messages.Pairs(WRITES, NODES, NODES)))  # fmt: skip
     message = made[READERS.index(read)]
     read(message)
     for length in range(len(message.body)):
@@ -154,14 +154,14 @@ def test_row_requests_round_trip() -> None:
         RowRequest("paper", NODES, ("x", "year")), RowRequest(WRITES, NODES, ("weight",)),
         RowRequest("paper", other, ("x",)), RowRequest("author", other[:0], ("orig_id",)),
     ]  # fmt: skip
-    message = messages.gather_request(asked)
+    message = messages.request(Kind.GATHER, asked)
     assert len(message.arrays) == 3
     assert list(map(flat, messages.read_gather_request(sent(message)))) == list(map(flat, asked))
 
 
 def test_rows_are_returned_to_their_requests() -> None:
     asked = [RowRequest("a", NODES, ("x", "y")), RowRequest("a", NODES, ()), RowRequest("a", NODES, ("x",))]
-    there = messages.read_gather_request(sent(messages.gather_request(asked)))
+    there = messages.read_gather_request(sent(messages.request(Kind.GATHER, asked)))
     rows = [{name: np.full((4, 2), ord(name)) for name in request.attrs} for request in there]
     back = messages.read_rows(
         sent(messages.rows_reply(Message(Kind.GATHER, Status.REQUEST, 1), there, rows, lambda of, name: "stored")),
@@ -179,16 +179,16 @@ def test_rows_of_wrong_shape_are_refused() -> None:
 
 def test_more_rows_than_an_answer_holds_are_refused() -> None:
     most = [RowRequest("a", NODES, ("x",))] * frames.MAX_ARRAYS
-    assert len(messages.read_gather_request(messages.gather_request(most))) == frames.MAX_ARRAYS
+    assert len(messages.read_gather_request(messages.request(Kind.GATHER, most))) == frames.MAX_ARRAYS
     with pytest.raises(WireError, match="4097 arrays requested"):
-        messages.read_gather_request(messages.gather_request([*most, most[0]]))
+        messages.read_gather_request(messages.request(Kind.GATHER, [*most, most[0]]))
 
 
 def test_endpoints_requests_round_trip() -> None:
-    back = messages.read_endpoints_request(sent(messages.endpoints_request(WRITES, NODES + 2**40)))
+    back = messages.ENDPOINTS.read(sent(messages.request(Kind.ENDPOINTS, (WRITES, NODES + 2**40))))
     assert flat(back) == flat((WRITES, NODES + 2**40))
     with pytest.raises(WireError, match="cannot be read"):
-        messages.read_endpoints_request(sent(messages.to_global_request("paper", NODES)))
+        messages.ENDPOINTS.read(sent(messages.request(Kind.TO_GLOBAL, ("paper", NODES))))
     assert flat(messages.read_endpoints(reply(NODES, NODES + 2**40), 4)) == flat((NODES, NODES + 2**40))
     for arrays in ([NODES], [NODES, NODES[1:]], [NODES, NODES * 1.0], [NODES, NODES, NODES]):
         with pytest.raises(WireError):
@@ -196,10 +196,14 @@ def test_endpoints_requests_round_trip() -> None:
 
 
 def test_has_edges_requests_round_trip() -> None:
-    back = messages.read_has_edges_request(sent(messages.has_edges_request(WRITES, NODES, NODES + 2**40)))
+    back = messages.read_has_edges_request(
+        sent(messages.request(Kind.HAS_EDGES, messages.Pairs(WRITES, NODES, NODES + 2**40)))
+    )
     assert flat((back.edge_type, back.src, back.dst)) == flat((WRITES, NODES, NODES + 2**40))
     with pytest.raises(WireError, match="4 sources, 3 targets"):
-        messages.read_has_edges_request(sent(messages.has_edges_request(WRITES, NODES, NODES[1:])))
+        messages.read_has_edges_request(
+            sent(messages.request(Kind.HAS_EDGES, messages.Pairs(WRITES, NODES, NODES[1:])))
+        )
     with pytest.raises(WireError, match="cannot be read"):
         messages.read_has_edges_request(Message(Kind.HAS_EDGES, Status.REQUEST, 0))
     assert messages.read_found(reply(np.array([True, False])), 2).tolist() == [True, False]

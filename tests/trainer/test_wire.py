@@ -172,7 +172,7 @@ def test_messages_over_the_limit_are_refused_on_receipt() -> None:
 def test_random_damage_never_raises_anything_else() -> None:
     rng = random.Random(0)
     asked = [*hops_of_every_kind()[::7], dataclasses.replace(PLAIN, nodes=LARGE)]
-    frames = sent(messages.sample_request(asked))
+    frames = sent(messages.request(Kind.SAMPLE, asked))
     refused = 0
     for _ in range(1500):
         mutant = [bytearray(frame) for frame in frames]
@@ -197,4 +197,4 @@ def test_a_long_error_is_truncated_and_readable() -> None:
 def test_an_invalid_hello_is_refused(value: object) -> None:
     for body in (msgspec.msgpack.encode(value), b"", b"\xc1", b"\x91" * 100_000):
         with pytest.raises(WireError):
-            messages.read_hello(Message(Kind.HELLO, Status.OK, 1, (), body))
+            messages.HELLO.read(Message(Kind.HELLO, Status.OK, 1, (), body))

@@ -119,17 +119,17 @@ def reader_of(request: Message) -> Callable[[Message], object]:
         pairs = messages.read_has_edges_request(request)
         return lambda reply: messages.read_found(reply, len(pairs.dst))
     if request.kind == Kind.ENDPOINTS:
-        _, edges = messages.read_endpoints_request(request)
+        _, edges = messages.ENDPOINTS.read(request)
         return lambda reply: messages.read_endpoints(reply, len(edges))
     if request.kind == Kind.SHARED:
         asked = messages.read_shared_request(request)
         return lambda reply: messages.read_shared(reply, asked)
     if request.kind == Kind.TO_GLOBAL:
-        _, ids = messages.read_to_global_request(request)
+        _, ids = messages.TO_GLOBAL.read(request)
         return lambda reply: messages.read_ids(reply, len(ids))
     if request.kind == Kind.MANIFEST:
         return messages.read_manifest_text
-    return messages.read_hello if request.kind == Kind.HELLO else messages.read_stats
+    return messages.HELLO.read if request.kind == Kind.HELLO else messages.STATS.read
 
 
 def damaged(draw: random.Random, frames: Frames, other: Frames) -> Frames:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -231,9 +231,7 @@ class HostClient:
 
     def submit_sample(self, requests: Sequence[HopRequest]) -> PendingReply[list[HopSample]]:
         """Request sampled neighbours, all in one message. Ids in the replies are int32 if they fit."""
-        return self._submit(
-            lambda: messages.sample_request(requests), lambda reply: messages.read_samples(reply, requests)
-        )
+        return self._submit(Kind.SAMPLE, requests, lambda reply: messages.read_samples(reply, requests))
 
     def submit_gather(self, requests: Sequence[RowRequest]) -> PendingRows:
         """Request attributes. The result has for each request a mapping of names to arrays [n, …]."""
@@ -241,15 +239,13 @@ class HostClient:
 
     def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingReply[npt.NDArray[np.bool_]]:
         """Ask whether the edge ``src[i]`` -> ``dst[i]`` exists, for each i. The result is bool [n]."""
-        return self._submit(
-            lambda: messages.has_edges_request(edge_type, src, dst), lambda reply: messages.read_found(reply, len(dst))
-        )
+        pairs = messages.Pairs(edge_type, src, dst)
+        return self._submit(Kind.HAS_EDGES, pairs, lambda reply: messages.read_found(reply, len(dst)))
 
     def submit_endpoints(self, edge_type: EdgeType, edges: Ids) -> PendingReply[tuple[Ids, Ids]]:
         """Request the ends of edges with given original ids: (sources, targets), original ids int64 [n]."""
         return self._submit(
-            lambda: messages.endpoints_request(edge_type, edges),
-            lambda reply: messages.read_endpoints(reply, len(edges)),
+            Kind.ENDPOINTS, (edge_type, edges), lambda reply: messages.read_endpoints(reply, len(edges))
         )
 
     def submit_batch(self, work: BatchWork, client: ClientName) -> PendingReply[SampledBatch]:
@@ -259,23 +255,19 @@ class HostClient:
             sampled = batch_messages.read_batch(reply, work)
             return replace(sampled, cost=sampled.cost.of_host(self.node_rank))
 
-        return self._submit(lambda: batch_messages.batch_request(work, client), read)
+        return self._submit(Kind.BATCH, batch_messages.BatchRequest(work, client), read)
 
     def submit_manifest(self) -> PendingReply[bytes]:
-        return self._submit(lambda: Message(Kind.MANIFEST, Status.REQUEST, 0), messages.read_manifest_text)
+        return self._submit(Kind.MANIFEST, None, messages.read_manifest_text)
 
     def submit_shared(self, asked: SharedSlice) -> PendingReply[Array]:
-        return self._submit(
-            lambda: messages.request(Kind.SHARED, asked), lambda reply: messages.read_shared(reply, asked)
-        )
+        return self._submit(Kind.SHARED, asked, lambda reply: messages.read_shared(reply, asked))
 
     def submit_to_global(self, of: NodeType, orig_ids: Ids) -> PendingReply[Ids]:
-        return self._submit(
-            lambda: messages.to_global_request(of, orig_ids), lambda reply: messages.read_ids(reply, len(orig_ids))
-        )
+        return self._submit(Kind.TO_GLOBAL, (of, orig_ids), lambda reply: messages.read_ids(reply, len(orig_ids)))
 
     def submit_hello(self) -> PendingReply[HelloInfo]:
-        return self._submit(lambda: Message(Kind.HELLO, Status.REQUEST, 0), messages.read_hello)
+        return self._submit(Kind.HELLO, None, messages.HELLO.read)
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
         return self.submit_sample(requests).result()
@@ -294,7 +286,7 @@ class HostClient:
         return self.submit_hello().result()
 
     def stats(self) -> ServerStats:
-        return self._submit(lambda: Message(Kind.STATS, Status.REQUEST, 0), messages.read_stats).result()
+        return self._submit(Kind.STATS, None, messages.STATS.read).result()
 
     def close(self) -> None:
         """Close all connections. Waiting threads raise ``ServiceError``."""
@@ -319,17 +311,16 @@ class HostClient:
         return f"check that its process is alive: see logs/server.log of {self.place.name}"
 
     def _submit_rows(self, requests: Sequence[RowRequest]) -> PendingReply[list[dict[str, Array]]]:
-        return self._submit(
-            lambda: messages.gather_request(requests), lambda reply: messages.read_rows(reply, requests)
-        )
+        return self._submit(Kind.GATHER, requests, lambda reply: messages.read_rows(reply, requests))
 
-    def _submit(self, build: Callable[[], Message], read: Callable[[Message], T]) -> PendingReply[T]:
+    def _submit(self, kind: Kind, value: Any, read: Callable[[Message], T]) -> PendingReply[T]:
         channel: Channel | None = getattr(self._own, "channel", None)
         if channel is None:
             channel = self._own.channel = self._take_channel()
         self.check_open()
         try:
-            return PendingReply(self, channel, channel.submit(replace(build(), flags=self._flags)), read)
+            request = replace(messages.request(kind, value), flags=self._flags)
+            return PendingReply(self, channel, channel.submit(request), read)
         except WireError as error:
             raise ServiceError(f"{self.name}: the request cannot be sent: {error}") from None
 

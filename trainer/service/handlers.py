@@ -290,7 +290,7 @@ class Handlers:
         return request.reply([graph.has_edges(pairs.edge_type, pairs.src, pairs.dst)])
 
     def _endpoints(self, graph: GraphAccess, request: Message) -> Message:
-        edge_type, edges = messages.read_endpoints_request(request)
+        edge_type, edges = messages.ENDPOINTS.read(request)
         if (size := 16 * len(edges)) > self._limit:
             raise ServiceError(
                 f"the answer takes {size} bytes, over the limit of {self._limit}; ask for fewer edges at once"
@@ -327,7 +327,7 @@ class Handlers:
         return store.graph_attrs[asked.name]
 
     def _to_global(self, request: Message) -> Message:
-        of, ids = messages.read_to_global_request(request)
+        of, ids = messages.TO_GLOBAL.read(request)
         check_type(self._graph.store, of)
         last = self._graph.store.manifest.nodes[of].num_nodes - 1
         if len(ids) and not 0 <= ids.min() <= ids.max() <= last:

@@ -153,25 +153,20 @@ class Pairs(msgspec.Struct, frozen=True):
     dst: Ids
 
 
-_SAMPLE, _GATHER, _PAIRS = (
-    Body[list[HopRequest]](list[HopRequest]),
-    Body[list[RowRequest]](list[RowRequest]),
-    Body[Pairs](Pairs),
-)
-
-_ENDPOINTS, _TO_GLOBAL = (
-    Body[tuple[EdgeType, Ids]](tuple[EdgeType, Ids]),
-    Body[tuple[NodeType, Ids]](tuple[NodeType, Ids]),
-)
-
-_SHARED, _HELLO, _STATS = Body[SharedSlice](SharedSlice), Body[HelloInfo](HelloInfo), Body[ServerStats](ServerStats)
-
-_ROWS = Body[list[dict[str, Column]]](list[dict[str, Column]])
+SAMPLE: Body[list[HopRequest]] = Body(list[HopRequest])
+GATHER: Body[list[RowRequest]] = Body(list[RowRequest])
+ROWS: Body[list[dict[str, Column]]] = Body(list[dict[str, Column]])
+HAS_EDGES: Body[Pairs] = Body(Pairs)
+ENDPOINTS: Body[tuple[EdgeType, Ids]] = Body(tuple[EdgeType, Ids])  #: edge type and original edge ids
+TO_GLOBAL: Body[tuple[NodeType, Ids]] = Body(tuple[NodeType, Ids])  #: node type and original ids
+SHARED: Body[SharedSlice] = Body(SharedSlice)
+HELLO: Body[HelloInfo] = Body(HelloInfo)
+STATS: Body[ServerStats] = Body(ServerStats)
 
 
-def request(kind: Kind, value: Any) -> Message:
-    """Encode a request. The channel sets its id."""
-    arrays, body = pack(value)
+def request(kind: Kind, value: Any = None) -> Message:
+    """Encode a request. The channel sets its id. Raises ``WireError`` if it exceeds a limit."""
+    arrays, body = ([], b"") if value is None else pack(value)
     return Message(kind, Status.REQUEST, 0, tuple(arrays), body)
 
 
@@ -179,13 +174,9 @@ def reply_to(message: Message, value: Any) -> Message:
     return message.reply(*pack(value))
 
 
-def sample_request(requests: Sequence[HopRequest]) -> Message:
-    return request(Kind.SAMPLE, requests)
-
-
 def read_sample_request(message: Message) -> list[HopRequest]:
     """Decode the requests in a message. Raises ``WireError`` if one is invalid."""
-    requests, rows = _SAMPLE.read(message), 0
+    requests, rows = SAMPLE.read(message), 0
     for one in requests:
         if not -1 <= one.fanout <= _MAX_FANOUT or one.shuffle < 0 or not 0 <= one.key < 1 << 64:
             raise WireError(f"a request has invalid values: fanout {one.fanout}, shuffle {one.shuffle}, key {one.key}")
@@ -233,13 +224,9 @@ def read_samples(message: Message, requests: Sequence[HopRequest]) -> list[HopSa
     return samples
 
 
-def gather_request(requests: Sequence[RowRequest]) -> Message:
-    return request(Kind.GATHER, requests)
-
-
 def read_gather_request(message: Message) -> list[RowRequest]:
     """Decode requests for attributes. Raises ``WireError``."""
-    requests = _GATHER.read(message)
+    requests = GATHER.read(message)
     if (number := sum(len(one.attrs) for one in requests)) > MAX_ARRAYS:
         raise WireError(f"{number} arrays requested; the limit is {MAX_ARRAYS}")
     return requests
@@ -262,7 +249,7 @@ def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str
 
     Raises ``WireError`` unless each requested attribute has one row per id.
     """
-    sent, used = _ROWS.read(message), set[int]()
+    sent, used = ROWS.read(message), set[int]()
     if [list(columns) for columns in sent] != [list(dict.fromkeys(one.attrs)) for one in requests]:
         raise WireError(f"the reply does not have the attributes {[one.attrs for one in requests]}")
     rows = [{name: restored(column, used) for name, column in columns.items()} for columns in sent]
@@ -273,35 +260,22 @@ def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str
     return rows
 
 
-def has_edges_request(edge_type: EdgeType, src: Ids, dst: Ids) -> Message:
-    return request(Kind.HAS_EDGES, Pairs(edge_type, src, dst))
-
-
 def read_has_edges_request(message: Message) -> Pairs:
-    """Decode the request of ``has_edges_request``. Raises ``WireError`` for an invalid request."""
-    pairs = _PAIRS.read(message)
+    """Decode a request whether edges exist. Raises ``WireError`` for an invalid request."""
+    pairs = HAS_EDGES.read(message)
     if len(pairs.src) != len(pairs.dst):
         raise WireError(f"the request has {len(pairs.src)} sources, {len(pairs.dst)} targets; expected equal numbers")
     return pairs
 
 
 def read_found(message: Message, count: int) -> npt.NDArray[np.bool_]:
-    """Decode the reply to ``has_edges_request``: bool [count]. Raises ``WireError`` for any other reply."""
+    """Decode the reply to ``Pairs``: bool [count]. Raises ``WireError`` for any other reply."""
     if len(message.arrays) != 1 or message.arrays[0].dtype != np.bool_ or message.arrays[0].shape != (count,):
         raise WireError(
             f"the reply has the arrays {[(str(array.dtype), array.shape) for array in message.arrays]}, expected bool "
             f"[{count}]"
         )
     return message.arrays[0]
-
-
-def endpoints_request(edge_type: EdgeType, edges: Ids) -> Message:
-    return request(Kind.ENDPOINTS, (edge_type, edges))
-
-
-def read_endpoints_request(message: Message) -> tuple[EdgeType, Ids]:
-    """Decode edge type and original edge ids of ``endpoints_request``. Raises ``WireError``."""
-    return _ENDPOINTS.read(message)
 
 
 def read_endpoints(message: Message, count: int) -> tuple[Ids, Ids]:
@@ -321,7 +295,7 @@ def read_manifest_text(message: Message) -> bytes:
 
 def read_shared_request(message: Message) -> SharedSlice:
     """Decode a request for rows of a ``SharedSlice``. Raises ``WireError``."""
-    asked = _SHARED.read(message)
+    asked = SHARED.read(message)
     if not 0 <= asked.first <= _MAX_SLOT or not 0 <= asked.count <= _MAX_SLOT:
         raise WireError(f"the request asks for an invalid range of rows, {asked.first} to {asked.first + asked.count}")
     return asked
@@ -333,15 +307,6 @@ def read_shared(message: Message, asked: SharedSlice) -> Array:
     if rows != [asked.count]:
         raise WireError(f"the reply has arrays of {rows} rows for the request {asked}")
     return message.arrays[0]
-
-
-def to_global_request(of: NodeType, orig_ids: Ids) -> Message:
-    return request(Kind.TO_GLOBAL, (of, orig_ids))
-
-
-def read_to_global_request(message: Message) -> tuple[NodeType, Ids]:
-    """Decode a request for global ids: node type and original ids. Raises ``WireError``."""
-    return _TO_GLOBAL.read(message)
 
 
 def read_ids(message: Message, count: int) -> Ids:
@@ -359,13 +324,3 @@ def acknowledgement(request_id: int) -> Message:
 def alive() -> Message:
     """Return a keep-alive to a client that waits for batches. It has no reply."""
     return Message(Kind.ALIVE, Status.OK, 0)
-
-
-def read_hello(message: Message) -> HelloInfo:
-    """Raises ``WireError`` for any other reply."""
-    return _HELLO.read(message)
-
-
-def read_stats(message: Message) -> ServerStats:
-    """Raises ``WireError`` for any other reply."""
-    return _STATS.read(message)

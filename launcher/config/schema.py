@@ -334,8 +334,8 @@ class TrainConfig:
     lr: float = setting("Learning rate of Adam.", 0.004, above=0)
     embeddings: Literal["auto", "featureless", "all"] = setting(
         "Which vertices have trainable rows, in the models rgcn, hgt and rsage. featureless: those without features "
-        "in heterogeneous graphs; all: all, also beside features; auto: all for task `link`, if those beside features "
-        "take at most 1 GB, else featureless.", "auto"
+        "in heterogeneous graphs; all: all, also beside features; auto: as featureless, and for task `link` also the "
+        "links' targets beside their features, if these rows take at most 1 GB.", "auto"
     )  # fmt: skip
     embedding_lr: float | None = setting(
         "Learning rate of trainable rows of vertices (SparseAdam); default: lr.", None, above=0

@@ -302,7 +302,7 @@ def _train(draft: Draft) -> Iterator[Line]:
         if _link_type(options)[1]:
             yield Line("  time_attr: edge_time", "a batch has no edges later than the links that it predicts")
     if links:
-        yield Line("  model: rsage", "or rgcn, hgt; every node has a trainable row beside its features")
+        yield Line("  model: rsage", "or rgcn, hgt; a link's targets have trainable rows beside their features")
         yield Line("  negatives: 512", "targets per step that links are ranked among; all, if there are fewer")
         yield Line("  dropout: 0.0", "dropped values blur the order of targets")
     else:

@@ -91,22 +91,23 @@ def test_the_baseline_and_rows_beside_features_do_not_depend_on_the_number_of_ra
         lines.append(
             [*curve(tmp_path / str(ranks)), *(value for name, value in sorted(result.items()) if "_mrr" in name)]
         )
-    assert lines[0] == pytest.approx(lines[1], rel=1e-4, abs=2e-4)  # the last losses are small
+    assert lines[0] == pytest.approx(lines[1], rel=1e-4, abs=5e-4)  # the last losses are small
 
 
-def test_nodes_with_features_have_trainable_rows_in_link_prediction(
+def test_targets_with_features_have_trainable_rows_in_link_prediction(
     links: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     manifest, settings = read_manifest(links), TrainSettings(**SETTINGS)
     counts = {of: spec.num_nodes for of, spec in manifest.nodes.items()}
-    assert embedded_nodes(settings, manifest, LINK, 8) == (counts, "")
+    assert embedded_nodes(settings, manifest, LINK, 8) == ({"paper": 200}, "")
+    assert embedded_nodes(settings, manifest, ("author", "writes", "paper"), 8) == ({"paper": 200}, "")
     assert embedded_nodes(settings, manifest, "paper", 8) == ({}, "")
     assert embedded_nodes(replace(settings, embeddings="all"), manifest, "paper", 8) == (counts, "")
     assert embedded_nodes(replace(settings, embeddings="featureless"), manifest, LINK, 8) == ({}, "")
     train(job(links, tmp_path / "run", **SETTINGS), Ranks())
     saved = load_checkpoint(tmp_path / "run/checkpoints/last.pt")
     _, embedding = trained_model(saved, manifest)
-    assert embedding is not None and embedding.num_nodes == counts
+    assert embedding is not None and embedding.num_nodes == {"paper": 200}
     monkeypatch.setattr(models, "_MOST_ROWS", 1000)
     found, why = embedded_nodes(settings, manifest, LINK, 8)
-    assert found == {} and "nodes with features (paper, author, field) have no trainable rows" in why
+    assert found == {} and "paper nodes have no trainable rows beside their features" in why

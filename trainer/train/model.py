@@ -62,25 +62,27 @@ def embedded_nodes(
     The choice depends on the graph and the settings only, and so not on the number of ranks. Raises ``SettingsError``
     if the settings demand rows of a model that has none.
     """
-    facts, link = model_facts(manifest, target, outputs, settings.edge_attr), not isinstance(target, str)
-    beside = settings.embeddings == "all" or (settings.embeddings == "auto" and link)
+    facts = model_facts(manifest, target, outputs, settings.edge_attr)
     if settings.model not in HETERO_MODELS:
         other = f"model {settings.model} has no trainable rows of nodes; {', '.join(HETERO_MODELS)} have"
         if settings.embeddings == "all":
             raise SettingsError(f"embeddings: {other}")
-        return {}, other if link else ""
+        return {}, "" if isinstance(target, str) else other
     reached = layer_needs(facts.node_types, facts.edge_types, facts.targets, len(settings.fanouts))[0].sources
     counts = {of: manifest.nodes[of].num_nodes for of in reached}
     bare = {of: count for of, count in counts.items() if of not in facts.in_dims and facts.hetero}
-    size = 4 * settings.hidden * sum(counts[of] for of in counts if of not in bare)
-    if not beside or (size > _MOST_ROWS and settings.embeddings != "all"):
-        why = (
-            f"nodes with features ({', '.join(of for of in counts if of not in bare)}) have no trainable rows, which "
-            f"would take {size / 1e9:.1f} GB over all ranks, and three times this with the optimizer's state; set "
-            "train.embeddings: all to train them"
+    if settings.embeddings == "all":
+        return counts, ""
+    if isinstance(target, str) or settings.embeddings == "featureless":
+        return bare, ""
+    # Rows of the sources, which have few links each, are learned by heart (docs/LOG.md, 2026-11-26).
+    size = 4 * settings.hidden * counts[target[2]]
+    if target[2] not in bare and size > _MOST_ROWS:
+        return bare, (
+            f"{target[2]} nodes have no trainable rows beside their features: these would take {size / 1e9:.1f} GB "
+            "over all ranks, and three times this with the optimizer's state; set train.embeddings: all to train them"
         )
-        return bare, why if beside else ""
-    return counts, ""
+    return {of: count for of, count in counts.items() if of in bare or of == target[2]}, ""
 
 
 def trained_model(

@@ -79,8 +79,8 @@ class TrainSettings:
     lr: float = setting("Learning rate (Adam).", 0.004, above=0)
     embeddings: Literal["auto", "featureless", "all"] = setting(
         "Which nodes have trainable rows, in the models rgcn, hgt and rsage. featureless: those without features, in "
-        "heterogeneous graphs; all: all, also beside features; auto: all for task link, if those beside features take "
-        "at most 1 GB, else featureless.", "auto"
+        "heterogeneous graphs; all: all, also beside features; auto: as featureless, and for task link also the links' "
+        "targets beside their features, if these rows take at most 1 GB.", "auto"
     )  # fmt: skip
     embedding_lr: float | None = setting(
         "Learning rate of trainable rows of nodes (SparseAdam); default: lr.", None, above=0

@@ -34,6 +34,12 @@ class FleetError(Exception):
     """Base of all errors that a user can cause or fix."""
 
     exit_status = 1
+    code = ""  #: of its explanation (``gnnfleet explain CODE``); '' if the message says it all
+
+    def __init__(self, message: str = "", *, code: str = ""):
+        super().__init__(message)
+        if code:
+            self.code = code
 
 
 class UsageError(FleetError):
@@ -81,14 +87,16 @@ class NodeError(FleetError):
 
     exit_status = 3
 
-    def __init__(self, message: str, *, host: str = "", node_rank: int | None = None, remedy: str = ""):
+    def __init__(self, message: str, *, host: str = "", node_rank: int | None = None, remedy: str = "", code: str = ""):
         self.host, self.node_rank, self.message, self.remedy = host, node_rank, message, remedy
         where = host if node_rank is None else node_label(node_rank, host)
-        super().__init__((f"{where}: " if where else "") + message + (f" – {remedy}" if remedy else ""))
+        super().__init__((f"{where}: " if where else "") + message + (f" – {remedy}" if remedy else ""), code=code)
 
 
 class NodeCallError(NodeError):
     """A program of ``launcher/node/programs`` could not be started on a node, or raised an exception there."""
+
+    code = "node-python"
 
 
 class TransportError(NodeError):
@@ -98,9 +106,13 @@ class TransportError(NodeError):
 class UnreachableError(TransportError):
     """No TCP connection could be opened, or no SSH server answered."""
 
+    code = "unreachable"
+
 
 class AuthError(TransportError):
     """The host was reached but accepted none of the keys and passwords offered."""
+
+    code = "login-refused"
 
 
 class PasswordRefused(AuthError):
@@ -119,9 +131,13 @@ class HostKeyError(TransportError):
 class CommandTimeout(TransportError):
     """A remote command did not end or answer in time."""
 
+    code = "command-timeout"
+
 
 class ConnectionLost(TransportError):
     """An open connection broke; connecting again may help."""
+
+    code = "connection-lost"
 
 
 class RemoteFileError(TransportError):

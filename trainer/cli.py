@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         cli.main(args=argv, prog_name="python -m trainer")
     except TrainerError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        more = f"\nExplain: gnnfleet explain {error.code}" if error.code else ""
+        print(f"error: {error}{more}", file=sys.stderr, flush=True)
         report_expired(error)
         _leave(error.exit_status)
     except Exception as error:

@@ -14,8 +14,8 @@ from launcher.text import say
 def explain(words: tuple[str, ...]) -> None:
     """Print the cause and the fix of an error.
 
-    An error ends with its CODE. WORDS search codes, messages, causes and fixes; a pasted message works, too. Without
-    arguments all codes are listed.
+    The line after an error names its CODE, where there is more to say than the message does. WORDS search codes,
+    causes and fixes. Without arguments all codes are listed.
     """
     from launcher.report.explain import as_text, search, sections
 

@@ -36,7 +36,7 @@ from launcher.cli.options import (
 )
 from launcher.cli.partition_store import STORE_COMMANDS
 from launcher.cli.rehearse import rehearse_command
-from launcher.errors import ConfigError, FleetError, Interrupted, PreflightRefused, UsageError
+from launcher.errors import FleetError, Interrupted
 from launcher.run.options import LaunchOptions, choose_run_id, read_config
 from launcher.text import say
 
@@ -335,8 +335,7 @@ def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
         say(str(error), "yellow")
         return _json_error(words, str(error), error.exit_status)
     except FleetError as error:
-        explains_itself = isinstance(error, (UsageError, ConfigError, PreflightRefused))
-        return _show_error(words, str(error), error.exit_status, "" if explains_itself else hint(str(error)))
+        return _show_error(words, str(error), error.exit_status, hint([error.code]))
     except (KeyboardInterrupt, click.Abort):
         say("interrupted", "yellow")
         return 130
@@ -345,10 +344,10 @@ def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
         return 1
     except OSError as error:  # a full or read-only disk, a file without read permission
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        return _show_error(words, message, 1, hint(message))
+        return _show_error(words, message, 1)
 
 
-def _show_error(words: Sequence[str], message: str, exit_status: int, more: str) -> int:
+def _show_error(words: Sequence[str], message: str, exit_status: int, more: str = "") -> int:
     from rich.text import Text
 
     console = console_of(as_json=True)  # on stderr

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from launcher.errors import AuthError, HostKeyError, NodeError, PasswordRefused, UsageError
+from launcher.errors import AuthError, NodeError, PasswordRefused, UsageError
 from launcher.init.choose import shared_environments
 from launcher.init.discover import Discovery
 from launcher.init.request import InitRequest, config_of, dataset_of, split_hosts
@@ -23,7 +23,7 @@ _MAX_LOGINS = 3  #: login commands in one message
 
 def is_unknown(error: NodeError) -> bool:
     """Whether ``error`` means that an SSH host key, of the host or a jump host, is unknown; False if it has changed."""
-    return isinstance(error, HostKeyError) and "is not known" in error.message
+    return error.code == "host-key-unknown"
 
 
 def reasons(request: InitRequest, errors: Mapping[int, NodeError]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_CRASHES = {
+CRASHES = {
     "SIGSEGV": "segmentation fault",
     "SIGBUS": "bus error; often caused by a full /dev/shm, or by a memory-mapped file that was truncated",
     "SIGILL": "illegal instruction; often a build for another processor",
@@ -20,8 +20,8 @@ def describe(record: Mapping[str, Any]) -> str:
         return f"ran out of memory (killed by the kernel{f'; {note}' if note else ''})"
     if exception := exception_of(record):
         return f"raised {exception}"
-    if signaled in _CRASHES:
-        return f"crashed: {_CRASHES[signaled]} ({signaled}){f', {note}' if note else ''}"
+    if signaled in CRASHES:
+        return f"crashed: {CRASHES[signaled]} ({signaled}){f', {note}' if note else ''}"
     if signaled:
         number = f"{record['returncode'] - 128} " if record["returncode"] else ""
         return f"was killed by signal {number}({signaled}){f': {note}' if note else ''}"

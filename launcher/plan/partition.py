@@ -315,7 +315,8 @@ def run_partitioner(command: Command, console: Console) -> None:
         if status < 0:
             raise PartitionFailed(
                 f"partitioning was killed by signal {-status} ({signal.Signals(-status).name}); if memory ran out, set "
-                "data.partition.memory to less than the free memory, and launch again"
+                "data.partition.memory to less than the free memory, and launch again",
+                code="partitioning-killed",
             )
         raise PartitionFailed(f"partitioning failed (exit status {status}): see its output above")
     for line in reason:

@@ -85,13 +85,13 @@ def _names(survey: Survey, k: int) -> Iterator[Finding]:
         remedy = f"set {setting} to an IP address, or add the name to /etc/hosts on this node"
         if not address:
             message = f"cannot resolve {name}, the address of {node_label(owner, survey.host(owner))}"
-            yield survey.finding(k, "block", "names", message, remedy)
+            yield survey.finding(k, "block", "names", message, remedy, code="peer-name")
         elif address.startswith("127.") and survey.machine(k) != survey.machine(owner) and name != "localhost":
             message = (
                 f"{name}, the address of {node_label(owner, survey.host(owner))}, "
                 f"resolves to {address}, which is this node itself"
             )
-            yield survey.finding(k, "block", "names", message, remedy)
+            yield survey.finding(k, "block", "names", message, remedy, code="peer-name")
 
 
 def _service_port(survey: Survey, k: int) -> Iterator[Finding]:

@@ -181,7 +181,7 @@ def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Fin
             words.insert(0, replaced)
             given = "delete that key of the node if the environment of `defaults` is on the host"
             remedy = f"{given}, else {remedy}" if remedy else given
-        yield survey.finding(k, severity, "packages", "; ".join(words), remedy, command)
+        yield survey.finding(k, severity, "packages", "; ".join(words), remedy, command, "package-missing")
 
 
 def _needed(survey: Survey, k: int) -> tuple[str, ...]:

@@ -138,7 +138,7 @@ def _memory(survey: Survey, k: int) -> Iterator[Finding]:
         fewer = "a smaller run.server_buffer, fewer run.server_threads or another machine"
     if least > limit:
         message = f"at least {size(least)} of memory needed{whose}, the limit is {size(limit)}"
-        yield survey.finding(k, "block", "memory", message, f"use {fewer}")
+        yield survey.finding(k, "block", "memory", message, f"use {fewer}", code="memory-short")
     elif likely > free:
         message = f"up to {size(likely)} of memory needed{whose}, {size(free)} free"
         yield survey.finding(k, "warn", "memory", message, f"end other processes, or use {fewer}")

@@ -16,11 +16,11 @@ from launcher.errors import NodeCallError, NodeError, node_label
 
 def connect_finding(config: ClusterConfig, node_rank: int, error: Exception) -> Finding:
     """Return the finding for a node that cannot be reached, or whose Python fails."""
-    what, remedy = str(error), ""
+    what, remedy, code = str(error), "", ""
     if isinstance(error, NodeError):
-        what, remedy = error.message, error.remedy
+        what, remedy, code = error.message, error.remedy, error.code
     check = "python" if isinstance(error, NodeCallError) else "connect"
-    return Finding(node_rank, config.nodes[node_rank].host, "block", check, what, remedy)
+    return Finding(node_rank, config.nodes[node_rank].host, "block", check, what, remedy, code=code)
 
 
 Severity = Literal["ok", "warn", "block"]
@@ -38,6 +38,7 @@ class Finding:
     remedy: str = ""  #: what the user can do, as text
     command: str = ""  #: shell command that fixes it when run on the node
     login: tuple[str, ...] = ()  #: argv that logs in to the node, as ("ssh", "alice@gnn2"); () for transport ``local``
+    code: str = ""  #: of its explanation (``gnnfleet explain CODE``)
 
     def line(self) -> str:
         """Return the finding as one line of text: node, message, remedy and command."""
@@ -73,10 +74,17 @@ class Survey:
         return self.config.nodes[node_rank].host
 
     def finding(
-        self, node_rank: int, severity: Severity, check: str, message: str, remedy: str = "", command: str = ""
+        self,
+        node_rank: int,
+        severity: Severity,
+        check: str,
+        message: str,
+        remedy: str = "",
+        command: str = "",
+        code: str = "",
     ) -> Finding:
         login = login_words(self.config, self.config.nodes[node_rank]) if command else ()
-        return Finding(node_rank, self.host(node_rank), severity, check, message, remedy, command, login)
+        return Finding(node_rank, self.host(node_rank), severity, check, message, remedy, command, login, code)
 
     def version(self, node_rank: int, name: str) -> str:
         """Return the version of package ``name`` on a node; '' if it is not installed or its version is unknown."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher.errors import node_label
 from launcher.node import exit_description
+from launcher.report.explain import code_of_exception
 
 #: Last lines of a process that failed only because another process had failed before.
 _FOLLOW_UP = re.compile(
@@ -42,6 +43,7 @@ class Outcome:
     traceback: tuple[str, ...]
     tail: tuple[str, ...]  #: last lines of its output
     done_without: bool = False  #: the run continued without the node
+    found: str = ""  #: kind of the finding that ended the run: stall, nan
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], host: str, clock_offset: float = 0.0) -> Outcome:
@@ -86,7 +88,8 @@ class Outcome:
         name = "node" if finding.get("rank") is None else f"rank{finding['rank']}"
         rank = finding.get("rank")
         tail = tuple(finding.get("stacks") or ())
-        return cls(name, finding["node_rank"], host, rank, None, None, None, when, True, False, False, note, (), tail)
+        return cls(name, finding["node_rank"], host, rank, None, None, None, when, True, False, False, note, (), tail,
+                   found=str(finding["kind"]))  # fmt: skip
 
     @classmethod
     def of_cause(cls, cause: Mapping[str, Any], host: str, when: float) -> Outcome:
@@ -141,6 +144,19 @@ class Outcome:
         if exit_description.exception_of(vars(self)):
             return self.traceback
         return self.tail[-_LAST_LINES:]
+
+    @property
+    def code(self) -> str:
+        """The code of the explanation of this end, as ``out-of-memory``; '' if there is none."""
+        if self.found:
+            return {"stall": "stalled", "nan": "loss-diverged"}.get(self.found, "")
+        if self.oom:
+            return "out-of-memory"
+        if exception := exit_description.exception_of(vars(self)):
+            return code_of_exception(exception)
+        if self.signal:
+            return "crashed" if self.signal in exit_description.CRASHES else "killed"
+        return "node-lost" if self.name == "node" else ""
 
     @property
     def is_follow_up(self) -> bool:

@@ -327,5 +327,5 @@ def _print_failure(report: RunReport, console: Console) -> None:
         console.print(Text(f"log: {log}"), soft_wrap=True)
     for line in aftermath.lines:
         console.print(Text(line, "dim"), soft_wrap=True)
-    if more := hint(first.own_error) or hint(first.sentence):
+    if more := hint([first.code]):
         console.print(Text(more, "dim"))

@@ -108,7 +108,7 @@ def show_findings(report: PreflightReport, file: Path, console: Console) -> None
     if repairable and file.is_file():
         text = f"To install the versions of this machine on all hosts: gnnfleet setup --config {file}"
         console.print(Text(text, "bold"), soft_wrap=True)
-    if more := hint(*(finding.message for finding in report.findings if finding.severity == "block")):
+    if more := hint(finding.code for finding in report.findings if finding.severity == "block"):
         console.print(Text(more, "dim"))
 
 

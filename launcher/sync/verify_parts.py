@@ -28,6 +28,8 @@ _WORDS = {
 class PartsDiffer(SyncError):
     """Files of the parts are missing or differ from the manifest. ``by_node[node_rank]``: one line of text per file."""
 
+    code = "parts-differ"
+
     REMEDY = (
         "Copy these files to the nodes again, or delete them and make the partition again with the same options; "
         "then launch again"

@@ -40,7 +40,7 @@ def _openssh_may_succeed(error: TransportError) -> bool:
     if isinstance(error, PasswordRefused) or ssh_program() is None:
         return False
     if isinstance(error, HostKeyError):
-        return "CHANGED" not in error.message and "revoked" not in error.message
+        return error.code != "host-key-changed"
     if isinstance(error, AuthError):
         return "key file" not in error.message or "is encrypted" in error.message
     return isinstance(error, UnreachableError) and error.message.startswith("SSH failed")

@@ -115,7 +115,9 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
         same = [line for line in (*self.known, *self._portless) if line.blob == blob]
         if revoked := [line for line in same if line.revoked]:
             what = f"{_shown(key)} is marked as revoked in {revoked[0].where}"
-            return self._refuse(HostKeyError(what, remedy="do not connect; ask the administrator of the host"))
+            return self._refuse(
+                HostKeyError(what, remedy="do not connect; ask the administrator of the host", code="host-key-changed")
+            )
         if same:
             return
         if others := [line for line in self.known if not line.revoked]:
@@ -127,7 +129,9 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
     def _refuse(self, error: HostKeyError) -> None:
         if self.mode != "no":
             raise error
-        self.distrust = HostKeyError(f"{error.message}; no password was sent to it", remedy=error.remedy)
+        self.distrust = HostKeyError(
+            f"{error.message}; no password was sent to it", remedy=error.remedy, code=error.code
+        )
 
     def _add(self, key: paramiko.PKey) -> None:
         try:
@@ -144,6 +148,7 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
         return HostKeyError(
             f"host key of {self.name} is not known: {_shown(key)}",
             remedy=f"{_compare(key)}, then store the key with {self._store()}; or set `host_keys: accept-new`",
+            code="host-key-unknown",
         )
 
     def _changed(self, key: paramiko.PKey, known: KnownKey) -> HostKeyError:
@@ -156,6 +161,7 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
             f"host key of {self.name} has CHANGED: the host presents {_shown(key)}, but {known.where} "
             f"has another {known.type} key. The machine was reinstalled, or another machine answers in its place",
             remedy=f"if it was reinstalled, {_compare(key)}, then {steps}",
+            code="host-key-changed",
         )
 
     def _store(self) -> str:

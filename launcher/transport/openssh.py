@@ -178,15 +178,19 @@ class OpenSshTransport(RemoteTransport):
             words = next(line for line in (each.strip("@ ") for each in output.splitlines()) if line)
             if "host key is known for" in words:
                 remedy = _STORE_KEY.format(login=login)
-                return self._error(HostKeyError, f"host key of {host.host} is not known: {words}", remedy)
-            return self._error(HostKeyError, f"ssh does not trust this host's key: {words}", by_hand)
+                return self._error(
+                    HostKeyError, f"host key of {host.host} is not known: {words}", remedy, "host-key-unknown"
+                )
+            return self._error(
+                HostKeyError, f"ssh does not trust this host's key: {words}", by_hand, "host-key-changed"
+            )
         if "Permission denied" in output:
             kind = PasswordRefused if self.credentials.password is not None else AuthError
             return self._error(kind, f"ssh could not log in as {host.user}: {last}", by_hand)
         return self._error(UnreachableError, f"ssh could not connect: {last}", by_hand)
 
-    def _error(self, kind: type[TransportError], message: str, remedy: str) -> TransportError:
-        return kind(message, host=self.target, node_rank=self.node_rank, remedy=remedy)
+    def _error(self, kind: type[TransportError], message: str, remedy: str, code: str = "") -> TransportError:
+        return kind(message, host=self.target, node_rank=self.node_rank, remedy=remedy, code=code)
 
     def _disconnect(self) -> None:
         master, self._master = self._master, None

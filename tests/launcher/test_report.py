@@ -89,9 +89,9 @@ def test_the_throughput_is_that_of_the_ranks_of_the_last_attempt(tmp_path: Path)
     assert "rank2" in printed(replace(of, restarts=()))
 
 
-def test_the_explanation_is_that_of_the_error_that_the_trainer_printed(tmp_path: Path) -> None:
-    failed = replace(outcome(0, 110.0), tail=("error: checkpoint last.pt cannot be read: No such file or directory",))
-    assert "gnnfleet explain checkpoint-unreadable" in printed(report("failed", [failed], tmp_path))
+def test_the_report_names_the_code_of_the_first_failure(tmp_path: Path) -> None:
+    failed = replace(outcome(0, 110.0), oom=True)
+    assert "gnnfleet explain out-of-memory" in printed(report("failed", [failed], tmp_path))
 
 
 def test_failure_times_are_corrected_by_the_clock_offset() -> None:

@@ -37,6 +37,7 @@ class TrainerError(Exception):
     """
 
     exit_status = 1  #: exit status of ``python -m trainer``
+    code = ""  #: ``gnnfleet explain CODE`` explains the error; '' if its message says it all
 
 
 class DataError(TrainerError):
@@ -70,6 +71,8 @@ class ServerGone(ServiceError):
 class WireError(ServiceError):
     """Received bytes are no message of the graph service, or a value cannot be encoded as one."""
 
+    code = "wire-error"
+
 
 class CheckpointError(TrainerError):
     """A checkpoint cannot be read, or does not fit this model, graph or settings."""
@@ -81,3 +84,5 @@ class TrainingError(TrainerError):
 
 class PeerError(TrainingError):
     """Another rank is missing, failed, or did not answer before the deadline."""
+
+    code = "lost-rank"

@@ -118,7 +118,7 @@ def test_a_shell_completes(shell: str, folder: Path, capsys: pytest.CaptureFixtu
     ("typed", "offered"),
     [
         (["compare", "toy-alpha", ""], {"toy-beta"}),
-        (["partition", ""], {"make", "convert", "repartition", "diff", "verify", "inspect", "tables", "push", "fetch"}),
+        (["partition", ""], {"make", "convert", "repartition", "verify", "inspect", "tables", "push", "fetch"}),
         (["-c", "damaged.yml", "--include", ""], set()),
         (["completion", ""], {"bash", "zsh", "fish"}),
     ],

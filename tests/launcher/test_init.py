@@ -192,7 +192,12 @@ def test_json_contains_the_hosts_and_the_findings(
 def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.yml").write_text("mine\n")
-    unknown = HostKeyError("host key of gnn1 is not known: ssh-ed25519 SHA256:x", host="gnn1", remedy="log in once")
+    unknown = HostKeyError(
+        "host key of gnn1 is not known: ssh-ed25519 SHA256:x",
+        host="gnn1",
+        remedy="log in once",
+        code="host-key-unknown",
+    )
     refused = AuthError("no key was accepted for ann", host="gnn2", remedy="`ssh-copy-id ann@gnn2`")
     provoked: list[tuple[str, str, tuple[Machine, ...]]] = [
         ("nobody to ask", "", ()),

@@ -88,7 +88,7 @@ def test_a_manifest_is_read_as_written(tmp_path):
 
 def test_schema_on_disk(tmp_path):
     raw = json.loads(write_manifest(tmp_path, a_manifest()).read_text())
-    assert (raw["format"], raw["version"]) == ("gnnfleet-partition", 2)
+    assert (raw["format"], raw["version"]) == ("gnnfleet-partition", 3)
     assert list(raw["nodes"]) == ["paper", "v-1.0"] and list(raw["edges"]) == ["paper__cites__paper"]
     assert raw["nodes"]["paper"] == {
         "num_nodes": 5, "offsets": [0, 3, 5], "attrs": {"x": {"dtype": "bfloat16", "shape": [5, 8]}},
@@ -132,7 +132,7 @@ def a_file(path):
     ("change", "reason"),
     [
         (put("format", "other"), "not a gnnfleet-partition manifest"),
-        (put("version", 1), "format version 1, this program reads 2 and 3; make the partition again"),
+        (put("version", 1), "format version 1, this program reads 3; make the partition again"),
         (without("nodes", "paper", "offsets"), "key 'offsets' is missing"),
         (put("nodes", "paper", "offsets", [0, 5]), "offsets must be num_parts \\+ 1 numbers from 0 to 5"),
         (put("nodes", "paper", "offsets", [0, 6, 5]), "offsets must not decrease"),

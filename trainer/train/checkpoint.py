@@ -247,8 +247,10 @@ def _write_with_digest(content: Mapping[str, Any], file: BinaryIO) -> None:
 
 
 def _digest_fits(data: bytes) -> bool:
+    """Return whether a file's content matches its digest. True without one: the file's format tells whose it is."""
     comment, body = data[-_COMMENT_BYTES:], memoryview(data)[: -_COMMENT_BYTES - 2]
-    return comment.startswith(_COMMENT) and hashlib.sha256(body).hexdigest().encode() == comment[len(_COMMENT) :]
+    own = comment.startswith(_COMMENT)
+    return not own or hashlib.sha256(body).hexdigest().encode() == comment[len(_COMMENT) :]
 
 
 def check_fits(

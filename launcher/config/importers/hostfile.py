@@ -91,7 +91,7 @@ def host_lines(source: Source, comment: str = "#") -> list[tuple[int, str]]:
 
 def _is_host_words(words: Sequence[str]) -> bool:
     """Whether words of one line are hosts, and not the address and names of one host, as in /etc/hosts."""
-    hosts = [word for word in words if re.fullmatch(HOST, word) and not word.isdecimal()]
+    hosts = [word for word in words if re.fullmatch(HOST, word) and not word.isdecimal() and word[0] != "-"]
     return len(hosts) == len(words) and len({bool(re.fullmatch(rf"[0-9.]+|{_IPV6}", word)) for word in words}) == 1
 
 

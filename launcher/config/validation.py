@@ -436,6 +436,8 @@ def _check_forms(item: Field[Any], value: Any) -> None:
     named = isinstance(value, Mapping)
     texts = [(item.metadata["keys"], name) for name in value] if named else []
     found = value.values() if named else value if isinstance(value, tuple) else (value,)
+    if not named and "" in found and (isinstance(value, tuple) or _default(item) != ""):
+        raise _Wrong("is empty; leave it out, or give a value")
     texts += [(item.metadata["form"], text) for text in found if isinstance(text, str)]
     for form, text in texts:
         if not re.fullmatch(form.pattern, text):

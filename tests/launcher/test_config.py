@@ -55,6 +55,10 @@ MISTAKES = {
     "name: \x07\n": ["1: not valid YAML: the character '\\x07' is not allowed"],
     "": ["1: the file is empty; start from templates/cluster.yml"],
     "- a\n": ["1: expected keys such as `nodes:` and `data:`"],
+    "nodes: [{host: a, python: ''}]\nrun:\n  files: ['']\n": [
+        "1: nodes.0.python: is empty; leave it out, or give a value",
+        "3: run.files: is empty; leave it out, or give a value",
+    ],
     "name: x\n": [
         "1: missing key `nodes`: the machines, in node_rank order; the first one that trains is the lead node",
         "1: missing section `data`: the graph, and where its parts are stored",

@@ -57,6 +57,7 @@ MISTAKES = {
     "- a\n": ["1: expected keys such as `nodes:` and `data:`"],
     "nodes: [{host: a, python: ''}]\nrun:\n  files: ['']\n": [
         "1: nodes.0.python: is empty; leave it out, or give a value",
+        "1: missing section `data`: the graph, and where its parts are stored",
         "3: run.files: is empty; leave it out, or give a value",
     ],
     "name: x\n": [

@@ -228,7 +228,7 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None) -
     reads = "the parts in $PARTS" if config.data.store is None else f"access to {config.data.store}"
     needs = ["gnnfleet in $PYTHON", reads, *(["the key file $KEY"] if plan.encrypted else [])]
     words = " ".join(request.own_command) or "the bundled trainer"
-    (cluster,) = {file.content for file in plan.nodes[0].files if file.dest == f"{plan.nodes[0].run_dir}/cluster.json"}
+    cluster = plan.nodes[0].file("cluster.json").content
     width = len(plan.nodes) + 1
     place = int(hashlib.sha256(plan.run_id.encode()).hexdigest()[:8], 16) % max(1, len(_PORTS) // width)
     auto = config.run.master_port == "auto", config.run.service_port == "auto"

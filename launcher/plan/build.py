@@ -145,7 +145,7 @@ def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPl
     ``running``: the NodePlans to keep, by node_rank. Only two fields change: ``parts`` is taken from ``plan``, and
     ``files`` has the new cluster.json and run.json.
     """
-    cluster = next(file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json"))
+    cluster = plan.nodes[0].file("cluster.json").content
 
     def unchanged(node: NodePlan, parts: tuple[int, ...]) -> NodePlan:
         run_file = PlannedFile(f"{node.run_dir}/run.json", 0, mode=0o600)

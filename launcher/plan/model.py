@@ -95,6 +95,10 @@ class NodePlan:
         """Command that starts the node's Python, with the shell lines (``setup``) that make this Python available."""
         return Command(self.start.argv[:1], setup=self.start.setup)
 
+    def file(self, name: str) -> PlannedFile:
+        """Return the file ``name`` of the run folder itself, which a file of the user cannot be."""
+        return next(file for file in self.files if file.dest == f"{self.run_dir}/{name}")
+
     def program(self, name: str, *words: str) -> Command:
         """Return the command that runs ``launcher/node/<name>.py`` on the node with the arguments ``words``.
 

@@ -189,8 +189,3 @@ def _addressed(found: ServingState, facts: Mapping[int, NodeFacts]) -> ResolvedC
 def service_key(found: ServingState) -> Secret:
     """Return the content of ``service.key``, the key pair that all servers share; '' if no server has it."""
     return Secret(next((one.files["service.key"] for one in found.seen.values() if "service.key" in one.files), ""))
-
-
-def text_of(plan: LaunchPlan, name: str) -> str:
-    """Return the content of file ``name``, which is the same on all nodes of the plan."""
-    return next(file.content for file in plan.nodes[0].files if file.dest.endswith(f"/{name}"))

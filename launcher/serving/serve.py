@@ -26,7 +26,7 @@ from launcher.serving.cluster_state import (
     read_description,
     server_rows,
 )
-from launcher.serving.membership import ServingState, assign_parts, cluster_plan, only_holders, text_of, too_few_copies
+from launcher.serving.membership import ServingState, assign_parts, cluster_plan, only_holders, too_few_copies
 from launcher.serving.reconcile import check_compatible, serving_state
 from launcher.serving.start_stop import clear_node, start_lock, start_servers, stop_removed, update_running
 from launcher.text import count
@@ -89,7 +89,7 @@ def reconcile(context: ServeContext, found: ServingState) -> Served:
         )
     facts = _facts(context, found, to_start) if to_start else {}
     plan = cluster_plan(context, found, held, facts)
-    cluster = read_description(text_of(plan, "cluster.json"), context.run_id)
+    cluster = read_description(plan.nodes[0].file("cluster.json").content, context.run_id)
     _print_servers(context, cluster, to_start)
     if to_start:
         start(context, found, plan, to_start)

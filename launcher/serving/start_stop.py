@@ -129,7 +129,7 @@ def update_running(plan: LaunchPlan, connections: Connections, excluded: Sequenc
 
     def update(k: int, transport: Transport) -> None:
         for name in _UPDATED:
-            file = next(file for file in others[k].files if file.dest.endswith(f"/{name}"))
+            file = others[k].file(name)
             transport.write(file.content.encode(), file.dest, mode=file.mode)
 
     errors = on_connections({k: connections[k] for k in others}, update)

@@ -35,7 +35,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A work folder with two old runs, one of which is alive, and what they use; node 1 has nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    work = tmp_path / "work/node0"
+    work = tmp_path / "hosts/node0"
     me = look(os.getpid())
     assert me is not None
     for name, code, data in (("dead", OLD, "toy"), ("live", NEW, "big"), ("over", OLD, "toy")):
@@ -55,7 +55,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     age(tmp_path, 30)
     put(
         tmp_path / "c.yml",
-        f"nodes: 2\ntransport: local\ndefaults: {{workdir: '{tmp_path}/work/node{{node_rank}}'}}\n"
+        f"nodes: 2\ntransport: local\ndefaults: {{workdir: '{tmp_path}/hosts/node{{node_rank}}'}}\n"
         "data: {dataset: synthetic}\n",
     )
     return work

@@ -296,6 +296,14 @@ def test_two_exported_runs_on_one_host_have_different_ports(tmp_path: Path) -> N
     assert "MASTER_PORT=7000 SERVICE_PORT=7001" in export_script("bash", request(fixed, tmp_path), {}, None).text
 
 
+def test_a_file_of_the_user_is_not_taken_for_one_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "cluster.json").write_text("mine")
+    text = TOY + "run: {files: [cluster.json]}\n"
+    made = export_script("bash", request(text, tmp_path, ("python", "train.py")), {}, None).text
+    assert '"endpoint"' in made and "mine" not in made
+
+
 def run_node(config: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the script of node 0 of two nodes; what it does before its graph server starts."""
     (folder / "run.sh").write_text(export_script("bash", request(config, folder), {}, folder / "run.sh").text)

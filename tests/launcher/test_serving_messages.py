@@ -20,7 +20,7 @@ from launcher.plan.build import make_plan
 from launcher.plan.model import LaunchPlan
 from launcher.report.verdict import NodeView
 from launcher.serving.cluster_state import ServerState, newest_description, read_description, read_files
-from launcher.serving.membership import ServingState, roster_of, text_of
+from launcher.serving.membership import ServingState, roster_of
 from launcher.serving.reconcile import check_compatible
 from launcher.serving.serve import _check_removed
 from launcher.serving.serve_status import ServeStatus
@@ -52,14 +52,14 @@ def planned(wanted: ResolvedConfig) -> LaunchPlan:
 def server_state(plan: LaunchPlan, k: int, stats: dict[str, Any] | None = None, **view: Any) -> ServerState:
     """Return the state of graph server k, a healthy one by default. ``view``: fields of ``NodeView`` to replace."""
     state = {"state": "serving", "time": NOW, "pid": 1}
-    files = {"cluster.json": text_of(plan, "cluster.json"), "server_stats.json": json.dumps(stats or {})}
+    files = {"cluster.json": plan.nodes[0].file("cluster.json").content, "server_stats.json": json.dumps(stats or {})}
     return ServerState(NodeView(plan.nodes[k], **{"state": state, "now": NOW, **view}), files)
 
 
 def status(*hosts: str, nodes: dict[int, dict[str, Any]], **data: Any) -> ServeStatus:
     plan = planned(config(*hosts, **data))
     answers = tuple(server_state(plan, k, **nodes.get(k, {"stats": STATS})) for k in range(len(hosts)))
-    return ServeStatus(read_description(text_of(plan, "cluster.json"), "here"), answers)
+    return ServeStatus(read_description(plan.nodes[0].file("cluster.json").content, "here"), answers)
 
 
 def shown(shown_status: ServeStatus) -> str:
@@ -163,7 +163,7 @@ def test_the_only_holder_of_a_part_cannot_be_removed() -> None:
 def test_the_newest_description_of_the_cluster_is_used() -> None:
     plan = planned(config("g1", "g2"))
     nodes = {k: server_state(plan, k) for k in range(2)}
-    newer = json.loads(text_of(plan, "cluster.json")) | {"version": 7}
+    newer = json.loads(plan.nodes[0].file("cluster.json").content) | {"version": 7}
     nodes[1] = replace(nodes[1], files={"cluster.json": json.dumps(newer)})
     assert newest_description(nodes, "products").version == 7
     nodes[1] = replace(nodes[1], files={"cluster.json": "{"})

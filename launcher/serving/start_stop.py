@@ -164,7 +164,7 @@ _TOUCH_EVERY = 15.0  # seconds between two updates of the lock file by its owner
 _DEAD_AFTER = 90  # seconds without update after which the lock is void
 
 #: Takes the lock. $1: lock file, $2: owner, $3: run folder, $4: seconds without update after which a lock is void. Exit
-#: status 9: another process has the lock, its owner is on stdout; 8: a supervisor runs there, by its recent heartbeat.
+#: status 9: another process has the lock, its owner is on stdout; 8: a supervisor runs there, by its heartbeat and pid.
 _TAKE_LOCK = """
 mkdir -p -- "$(dirname -- "$1")"
 touched=$(stat -c %Y "$1" 2>/dev/null) && [ $(($(date +%s) - touched)) -gt "$4" ] && rm -f -- "$1"
@@ -173,7 +173,9 @@ if ! (set -C; printf %s "$2" >"$1") 2>/dev/null; then
   cat -- "$1"; exit 9
 fi
 [ ! -e "$3/result.json" ] && beat=$(stat -c %Y "$3/state.json" 2>/dev/null) || exit 0
-[ $(($(date +%s) - beat)) -gt 4 ] || { rm -- "$1"; exit 8; }
+[ $(($(date +%s) - beat)) -gt 4 ] && exit 0
+pid=$(grep -o '"pid": [0-9]*' -- "$3/state.json" | head -n 1)
+[ -n "$pid" ] && [ ! -d "/proc/${pid##* }" ] || { rm -- "$1"; exit 8; }
 """
 
 _LOCKED, _STARTED = 9, 8

@@ -84,7 +84,7 @@ class SshTransport(RemoteTransport):
             raise error from failed.error
         except HostKeyError as error:
             raise HostKeyError(
-                error.message, host=self.target, node_rank=self.node_rank, remedy=error.remedy
+                error.message, host=self.target, node_rank=self.node_rank, remedy=error.remedy, code=error.code
             ) from error
 
     def _disconnect(self) -> None:

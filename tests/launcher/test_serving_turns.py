@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -101,5 +103,21 @@ def test_servers_started_by_another_launcher_are_not_started_again(
             pytest.fail("it runs")
     assert not Path(f"{folder}.starting").exists()
     (folder / "result.json").write_text("{}")
+    with start_lock(plan, transports):
+        pass
+
+
+def test_a_server_killed_a_moment_ago_can_be_started_again(plan: LaunchPlan, transports: dict[int, Transport]) -> None:
+    folder = folders(plan)[1]
+    folder.mkdir(parents=True)
+    killed = subprocess.Popen(["sleep", "60"])
+    state = json.dumps({"state": "running", "pid": killed.pid, "processes": [{"pid": os.getpid()}]})
+    (folder / "state.json").write_text(state)
+    with pytest.raises(FleetError, match="another command has started its graph server"):
+        with start_lock(plan, transports):
+            pytest.fail("it runs")
+    killed.kill()
+    killed.wait()
+    (folder / "state.json").write_text(state)
     with start_lock(plan, transports):
         pass

@@ -138,6 +138,7 @@ def test_an_unknown_host_key_shows_its_fingerprint_and_a_remedy(sshd: Sshd, key:
     (home / ".ssh/known_hosts").unlink()
     with pytest.raises(HostKeyError, match="is not known") as caught:
         ssh_to(sshd, key=key).connect(10)
+    assert caught.value.code == "host-key-unknown"
     assert sshd.host_key.fingerprint in str(caught.value)
     assert f"ssh-keyscan -p {sshd.port} 127.0.0.1 >> {home}/.ssh/known_hosts" in str(caught.value)
     assert "host_keys: accept-new" in str(caught.value)
@@ -174,6 +175,7 @@ def test_a_changed_host_key_is_refused(sshd: Sshd, key: Path, home: Path, mode: 
     know(home, sshd.port, new_key())
     with pytest.raises(HostKeyError, match="has CHANGED") as caught:
         ssh_to(sshd, key=key, host_keys=mode).connect(10)  # type: ignore[arg-type]
+    assert caught.value.code == "host-key-changed"
     assert f"{home}/.ssh/known_hosts:1" in str(caught.value)
     assert f"ssh-keygen -f {home}/.ssh/known_hosts -R '[127.0.0.1]:{sshd.port}'" in str(caught.value)
     # accept-new stores the new key once the old one is gone; strict needs it to be stored

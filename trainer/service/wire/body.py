@@ -1,7 +1,7 @@
 """The body of a message: a value of dataclasses in msgpack, in which each array is an index into the arrays beside it.
 
-An array of int64 travels as int32 if its values fit. Indices are doubled, and 1 is added where the receiver widens the
-array again.
+An array of int64 travels as int32 if its values fit, except rows of attributes: the traffic of an epoch is predicted from
+their dtype. Indices are doubled, and 1 is added where the receiver widens the array again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _beside = threading.local()  # ``arrays``: those of the message that this thread
 
 
 class _Written:
-    def __init__(self) -> None:
+    def __init__(self, narrow: bool) -> None:
+        self._narrow = narrow
         self.arrays: list[Array] = []
         self._places: dict[int, tuple[int, Array]] = {}  # refers to the array, so that its id() is not reused
 
     def place(self, array: Array) -> int:
         if id(array) not in self._places:
-            narrow = narrowed(array)
+            narrow = narrowed(array) if self._narrow else array
             self._places[id(array)] = 2 * len(self.arrays) + (narrow.dtype != array.dtype), array
             self.arrays.append(narrow)
         return self._places[id(array)][0]
@@ -93,9 +94,12 @@ def _decoded(kind: Any, place: Any) -> Array:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
 
 
-def pack(value: Any) -> tuple[list[Array], bytes]:
-    """Return the arrays and the body of a message. An array that occurs several times is sent once."""
-    _beside.arrays = written = _Written()
+def pack(value: Any, narrow: bool = True) -> tuple[list[Array], bytes]:
+    """Return the arrays and the body of a message. An array that occurs several times is sent once.
+
+    ``narrow``: send int64 as int32 where the values fit.
+    """
+    _beside.arrays = written = _Written(narrow)
     try:
         body = _encoder.encode(value)
     finally:

@@ -241,7 +241,7 @@ def rows_reply(
     """
     pairs = zip(requests, rows, strict=True)
     columns = [{a: rounded(a, np.asarray(found[a]), form_of(one.of, a)) for a in one.attrs} for one, found in pairs]
-    return reply_to(message, columns)
+    return message.reply(*pack(columns, narrow=False))
 
 
 def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str, Array]]:

@@ -15,7 +15,7 @@ import secrets
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from launcher.config.roles import gateways, lead, trainers
@@ -205,9 +205,10 @@ class ConnectivityTest:
         self,
         config: ClusterConfig,
         probes: Mapping[int, Mapping[str, Any]],
-        facts: Mapping[int, NodeFacts],
+        facts: dict[int, NodeFacts],
         agents: Agents,
     ):
+        """``facts``: by node_rank; ports on which a node cannot listen are removed from its ``free_ports``."""
         self.config, self.probes, self.facts, self.agents = config, probes, facts, agents
         self.token = secrets.token_hex(8)
         self.routes = RequiredRoutes(config)
@@ -238,13 +239,24 @@ class ConnectivityTest:
         self.errors |= answers.errors
 
     def _open(self, k: int) -> Listeners:
-        ports = ports_of(self.config, k, self.facts[k])
-        request = {"op": "open", "token": self.token, "rank": k, "ports": list(ports.values())}
-        reply = self.agents[k].call("network", request, _OPEN_TIMEOUT)
-        refused = {use: reply["refused"][str(port)] for use, port in ports.items() if str(port) in reply["refused"]}
+        kept: dict[str, int] = {}
+        refused: dict[str, str] = {}
+        # Another launch may have taken a port since it was found free, if only for its own test: the next one is tried.
+        while True:
+            fact = self.facts[k]
+            ports = {use: port for use, port in ports_of(self.config, k, fact).items() if use not in kept}
+            request = {"op": "open", "token": self.token, "rank": k, "ports": list(ports.values())}
+            reply = self.agents[k].call("network", request, _OPEN_TIMEOUT)
+            taken = {use: reply["refused"][str(port)] for use, port in ports.items() if str(port) in reply["refused"]}
+            kept |= {use: port for use, port in ports.items() if use not in taken}
+            if not taken:
+                break
+            refused |= taken
+            gone = {ports[use] for use in taken}
+            self.facts[k] = replace(fact, free_ports=tuple(port for port in fact.free_ports if port not in gone))
         own = own_addresses(self.config, k, self.probes[k], all_on_one_machine(self.probes))
-        kept = {use: port for use, port in ports.items() if use not in refused} | {FREE: reply["free"]}
-        return Listeners(own, public_address(self.config, k, own), kept, refused)
+        refused = {use: why for use, why in refused.items() if use not in kept}
+        return Listeners(own, public_address(self.config, k, own), kept | {FREE: reply["free"]}, refused)
 
     def _endpoints(self, chosen: Mapping[int, str]) -> list[Endpoint]:
         master = "" if self.config.run.master_addr == "auto" else self.config.run.master_addr

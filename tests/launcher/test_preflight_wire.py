@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fake_transport import FakeTransport, wire
-from launcher.config.schema import ClusterConfig
+from launcher.config.schema import ClusterConfig, RunConfig
 from launcher.errors import ConnectionLost
 from launcher.node.programs import network as program
 from launcher.preflight.preflight import run_preflight
@@ -148,6 +148,24 @@ def test_a_node_that_cannot_listen_is_reported(monkeypatch: pytest.MonkeyPatch) 
     report = run_preflight(cluster(2), {0: first, 1: machine(1)})
     assert blocked(report) == [(0, "cannot listen on its master port: Address already in use")]
     assert "run.master_port" in remedy(report)
+
+
+def test_ports_that_another_launch_takes_meanwhile_are_not_chosen() -> None:
+    # The probe found them free; the network test of another launch listens on them when this one wants to.
+    tried: list[int] = []
+
+    def reply(request: dict[str, Any]) -> dict[str, Any]:
+        answer = wire()(request)
+        if request["op"] == "open":
+            tried.extend(request["ports"])
+            answer["refused"] = {str(port): "Address already in use" for port in request["ports"] if port in tried[:5]}
+        return answer
+
+    report = run_preflight(cluster(2, run=RunConfig()), {0: machine(0).on_program("network", reply), 1: machine(1)})
+    assert blocked(report) == []
+    assert len(tried) == len(set(tried)) == 8  # master, control and service port, and five further attempts
+    free = report.facts[0].free_ports
+    assert free and not {*tried[:5]} & {*free} and {*tried[5:]} <= {*free}
 
 
 def test_a_connection_lost_during_the_test_is_a_finding() -> None:

@@ -1,7 +1,7 @@
 """The body of a message: a value of dataclasses in msgpack, in which each array is an index into the arrays beside it.
 
-An array of int64 travels as int32 if its values fit, except rows of attributes: the traffic of an epoch is predicted from
-their dtype. Indices are doubled, and 1 is added where the receiver widens the array again.
+An array of int64 travels as int32 if its values fit, except rows of attributes, as the traffic of an epoch is predicted
+from their dtype. Indices are doubled, and 1 is added where the receiver widens the array again.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def train(
 )  # fmt: skip
 @click.option(
     "--pairs", type=_FOLDER,
-    help="Task link: CSV file with a header, ids of sources and ids of targets; their scores go to OUT/pairs.csv.",
+    help="Task link: CSV file with ids of sources and ids of targets; their scores go to OUT/pairs.csv.",
 )  # fmt: skip
 @click.option(
     "--parquet/--no-parquet", default=None, help="Also write predictions.parquet; default: if duckdb is installed."

@@ -179,6 +179,11 @@ def test_given_pairs_are_scored_in_their_order(linked: Path, tmp_path: Path) -> 
     infer(given, Ranks())
     with (tmp_path / "out" / "pairs.csv").open() as written:
         assert [row["score"] for row in csv.DictReader(written)] == [row["score"] for row in rows]
+    for head, pairs_read in (("", pairs), ("0,paper\n", [])):
+        file.write_text(head + "".join(f"{a},{b}\n" for a, b in pairs_read))
+        infer(given, Ranks())
+        with (tmp_path / "out" / "pairs.csv").open() as written:
+            assert [(int(row["source"]), int(row["target"])) for row in csv.DictReader(written)] == pairs_read
     for text in ("012", "1.5", "9" * 19, "9" * 5000, ""):  # ids of tables neither
         file.write_text(f"author,paper\n0,{text}\n")
         with pytest.raises(DataError, match="in row 1 is not the id of a node of type paper"):

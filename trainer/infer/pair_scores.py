@@ -28,8 +28,8 @@ _NONE = 1 << 63  #: no id: too large for 64 bits
 def write_pair_scores(out: Path, graph: Graph, links: LinkEmbeddings, path: Path, parquet: bool) -> None:
     """Write ``pairs.csv``: source, target and score of each pair in ``path``, in the same order. Collective.
 
-    ``path``: a CSV file with a header whose first two columns are ids of sources and targets; only rank 0 reads it.
-    Raises ``DataError`` that names the row of an unknown id.
+    ``path``: a CSV file whose first two columns are ids of sources and targets; its first row is a header unless both
+    of its cells are such ids. Only rank 0 reads it. Raises ``DataError`` that names the row of an unknown id.
     """
     group, (source, _, target) = links.group, links.edge_type
     names: list[list[str]] = [[], []]
@@ -38,10 +38,16 @@ def write_pair_scores(out: Path, graph: Graph, links: LinkEmbeddings, path: Path
     def read() -> None:
         if group.rank == 0:
             names[:] = _columns(path)
-            found[:] = [
-                _nodes(graph, of, texts, f"{path}, {role}")
-                for of, texts, role in ((source, names[0], "source"), (target, names[1], "target"))
-            ]
+            ids = [_nodes(graph, of, texts) for of, texts in zip((source, target), names, strict=True)]
+            header = int(any(len(column) and column[0] < 0 for column in ids))
+            names[:], found[:] = [texts[header:] for texts in names], [column[header:] for column in ids]
+            for of, role, texts, column in zip((source, target), ("source", "target"), names, found, strict=True):
+                if len(unknown := np.flatnonzero(column < 0)):
+                    row = int(unknown[0])
+                    raise DataError(
+                        f"{path}, {role} {texts[row]!r} in row {row + 1} is not the id of a node of type {of} "
+                        f"({len(unknown):,} such rows)"
+                    )
 
     group.agree(read)
     none = np.empty(0, np.int64)
@@ -63,20 +69,17 @@ def _blocks(names: Sequence[Sequence[str]], scores: Sequence[Sequence[float]]) -
 def _columns(path: Path) -> list[list[str]]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.reader(file))[1:]
+            rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as CSV: {error}") from None
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(rows):
         if len(row) < 2:
             raise DataError(f"{path}, row {number}: {len(row)} columns; expected the ids of a source and of a target")
     return [[row[0] for row in rows], [row[1] for row in rows]]
 
 
-def _nodes(graph: Graph, of: NodeType, texts: Sequence[str], where: str) -> Ids:
-    """Return the global ids of nodes, given as texts: their ids in the node table, or else original ids.
-
-    ``where``: file and column, for messages.
-    """
+def _nodes(graph: Graph, of: NodeType, texts: Sequence[str]) -> Ids:
+    """Return the global ids of nodes, given as texts: ids in the node table, or else original ids. -1: unknown."""
     known, is_id = _all_ids(graph, of), np.ones(len(texts), bool)
     if known.dtype.kind == "S":
         candidates = known[np.char.find(known, b".0") >= 0].tolist()
@@ -92,12 +95,7 @@ def _nodes(graph: Graph, of: NodeType, texts: Sequence[str], where: str) -> Ids:
     order = np.argsort(known, kind="stable")
     place = np.minimum(np.searchsorted(known[order], wanted), len(known) - 1)
     ids = order[place]
-    if len(unknown := np.flatnonzero((known[ids] != wanted) | ~is_id)):
-        row = int(unknown[0])
-        raise DataError(
-            f"{where} {texts[row]!r} in row {row + 1} is not the id of a node of type {of} ({len(unknown):,} such rows)"
-        )
-    return ids.astype(np.int64)
+    return np.where((known[ids] == wanted) & is_id, ids, -1).astype(np.int64)
 
 
 def _all_ids(graph: Graph, of: NodeType) -> Array:

@@ -10,14 +10,17 @@
     │   ├── NodeCallError             its Python is missing, or a program of ``launcher/node/programs`` failed there
     │   └── TransportError            the connection to it failed
     │       ├── UnreachableError
+    │       │   └── SshFailed         paramiko could not agree with the host; OpenSSH may
     │       ├── AuthError
-    │       │   └── PasswordRefused   the user is asked a second time
+    │       │   ├── PasswordRefused   the user is asked a second time
+    │       │   └── KeyFileUnusable   the private key that the config names
     │       ├── HostKeyError
     │       ├── CommandTimeout
     │       ├── ConnectionLost
     │       └── RemoteFileError   1   a file on the node cannot be read or written
     ├── SyncError                 1   a file could not be transferred, or its digest differs
     ├── SessionError              1   a tmux session could not be started or stopped
+    │   └── SessionExists
     ├── OutOfReach                1   the nodes no longer answer the launcher; the run may still be running
     └── Interrupted             130
 
@@ -109,6 +112,10 @@ class UnreachableError(TransportError):
     code = "unreachable"
 
 
+class SshFailed(UnreachableError):
+    """The key exchange failed, for example for want of an algorithm that both know."""
+
+
 class AuthError(TransportError):
     """The host was reached but accepted none of the keys and passwords offered."""
 
@@ -122,6 +129,10 @@ class PasswordRefused(AuthError):
     """
 
     wants_more = False
+
+
+class KeyFileUnusable(AuthError):
+    """The private key that the config names is missing, cannot be read, or is of a kind that no client here reads."""
 
 
 class HostKeyError(TransportError):
@@ -156,6 +167,10 @@ class SyncError(FleetError):
 
 class SessionError(FleetError):
     pass
+
+
+class SessionExists(SessionError):
+    """The node has a tmux session of this name already."""
 
 
 class OutOfReach(FleetError):

@@ -45,7 +45,7 @@ _ASKED = Record({}, {"by": (text, ""), "why": (text, ""), "now": (flag, False)},
 FINDING = Record(
     {"kind": text, "text": text, "node_rank": natural},
     {"t": (moment, 0.0), "rank": (_RANK_OR_NONE, None), "stop": (flag, False)},
-    {"stacks": _TEXTS, **dict.fromkeys(("epoch", "step"), natural)},
+    {"stacks": _TEXTS, "over": flag, **dict.fromkeys(("epoch", "step"), natural)},
 )
 
 #: The cause of a run's end.

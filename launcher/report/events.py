@@ -94,7 +94,7 @@ def lasting_findings(findings: Iterable[Mapping[str, Any]]) -> list[Mapping[str,
     """Return the findings in order of time, without those about stragglers that have recovered."""
     kept: list[Mapping[str, Any]] = []
     for finding in sorted(findings, key=lambda one: float(one["t"])):
-        if finding["kind"] != "straggler" or "keeps up again" not in finding["text"]:
+        if finding["kind"] != "straggler" or not finding.get("over"):
             kept.append(finding)
             continue
         rank = finding.get("rank")

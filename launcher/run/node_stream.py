@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.command import Command
-from launcher.errors import FleetError, TransportError
+from launcher.errors import FleetError, SessionExists, TransportError
 from launcher.node.json_records import Damaged, message_in
 from launcher.plan.model import NodePlan
 from launcher.run.live_log import parsed, without_stamp
@@ -124,9 +124,11 @@ class NodeStream(threading.Thread):
                 self._broken(error.message)
                 self._reconnect(deadline)
                 unsure = True
-            except FleetError as error:
-                if unsure and "exists already" in str(error):
+            except SessionExists as error:
+                if unsure:
                     break
+                return self._not_started(error)
+            except FleetError as error:
                 return self._not_started(error)
             finally:
                 self._starting = False

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from launcher.command import Command, shell_line
 from launcher.config.schema import login_text
-from launcher.errors import FleetError, SessionError
+from launcher.errors import FleetError, SessionError, SessionExists
 from launcher.node.json_records import Damaged, message_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import Limits
@@ -96,7 +96,9 @@ def start_session(transport: Transport, node: NodePlan, *, start_timeout: float)
     words = ("bash", "-c", _START, "bash", node.run_dir, node.session, str(max(1, round(start_timeout))))
     done = transport.run(Command((*words, *new_session_argv(node))), timeout=start_timeout + 2 * _TMUX_TIMEOUT)
     if done.returncode != 0:
-        raise SessionError(f"{node.label}: {_why_not_started(transport, node, done, start_timeout)}")
+        exists = done.returncode == _TMUX_FAILED and b"duplicate session" in done.stderr
+        kind = SessionExists if exists else SessionError
+        raise kind(f"{node.label}: {_why_not_started(transport, node, done, start_timeout)}")
 
 
 def _await_supervisor(transport: Transport, node: NodePlan, session: Session, start_timeout: float) -> None:

@@ -25,7 +25,7 @@ from paramiko.pkey import PublicBlob, UnknownKeyType
 
 from launcher.command import Secret
 from launcher.config.schema import ClusterConfig, NodeConfig
-from launcher.errors import HostKeyError, TransportError, UsageError
+from launcher.errors import AuthError, HostKeyError, KeyFileUnusable, PasswordRefused, TransportError, UsageError
 from launcher.transport.ssh_config import SshHost, find_route
 
 AskPassword = Callable[[str], Secret]  #: asks the user for a secret; its argument is the prompt, without a colon
@@ -310,25 +310,27 @@ def is_locked(path: str) -> bool:
     return False
 
 
-def key_problem(path: str, passphrase: Secret | None, agent: str) -> tuple[str, str] | None:
-    """Return (message, remedy) if the private key at ``path`` cannot be used, else None.
+def key_problem(path: str, passphrase: Secret | None, agent: str) -> tuple[type[AuthError], str, str] | None:
+    """Return the error's class, message and remedy if the private key at ``path`` cannot be used, else None.
 
     ``agent``: path of the socket of ssh-agent, "" without one.
     """
     if not os.path.isfile(path):
-        return f"key file {path} does not exist", "correct `key` in the config"
+        return KeyFileUnusable, f"key file {path} does not exist", "correct `key` in the config"
     if not os.access(path, os.R_OK):
-        return f"key file {path} cannot be read", "check its owner and mode"
+        return KeyFileUnusable, f"key file {path} cannot be read", "check its owner and mode"
     if _usable(path, passphrase) is not None:
         return None
     if not is_locked(path):
         hint = " (it looks like a public key)" if path.endswith(".pub") else ""
-        return f"key file {path} holds no RSA, ECDSA or Ed25519 private key{hint}", "correct `key` in the config"
+        what = f"key file {path} holds no RSA, ECDSA or Ed25519 private key{hint}"
+        return KeyFileUnusable, what, "correct `key` in the config"
     if passphrase is not None:
-        return f"wrong passphrase for key file {path}", "try again"
+        return PasswordRefused, f"wrong passphrase for key file {path}", "try again"
     if agent:
         return None
     return (
+        AuthError,
         f"key file {path} is encrypted and no ssh-agent is running",
         f"start one (`eval $(ssh-agent)`) and `ssh-add {shlex.quote(path)}`, "
         "or set `password: true` to be asked for the passphrase",

@@ -8,7 +8,7 @@ import socket
 
 import paramiko
 
-from launcher.errors import AuthError, ConnectionLost, PasswordRefused, TransportError, UnreachableError
+from launcher.errors import AuthError, ConnectionLost, PasswordRefused, SshFailed, TransportError, UnreachableError
 from launcher.transport.auth import LoginRefused
 from launcher.transport.ssh_config import Route, SshHost
 
@@ -76,7 +76,12 @@ def _explain(failed: HopFailed, route: Route, timeout: float) -> tuple[type[Tran
         return AuthError, f"the host closed the connection during login of {host.user} ({error})", _by_hand(host)
     if isinstance(error, paramiko.ChannelException):
         return UnreachableError, *_through_jump(error, host, route)
-    return UnreachableError, *_unreachable(error, host, timeout)
+    what = _unreachable(error, host, timeout)
+    return (
+        (UnreachableError, *what)
+        if what
+        else (SshFailed, f"SSH failed: {error or type(error).__name__}", _by_hand(host))
+    )
 
 
 def _by_hand(host: SshHost) -> str:
@@ -133,7 +138,7 @@ def _through_jump(error: paramiko.ChannelException, host: SshHost, route: Route)
     )
 
 
-def _unreachable(error: Exception, host: SshHost, timeout: float) -> tuple[str, str]:
+def _unreachable(error: Exception, host: SshHost, timeout: float) -> tuple[str, str] | None:
     if isinstance(error, socket.gaierror):
         return f"host name {host.host} cannot be resolved", "check `host`, /etc/hosts or DNS"
     if isinstance(error, TimeoutError):
@@ -161,4 +166,4 @@ def _unreachable(error: Exception, host: SshHost, timeout: float) -> tuple[str, 
             f"({str(error).partition('[')[0].strip()})",
             "check that sshd listens there; a busy sshd refuses more logins (MaxStartups), and fail2ban may block you",
         )
-    return f"SSH failed: {error or type(error).__name__}", _by_hand(host)
+    return None

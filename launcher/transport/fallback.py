@@ -6,7 +6,7 @@ import os
 import threading
 
 from launcher.config.schema import ClusterConfig
-from launcher.errors import AuthError, HostKeyError, PasswordRefused, TransportError, UnreachableError
+from launcher.errors import AuthError, HostKeyError, KeyFileUnusable, PasswordRefused, SshFailed, TransportError
 from launcher.transport.auth import Credentials
 from launcher.transport.openssh import OpenSshTransport
 from launcher.transport.remote import RemoteTransport
@@ -37,13 +37,11 @@ def open_over_ssh(config: ClusterConfig, node_rank: int, credentials: Credential
 
 
 def _openssh_may_succeed(error: TransportError) -> bool:
-    if isinstance(error, PasswordRefused) or ssh_program() is None:
+    if isinstance(error, PasswordRefused | KeyFileUnusable) or ssh_program() is None:
         return False
     if isinstance(error, HostKeyError):
         return error.code != "host-key-changed"
-    if isinstance(error, AuthError):
-        return "key file" not in error.message or "is encrypted" in error.message
-    return isinstance(error, UnreachableError) and error.message.startswith("SSH failed")
+    return isinstance(error, AuthError | SshFailed)
 
 
 def _connects(transport: OpenSshTransport, timeout: float) -> bool:

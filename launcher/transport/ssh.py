@@ -17,7 +17,7 @@ from fabric import Config, Connection
 
 from launcher.command import Command
 from launcher.config.schema import HostKeys, NodeConfig
-from launcher.errors import AuthError, HostKeyError, PasswordRefused, UnreachableError
+from launcher.errors import HostKeyError, UnreachableError
 from launcher.transport.auth import Credentials, Login, key_problem
 from launcher.transport.errors import CONNECTION_ERRORS, HopFailed, connect_error, was_dropped
 from launcher.transport.host_keys import HostKeyCheck
@@ -73,8 +73,8 @@ class SshTransport(RemoteTransport):
                 raise NeedsOpenSsh(host.only_openssh, host)
         credentials = self.credentials
         if credentials.key and (problem := key_problem(credentials.key, credentials.passphrase, route[-1].agent)):
-            kind = PasswordRefused if "passphrase for" in problem[0] else AuthError
-            raise kind(problem[0], host=self.target, node_rank=self.node_rank, remedy=problem[1])
+            kind, what, remedy = problem
+            raise kind(what, host=self.target, node_rank=self.node_rank, remedy=remedy)
         try:
             self._link = _connect(route, self.host_keys, credentials, timeout)
         except HopFailed as failed:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from follow_kit import FakeNode, Scene, ended, event, line, state, step
-from launcher.errors import CommandTimeout, ConnectionLost, FleetError, SessionError, UnreachableError
+from launcher.errors import CommandTimeout, ConnectionLost, FleetError, SessionError, SessionExists, UnreachableError
 from launcher.run import monitor as follow_module
 from launcher.run import node_stream
 
@@ -163,7 +163,7 @@ def test_a_node_that_could_not_be_started_ends_the_others(tmp_path: Path) -> Non
 
 
 def test_a_connection_lost_while_a_node_starts_does_not_fail_the_start(tmp_path: Path) -> None:
-    answers = [BROKEN, SessionError("node0 (local): tmux session x exists already; end it")]
+    answers = [BROKEN, SessionExists("node0 (local): tmux session x exists already; end it")]
 
     def start() -> None:
         raise answers.pop(0)

@@ -396,9 +396,10 @@ def test_result_json_has_the_last_loss_of_a_script(tmp_path: Path) -> None:
 
 def test_stragglers_that_kept_up_again_are_left_out_at_the_end(tmp_path: Path) -> None:
     def straggler(t: float, rank: int, text: str) -> dict[str, Any]:
-        return {"t": t, "kind": "straggler", "node_rank": 0, "rank": rank, "text": f"rank {rank} {text}", "stop": False}
+        about = {"t": t, "kind": "straggler", "node_rank": 0, "rank": rank, "text": f"rank {rank} {text}"}
+        return about | {"stop": False, "over": text == again}
 
-    slow, again = "needs 2 s of own work per step", "keeps up again: 0.2 s of own work per step"
+    slow, again = "needs 2 s of own work per step", "is fast enough: 0.2 s of own work per step"
     nan = {"t": 1.5, "kind": "nan", "node_rank": 0, "rank": 0, "text": "the loss is NaN", "stop": False}
     findings = (straggler(3.0, 1, again), straggler(1.0, 1, slow), straggler(2.0, 2, slow), nan)
     assert [finding["t"] for finding in lasting_findings(findings)] == [1.5, 2.0]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher.command import Command, render
-from launcher.errors import SessionError
+from launcher.errors import SessionError, SessionExists
 from launcher.node import control
 from launcher.plan.model import NodePlan
 from launcher.run.tmux_session import start_session, stop_session
@@ -124,7 +124,7 @@ def test_session_ends_with_the_run(make: Make) -> None:
 def test_session_that_exists_already(make: Make) -> None:
     _, plan = make()
     start_session(LOCAL, plan, start_timeout=10)
-    with pytest.raises(SessionError, match=r"node0 \(local\): tmux session \S+ exists already; end it with `tmux kill"):
+    with pytest.raises(SessionExists, match=r"node0 \(local\): tmux session \S+ exists already; end it with `tmux kil"):
         start_session(LOCAL, plan, start_timeout=10)
     assert control.status(control.NodeFolder(plan.run_dir))["alive"]
     stop_session(LOCAL, plan, timeout=10)

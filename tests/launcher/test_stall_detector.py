@@ -142,6 +142,7 @@ def test_the_end_of_straggling_is_reported() -> None:
     pace(run, 20, own_s=0.5)
     (ended,) = pace(run, 60)
     assert ended["text"] == "rank 3 on node1 (gnn2) keeps up again: 0.20 s of own work per step"
+    assert ended["over"]
     assert pace(run, 60, own_s=0.5) == []  # not again so soon
     pace(run, round(stall_detector.QUIET))
     assert len(pace(run, 40, own_s=0.5)) == 1

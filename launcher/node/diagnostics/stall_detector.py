@@ -219,7 +219,7 @@ class _StragglerRule:
                 self._slow.remove(rank)
                 self._ended[rank] = now
                 text = f"{ranks[rank]['where']} keeps up again: {_seconds(own['own_s'])} of own work per step"
-                yield _finding("straggler", ranks[rank]["node_rank"], rank, text, False)
+                yield {**_finding("straggler", ranks[rank]["node_rank"], rank, text, False), "over": True}
 
     def _note(self, rank: int, entry: Entry) -> None:
         if entry["kind"] != "step" or entry["own_s"] is None or entry["step_s"] is None:

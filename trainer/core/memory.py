@@ -38,18 +38,12 @@ def available_memory() -> int | None:
 
     Considers MemAvailable and the limits of the process's control groups. Page cache counts as available.
     """
-    free = _from_kernel()
-    if free is None:
-        return None
-    return max(0, min([free, *_from_groups()]))
-
-
-def _from_kernel() -> int | None:
+    free = None
     with suppress(OSError, ValueError, IndexError):
         for line in _MEMINFO.read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
+                free = int(line.split()[1]) * 1024
+    return None if free is None else max(0, min([free, *_from_groups()]))
 
 
 def _from_groups() -> Iterator[int]:

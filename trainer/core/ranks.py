@@ -247,8 +247,9 @@ class RankGroup:
             result = work()
         except Exception as raised:
             error = raised
+        name = "" if isinstance(error, TrainerError) else f"{type(error).__name__}: "
         try:
-            failures = self.gather(f"{self.ranks}: {_error_text(error)}" if error else "")
+            failures = self.gather(f"{self.ranks}: {name}{error}" if error else "")
         except Exception as lost:
             if error is None:
                 raise
@@ -279,10 +280,6 @@ class RankGroup:
         """
         if self.size > 1:
             dist.monitored_barrier(self.group, timedelta(seconds=self.timeout), wait_all_ranks=True)
-
-
-def _error_text(error: Exception) -> str:
-    return str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
 
 
 def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.device:
@@ -329,7 +326,10 @@ def join_ranks(ranks: Ranks, device: torch.device, backend: str, timeout: float)
     groups stay open until the process ends. Raises ``PeerError`` when a rank does not connect or is lost later, and
     ``SettingsError`` for NCCL without a CUDA device.
     """
-    _check_backend(ranks, device, backend)
+    if backend == "nccl" and device.type != "cuda":
+        raise SettingsError(f"backend nccl needs a CUDA device, and {ranks} has none; use auto or gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if ranks.world_size == 1:
         yield RankGroup(ranks, device, timeout)
         return
@@ -338,9 +338,12 @@ def join_ranks(ranks: Ranks, device: torch.device, backend: str, timeout: float)
     try:
         yield RankGroup(ranks, device, timeout, _gradient_group(device, backend, ranks.world_size, timeout))
     except RuntimeError as error:
-        if not _says_peer_gone(error):
+        if not _PEER_GONE.search(str(error)):
             raise
-        raise _lost_peer(ranks, timeout, error) from error
+        raise PeerError(
+            f"{ranks} lost another rank, or got no answer within {timeout:g} s; see the first failure of the run for "
+            f"the cause ({str(error).splitlines()[0]})"
+        ) from error
     # Not after an exception: other ranks would fail before this rank has reported its error.
     dist.destroy_process_group()
 
@@ -356,25 +359,6 @@ def keep_process_group() -> None:
     """
     if dist.is_available() and dist.is_initialized():
         _kept[:] = [dist.group.WORLD]
-
-
-def _says_peer_gone(error: RuntimeError) -> bool:
-    return _PEER_GONE.search(str(error)) is not None
-
-
-def _lost_peer(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
-    return PeerError(
-        f"{ranks} lost another rank, or got no answer within {timeout:g} s; see the first failure of the run for the "
-        f"cause ({str(error).splitlines()[0]})"
-    )
-
-
-def _check_backend(ranks: Ranks, device: torch.device, backend: str) -> None:
-    """Raise ``SettingsError`` if ``backend`` is nccl and ``device`` is not CUDA. Make a CUDA device the current one."""
-    if backend == "nccl" and device.type != "cuda":
-        raise SettingsError(f"backend nccl needs a CUDA device, and {ranks} has none; use auto or gloo")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def _start_timeout(timeout: float, environ: Mapping[str, str] = os.environ) -> float:

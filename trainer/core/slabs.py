@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,10 @@ class Slabs:
         """Return the smallest free slab of ``size`` to twice ``size`` bytes, or else a new slab."""
         with self._lock:
             self._allocations += 1
-            free = list(self._drain_free())
+            free = []
+            with contextlib.suppress(IndexError):  # the last one is taken, by this thread or another
+                while True:
+                    free.append(self._free.popleft())
             fitting = [one for one in free if size <= len(one.memory) <= 2 * size]
             # A new slab replaces a free one of at least half its size, so that their number stays near that of arrays.
             smaller = [one for one in free if size // 2 <= len(one.memory) < size]
@@ -87,13 +90,6 @@ class Slabs:
             return chosen.memory
         del free, fitting, smaller, chosen  # releases the smaller slab before the new one is allocated
         return self._make(size)
-
-    def _drain_free(self) -> Iterator[_FreeSlab]:
-        while True:
-            try:
-                yield self._free.popleft()
-            except IndexError:
-                return
 
     def _give_back(self, slab: Array) -> None:
         self._free.append(_FreeSlab(slab, self._allocations))

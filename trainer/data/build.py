@@ -42,7 +42,9 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scrat
     graph = sort_arrays(_native(raw), options)
     notes = [*graph.notes]
     nodes = {of: _node_data(of, graph, options, notes) for of in graph.node_types}
-    _check_time_attrs(nodes, options, raw.name)
+    for name in options.times:
+        if name != "time" and not any(name in data.attrs for data in nodes.values()):
+            raise DataError(f"{raw.name}: option time_attrs names {name!r}, but no node type has this attribute")
     edges = {of: _edge_data(of, graph, notes) for of in graph.edges}
     if options.undirected:
         counts = {of: data.num_nodes for of, data in nodes.items()}
@@ -207,12 +209,6 @@ def _graph_attrs(arrays: RawArrays, notes: list[str]) -> dict[str, Array]:
         else:
             kept[name] = array.values
     return kept
-
-
-def _check_time_attrs(nodes: Mapping[NodeType, NodeData], options: SourceOptions, where: str) -> None:
-    for name in options.times:
-        if name != "time" and not any(name in data.attrs for data in nodes.values()):
-            raise DataError(f"{where}: option time_attrs names {name!r}, but no node type has this attribute")
 
 
 def _splits(arrays: dict[str, RawArray], num_nodes: int, options: SourceOptions) -> dict[str, Ids]:

@@ -130,14 +130,10 @@ def _number(value: Any) -> float:
 def _boolean(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[_lower(value)]
-
-
-def _lower(value: Any) -> str:
     text = str(value).lower()
     if text not in ("true", "yes", "1", "false", "no", "0"):
         raise ValueError(value)
-    return text
+    return text in ("true", "yes", "1")
 
 
 def _text(value: Any) -> str:

@@ -116,7 +116,12 @@ def _merged_on_disk(data: EdgeData, num_nodes: int, scratch: Scratch) -> EdgeDat
     for row, name in enumerate(names[:2]):
         _copy(_mapped(scratch.folder / name, dtype), edge_index[row])
     origin = _mapped(scratch.folder / "origin", np.dtype(np.int64))
-    attrs = {name: _gathered(values, origin, scratch.folder / f"{name}.npy") for name, values in data.attrs.items()}
+    attrs = {}
+    for name, values in data.attrs.items():
+        path, shape = scratch.folder / f"{name}.npy", (total, *values.shape[1:])
+        attrs[name] = np.lib.format.open_memmap(path, "w+", values.dtype, shape)
+        for start in range(0, total, _EDGES_AT_ONCE):
+            attrs[name][start : start + _EDGES_AT_ONCE] = values[origin[start : start + _EDGES_AT_ONCE]]
     for name in names:
         (scratch.folder / name).unlink()
     return EdgeData(edge_index, attrs, data.bfloat16)
@@ -148,10 +153,3 @@ def _mapped(path: Path, dtype: np.dtype) -> Array:  # type: ignore[type-arg]
 def _copy(values: Array, out: Array) -> None:
     for start in range(0, len(values), _EDGES_AT_ONCE):
         out[start : start + _EDGES_AT_ONCE] = values[start : start + _EDGES_AT_ONCE]
-
-
-def _gathered(values: Array, rows: Array, path: Path) -> Array:
-    out = np.lib.format.open_memmap(path, "w+", values.dtype, (len(rows), *values.shape[1:]))
-    for start in range(0, len(rows), _EDGES_AT_ONCE):
-        out[start : start + _EDGES_AT_ONCE] = values[rows[start : start + _EDGES_AT_ONCE]]
-    return out

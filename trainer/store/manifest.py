@@ -201,7 +201,8 @@ def parse_manifest(text: bytes, path: str | Path) -> Manifest:
     try:
         manifest = _from_json(raw)
     except (KeyError, TypeError, ValueError, AttributeError, DataError) as error:
-        raise PartitionError(f"{path} is invalid: {_reason(error)}; make the partition again") from error
+        reason = f"key {error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise PartitionError(f"{path} is invalid: {reason}; make the partition again") from error
     return manifest
 
 
@@ -360,7 +361,3 @@ def _name(value: str) -> str:
     if not NAME_PATTERN.fullmatch(value):
         raise ValueError(f"name {value!r} cannot be a file name")
     return value
-
-
-def _reason(error: Exception) -> str:
-    return f"key {error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)

@@ -43,16 +43,18 @@ def map_array(path: Path) -> Array:
     C order.
     """
     try:
-        size = _regular_size(path)
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
+            raise ValueError("it is not a regular file")
         array = map_npy(path)
     except (FileNotFoundError, NotADirectoryError):
         raise PartitionError(f"{path} is missing; {FIX}") from None
     except Exception as error:  # numpy parses headers with Python's parser, which raises many types of exception
         raise PartitionError(f"{path} cannot be read; {FIX}: {error}") from error
-    if array.offset + array.nbytes != size or not array.flags.c_contiguous:
+    if array.offset + array.nbytes != found.st_size or not array.flags.c_contiguous:
         raise PartitionError(
-            f"{path} holds {size:,} bytes, but its header describes {array.offset + array.nbytes:,} bytes in C order;"
-            f" {FIX}"
+            f"{path} holds {found.st_size:,} bytes, but its header describes {array.offset + array.nbytes:,} bytes in "
+            f"C order; {FIX}"
         )
     return array.view(np.ndarray)  # kernels are compiled for plain arrays
 
@@ -72,13 +74,6 @@ def distrusting(folder: Path) -> Iterator[None]:
         raise
 
 
-def _regular_size(path: Path) -> int:
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
-        raise ValueError("it is not a regular file")
-    return found.st_size
-
-
 class FileNote:
     """A small file that records which other files passed a check.
 
@@ -87,8 +82,11 @@ class FileNote:
 
     def __init__(self, path: Path | None):
         self._path = path
-        self._known = {} if path is None else _read_json(path)
+        self._known: dict[str, str] = {}
         self._new: dict[str, str] = {}
+        with suppress(OSError, ValueError):
+            known = {} if path is None else read_json(path)
+            self._known = known if isinstance(known, dict) else {}
 
     def has(self, path: Path, name: str, detail: str = "") -> bool:
         """Return whether the file ``path`` passed the check with the same ``detail``, and has not changed since.
@@ -113,14 +111,6 @@ class FileNote:
         if self._path is not None and self._new:
             with suppress(OSError):
                 write_whole(self._path, json.dumps({**self._known, **self._new}))
-
-
-def _read_json(path: Path) -> dict[str, str]:
-    try:
-        known = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -210,7 +210,10 @@ def _draft(found: list[_Found]) -> dict[str, Any]:
         if table not in (*nodes, *edges)
     }
     node_tables = {types[table.file]: _node_table(table) for table in nodes}
-    edge_tables = {_edge_name(table, ends[table.file], types): _edge_table(table, ends[table.file]) for table in edges}
+    edge_tables = {}
+    for table in edges:
+        source, target = (types[end.file] for _, end in ends[table.file])
+        edge_tables[f"{source}__{table.type_name}__{target}"] = _edge_table(table, ends[table.file])
     drafted = {
         "nodes": {of: table for of, (table, _) in node_tables.items()},
         "edges": {of: table for of, (table, _) in edge_tables.items()},
@@ -274,11 +277,6 @@ def _contained(table: _Found, column: _Column, node: _Found) -> bool:
     return bool(count) and inside >= 0.9 * count
 
 
-def _edge_name(table: _Found, ends: list[tuple[_Column, _Found]], types: Mapping[str, str]) -> str:
-    (_, source), (_, target) = ends
-    return f"{types[source.file]}__{table.type_name}__{types[target.file]}"
-
-
 Drafted: TypeAlias = tuple[dict[str, Any], list[str]]  #: options of a table, and comments on them
 
 
@@ -327,7 +325,8 @@ def _others(table: _Found, rest: list[_Column]) -> Drafted:
     time = next((one for one in rest if one.kind == "time" or (one.whole and one.name.lower() in _TIMES)), None)
     if time is not None:
         drafted["time"] = time.name
-    numbers = [one for one in rest if one.kind in ("number", "list") and one is not time and not _is_key(one)]
+    keys = [one for one in rest if one.whole and one.name.lower().endswith("id")]
+    numbers = [one for one in rest if one.kind in ("number", "list") and one is not time and one not in keys]
     notes = []
     if numbers:
         drafted["features"] = [one.name for one in numbers]
@@ -343,7 +342,3 @@ def _others(table: _Found, rest: list[_Column]) -> Drafted:
         drafted["one_hot"] = [one.name for one in few]
     unused = [one for one in rest if one is not time and one not in numbers and one not in few]
     return drafted, notes + [f"{one.name} is not used: {one.why_unused(most)}" for one in unused]
-
-
-def _is_key(column: _Column) -> bool:
-    return column.whole and column.name.lower().endswith("id")

@@ -132,7 +132,8 @@ class _Conversion:
         arrays = {each.name: self.arrays.export(each, scan, count, count) for each in columns}
         arrays |= self._splits(table, scan, count, arrays.get("y"))
         scan.close()
-        self._note_table(scan, count, table.id, self.integers[of], columns)
+        kind = "integers" if self.integers[of] else "texts"
+        self.notes.append(f"{scan.where}: {count:,} nodes, ids in {table.id} ({kind}){_attrs_text(columns)}")
         sizes = [f"{len(arrays[f'{split}_idx'].values):,} {split}" for split in SPLITS if f"{split}_idx" in arrays]
         if sizes:
             self.notes.append(f"{scan.where}: splits: {', '.join(sizes)}")
@@ -149,26 +150,24 @@ class _Conversion:
             )
 
     def _label(self, of: NodeType, names: Sequence[str], scan: Scan) -> ArrayColumn:
-        """Return attribute ``y``: classes as int64 (empty: -1), or numbers as float32 (empty: NaN)."""
+        """Return attribute ``y``: classes as int64 (empty: -1), or numbers as float32 (empty: NaN).
+
+        Several columns, or one of lists, are numbers: [N, D].
+        """
         column = names[0]
         for name in names:
             scan.check_column(name, "label")
         if len(names) > 1 or list_type(scan.types[column]) is not None:
-            return self._label_matrix(of, names, scan)
+            columns = [NumberColumn(name, *label_sql(scan, name), whole=False) for name in names]
+            if len(names) > 1:
+                self.names[f"{of}__y__{COLUMNS}" if self.hetero else f"y__{COLUMNS}"] = encode_texts(names)
+            return number_array("y", columns, np.float32)
         plain = self.options.num_classes == 0 and self.options.target in (None, of)  # numbers, not classes
         found = class_sql(scan, column, plain)
         if found is None:
             return self._codes(of, "y", column, scan, "label")
         sql, is_class = found
         return ArrayColumn("y", [sql], np.dtype(np.int64 if is_class else np.float32))
-
-    def _label_matrix(self, of: NodeType, names: Sequence[str], scan: Scan) -> ArrayColumn:
-        """Return attribute ``y`` from several columns or a column of lists: float32 [N, D], NaN for empty values."""
-        columns = [NumberColumn(name, *label_sql(scan, name), whole=False) for name in names]
-        if len(names) > 1:
-            prefix = f"{of}__" if self.hetero else ""
-            self.names[f"{prefix}y__{COLUMNS}"] = encode_texts(names)
-        return number_array("y", columns, np.float32)
 
     def _codes(self, of: NodeType | EdgeType, name: str, column: str, scan: Scan, role: str) -> ArrayColumn:
         texts = categories(scan, column, role)
@@ -336,12 +335,6 @@ class _Conversion:
         if taken:
             raise DataError(f"{scan.where}: two attributes are called {sorted(taken)[0]!r}; rename a column")
         return found
-
-    def _note_table(
-        self, scan: Scan, count: int, id_column: str, integers: bool, columns: Sequence[ArrayColumn]
-    ) -> None:
-        kind = "integers" if integers else "texts"
-        self.notes.append(f"{scan.where}: {count:,} nodes, ids in {id_column} ({kind}){_attrs_text(columns)}")
 
 
 def _drawn(shares: Mapping[str, float], nodes: Array) -> dict[str, Array]:

@@ -132,14 +132,12 @@ def _edge_data(options: SyntheticOptions, edge_index: Array, y: Array, time: Arr
         edge_index = edge_index[:, mostly_forward(time[edge_index[0]], time[edge_index[1]], rng)]
         attrs["edge_time"] = edge_times(time[edge_index[0]], time[edge_index[1]], rng)
     if options.edge_weight:
-        attrs["edge_weight"] = _equal_both_ways(edge_index, y, np.random.default_rng([options.seed, 3]))
+        # Both directions of an edge have the same weight.
+        pairs = edge_index.min(axis=0).astype(np.int64) * len(y) + edge_index.max(axis=0)
+        pairs, place = np.unique(pairs, return_inverse=True)
+        rng = np.random.default_rng([options.seed, 3])
+        attrs["edge_weight"] = edge_weights(y[pairs // len(y)] == y[pairs % len(y)], rng)[place]
     return EdgeData(edge_index, attrs)
-
-
-def _equal_both_ways(edge_index: Array, y: Array, rng: np.random.Generator) -> Array:
-    pairs = edge_index.min(axis=0).astype(np.int64) * len(y) + edge_index.max(axis=0)
-    pairs, place = np.unique(pairs, return_inverse=True)
-    return edge_weights(y[pairs // len(y)] == y[pairs % len(y)], rng)[place]
 
 
 def _limits(num_nodes: int) -> dict[str, tuple[float, float]]:
@@ -156,7 +154,10 @@ def _limits(num_nodes: int) -> dict[str, tuple[float, float]]:
 
 def _edges(options: SyntheticOptions, y: Array, rng: np.random.Generator) -> Array:
     by_class = np.argsort(y, kind="stable").astype(np.int32)
-    cumulative = np.concatenate(([0.0], np.cumsum(_expected_degrees(options, rng)[by_class])))
+    expected = rng.random(options.num_nodes) ** (-1.0 / (options.skew - 1.0))
+    expected *= options.avg_degree / expected.mean()
+    expected = np.minimum(expected, max(_SHARE_OF_LARGEST * options.num_nodes, 1.0))
+    cumulative = np.concatenate(([0.0], np.cumsum(expected[by_class])))
     class_starts = np.searchsorted(y[by_class], np.arange(options.num_classes + 1))
     drawn = np.empty((2, round(options.num_nodes * options.avg_degree / 2)), np.int32)
     _draw(drawn, np.uint64(rng.integers(2**63)), options.homophily, cumulative, cumulative[class_starts], by_class)
@@ -166,12 +167,6 @@ def _edges(options: SyntheticOptions, y: Array, rng: np.random.Generator) -> Arr
     edge_index[0] = np.repeat(np.arange(options.num_nodes, dtype=np.int32), np.diff(indptr))
     edge_index[1] = neighbours
     return edge_index
-
-
-def _expected_degrees(options: SyntheticOptions, rng: np.random.Generator) -> Array:
-    degrees = rng.random(options.num_nodes) ** (-1.0 / (options.skew - 1.0))
-    degrees *= options.avg_degree / degrees.mean()
-    return np.minimum(degrees, max(_SHARE_OF_LARGEST * options.num_nodes, 1.0))
 
 
 @njit()
@@ -255,7 +250,10 @@ def _relations(
         other = of[0] if of[0] != "paper" else of[2]
         links = _draw_links(wanted, classes[other], degree, options.homophily, rng)
         if other == "paper":
-            links = _among_papers(links, time if options.time else None, rng)
+            keep = links.papers != links.others
+            if options.time:
+                keep &= mostly_forward(time[links.others], time[links.papers], rng)
+            links = _DrawnLinks(links.papers[keep], links.others[keep], links.hit[keep])
         ends = (links.others, links.papers) if of[0] == other != "paper" else (links.papers, links.others)
         edges[of] = EdgeData(np.stack(ends), _attrs(links, other, time, options, rng))
     return edges
@@ -278,13 +276,6 @@ def _draw_links(
     pairs = np.unique(papers * len(classes) + others)
     papers, others = pairs // len(classes), pairs % len(classes)
     return _DrawnLinks(papers, others, classes[others] == wanted[papers])
-
-
-def _among_papers(links: _DrawnLinks, time: Array | None, rng: np.random.Generator) -> _DrawnLinks:
-    keep = links.papers != links.others
-    if time is not None:
-        keep &= mostly_forward(time[links.others], time[links.papers], rng)
-    return _DrawnLinks(links.papers[keep], links.others[keep], links.hit[keep])
 
 
 def _attrs(

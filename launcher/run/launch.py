@@ -6,8 +6,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,7 +23,7 @@ from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, Interrupted, OutOfReach, PreflightRefused, TransportError, UsageError
 from launcher.files import write_whole
 from launcher.plan.build import final_plan, offline_plan
-from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan
+from launcher.plan.model import LaunchPlan, NodeFacts
 from launcher.plan.partition import PartitionFiles
 from launcher.plan.render import print_placement
 from launcher.plan.sbatch import is_on
@@ -158,15 +158,72 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
     context = LaunchContext(resolved, options, run_id, console)
     with Interrupts() as interrupts, closing(context.events), context.held, JobWarning(interrupts) as warning:
         try:
-            with attach(run_id) if attach else nullcontext() as attached, connected(context) as attempts:
+            with ExitStack() as opened:  # left before the end of the launch is recorded
+                attached = opened.enter_context(attach(run_id)) if attach else None
+
+                # Connect to every node, and check it.
+                context.events.add("stage", stage="connect")
+                context.say(f"run {run_id}: connecting to {count(len(resolved.nodes), 'node')}")
+                attempts = connect_all(resolved)
+                opened.callback(close_all, attempts)
                 facts, transports = require_preflight(context, attempts, draft)
-                plan = partition_and_plan(context, facts, attached)
-                if attached:
-                    check_attachment(context, attached, plan, transports)
+
+                # Partition the graph, unless its parts are there, and plan the run.
+                context.enter_stage("partition")
+                manifest = context.parts(resolved)
+                if manifest is not None and not options.own_command:
+                    check_trainable(resolved, manifest)
+                plan = final_plan(
+                    resolved,
+                    run_id=run_id,
+                    facts=facts,
+                    own_command=options.own_command,
+                    manifest=manifest,
+                    operator=user_at_host(),
+                    serving=attached.serving if attached else None,
+                    service_key=attached.key if attached else None,
+                )
+                for note in attached.check_reachable(plan, transports) if attached else ():
+                    context.say(f"note: {note}", "yellow")
                 warning.save = partial(request_checkpoint, plan, transports, context.say)
-                report = execute_plan(context, plan, facts, transports, interrupts)
+                print_placement(plan, console)
+                context.write_file("run.json", run_json(plan))
+
+                # Send code and parts, or verify parts that are in place.
+                interrupts.message = "interrupted; the next launch reuses the files that have been sent so far"
+                context.enter_stage("sync")
+                send_files(context, plan, transports)
+
+                # Start the nodes, and follow the run to its end.
+                lead = plan.nodes[plan.lead]
+                place = f"job {lead.slurm_job}" if lead.slurm_job else f"tmux session {lead.session}"
+                where = f"{count(len(plan.nodes), 'node')}, node {plan.lead} in {place}"
+                context.say(f"starting {count(plan.world_size, 'process', 'es')} on {where}")
+                context.enter_stage("start")
+                timeout = resolved.run.start_timeout
+                report = conduct(
+                    FollowContext(
+                        plan,
+                        transports,
+                        resolved.run,
+                        context.folder,
+                        context.started,
+                        View(console, resolved.run.on_interrupt, options.plain),
+                        context.events,
+                        offsets={k: fact.clock_offset for k, fact in facts.items()},
+                        at_stage=context.enter_stage,
+                    ),
+                    interrupts,
+                    starts={
+                        node.node_rank: partial(start_session, transports[node.node_rank], node, start_timeout=timeout)
+                        for node in plan.nodes
+                    },
+                    leave_when_trained=options.detach,
+                )
+                detached = report.state == "detached"
+                context.enter_stage("train" if detached else "end", detached=detached)
                 if attached:
-                    attached.run_continues = report.state == "detached"
+                    attached.run_continues = detached
         except KeyboardInterrupt:
             context.give_up("stopped", interrupts.message, Interrupted.exit_status)
             raise Interrupted(interrupts.message) from None
@@ -176,13 +233,12 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
         except FleetError as error:
             context.give_up("failed", str(error), error.exit_status)
             raise
-    if in_batch_job() and (_lost_a_node(report) or (warning.received and report.state == "stopped")):
+
+    # A Slurm job that has lost a node, or that has used its time, is requeued, to resume the run.
+    lost_node = report.state == "failed" and report.first_failure is not None and report.first_failure.name == "node"
+    if in_batch_job() and (lost_node or (warning.received and report.state == "stopped")):
         _requeue(context)
     return report
-
-
-def _lost_a_node(report: RunReport) -> bool:
-    return report.state == "failed" and report.first_failure is not None and report.first_failure.name == "node"
 
 
 def _requeue(context: LaunchContext) -> None:
@@ -204,18 +260,6 @@ def _requeue(context: LaunchContext) -> None:
     else:
         context.say(f"requeueing job {job}, which will resume the run")
         requeue(job)
-
-
-@contextmanager
-def connected(context: LaunchContext) -> Iterator[dict[int, Transport | TransportError]]:
-    """Connect to every node of the run; yield the Transport or the error, by node_rank. Closes all at the end."""
-    context.events.add("stage", stage="connect")
-    context.say(f"run {context.run_id}: connecting to {count(len(context.config.nodes), 'node')}")
-    attempts = connect_all(context.config)
-    try:
-        yield attempts
-    finally:
-        close_all(attempts)
 
 
 def require_preflight(
@@ -256,84 +300,6 @@ def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
         alike.setdefault(tuple(sorted(fact.versions.items())), []).append(k)
     for versions, nodes in alike.items():
         events.add("versions", nodes=nodes, versions=dict(versions))
-
-
-def check_attachment(
-    context: LaunchContext, attached: Attachment, plan: LaunchPlan, transports: Mapping[int, Transport]
-) -> None:
-    """Check that every node of the run reaches a graph server of the serving cluster.
-
-    Prints a note for each unreachable server. Raises PreflightRefused if a node reaches none.
-    """
-    for note in attached.check_reachable(plan, transports):
-        context.say(f"note: {note}", "yellow")
-
-
-def partition_and_plan(
-    context: LaunchContext, facts: Mapping[int, NodeFacts], attached: Attachment | None = None
-) -> LaunchPlan:
-    context.enter_stage("partition")
-    manifest = context.parts(context.config)
-    if manifest is not None and not context.options.own_command:
-        check_trainable(context.config, manifest)
-    return final_plan(
-        context.config,
-        run_id=context.run_id,
-        facts=facts,
-        own_command=context.options.own_command,
-        manifest=manifest,
-        operator=user_at_host(),
-        serving=attached.serving if attached else None,
-        service_key=attached.key if attached else None,
-    )
-
-
-def execute_plan(
-    context: LaunchContext,
-    plan: LaunchPlan,
-    facts: Mapping[int, NodeFacts],
-    transports: Mapping[int, Transport],
-    interrupts: Interrupts,
-) -> RunReport:
-    """Send the files, start the nodes, follow the run, collect its files; print and return its report."""
-    print_placement(plan, context.console)
-    context.write_file("run.json", run_json(plan))
-    interrupts.message = "interrupted; the next launch reuses the files that have been sent so far"
-    context.enter_stage("sync")
-    send_files(context, plan, transports)
-    following = FollowContext(
-        plan,
-        transports,
-        context.config.run,
-        context.folder,
-        context.started,
-        View(context.console, context.config.run.on_interrupt, context.options.plain),
-        context.events,
-        offsets={k: fact.clock_offset for k, fact in facts.items()},
-        at_stage=context.enter_stage,
-    )
-    report = start_and_conduct(context, following, interrupts)
-    context.enter_stage("train" if report.state == "detached" else "end", detached=report.state == "detached")
-    return report
-
-
-def start_and_conduct(context: LaunchContext, following: FollowContext, interrupts: Interrupts) -> RunReport:
-    plan = following.plan
-    lead = plan.nodes[plan.lead]
-    place = f"job {lead.slurm_job}" if lead.slurm_job else f"tmux session {lead.session}"
-    where = f"{count(len(plan.nodes), 'node')}, node {plan.lead} in {place}"
-    context.say(f"starting {count(plan.world_size, 'process', 'es')} on {where}")
-    context.enter_stage("start")
-
-    def start(node: NodePlan) -> None:
-        start_session(following.transports[node.node_rank], node, start_timeout=following.run.start_timeout)
-
-    return conduct(
-        following,
-        interrupts,
-        starts={node.node_rank: partial(start, node) for node in plan.nodes},
-        leave_when_trained=context.options.detach,
-    )
 
 
 def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:

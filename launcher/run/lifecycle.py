@@ -102,56 +102,43 @@ def conduct(
         except BaseException:
             follower.leave() if starts is None else follower.abandon()
             raise
+
     if followed.detached:
-        return report_detached(context, followed, board)
-    return finish(context, followed, interrupts)
+        context.events.add("detached", why=followed.detached)
+        if followed.detached == "unreachable":
+            raise OutOfReach(_out_of_reach(context, followed))
+        run_id, verb = context.plan.run_id, "trains" if followed.detached == "trained" else "goes on"
+        for line in (
+            f"\nDetached: run {run_id} {verb} ({board.summary()}).",
+            f"  gnnfleet follow {run_id}    follow the run to its end",
+            f"  gnnfleet status {run_id}    show its state; also: logs, attach, stop, collect",
+        ):
+            context.view.console.print(Text(line), soft_wrap=True)
+        seconds = time.time() - context.started
+        return RunReport(run_id, "detached", (), None, Metrics(), seconds, context.folder)
 
+    # The run has ended on all nodes: its files are collected, and judged by the same rules as when nothing could be.
+    def report_of(collected: Collected) -> RunReport:
+        ending = Ending(context.plan, followed, collected, context.offsets or {})
+        return written(ending.report(context.folder, time.time() - context.started))
 
-def finish(context: FollowContext, followed: Followed, interrupts: Interrupts) -> RunReport:
     interrupts.ignore_hangup = True
-    interrupts.message = (
+    interrupts.message = interrupts.exit_message = (
         "interrupted while collecting; the run has ended on all nodes. "
         f"`gnnfleet collect {context.plan.run_id}` fetches the remaining files"
     )
-    interrupts.exit_message = interrupts.message
     context.at_stage("collect")
     try:
-        results = followed.results
-        collected = collect(
-            context.plan, context.transports, context.folder, checkpoint_node(results, context.plan.lead)
-        )
+        source = checkpoint_node(followed.results, context.plan.lead)
+        collected = collect(context.plan, context.transports, context.folder, source)
     except KeyboardInterrupt:
         nothing: Mapping[int, tuple[Mapping[str, object], ...]] = {node.node_rank: () for node in context.plan.nodes}
-        written(_report(context, followed, Collected(Metrics(), nothing, (interrupts.message,))))
+        report_of(Collected(Metrics(), nothing, (interrupts.message,)))
         raise
-    report = written(_report(context, followed, collected))
+    report = report_of(collected)
     context.events.add("end", state=report.state, exit_status=report.exit_status, seconds=report.seconds)
     print_report(report, context.view.console)
     return report
-
-
-def _report(context: FollowContext, followed: Followed, collected: Collected) -> RunReport:
-    return Ending(context.plan, followed, collected, context.offsets or {}).report(
-        context.folder, time.time() - context.started
-    )
-
-
-def report_detached(context: FollowContext, followed: Followed, board: Board) -> RunReport:
-    """Print that this process has detached, and the commands to use next. Raises OutOfReach if no node answered."""
-    run_id = context.plan.run_id
-    context.events.add("detached", why=followed.detached)
-    if followed.detached == "unreachable":
-        raise OutOfReach(_out_of_reach(context, followed))
-    verb = "trains" if followed.detached == "trained" else "goes on"
-    lines = [
-        f"\nDetached: run {run_id} {verb} ({board.summary()}).",
-        f"  gnnfleet follow {run_id}    follow the run to its end",
-        f"  gnnfleet status {run_id}    show its state; also: logs, attach, stop, collect",
-    ]
-    for line in lines:
-        context.view.console.print(Text(line), soft_wrap=True)
-    seconds = time.time() - context.started
-    return RunReport(run_id, "detached", (), None, Metrics(), seconds, context.folder)
 
 
 def _out_of_reach(context: FollowContext, followed: Followed) -> str:

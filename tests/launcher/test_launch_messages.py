@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -22,11 +23,11 @@ from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunCon
 from launcher.errors import ConnectionLost, OutOfReach, SessionError, UsageError
 from launcher.report.ending import Followed
 from launcher.report.events import EventLog
+from launcher.run import lifecycle, node_stream
 from launcher.run import monitor as follow_module
-from launcher.run import node_stream
 from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.launch import LaunchContext
-from launcher.run.lifecycle import FollowContext, View, report_detached
+from launcher.run.lifecycle import FollowContext, View, conduct
 from launcher.run.live_state import Board
 from launcher.run.options import LaunchOptions
 from launcher.run.start_progress import StartProgress
@@ -168,7 +169,9 @@ def detached(folder: Path, why: str) -> str:
     board = Board.of(dataclasses.replace(scene.plan, train=TrainConfig(epochs=10)))
     board.metric({"kind": "step", "rank": 0, "epoch": 1, "step": 0, "steps": 50})
     try:
-        report_detached(context, Followed(detached=why), board)  # type: ignore[arg-type]
+        with patch.object(lifecycle, "RunFollower") as follower, patch.object(Board, "of", return_value=board):
+            follower.return_value.follow.return_value = Followed(detached=why)  # type: ignore[arg-type]
+            conduct(context, Interrupts())
     except OutOfReach as error:
         return f"error: {error}"
     assert isinstance(console.file, io.StringIO)

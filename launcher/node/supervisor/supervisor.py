@@ -24,9 +24,9 @@ from launcher.node.diagnostics.oom import OomWatch
 from launcher.node.exit_description import describe, describe_stop
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
-from launcher.node.peers.model import Cause, NoPeers, Order, Peers, make_cause, sentence
+from launcher.node.peers.model import Cause, NoPeers, Peers, make_cause, sentence
 from launcher.node.supervisor.attempt import read_returns, standing_of
-from launcher.node.supervisor.health import DepartedNodes, Finding, Health
+from launcher.node.supervisor.health import DepartedNodes, Health
 from launcher.node.supervisor.journal import Journal, stop_request
 from launcher.node.supervisor.outcomes import MAILBOX, Ended, Mailbox, OutcomeBook, describe_leases, take_leases
 from launcher.node.supervisor.processes import RankRunners, complete_outcomes, end_processes
@@ -97,13 +97,44 @@ class Supervisor:
 
     def attempt(self) -> Ended:
         """Serve and train until this node is done, failed or stopped, then end all its processes."""
+        spec = self.spec
         try:
-            if self.spec.generation == 0:
+            # Before the first start: the leases, and the connections to the other supervisors.
+            if spec.generation == 0:
                 self.take_leases()
-                self.open_peers()
-            self.serve()
-            self.train()
-            self.serve_others()
+                try:
+                    self.peers.open()
+                except OSError as error:
+                    assert spec.control is not None
+                    place = f"{spec.control['bind']} port {spec.control['port']} (run.control_port)"
+                    why = f"it cannot listen for the other nodes at {place}: {error.strerror}"
+                    raise self.failed("node", why) from error
+                self.set_state("starting")
+
+            # Start the graph server and the rank runners. A user's own command is started only once the graph server is
+            # ready; ranks of the bundled trainer wait for it themselves.
+            if spec.server is not None:
+                self.keeper.begin()
+            if spec.trainer is not None:
+                self.runners.begin()
+            if spec.server is not None:
+                while not self.keeper.ready and (spec.trainer is None or self.runners.running()):
+                    self.turn()
+                self.set_state("serving")
+
+            # Train.
+            if spec.trainer is not None:
+                self.set_state("training")
+                while self.runners.running():
+                    self.turn()
+                self.check_ranks()
+                self.trained = True
+
+            # A node with a graph server, and the hub, go on while other nodes train, until a turn raises Ended.
+            if self.trained is None or (spec.control is not None and (spec.server or isinstance(self.peers, Hub))):
+                self.set_state("serving")
+                while True:
+                    self.turn()
             end = Ended("done", "")
         except Ended as ended:
             end = ended
@@ -178,61 +209,13 @@ class Supervisor:
         except leases.LeaseError as error:
             return self.journal.event("no-leases", reason=str(error))
         if taken:
-            self.open_peers_for_end({one.resource for one in taken})
+            # The other supervisors are told of the end, unless the control port is what another run holds: then they
+            # wait for start_timeout.
+            held = {one.resource for one in taken}
+            if self.spec.control is not None and f"port:{self.spec.control['port']}" not in held:
+                with suppress(OSError):
+                    self.peers.open()
             raise self.failed("node", describe_leases(taken))
-
-    def open_peers_for_end(self, held: set[str]) -> None:
-        """Connect to the other supervisors only to report this node's end.
-
-        Does nothing if another run holds the control port.
-
-        held: resources that other runs hold, such as ``port:29500``.
-        """
-        if self.spec.control is not None and f"port:{self.spec.control['port']}" not in held:
-            with suppress(OSError):  # the other supervisors then wait for start_timeout
-                self.peers.open()
-
-    def open_peers(self) -> None:
-        try:
-            self.peers.open()
-        except OSError as error:
-            assert self.spec.control is not None
-            place = f"{self.spec.control['bind']} port {self.spec.control['port']} (run.control_port)"
-            raise self.failed("node", f"it cannot listen for the other nodes at {place}: {error.strerror}") from error
-        self.set_state("starting")
-
-    def serve(self) -> None:
-        """Start the graph server and the rank runners, and wait until the ready file of the graph server exists.
-
-        A user's own command is started only once the file exists; ranks of the bundled trainer wait for it themselves.
-        """
-        if self.spec.server is not None:
-            self.keeper.begin()
-        if self.spec.trainer is not None:
-            self.runners.begin()
-        if self.spec.server is None:
-            return
-        while not self.keeper.ready and (self.spec.trainer is None or self.runners.running()):
-            self.turn()
-        self.set_state("serving")
-
-    def train(self) -> None:
-        if self.spec.trainer is None:
-            return
-        self.set_state("training")
-        while self.runners.running():
-            self.turn()
-        self.check_ranks()
-        self.trained = True
-
-    def serve_others(self) -> None:
-        """Keep running while other nodes train, if this node has a graph server or is the hub."""
-        if self.trained is None or (
-            self.spec.control is not None and (self.spec.server or isinstance(self.peers, Hub))
-        ):
-            self.set_state("serving")
-            while True:
-                self.turn()
 
     # Processes.
 
@@ -259,14 +242,42 @@ class Supervisor:
         """Wait briefly, then check once for each possible reason to end this node. Raises Ended if there is one."""
         self.idle()
         self.check_requests()
+
+        # The graph server has failed and will not be restarted.
         if self.spec.server is not None:
-            self.check_server()
+            restarts = len(self.keeper.findings)
+            trouble = self.keeper.look()
+            if trouble and self.keeper.child is not None:
+                trouble += self.health.server_words()
+                self.fail_own("server", self.keeper.child, trouble)
+            self.health.findings += self.keeper.findings[restarts:]
+            state = "restarting" if self.keeper.restarting else "serving"
+            if self.state in ("serving", "restarting") and self.state != state:
+                self.set_state(state)
         self.check_ranks()
-        if self.peers.order is not None:
-            raise self.ordered(self.peers.order)
+
+        # The hub ends the run. A node that itself detected the loss that ends it is "failed", unless its ranks have
+        # finished training.
+        order = self.peers.order
+        if order is not None:
+            if order.cause is None:
+                raise Ended("done", "")
+            why = sentence(order.cause, self.spec.all_labels)
+            if str(order.cause["node_rank"]) in self.peers.lost:
+                raise Ended("done" if self.trained else "failed", why)
+            raise self.stopped(why, None)
         if self.peers.decision is not None and self.peers.decision["generation"] > self.spec.generation:
             raise self.failed("node", "it was cut off, and the other nodes have gone on without it")
-        self.check_health()
+
+        # A finding about the health of the ranks ends the run. The hub may first ask for their stacks.
+        if isinstance(self.peers, Member) and self.peers.stacks_wanted and self.health.stacks is None:
+            self.health.show_stacks()
+            self.report()
+        finding = self.health.look()
+        if finding is not None:
+            name = "node" if finding["rank"] is None else f"rank{finding['rank']}"
+            cause = self.own_cause(name, finding["kind"], finding["text"])
+            raise Ended("failed", finding["text"], {**cause, "node_rank": finding["node_rank"]})
 
     def idle(self, timeout: float = _TURN) -> None:
         """Wait at most ``timeout`` seconds; meanwhile handle output, other supervisors' messages and the heartbeat."""
@@ -297,18 +308,6 @@ class Supervisor:
             why = f"its run folder {self.spec.run_dir} has been deleted"
             raise Ended("failed", why, self.own_cause("node", "failure", why))
 
-    def check_server(self) -> None:
-        """Raise Ended when the graph server has failed and will not be restarted."""
-        restarts = len(self.keeper.findings)
-        trouble = self.keeper.look()
-        if trouble and self.keeper.child is not None:
-            trouble += self.health.server_words()
-            self.fail_own("server", self.keeper.child, trouble)
-        self.health.findings += self.keeper.findings[restarts:]
-        state = "restarting" if self.keeper.restarting else "serving"
-        if self.state in ("serving", "restarting") and self.state != state:
-            self.set_state(state)
-
     def check_ranks(self) -> None:
         """Raise Ended when a rank has failed without being stopped, or when a rank runner has failed."""
         for child in self.runners.children.values():
@@ -320,24 +319,6 @@ class Supervisor:
         runner = self.runners.ended_badly()
         if runner is not None:
             self.fail_own(runner.name, runner, "ended though its rank had not failed")
-
-    def check_health(self) -> None:
-        """Raise Ended for a finding that ends the run. First collects the ranks' stacks if the hub asked for them."""
-        if isinstance(self.peers, Member) and self.peers.stacks_wanted and self.health.stacks is None:
-            self.health.show_stacks()
-            self.report()
-        finding = self.health.look()
-        if finding is not None:
-            raise Ended("failed", finding["text"], self.found_cause(finding))
-
-    def ordered(self, order: Order) -> Ended:
-        # A node that itself detected the loss that ends the run is "failed", unless its ranks have finished training.
-        if order.cause is None:
-            return Ended("done", "")
-        why = sentence(order.cause, self.spec.all_labels)
-        if str(order.cause["node_rank"]) in self.peers.lost:
-            return Ended("done" if self.trained else "failed", why)
-        return self.stopped(why, None)
 
     def stopped(self, reason: str, cause: Cause | None) -> Ended:
         needless = self.trained if self.trained is not None else self.state in ("serving", "restarting")
@@ -379,10 +360,6 @@ class Supervisor:
     def own_cause(self, name: str, kind: str, reason: str, request: Mapping[str, Any] | None = None) -> Cause:
         return make_cause(self.spec.node_rank, name, kind, reason, time.time(), request)
 
-    def found_cause(self, finding: Finding) -> Cause:
-        name = "node" if finding["rank"] is None else f"rank{finding['rank']}"
-        return {**self.own_cause(name, finding["kind"], finding["text"]), "node_rank": finding["node_rank"]}
-
     # The end.
 
     def stop_all(self, end: Ended) -> None:
@@ -390,24 +367,28 @@ class Supervisor:
             self.journal.event("stop-requested", reason=end.reason)
         self.set_state("stopping")
         done = end.state == "done"
-        left = end_processes(self.children, self.book, self.token, self.grace(), self.idle, done=done)
+
+        # The seconds between SIGTERM and SIGKILL.
+        cause, grace = self.cause or self.peers.cause, self.spec.grace
+        if cause is not None and cause["asked"] and cause["asked"]["now"]:
+            grace = 0.0
+        elif self.peers.lost or (cause is not None and cause["kind"] == "lost"):
+            grace = min(grace, _LOST_GRACE)
+        left = end_processes(self.children, self.book, self.token, grace, self.idle, done=done)
         if left:
             self.journal.log(f"could not kill: {', '.join(f'{p.pid} {procs.command_line(p.pid)}' for p in left)}")
         complete_outcomes(self.children, self.keeper, self.runners, self.book, self.loop)
-
-    def grace(self) -> float:
-        """Return the seconds between SIGTERM and SIGKILL when this node ends its processes."""
-        cause = self.cause or self.peers.cause
-        if cause is not None and cause["asked"] and cause["asked"]["now"]:
-            return 0.0
-        lost = self.peers.lost or (cause is not None and cause["kind"] == "lost")
-        return min(self.spec.grace, _LOST_GRACE) if lost else self.spec.grace
 
     def finish(self, end: Ended) -> None:
         if self.spec.restarts and self.leaves():
             self.restarts.leave(self.peers, self.spec.generation)
         self.final = end.state
-        self.await_peers()
+
+        # Wait until the hub has acknowledged this node's end; as the hub, for the end of all members.
+        self.report()
+        deadline = time.monotonic() + self.spec.grace + _LEAVING
+        while not self.peers.may_leave() and time.monotonic() < deadline:
+            self.idle(0.05)
         self.journal.event("node-end", state=end.state, reason=end.reason)
         self.set_state(end.state)
         self.journal.settle(_LEAVING)
@@ -417,18 +398,6 @@ class Supervisor:
         result |= {"clock_offset": self.peers.offset, "lost": lost, "gone": self.peers.gone}
         result |= {"findings": self.health.findings, **self.restarts.state(self.spec, self.peers)}
         self.journal.put_last("result.json", result)
-        self.release()
-
-    def await_peers(self) -> None:
-        """Report this node's end and wait until the hub has acknowledged it; as the hub, wait for the end of all
-        members.
-        """
-        self.report()
-        deadline = time.monotonic() + self.spec.grace + _LEAVING
-        while not self.peers.may_leave() and time.monotonic() < deadline:
-            self.idle(0.05)
-
-    def release(self) -> None:
         self.peers.close()
         self.mailbox.close()
         self.journal.free_reserve()

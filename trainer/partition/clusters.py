@@ -43,17 +43,14 @@ def _inner_graph(dataset: Dataset, labels: Mapping[NodeType, Relabelling], part_
     nodes = {of: NodeData(len(label.owned(part_id))) for of, label in labels.items()}
     edges = {}
     for of, data in dataset.edges.items():
-        (source, source_range), (target, target_range) = (_range(labels[end], part_id) for end in (of[0], of[2]))
+        source, target = (labels[end].global_id for end in (of[0], of[2]))
+        source_range, target_range = (labels[end].offsets[part_id : part_id + 2] for end in (of[0], of[2]))
         sources, targets = data.edge_index
         count = _count_inner(sources, targets, source, target, source_range, target_range)
         inner = np.empty((2, count), source.dtype)
         _fill_inner(sources, targets, source, target, source_range, target_range, inner)
         edges[of] = EdgeData(inner)
     return Dataset(dataset.name, nodes, edges, dataset.fingerprint, dataset.hetero)
-
-
-def _range(label: Relabelling, part_id: int) -> tuple[Array, Ids]:
-    return label.global_id, label.offsets[part_id : part_id + 2]
 
 
 @njit()

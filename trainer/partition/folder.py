@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import os
 import shutil
 import socket
@@ -43,7 +44,10 @@ def reusable(folder: Path, fingerprint: str, say: Callable[[str], None] = lambda
     _check_kind(folder)
     with contextlib.suppress(PartitionError):
         manifest = read_manifest(folder)
-        if manifest.fingerprint == fingerprint and all(_has_size(folder / f.path, f.bytes) for f in manifest.files):
+        sizes = {folder / entry.path: entry.bytes for entry in manifest.files}
+        if manifest.fingerprint == fingerprint and all(
+            path.is_file() and path.stat().st_size == size for path, size in sizes.items()
+        ):
             damaged = _damaged(folder, manifest) if is_compared(manifest) else []
             if not damaged:
                 return manifest
@@ -93,10 +97,6 @@ def describe_partition(folder: Path) -> str | None:
     if found is None:
         return None
     return f"{found.get('num_parts')} parts of {found.get('dataset')} ({found.get('algorithm')})"
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
 
 
 def check_replaceable(folder: Path) -> None:
@@ -165,7 +165,8 @@ def staged(folder: Path, kept: Path | None = None) -> Iterator[Path]:
         _remove_leftovers(folder)
         staging.mkdir(exist_ok=kept is not None)
         yield staging
-        _sync_folders(staging)
+        with ThreadPoolExecutor(_SYNCS) as pool:
+            list(pool.map(sync_path, [path for path, _, _ in os.walk(staging)]))
         _install(staging, folder)
     except OSError as error:
         place = error.filename or staging
@@ -179,19 +180,10 @@ def staged(folder: Path, kept: Path | None = None) -> Iterator[Path]:
 
 def _remove_leftovers(folder: Path) -> None:
     prefix = f".{folder.name}.{socket.gethostname()}."
-    for path in folder.parent.glob(f"{_glob_escaped(prefix)}*"):
+    for path in folder.parent.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)
         if pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists()):
             shutil.rmtree(path)
-
-
-def _glob_escaped(text: str) -> str:
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)
-
-
-def _sync_folders(root: Path) -> None:
-    with ThreadPoolExecutor(_SYNCS) as pool:
-        list(pool.map(sync_path, [path for path, _, _ in os.walk(root)]))
 
 
 def _install(staging: Path, folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -163,8 +163,11 @@ def _make(
         check_same_graph(folder, dataset)
     if (other := describe_partition(folder)) is not None:
         say(f"replacing {other} in {folder}")
-    for note in (*dataset.notes, *_notes_for_training(dataset)):
+    for note in dataset.notes:
         say(f"note: {note}")
+    trains = any(len(nodes.splits.get("train", ())) for nodes in dataset.nodes.values())
+    if not trains and HELD_OUT not in dataset.graph_attrs:
+        say("note: no train split: the bundled trainer needs train_idx or train_mask")
     memory = _memory_of_steps(dataset, limit)
     assignment, reason = _assigned(spec, dataset, source, memory, work)
     how = f"{assignment.algorithm} ({reason})" if reason else assignment.algorithm
@@ -226,12 +229,6 @@ def _assigned(
 
     reason = work.once("assign", assign)
     return read_assignment(work.folder("assign")), reason
-
-
-def _notes_for_training(dataset: Dataset) -> Iterator[str]:
-    trains = any(len(nodes.splits.get("train", ())) for nodes in dataset.nodes.values())
-    if not trains and HELD_OUT not in dataset.graph_attrs:
-        yield "no train split: the bundled trainer needs train_idx or train_mask"
 
 
 def counts_text(dataset: Dataset) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -78,17 +78,14 @@ class PartitionSource:
         """Fingerprint of the graph: the manifest's or, without a manifest, a sha256 of options, sizes and mtimes."""
         if self.manifest is not None:
             return self.manifest.dataset_fingerprint
-        files = sorted({path for path in self.folder.rglob("*") if path.is_file()} | set(self._extra_paths()))
+        found = {path for path in self.folder.rglob("*") if path.is_file()}
+        files = sorted(found.union(*(file.files for file in self._extra)))
         states = [(self._relative(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         record = [_GENERATION, DATASET, self._foreign.key, asdict(self.options), dict(self.nodes), states]
         return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
     def _relative(self, path: Path) -> str:
         return (path.relative_to(self.folder) if path.is_relative_to(self.folder) else path).as_posix()
-
-    def _extra_paths(self) -> Iterator[Path]:
-        for file in self._extra:
-            yield from file.files
 
     @cached_property
     def _extra(self) -> list[ExtraFile]:

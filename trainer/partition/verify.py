@@ -143,7 +143,10 @@ def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, 
             raise PartitionError(f"{root}: no part {part_id}; the folder has {manifest.num_parts} parts")
     tops = (None, *wanted)
     entries = [entry for top in tops for entry in manifest.files_of(top)]
-    findings = [*_listing(root, manifest, tops), *_file_findings(root, entries, digests)]
+    findings = [*_listing(root, manifest, tops)]
+    with ThreadPoolExecutor(_READERS) as pool:
+        problems = pool.map(lambda entry: _file_problem(root, entry, digests), entries)
+        findings += [Finding(entry.path, problem) for entry, problem in zip(entries, problems, strict=True) if problem]
     broken = frozenset(finding.path for finding in findings)
     return [*findings, *_Contents(root, manifest, wanted, broken).check()]
 
@@ -190,12 +193,6 @@ def _part_files(manifest: Manifest, part_id: int) -> Iterator[str]:
 def _attr_files(top: str, attrs: Mapping[str, AttrSpec]) -> Iterator[str]:
     yield from (f"{top}/attrs/{name}" for name in attrs)
     yield from (f"{top}/scales/{name}" for name, spec in attrs.items() if spec.kept)
-
-
-def _file_findings(root: Path, entries: Sequence[FileEntry], digests: bool) -> list[Finding]:
-    with ThreadPoolExecutor(_READERS) as pool:
-        problems = pool.map(lambda entry: _file_problem(root, entry, digests), entries)
-        return [Finding(entry.path, problem) for entry, problem in zip(entries, problems, strict=True) if problem]
 
 
 def _file_problem(root: Path, entry: FileEntry, digests: bool) -> str | None:

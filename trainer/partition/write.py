@@ -199,9 +199,10 @@ def _write_node_attr(
 def _write_edges(
     writer: _Writer, dataset: Dataset, edge_type: EdgeType, labels: Mapping[NodeType, Relabelling], edge_cut: float
 ) -> EdgeSpec:
-    data, source = dataset.edges[edge_type], labels[edge_type[0]]
+    data, nodes, source = dataset.edges[edge_type], dataset.nodes[edge_type[0]], labels[edge_type[0]]
     cut = EdgeCut.of(data.edge_index, source, labels[edge_type[2]])
-    times = _source_times(dataset, edge_type)
+    times = {name: nodes.attrs[name] for name in dataset.time_attrs if name in nodes.attrs}
+    times = {name: at for name, at in times.items() if at.ndim == 1 and is_time(at, name in nodes.bfloat16)}
     writer.group(f"edges {type_name(edge_type)}", lambda: _write_sorted(writer, edge_type, cut, data, times))
     endpoints = _endpoint_arrays(edge_type, data.edge_index, source.num_parts)
     id_type = id_dtype(max(len(labels[end].orig_id) for end in (edge_type[0], edge_type[2])))
@@ -225,12 +226,6 @@ def _endpoint_arrays(edge_type: EdgeType, edge_index: Array, num_parts: int) -> 
         f"part{part_id}/edges/{type_name(edge_type)}/endpoints.npy": edge_index[:, begin:end].T
         for part_id, (begin, end) in enumerate(pairwise(endpoint_offsets(edge_index.shape[1], num_parts)))
     }
-
-
-def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:
-    source = dataset.nodes[edge_type[0]]
-    times = {name: source.attrs[name] for name in dataset.time_attrs if name in source.attrs}
-    return {name: at for name, at in times.items() if at.ndim == 1 and is_time(at, name in source.bfloat16)}
 
 
 def _write_sorted(

@@ -124,7 +124,10 @@ def _read(file: ExtraFile) -> dict[str, RawArray] | str:
     pieces: dict[str, list[RawArray]] = {}
     for path in file.files:
         if path.suffix == ".npy":
-            content: Any = _load_npy(path)
+            try:
+                content: Any = RawArray(map_npy(path).view(np.ndarray), str(path))
+            except (OSError, ValueError, EOFError) as error:
+                raise DataError(f"{path} cannot be read as a numpy array: {error}") from error
         else:
             content = load_tensors(path)
         typed = content if isinstance(content, Mapping) else {"": content}
@@ -140,10 +143,3 @@ def _joined(arrays: list[RawArray]) -> RawArray:
     if len(arrays) == 1:
         return arrays[0]
     return replace(arrays[0], values=np.concatenate([array.values for array in arrays]))
-
-
-def _load_npy(path: Path) -> RawArray:
-    try:
-        return RawArray(map_npy(path).view(np.ndarray), str(path))
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} cannot be read as a numpy array: {error}") from error

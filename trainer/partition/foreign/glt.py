@@ -133,7 +133,10 @@ class _Partition:
         if (folder / "eids.pt").exists():
             ids = load_array(folder / "eids.pt").values
         elif whole:
-            ids = self._ids_of_features(of, rows.rows)
+            # Edges and edge features are in the same order: those of part 0, then part 1, ….
+            parts = [self._feature_chunks("edge_feat", part_id, of) for part_id in range(self.num_parts)]
+            found = [some for chunks in parts for some, _ in chunks]
+            ids = np.concatenate(found) if found else np.arange(rows.rows)
         else:
             raise DataError(
                 f"{folder / 'eids.pt'} is missing: the partition is incomplete; copy the folders of all parts"
@@ -141,12 +144,6 @@ class _Partition:
         if len(ids) != rows.rows:
             raise DataError(f"{folder}: {rows.rows} edges, but {len(ids)} edge ids; the partition is damaged")
         return _Edges(rows, cols, ids, weights)
-
-    def _ids_of_features(self, of: EdgeType, count: int) -> Array:
-        """Return the edge ids of a ``graph/`` folder without ``eids.pt``: those stored with the edge features."""
-        # Edges and edge features are in the same order: those of part 0, then part 1, ….
-        found = [ids for part_id in range(self.num_parts) for ids, _ in self._feature_chunks("edge_feat", part_id, of)]
-        return np.concatenate(found) if found else np.arange(count)
 
 
 GLT = ForeignFormat(

@@ -69,7 +69,9 @@ class _Partition:
         return [(a, r, b) for a, r, b in self.meta["edge_types"]] if self.hetero else [HOMO_EDGE]
 
     def graph(self) -> ForeignGraph:
-        num_parts, maps = self.meta["num_parts"], {of: self._node_map(of) for of in self.node_types}
+        num_parts = self.meta["num_parts"]
+        files = {of: f"node_map/{of}.pt" if self.hetero else "node_map.pt" for of in self.node_types}
+        maps = {of: load_array(self.folder / file) for of, file in files.items()}
         counts = {of: array.rows for of, array in maps.items()}
         parts = {of: part_numbers(a.values, a.rows, num_parts, a.place) for of, a in maps.items()}
         nodes = {of: self._node_attrs(of, counts) for of in self.node_types}
@@ -77,25 +79,19 @@ class _Partition:
         raw = RawGraph(graph_name(self.folder), {}, nodes, edges, counts, hetero=self.hetero)
         return ForeignGraph(raw, parts, num_parts)
 
-    def _node_map(self, of: NodeType) -> RawArray:
-        return load_array(self.folder / "node_map" / f"{of}.pt" if self.hetero else self.folder / "node_map.pt")
-
     @cached_property
     def _parts(self) -> list[dict[str, Any]]:
         names = ("graph", "node_feats", "edge_feats")
         found = []
         for part_id in range(self.meta["num_parts"]):
             folder = self.folder / f"part_{part_id}"
-            files = {name: load_tensors(folder / f"{name}.pt") for name in names if self._is_needed(folder, name)}
+            needed = [name for name in names if name == "graph" or (folder / f"{name}.pt").exists()]
+            files = {name: load_tensors(folder / f"{name}.pt") for name in needed}
             for name, content in files.items():
                 if not isinstance(content, Mapping):
                     raise DataError(f"{folder / name}.pt: holds a {type(content).__name__}, expected a dict of tensors")
             found.append(files)
         return found
-
-    @staticmethod
-    def _is_needed(folder: Path, name: str) -> bool:
-        return name == "graph" or (folder / f"{name}.pt").exists()
 
     def _of(self, part_id: int, file: str, of: NodeType | EdgeType) -> tuple[Mapping[str, Any], str]:
         """Return the tensors of type ``of`` in a file of a part, and a text for messages that names the file and type.

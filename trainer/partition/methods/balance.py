@@ -96,14 +96,10 @@ def node_classes(
         if "seeds" in balance and TRAIN in nodes.splits:
             own[node_type][nodes.splits[TRAIN]] = 2 * number + 1
     _, classes, count = np.unique(of, return_inverse=True, return_counts=True)
-    return _bounded(classes.astype(np.int32), count, num_parts, slack)
-
-
-def _bounded(of: Array, count: Array, num_parts: int, slack: float) -> NodeClasses:
     mean = count / num_parts
     least = np.minimum(np.floor(mean), np.ceil(mean * (1 - slack))).astype(np.int64)
     most = np.maximum(np.ceil(mean), np.floor(mean * (1 + slack))).astype(np.int64)
-    return NodeClasses(of, count, least, most)
+    return NodeClasses(classes.astype(np.int32), count, least, most)
 
 
 def fill_up(part: Part, classes: NodeClasses, num_parts: int) -> None:

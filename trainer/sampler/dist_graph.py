@@ -148,7 +148,11 @@ class DistGraph:
         split = RequestSplit(self._by_host)
         shares: _HostRequests[HopRequest] = defaultdict(list)
         for number, request in enumerate(requests):
-            self._check_hop(request)
+            check_type(self.local.store, request.edge_type)
+            if request.weight is not None:
+                row_spec(self.local.store, request.edge_type, request.weight)
+            if request.bound is not None and request.bound.on == "edge":
+                row_spec(self.local.store, request.edge_type, request.bound.attr)
             for host, at in self._owners(split, request.edge_type[2], request.nodes).items():
                 shares[host].append(_HostRequest(number, at, split.hop(request, host, at)))
         answers: list[list[tuple[Array, HopSample]]] = [[] for _ in requests]
@@ -277,7 +281,11 @@ class DistGraph:
                     continue
                 finally:
                     self._meter.add(Cost(wait_s=time.perf_counter() - began))
-                self._add_bytes(host, pending, (array for answer in answers for array in kind.arrays(answer)))
+                received = getattr(pending, "received", None)
+                if received is None:
+                    arrays = (array for answer in answers for array in kind.arrays(answer))
+                    received = sum(array.nbytes for array in arrays if array is not None)
+                self._meter.add(Cost(remote_bytes=received, by_host=ByHost({host: FromHost(remote_bytes=received)})))
                 for share, answer in zip(shares[host], answers, strict=True):
                     yield host, share, answer
             shares = self._reassign(unanswered, kind)
@@ -308,22 +316,9 @@ class DistGraph:
         first = self._codes.first_host
         return {code - first - 1: rows.at for code, rows in placed.items()}
 
-    def _check_hop(self, request: HopRequest) -> None:
-        check_type(self.local.store, request.edge_type)
-        if request.weight is not None:
-            row_spec(self.local.store, request.edge_type, request.weight)
-        if request.bound is not None and request.bound.on == "edge":
-            row_spec(self.local.store, request.edge_type, request.bound.attr)
-
     @property
     def _edges_here(self) -> bool:
         return not self.remotes or self.local.store.whole_topology
-
-    def _add_bytes(self, host: int, pending: PendingAnswer, arrays: Iterable[Array | None]) -> None:
-        received = getattr(pending, "received", None)
-        if received is None:
-            received = sum(array.nbytes for array in arrays if array is not None)
-        self._meter.add(Cost(remote_bytes=received, by_host=ByHost({host: FromHost(remote_bytes=received)})))
 
 
 def _merged(request: HopRequest, answers: Sequence[tuple[Array, HopSample]]) -> HopSample:

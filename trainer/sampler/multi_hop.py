@@ -31,7 +31,6 @@ from trainer.sampler.types import (
     SeedSet,
     TimeBound,
 )
-from trainer.store.manifest import EdgeSpec
 
 
 class Relabelling(Protocol):
@@ -217,7 +216,10 @@ class _SubgraphGrowth:
         return _HopQuery(of, fanout, first, shuffle, whole_rows) if first < starts[hop + 1] else None
 
     def _request(self, query: _HopQuery, trees: Positions | None) -> HopRequest:
-        of, settings = query.edge_type, self._settings
+        of, settings, rule, bound = query.edge_type, self._settings, self._settings.time, None
+        if trees is not None and self._tree_times is not None:
+            if rule is not None and bound_here(rule, self._schema.edges[of]):
+                bound = TimeBound(self._tree_times[trees], rule.attr, rule.on, rule.last)
         return HopRequest(
             edge_type=of,
             nodes=self._nodes[of[2]].since(query.first),
@@ -227,16 +229,10 @@ class _SubgraphGrowth:
             replace=settings.replace,
             with_edge=settings.edge_ids,
             trees=None if trees is None or self._tree_keys is None else self._tree_keys[trees],
-            bound=None if trees is None else self._bound(self._schema.edges[of], trees),
+            bound=bound,
             weight=settings.weight if settings.weight in self._schema.edges[of].attrs else None,
             exclude=self._seeds.exclude.get(of),
         )
-
-    def _bound(self, spec: EdgeSpec, trees: Positions) -> TimeBound | None:
-        rule = self._settings.time
-        if rule is None or self._tree_times is None or not bound_here(rule, spec):
-            return None
-        return TimeBound(self._tree_times[trees], rule.attr, rule.on, rule.last)
 
     def _key_of(self, of: EdgeType) -> int:
         return self._key ^ edge_salt(of)

@@ -203,15 +203,6 @@ def _empty_pairs(room: int) -> TreePairs:
     return np.zeros(2 << max(2 * room, 1).bit_length(), np.int64)
 
 
-def _pairs_with_room(pairs: TreePairs, used: int, more: int) -> TreePairs:
-    """Return ``pairs``, or a larger copy if it has no room for ``more`` pairs. ``used``: number of pairs in it."""
-    if len(pairs) >= 4 * (used + more):
-        return pairs
-    larger = _empty_pairs(used + more)
-    _copy_pairs(pairs, larger)
-    return larger
-
-
 @_jit
 def _relabel_pairs(
     src: Any, counts: Any, trees: Any, pairs: Any, first_new: int, local: Any, new: Any, new_trees: Any
@@ -342,7 +333,10 @@ class TreeGrowth(NodeGrowth):
         self.meet(seeds, np.ones(len(seeds), np.int32), np.arange(first_tree, first_tree + len(seeds), dtype=np.int32))
 
     def meet(self, src: Array, counts: Positions, trees: Positions | None) -> Positions:
-        self._pairs = _pairs_with_room(self._pairs, self._count, len(src))
+        if len(self._pairs) < 4 * (self._count + len(src)):
+            larger = _empty_pairs(self._count + len(src))
+            _copy_pairs(self._pairs, larger)
+            self._pairs = larger
         local = np.empty(len(src), np.int32)
         new, new_trees = np.empty(len(src), np.int64), np.empty(len(src), np.int32)
         assert trees is not None

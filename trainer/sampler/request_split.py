@@ -46,37 +46,31 @@ class RequestSplit:
 
     def hop(self, request: HopRequest, host: int, at: Array) -> HopRequest:
         """Return the share of a request that ``host`` answers. ``at``: positions of its nodes, from ``groups``."""
-        bound = request.bound
+        bound, exclude = request.bound, request.exclude
+        if exclude is not None:
+            near = self.groups(request.edge_type[2], exclude[0]).get(host)
+            exclude = None if near is None else (self.cut(exclude[0], near), self.cut(exclude[1], near))
         return replace(
             request,
             nodes=self.cut(request.nodes, at),
             trees=None if request.trees is None else self.cut(request.trees, at),
             bound=None if bound is None else replace(bound, times=self.cut(bound.times, at)),
-            exclude=self._exclusions(request, host),
+            exclude=exclude,
         )
-
-    def _exclusions(self, request: HopRequest, host: int) -> tuple[Ids, Ids] | None:
-        if request.exclude is None:
-            return None
-        targets, sources = request.exclude
-        at = self.groups(request.edge_type[2], targets).get(host)
-        return None if at is None else (self.cut(targets, at), self.cut(sources, at))
 
 
 def cut_request(request: HopRequest, at: Array) -> HopRequest:
-    nodes = request.nodes[at]
+    nodes, exclude = request.nodes[at], request.exclude
+    if exclude is not None:
+        near = np.isin(exclude[0], nodes)
+        exclude = (exclude[0][near], exclude[1][near]) if near.any() else None
     return replace(
         request,
         nodes=nodes,
         trees=None if request.trees is None else request.trees[at],
         bound=None if request.bound is None else replace(request.bound, times=request.bound.times[at]),
-        exclude=None if request.exclude is None else _exclusions_of(nodes, *request.exclude),
+        exclude=exclude,
     )
-
-
-def _exclusions_of(nodes: Ids, targets: Ids, sources: Ids) -> tuple[Ids, Ids] | None:
-    affected = np.isin(targets, nodes)
-    return (targets[affected], sources[affected]) if affected.any() else None
 
 
 def merge_samples(num_rows: int, answers: Sequence[tuple[Array, HopSample]], with_edge: bool) -> HopSample:

@@ -96,12 +96,11 @@ class SubgraphSampler:
     def _requests(self, subgraph: SampledSubgraph, kept: Mapping[NodeType, Array]) -> list[RowRequest]:
         found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
         found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
-        plain = [RowRequest(of, ids, ("orig_id", *self._attrs_of(of))) for of, ids in found.items()]
+        plain = []
+        for of, ids in found.items():
+            names = (name for name in self.attrs.get(of, ()) if name != "x" or of not in self.kept)
+            plain.append(RowRequest(of, ids, ("orig_id", *names)))
         return [*plain, *_missing(subgraph, kept)]
-
-    def _attrs_of(self, of: AnyType) -> tuple[str, ...]:
-        names = self.attrs.get(of, ())
-        return tuple(name for name in names if name != "x") if of in self.kept else names
 
     def _tables(self) -> RelabelTables:
         if not hasattr(self._local, "tables"):

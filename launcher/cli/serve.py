@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,6 @@ from launcher.cli.options import (
     show,
     with_options,
 )
-from launcher.errors import ConfigError
-from launcher.report.run_folder import known_here
 from launcher.run.options import LaunchOptions, read_config
 from launcher.text import say
 
@@ -76,12 +73,12 @@ def serve(ctx: click.Context, dry_run: bool, name: str | None, **values: Any) ->
     """Start graph servers that many runs share, on the `server` nodes of the file, else on its workers.
 
     Several runs can attach by name (--serving NAME) at the same time. Notebooks attach with a key file. A second call
-    with the same name restarts dead servers and applies changes in the file: it adds or stops servers.
+    with the same name starts dead servers again. For other nodes or parts, stop the cluster first.
     """
     if ctx.invoked_subcommand is not None:
         return
     options = _options(ctx, values)
-    config = _read(options, name)
+    config = read_config(options)
     name = name if name is not None else config.name
     if dry_run:
         return _show_plan(config, options, name)
@@ -115,26 +112,6 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
         as_json=bool(given["as_json"]),
         verbose=bool(given["verbose"]),
     )
-
-
-def _read(options: LaunchOptions, name: str | None) -> ClusterConfig:
-    # Nodes may be added to an existing cluster, so it may have more nodes than parts. Its config, if invalid, is read
-    # again without ``data.num_parts``.
-    try:
-        return read_config(options)
-    except ConfigError:
-        config = _without_num_parts(options)
-        if config is None or known_here(name or config.name, [Path(config.run.runs_dir).expanduser()]) is None:
-            raise
-        return config
-
-
-def _without_num_parts(options: LaunchOptions) -> ClusterConfig | None:
-    """Read the config without ``data.num_parts``; None if other settings are invalid."""
-    try:
-        return read_config(replace(options, overrides=(*options.overrides, ("data.num_parts", None))))
-    except ConfigError:
-        return None
 
 
 def _show_plan(config: ClusterConfig, options: LaunchOptions, name: str) -> None:

@@ -21,7 +21,7 @@ from launcher.hostlist import fold
 from launcher.plan.commands import PlanContext, node_commands, own_argv
 from launcher.plan.device_sampling import sampling_line
 from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
-from launcher.plan.model import KeptServers, LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated
+from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated
 from launcher.plan.own_script import own_command_files, resume_file
 from launcher.plan.partition import PartitionFiles, outdated, partitioning, read_partition_files
 from launcher.plan.placement import Site, make_sites, node_login, session_name
@@ -52,7 +52,7 @@ def make_plan(
     token: Secret | None = None,
     operator: str = "",
     cwd: Path = Path(),
-    kept: KeptServers | None = None,
+    before: LaunchPlan | None = None,
     serving: ServingCluster | None = None,
 ) -> LaunchPlan:
     """Build the plan of a run, without the contents of ``run.json`` and the service key.
@@ -66,14 +66,15 @@ def make_plan(
         token: random text by which the processes of the run are recognised; None for no token.
         operator: user and machine that launch, as ``alice@laptop``; stored in the leases on devices and ports.
         cwd: folder to which relative paths in ``own_command``, ``run.runs_dir`` and ``train.resume`` refer.
-        kept: state that a running serving cluster keeps when its nodes change.
+        before: present plan of a serving cluster; its nodes without facts run already, and keep their NodePlan.
         serving: the serving cluster to which a config with ``data.serving`` attaches.
 
     Raises UsageError if a file named in ``own_command`` or in the config does not exist.
     """
     inputs = _Inputs(config, facts or {}, manifest, serving)
     own = own_command_files(own_command, config.run.files, cwd) if own_command else None
-    sites = make_sites(config, run_id, inputs.facts, code_digest, inputs.parts, serving, kept)
+    running = {node.node_rank: node for node in before.nodes if node.node_rank not in inputs.facts} if before else {}
+    sites = make_sites(config, run_id, inputs.facts, code_digest, inputs.parts, serving, running)
     first = lead(config)
     context = PlanContext(
         config=config,
@@ -88,11 +89,11 @@ def make_plan(
         own=own,
         resume=None if config.serve_only else resume_file(config, cwd),
         serving=serving,
-        version=kept.version if kept else 1,
+        version=before.version + 1 if before else 1,
         topology=decide(config, sites, config.num_parts, inputs.parts, inputs.facts),
     )
     shared = shared_files(context)
-    nodes = tuple(_node_plan(context, site, shared, inputs.parts) for site in sites)
+    nodes = tuple(running.get(site.node_rank) or _node_plan(context, site, shared, inputs.parts) for site in sites)
     return _launch_plan(inputs, context, nodes, shared.code, code_digest)
 
 
@@ -104,7 +105,7 @@ def final_plan(
     own_command: tuple[str, ...] = (),
     manifest: PartitionFiles | None = None,
     operator: str = "",
-    kept: KeptServers | None = None,
+    before: LaunchPlan | None = None,
     serving: ServingCluster | None = None,
     service_key: Secret | None = None,
 ) -> LaunchPlan:
@@ -122,11 +123,9 @@ def final_plan(
         manifest=manifest,
         token=new_token(),
         operator=operator,
-        kept=kept,
+        before=before,
         serving=serving,
     )
-    if kept:
-        plan = _with_running(plan, kept.nodes)
     contents = {"run.json": run_json(plan)}
     if plan.encrypted:
         contents["service.key"] = service_key or Secret(json.dumps(new_key_pair()))
@@ -137,23 +136,6 @@ def final_plan(
 
     nodes = (replace(node, files=tuple(complete(node, file) for file in node.files)) for node in plan.nodes)
     return replace(plan, nodes=tuple(nodes))
-
-
-def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPlan:
-    """Return ``plan``, the new plan of a serving cluster, in which nodes that already run keep their NodePlans.
-
-    ``running``: the NodePlans to keep, by node_rank. Only two fields change: ``parts`` is taken from ``plan``, and
-    ``files`` has the new cluster.json and run.json.
-    """
-    cluster = plan.nodes[0].file("cluster.json").content
-
-    def unchanged(node: NodePlan, parts: tuple[int, ...]) -> NodePlan:
-        run_file = PlannedFile(f"{node.run_dir}/run.json", 0, mode=0o600)
-        files = (generated(f"{node.run_dir}/cluster.json", cluster), run_file)
-        return replace(node, parts=parts, files=files, gets_code=False)
-
-    pairs = ((running.get(node.node_rank), node) for node in plan.nodes)
-    return replace(plan, nodes=tuple(unchanged(before, node.parts) if before else node for before, node in pairs))
 
 
 @dataclass(frozen=True)

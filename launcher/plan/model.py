@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -75,7 +75,6 @@ class NodePlan:
     topology_bytes: int = 0  #: replicated topology: bytes of edges sent to the node for parts that it does not hold
     #: Slurm job of the node, of which the supervisor is a step; '%j': not submitted yet; '': it runs in a tmux session
     slurm_job: str = ""
-    gets_code: bool = True  #: ``LaunchPlan.code`` is sent to it; False: a server that runs already keeps its code
 
     @property
     def target(self) -> str:
@@ -175,28 +174,15 @@ class LaunchPlan:
 
     def sent_bytes(self, node: NodePlan) -> int:
         """Return the bytes of all files that ``node`` gets: gnnfleet's code, and its own files."""
-        return sum(file.bytes for file in node.files) + (self._code_bytes if node.gets_code else 0)
+        return sum(file.bytes for file in node.files) + self._code_bytes
 
     def sent_files(self, node: NodePlan) -> int:
         """Return the number of these files."""
-        return len(node.files) + (len(self.code) if node.gets_code else 0)
+        return len(node.files) + len(self.code)
 
     @cached_property
     def _code_bytes(self) -> int:
         return sum(file.bytes for file in self.code)
-
-
-@dataclass(frozen=True)
-class KeptServers:
-    """Parts, service ports and running nodes that a serving cluster keeps when it gets a new plan.
-
-    Keys of the mappings: node_ranks in the new plan.
-    """
-
-    version: int = 1  #: version of the new cluster.json
-    parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    service_ports: Mapping[int, int] = field(default_factory=dict)
-    nodes: Mapping[int, NodePlan] = field(default_factory=dict)  #: plans of running nodes, which are not started again
 
 
 def target_text(login: Login | None) -> str:

@@ -17,12 +17,12 @@ from launcher.command import Command, quote
 from launcher.config.roles import ServingCluster, clients, gateways, holdings, host_key, serves
 from launcher.config.schema import ClusterConfig, NodeConfig, node_workdir
 from launcher.errors import node_label
-from launcher.plan.model import KeptServers, Login
+from launcher.plan.model import Login
 from launcher.plan.partition import PartitionFiles
 from launcher.plan.ports import _service_port, choose, restart_candidates
 
 if TYPE_CHECKING:
-    from launcher.plan.model import NodeFacts
+    from launcher.plan.model import NodeFacts, NodePlan
 
 _SOURCE_CONDA = (
     """for root in "${CONDA_EXE%/bin/conda}" "$HOME"/{miniconda3,miniforge3,mambaforge,anaconda3} """
@@ -102,10 +102,13 @@ def make_sites(
     code_digest: str,
     manifest: PartitionFiles | None,
     serving: ServingCluster | None = None,
-    kept: KeptServers | None = None,
+    running: Mapping[int, NodePlan] | None = None,
 ) -> tuple[Site, ...]:
-    """Return one Site per node, in node_rank order. The arguments are those of ``launcher.plan.build.make_plan``."""
-    kept = kept or KeptServers()
+    """Return one Site per node, in node_rank order.
+
+    ``running``: nodes of a serving cluster that run already, and keep their address and port. The other arguments are
+    those of ``launcher.plan.build.make_plan``.
+    """
     procs_on = host_processes(config)
     data_name = manifest.fingerprint if manifest else re.sub(r"[^\w.-]+", "-", config.data.dataset)
     held, asked, homes = holdings(config), gateways(config) if clients(config) else (), _homes(config, serving)
@@ -113,15 +116,16 @@ def make_sites(
     for k, node in enumerate(config.nodes):
         fact = facts.get(k)
         workdir = at_home(node_workdir(node, k), fact)
-        address = node_address(config, k, fact)
+        before = running.get(k) if running else None
+        address = before.address if before else node_address(config, k, fact)
         shell = interpreter(config, k)
         control, master = restart_candidates(config, k)
         site = Site(
             node_rank=k,
             node=replace(node, env={name: at_home(value, fact) for name, value in node.env.items()}),
             ranks=tuple(range(first_rank, first_rank + node.nproc)),
-            parts=kept.parts.get(k, held[k].parts),
-            copies=() if k in kept.parts else held[k].copies,
+            parts=held[k].parts,
+            copies=held[k].copies,
             serves=serves(config, k),
             gateway=k in asked or node.role == "server",
             home=homes.get(k, ""),
@@ -134,7 +138,7 @@ def make_sites(
             run_dir=run_dir(workdir, run_id, k),
             python=fact.python if fact else shell.argv[0],
             setup=shell.setup,
-            service_port=kept.service_ports.get(k) or _service_port(config, k, fact),
+            service_port=before.service_port if before else _service_port(config, k, fact),
             threads=max(1, fact.cpus // procs_on[host_key(config, node)]) if fact and node.trains else None,
             control_port=choose(control, fact) if control else 0,
             master_port=choose(master, fact) if master else 0,

@@ -190,7 +190,7 @@ def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Itera
         if command:
             yield name, f"cd {quote(command.cwd)}; {describe_command(command)}"
             yield "  env", describe_env(_beyond(command.env, node.start.env))
-    for name, files in {"code": plan.code if node.gets_code else (), **file_groups(node)}.items():
+    for name, files in {"code": plan.code, **file_groups(node)}.items():
         if files:
             named = name in ("own", "generated")
             shown = _files(node, files, list_them=named) if sizes else _names(node, files, list_them=named)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import base64
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from launcher.command import Command
-from launcher.config.loader import to_yaml
-from launcher.config.resolve import ResolvedConfig
 from launcher.config.roles import GraphServer
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, TransportError, UsageError, node_label
@@ -22,15 +17,8 @@ from launcher.manage.node_views import OpenRun, opened
 from launcher.manage.select import Choice, chosen, discovered
 from launcher.node.json_reader import checked, json_object, loads
 from launcher.node.json_records import STATS
-from launcher.plan.model import LaunchPlan
-from launcher.plan.serialize import run_json
-from launcher.report.events import EventLog
-from launcher.report.launch_file import Stage
-from launcher.report.report import RunState
-from launcher.report.run_folder import FoundRun, known_here, read_folder, register
+from launcher.report.run_folder import FoundRun, known_here, read_folder
 from launcher.report.verdict import NodeView
-from launcher.run.launch import LaunchContext
-from launcher.run.options import LaunchOptions
 from launcher.text import count, spans
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
@@ -41,7 +29,7 @@ class ClusterDescription:
     """The content of ``cluster.json``: the servers of a serving cluster."""
 
     name: str
-    version: int  #: increases whenever nodes join or leave
+    version: int  #: increases whenever servers are started again, as they may have another address then
     num_parts: int
     servers: tuple[GraphServer, ...]
 
@@ -157,15 +145,6 @@ def remove_files(transport: Transport, paths: Sequence[str]) -> None:
         raise FleetError(f"{transport.target}: {done.stderr.decode('utf-8', 'replace').strip()}")
 
 
-def move_folder(transport: Transport, folder: str, dest: str) -> None:
-    """Rename a folder on a node, replacing ``dest``. Raises FleetError."""
-    done = transport.run(
-        Command(("bash", "-c", 'rm -rf -- "$2" && mv -- "$1" "$2"', "bash", folder, dest)), timeout=_TIMEOUT
-    )
-    if done.returncode:
-        raise FleetError(f"{transport.target}: {done.stderr.decode('utf-8', 'replace').strip()}")
-
-
 def newest_description(states: Mapping[int, ServerState], name: str) -> ClusterDescription:
     """Return the ``cluster.json`` with the highest version on the nodes. Raises FleetError if no node has one."""
     texts = {k: one.files["cluster.json"] for k, one in states.items() if "cluster.json" in one.files}
@@ -247,44 +226,3 @@ def open_named(
             raise UsageError(f"no serving cluster `{name}` is known here; did you mean {run.found.run_id}?")
         check_serving(run.found)
         yield run
-
-
-class ServeContext(LaunchContext):
-    """State of one ``gnnfleet serve`` command.
-
-    ``running``: whether the cluster was running before the command. If so, its recorded stage and result do not change
-    until all added servers run.
-    """
-
-    def __init__(self, config: ResolvedConfig, options: LaunchOptions, name: str, console: Console, *, running: bool):
-        self.running = running
-        super().__init__(config, options, name, console)
-
-    def _open_folder(self) -> EventLog:
-        if not self.running:
-            return super()._open_folder()
-        return EventLog(self.folder / "events.jsonl", sys.stdout if self.options.as_json else None)
-
-    def enter_stage(self, stage: Stage, *, detached: bool = False) -> None:
-        # The launch.json of a running cluster is left alone.
-        if self.running and not detached:
-            self.events.add("stage", stage=stage)
-        else:
-            super().enter_stage(stage, detached=detached)
-
-    def give_up(self, state: RunState, why: str, exit_status: int) -> None:
-        if self.running:
-            self.events.add("given-up", stage=self.file.stage, reason=why)
-        else:
-            super().give_up(state, why, exit_status)
-
-    def keep_plan(self, plan: LaunchPlan) -> None:
-        """Write config.yml and run.json of the cluster and register it; to be called before anything is started."""
-        data = replace(self.config.data, num_parts=None)  # run.json has the number of parts
-        self.write_file("config.yml", to_yaml(replace(self.config, data=data)))
-        self.write_file("run.json", run_json(plan))
-        register(self.run_id, self.folder)
-
-    def done(self) -> None:
-        (self.folder / "result.json").unlink(missing_ok=True)
-        self.enter_stage("train", detached=True)

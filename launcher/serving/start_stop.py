@@ -7,20 +7,20 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from launcher.command import Command
 from launcher.config.schema import RunConfig
-from launcher.errors import FleetError, TransportError, reason_of
+from launcher.errors import FleetError, TransportError
 from launcher.manage.node_views import if_run_exists, node_view, run_was_absent
 from launcher.node import procs
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.launch_file import user_at_host
 from launcher.report.verdict import NodeView
 from launcher.run.tmux_session import STOP_EXTRA, how_to_stop, start_session, stop_session
-from launcher.serving.cluster_state import ServerState, on_connections, remove_files
+from launcher.serving.cluster_state import remove_files
 from launcher.transport.base import Completed, Transport
 from launcher.transport.fanout import on_nodes
 
@@ -113,48 +113,6 @@ def _stop_node(node: NodePlan, transport: Transport, grace: float) -> None:
     report = stop_session(transport, node, timeout=grace + STOP_EXTRA, by=user_at_host(), why="gnnfleet serve")
     if not report.stopped:
         raise FleetError(f"still running: {', '.join(report.leftovers)}")
-
-
-Connections = Mapping[int, Transport | TransportError]
-
-_UPDATED = ("run.json", "cluster.json")  # servers reload when cluster.json changes, so it is written last
-
-
-def update_running(plan: LaunchPlan, connections: Connections, excluded: Sequence[int]) -> list[str]:
-    """Write the new run.json and cluster.json to all nodes that hold parts, except the nodes ``excluded``.
-
-    Returns a note for each failure.
-    """
-    others = {node.node_rank: node for node in plan.nodes if node.parts and node.node_rank not in excluded}
-
-    def update(k: int, transport: Transport) -> None:
-        for name in _UPDATED:
-            file = others[k].file(name)
-            transport.write(file.content.encode(), file.dest, mode=file.mode)
-
-    errors = on_connections({k: connections[k] for k in others}, update)
-    return [
-        f"{others[k].label} did not get the new list of servers ({reason_of(error)}); serve again when it is reachable"
-        for k, error in sorted(errors.items())
-    ]
-
-
-def stop_removed(
-    nodes: Mapping[int, NodePlan],
-    connections: Connections,
-    states: Mapping[int, ServerState],
-    removed: Sequence[int],
-    grace: float,
-) -> list[str]:
-    """Stop the nodes ``removed``, which the config no longer lists. Return a note for each node that may still run."""
-    alive = [k for k in removed if states[k].view.alive or states[k].view.unreachable]
-    errors = on_connections(
-        {k: connections[k] for k in alive}, lambda k, transport: _stop_node(nodes[k], transport, grace)
-    )
-    return [
-        f"{nodes[k].label} was removed from the cluster, but may still run: {reason_of(error)}. {how_to_stop(nodes[k])}"
-        for k, error in sorted(errors.items())
-    ]
 
 
 _TIMEOUT = 30.0

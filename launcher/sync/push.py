@@ -128,10 +128,10 @@ class _PlanTransfer(FileTransfer):
         files.sort(key=is_manifest)
         found = self.inventory(files, [self.node.code_dir])
         has_code = found["folders"][0]
-        if self.node.gets_code and not has_code:
+        if not has_code:
             self._send_code()
         self.send_files(list(zip(files, found["files"], strict=True)))
-        if self.node.gets_code and has_code:
+        if has_code:
             self.bytes_present += self.archive.unpacked_bytes
         for file in self.node.files:
             if not file.source and not file.url:

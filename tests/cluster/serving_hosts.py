@@ -18,7 +18,6 @@ from waiting import DEADLINE
 
 SERVERS = (0, 1)  #: hosts of the graph servers
 CLIENTS = (2, 3)
-SPARE = 4  #: host of a graph server that joins later
 NAME = "toy"
 
 
@@ -30,9 +29,9 @@ class ServingHosts:
     def gnnfleet(self, *words: str, timeout: float = DEADLINE) -> Launched:
         return self.operator.gnnfleet(*words, timeout=timeout)
 
-    def serve(self, hosts: tuple[int, ...] = SERVERS, **sections: Any) -> Launched:
+    def serve(self, **sections: Any) -> Launched:
         data = {"dataset": "synthetic", "options": SYNTHETIC, "folder": "parts", "num_parts": 4, "replicas": 2}
-        config = {"name": NAME, "nodes": self._nodes(hosts, role="server"), "data": data, **sections}
+        config = {"name": NAME, "nodes": self._nodes(SERVERS, role="server"), "data": data, **sections}
         return self.gnnfleet("serve", "--config", str(self._write(NAME, config)))
 
     def training(self, name: str, clients: tuple[int, ...], epochs: int = 2, servers: tuple[int, ...] = ()) -> Path:
@@ -78,10 +77,14 @@ class ServingHosts:
                 made[run] = made.get(run, 0) + client["batches"]
         return made
 
-    def guests(self, k: int, node_rank: int | None = None) -> list[str]:
-        run_dir = f"{WORKDIR}/runs/{NAME}/node{k if node_rank is None else node_rank}"
-        folder = self.cluster.hosts[k].root_path(f"{run_dir}/clients")
+    def guests(self, k: int) -> list[str]:
+        folder = self.cluster.hosts[k].root_path(f"{WORKDIR}/runs/{NAME}/node{k}/clients")
         return sorted(path.stem for path in folder.glob("*.key"))
+
+    def endpoints(self) -> list[str]:
+        """Return the addresses of all servers, as the second server knows them."""
+        path = self.cluster.hosts[1].root_path(f"{WORKDIR}/runs/{NAME}/node1/cluster.json")
+        return [node["endpoint"] for node in json.loads(path.read_text())["nodes"]]
 
     def supervisor(self, k: int) -> int:
         """Return the supervisor's pid, as the host sees it."""

@@ -23,7 +23,7 @@ from launcher.config.resolve import resolve_run, resolve_serving
 from launcher.config.roles import holdings
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import UsageError
-from launcher.plan.model import KeptServers, LaunchPlan, NodePlan
+from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.node_groups import fold_nodes, own_values
 from launcher.plan.render import _node_rows, print_plan
 from launcher.plan.serialize import read_run, run_json, to_json
@@ -175,15 +175,16 @@ def test_one_server_is_a_serving_cluster() -> None:
     assert file_of(node, "cluster.json")["nodes"][0]["endpoint"] == "tcp://10.0.0.1:29600"
 
 
-def test_a_serving_cluster_keeps_its_existing_parts() -> None:
+def test_servers_that_run_keep_their_plan_when_another_is_started_again() -> None:
     config = with_data(nodes_of("server", "server", "server"), num_parts=3)
-    kept = KeptServers(version=4, parts={0: (0, 2), 1: (1,), 2: (1, 2)}, service_ports={0: 31000, 1: 31001})
-    plan = plan_of(config, serve_only=True, kept=kept, facts=facts_of(3))
-    described = file_of(plan.nodes[2], "cluster.json")
-    assert described["version"] == plan.version == 4
-    assert [node["parts"] for node in described["nodes"]] == [[0, 2], [1], [1, 2]]
-    assert [node.service_port for node in plan.nodes] == [31000, 31001, 29602]
-    assert plan.nodes[0].server is not None and "0,2" in plan.nodes[0].server.argv
+    before = plan_of(config, serve_only=True, facts=facts_of(3))
+    facts = {1: dataclasses.replace(facts_of(3)[1], address="10.0.0.9", free_ports=(29607,))}
+    plan = plan_of(config, serve_only=True, before=before, facts=facts)
+    described = file_of(plan.nodes[1], "cluster.json")
+    assert described["version"] == plan.version == 2
+    endpoints = [node["endpoint"] for node in described["nodes"]]
+    assert endpoints == ["tcp://10.0.0.1:29600", "tcp://10.0.0.9:29607", "tcp://10.0.0.3:29602"]
+    assert [plan.nodes[k] is before.nodes[k] for k in range(3)] == [True, False, True]
 
 
 def test_a_run_of_servers_only_is_refused() -> None:

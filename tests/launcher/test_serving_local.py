@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,14 +110,12 @@ def stats(kit: ServingKit) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_dead_server_is_restarted_and_a_new_one_joins(kit: ServingKit, toy: str) -> None:
-    # `gnnfleet serve` starts a dead server again with the same address and parts. A server that still runs is not
-    # restarted; it only gets the new list of servers.
+def test_a_dead_server_is_started_again_at_its_address(kit: ServingKit, toy: str) -> None:
+    # A server that still runs is not restarted; it only gets the new list of servers.
     old = kit.cluster(toy, 1)
     key = (kit.run_dir(toy, 1) / "service.key").read_text()
     pid = kit.state(toy, 0)["pid"]
-    os.kill(kit.state(toy, 1)["pid"], signal.SIGKILL)
-    time.sleep(1)
+    kill_server(kit)
     done = kit.gnnfleet("serve", "status", "toy")
     assert done.status == 1
     assert "1 of 2 servers down; no server has part 1" in done.out
@@ -128,20 +127,61 @@ def test_a_dead_server_is_restarted_and_a_new_one_joins(kit: ServingKit, toy: st
     assert done.status == 1 and "bob@desk is starting serving cluster toy" in done.err
     assert (kit.folder / "runs" / toy / "run.json").read_text() == plan, "the plan of a failed start is not recorded"
     bobs_turn.unlink()
-    kit.serving("toy", 3, run={"encrypt": "on"})
     done = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
     assert done.status == 0, done.err + done.out
-    assert (done.json["started"], done.json["version"]) == ([1, 2], 2)
-    new = kit.cluster(toy, 0)
-    assert new["nodes"][:2] == old["nodes"]
-    assert (new["nodes"][2]["parts"], new["version"]) == ([0], 2)
-    assert kit.cluster(toy, 1) == kit.cluster(toy, 2) == new
-    assert (kit.run_dir(toy, 2) / "service.key").read_text() == key
+    assert (done.json["started"], done.json["version"]) == ([1], old["version"] + 1)
+    assert kit.cluster(toy, 0) == kit.cluster(toy, 1) == {**old, "version": old["version"] + 1}
+    assert (kit.run_dir(toy, 1) / "service.key").read_text() == key
     assert kit.state(toy, 0)["pid"] == pid
+
+
+def kill_server(kit: ServingKit) -> None:
+    os.kill(kit.state("toy", 1)["pid"], signal.SIGKILL)
+    time.sleep(1)
+
+
+@pytest.mark.slow
+def test_a_server_whose_port_is_taken_gets_another_one(kit: ServingKit, toy: str) -> None:
+    old, pid = kit.cluster(toy, 1), kit.state(toy, 0)["pid"]
+    kill_server(kit)
+    host, port = old["nodes"][1]["endpoint"].removeprefix("tcp://").split(":")
+    with socket.create_server((host, int(port))):
+        done = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
+        assert (done.status, done.json["started"]) == (0, [1]), done.err + done.out
+    new = kit.cluster(toy, 0)
+    assert new == kit.cluster(toy, 1) and new["nodes"][0] == old["nodes"][0]
+    assert new["nodes"][1]["endpoint"] != old["nodes"][1]["endpoint"]
+    assert kit.state(toy, 0)["pid"] == pid
+    log = kit.run_dir(toy, 0) / "logs/server.log"
+    wait_until(lambda: f"cluster.json version {new['version']}: graph servers are" in log.read_text())
+
+
+def test_a_running_cluster_is_not_changed(kit: ServingKit, toy: str) -> None:
+    before = [kit.state(toy, k)["pid"] for k in range(2)]
+    kit.serving("toy", 3, run={"encrypt": "off"})
+    done = kit.gnnfleet("serve", "--config", "toy.yml")
     kit.serving("toy", 2, run={"encrypt": "on"})
-    done = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
-    assert (done.status, done.json["version"], len(done.json["servers"])) == (0, 3, 2), done.err
-    assert kit.state(toy, 2)["state"] == "done", "a removed server is stopped"
+    assert done.status == 2 and done.err == (
+        "error: serving cluster toy runs, and this config differs from it (nodes: local added; run.encrypt: off, and "
+        "it is encrypted). To change it, `gnnfleet serve stop toy` first; or choose another --name\n"
+    )
+    assert [kit.state(toy, k)["pid"] for k in range(2)] == before
+
+
+@pytest.mark.slow
+def test_a_stopped_cluster_is_created_again_with_other_nodes(kit: ServingKit) -> None:
+    kit.serving("grows", 1)
+    assert kit.gnnfleet("serve", "--config", "grows.yml").status == 0
+    assert kit.gnnfleet("serve", "stop", "grows").status == 0
+    try:
+        kit.serving("grows", 2)
+        done = kit.gnnfleet("serve", "--config", "grows.yml")
+        assert done.status == 0, done.err + done.out
+        assert "does not run, and this config differs from it (nodes: local added): it is created again" in done.out
+        assert [node["parts"] for node in kit.cluster("grows", 1)["nodes"]] == [[0], [1]]
+        assert kit.run_dir("grows", 0).with_name("node0-before").is_dir()
+    finally:
+        assert kit.gnnfleet("serve", "stop", "grows").status == 0
 
 
 def test_a_key_for_a_notebook(kit: ServingKit, toy: str) -> None:

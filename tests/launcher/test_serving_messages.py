@@ -14,15 +14,13 @@ from rich.console import Console
 from golden_kit import check_messages
 from launcher.cli.main import run
 from launcher.config.resolve import ResolvedConfig, resolve_serving
-from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
-from launcher.errors import FleetError
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.errors import FleetError, UsageError
 from launcher.plan.build import make_plan
 from launcher.plan.model import LaunchPlan
 from launcher.report.verdict import NodeView
 from launcher.serving.cluster_state import ServerState, newest_description, read_description, read_files
-from launcher.serving.membership import ServingState, roster_of
-from launcher.serving.reconcile import check_compatible
-from launcher.serving.serve import _check_removed
+from launcher.serving.serve import differences
 from launcher.serving.serve_status import ServeStatus
 from launcher.transport import open_transport
 from operate_kit import LocalRun
@@ -139,25 +137,41 @@ def test_messages_of_the_command_line(empty_folder: Path, capsys: pytest.Capture
     check_messages("serve", blocks)
 
 
-def test_a_running_cluster_refuses_another_graph() -> None:
-    wanted = config("g1", "g2")
-    plan = planned(wanted)
-    found = ServingState(roster_of(plan, None, wanted), {}, plan, {k: server_state(plan, k) for k in range(2)})
-    assert found.running
-    check_compatible(replace(found, seen={}), wanted, "products")  # the same graph
-    for other in (config("g1", "g2", num_parts=4), config("g1", "g2", options={"num_nodes": 5})):
-        with pytest.raises(FleetError, match="products runs and serves other parts than this config asks for"):
-            check_compatible(replace(found, roster=roster_of(plan, None, other)), other, "products")
-    with pytest.raises(FleetError, match=r"run\.encrypt: serving cluster products runs and is not encrypted"):
-        check_compatible(found, wanted, "products")  # over SSH, auto means on
+def test_servers_serve_or_workers_if_there_are_none() -> None:
+    mixed = ClusterConfig(
+        (*config("g1", "g2").nodes, NodeConfig("w1", devices=(0,)), NodeConfig("c1", role="client")),
+        DataConfig("synthetic"),
+    )
+    assert [node.host for node in resolve_serving(mixed).nodes] == ["g1", "g2"]
+    (only,) = resolve_serving(replace(mixed, nodes=mixed.nodes[2:])).nodes
+    assert (only.host, only.role, only.devices) == ("w1", "server", ())
 
 
-def test_the_only_holder_of_a_part_cannot_be_removed() -> None:
-    plan, fewer = planned(config("g1", "g2")), config("g1")
-    found = ServingState(roster_of(plan, None, fewer), {}, plan, {k: server_state(plan, k) for k in range(2)})
-    with pytest.raises(FleetError, match=r"but node1 \(g2\) alone holds part 1\. Keep them, or stop the cluster"):
-        _check_removed(found, {0: (0,), 1: (1,)}, "products")
-    _check_removed(found, {0: (0, 1), 1: (1,)}, "products")
+def test_nodes_that_cannot_serve_are_refused_with_the_reason() -> None:
+    with pytest.raises(
+        UsageError, match="all are clients, so no node can serve; give the hosts of the graph `role: server`"
+    ):
+        resolve_serving(ClusterConfig((NodeConfig("c1", role="client"),), DataConfig("synthetic")))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (config("g1", "g2", "g3"), "nodes: g3 added"),
+        (config("g1"), "nodes: g2 removed"),
+        (config("g1", "g4"), "nodes: g4 added, g2 removed"),
+        (config("g2", "g1"), "nodes: other order"),
+        (config("g1", "g1"), "nodes: g1 added, g2 removed"),
+        (config("g1", "g2", num_parts=4), "data.num_parts: 4 instead of 2"),
+        (config("g1", "g2", replicas=2), "data.replicas: 2 instead of 1"),
+        (config("g1", "g2", options={"num_nodes": 5}), "data: another dataset, or other options or partitioning"),
+        (replace(config("g1", "g2"), run=RunConfig(encrypt="off")), "run.encrypt: off, and it is encrypted"),
+    ],
+)
+def test_what_differs_between_a_cluster_and_a_config(asked: ResolvedConfig, said: str) -> None:
+    plan = planned(config("g1", "g2"))
+    assert differences(plan, config("g1", "g2")) == []
+    assert differences(plan, asked) == [said]
 
 
 def test_the_newest_description_of_the_cluster_is_used() -> None:

@@ -41,7 +41,7 @@ class Cluster:
 
     run_id: str
     num_parts: int
-    version: int  #: increases when servers join
+    version: int  #: increases when servers are started again, as they may have another address then
     nodes: tuple[ClusterNode, ...]
     serving: str | None = None  #: name of the serving cluster that this run is attached to
     attached: tuple[ServerAddress, ...] = ()  #: graph servers of the serving cluster

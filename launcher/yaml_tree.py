@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,36 +74,30 @@ Report = Callable[[Problem], None]
 
 MOST_BYTES = 1 << 22  #: maximum size of a file with hosts or settings; 4,096 nodes with all keys take a third of it
 
-_MOST_VALUES = 250_000  # maximum number of keys and values in a file, as written
-
-_MOST_EXPANDED = 500_000  # maximum number of values after aliases, ranges and `defaults` are expanded
+_MOST_VALUES = 500_000  # maximum number of keys and values in a file; an alias counts as what it stands for
 
 _SHOWN = 200  # characters of a value in a message
-
-_MOST_DEPTH = 64  # maximum nesting of sections and lists
 
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL and lone UTF-16 surrogates, which no name or path can contain
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses files with too many values or levels."""
+    """A YAML loader that refuses files with too many values."""
 
     def __init__(self, text: str):
         super().__init__(text)
-        self._values = self._depth = 0
+        self._values = 0  # so far
+        self._sizes: dict[int, int] = {}  # number of values in each node, by its ``id``
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._values, self._depth = self._values + 1, self._depth + 1
-        if self._depth > _MOST_DEPTH or self._values > _MOST_VALUES:
-            many = f"the document has more than {_MOST_VALUES:,} values"
-            words = (
-                many if self._values > _MOST_VALUES else f"the document is nested more than {_MOST_DEPTH} levels deep"
-            )
-            raise yaml.MarkedYAMLError(problem=words, problem_mark=self.peek_event().start_mark)
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
+        event, before = self.peek_event(), self._values
+        node = super().compose_node(parent, index)
+        self._values += self._sizes.get(id(node), 1) if isinstance(event, yaml.AliasEvent) else 1
+        self._sizes.setdefault(id(node), self._values - before)
+        if self._values > _MOST_VALUES:
+            words = f"the document expands to more than {_MOST_VALUES:,} values"
+            raise yaml.MarkedYAMLError(problem=words, problem_mark=event.start_mark)
+        return node
 
 
 def read_tree(text: str, file: str, folder: Path, report: Report, *, line: int | None = None) -> Tree | None:
@@ -116,10 +111,12 @@ def read_tree(text: str, file: str, folder: Path, report: Report, *, line: int |
         loader = _Loader(text)
         node = loader.get_single_node()
         return None if node is None else _Builder(file, folder, report, line).build(node, ())
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # OverflowError: an escape beyond Unicode's range
-        at, words = (loader.line + 1 if loader else 1), str(error)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        at, words = (loader.line + 1 if loader else 1), str(error)  # OverflowError: an escape beyond Unicode's range
         if isinstance(error, yaml.YAMLError):
             at, words = _explain(error, text)
+        elif isinstance(error, RecursionError):
+            words = "the document is nested too deeply"
         report(Problem(file, at if line is None else line, f"not valid YAML: {words}"))
         return None
     finally:
@@ -150,33 +147,6 @@ def tree_of(value: Any, origin: Origin) -> Tree:
     return Scalar(origin, str(value), "int" if str(value).isdecimal() else "str")
 
 
-Extent = tuple[int, int]  #: number of values in trees, and their depth
-
-
-def extent(trees: Iterable[Tree], known: dict[int, Extent]) -> Extent:
-    """Return the number of values in ``trees`` together, and the depth of the deepest one.
-
-    A tree repeated by YAML aliases is counted each time. ``known``: cache by ``id`` of the tree.
-    """
-    values = depth = 0
-    for tree in trees:
-        if id(tree) not in known:
-            inside = () if isinstance(tree, Scalar) else tree.items
-            more, deeper = extent(inside.values() if isinstance(inside, Mapping) else inside, known)
-            known[id(tree)] = 1 + more, 1 + deeper
-        more, deeper = known[id(tree)]
-        values, depth = values + more, max(depth, deeper)
-    return values, depth
-
-
-def check_extent(found: Extent) -> None:
-    """Raise ValueError for more values or levels than a config can need."""
-    if found[0] > _MOST_EXPANDED:
-        raise ValueError(f"the document expands to more than {_MOST_EXPANDED:,} values")
-    if found[1] > _MOST_DEPTH:
-        raise ValueError(f"the document is nested more than {_MOST_DEPTH} levels deep")
-
-
 def shortened(text: str) -> str:
     """Return ``text`` as one line, cut to the length that a message shows. Escapes what a terminal would act on."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: _SHOWN + 1])
@@ -202,8 +172,6 @@ class _Builder:
     report: Report
     line: int | None
     built: dict[int, Tree] = field(default_factory=dict)  #: by ``id`` of the YAML node, which aliases share
-    extents: dict[int, Extent] = field(default_factory=dict)  #: by ``id`` of the tree
-    merged_keys: int = 0  #: keys copied by ``<<`` so far
 
     def origin(self, node: yaml.Node) -> Origin:
         return Origin(self.file, node.start_mark.line + 1 if self.line is None else self.line, self.folder)
@@ -215,10 +183,6 @@ class _Builder:
             return Scalar(origin, "", "null")
         if id(node) not in self.built:
             self.built[id(node)] = self._build(node, origin, (*parents, node))
-            try:
-                check_extent(extent([self.built[id(node)]], self.extents))
-            except ValueError as error:
-                raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from None
         return self.built[id(node)]
 
     def _build(self, node: yaml.Node, origin: Origin, parents: tuple[yaml.Node, ...]) -> Tree:
@@ -252,10 +216,6 @@ class _Builder:
             else:
                 items[key.value], keys[key.value] = self.build(value, parents), at
         for other in merged:
-            self.merged_keys += len(other.items)
-            if self.merged_keys > _MOST_EXPANDED:
-                words = f"`<<` expands to more than {_MOST_EXPANDED:,} keys"
-                raise yaml.MarkedYAMLError(problem=words, problem_mark=node.start_mark)
             items, keys = {**other.items, **items}, {**other.keys, **keys}
         return Section(origin, items, keys)
 
@@ -305,64 +265,35 @@ def expand_nodes(tree: Tree) -> Tree:
     """Expand the value of ``nodes``: ``2`` to two entries for localhost, ``node[01-04]`` to four hosts.
 
     Each node keeps the file and line of its entry. An invalid range is kept as written; the config reader reports
-    it. Raises RangeError for more than ``MOST`` nodes, or if the expanded list has too many values.
+    it. Raises RangeError for more than ``MOST`` nodes.
     """
+    too_many = RangeError(f"there may be {MOST:,} nodes at most")
     if isinstance(tree, Scalar) and is_count(tree):
-        number = int(tree.text) if len(tree.text) < 10 else MOST + 1
-        return YamlSequence(tree.origin, (Scalar(tree.origin, "localhost", "str"),) * _number(number))
+        if len(tree.text) > 9 or int(tree.text) > MOST:
+            raise too_many
+        return YamlSequence(tree.origin, (Scalar(tree.origin, "localhost", "str"),) * int(tree.text))
     if isinstance(tree, Scalar) and is_range(tree.text):
         tree = YamlSequence(tree.origin, (tree,))
     if not isinstance(tree, YamlSequence):
         return tree
     nodes: list[Tree] = []
-    values, known = 0, dict[int, Extent]()
     for item in tree.items:
-        hosts = _hosts(item)
-        values += extent([item], known)[0] * max(1, len(hosts))
-        _number(len(nodes) + len(hosts))
-        check_values(values)
-        nodes += _expanded(item, hosts)
-        _number(len(nodes))
+        host = item.items.get("host") if isinstance(item, Section) else item
+        hosts: list[Tree] = []
+        if isinstance(host, Scalar) and is_range(host.text):
+            with suppress(RangeError):
+                hosts = [Scalar(host.origin, name, "str") for name in expand(host.text)]
+        if isinstance(item, Section):
+            hosts = [Section(item.origin, {**item.items, "host": one}, item.keys) for one in hosts]
+        nodes += hosts or [item]
+        if len(nodes) > MOST:
+            raise too_many
     return YamlSequence(tree.origin, tuple(nodes))
-
-
-def check_values(values: int) -> None:
-    """Raise RangeError if all nodes, each with its copy of ``defaults``, have too many values together."""
-    if values > _MOST_EXPANDED:
-        raise RangeError(
-            f"with host ranges and `defaults` expanded, the nodes have more than {_MOST_EXPANDED:,} values"
-        )
-
-
-def _number(nodes: int) -> int:
-    if nodes > MOST:
-        raise RangeError(f"there may be {MOST:,} nodes at most")
-    return nodes
 
 
 def is_count(tree: Tree) -> bool:
     """Whether the tree is a plain number, as in ``nodes: 2``."""
     return isinstance(tree, Scalar) and tree.plain and tree.text.isdecimal()
-
-
-def _hosts(item: Tree) -> list[Scalar]:
-    """Return the hosts of an entry of ``nodes`` that is a range; [] for any other entry."""
-    host = item.items.get("host") if isinstance(item, Section) else item
-    return [Scalar(host.origin, name, "str") for name in _names(host)] if isinstance(host, Scalar) else []
-
-
-def _expanded(item: Tree, hosts: list[Scalar]) -> Iterator[Tree]:
-    for one in hosts:
-        yield Section(item.origin, {**item.items, "host": one}, item.keys) if isinstance(item, Section) else one
-    if not hosts:
-        yield item
-
-
-def _names(host: Scalar) -> list[str]:
-    try:
-        return expand(host.text) if is_range(host.text) else []
-    except RangeError:
-        return []
 
 
 Dumper.add_representer(str, _represent_text)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from launcher.config.schema import ClusterConfig, NodeConfig, settings
 from launcher.errors import Problem
-from launcher.hostlist import MOST, RangeError, expand, is_range
+from launcher.hostlist import RangeError, expand, is_range
 from launcher.yaml_tree import (
     FLOAT,
     Origin,
@@ -22,10 +22,8 @@ from launcher.yaml_tree import (
     Section,
     Tree,
     YamlSequence,
-    check_values,
     describe,
     expand_nodes,
-    extent,
     is_count,
     shortened,
 )
@@ -37,9 +35,6 @@ _INT = re.compile(r"[-+]?\d[\d_]*")
 _HOST = re.compile(
     r"(?:(?P<user>\S+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|(?=[^\s@:]*:[^\s@:]*:)[^\s@]+)(?::(?P<port>\d+))?"
 )
-
-#: By element type: maximum length of a list of numbers (fanouts, devices).
-_MAX_ENTRIES: dict[Any, int] = {int: 1024, int | str: 1024}
 
 _MAX_HOST_CHARS = 1000  #: including user and port
 
@@ -124,7 +119,6 @@ class Reader:
             listed = expand_nodes(tree)
             if not isinstance(listed, YamlSequence):
                 return listed
-            check_values((extent([defaults], {})[0] if defaults else 0) * len(listed.items))
         except RangeError as error:
             self.report(("nodes",), f"nodes: {error}")
             return YamlSequence(tree.origin, ())
@@ -255,8 +249,6 @@ class Reader:
             tree = YamlSequence(
                 tree.origin, tuple(Scalar(tree.origin, word.strip(), "") for word in tree.text.split(","))
             )
-        if isinstance(tree, YamlSequence) and len(tree.items) > _MAX_ENTRIES.get(kind, MOST):
-            raise _Wrong(f"expected at most {_MAX_ENTRIES.get(kind, MOST):,} entries, found {len(tree.items):,}")
         if not isinstance(tree, YamlSequence):
             examples: dict[Any, str] = {int: " such as [2, 1]", int | str: " such as [0, 1]", str: ""}
             example = examples.get(kind, " of hosts" if kind is NodeConfig else "")

@@ -254,31 +254,23 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{after}: &{after} [{', '.join([f'*{before}'] * 10)}]\n"
     for before, after in zip("abcdefgh", "bcdefghi", strict=True)
 )
-CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 100))
 MERGED = f"a: &a {{{', '.join(f'k{i}: 1' for i in range(1000))}}}\nb:\n" + "- <<: *a\n" * 1000
 HUGE = {  # config that would exhaust time or memory if nothing limited it → its one message
     DATASET + "transport: local\nnodes: 20000000\n": "3: nodes: there may be 4,096 nodes at most",
     DATASET + f"transport: local\nnodes: {'9' * 5000}\n": "3: nodes: there may be 4,096 nodes at most",
     DATASET + "nodes: ['n[1-4000]', 'm[1-4000]']\n": "2: nodes: there may be 4,096 nodes at most",
-    DATASET + f"nodes: ['n[1-4096]']\ndefaults: {{env: {{{', '.join(f'A{i}: b' for i in range(1000))}}}}}\n":
-        "2: nodes: with host ranges and `defaults` expanded, the nodes have more than 500,000 values",
-    DATASET + f"nodes:\n- host: n[1-4096]\n  setup: [{'x, ' * 1000}]\n":
-        "3: nodes: with host ranges and `defaults` expanded, the nodes have more than 500,000 values",
     DATASET + "nodes: ['n[1-99]']\ndefaults: {procs: 1000}\ntrain: {batch_size: 1000000}\n":
         "2: nodes: 99,000 training processes in total, of at most 65,536; lower procs",
     BOMB: "6: not valid YAML: the document expands to more than 500,000 values",
-    CHAIN: "64: not valid YAML: the document is nested more than 64 levels deep",
-    MERGED: "503: not valid YAML: `<<` expands to more than 500,000 keys",
-    nested("[", 100_000): "2: not valid YAML: the document is nested more than 64 levels deep",
-    nested("{a: ", 100_000): "2: not valid YAML: the document is nested more than 64 levels deep",
+    MERGED: "251: not valid YAML: the document expands to more than 500,000 values",
+    nested("[", 100_000): "2: not valid YAML: the document is nested too deeply",
+    nested("{a: ", 100_000): "2: not valid YAML: the document is nested too deeply",
     DATASET + f"nodes: [a]\nnmae: {'x' * 1000}\n": "3: unknown key `nmae` at the top level; did you mean `name`?",
     "nodes: [a]\n#" + "x" * (5 << 20): "1: the file is larger than 4,194,304 bytes",
     DATASET + "nodes: [a]\ntrain: {epochs: " + "9" * 5000 + "}\n":
         f"3: train.epochs: expected a whole number, found `{'9' * 200}…`",
     DATASET + "nodes: [a]\ntrain: {lr: 1__0_, seed: -1" + "0" * 30 + "}\n":
         f"3: train.seed: expected a whole number, found `-1{'0' * 30}`",
-    DATASET + "nodes: [a]\ntrain: {fanouts: [" + "1, " * 2000 + "]}\n":
-        "3: train.fanouts: expected at most 1,024 entries, found 2,000",
     DATASET + 'nodes: ["\\0"]\n': "2: not valid YAML: the character '\\x00' is not allowed",
     DATASET + 'nodes: ["\\ud800"]\n': "2: not valid YAML: the character '\\ud800' is not allowed",
     DATASET + 'nodes: ["\\U00110000"]\n': "2: not valid YAML: chr() arg not in range(0x110000)",

@@ -87,7 +87,9 @@ class DeviceSampler:
         rows: dict[AnyType, dict[str, Any]] = {}
         for of, nodes in subgraph.nodes.items():
             ids: Any = nodes.ids
-            rows[of] = {"orig_id": self._orig_ids(of, ids)}
+            orig_id = torch.empty(len(ids), dtype=torch.int64, device=self.device)
+            take_numbers(len(ids), self.topology.nodes[of].argument, ids, orig_id)
+            rows[of] = {"orig_id": orig_id}
             if of in self._degrees:
                 rows[of][LOOPLESS_DEGREE] = self._degrees[of][ids]
         far: list[tuple[FeatureRows, Tensor, Tensor, RowRequest]] = []
@@ -102,11 +104,6 @@ class DeviceSampler:
             for (feature, out, missing, request), answer in zip(far, found, strict=True):
                 feature.join(out, missing, answer[request.attrs[0]])
         return rows
-
-    def _orig_ids(self, of: NodeType, ids: Tensor) -> Tensor:
-        out = torch.empty(len(ids), dtype=torch.int64, device=self.device)
-        take_numbers(len(ids), self.topology.nodes[of].argument, ids, out)
-        return out
 
     def _labels(self, seeds: SeedSet) -> Mapping[str, Array]:
         of, names = self.host.labels

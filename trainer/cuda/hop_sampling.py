@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.core.errors import DataError
 from trainer.cuda import neighbor_kernels
 from trainer.cuda.array_ops import begins_of
 from trainer.cuda.gather_kernels import take_numbers
@@ -123,23 +122,21 @@ class DeviceHops:
     def _draw(self, hop: _Hop, begins: Tensor, picks: Tensor) -> None:
         request, nodes = hop.request, hop.request.nodes
         size, key = len(nodes), np.uint64(request.key)
+        work_begin = hop.work_begin if _needs_work(request) else hop.work  # zeros, as no node has work
         orig_id = self._topology.nodes[request.edge_type[2]].argument
         if not _may_have_conditions(request):
             neighbor_kernels.draw_picks(
                 size, hop.edges.indptr.argument, nodes, orig_id, hop.trees, request.fanout, request.shuffle,
-                request.replace, key, hop.counts, begins, hop.work, self._begins(hop), hop.slots, picks,
+                request.replace, key, hop.counts, begins, hop.work, work_begin, hop.slots, picks,
             )  # fmt: skip
             return
         bound = request.bound
         neighbor_kernels.draw_conditional(
             size, hop.edges.indptr.argument, nodes, orig_id, hop.trees, request.fanout, request.shuffle,
             request.replace, bound is not None and bound.last, request.weight is not None, bound is not None, key,
-            self._times(hop), hop.found, hop.counts, begins, hop.work, hop.work_begin, hop.slots, hop.values,
+            self._times(hop), hop.found, hop.counts, begins, hop.work, work_begin, hop.slots, hop.values,
             hop.values.view(torch.int64), picks,
         )  # fmt: skip
-
-    def _begins(self, hop: _Hop) -> Tensor:
-        return hop.work_begin if _needs_work(hop.request) else hop.work  # zeros, as no node has work
 
     def _times(self, hop: _Hop) -> Any:
         return self._no_ids if hop.request.bound is None or hop.edges.times is None else hop.edges.times.argument
@@ -170,10 +167,13 @@ class DeviceHops:
         return torch.stack(list(numbers)).tolist() if numbers else []
 
     def _raise_wrong_weight(self, hops: Sequence[_Hop]) -> None:
+        """Raise ``DataError`` for the first edge whose weight is negative or not finite."""
         for hop in hops:
             wrong = torch.nonzero(hop.found < 0).flatten().tolist()
             if wrong:
-                raise _wrong_weight(self._store, hop.request, -1 - int(hop.found[wrong[0]]))
+                edge, of = -1 - int(hop.found[wrong[0]]), hop.request.edge_type  # its global id
+                part = self._store.topology[int(self._store.books[of].part_of(np.array([edge]))[0])].edges[of]
+                raise invalid_weight(hop.request, part, edge - part.start)
 
 
 def _conditional(request: HopRequest) -> bool:
@@ -188,10 +188,3 @@ def _may_have_conditions(request: HopRequest) -> bool:
 def _needs_work(request: HopRequest) -> bool:
     many = request.fanout > neighbor_kernels.LIST_PICKS and not request.replace
     return many or _may_have_conditions(request)
-
-
-def _wrong_weight(store: PartStore, request: HopRequest, edge: int) -> DataError:
-    """Return the error for an edge, given by global id, whose weight is negative or not finite."""
-    of = request.edge_type
-    part = store.topology[int(store.books[of].part_of(np.array([edge]))[0])].edges[of]
-    return invalid_weight(request, part, edge - part.start)

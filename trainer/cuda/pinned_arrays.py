@@ -101,21 +101,16 @@ class HostArrays:
                 except RuntimeError as error:
                     if self.handles:
                         raise
-                    tensors[name] = _copied(tensors[name], error)
+                    try:
+                        tensors[name] = tensors[name].pin_memory()
+                    except RuntimeError:
+                        raise error from None
             del values  # may have been copied
         return tensors
 
 
 def _stored(array: JoinedArray) -> np.dtype[Any]:
     return torch.empty(0, dtype=array.dtype).numpy().dtype
-
-
-def _copied(tensor: Tensor, why: RuntimeError) -> Tensor:
-    """Copy a tensor to page-locked memory that CUDA allocates. Raises ``why`` if that fails too."""
-    try:
-        return tensor.pin_memory()
-    except RuntimeError:
-        raise why from None
 
 
 def _page_lock(values: Array, device: torch.device) -> None:

@@ -300,16 +300,13 @@ class BatchScheduler(Generic[Work]):
         if self._client_of.get(job.peer, number) != number:
             return None, "this connection has pending requests as another client"
         if number not in self._clients:
-            if len(self._clients) >= MAX_CLIENTS and not self._remove_idle_client():
-                return None, f"{MAX_CLIENTS} clients already have pending requests"
+            if len(self._clients) >= MAX_CLIENTS:
+                idle = next((known for known, client in self._clients.items() if client.idle), None)
+                if idle is None:
+                    return None, f"{MAX_CLIENTS} clients already have pending requests"
+                del self._clients[idle]
             self._clients[number] = ClientQueue(job.client, self._virtual, self._clock())
         return self._clients[number], ""
-
-    def _remove_idle_client(self) -> bool:
-        idle = next((number for number, client in self._clients.items() if client.idle), None)
-        if idle is not None:
-            del self._clients[idle]
-        return idle is not None
 
     def _choose(self) -> ScheduledRequest[Work] | None:
         for other in (self._others_next, not self._others_next):

@@ -205,7 +205,10 @@ class Channel:
         try:
             while not self._reader.messages:
                 self._reader.pings = 0
-                self._note_bytes(self._reader.read(self._sock.recv_into))
+                self._progress += self._reader.read(self._sock.recv_into)
+                self._read_at = time.monotonic()
+                if self._progress >= _PROGRESS:
+                    self._progress, self._heard_at = 0, self._read_at
         except WOULD_BLOCK:
             return False
         except (OSError, EOFError):
@@ -218,12 +221,6 @@ class Channel:
         self.bytes_received += received.size
         self._deliver(received.frames)
         return True
-
-    def _note_bytes(self, count: int) -> None:
-        self._read_at = time.monotonic()
-        self._progress += count
-        if self._progress >= _PROGRESS:
-            self._progress, self._heard_at = 0, self._read_at
 
     def _deliver(self, parts: list[Any]) -> None:
         try:

@@ -301,14 +301,12 @@ class HostClient:
             raise ServiceError(f"{self.name}: the client was closed")
 
     def no_answer(self, kind: str, seconds: float, state: str, gone: bool) -> ServiceError:
+        advice = "check that a graph server runs there and admits this key (gnnfleet serve key)"
+        if self.place.name:
+            advice = f"check that its process is alive: see logs/server.log of {self.place.name}"
         return (ServerGone if gone else ServiceError)(
-            f"{self.name}: no answer within {round(seconds, 1):g} s to {kind} ({state}); " + self._advice()
+            f"{self.name}: no answer within {round(seconds, 1):g} s to {kind} ({state}); {advice}"
         )
-
-    def _advice(self) -> str:
-        if not self.place.name:
-            return "check that a graph server runs there and admits this key (gnnfleet serve key)"
-        return f"check that its process is alive: see logs/server.log of {self.place.name}"
 
     def _submit_rows(self, requests: Sequence[RowRequest]) -> PendingReply[list[dict[str, Array]]]:
         return self._submit(Kind.GATHER, requests, lambda reply: messages.read_rows(reply, requests))

@@ -51,7 +51,11 @@ class Cluster:
         """The graph servers of this run in node order, or those of the serving cluster that the run is attached to."""
         if self.serving is not None:
             return self.attached
-        return tuple(_address(node) for node in self.nodes if node.endpoint is not None and node.parts)
+        return tuple(
+            ServerAddress(f"node{node.node_rank} ({node.host})", node.node_rank, node.host, node.endpoint, node.parts)
+            for node in self.nodes
+            if node.endpoint is not None and node.parts
+        )
 
     def node(self, node_rank: int) -> ClusterNode:
         for node in self.nodes:
@@ -91,11 +95,6 @@ class Cluster:
             for part in self.home_of(node.node_rank).parts if node.role == "client" else node.parts:
                 near[part].extend(node.ranks)
         return tuple(map(tuple, near))
-
-
-def _address(node: ClusterNode) -> ServerAddress:
-    assert node.endpoint is not None
-    return ServerAddress(f"node{node.node_rank} ({node.host})", node.node_rank, node.host, node.endpoint, node.parts)
 
 
 def read_cluster(path: str | Path) -> Cluster:

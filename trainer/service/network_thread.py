@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -328,7 +328,10 @@ class NetworkThread(threading.Thread):
             connection.partial_since = time.monotonic()
         host.partial += reader.partial - before
         if host.partial + host.requests > HOST_REQUESTS:
-            self._end_oldest_partial(host)
+            begun = [one for one in host.connections if one.reader.partial]
+            if begun:
+                self._counters.add("malformed")
+                self._close(min(begun, key=lambda one: one.partial_since))
 
     def _take_messages(self, connection: _Connection) -> bool:
         """Queue some of the requests that have been read, and reply to pings.
@@ -355,12 +358,6 @@ class NetworkThread(threading.Thread):
         if connection.paused or self._short.of(connection.peer) >= MAX_QUEUED:
             return False
         return connection.host.requests < HOST_REQUESTS // 2 or connection.reader.partial > 0
-
-    def _end_oldest_partial(self, host: _Host) -> None:
-        begun = [one for one in host.connections if one.reader.partial]
-        if begun:
-            self._counters.add("malformed")
-            self._close(min(begun, key=lambda one: one.partial_since))
 
     def _greeted(self, connection: _Connection) -> bool:
         try:
@@ -462,8 +459,9 @@ class NetworkThread(threading.Thread):
             connection.reader.pings = connection.pings = 0
         for host in list(self._hosts.values()):
             if host.unsent > HOST_ANSWERS:
-                for connection in self._stuck(host, now):
-                    self._close(connection)
+                for connection in list(host.connections):
+                    if connection.writer.unsent and now - connection.progress_since > _STUCK:
+                        self._close(connection)  # it could send almost nothing recently
             for connection in list(host.connections):
                 if connection.paused:
                     self._pause_or_resume(connection)
@@ -475,13 +473,6 @@ class NetworkThread(threading.Thread):
             for peer in self._scheduler.peers():
                 if (waiting := self._by_peer.get(peer)) is not None and not waiting.writer.unsent:
                     self._send(waiting, self._alive)
-
-    @staticmethod
-    def _stuck(host: _Host, now: float) -> Iterator[_Connection]:
-        """Yield a host's connections that have unsent replies, but could send almost nothing recently."""
-        for connection in list(host.connections):
-            if connection.writer.unsent and now - connection.progress_since > _STUCK:
-                yield connection
 
 
 class _Freed:

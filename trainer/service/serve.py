@@ -87,7 +87,10 @@ def serve(job: ServeJob) -> None:
         warm_up_batches(graph)
     give_back_freed_memory()  # used by the compiler if kernels were not cached on disk
     server.start()
-    _write_ready(job.ready_file, server.endpoint)
+    try:
+        write_whole(job.ready_file, json.dumps({"endpoint": server.endpoint, "pid": os.getpid()}))
+    except OSError as error:
+        raise SettingsError(f"ready file {job.ready_file} cannot be written: {error.strerror}") from error
     print(f"serving parts {','.join(map(str, info.part_ids))} at {server.endpoint}", flush=True)
     while server.running and not stopping.wait(_GLANCE):
         peers.follow(routed.set_remotes)
@@ -123,10 +126,3 @@ def _catch_signals() -> tuple[threading.Event, threading.Event]:
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     signal.signal(signal.SIGINT, interrupt)
     return stopping, interrupted
-
-
-def _write_ready(path: Path, endpoint: str) -> None:
-    try:
-        write_whole(path, json.dumps({"endpoint": endpoint, "pid": os.getpid()}))
-    except OSError as error:
-        raise SettingsError(f"ready file {path} cannot be written: {error.strerror}") from error

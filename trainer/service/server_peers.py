@@ -114,7 +114,8 @@ class Peers:
 
         Prints a message if the file is invalid.
         """
-        self._retire()
+        while self._retired and time.monotonic() >= self._retired[0][0]:
+            self._retired.pop(0)[1].client.close()
         if (stamp := _stamp(self._path)) == self._stamp:
             return
         self._stamp = stamp
@@ -146,10 +147,6 @@ class Peers:
                 peer = Peer(client, self._manifest_digest)
             hosts[place.node_rank] = peer
         return hosts
-
-    def _retire(self) -> None:
-        while self._retired and time.monotonic() >= self._retired[0][0]:
-            self._retired.pop(0)[1].client.close()
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import msgspec
 
 from trainer.core.arrays import Array, Columns, Ids
@@ -110,7 +108,14 @@ def read_batch(message: Message, work: BatchWork) -> SampledBatch:
     subgraph = SampledSubgraph(reply.num_hops, reply.nodes, reply.edges, reply.induced)
     _check_subgraph(subgraph, work)
     rows = {of: {name: restored(one, used) for name, one in columns.items()} for of, columns in reply.rows.items()}
-    gathered = _check_rows(subgraph, rows, work) + _check_labels(reply.labels, work)
+    found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
+    found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
+    for of, ids in found.items():
+        _check_columns(of, rows.get(of, {}), ("orig_id", *work.attrs.get(of, ())), len(ids))
+    of, names = work.labels
+    num_labels = len(work.seeds.nodes[of]) if names else 0
+    _check_columns(of, reply.labels, names, num_labels)
+    gathered = sum(map(len, found.values())) + num_labels
     return SampledBatch(
         subgraph, rows, reply.labels, Cost(remote_bytes=message.size, rows=gathered, remote_rows=gathered)
     )
@@ -147,21 +152,6 @@ def _check_subgraph(subgraph: SampledSubgraph, work: BatchWork) -> None:
                 f"edges of type {edge_type} have {len(edges.row_count)} targets, but the batch has only {num_dst} "
                 f"nodes of type {edge_type[2]!r}"
             )
-
-
-def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Columns], work: BatchWork) -> int:
-    found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
-    found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
-    for of, ids in found.items():
-        _check_columns(of, rows.get(of, {}), ("orig_id", *work.attrs.get(of, ())), len(ids))
-    return sum(map(len, found.values()))
-
-
-def _check_labels(labels: Columns, work: BatchWork) -> int:
-    of, names = work.labels
-    number = len(work.seeds.nodes[of]) if names else 0
-    _check_columns(of, labels, names, number)
-    return number
 
 
 def _check_columns(of: AnyType, columns: Columns, names: tuple[str, ...], number: int) -> None:

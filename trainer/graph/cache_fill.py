@@ -198,7 +198,10 @@ def _plan(
     chosen = {of: tuple(spec.attrs) if attrs is None else tuple(attrs.get(of, ())) for of, spec in nodes.items()}
     of_edges = {of: tuple(graph.manifest.edges[of].attrs) for of in hops}
     gathered: dict[AnyType, tuple[str, ...]] = dict([*chosen.items(), *of_edges.items()])
-    settings = SampleSettings(hops, replace=replace, edge_ids=_requests_edges(graph, hops), ask_again=False)
+    # With replicated topology, only multi-dimensional edge attributes come from other hosts.
+    wide = any(len(spec.shape) > 1 for of in hops for spec in graph.manifest.edges[of].attrs.values())
+    edge_ids = wide or not graph.store.whole_topology
+    settings = SampleSettings(hops, replace=replace, edge_ids=edge_ids, ask_again=False)
 
     def requests(epoch: int) -> Iterator[list[RowRequest]]:
         assert isinstance(graph.access, DistGraph)
@@ -207,12 +210,6 @@ def _plan(
             yield sampler.requests(SeedSet({target: seeds[share.positions]}), share.key)
 
     return BatchPlan(order, {of: ("orig_id", *names) for of, names in chosen.items()}, requests)
-
-
-def _requests_edges(graph: OpenedGraph, edge_types: Mapping[EdgeType, object]) -> bool:
-    # With replicated topology, only multi-dimensional edge attributes come from other hosts.
-    shapes = [spec.shape for of in edge_types for spec in graph.manifest.edges[of].attrs.values()]
-    return not graph.store.whole_topology or any(len(shape) > 1 for shape in shapes)
 
 
 def _only_type_with(graph: OpenedGraph, split: str) -> NodeType:

@@ -275,18 +275,15 @@ class _Replay:
             self.cached_rows.append(sum(piece.cost.cached_rows for piece in pieces if piece.keeps))
             self._in_flight.append(pieces)
             if len(self._in_flight) >= self._threads:
-                self._hold(self._in_flight.popleft())
+                for piece in self._in_flight.popleft():
+                    if piece.keeps:
+                        answers = [_blank_answer(piece, at) for at in piece.asked.values()]
+                        self._held.add(piece.columns, piece.cost.remote_rows, answers)
 
     def _received_bytes(self, piece: GatherPiece) -> int:
         (of, names), store = piece.columns, self._access.local.store
         width = sum(_wire_bytes(store, of, name, self._access.wire_rows) for name in names)
         return width * sum(map(len, piece.asked.values()))
-
-    def _hold(self, pieces: Sequence[GatherPiece]) -> None:
-        for piece in pieces:
-            if piece.keeps:
-                answers = [_blank_answer(piece, at) for at in piece.asked.values()]
-                self._held.add(piece.columns, piece.cost.remote_rows, answers)
 
 
 def _blank_answer(piece: GatherPiece, at: npt.NDArray[np.int32]) -> HostRows:

@@ -46,7 +46,11 @@ def open_any(
         )  # fmt: skip
     in_run = path is None
     if path is None:
-        _check_in_run(environ)
+        if missing := [name for name in _RUN_VARIABLES if name not in environ]:
+            raise SettingsError(
+                f"{', '.join(missing)} not set; start the script by launch.py --config FILE -- python …,"
+                " or pass the partition folder: gnnfleet.open('parts')"
+            )
         path = environ["GNNFLEET_PARTS"]
     placed = _layout_of_run(cluster, ranks) if cluster else None
     if part is not None:
@@ -119,14 +123,6 @@ def _check_path(path: Any) -> None:
         raise SettingsError(
             f"{path} is a file, not a partition folder; make a partition folder from it by `gnnfleet partition"
             f" make --dataset file --source {path} --num-parts 2 --out parts`, then call gnnfleet.open('parts')"
-        )
-
-
-def _check_in_run(environ: Mapping[str, str]) -> None:
-    if missing := [name for name in _RUN_VARIABLES if name not in environ]:
-        raise SettingsError(
-            f"{', '.join(missing)} not set; start the script by launch.py --config FILE -- python …,"
-            " or pass the partition folder: gnnfleet.open('parts')"
         )
 
 

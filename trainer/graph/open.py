@@ -330,7 +330,9 @@ def connect_servers(
             " (gnnfleet serve key NAME -o FILE)"
         )
     for endpoint in endpoint_list:
-        _check_endpoint(endpoint)
+        address, _, port = str(endpoint).removeprefix("tcp://").rpartition(":")
+        if not (str(endpoint).startswith("tcp://") and address and port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise SettingsError(f"{endpoint!r} is not an endpoint of a graph server; expected tcp://host:port")
     gateway = Gateway(
         _reachable_servers(endpoint_list, keys, deadline), deadline, keys, server_wait=deadline,
         client=client_name(name),
@@ -346,12 +348,6 @@ def _open_gateway(gateway: Gateway, patience: float, ranks: Ranks, placed: RankL
         raise
     store = RemoteStore.of(manifest, gateway, f"the graph served by {gateway.home.name}")
     return Graph(store, gateway, ranks=ranks, placed=placed)
-
-
-def _check_endpoint(endpoint: object) -> None:
-    address, _, port = str(endpoint).removeprefix("tcp://").rpartition(":")
-    if not (str(endpoint).startswith("tcp://") and address and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise SettingsError(f"{endpoint!r} is not an endpoint of a graph server; expected tcp://host:port")
 
 
 def _reachable_servers(endpoints: Sequence[str], keys: ServiceKeys | None, deadline: float) -> list[ServerAddress]:

@@ -97,7 +97,8 @@ def seeds_of(
     neg = None
     if triplet:
         assert rule is not None
-        neg = _neg_index(where[1][len(links.src) :], rule.most, len(links.src))
+        table = where[1][len(links.src) :].reshape(rule.most, len(links.src)).T
+        neg = np.ascontiguousarray(table[:, 0] if rule.most == 1 else table)
         where = where[0], where[1][: len(links.src)]
     owners = {of: np.concatenate([end.owner for end in group]) for of, group in ends.items()}
     return seeds, LinkIndex(where[0], where[1], neg, owners)
@@ -166,11 +167,6 @@ def _separate(
             times[of] = links.times[np.concatenate([end.owner for end in group])]
         where += np.split(np.arange(len(nodes[of])), [len(group[0].ids)])[: len(group)]
     return SeedSet(nodes, trees, times), (where[0], where[1])
-
-
-def _neg_index(where: Ids, amount: int, num_positives: int) -> Ids:
-    table = where.reshape(amount, num_positives).T
-    return np.ascontiguousarray(table[:, 0] if amount == 1 else table)
 
 
 _NONE = np.empty(0, np.int64)

@@ -101,22 +101,11 @@ def _forms(graph: Graph, given: Any) -> dict[NodeType, Any]:
         raise SettingsError(f"the graph is heterogeneous: pass input_nodes as (node type, seeds); types are {types}")
     for of in forms:
         if of not in types:
-            hint = _typed_split_hint(graph, of) if isinstance(given, str) else ""
+            split = of.removesuffix("_mask") if isinstance(given, str) else None
+            meant = sorted(key for key in graph.store.splits if key[1] == split)
+            hint = f"; did you mean {' or '.join(map(str, meant))}?" if meant else ""
             raise SettingsError(f"input_nodes: the graph has no node type {of!r}; types are {types}{hint}")
     return forms
-
-
-def _typed_split_hint(graph: Graph, name: str) -> str:
-    split = name.removesuffix("_mask")
-    if meant := sorted(key for key in graph.store.splits if key[1] == split):
-        return f"; did you mean {' or '.join(map(str, meant))}?"
-    return ""
-
-
-def _split_hint(name: str, known: list[str]) -> str:
-    # The mask ``train_mask`` of a dataset is the split ``train`` of a partition.
-    nearest = difflib.get_close_matches(name.removesuffix("_mask"), known, 1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def _is_typed(given: Any) -> bool:
@@ -127,9 +116,10 @@ def _inputs(graph: Graph, of: NodeType, form: Any) -> TypeInputs:
     if isinstance(form, str):
         if (of, form) not in graph.store.splits:
             known = sorted(name for node_type, name in graph.store.splits if node_type == of)
-            raise SettingsError(
-                f"input_nodes: {of!r} nodes have no split {form!r}; they have {known}{_split_hint(form, known)}"
-            )
+            # The mask ``train_mask`` of a dataset is the split ``train`` of a partition.
+            nearest = difflib.get_close_matches(form.removesuffix("_mask"), known, 1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise SettingsError(f"input_nodes: {of!r} nodes have no split {form!r}; they have {known}{hint}")
         return TypeInputs(graph.store.splits[of, form], None)
     num_nodes = graph.manifest.nodes[of].num_nodes
     if form is None:

@@ -161,7 +161,9 @@ def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddin
         if settings.model in HETERO_MODELS:
             return HETERO_MODELS[settings.model](settings, facts, embeddings)
         (edge_dim,) = facts.edge_dims.values() or (0,)
-        return HOMO_MODELS[settings.model](settings, _only_width(facts), facts.num_classes, edge_dim)
+        if facts.target not in facts.in_dims:
+            raise DataError(f"nodes have no x; only the models {', '.join(HETERO_MODELS)} work without features")
+        return HOMO_MODELS[settings.model](settings, facts.in_dims[facts.target], facts.num_classes, edge_dim)
 
 
 def _check_kind(model: str, facts: GraphFacts) -> None:
@@ -172,12 +174,6 @@ def _check_kind(model: str, facts: GraphFacts) -> None:
         raise SettingsError(f"model {model!r} is for homogeneous graphs, and this one is heterogeneous; use {hetero}")
     if facts.edge_dims and model not in EDGE_MODELS:
         raise SettingsError(f"edge_attr: model {model!r} does not read edge features; use {' or '.join(EDGE_MODELS)}")
-
-
-def _only_width(facts: GraphFacts) -> int:
-    if facts.target not in facts.in_dims:
-        raise DataError(f"nodes have no x; only the models {', '.join(HETERO_MODELS)} work without features")
-    return facts.in_dims[facts.target]
 
 
 def _dims(settings: ModelSettings, in_dim: int, num_classes: int) -> list[tuple[int, int]]:

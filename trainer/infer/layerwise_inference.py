@@ -272,8 +272,10 @@ class WholeGraph:
         num_dst = {other: len(ids) if other == of else 0 for other in self.shares}
         if not need.edge_types:
             return NodeChunk({of: ids}, {}, num_dst)
+        specs = self.graph.manifest.edges
+        weight = self.weight if any(self.weight in specs[of].attrs for of in need.edge_types) else None
         settings = SampleSettings(
-            dict.fromkeys(need.edge_types, (-1,)), weight=self._weight(need), edge_ids=self.edge_attr is not None
+            dict.fromkeys(need.edge_types, (-1,)), weight=weight, edge_ids=self.edge_attr is not None
         )
         found = sample_multi_hop(
             self.graph.access, self.graph.manifest, SeedSet({of: ids}), settings, 0, self._tables
@@ -291,10 +293,6 @@ class WholeGraph:
         wanted = [RowRequest(of, edges, (name,)) for of, edges in ids.items() if edges is not None]
         answers = self.graph.access.gather(wanted)
         return {of: edge_rows(rows[name], specs[of]) for of, rows in zip(specs, answers, strict=True)}
-
-    def _weight(self, need: LayerNeed) -> str | None:
-        specs = self.graph.manifest.edges
-        return self.weight if any(self.weight in specs[of].attrs for of in need.edge_types) else None
 
     def _features(self, chunk: NodeChunk) -> HeteroBatch:
         specs = self.graph.manifest.nodes

@@ -136,13 +136,10 @@ def merge_parts(out: Path, own: Sequence[Path], parquet: bool, group: RankGroup)
                 folder.mkdir(exist_ok=True)
                 group.copy_to_first(rank, out / name / kind, folder / kind, size)
         if group.rank == 0:
-            _merge(out, [folders[name] for name in sorted(folders, key=_part_number)], parquet)
+            in_order = sorted(folders, key=lambda name: int(name.removeprefix("part")))
+            _merge(out, [folders[name] for name in in_order], parquet)
     group.barrier()
     return f"{out}/predictions.csv{' and .parquet' if parquet else ''}"
-
-
-def _part_number(name: str) -> int:
-    return int(name.removeprefix("part"))
 
 
 def _merge(out: Path, folders: Sequence[Path], parquet: bool) -> None:

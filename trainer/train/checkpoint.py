@@ -193,7 +193,8 @@ def load_content(path: str | Path) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load passes on errors of its zip reader and unpickler
-        raise CheckpointError(f"checkpoint {path} is damaged, or not a checkpoint: {_first_line(error)}") from error
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"checkpoint {path} is damaged, or not a checkpoint: {reason}") from error
 
 
 def file_name(position: Position) -> str:
@@ -308,7 +309,3 @@ def remove_temporaries(folder: Path) -> None:
     """Delete the incomplete files that killed processes left."""
     for path in folder.glob(".epoch-*.pt.*"):
         path.unlink(missing_ok=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -150,7 +150,12 @@ def train_epoch(
             loss = task.loss_sum(model(batch), batch)
             due = metrics.step_due()
             if due or loss.device.type == "cpu":  # reading the loss synchronises a GPU
-                _check_own(float(loss.detach()), batch, epoch, steps, metrics, group)
+                own_loss = float(loss.detach())
+                if not math.isfinite(own_loss):
+                    metrics.write(
+                        "step", epoch=epoch, step=batch.step, steps=steps, loss=own_loss, seeds=batch.num_seeds
+                    )
+                _check_finite(own_loss, epoch, batch.step, group)
             timer.enter(Phase.BACKWARD)
             # The mean of gradients over ranks is then the gradient of the mean loss of the global batch.
             optimizers.step(loss * (group.size / batch.global_seeds))
@@ -207,12 +212,6 @@ def _report(
         cpu_s=time.process_time() - tally.cpu_began,
         device=monitor.epoch_fields(timer.total),
     )
-
-
-def _check_own(loss: float, batch: AnyBatch, epoch: int, steps: int, metrics: MetricsLog, group: RankGroup) -> None:
-    if not math.isfinite(loss):
-        metrics.write("step", epoch=epoch, step=batch.step, steps=steps, loss=loss, seeds=batch.num_seeds)
-    _check_finite(loss, epoch, batch.step, group)
 
 
 def _check_finite(loss: float, epoch: int, step: int, group: RankGroup) -> None:

@@ -124,7 +124,8 @@ class Fit:
 
     def run(self) -> FitResult:
         """Train up to ``settings.epochs``, then score the best epoch's weights on the test split."""
-        wrapped = self._wrapped()
+        wrapped, average = averaged(self.model, self.group)
+        self.optimizers = replace(self.optimizers, average=average)
         give_back_freed_memory()  # memory that was used to open the graph and to fill caches
         if self.progress.done >= self.settings.epochs and self.progress.report is None:
             epochs = f"epoch {self.progress.done} of {self.settings.epochs}"
@@ -171,15 +172,11 @@ class Fit:
         score = self._score_val()
         self.progress = replace(self.progress, scored=True)
         if self.progress.report is not None:
-            self._print_epoch(self.progress.report, score)
+            metric, epochs = self.task.metric, self.settings.epochs
+            self._print(epoch_text(self.progress.report, epochs, metric, score.value(metric) if score else None))
             self._print_starvation(self.progress.report)
         if self._due(self.settings.checkpoint_every):
             self._save()
-
-    def _wrapped(self) -> nn.Module:
-        model, average = averaged(self.model, self.group)
-        self.optimizers = replace(self.optimizers, average=average)
-        return model
 
     def _due(self, every: int) -> bool:
         return self.progress.done == self.settings.epochs or (every > 0 and self.progress.done % every == 0)
@@ -216,10 +213,6 @@ class Fit:
             seeds=report.own_seeds, seeds_per_s=round(report.own_seeds / report.seconds, 1),
             remote_bytes=report.cost.remote_bytes, **report.line, **cost,
         )  # fmt: skip
-
-    def _print_epoch(self, report: EpochReport, val: Score | None) -> None:
-        metric = self.task.metric
-        self._print(epoch_text(report, self.settings.epochs, metric, val.value(metric) if val else None))
 
     def _print_starvation(self, report: EpochReport) -> None:
         # Epoch 1 also compiles kernels and reads files.

@@ -132,9 +132,11 @@ class ScriptCheckpoints:
             return StartPosition()
         read = group.agree(lambda: self._read(path) if group.rank == 0 else None)
         tables = (read or {}).pop("rows", {})  # they stay on rank 0, which scatters them
-        content: Any = group.from_first(
-            read and read | {"row_groups": _groups_of(tables), "row_sizes": _sizes_of(tables)}
-        )
+        groups = {name: state["optimizer_groups"] for name, state in tables.items()}
+        sizes = {
+            name: {of: list(table.shape) for of, table in state["tables"].items()} for name, state in tables.items()
+        }
+        content: Any = group.from_first(read and read | {"row_groups": groups, "row_sizes": sizes})
         group.agree(lambda: self._load(path, content["objects"], content["row_sizes"]))
         for name, rows in self._rows.items():
             rows.load(tables.get(name), content["row_groups"][name])
@@ -248,11 +250,3 @@ def _rows_of(objects: Mapping[str, Any]) -> tuple[dict[str, _Rows], dict[str, St
         found[name] = _Rows(embedding, objects[own[0]] if own else None)
         taken |= set(own)
     return found, {name: one for name, one in objects.items() if name not in taken}
-
-
-def _groups_of(tables: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: state["optimizer_groups"] for name, state in tables.items()}
-
-
-def _sizes_of(tables: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: {of: list(table.shape) for of, table in state["tables"].items()} for name, state in tables.items()}

@@ -85,14 +85,12 @@ class StepTimes:
         values = {"step_s": whole, "own_s": own_s, "batch_s": self.batch_s}
         line: dict[str, Any] = {name: round(value / self.steps, 6) for name, value in values.items()}
         if self.batches:
-            line["spent"] = self._spent(line["step_s"])
+            spent = {kind: int(value / self.steps * 1e6) / 1e6 for kind, value in zip(KINDS, self.seconds, strict=True)}
+            # All are rounded down to microseconds, and ``other`` gets the remainder.
+            spent["other"] = max(0.0, round(line["step_s"] - sum(spent.values()) + spent["other"], 6))
+            line["spent"] = spent
             line["behind"] = behind(self.cost, self.batches)
         return line
-
-    def _spent(self, step_s: float) -> dict[str, float]:
-        spent = {kind: int(value / self.steps * 1e6) / 1e6 for kind, value in zip(KINDS, self.seconds, strict=True)}
-        # All are rounded down to microseconds, and ``other`` gets the remainder.
-        return spent | {"other": max(0.0, round(step_s - sum(spent.values()) + spent["other"], 6))}
 
 
 def behind(cost: Cost, batches: int) -> dict[str, float]:

@@ -207,18 +207,16 @@ class StepLog:
             self._log.at(*self._next, "compute")
         self._timer.enter(Phase.FORWARD)
         if self._waiting_since is not None:
-            self._timer.loaded(time.monotonic() - self._waiting_since, self._new_cost())
+            waited, cost = time.monotonic() - self._waiting_since, None
+            if self._loader is not None:
+                before, self._cost = self._cost, self._loader.cost
+                cost = self._cost - before
+            self._timer.loaded(waited, cost)
             self._waiting_since = None
 
     def _after_forward(self, model: nn.Module, *_: Any) -> None:
         if model.training:
             self._timer.enter(Phase.BACKWARD)
-
-    def _new_cost(self) -> Cost | None:
-        if self._loader is None:
-            return None
-        before, self._cost = self._cost, self._loader.cost
-        return self._cost - before
 
     def close(self) -> None:
         """Remove the hooks, close the log and finish the last checkpoint. Not needed at the end of the process."""

@@ -23,6 +23,7 @@ def run_checks(**env: str) -> None:
     assert " passed" in ended.stdout
 
 
+@pytest.mark.slow
 def test_cuda_kernels_of_layers_in_the_simulator() -> None:
     run_checks(NUMBA_ENABLE_CUDASIM="1")
 

@@ -6,9 +6,13 @@ import`` writes for that file.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,13 +36,33 @@ def options_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> LaunchOptio
     return seen[0]
 
 
+@pytest.fixture
+def ansible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that puts a program ``ansible-inventory`` on PATH, which runs the lines of shell given."""
+
+    def install(lines: str) -> None:
+        program = tmp_path / "bin" / "ansible-inventory"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{lines}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+
+    return install
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_import_writes_an_equivalent_config(
-    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ansible: Callable[[str], None],
 ) -> None:
     # The cluster.yml that the import writes equals the golden file, and gives the same config as the other launcher's
     # file.
     monkeypatch.chdir(case)
+    if (case / "listing.json").exists():
+        ansible("cat listing.json")
     words = shlex.split((case / "words").read_text())
     options = options_of(words, monkeypatch)
     written = imported(options, case)
@@ -150,14 +174,6 @@ WRONG = {  # content of a file `hosts`, and the arguments after --config hosts
     "no graph": ("10.0.0.1\n10.0.0.2\n", ""),
     "a bad line of a list": ("10.0.0.1\n\n10.0.0.2 x y\n", "--dataset synthetic"),
     "slots that are none": ("a slots=2\nb slots=many\n", "--dataset synthetic"),
-    "several groups": ("[a]\nx1\n[b]\nx2\n", "--dataset synthetic"),
-    "a group that is not there": ("[a]\nx1\n", "--group c --dataset synthetic"),
-    "a child that is not there": ("[a:children]\nb\n", "--dataset synthetic"),
-    "a template": ("[a]\nx1 ansible_host='{{ ip }}'\n", "--dataset synthetic"),
-    "a range that is none": ("[a]\nx[3:1]\n", "--dataset synthetic"),
-    "a host in a container": ("[a]\nx1 ansible_connection=docker\n", "--dataset synthetic"),
-    "a word after a host": ("[a]\nx1 y\n", "--dataset synthetic"),
-    "an inventory with another key": ("all:\n  hosts:\n    x1:\n  host: x2\n", "--dataset synthetic"),
     "a group of what has none": ("10.0.0.1\n", "--group a --dataset synthetic"),
     "a pipe": ("- 10.0.0.1 1\n", "--dataset synthetic 'python e2e_homo.py | tee log'"),
     "no script": ("- 10.0.0.1 1\n", "--dataset synthetic 'cd /x; ./python x.sh; make '"),
@@ -168,19 +184,11 @@ WRONG = {  # content of a file `hosts`, and the arguments after --config hosts
 }
 
 
-GROUPS = "".join(
-    f"[g{i}:children]\nx{i}\ny{i}\n[x{i}:children]\ng{i + 1}\n[y{i}:children]\ng{i + 1}\n" for i in range(60)
-)
 HUGE = {  # text that would take unbounded time if nothing limited it → beginning of the message
-    "[a]\nn[1:99999999999]\n": "2: `n[1:99999999999]` expands to too many hosts; a range may expand to 4,096 at most",
-    "[a]\nn[1:4096]x[1:4096]\n": "2: `n[1:4096]x[1:4096]` expands to too many hosts",
-    "[a]\n" + "".join(f"n{i}x[1:4096]\n" for i in range(30)): "3: a group may have at most 4,096 hosts",
-    "[a]\nx ansible_port=22\n" + "[a]" * 30 + "x\n": "3: nodes.1.host: `[a][a]",
-    "[a]\n" + "x" * 5000 + "\n": "2: the line has 5,000 characters",
+    "x" * 5000 + "\n10.0.0.1\n": "1: the line has 5,000 characters",
     "a slots=" + "9" * 5000 + "\n": "1: the line has 5,008 characters",
     "a slots=" + "9" * 50 + "\n": "1: expected `host slots=4`",
     ":" * 4000 + "\n10.0.0.1\n": "1: nodes.0.host: expected host",
-    f"[z]\nx\n{GROUPS}[g60]\nhost\n": "1: several groups (z, g0)",
 }
 
 
@@ -206,6 +214,88 @@ def test_mistakes_are_reported_with_their_line_in_the_foreign_file(
     check_messages("foreign", answers)
 
 
+INVENTORY = "[a]\nx1\n[b]\nx2\n"
+LISTING = {
+    "_meta": {"hostvars": {}},
+    "all": {"children": ["ungrouped", "a", "b"]},
+    "a": {"hosts": ["x1"]},
+    "b": {"hosts": ["x2"]},
+}
+INVENTORIES = {  # what ansible-inventory does, and the arguments after --config hosts
+    "several groups": (LISTING, ""),
+    "a group that is not there": (LISTING, "--group c"),
+    "a group without hosts": ({"_meta": {"hostvars": {}}, "all": {"children": ["ungrouped", "a"]}}, "--group a"),
+    "a template": ({**LISTING, "_meta": {"hostvars": {"x2": {"ansible_host": "{{ ip }}"}}}}, "--group b"),
+    "a host in a container": (
+        {**LISTING, "_meta": {"hostvars": {"x1": {"ansible_connection": "docker"}}}}, "--group a"
+    ),
+    "a port that is none": ({**LISTING, "_meta": {"hostvars": {"x1": {"ansible_port": "ssh"}}}}, "--group a"),
+    "an inventory that Ansible refuses": (
+        "printf '[WARNING]: Failed to parse it: Expected key=value, got: y\n\nmore\n' >&2; exit 1", ""
+    ),
+    "no JSON": ("echo ok", ""),
+    "no Ansible": (None, ""),
+}  # fmt: skip
+
+
+def test_inventories_that_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ansible: Callable[[str], None],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text(INVENTORY)
+    answers = []
+    for name, (does, words) in INVENTORIES.items():
+        if isinstance(does, dict):
+            Path("listing.json").write_text(json.dumps(does))
+            ansible("cat listing.json")
+        elif does:
+            ansible(does)
+        else:
+            monkeypatch.setattr(shutil, "which", lambda *given, **more: None)
+        assert run(["--dry-run", "--config", "hosts", *shlex.split(words), "--dataset", "synthetic"]) == 2, name
+        answers.append((f"{name}: --config hosts {words}".rstrip(), capsys.readouterr().err))
+    check_messages("inventories", answers)
+
+
+def test_warnings_of_ansible_are_notes(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ansible: Callable[[str], None],
+) -> None:
+    # Ansible has read the file only once, and has not run it.
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text(INVENTORY)
+    Path("listing.json").write_text(json.dumps(LISTING))
+    ansible(
+        'echo "$ANSIBLE_INVENTORY_ENABLED $*" >>asked; echo "[WARNING]: Skipping key (x)" >&2; exec cat listing.json'
+    )
+    assert run(["--dry-run", "--config", "hosts", "--group", "b,a", "--dataset", "synthetic"]) == 0
+    shown = capsys.readouterr()
+    assert "hosts: recognised as an Ansible inventory, group b, a (2 hosts)" in shown.err
+    assert "note: ansible-inventory: Skipping key (x)" in shown.err
+    assert "node0  x2" in shown.out and "node1  x1" in shown.out
+    assert Path("asked").read_text() == f"ini -i {tmp_path}/hosts --list\n"
+
+
+@pytest.mark.skipif(shutil.which("ansible-inventory") is None, reason="ansible-core is not installed")
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if (case / "listing.json").exists()], ids=lambda case: case.name
+)
+def test_inventories_that_ansible_reads(case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split((case / "words").read_text())
+    folder = shutil.copytree(case, tmp_path / "case")
+    (folder / "group_vars").mkdir()
+    (folder / "group_vars/gpu.yml").write_text("ansible_ssh_private_key_file: ~/gpu_key\n")
+    monkeypatch.chdir(folder)
+    config, golden = read_config(options_of(words, monkeypatch)), load_config(case / "cluster.yml")
+    assert [node.login for node in config.nodes] == [node.login for node in golden.nodes]
+    assert str(Path.home() / "gpu_key") in {node.key for node in config.nodes}
+
+
 SAMPLES = {
     "dist_train_sage_sup_config.yml": "glt/dist_train_sage_sup_config.yml", "ip_config.yaml": "pyg/ip_config.yaml",
     "ip_config.txt": "dgl/ip_config.txt", "hosts": "hostfile/hostfile", "hosts.ini": "ansible_ini/hosts",
@@ -221,8 +311,11 @@ def documented_commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", documented_commands())
-def test_commands_of_the_migration_guide_work(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_the_migration_guide_work(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ansible: Callable[[str], None]
+) -> None:
     monkeypatch.chdir(tmp_path)
+    ansible(f"cat {GOLDEN}/foreign/ansible_ini/listing.json")
     for name, sample in SAMPLES.items():
         Path(name).write_text((GOLDEN / "foreign" / sample).read_text())
     Path("graph.pt").touch()

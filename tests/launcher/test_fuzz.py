@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,26 +33,13 @@ nodes: [{<<: *d, host: a}, *n]
 train: &n {fanouts: [2, 1], epochs: 2}
 data: {dataset: synthetic}
 """
-INVENTORY = (
-    "[a]\nx1:22 ansible_host=h\nx[1:3] ansible_user=u\n[b:children]\na\n[a:vars]\nansible_port=22\n[c:children]\nb\na\n"
-)
-IN_YAML = """\
-all:
-  children:
-    gpu:
-      hosts: {'x[1:2]': {ansible_port: 22}, y: }
-      vars: {ansible_user: u}
-      children: {b: {hosts: {z: }}}
-"""
 FOREIGN = [
     *(
         file.read_text()
         for case in sorted((GOLDEN / "foreign").iterdir())
         for file in sorted(case.iterdir())
-        if file.name != "words"
+        if file.name != "words" and "ansible" not in case.name
     ),
-    INVENTORY,
-    IN_YAML,
     "a slots=2\nb slots=3 max_slots=4\n",
     "10.0.0.1 1234\n- u@h:22 5\n[::1] 3\nfe80::1\n",
 ]
@@ -87,8 +75,9 @@ def test_overrides(tmp_path: Path) -> None:
     fuzz(OVERRIDES, lambda text: load_config(path, text.split("\n")), ConfigError)
 
 
-def test_files_of_other_launchers(tmp_path: Path) -> None:
+def test_files_of_other_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A mutated file of another launcher that can be read gives the same config after it is imported as a cluster.yml.
+    monkeypatch.setattr(shutil, "which", lambda *given, **more: None)  # inventories are for Ansible to read
     path, ours = tmp_path / "hosts", tmp_path / "ours" / "c.yml"
     ours.parent.mkdir()
 

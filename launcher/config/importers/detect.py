@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from launcher.config.importers.ansible import inventory, read_ini, read_yaml
+from launcher.config.importers.ansible import inventory
 from launcher.config.importers.base import NODES_ONLY, Flags, Foreign, Source
 from launcher.config.importers.glt import LISTS, read_glt
 from launcher.config.importers.hostfile import HOST, host_lines, read_hostfile, read_ip_list, read_nodes
@@ -49,10 +49,8 @@ def _read(source: Source, flags: Flags) -> Foreign | None:
     kind = recognise(source)
     if kind == "glt":
         return read_glt(source, flags)
-    if kind == "inventory-yaml":
-        return inventory(source, read_yaml(source), flags, "an Ansible inventory in YAML")
-    if kind == "inventory-ini":
-        return inventory(source, read_ini(source), flags, "an Ansible inventory")
+    if kind.startswith("inventory-"):
+        return inventory(source, kind.removeprefix("inventory-"), flags)
     if kind == "hostfile":
         return read_hostfile(source)
     return read_ip_list(source, flags) if kind == "list" else None

@@ -11,7 +11,6 @@ from typing import Any
 
 from launcher.command import Command, Secret, render
 from launcher.config.cache_size import parse_bytes
-from launcher.config.roles import ServingCluster
 from launcher.errors import node_label
 from launcher.files import CODE_ROOT, file_sha256
 from launcher.plan.commands import NodeCommands, PlanContext
@@ -150,11 +149,9 @@ def _cluster(context: PlanContext) -> Mapping[str, Any]:
         for site in context.sites
     ]
     head = {"run_id": context.run_id, "num_parts": context.num_parts, "version": context.version}
-    return {**head, "nodes": nodes, "serving": _serving(context.serving) if context.serving else None}
-
-
-def _serving(cluster: ServingCluster) -> Mapping[str, Any]:
-    return {"name": cluster.name, "servers": [asdict(server) for server in cluster.servers]}
+    cluster = context.serving
+    serving = {"name": cluster.name, "servers": [asdict(server) for server in cluster.servers]} if cluster else None
+    return {**head, "nodes": nodes, "serving": serving}
 
 
 def _node_spec(context: PlanContext, site: Site, commands: NodeCommands) -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ def placement_lines(plan: LaunchPlan) -> list[Text]:
     If nodes have other roles than worker, or parts have several holders, the table also shows role, copies, bytes of
     parts and home server. In a large cluster each line is about consecutive nodes of the same kind.
     """
-    roles = _has_roles(plan)
+    roles = any(node.role != "worker" or node.copies for node in plan.nodes)
     extra = ("role", "copies", "part data", "asks first") if roles else ("", "", "", "")
     titles = ("node", "target", extra[0], "ranks", "devices", "parts", *extra[1:], "address", "files")
     groups = _similar(plan.nodes) if len(plan.nodes) >= LARGE else [[node] for node in plan.nodes]
@@ -76,10 +76,6 @@ def _sizes(numbers: Sequence[int]) -> str:
     """Return bytes as text, as ``1.2 MB``, or ``1.2 MB to 3.4 GB`` if nodes differ; ``-`` for none."""
     texts = [decimal(number) if number else "-" for number in (min(numbers), max(numbers))]
     return texts[0] if texts[0] == texts[1] else " to ".join(texts)
-
-
-def _has_roles(plan: LaunchPlan) -> bool:
-    return any(node.role != "worker" or node.copies for node in plan.nodes)
 
 
 def _bytes_of_parts(node: NodePlan) -> int:

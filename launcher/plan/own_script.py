@@ -55,7 +55,9 @@ def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> O
         _add(files, dest, path)
     _check_script(argv, files, cwd)
     _add_modules(files, argv, extra, cwd)
-    planned = tuple(copied(dest, path, mode=_mode(path)) for dest, path in sorted(files.items()))
+    planned = tuple(
+        copied(dest, path, mode=0o755 if os.access(path, os.X_OK) else 0o644) for dest, path in sorted(files.items())
+    )
     return OwnCommand(tuple(words), planned, tuple(notes))
 
 
@@ -141,7 +143,3 @@ def _walk(extra: Sequence[str], cwd: Path) -> Iterator[tuple[str, Path]]:
             yield _dest(path, cwd), path
         else:
             raise UsageError(f"run.files: no file or folder `{name}` on this machine")
-
-
-def _mode(path: Path) -> int:
-    return 0o755 if os.access(path, os.X_OK) else 0o644

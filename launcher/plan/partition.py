@@ -166,7 +166,10 @@ def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
     for file in manifest.files:
         if not is_plain_path(file.path):
             raise ValueError(f"the path {file.path!r} leads out of the folder")
-    files = [PartFile(file.path, file.bytes, file.sha256, _is_flat(file)) for file in manifest.files]
+    files = [
+        PartFile(file.path, file.bytes, file.sha256, file.path.startswith("part") and len(file.shape) == 1)
+        for file in manifest.files
+    ]
     files.append(PartFile("manifest.json", len(raw), hashlib.sha256(raw).hexdigest()))
     seeds = {name: spec.splits.get("train", 0) for name, spec in manifest.nodes.items()}
     held_out = _HELD_OUT in manifest.graph_attrs
@@ -202,11 +205,6 @@ class _Manifest(msgspec.Struct):
     nodes: dict[str, _ManifestNodes] = {}
     graph_attrs: dict[str, Any] = {}
     hetero: bool | None = None
-
-
-def _is_flat(file: _ManifestFile) -> bool:
-    # docs/ARCHITECTURE.md, "Replicated topology".
-    return file.path.startswith("part") and len(file.shape) == 1
 
 
 _STAMP = ".gnnfleet-made.json"  # in the partition folder; tells whether parts are up to date without loading torch

@@ -35,7 +35,14 @@ def print_plan(plan: LaunchPlan, console: Console, *, every: bool = False) -> No
     ``every``: show each node separately, with its full commands. Lines are not wrapped, so that they can be copied.
     """
     lines = [_heading(_summary(plan)), *map(_row, _run_rows(plan, full=every)), *placement_lines(plan)]
-    blocks = list(_each(plan) if every else _folded(plan))
+    blocks: list[_Block] = []
+    if every:
+        blocks = [((node,), list(_node_rows(plan, node))) for node in plan.nodes]
+    else:
+        for one in fold_nodes([(node, list(_node_rows(plan, node, sizes=False))) for node in plan.nodes]):
+            rows = one.rows if len(one.nodes) > 1 else list(_node_rows(plan, one.nodes[0]))
+            short = [row for row in rows if row[0] not in ("share", "start", "server", "trainer", "  env")]
+            blocks.append((one.nodes, short))
     full = len(blocks) if every or len(plan.nodes) < LARGE else _MOST_BLOCKS
     for nodes, rows in blocks[:full]:
         lines += [Text(""), _heading(_title(nodes)), *map(_row, rows)]
@@ -51,16 +58,6 @@ def _named_only(blocks: Sequence[_Block]) -> list[Text]:
     lines += [Text(f"  {_title(nodes)}") for nodes, _ in blocks[:_MOST_NAMED]]
     rest = sum(len(nodes) for nodes, _ in blocks[_MOST_NAMED:])
     return [*lines, Text(f"  … {count(rest, 'more node')}", "dim")] if rest else lines
-
-
-def _each(plan: LaunchPlan) -> Iterator[_Block]:
-    for node in plan.nodes:
-        yield (node,), list(_node_rows(plan, node))
-
-
-def _folded(plan: LaunchPlan) -> Iterator[_Block]:
-    for one in fold_nodes([(node, list(_node_rows(plan, node, sizes=False))) for node in plan.nodes]):
-        yield one.nodes, _short(one.rows if len(one.nodes) > 1 else list(_node_rows(plan, one.nodes[0])))
 
 
 def _title(nodes: Sequence[NodePlan]) -> str:
@@ -174,10 +171,6 @@ def _topology(plan: LaunchPlan) -> str:
     return f"{text}; {decimal(min(more.values()))} to {decimal(max(more.values()))} more for each node"
 
 
-def _short(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [row for row in rows if row[0] not in ("share", "start", "server", "trainer", "  env")]
-
-
 def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Iterator[tuple[str, str]]:
     yield "share", "  ".join(_share(node))
     parts = f"  parts {node.data_dir}" if node.data_dir else ""
@@ -189,7 +182,8 @@ def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Itera
     for name, command in (("server", node.server), ("trainer", node.trainer)):
         if command:
             yield name, f"cd {quote(command.cwd)}; {describe_command(command)}"
-            yield "  env", describe_env(_beyond(command.env, node.start.env))
+            own = {name: value for name, value in command.env.items() if node.start.env.get(name) != value}
+            yield "  env", describe_env(own)
     for name, files in {"code": plan.code, **file_groups(node)}.items():
         if files:
             named = name in ("own", "generated")
@@ -212,10 +206,6 @@ def _share(node: NodePlan) -> Iterator[str]:
     ports = [f"master {node.master_port}"] if node.ranks else []
     ports += [f"graph service {node.service_port}"] if node.server else []
     yield f"address {node.address}  ports {', '.join(ports)}"
-
-
-def _beyond(env: Mapping[str, str], common: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if common.get(name) != value}
 
 
 def _files(node: NodePlan, files: Sequence[PlannedFile], *, list_them: bool) -> str:

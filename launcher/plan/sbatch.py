@@ -69,7 +69,15 @@ def option_lines(options: Mapping[str, str]) -> list[str]:
 
     An option with the value '', true, yes or on is a flag; one with false, no or off is left out.
     """
-    return [_line(name, text) for name, text in options.items() if text.lower() not in _OFF]
+    lines = []
+    for name, text in options.items():
+        if text.lower() in _ON:
+            lines.append(f"#SBATCH --{name}")
+        elif text.lower() not in _OFF:
+            # There, as sbatch reads it, \ escapes the next character.
+            quoted = '"' + re.sub(r'(["\\])', r"\\\1", text) + '"' if re.search(r"""[\s#;'"\\]""", text) else text
+            lines.append(f"#SBATCH --{name}={quoted}")
+    return lines
 
 
 def is_on(options: Mapping[str, str], name: str) -> bool:
@@ -106,13 +114,3 @@ def normalized(options: Mapping[str, str]) -> dict[str, str]:
             raise UsageError(f"slurm: `{name}`: {what}; give options such as partition or gpus-per-node")
     found.pop("nodes", None)
     return found
-
-
-def _line(name: str, text: str) -> str:
-    value = "" if text.lower() in _ON else f"={_quoted(text)}"
-    return f"#SBATCH --{name}{value}"
-
-
-def _quoted(text: str) -> str:
-    """Quote a value for an ``#SBATCH`` line if needed. There, as sbatch reads it, \\ escapes the next character."""
-    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"' if re.search(r"""[\s#;'"\\]""", text) else text

@@ -7,7 +7,9 @@ import functools
 import gc
 import importlib
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         cli.main(args=argv, prog_name="python -m trainer")
     except TrainerError as error:
         more = f"\nExplain: gnnfleet explain {error.code}" if error.code else ""
-        print(f"error: {error}{more}", file=sys.stderr, flush=True)
+        print(_between_words(f"error: {error}{more}"), file=sys.stderr, flush=True)
         report_expired(error)
         _leave(error.exit_status)
     except Exception as error:
@@ -59,6 +61,15 @@ def main(argv: list[str] | None = None) -> None:
             report_expired(error)
             _leave(1)
         raise
+
+
+def _between_words(text: str) -> str:
+    """Break the lines of a message between words if stderr is a terminal, which would break them within words."""
+    if not sys.stderr.isatty():
+        return text
+    width = max(20, shutil.get_terminal_size().columns)
+    wrap = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrap, text.split("\n")))
 
 
 def _in_process_group() -> bool:

@@ -227,3 +227,18 @@ def test_a_destructor_that_aborts_at_exit_does_not_fail_a_finished_rank(tmp_path
     command = [sys.executable, "-c", ABORTING, *words]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0 and "test accuracy" in done.stdout, done.stderr
+
+
+def test_errors_break_between_words_on_a_terminal(monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    words = ["inspect", str(tmp_path / "parts-that-are-not-there")]
+    with pytest.raises(SystemExit):
+        main(words)
+    piped = capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with pytest.raises(SystemExit):
+        main(words)
+    shown = capsys.readouterr().err
+    assert shown.split() == piped.split() and len(piped.splitlines()[0]) > 40
+    path = str(tmp_path / "parts-that-are-not-there")
+    assert all(len(line) <= 40 or line.lstrip("(").startswith(path) for line in shown.splitlines()), shown

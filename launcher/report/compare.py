@@ -186,13 +186,16 @@ def compare(runs: Sequence[RunFigures]) -> Comparison:
     graphs_differ = any(_is_of(key, _GRAPH) for key in differing)
     rows = [*_run_rows(runs), *differing.values(), *_result_rows(runs, marked=not graphs_differ)]
     rows += [*_speed_rows(runs), *_step_rows(runs), *_epoch_rows(runs, marked=not graphs_differ)]
-    return Comparison(tuple(runs), (*rows, *_version_rows(runs)), tuple(_notes(runs, differing)))
+    for package in dict.fromkeys(name for run in runs for name in run.versions):
+        rows += _known_row("versions", package, (run.versions.get(package) or None for run in runs))
+    return Comparison(tuple(runs), tuple(rows), tuple(_notes(runs, differing)))
 
 
 def _run_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
     entries = [run.entry for run in runs]
     yield Row("run", "state", tuple(entry.state for entry in entries))
-    yield from _known_row("run", "why", (_one_line(e.why) if e.state != "done" else None for e in entries))
+    reasons = ("" if entry.state == "done" else " ".join(entry.why.split()) for entry in entries)
+    yield from _known_row("run", "why", (why or None for why in reasons))
     yield Row("run", "took", tuple(entry.seconds for entry in entries), "seconds")
     yield from _known_row("run", "size", (entry.size or None for entry in entries))
     yield from _known_row("run", "from", (entry.resumed_from for entry in entries))
@@ -207,7 +210,7 @@ def _result_rows(runs: Sequence[RunFigures], *, marked: bool) -> Iterator[Row]:
             yield from _known_row(
                 "results", f"{split} {metric.title}", scores, "score", metric.better if marked else ""
             )
-    losses = (_last(run.loss_by_epoch()) for run in runs)
+    losses = (losses[max(losses)] if losses else None for losses in (run.loss_by_epoch() for run in runs))
     yield from _known_row("results", "last loss", losses, "score", "less" if marked else "")
 
 
@@ -244,11 +247,6 @@ def _by_epoch(
 ) -> Iterator[Row]:
     for epoch in sorted({epoch for curve in curves for epoch in curve}):
         yield Row(section, str(epoch), tuple(curve.get(epoch) for curve in curves), "score", better)
-
-
-def _version_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
-    for package in dict.fromkeys(name for run in runs for name in run.versions):
-        yield from _known_row("versions", package, (run.versions.get(package) or None for run in runs))
 
 
 def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator[str]:
@@ -356,24 +354,12 @@ def _mean_of(by_epoch: Mapping[int, float]) -> float | None:
     return sum(counted) / len(counted) if counted else None
 
 
-def _last(by_epoch: Mapping[int, float]) -> float | None:
-    return by_epoch[max(by_epoch)] if by_epoch else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _is_finite(value: Any) -> bool:
-    return _is_number(value) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_of(key: str, sections: Iterable[str]) -> bool:
     return any(key == section or key.startswith(f"{section}.") for section in sections)
-
-
-def _one_line(text: str) -> str | None:
-    return " ".join(text.split()) or None
 
 
 def _known_row(

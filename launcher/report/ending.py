@@ -212,7 +212,9 @@ class Ending:
     def report(self, folder: Path, seconds: float) -> RunReport:
         """Build the report of the run without writing it; ``seconds``: duration of the run."""
         outcomes = tuple(self._outcomes())
-        state = self._state(outcomes)
+        failed_itself = any(one.failed and not one.stopped and not one.done_without for one in outcomes)
+        asked_by = self.followed.interrupted or ("" if failed_itself else self._asked_by())
+        state: RunState = "done" if self._all_done() else "stopped" if asked_by else "failed"
         return RunReport(
             self.plan.run_id,
             state,
@@ -223,8 +225,11 @@ class Ending:
             folder,
             notes=(*self._restart_notes(), *self.followed.notes, *self.collected.notes),
             findings=tuple(self.findings()),
-            stopped_by=(self.followed.interrupted or self._asked_by()) if state == "stopped" else "",
-            out_of_reach=excluded_names(self.plan.nodes, self._unreachable()),
+            stopped_by=asked_by if state == "stopped" else "",
+            out_of_reach=excluded_names(
+                self.plan.nodes,
+                {k for k, lost in self.followed.lost.items() if lost.out_of_reach and k not in self.results},
+            ),
             restarts=self.restarts,
             bundled=not self.plan.own_command and not self.plan.serve_only,
         )
@@ -281,18 +286,8 @@ class Ending:
                     found[k] = Lost(seen.why, min(seen.when, reported.when)) if seen and known else reported
         return found
 
-    def _unreachable(self) -> set[int]:
-        return {k for k, lost in self.followed.lost.items() if lost.out_of_reach and k not in self.results}
-
     def _measured_here(self, k: int) -> float:
         return self._offsets.get(k, self.followed.clocks.get(k, 0.0))
-
-    def _state(self, outcomes: tuple[Outcome, ...]) -> RunState:
-        if self._all_done():
-            return "done"
-        if self.followed.interrupted or (self._asked_by() and not _failed_itself(outcomes)):
-            return "stopped"
-        return "failed"
 
     def _all_done(self) -> bool:
         # The lead node is done only after all others, even those that cannot be reached.
@@ -311,17 +306,14 @@ class Ending:
 
     def _asked_by(self) -> str:
         """Return who requested the stop of the run, as ``alice@laptop (gnnfleet stop)``; '' if nobody did."""
-        stops = [(cause.get("asked"), cause["reason"]) for cause in self._causes() if cause["kind"] == "stop"]
-        stops += [
-            (result["asked"], result["reason"]) for _, result in sorted(self.results.items()) if result.get("asked")
-        ]
+        results = [result for _, result in sorted(self.results.items())]
+        causes = [result["cause"] for result in results if result.get("cause")]
+        stops = [(cause.get("asked"), cause["reason"]) for cause in causes if cause["kind"] == "stop"]
+        stops += [(result["asked"], result["reason"]) for result in results if result.get("asked")]
         for asked, reason in stops:
             why = f" ({asked['why']})" if asked and asked.get("why") else ""
             return f"{asked['by']}{why}" if asked and asked.get("by") else str(reason)
         return ""
-
-    def _causes(self) -> list[Mapping[str, Any]]:
-        return [result["cause"] for _, result in sorted(self.results.items()) if result.get("cause")]
 
     def _outcomes(self) -> Iterator[Outcome]:
         # The outcome of a lost node follows those of the processes on it.
@@ -398,7 +390,3 @@ class Ending:
             if node.node_rank not in self.results and cause["name"] not in {record["name"] for record in records}:
                 when = cause["t"] - self.clock_offset(by)
                 yield Outcome.of_cause(cause, node.target, when)
-
-
-def _failed_itself(outcomes: tuple[Outcome, ...]) -> bool:
-    return any(outcome.failed and not outcome.stopped and not outcome.done_without for outcome in outcomes)

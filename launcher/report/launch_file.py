@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from launcher.errors import FleetError
 from launcher.files import write_whole
@@ -67,7 +67,7 @@ class LaunchFile:
         stage: Stage = "connect",
     ) -> LaunchFile:
         """Return the content of ``launch.json`` for a launch that begins now, in this process."""
-        now = time.time()
+        now, process = time.time(), procs.look(os.getpid())
         return cls(
             run_id=run_id,
             name=name,
@@ -79,7 +79,7 @@ class LaunchFile:
             host=socket.gethostname(),
             user=user_name(),
             pid=os.getpid(),
-            start_ticks=_start_ticks(os.getpid()),
+            start_ticks=process.start_ticks if process else 0,
             boot_id=procs.boot_id(),
             started=now,
             stage=stage,
@@ -100,9 +100,15 @@ class LaunchFile:
 
     @classmethod
     def read(cls, folder: Path) -> LaunchFile | None:
-        """Read ``launch.json`` in ``folder``; None if there is none. Raises FleetError if the file is damaged."""
+        """Read ``launch.json`` in ``folder``; None if there is none. Raises FleetError if the file is damaged.
+
+        Fields of newer versions are ignored.
+        """
+        known = {field.name for field in fields(LaunchFile)}
         try:
-            return _from_json(loads((folder / NAME).read_text(encoding="utf-8", errors="replace")))
+            values = _LAUNCH(loads((folder / NAME).read_text(encoding="utf-8", errors="replace")))
+            values |= {name: tuple(values[name]) for name in ("argv", "own_command", "overrides")}
+            return LaunchFile(**{name: value for name, value in values.items() if name in known})
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -130,8 +136,13 @@ class LaunchFile:
         For a launcher in a batch job: whether the job has not ended yet; None if Slurm does not tell.
         """
         if self.slurm_job:
-            return self._job_alive()
-        return self._process_alive()
+            try:
+                return not job_status(self.slurm_job).ended
+            except FleetError:
+                return None  # this machine is not in the cluster, or Slurm does not answer
+        if self.boot_id == procs.boot_id() and procs.alive(self.pid, self.start_ticks):
+            return True
+        return False if self.host == socket.gethostname() else None
 
     @property
     def requeued(self) -> bool:
@@ -140,18 +151,6 @@ class LaunchFile:
             return bool(self.slurm_job) and self.stage != "queue" and job_status(self.slurm_job).state == "PENDING"
         except FleetError:
             return False
-
-    def _job_alive(self) -> bool | None:
-        try:
-            return not job_status(self.slurm_job).ended
-        except FleetError:
-            return None  # this machine is not in the cluster, or Slurm does not answer
-
-    def _process_alive(self) -> bool | None:
-        this_boot, this_name = self.boot_id == procs.boot_id(), self.host == socket.gethostname()
-        if this_boot and procs.alive(self.pid, self.start_ticks):
-            return True
-        return False if this_name else None
 
 
 def waits_for_job(folder: Path, job: str) -> bool:
@@ -187,16 +186,3 @@ _LAUNCH = Record(
     {"detached": (flag, False), "resumed_from": (none_or(text), None), "slurm_job": (text, "")},
     {},
 )
-
-
-def _from_json(value: Any) -> LaunchFile:
-    """Check and convert the content of ``launch.json``; ignores fields of newer versions."""
-    values = _LAUNCH(value)
-    lists = {name: tuple(values[name]) for name in ("argv", "own_command", "overrides")}
-    known = {field.name for field in fields(LaunchFile)}
-    return LaunchFile(**{name: value for name, value in {**values, **lists}.items() if name in known})
-
-
-def _start_ticks(pid: int) -> int:
-    process = procs.look(pid)
-    return process.start_ticks if process else 0

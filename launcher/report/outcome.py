@@ -165,13 +165,10 @@ class Outcome:
         last = exit_description.last_exception_line(self.traceback) or "\n".join(
             self.tail if self.signal else self.tail[-3:]
         )
-        return bool(_FOLLOW_UP.search(last)) or self._repeats_an_error
-
-    @property
-    def _repeats_an_error(self) -> bool:
         # All ranks of a collective call end with the error of one.
         found = _OF_RANK.match(self.own_error)
-        return found is not None and self.rank is not None and int(found[1]) != self.rank
+        of_another = found is not None and self.rank is not None and int(found[1]) != self.rank
+        return bool(_FOLLOW_UP.search(last)) or of_another
 
     @property
     def own_error(self) -> str:

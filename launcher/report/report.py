@@ -225,9 +225,11 @@ def _print_done(report: RunReport, console: Console) -> None:
     elif last := last_loss(_last_files(report)):
         console.print(Text(last, "bold"))
     known = report.metrics.throughput()
-    throughput = {rank: speed for rank, speed in known.items() if rank in _last_ranks(report, known)}
-    if throughput:
-        table = _throughput_table(throughput, report.outcomes, report.metrics.counted_epochs())
+    if report.restarts:
+        started = {rank for own in report.restarts[-1]["ranks"].values() for rank in own}
+        known = {rank: speed for rank, speed in known.items() if rank in started}
+    if known:
+        table = _throughput_table(known, report.outcomes, report.metrics.counted_epochs())
         console.print(table, soft_wrap=True)
     if report.metrics.profile:
         print_profile(report.metrics.profile, console, ended=True)
@@ -260,13 +262,6 @@ def _checkpoint_position(report: RunReport) -> str:
         return ""  # log.epoch saves after the last step
     advice = "; log.epoch, called after each epoch, saves its end" if report.state == "done" else ""
     return f"epoch {epochs + 1}, step {step}" + (f" of {of}" if of else "") + advice
-
-
-def _last_ranks(report: RunReport, known: Iterable[int]) -> set[int]:
-    """Return the ranks that the last restart started; ``known`` if the run did not restart."""
-    if not report.restarts:
-        return set(known)
-    return {rank for own in report.restarts[-1]["ranks"].values() for rank in own}
 
 
 def _last_files(report: RunReport) -> list[Path]:

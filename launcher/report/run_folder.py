@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,11 @@ def registry_folder() -> Path:
 
 def known_runs(runs_dirs: Iterable[Path]) -> list[Path]:
     """Return the folders of all runs in the registry and in ``runs_dirs``, newest first, each once."""
-    folders = [*_registered(), *(folder for top in runs_dirs if top.is_dir() for folder in top.iterdir())]
+    folders: list[Path] = []
+    for entry in sorted(registry_folder().glob("*.json")):
+        with suppress(ValueError, KeyError, TypeError):  # a damaged file must not hide the other runs
+            folders.append(Path(loads(_text(entry))["folder"]))
+    folders += [folder for top in runs_dirs if top.is_dir() for folder in top.iterdir()]
     unique = {folder.resolve(): folder for folder in folders if is_run_folder(folder)}
     return sorted(unique.values(), key=began, reverse=True)
 
@@ -72,7 +77,9 @@ def never_ran(folder: Path) -> bool:
         return False
     if launch.stage in BEFORE_NODES:
         return launch.alive() is False
-    return launch.stage == "end" and _aborted_stage(folder) in BEFORE_NODES
+    events = records(EVENT, _text(folder / "events.jsonl").splitlines())
+    aborted = next((event.get("stage") for event in events if event["kind"] == "given-up"), None)
+    return launch.stage == "end" and aborted in BEFORE_NODES
 
 
 def clear(folder: Path) -> None:
@@ -94,25 +101,6 @@ def began(folder: Path) -> float:
 def last_sign(folder: Path) -> float:
     """Return when the launcher last wrote a file of the run folder."""
     return max(_mtimes(folder), default=0.0)
-
-
-def _registered() -> list[Path]:
-    folders = map(_registered_folder, sorted(registry_folder().glob("*.json")))
-    return [folder for folder in folders if folder is not None]
-
-
-def _registered_folder(entry: Path) -> Path | None:
-    # A damaged file must not hide the other runs.
-    try:
-        return Path(loads(_text(entry))["folder"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _aborted_stage(folder: Path) -> str:
-    """Return the stage at which the launch was aborted; '' if it was not."""
-    events = records(EVENT, _text(folder / "events.jsonl").splitlines())
-    return next((str(event.get("stage", "")) for event in events if event["kind"] == "given-up"), "")
 
 
 def _mtimes(folder: Path) -> list[float]:

@@ -52,9 +52,11 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
     if len(close) == 1:
         return read_folder(close[0])
     if not close:
-        raise UsageError(f"no run `{run}` is known here; the newest are {_names(known)} (`gnnfleet runs` lists all)")
+        names = [folder.name for folder in known[:_LISTED]] + (["…"] if len(known) > _LISTED else [])
+        raise UsageError(f"no run `{run}` is known here; the newest are {', '.join(names)} (`gnnfleet runs` lists all)")
     if not how:
-        raise UsageError(f"`{run}` is the name of several run folders; give one by its path: {_paths(close)}")
+        paths = ", ".join(map(str, close[:_LISTED]))
+        raise UsageError(f"`{run}` is the name of several run folders; give one by its path: {paths}")
     raise UsageError(f"`{run}` {how} the ids of {len(close)} runs; give more of the id. Newest:\n{_listed(close)}")
 
 
@@ -121,20 +123,11 @@ def _none_known(run: str | None, runs_dirs: Sequence[Path]) -> str:
     )
 
 
-def _names(folders: Sequence[Path]) -> str:
-    more = ", …" if len(folders) > _LISTED else ""
-    return ", ".join(folder.name for folder in folders[:_LISTED]) + more
-
-
 def _listed(folders: Sequence[Path]) -> str:
     newest = folders[:_LISTED]
     width = max(len(folder.name) for folder in newest)
     lines = [f"  {folder.name:{width}}  {entry_of(folder).state}" for folder in newest]
     return "\n".join([*lines, *(["  …"] if len(folders) > _LISTED else [])])
-
-
-def _paths(folders: Sequence[Path]) -> str:
-    return ", ".join(str(folder) for folder in folders[:_LISTED])
 
 
 _STYLES = {"done": "green", "failed": "red", "never started": "red", "stopped": "yellow"}
@@ -218,7 +211,7 @@ def _row(entry: Entry) -> tuple[Text | str, ...]:
 def _state(launch: LaunchFile | None, result: dict[str, Any] | None, *, has_plan: bool) -> tuple[str, str]:
     if result is not None and result["state"] != "detached":
         by = f"stopped by {result['stopped_by']}" if result.get("stopped_by") else ""
-        return result["state"], by or result_words(result) or _first_note(result)
+        return result["state"], by or result_words(result) or next(iter(result.get("notes") or ()), "")
     if launch is None:
         return "open", "collected while it ran; see gnnfleet status"
     if launch.alive():
@@ -236,7 +229,3 @@ def _size(folder: Path) -> str:
         return ""
     nodes = count(len(plan.nodes), "node")
     return f"{nodes} serving" if plan.serve_only else f"{nodes} × {count(plan.world_size, 'rank')}"
-
-
-def _first_note(result: dict[str, Any]) -> str:
-    return next(iter(result.get("notes") or ()), "")

@@ -81,7 +81,8 @@ def metric_chart(record: RunRecord) -> Chart | None:
 def speed_chart(record: RunRecord) -> Chart | None:
     """Return a chart of each rank's seeds per second by epoch: lines or, for many ranks, a heat map."""
     by_rank = _speeds(record.series)
-    title, axis = "Throughput of each rank", {"title": {"text": "epochs"}, "dtick": _ticks(by_rank.values())}
+    most = max(map(len, by_rank.values()), default=0)
+    title, axis = "Throughput of each rank", {"title": {"text": "epochs"}, "dtick": 1 if most <= 10 else None}
     if len(by_rank) <= _SINGLE:
         data = [
             _line(rank_name(rank, record.node_of.get(rank)), points, marks=True) for rank, points in by_rank.items()
@@ -218,10 +219,6 @@ def _speeds(series: Series) -> dict[int, list[Point]]:
 
 def _seeds_axis() -> dict[str, Any]:
     return {"title": {"text": "seeds/s"}, "rangemode": "tozero"}
-
-
-def _ticks(curves: Any) -> int | None:
-    return 1 if max((len(points) for points in curves), default=0) <= 10 else None
 
 
 def _chart(key: str, title: str, data: Sequence[Trace], layout: Mapping[str, Any]) -> Chart | None:

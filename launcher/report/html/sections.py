@@ -164,7 +164,9 @@ def _facts(record: RunRecord) -> Iterator[Fact]:
     if record.series.epoch_loss and not nan:
         yield Fact("loss", score_text(record.series.epoch_loss[-1][1]))
     if record.series.epochs_done:
-        yield Fact("epochs", _epochs(record))
+        config = record.found.config
+        of = f" of {config.train.epochs}" if config and not record.found.own else ""
+        yield Fact("epochs", f"{record.series.epochs_done}{of}")
     if result:
         yield Fact("seconds", f"{float(result['seconds']):,.1f}")
     if restarts := result.get("restarts"):
@@ -177,12 +179,6 @@ def _facts(record: RunRecord) -> Iterator[Fact]:
         yield Fact("seeds/s", f"{sum(speeds):,.0f}")
     if record.started:
         yield Fact("launched", time.strftime("%Y-%m-%d %H:%M", time.localtime(record.started)))
-
-
-def _epochs(record: RunRecord) -> str:
-    config = record.found.config
-    total = f" of {config.train.epochs}" if config and not record.found.own else ""
-    return f"{record.series.epochs_done}{total}"
 
 
 def _cause(record: RunRecord) -> Iterator[Block]:
@@ -203,13 +199,7 @@ def _cause(record: RunRecord) -> Iterator[Block]:
     notes = tuple(map(str, record.result.get("notes") or ()))
     if notes:
         yield Words(tuple(f"note: {note}" for note in notes), "warn")
-    if record.state in ("failed", "stopped"):
-        yield from _next(record)
-
-
-def _next(record: RunRecord) -> Iterator[Block]:
-    commands = from_here(record.found).next
-    if commands:
+    if record.state in ("failed", "stopped") and (commands := from_here(record.found).next):
         yield Lines("next commands", "\n".join(commands))
 
 
@@ -323,6 +313,7 @@ def _nodes(record: RunRecord) -> Iterator[Block]:
     plan = record.found.plan
     if plan is None:
         return
+    ended = record.state if record.state in ("done", "running") else "stopped"
     rows = tuple(
         (
             str(node.node_rank),
@@ -331,16 +322,11 @@ def _nodes(record: RunRecord) -> Iterator[Block]:
             spans(node.ranks) if node.ranks else "–",
             ", ".join(map(str, node.devices)) or "CPU",
             spans(node.parts) if node.parts else "–",
-            "; ".join(one.reason for one in record.outcomes if one.node_rank == node.node_rank and one.failed)
-            or _ended(record),
+            "; ".join(one.reason for one in record.outcomes if one.node_rank == node.node_rank and one.failed) or ended,
         )
         for node in plan.nodes
     )
     yield Table(("#node", "host", "role", "ranks", "devices", "parts", "ended"), rows)
-
-
-def _ended(record: RunRecord) -> str:
-    return "done" if record.state == "done" else "running" if record.state == "running" else "stopped"
 
 
 def _config(record: RunRecord) -> Iterator[Block]:

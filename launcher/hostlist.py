@@ -27,6 +27,11 @@ def is_range(text: str) -> bool:
     return "[" in (rest := _IPV6.sub("", text)) or "]" in rest
 
 
+def split_list(text: str) -> list[str]:
+    """Split a list, as ``a, n[1-3,7], b``, at the commas outside brackets; empty entries are left out."""
+    return [word.strip() for word in re.split(r",(?![^\[]*\])", text) if word.strip()]
+
+
 def expand(text: str) -> list[str]:
     """Return the host names of the range ``text``, in order. Raises RangeError.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launcher.errors import Problem
-from launcher.hostlist import RangeError, expand
+from launcher.hostlist import RangeError, expand, split_list
 from launcher.yaml_tree import Origin, Report, Scalar, Section, Tree, YamlSequence, expand_nodes, is_count
 
 _NOT_IN_JOB = (
@@ -26,8 +26,6 @@ _UUIDS_OF_ONE_HOST = (
 
 _UUID = re.compile(r"(GPU|MIG)-\S")
 
-_LIST_COMMA = re.compile(r",(?![^\[]*\])")  # a comma outside of brackets
-
 
 @dataclass(frozen=True)
 class Allocation:
@@ -40,7 +38,7 @@ class Allocation:
 
 def split_node_list(text: str) -> tuple[str, ...]:
     """Return the host names of a node list as Slurm prints it, such as ``gpu[01-03,07],login``. Raises RangeError."""
-    return tuple(host for word in _LIST_COMMA.split(text) for host in expand(word))
+    return tuple(host for word in split_list(text) for host in expand(word))
 
 
 def current_allocation(environ: Mapping[str, str]) -> Allocation | None:

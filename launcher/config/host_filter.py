@@ -10,7 +10,7 @@ from textwrap import shorten
 from launcher.config.roles import lead
 from launcher.config.schema import ClusterConfig, NodeConfig, login_text
 from launcher.errors import UsageError
-from launcher.hostlist import RangeError, expand, fold
+from launcher.hostlist import RangeError, expand, fold, split_list
 
 Chosen = Mapping[int, frozenset[int] | None]  #: node_rank → device ids; None: the whole node
 
@@ -83,11 +83,11 @@ def _listed(spec: str) -> Iterator[str]:
     Raises RangeError for an invalid range.
     """
     pieces: list[str] = []
-    for word in re.split(r",(?![^\[]*\])", spec):
+    for word in split_list(spec) or [spec]:
         if pieces and _MORE_DEVICES.fullmatch(word) and ":" in pieces[-1]:
             pieces[-1] += f",{word}"
         else:
-            pieces.append(word.strip())
+            pieces.append(word)
     for piece in pieces:
         yield from expand(piece)
 

@@ -17,12 +17,10 @@ from launcher.config.resolve import ResolvedConfig, resolve_run
 from launcher.config.validation import Reader
 from launcher.errors import ConfigError, Problem, UsageError
 from launcher.files import written_path
-from launcher.hostlist import RangeError, expand, is_range
+from launcher.hostlist import RangeError, expand, is_range, split_list
 from launcher.yaml_tree import Section, read_tree
 
 _OF_NODE = re.compile(r"(?:nodes\.\d+|defaults)\.(\w+)")
-
-_COMMAS = re.compile(r",(?![^\[\]]*\])")  # commas outside brackets
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,9 @@ class InitRequest:
 def split_hosts(texts: Sequence[str]) -> tuple[str, ...]:
     """Split lists and expand ranges: ``["a,b", "node[01-02]"]`` gives four hosts. Raises UsageError."""
     hosts: list[str] = []
-    for text in (part.strip() for words in texts for word in words.split() for part in _COMMAS.split(word)):
+    for text in (part for words in texts for word in words.split() for part in split_list(word)):
         try:
-            hosts += expand(text) if is_range(text) else [text] if text else []
+            hosts += expand(text) if is_range(text) else [text]
         except RangeError as error:
             raise UsageError(f"hosts: {error}") from None
     return tuple(hosts)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from launcher.config.schema import LINE, ClusterConfig
 from launcher.errors import UsageError
+from launcher.hostlist import split_list
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 
@@ -56,7 +57,7 @@ def parse_options(text: str) -> dict[str, str]:
     Commas in brackets do not separate. Raises UsageError for an option without a name.
     """
     found = {}
-    for word in filter(None, map(str.strip, re.split(r",(?![^\[]*\])", text))):
+    for word in split_list(text):
         name, equals, value = word.partition("=")
         if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
             raise UsageError(f"--slurm {word}: give long options of sbatch without --, such as partition=gpu,nodes=4")

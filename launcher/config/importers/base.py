@@ -11,6 +11,7 @@ from pathlib import Path
 from launcher.config.importers.partition_folder import ForeignParts, find_parts, named_parts
 from launcher.config.importers.pyg_command import Remote
 from launcher.errors import ConfigError, Problem, UsageError
+from launcher.hostlist import split_list
 from launcher.yaml_tree import Origin, Override, Scalar, Section, Tree
 from launcher.yaml_tree import YamlSequence as TreeList
 
@@ -169,7 +170,7 @@ def node_overrides(nodes: str) -> tuple[Override, ...]:
     """Return the config overrides for ``--nodes``; they replace ``nodes`` and ``transport`` of the config file."""
     if nodes.isdecimal():
         return (("nodes", nodes), ("transport", "local"))
-    return (("nodes", split_hosts(nodes)), ("transport", "ssh"))
+    return (("nodes", split_list(nodes)), ("transport", "ssh"))
 
 
 def environment_overrides(venv: str | None, conda: str | None) -> tuple[Override, ...]:
@@ -187,8 +188,3 @@ def environment_overrides(venv: str | None, conda: str | None) -> tuple[Override
     text = written_path(Path(text)) if "/" in text else text
     given = {"python": None, "venv": None, "conda": None, key: text}
     return tuple((f"nodes.*.{name}", value) for name, value in given.items())
-
-
-def split_hosts(nodes: str) -> list[str]:
-    """Split a list of hosts, as ``a,n[1-3,7],b``, at the commas outside brackets."""
-    return [host.strip() for host in re.split(r",(?![^\[]*\])", nodes) if host.strip()]

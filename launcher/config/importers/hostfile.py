@@ -15,12 +15,12 @@ from launcher.config.importers.base import (
     number,
     parts_note,
     section,
-    split_hosts,
     text,
     virtual_origin,
 )
 from launcher.config.importers.pyg_command import Remote
 from launcher.errors import ConfigError, Problem
+from launcher.hostlist import split_list
 from launcher.yaml_tree import Origin, Section, Tree
 
 _IPV6 = r"(?=[^\s:\]]*:[^\s:\]]*:)[0-9a-fA-F:.]+(?:%\w+)?"
@@ -61,7 +61,7 @@ def read_nodes(flags: Flags) -> Foreign:
     if (flags.nodes or "").isdecimal():
         tree = {"nodes": number(origin, flags.nodes or ""), "transport": text(origin, "local")}
         return Foreign("a number of nodes on this machine", section(origin, tree))
-    hosts = [text(origin, host) for host in split_hosts(flags.nodes or "")]
+    hosts = [text(origin, host) for host in split_list(flags.nodes or "")]
     if not hosts:
         raise ConfigError([Problem("--nodes", 0, "expected hosts, for instance --nodes me@host1,me@host2")])
     return Foreign("a list of hosts", section(origin, {"nodes": listed(origin, hosts)}))
@@ -82,7 +82,7 @@ def host_lines(source: Source, comment: str = "#") -> list[tuple[int, str]]:
             matches = re.finditer(r"([^+/]+)/\d+(?:\*(\d+))?", words)
             pieces = [f"{match[1]} slots={match[2] or 1}" for match in matches]
         elif "," in words:
-            pieces = split_hosts(words)
+            pieces = split_list(words)
         elif len(given) == 1 and _is_host_words(words.split()):
             pieces = words.split()
         found += [(line, piece) for piece in pieces]

@@ -32,7 +32,8 @@ def config_map(plan: LaunchPlan, request: ExportRequest, code_dir: str) -> Manif
     files: list[Manifest] = []
     for node in plan.nodes:
         contents = {posixpath.basename(file.dest): file for file in node.files if not file.source}
-        spec = json.loads(_plain(contents["node.json"].content))
+        text = contents["node.json"].content
+        spec = json.loads(text.reveal() if isinstance(text, Secret) else text)  # the plan's token is a placeholder
         config = request.config.nodes[node.node_rank]
         if spec["trainer"] and "OMP_NUM_THREADS" not in config.env and config.cpus is None:
             del spec["trainer"]["env"]["OMP_NUM_THREADS"]
@@ -40,7 +41,8 @@ def config_map(plan: LaunchPlan, request: ExportRequest, code_dir: str) -> Manif
         data[f"node{node.node_rank}.json"] = json.dumps(content, indent=indent)
         data["cluster.json"] = contents["cluster.json"].content
         if node.ranks and not files:
-            files = [_own_file(k, file, node, data, binary) for k, file in enumerate(_own_files(node))]
+            own = [file for file in node.files if file.source and file.dest.startswith(f"{node.run_dir}/files/")]
+            files = [_own_file(k, file, node, data, binary) for k, file in enumerate(own)]
     values = {
         "format": exported_run.FORMAT,
         "version": exported_run.VERSION,
@@ -79,15 +81,6 @@ def _fetch_spec(node: NodePlan, plan: LaunchPlan, request: ExportRequest) -> Man
         "manifest": parts.files[-1].sha256 if parts else "",
         "limit": None if data.store_limit is None else parse_bytes(data.store_limit),
     }
-
-
-def _plain(text: str) -> str:
-    # Without secrets: the token of the plan is a placeholder.
-    return text.reveal() if isinstance(text, Secret) else text
-
-
-def _own_files(node: NodePlan) -> list[Any]:
-    return [file for file in node.files if file.source and file.dest.startswith(f"{node.run_dir}/files/")]
 
 
 def _own_file(k: int, file: Any, node: NodePlan, data: dict[str, str], binary: dict[str, str]) -> Manifest:

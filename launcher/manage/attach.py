@@ -15,7 +15,6 @@ from libtmux.constants import PaneDirection
 
 from launcher.command import Command, shell_line
 from launcher.config.resolve import ResolvedConfig
-from launcher.config.schema import NodeConfig
 from launcher.errors import FleetError, SessionError, UsageError
 from launcher.plan.model import NodePlan
 from launcher.report.run_folder import FoundRun
@@ -64,14 +63,11 @@ def attach_argv(config: ResolvedConfig, node: NodePlan) -> tuple[str, ...]:
     """Return the command that attaches to the tmux session of a node, read-only."""
     if config.transport == "local":
         return ("env", "TMUX=", "tmux", "attach", "-r", "-t", f"={node.session}")
-    return (*_ssh(config.nodes[node.node_rank]), f"tmux attach -r -t '={node.session}'")
-
-
-def _ssh(node: NodeConfig) -> tuple[str, ...]:
-    words = ["ssh", "-t"]
-    words += ["-p", str(node.port)] if node.port else []
-    words += ["-i", node.key] if node.key else []
-    return (*words, f"{node.user}@{node.host}" if node.user else node.host)
+    login = config.nodes[node.node_rank]
+    words = ["-p", str(login.port)] if login.port else []
+    words += ["-i", login.key] if login.key else []
+    target = f"{login.user}@{login.host}" if login.user else login.host
+    return ("ssh", "-t", *words, target, f"tmux attach -r -t '={node.session}'")
 
 
 def session_of(run_id: str) -> str:

@@ -19,7 +19,6 @@ from launcher.errors import FleetError, TransportError, UsageError, reason_of
 from launcher.plan.placement import ANY_PYTHON
 from launcher.text import count
 from launcher.transport import close_all, connect_all
-from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import call
 
@@ -69,18 +68,32 @@ def chosen(items: Sequence[Item], options: CleanOptions) -> list[Item]:
 def clean(config: ResolvedConfig, options: CleanOptions, console: Console) -> int:
     """Show what can be deleted on each host, ask, and delete it; return the exit status: 1 if a host failed."""
     attempts = connect_all(config)
+    hosts = _one_per_host(config, attempts)
+
+    def ask(k: int, request: dict[str, Any]) -> Any:
+        attempt = attempts[k]
+        if isinstance(attempt, TransportError):
+            raise attempt
+        here = config.transport == "local"
+        python = Command((sys.executable,)) if here else Command(ANY_PYTHON, setup=config.nodes[k].setup)
+        return call(attempt, python, "clean", {**request, "workdirs": list(hosts[k])}, _TIMEOUT)
+
+    def delete(k: int) -> tuple[dict[str, int], dict[str, str]]:
+        """Delete folders on a host; return the bytes of those that are gone, and why others are not."""
+        reply = ask(k, {"op": "delete", "paths": [item.path for item in wanted[k]]})
+        return msgspec.convert(reply["deleted"], dict[str, int]), msgspec.convert(reply["errors"], dict[str, str])
+
     try:
-        hosts = _one_per_host(config, attempts)
-        answers = on_nodes(hosts, lambda k: _listed(config, k, hosts[k], attempts[k]))
+        answers = on_nodes(hosts, lambda k: msgspec.convert(ask(k, {"op": "list"})["items"], list[Item]))
         errors: dict[int, Exception] = dict(answers.errors)
         wanted = {k: chosen(items, options) for k, items in answers.values.items()}
         for k in sorted(answers.values):
             _show(config.nodes[k].login, answers.values[k], wanted[k], console)
         whole = sum(item.bytes for items in wanted.values() for item in items)
         number = sum(map(len, wanted.values()))
-        if number and not options.dry_run and _confirmed(number, whole, options):
-            some = [k for k in wanted if wanted[k]]
-            done = on_nodes(some, lambda k: _deleted(config, k, hosts[k], attempts[k], wanted[k]))
+        question = f"Delete {count(number, 'folder')}, {decimal(whole)}?"
+        if number and not options.dry_run and (not options.ask or click.confirm(question, default=False)):
+            done = on_nodes([k for k in wanted if wanted[k]], delete)
             errors |= done.errors
             freed = sum(sum(freed.values()) for freed, _ in done.values.values())
             console.print(f"freed {decimal(freed)} on {count(len(done.values), 'host')}", highlight=False)
@@ -108,32 +121,6 @@ def _one_per_host(config: ResolvedConfig, attempts: Mapping[int, Any]) -> dict[i
     return {k: tuple(folders) for k, folders in by_login.values()}
 
 
-def _listed(config: ResolvedConfig, k: int, workdirs: Sequence[str], attempt: Transport | TransportError) -> list[Item]:
-    return msgspec.convert(_ask(config, k, workdirs, attempt, {"op": "list"})["items"], list[Item])
-
-
-def _deleted(
-    config: ResolvedConfig, k: int, workdirs: Sequence[str], attempt: Transport | TransportError, items: Sequence[Item]
-) -> tuple[dict[str, int], dict[str, str]]:
-    """Delete folders on a host; return the bytes of those that are gone, and why others are not."""
-    reply = _ask(config, k, workdirs, attempt, {"op": "delete", "paths": [item.path for item in items]})
-    return msgspec.convert(reply["deleted"], dict[str, int]), msgspec.convert(reply["errors"], dict[str, str])
-
-
-def _ask(
-    config: ResolvedConfig,
-    k: int,
-    workdirs: Sequence[str],
-    attempt: Transport | TransportError,
-    request: dict[str, Any],
-) -> Any:
-    if isinstance(attempt, TransportError):
-        raise attempt
-    here = config.transport == "local"
-    python = Command((sys.executable,)) if here else Command(ANY_PYTHON, setup=config.nodes[k].setup)
-    return call(attempt, python, "clean", {**request, "workdirs": list(workdirs)}, _TIMEOUT)
-
-
 def _show(login: str, items: Sequence[Item], wanted: Sequence[Item], console: Console) -> None:
     console.print(f"{login}: {decimal(sum(item.bytes for item in wanted))} to delete", style="bold", highlight=False)
     for item in wanted:
@@ -150,7 +137,3 @@ def _show(login: str, items: Sequence[Item], wanted: Sequence[Item], console: Co
 def _days(seconds: float) -> str:
     unit = next((name for name in "wdhm" if seconds >= 2 * _UNITS[name]), "m")
     return f"{int(seconds // _UNITS[unit])} {unit}"
-
-
-def _confirmed(number: int, whole: int, options: CleanOptions) -> bool:
-    return not options.ask or click.confirm(f"Delete {count(number, 'folder')}, {decimal(whole)}?", default=False)

@@ -60,7 +60,9 @@ def collect_run(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None
         where = progress_words(run.found, alive)
         why = f"run {run_id} still runs{f' ({where})' if where else ''}; its files so far are in {folder}"
         return CollectResult(folder, None, why, collected.notes, 0, idle_of(alive))
-    if unreachable and not _end_is_known(views, last_hub([*views.values()], run.found.needed_plan.lead)):
+    # The lead node ends last, and its result also says how unreachable nodes ended.
+    hub = views.get(last_hub([*views.values()], run.found.needed_plan.lead))
+    if unreachable and (hub is None or hub.result is None):
         why = _unknown_end(run_id, views, folder)
         return CollectResult(folder, None, why, collected.notes, 1)
     report = written(report_of(run, views, collected, folder))
@@ -102,12 +104,6 @@ def prepare_folder(run: OpenRun, folder: Path) -> None:
 def folder_for(run: OpenRun, runs_dir: Path) -> Path:
     """Return the run's folder on this machine or, if there is none, the path of a new one in ``runs_dir``."""
     return run.found.folder or runs_dir / run.found.run_id
-
-
-def _end_is_known(views: Mapping[int, NodeView], lead: int) -> bool:
-    # The lead node ends last, and its result also says how unreachable nodes ended.
-    hub = views.get(lead)
-    return hub is not None and hub.result is not None
 
 
 def _seconds(run: OpenRun, views: Mapping[int, NodeView]) -> float:

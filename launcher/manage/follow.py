@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -35,27 +34,19 @@ def follow(
     found = run.found
     prepare_folder(run, folder)
     config = found.needed_config
+    broken = {k: error for k, error in run.errors.items() if k < len(config.nodes)}
+    # ``stop`` is meant for the launcher of the run only.
+    on_interrupt = on_interrupt or ("detach" if config.run.on_interrupt == "detach" else "ask")
     with closing(EventLog(folder / "events.jsonl", sys.stdout if as_json else None)) as events:
         return follow_run(
             found.needed_plan,
-            _transports(run),
+            {**run.attempts, **{k: LateTransport(config, k, error) for k, error in broken.items()}},
             run=config.run,
             folder=folder,
             started=found.launch.started if found.launch else time.time(),
-            view=View(console, on_interrupt or _viewer_action(config.run.on_interrupt), plain),
+            view=View(console, on_interrupt, plain),
             events=events,
         )
-
-
-def _viewer_action(of_launch: OnInterrupt) -> OnInterrupt:
-    # ``stop`` is meant for the launcher of the run only.
-    return "detach" if of_launch == "detach" else "ask"
-
-
-def _transports(run: OpenRun) -> Mapping[int, Transport | TransportError]:
-    config = run.found.needed_config
-    broken = {k: error for k, error in run.errors.items() if k < len(config.nodes)}
-    return {k: LateTransport(config, k, broken[k]) if k in broken else attempt for k, attempt in run.attempts.items()}
 
 
 class LateTransport(Transport):

@@ -14,7 +14,7 @@ from launcher.config.resolve import resolve_saved
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import FleetError, TransportError, UsageError
 from launcher.manage.node_views import OpenRun, opened
-from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import read_run
 from launcher.report.run_folder import FoundRun, known_here, read_folder
 from launcher.report.run_history import default_runs, find_run, matching
@@ -57,8 +57,16 @@ def discovered(config: ClusterConfig, config_path: Path, run: str | None) -> Ite
         run_id = _choose(seen, run, config_path, attempts)
         plan = _read_plan([one for one in seen if one.run_id == run_id], attempts)
         hosts = _match_hosts(plan, config, [one for one in seen if one.run_id == run_id])
-        connections = {k: _connection(attempts, hosts.get(k), plan, k) for k in range(len(plan.nodes))}
-        nodes = tuple(_node_config(config, hosts.get(k), plan.nodes[k]) for k in range(len(plan.nodes)))
+        connections: dict[int, Transport | TransportError] = {}
+        nodes = []
+        for k, node in enumerate(plan.nodes):
+            if k in hosts:
+                connections[k] = attempts[hosts[k]]
+                nodes.append(config.nodes[hosts[k]])
+            else:
+                why = "the cluster file does not list this node"
+                connections[k] = TransportError(why, host=node.target, node_rank=k)
+                nodes.append(NodeConfig(host=node.host))
         found = FoundRun(run_id, None, None, plan, resolve_saved(config, nodes), None, config_path)
         yield OpenRun(found, connections)
     finally:
@@ -78,24 +86,19 @@ def _list_runs(config: ClusterConfig, attempts: Mapping[int, Transport | Transpo
     def ask(k: int) -> list[RunFileSeen]:
         folder = config.nodes[k].workdir.replace("{node_rank}", "*").rstrip("/")
         command = Command(("bash", "-c", _LIST, "bash", f"{folder}/runs/*/node*/run.json"))
-        return list(_parse_listing(k, transports[k].run(command, timeout=_TIMEOUT).stdout.decode("utf-8", "replace")))
+        listing = transports[k].run(command, timeout=_TIMEOUT).stdout.decode("utf-8", "replace")
+        matches = filter(None, map(_SEEN.search, listing.splitlines()))  # skips the output of a shell profile
+        return [RunFileSeen(m["run_id"], int(m["node_rank"]), k, m["path"], int(m["mtime"])) for m in matches]
 
     answers = on_nodes(transports, ask)
     return [one for k in sorted(answers.values) for one in answers.values[k]]
 
 
-def _parse_listing(host: int, listing: str) -> Iterator[RunFileSeen]:
-    for line in listing.splitlines():
-        found = _SEEN.search(line)  # skips the output of a shell profile
-        if found:
-            yield RunFileSeen(found["run_id"], int(found["node_rank"]), host, found["path"], int(found["mtime"]))
-
-
 def _choose(
     seen: list[RunFileSeen], run: str | None, config_path: Path, attempts: Mapping[int, Transport | TransportError]
 ) -> str:
-    newest = sorted({one.run_id: one.mtime for one in sorted(seen, key=lambda one: one.mtime)}.items(), key=_mtime)
-    ids = [run_id for run_id, _ in reversed(newest)]
+    oldest_first = sorted(seen, key=lambda one: one.mtime)
+    ids = list(dict.fromkeys(one.run_id for one in reversed(oldest_first)))
     if not ids:
         unreachable = sum(isinstance(attempt, TransportError) for attempt in attempts.values())
         more = f"; {unreachable} of them cannot be reached" if unreachable else ""
@@ -112,10 +115,6 @@ def _choose(
     if len(close) > 1:
         raise UsageError(f"`{run}` {how} the ids of {len(close)} runs there ({listed}); give more of the id")
     return close[0]
-
-
-def _mtime(item: tuple[str, int]) -> int:
-    return item[1]
 
 
 def _read_plan(seen: list[RunFileSeen], attempts: Mapping[int, Transport | TransportError]) -> LaunchPlan:
@@ -151,19 +150,6 @@ def _match_hosts(plan: LaunchPlan, config: ClusterConfig, seen: list[RunFileSeen
     return matched
 
 
-def _connection(
-    attempts: Mapping[int, Transport | TransportError], host: int | None, plan: LaunchPlan, node_rank: int
-) -> Transport | TransportError:
-    if host is None:
-        target = plan.nodes[node_rank].target
-        return TransportError("the cluster file does not list this node", host=target, node_rank=node_rank)
-    return attempts[host]
-
-
-def _node_config(config: ClusterConfig, host: int | None, node: NodePlan) -> NodeConfig:
-    return config.nodes[host] if host is not None else NodeConfig(host=node.host)
-
-
 @dataclass(frozen=True)
 class Choice:
     run: str | None = None  #: id, part of one, or run folder; None: the newest
@@ -184,8 +170,10 @@ def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found
 
     Raises UsageError if the run is not found, FleetError if its plan is unknown or no node can be reached.
     """
-    elsewhere = choice.config is not None and (choice.run is None or (_is_id(choice.run) and not _planned_here(choice)))
-    if not elsewhere:
+    is_id = choice.run is not None and "/" not in choice.run.rstrip("/")
+    here = known_here(str(choice.run), choice.runs_dirs) if choice.config is not None and is_id else None
+    planned_here = here is not None and (here / "run.json").is_file()
+    if choice.config is None or (choice.run is not None and (planned_here or not is_id)):
         runs = default_runs(choice.runs_dirs) if choice.run is None else [find_run(choice.run, choice.runs_dirs)]
         for k, found in enumerate(runs, 1):
             if offline(found):
@@ -197,32 +185,15 @@ def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found
                     yield run
                     return
         return
-    assert choice.config is not None
-    config = load_config(choice.config, ("run.files=[]", *_any_graph(choice.config), *choice.sets))
-    with discovered(config, choice.config, choice.run) as run:
-        yield replace(run, found=_with_folder(run.found, choice))
-
-
-def _any_graph(config: Path) -> tuple[str, ...]:
-    # Without a dataset the config would be invalid, but the search for a run does not use it.
     from launcher.config.importers.detect import read_foreign
 
-    foreign = read_foreign(config)
-    return ("data.dataset=synthetic",) if foreign and "data" not in foreign.tree.items else ()
-
-
-def _planned_here(choice: Choice) -> bool:
-    folder = known_here(str(choice.run), choice.runs_dirs)
-    return folder is not None and (folder / "run.json").is_file()
-
-
-def _with_folder(found: FoundRun, choice: Choice) -> FoundRun:
-    folder = known_here(found.run_id, choice.runs_dirs)
-    if folder is None:
-        return found
-    here = read_folder(folder)
-    return replace(found, folder=folder, launch=here.launch, result=here.result)
-
-
-def _is_id(run: str) -> bool:
-    return "/" not in run.rstrip("/")
+    # Without a dataset the config would be invalid, but the search for a run does not use it.
+    foreign = read_foreign(choice.config)
+    any_graph = ("data.dataset=synthetic",) if foreign and "data" not in foreign.tree.items else ()
+    config = load_config(choice.config, ("run.files=[]", *any_graph, *choice.sets), foreign=foreign)
+    with discovered(config, choice.config, choice.run) as run:
+        folder = known_here(run.found.run_id, choice.runs_dirs)
+        if folder is not None:
+            known = read_folder(folder)
+            run = replace(run, found=replace(run.found, folder=folder, launch=known.launch, result=known.result))
+        yield run

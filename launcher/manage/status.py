@@ -105,7 +105,10 @@ def watch_status(run: OpenRun, console: Console) -> Status:
     """Show the status every two seconds until the run has ended; Ctrl-C ends only this command."""
     with ExitStack() as connections, Live(console=console, auto_refresh=False) as live:
         while True:
-            run = replace(run, found=_reread(run.found))
+            if run.found.folder is not None:
+                now = read_folder(run.found.folder)
+                found = replace(run.found, launch=now.launch, result=now.result, plan=now.plan or run.found.plan)
+                run = replace(run, found=found)
             if not run.attempts and not known_without_nodes(run.found):  # the launch has reached its nodes
                 run = connections.enter_context(opened(run.found))
             status = status_now(run)
@@ -116,13 +119,6 @@ def watch_status(run: OpenRun, console: Console) -> Status:
                 time.sleep(_EVERY)
             except KeyboardInterrupt:
                 return status
-
-
-def _reread(found: FoundRun) -> FoundRun:
-    if found.folder is None:
-        return found
-    now = read_folder(found.folder)
-    return replace(found, launch=now.launch, result=now.result, plan=now.plan or found.plan)
 
 
 def rendered(status: Status) -> Group:

@@ -162,7 +162,21 @@ def train_epoch(
             timer.step()
             tally.add(batch, loss)
             if due:
-                metrics.write("step", **_step_line(tally, timer, monitor, batch, epoch, steps))
+                lap = timer.lap()
+                metrics.write(
+                    "step",
+                    epoch=epoch,
+                    step=batch.step,
+                    steps=steps,
+                    loss=float(tally.losses[-1]) / max(batch.num_seeds, 1),
+                    seeds=batch.num_seeds,
+                    seeds_per_s=round(tally.seeds / tally.seconds, 1),
+                    wait_s=round(timer.total.batch_s, 4),
+                    **lap.means(),
+                    traffic=traffic(lap.cost, lap.batches),
+                    remote_share=lap.cost.remote_share,
+                    **monitor.step_fields(lap),
+                )
             metrics.at(epoch, batch.step + 1, "load")
             del batch, loss  # frees their memory before the next batch is requested
             if after_step is not None and tally.steps < steps:
@@ -170,25 +184,6 @@ def train_epoch(
         timer.lap()
     metrics.at(epoch, steps, "reduce")
     return _report(tally, timer, monitor, epoch, group)
-
-
-def _step_line(
-    tally: EpochSums, timer: StepTimer, monitor: DeviceMonitor, batch: AnyBatch, epoch: int, steps: int
-) -> dict[str, Any]:  # fmt: skip
-    lap = timer.lap()
-    return {
-        "epoch": epoch,
-        "step": batch.step,
-        "steps": steps,
-        "loss": float(tally.losses[-1]) / max(batch.num_seeds, 1),
-        "seeds": batch.num_seeds,
-        "seeds_per_s": round(tally.seeds / tally.seconds, 1),
-        "wait_s": round(timer.total.batch_s, 4),
-        **lap.means(),
-        "traffic": traffic(lap.cost, lap.batches),
-        "remote_share": lap.cost.remote_share,
-        **monitor.step_fields(lap),
-    }
 
 
 def _report(

@@ -134,27 +134,34 @@ class Fit:
         if os.environ.get("GNNFLEET_SAVE_ON_TERM") and self.settings.checkpoint_seconds:
             self._request.save_on_term()
         while self.progress.done < self.settings.epochs or not self.progress.scored:
+            # Train, unless a resumed run has only to score the epoch.
             if self.progress.scored:
-                self._train(wrapped)
-            self._close_epoch()
+                report = train_epoch(
+                    wrapped, self.task, self.optimizers, self.loaders["train"], self.progress.done + 1, self.group,
+                    self.metrics, self.progress.tally, self._after_step,
+                )  # fmt: skip
+                at = self.progress
+                curve, seconds = (*at.step_loss, report.step_loss), (*at.seconds, report.seconds)
+                self.progress = Progress(report.epoch, False, curve, at.best, seconds, at.cost + report.cost, report)
+                del at  # with the weights of an earlier best epoch
+                self._log_epoch(report)
+            # Score the val split, which may be due, and keep the best weights.
+            score = self._score_val()
+            self.progress = replace(self.progress, scored=True)
+            if self.progress.report is not None:
+                metric = self.task.metric
+                value = score.value(metric) if score else None
+                self._print(epoch_text(self.progress.report, self.settings.epochs, metric, value))
+                self._print_starvation(self.progress.report)
+            # Save, if due.
+            if self._due(self.settings.checkpoint_every):
+                self._save()
         return self._finish()
 
-    def _train(self, wrapped: nn.Module) -> None:
-        before = self.progress
-        report = train_epoch(
-            wrapped, self.task, self.optimizers, self.loaders["train"], before.done + 1, self.group, self.metrics,
-            before.tally, self._after_step,
-        )  # fmt: skip
-        curve, seconds = (*before.step_loss, report.step_loss), (*before.seconds, report.seconds)
-        self.progress = Progress(report.epoch, False, curve, before.best, seconds, before.cost + report.cost, report)
-        self._log_epoch(report)
-
     def _after_step(self, tally: EpochSums) -> None:
-        if self._schedule.due():
-            self._save_step(tally)
-
-    def _save_step(self, tally: EpochSums) -> None:
-        """Save a checkpoint within the epoch, while training continues. Collective."""
+        """Save a checkpoint within the epoch if it is due, while training continues. Collective."""
+        if not self._schedule.due():
+            return
         began = time.monotonic()
         tally.reduce_losses(self.group)
         checkpoint = self._checkpoint(tally)
@@ -167,16 +174,6 @@ class Fit:
             self._writer.finish()
             print("ended by SIGTERM; a checkpoint has been saved", flush=True)
             os._exit(128 + signal.SIGTERM)  # without the destructors of process groups, which may wait for other ranks
-
-    def _close_epoch(self) -> None:
-        score = self._score_val()
-        self.progress = replace(self.progress, scored=True)
-        if self.progress.report is not None:
-            metric, epochs = self.task.metric, self.settings.epochs
-            self._print(epoch_text(self.progress.report, epochs, metric, score.value(metric) if score else None))
-            self._print_starvation(self.progress.report)
-        if self._due(self.settings.checkpoint_every):
-            self._save()
 
     def _due(self, every: int) -> bool:
         return self.progress.done == self.settings.epochs or (every > 0 and self.progress.done % every == 0)
@@ -227,14 +224,6 @@ class Fit:
                 f"needs {1000 * times.work_s:.3g} ms for a batch, the rest of a step {1000 * rest:.3g} ms "
                 "(train.sampler_threads, train.prefetch)"
             )
-
-    def _print_traffic(self) -> None:
-        if "GNNFLEET_RUN_ID" in os.environ:
-            return  # the launcher's report shows the traffic of all ranks
-        for line in traffic_text(
-            self.progress.cost, len(self.progress.seconds), self.group.ranks.rank, self._prediction
-        ):
-            self._print(line)
 
     @property
     def _path(self) -> Path:
@@ -296,7 +285,9 @@ class Fit:
                 epoch_seconds=[round(value, 3) for value in at.seconds], checkpoint=path and str(path),
                 **(self.baseline.fields() if self.baseline else {}),
             )  # fmt: skip
-        self._print_traffic()
+        if "GNNFLEET_RUN_ID" not in os.environ:  # else the launcher's report shows the traffic of all ranks
+            for line in traffic_text(at.cost, len(at.seconds), self.group.ranks.rank, self._prediction):
+                self._print(line)
         if test is not None:
             best = f" (weights of epoch {best_epoch}, val {number_text(val[metric.name])})" if val is not None else ""
             self._print(f"test {metrics_text(test)}{best}")

@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
-from trainer.core.remote_settings import CacheSize, RemoteAccess
-from trainer.core.schema import NodeType, type_name
+from trainer.core.remote_settings import CacheSize
+from trainer.core.schema import type_name
 from trainer.core.slabs import keep_freed_memory
-from trainer.graph.cache_fill import FilledCache, fill_cache
+from trainer.graph.cache_fill import fill_cache
 from trainer.graph.cache_policy import BatchPlan
 from trainer.graph.device import DeviceRows
 from trainer.graph.device_cache import cache_bytes, device_rows
@@ -36,15 +35,12 @@ from trainer.train.fit import Fit, FitResult
 from trainer.train.loaders import SPLITS, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
 from trainer.train.model import embedded_nodes, make_model
-from trainer.train.settings import InferJob, TrainJob, TrainSettings
+from trainer.train.settings import InferJob, TrainJob
 from trainer.train.tasks.baseline import Baseline, link_baseline
 from trainer.train.tasks.choose import node_task
 from trainer.train.tasks.link import LinkPrediction
-from trainer.train.tasks.target import Target, pick_target
+from trainer.train.tasks.target import pick_target
 from trainer.train.tasks.task import Task
-
-if TYPE_CHECKING:
-    from trainer.loader.link_block_loader import LinkBlockLoader
 
 
 def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None:
@@ -130,28 +126,14 @@ def batch_plan(graph: Graph, loader: BlockLoader) -> BatchPlan:
     return BatchPlan(loader.order, columns, loader.requests, loader.settings.threads)
 
 
-def fill_host_cache(
-    graph: Graph, loader: BlockLoader, remote_access: RemoteAccess, run_dir: Path, group: RankGroup
-) -> FilledCache | None:
-    """Fill the row cache with the remote rows that the loader's batches use most. Collective."""
-    node = f"{group.ranks.node_rank} {group.ranks.host}"
-    plan = batch_plan(graph, loader)
-    return fill_cache(graph.access, graph.store, plan, node, remote_access.cache, run_dir / "cache", group)
-
-
-def cache_on_devices(
-    graph: Graph, loaders: Mapping[str, BlockLoader], settings: TrainSettings, group: RankGroup
-) -> None:
+def cache_on_devices(graph: Graph, loaders: Mapping[str, BlockLoader], size: CacheSize, group: RankGroup) -> None:
     """Cache on each rank's device the rows that its train batches request most. Collective.
 
     Raises ``SettingsError`` in a client, and ``ServiceError`` if a host does not answer.
     """
-    size, loader = CacheSize.parse(settings.device_cache), loaders["train"]
-    if size == CacheSize():
-        return
 
     def fill() -> list[DeviceRows]:
-        rows = device_rows(graph, batch_plan(graph, loader), size, group.device)
+        rows = device_rows(graph, batch_plan(graph, loaders["train"]), size, group.device)
         for one in loaders.values():
             one.keep(rows)
         return list(rows.values())
@@ -204,61 +186,64 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
 
 
 def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog) -> Fit:
-    settings, manifest = job.settings, graph.manifest
+    """Make all that training needs, from what is predicted to the checkpoint that it continues from. Collective."""
+    settings, manifest, is_first = job.settings, graph.manifest, group.rank == 0
+
+    # What is predicted.
     target = group.agree(lambda: pick_target(graph, settings.target, settings.task))
-    task, baseline = _task(settings, graph, target, group)
+    splits: tuple[str, ...] = SPLITS
+    task: Task
+    baseline: Baseline | None
+    if isinstance(target, str):
+        splits = tuple(split for split in SPLITS if manifest.nodes[target].splits.get(split))
+        task, why, baseline = node_task(graph, target, settings.task, splits, group)
+    else:
+        task, why = LinkPrediction(settings.hidden), f"links of {type_name(target)}"
+    if is_first:
+        print(f"task {task.kind}: {why}", flush=True)
+
+    # The model.
     model, embedding = group.agree(lambda: make_model(settings, manifest, target, task.outputs, group.device))
     _, left_out = embedded_nodes(settings, manifest, target, task.outputs)
-    if left_out and group.rank == 0:
+    if left_out and is_first:
         print(f"note: {left_out}", flush=True)
-    loaders = _loaders(settings, graph, target, bool(getattr(model, "needs_degree", False)), group)
-    if not isinstance(target, str):
-        baseline = link_baseline(graph, cast("dict[str, LinkBlockLoader]", loaders), task, group)
-    reserved = cache_bytes(graph, CacheSize.parse(settings.device_cache))
+
+    # The batches of each split.
+    loaders: dict[str, BlockLoader]
+    shared = bool(getattr(model, "needs_degree", False)), group.rank, layout_of(graph, group)
+    if isinstance(target, str):
+        loaders = group.agree(lambda: node_loaders(settings, graph, target, splits, *shared))
+    else:
+        of_links = group.agree(lambda: link_loaders(settings, graph, target, splits, *shared))
+        loaders, baseline = {**of_links}, link_baseline(graph, of_links, task, group)
+        if len(loaders) == 1 and is_first:
+            name = type_name(target)
+            text = f"no links of {name} are held out, so nothing is evaluated; set option hold_out: {name}"
+            print(f"note: {text}", flush=True)
+
+    # Rows on the devices, and where batches are made.
+    size = CacheSize.parse(settings.device_cache)
+    reserved = cache_bytes(graph, size)
     plan = group.agree(lambda: plan_sampling(graph, loaders, settings.sampling, group.device, reserved))
-    cache_on_devices(graph, loaders, settings, group)
-    if CacheSize.parse(settings.device_cache) != CacheSize():  # by the memory that is left
+    if size != CacheSize():
+        cache_on_devices(graph, loaders, size, group)
+        # by the memory that is left
         plan = group.agree(lambda: plan_sampling(graph, loaders, settings.sampling, group.device))
     sampling = choose_sampling(graph, loaders, plan, group)
-    if sampling.why and group.rank == 0:
+    if sampling.why and is_first:
         print(sampling, flush=True)
+
+    # The training loop.
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)
     writers = checkpoint_writers(group, embedding is not None, bool(int(os.environ.get("GNNFLEET_RESTARTS") or 0)))
     fit = Fit(settings, model, task, loaders, group, metrics, folder, record, embedding, writers, baseline)
-    if filled := fill_host_cache(graph, loaders["train"], job.remote_access, job.run_dir, group):
+
+    # Rows of other hosts that this host keeps, and the state to continue from.
+    node, cache = f"{group.ranks.node_rank} {group.ranks.host}", job.remote_access.cache
+    of_train = batch_plan(graph, loaders["train"])
+    if filled := fill_cache(graph.access, graph.store, of_train, node, cache, job.run_dir / "cache", group):
         fit.log_prediction(filled)
     if path := os.environ.get("GNNFLEET_RESUME") or settings.resume:
         check = partial(check_fits, settings=settings, graph=record, path=path, kind=task.kind)
         fit.restore(read_on_first(path, check, group))
     return fit
-
-
-def _task(settings: TrainSettings, graph: Graph, target: Target, group: RankGroup) -> tuple[Task, Baseline | None]:
-    task: Task
-    baseline: Baseline | None = None
-    if isinstance(target, str):
-        task, why, baseline = node_task(graph, target, settings.task, _splits(graph, target), group)
-    else:
-        task, why = LinkPrediction(settings.hidden), f"links of {type_name(target)}"
-    if group.rank == 0:
-        print(f"task {task.kind}: {why}", flush=True)
-    return task, baseline
-
-
-def _splits(graph: Graph, target: NodeType) -> tuple[str, ...]:
-    return tuple(split for split in SPLITS if graph.manifest.nodes[target].splits.get(split))
-
-
-def _loaders(
-    settings: TrainSettings, graph: Graph, target: Target, want_degree: bool, group: RankGroup
-) -> dict[str, BlockLoader]:
-    layout, rank = layout_of(graph, group), group.rank
-    if isinstance(target, str):
-        splits = _splits(graph, target)
-        return group.agree(lambda: node_loaders(settings, graph, target, splits, want_degree, rank, layout))
-    loaders = group.agree(lambda: link_loaders(settings, graph, target, SPLITS, want_degree, rank, layout))
-    if len(loaders) == 1 and rank == 0:
-        name = type_name(target)
-        text = f"no links of {name} are held out, so nothing is evaluated; set option hold_out: {name}"
-        print(f"note: {text}", flush=True)
-    return dict(loaders)

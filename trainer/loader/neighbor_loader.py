@@ -134,22 +134,19 @@ class DistNeighborLoader(PyGLoader):
             OutputOptions(kind, transform, transform_sampler_output, bool(filter_per_worker), custom_cls),
             stream=STREAMS.get(split_name(input_nodes) or "", OTHER_STREAM), rank=rank, layout=layout,
         )  # fmt: skip
-        self._check_times()
+        if (time := settings.time) is not None:
+            for of, inputs in self.inputs.of.items():
+                own = time.on == "node" and time.attr in graph.manifest.nodes[of].attrs
+                if inputs.times is None and not own:
+                    raise SettingsError(
+                        f"{of!r} nodes have no attribute {time.attr!r} with their times; pass input_time"
+                    )
         if 0 < len(self.inputs) < self.layout.world_size:
             warnings.warn(
                 f"{len(self.inputs)} seeds for {self.layout.world_size} ranks: some batches have no seed, and a mean"
                 " over none is NaN; start fewer ranks, or sum the loss and divide",
                 stacklevel=2,
             )
-
-    def _check_times(self) -> None:
-        time = self.settings.time
-        if time is None:
-            return
-        for of, inputs in self.inputs.of.items():
-            own = time.on == "node" and time.attr in self.graph.manifest.nodes[of].attrs
-            if inputs.times is None and not own:
-                raise SettingsError(f"{of!r} nodes have no attribute {time.attr!r} with their times; pass input_time")
 
     def part_of(self, positions: Ids) -> Ids:
         parts = np.empty(len(positions), np.int64)

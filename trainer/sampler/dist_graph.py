@@ -158,7 +158,10 @@ class DistGraph:
         answers: list[list[tuple[Array, HopSample]]] = [[] for _ in requests]
         for _, share, sample in self._ask(shares, self._hops):
             answers[share.number].append((share.at, sample))
-        return [_merged(request, found) for request, found in zip(requests, answers, strict=True)]
+        return [
+            found[0][1] if len(found) == 1 else merge_samples(len(request.nodes), found, request.with_edge)
+            for request, found in zip(requests, answers, strict=True)
+        ]
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
         if not self.remotes:
@@ -198,21 +201,18 @@ class DistGraph:
     def _copy_near(self, pieces: Sequence[GatherPiece]) -> tuple[()]:
         for piece in pieces:
             piece.copy_near(self.local)
-            if piece.counts:
-                self._meter.add(replace(piece.cost, by_host=self._rows_by_host(piece)))
-        return ()
-
-    def _rows_by_host(self, piece: GatherPiece) -> ByHost:
-        cached = self._owned(piece, [piece.cached[1]] if piece.cached else [])
-        held = self._owned(piece, [placed for _, placed in piece.held])
-        asked = {host: len(at) for host, at in piece.asked.items()}
-        return ByHost(
-            {
+            if not piece.counts:
+                continue
+            cached = self._owned(piece, [piece.cached[1]] if piece.cached else [])
+            held = self._owned(piece, [placed for _, placed in piece.held])
+            asked = {host: len(at) for host, at in piece.asked.items()}
+            rows = {
                 host: FromHost(0, asked.get(host, 0) + kept + again, kept, again)
                 for host in sorted({*asked, *cached, *held})
                 for kept, again in [(cached.get(host, 0), held.get(host, 0))]
             }
-        )
+            self._meter.add(replace(piece.cost, by_host=ByHost(rows)))
+        return ()
 
     def _owned(self, piece: GatherPiece, placed: Sequence[RowPlacement]) -> dict[int, int]:
         if not placed:
@@ -288,18 +288,15 @@ class DistGraph:
                 self._meter.add(Cost(remote_bytes=received, by_host=ByHost({host: FromHost(remote_bytes=received)})))
                 for share, answer in zip(shares[host], answers, strict=True):
                     yield host, share, answer
-            shares = self._reassign(unanswered, kind)
-
-    def _reassign(self, unanswered: Sequence[_HostRequest[T]], kind: _RequestKind[T]) -> _HostRequests[T]:
-        shares: _HostRequests[T] = defaultdict(list)
-        if not unanswered:
-            return shares
-        rows = [kind.rows(share.request) for share in unanswered]
-        self._holders.wait_for(part for of, ids in rows for part in np.unique(self.books[of].part_of(ids)).tolist())
-        for share, (of, ids) in zip(unanswered, rows, strict=True):
-            for host, at in self._by_host(of, ids).items():
-                shares[host].append(_HostRequest(share.number, share.at[at], kind.cut(share.request, at)))
-        return shares
+            shares = defaultdict(list)
+            if not unanswered:
+                continue
+            # What lost hosts have not answered goes to other holders, for which this may have to wait.
+            rows = [kind.rows(share.request) for share in unanswered]
+            self._holders.wait_for(part for of, ids in rows for part in np.unique(self.books[of].part_of(ids)).tolist())
+            for share, (of, ids) in zip(unanswered, rows, strict=True):
+                for host, at in self._by_host(of, ids).items():
+                    shares[host].append(_HostRequest(share.number, share.at[at], kind.cut(share.request, at)))
 
     def _owners(self, split: RequestSplit, of: BookKey, ids: Ids) -> Groups:
         groups = split.groups(of, ids)
@@ -319,9 +316,3 @@ class DistGraph:
     @property
     def _edges_here(self) -> bool:
         return not self.remotes or self.local.store.whole_topology
-
-
-def _merged(request: HopRequest, answers: Sequence[tuple[Array, HopSample]]) -> HopSample:
-    if len(answers) == 1:
-        return answers[0][1]
-    return merge_samples(len(request.nodes), answers, request.with_edge)

@@ -62,13 +62,23 @@ def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sour
         read_only(edges.indptr), read_only(request.nodes), nodes.start, -1, False, counts
     )
     bound = request.bound
+    excluded, begin, end = _excluded(request)
+    conditions = Conditions(
+        times=read_only(np.empty(0, np.int64) if bound is None else _times(edges, request)),
+        bounds=read_only(np.empty(0, np.int64) if bound is None else bound.times),
+        excluded=read_only(excluded),
+        excluded_begin=read_only(begin),
+        excluded_end=read_only(end),
+        allowed=read_only(_allowed(request, num_sources)),
+        weights=read_only(np.empty(0, np.float32) if request.weight is None else _weights(edges, request)),
+    )
     draws = Draws(
         request.fanout, request.shuffle, request.replace, bound is not None and bound.last,
         request.weight is not None, np.uint64(request.key),
     )  # fmt: skip
     picks, wrong = pick_candidates(
-        edges.indptr, edges.indices, rows, nodes.orig_id, _trees(request), _conditions(edges, request, num_sources),
-        draws, longest, counts, MOST_EDGES,
+        edges.indptr, edges.indices, rows, nodes.orig_id, _trees(request), conditions, draws, longest, counts,
+        MOST_EDGES,
     )  # fmt: skip
     if wrong == TOO_MANY:
         raise too_many_edges(request)
@@ -100,20 +110,6 @@ def too_many_edges(request: HopRequest) -> PartitionError:
 
 def _trees(request: HopRequest) -> Ids:
     return np.empty(0, np.int64) if request.trees is None else request.trees
-
-
-def _conditions(edges: EdgePart, request: HopRequest, num_sources: int) -> Conditions:
-    bound = request.bound
-    excluded, begin, end = _excluded(request)
-    return Conditions(
-        times=read_only(np.empty(0, np.int64) if bound is None else _times(edges, request)),
-        bounds=read_only(np.empty(0, np.int64) if bound is None else bound.times),
-        excluded=read_only(excluded),
-        excluded_begin=read_only(begin),
-        excluded_end=read_only(end),
-        allowed=read_only(_allowed(request, num_sources)),
-        weights=read_only(np.empty(0, np.float32) if request.weight is None else _weights(edges, request)),
-    )
 
 
 def _times(edges: EdgePart, request: HopRequest) -> Array:

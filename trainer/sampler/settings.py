@@ -19,29 +19,7 @@ _FANOUT_LIMIT = 2**31  # counts are int32
 
 def check_settings(schema: GraphSchema, settings: SampleSettings) -> None:
     """Raise ``SettingsError`` for settings that contradict each other or do not fit the graph."""
-    _check_fanouts(schema, settings)
-    if settings.weight is not None and settings.time is not None:
-        raise SettingsError(
-            f"weights {settings.weight!r} and times {settings.time.attr!r} cannot be used together"
-            " (torch_geometric does not allow this either); pass one of them"
-        )
-    if settings.induced and (settings.disjoint or settings.time is not None):
-        cause = "disjoint" if settings.time is None else "temporal, because temporal subgraphs are disjoint"
-        raise SettingsError(
-            f"induced subgraphs cannot be {cause} (torch_geometric does not allow this either);"
-            " use directional or bidirectional subgraphs"
-        )
-    if settings.replace and settings.time is not None and settings.time.last:
-        raise SettingsError(
-            "the latest neighbours are not drawn at random, so replace has no effect; leave replace off"
-        )
-    if settings.weight is not None:
-        _check_weight(schema, settings.weight)
-    if settings.time is not None:
-        _check_time(schema, settings.time)
-
-
-def _check_fanouts(schema: GraphSchema, settings: SampleSettings) -> None:
+    weight, time = settings.weight, settings.time
     for edge_type, fanouts in settings.fanouts.items():
         if edge_type not in schema.edges:
             raise SettingsError(f"fanouts: the graph has no edge type {edge_type}; it has {list(schema.edges)}")
@@ -53,17 +31,37 @@ def _check_fanouts(schema: GraphSchema, settings: SampleSettings) -> None:
         if bad := [fanout for fanout in fanouts if not -1 <= fanout < _FANOUT_LIMIT]:
             raise SettingsError(f"fanout {bad[0]}; it must be below {_FANOUT_LIMIT}, or -1 for all neighbours")
 
+    # Settings that contradict each other.
+    if weight is not None and time is not None:
+        raise SettingsError(
+            f"weights {weight!r} and times {time.attr!r} cannot be used together"
+            " (torch_geometric does not allow this either); pass one of them"
+        )
+    if settings.induced and (settings.disjoint or time is not None):
+        cause = "disjoint" if time is None else "temporal, because temporal subgraphs are disjoint"
+        raise SettingsError(
+            f"induced subgraphs cannot be {cause} (torch_geometric does not allow this either);"
+            " use directional or bidirectional subgraphs"
+        )
+    if settings.replace and time is not None and time.last:
+        raise SettingsError(
+            "the latest neighbours are not drawn at random, so replace has no effect; leave replace off"
+        )
 
-def _check_weight(schema: GraphSchema, name: str) -> None:
-    specs = {of: spec.attrs[name] for of, spec in schema.edges.items() if name in spec.attrs}
-    if not specs:
-        raise SettingsError(f"no edge type has the weight attribute {name!r}; attributes are {_names(schema.edges)}")
-    for of, spec in specs.items():
-        if len(spec.shape) != 1 or spec.dtype == "bfloat16" or spec.stored.kind not in "biuf":
-            raise SettingsError(
-                f"weights {name!r} of {of} are {spec.dtype} {list(spec.shape)}; expected one real number per edge,"
-                " of a numpy dtype"
-            )
+    if weight is not None:
+        weights = {of: spec.attrs[weight] for of, spec in schema.edges.items() if weight in spec.attrs}
+        if not weights:
+            known = _names(schema.edges)
+            raise SettingsError(f"no edge type has the weight attribute {weight!r}; attributes are {known}")
+        for of, attr in weights.items():
+            if len(attr.shape) != 1 or attr.dtype == "bfloat16" or attr.stored.kind not in "biuf":
+                raise SettingsError(
+                    f"weights {weight!r} of {of} are {attr.dtype} {list(attr.shape)}; expected one real number per"
+                    " edge, of a numpy dtype"
+                )
+
+    if time is not None:
+        _check_time(schema, time)
 
 
 def _check_time(schema: GraphSchema, rule: TimeRule) -> None:
@@ -80,18 +78,15 @@ def _check_time(schema: GraphSchema, rule: TimeRule) -> None:
                 f"times {rule.attr!r} of {name} are {spec.dtype} {list(spec.shape)};"
                 f" expected one integer per {rule.on} (int64 or narrower)"
             )
-    if rule.on == "node":
-        _check_source_times(schema, rule.attr)
-
-
-def _check_source_times(schema: GraphSchema, attr: str) -> None:
-    for of, spec in schema.edges.items():
-        # Without them, sampling would ignore the times and raise no error.
-        if attr in schema.nodes[of[0]].attrs and attr not in spec.src_times:
+    if rule.on == "edge":
+        return
+    # Without the times of sources, sampling would raise no error and ignore the times.
+    for of, edges in schema.edges.items():
+        if rule.attr in schema.nodes[of[0]].attrs and rule.attr not in edges.src_times:
             raise SettingsError(
-                f"the partition does not store {attr!r} of {of[0]} with the edges {of};"
-                f" make the partition again with dataset option time_attrs: partition make --option time_attrs={attr}"
-                f" (data.options.time_attrs: {attr} in a cluster file)"
+                f"the partition does not store {rule.attr!r} of {of[0]} with the edges {of};"
+                f" make the partition again with dataset option time_attrs: partition make --option"
+                f" time_attrs={rule.attr} (data.options.time_attrs: {rule.attr} in a cluster file)"
             )
 
 

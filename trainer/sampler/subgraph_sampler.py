@@ -100,18 +100,11 @@ class SubgraphSampler:
         for of, ids in found.items():
             names = (name for name in self.attrs.get(of, ()) if name != "x" or of not in self.kept)
             plain.append(RowRequest(of, ids, ("orig_id", *names)))
-        return [*plain, *_missing(subgraph, kept)]
+        # rows of ``x`` that are not on the device
+        return plain + [RowRequest(of, subgraph.nodes[of].ids[slots < 0], ("x",)) for of, slots in kept.items()]
 
     def _tables(self) -> RelabelTables:
         if not hasattr(self._local, "tables"):
             self._local.tables = RelabelTables(self.schema)
         tables: RelabelTables = self._local.tables
         return tables
-
-
-def _missing(subgraph: SampledSubgraph, kept: Mapping[NodeType, Array]) -> list[RowRequest]:
-    """Return requests for the rows of ``x`` that are not on the device.
-
-    ``kept``: for each node of the subgraph, the index of its row on the device; -1 if the row is not there.
-    """
-    return [RowRequest(of, subgraph.nodes[of].ids[slots < 0], ("x",)) for of, slots in kept.items()]

@@ -33,7 +33,7 @@ from trainer.cuda.hop_sampling import DeviceHops
 from trainer.cuda.pinned_arrays import HostArrays
 from trainer.cuda.relabel import DeviceTables
 from trainer.cuda.topology import load_topology, topology_arrays
-from trainer.graph.device_cache import device_rows
+from trainer.graph.cache_fill import device_rows
 from trainer.graph.open import open_graph
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.loader.edge_endpoints import all_times

@@ -21,7 +21,7 @@ from trainer.core.ranks import Ranks, join_ranks
 from trainer.core.remote_settings import CacheSize
 from trainer.cuda import pinned_arrays
 from trainer.cuda.availability import simulator_wanted
-from trainer.graph.device_cache import device_rows
+from trainer.graph.cache_fill import device_rows
 from trainer.graph.open import open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings

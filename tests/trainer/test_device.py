@@ -16,8 +16,8 @@ from trainer.core.batch import Batch, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
 from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import NodeType
+from trainer.graph.cache_fill import device_rows
 from trainer.graph.device import DeviceRows, feed, tensors_of
-from trainer.graph.device_cache import device_rows
 from trainer.graph.open import Graph, open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings

@@ -25,7 +25,7 @@ class FakeDriver:
         self.real: Any = importlib.import_module("cuda.bindings.driver")
         self.locked: dict[int, int] = {}  #: bytes by address
         self.same_address, self.memory = 1, 10**6
-        monkeypatch.setattr(pinned_arrays, "driver_on", self._on)
+        monkeypatch.setattr(pinned_arrays, "_driver_on", self._on)
 
     @contextmanager
     def _on(self, device: torch.device) -> Iterator[Any]:

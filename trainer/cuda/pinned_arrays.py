@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from torch import Tensor
 from trainer.core.arrays import Array
 from trainer.core.memory import size_text
 from trainer.core.shared_memory import Handle, SharedArray, map_shared
-from trainer.cuda.driver import checked, driver_on
 from trainer.cuda.launch import simulated
 
 _CHUNK_BYTES = 64 << 20  #: bytes of a file that are copied at once
@@ -116,9 +116,9 @@ def _stored(array: JoinedArray) -> np.dtype[Any]:
 def _page_lock(values: Array, device: torch.device) -> None:
     """Page-lock the memory of ``values`` until it is freed, and let all GPUs read it at its address."""
     address = values.ctypes.data
-    with driver_on(device) as driver:
+    with _driver_on(device) as driver:
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-        if not checked(driver.cuDeviceGetAttribute(attribute, checked(driver.cuCtxGetDevice()))):
+        if not _checked(driver.cuDeviceGetAttribute(attribute, _checked(driver.cuCtxGetDevice()))):
             raise RuntimeError("the GPU cannot read page-locked memory at the address that the CPU uses")
         (error,) = driver.cuMemHostRegister(address, values.nbytes, _PORTABLE | _MAPPED)
     if int(error):  # without "out of memory" in its name, which would be taken for the GPU's memory
@@ -129,5 +129,25 @@ def _page_lock(values: Array, device: torch.device) -> None:
 
 
 def _unlock(address: int, device: torch.device) -> None:
-    with suppress(RuntimeError), driver_on(device) as driver:  # an earlier error of the device is not ours to report
-        checked(driver.cuMemHostUnregister(address))
+    with suppress(RuntimeError), _driver_on(device) as driver:  # an earlier error of the device is not ours to report
+        _checked(driver.cuMemHostUnregister(address))
+
+
+@contextmanager
+def _driver_on(device: torch.device) -> Iterator[Any]:
+    """Return the module ``cuda.bindings.driver`` for calls on ``device``. Waits until the device has done all work.
+
+    It has calls that neither torch nor numba-cuda offers. numba-cuda depends on cuda-bindings. Unlike errors of CUDA's
+    runtime, those of the driver are not reported a second time by torch.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)  # also makes the device's primary context current
+        yield import_module("cuda.bindings.driver")
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """Return the value of a call. Raises ``RuntimeError`` with the name of the driver's error."""
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"CUDA driver: {error.name}")
+    return values[0] if values else None

@@ -17,9 +17,8 @@ from trainer.core.row_sort import Scratch
 from trainer.core.schema import EdgeType, type_name
 from trainer.core.texts import encode_texts
 from trainer.data.dataset import Dataset, EdgeData, is_time
-from trainer.data.kept_edges import kept_edges
 from trainer.data.time_split import TimeSplit, counted_times, split_times
-from trainer.data.work_arrays import slices
+from trainer.data.work_arrays import kept_edges, slices
 
 VAL_LINKS, TEST_LINKS = "val_links", "test_links"  #: names of graph attributes, int64 [2, n], original ids
 

@@ -13,8 +13,7 @@ from trainer.core.errors import DataError
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.data.kept_edges import kept_edges
-from trainer.data.work_arrays import kept_rows, slices
+from trainer.data.work_arrays import kept_edges, kept_rows, slices
 
 _Flags = npt.NDArray[np.bool_]
 

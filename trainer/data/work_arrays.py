@@ -1,4 +1,4 @@
-"""Arrays that are assembled from the files of several parts: in memory, or memory-mapped if they are large."""
+"""Arrays that are made in pieces, from the files of parts or by choosing rows: in memory, or memory-mapped if large."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError, PartitionError
+from trainer.core.row_sort import Scratch
+from trainer.data.dataset import EdgeData
 
 _IN_MEMORY = 64 << 20  #: bytes of an array from which on it is memory-mapped
 
@@ -38,6 +40,29 @@ def kept_rows(values: Array, keep: Callable[[slice], Array], count: int, path: P
         out[at : at + len(rows)] = rows
         at += len(rows)
     return out
+
+
+def kept_edges(data: EdgeData, keep: Callable[[slice], Array], scratch: Scratch | None, name: str) -> EdgeData:
+    """Return the edges for which ``keep`` is true, in their order.
+
+    ``keep`` is called for consecutive slices of the edges, several times for each, and returns bool [edges of the
+    slice]. With ``scratch``, the new arrays are memory-mapped files in its folder, with names that begin with ``name``.
+    """
+
+    def path(of: str) -> Path | None:
+        return None if scratch is None else scratch.folder / f"{name}-{of}.npy"
+
+    count = sum(int(np.count_nonzero(keep(piece))) for piece in slices(data.num_edges))
+    index, shape = data.edge_index, (2, count)
+    place = path("edge_index")
+    edge_index = np.empty(shape, index.dtype) if place is None else mapped_file(place, shape, index.dtype)
+    at = 0
+    for piece in slices(data.num_edges):
+        part = index[:, piece][:, keep(piece)]
+        edge_index[:, at : at + part.shape[1]] = part
+        at += part.shape[1]
+    attrs = {of: kept_rows(values, keep, count, path(of)) for of, values in data.attrs.items()}
+    return EdgeData(edge_index, attrs, data.bfloat16)
 
 
 def mapped_file(path: Path, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -207,9 +207,8 @@ def _use_device(
 
     ``pinned``: arrays in pinned memory, by name. Raises ``TrainingError`` if the batches differ.
     """
-    from trainer.cuda.device_sampler import DeviceSampler
+    from trainer.cuda.device_sampler import DeviceSampler, StreamPool
     from trainer.cuda.features import FeatureRows, pinned_rows
-    from trainer.cuda.streams import StreamPool
     from trainer.cuda.topology import load_topology
 
     first = next(iter(loaders.values()))

@@ -15,10 +15,9 @@ from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import type_name
 from trainer.core.slabs import keep_freed_memory
-from trainer.graph.cache_fill import fill_cache
+from trainer.graph.cache_fill import cache_bytes, device_rows, fill_cache
 from trainer.graph.cache_policy import BatchPlan
 from trainer.graph.device import DeviceRows
-from trainer.graph.device_cache import cache_bytes, device_rows
 from trainer.graph.environment import await_own_server, compares_digests, is_client
 from trainer.graph.open import Graph, open_client, open_graph
 from trainer.graph.seed_order import RankLayout

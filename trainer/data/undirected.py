@@ -114,7 +114,9 @@ def _merged_on_disk(data: EdgeData, num_nodes: int, scratch: Scratch) -> EdgeDat
             total += len(source)
     edge_index = np.lib.format.open_memmap(scratch.folder / "edge_index.npy", "w+", dtype, (2, total))
     for row, name in enumerate(names[:2]):
-        _copy(_mapped(scratch.folder / name, dtype), edge_index[row])
+        ends = _mapped(scratch.folder / name, dtype)
+        for start in range(0, total, _EDGES_AT_ONCE):
+            edge_index[row, start : start + _EDGES_AT_ONCE] = ends[start : start + _EDGES_AT_ONCE]
     origin = _mapped(scratch.folder / "origin", np.dtype(np.int64))
     attrs = {}
     for name, values in data.attrs.items():
@@ -148,8 +150,3 @@ def _without_repeats(group: SortedRows) -> tuple[Ids, Array, Array]:
 
 def _mapped(path: Path, dtype: np.dtype) -> Array:  # type: ignore[type-arg]
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
-
-
-def _copy(values: Array, out: Array) -> None:
-    for start in range(0, len(values), _EDGES_AT_ONCE):
-        out[start : start + _EDGES_AT_ONCE] = values[start : start + _EDGES_AT_ONCE]

@@ -112,12 +112,6 @@ class BatchSeeds:
     extra: Any = None  #: data that ``seeds`` passes on to ``output``
 
 
-@dataclass(frozen=True)
-class _SeededBatch:
-    seeded: BatchSeeds
-    sampled: SampledBatch
-
-
 class RankLoader(ABC):
     """Yields for every step a batch from this rank's share of the global batch. One iteration is one epoch.
 
@@ -192,7 +186,8 @@ class RankLoader(ABC):
         range.
         """
         positions = as_array(index)
-        if positions.ndim != 1 or positions.dtype.kind not in "iu" or not _within(positions, len(self.dataset)):
+        plain = positions.ndim == 1 and positions.dtype.kind in "iu"
+        if not plain or (len(positions) and not 0 <= positions.min() <= positions.max() < len(self.dataset)):
             raise SettingsError(f"index: expected positions of inputs [n], from 0 to {len(self.dataset) - 1}")
         o, n = self.order, len(positions)
         key = batch_key(o.seed, o.stream, self._epoch, _NO_STEP)
@@ -293,15 +288,15 @@ class PyGLoader(RankLoader):
 
     def work(self, share: SeedShare) -> Any:
         seeded = self.seeds(share)
-        made = _SeededBatch(seeded, self.sampler.sample(seeded.seeds, share.key))
-        self.costs.add(made.sampled.cost)
+        sampled = self.sampler.sample(seeded.seeds, share.key)
+        self.costs.add(sampled.cost)
         if self._joins_late:
-            return made
-        data = self._joined(made)
+            return seeded, sampled
+        data = self._joined(seeded, sampled)
         return self._transformed(data) if self.output_options.on_threads else data
 
     def finish(self, made: Any) -> Any:
-        data = self._joined(made) if self._joins_late else made
+        data = self._joined(*made) if self._joins_late else made
         if not self.output_options.on_threads:
             data = self._transformed(data)
         return data.pin_memory() if self.options.pin_memory and torch.cuda.is_available() else data
@@ -309,8 +304,8 @@ class PyGLoader(RankLoader):
     def _transformed(self, data: Any) -> Any:
         return data if self.output_options.transform is None else self.output_options.transform(data)
 
-    def _joined(self, made: _SeededBatch) -> Any:
-        o, out = self.output_options, self.output(made.sampled, made.seeded)
+    def _joined(self, seeded: BatchSeeds, sampled: SampledBatch) -> Any:
+        o, out = self.output_options, self.output(sampled, seeded)
         if o.subgraph_type == "bidirectional":
             out = out.to_bidirectional()
         if o.transform_sampler_output is not None:
@@ -320,11 +315,11 @@ class PyGLoader(RankLoader):
                     "transform_sampler_output must return a SamplerOutput or HeteroSamplerOutput, not"
                     f" {type(out).__name__}"
                 )
-        data = self._join(out, made.sampled)
+        data = self._join(out, sampled)
         _set_sample_info(data, out)
         # with another type or a transform, blocks would not match the batch's edges
         if o.subgraph_type == "directional" and o.transform_sampler_output is None:
-            subgraph, cut = made.sampled.subgraph, hetero_blocks if self.graph.manifest.hetero else homo_blocks
+            subgraph, cut = sampled.subgraph, hetero_blocks if self.graph.manifest.hetero else homo_blocks
             data.blocks = LazyBlocks(subgraph.num_hops, partial(cut, subgraph))
         self.annotate(data, out)
         return data
@@ -369,7 +364,3 @@ def _rank_and_layout(graph: Graph, local: bool, rank: int | None, layout: RankLa
             " one for this graph"
         )
     return rank, layout
-
-
-def _within(positions: Ids, count: int) -> bool:
-    return len(positions) == 0 or (positions.min() >= 0 and positions.max() < count)

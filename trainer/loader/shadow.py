@@ -199,8 +199,8 @@ class DistShaDowKHopSampler(PyGLoader):
         if "y" in data and torch.is_tensor(data.y) and data.y.dim() and len(data.y) == len(out.node):
             data.y = data.y[data.root_n_id]
 
-    def _joined(self, made: Any) -> Any:
-        data = super()._joined(made)
+    def _joined(self, seeded: BatchSeeds, sampled: SampledBatch) -> Any:
+        data = super()._joined(seeded, sampled)
         if isinstance(data, Batch):
             return data
         batch = Batch()  # batches of data in memory have the class of the data

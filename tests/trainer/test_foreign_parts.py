@@ -20,8 +20,7 @@ from trainer.core.errors import DataError, PartitionError, TrainerError
 from trainer.core.ranks import Ranks
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.partition.cli import partition
-from trainer.partition.convert import convert_partition
-from trainer.partition.make import PartitionSpec, make_partition
+from trainer.partition.make import PartitionSpec, convert_partition, make_partition
 from trainer.partition.restore import restore_graph
 from trainer.partition.source import open_source
 from trainer.sources.load import load_dataset

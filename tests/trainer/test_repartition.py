@@ -13,8 +13,7 @@ from partition_kit import flip_byte, odd_types, written
 from trainer.core.errors import PartitionError
 from trainer.data.work_arrays import WorkArrays
 from trainer.partition.cli import partition
-from trainer.partition.convert import repartition_spec
-from trainer.partition.make import PartitionSpec, make_partition
+from trainer.partition.make import PartitionSpec, make_partition, repartition_spec
 from trainer.partition.restore import restore_graph
 
 SMALL = {"num_nodes": 300, "num_features": 5, "time": True, "edge_weight": True}

@@ -19,7 +19,7 @@ from train_kit import Ended, finish, finish_all, job, run_forked, start_rank, wr
 from trainer.cli import main
 from trainer.core.errors import PartitionError, PeerError, SettingsError, TrainerError, TrainingError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
-from trainer.train.device_memory import memory_errors
+from trainer.train.job import memory_errors
 from trainer.train.settings import TrainJob, TrainSettings
 
 

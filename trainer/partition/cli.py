@@ -12,9 +12,8 @@ import yaml
 from trainer.core.errors import SettingsError
 from trainer.core.memory import parse_size
 from trainer.core.remote_settings import WireRows
-from trainer.partition.convert import convert_partition, repartition_spec
 from trainer.partition.inspect import describe, render
-from trainer.partition.make import PartitionSpec, make_partition
+from trainer.partition.make import PartitionSpec, convert_partition, make_partition, repartition_spec
 from trainer.partition.methods.assign import BALANCES, KEEP, METHODS
 from trainer.partition.verify import verify_partition
 

@@ -1,4 +1,7 @@
-"""Makes a partition folder from a dataset or another partition folder: loads, assigns parts and writes."""
+"""Makes a partition folder from a dataset or another partition folder: loads, assigns parts and writes.
+
+The other partition folder can be of another program, or get another number of parts.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,13 @@ from trainer.data.stored_dataset import read_stored_dataset, store_dataset
 from trainer.partition.folder import check_same_graph, describe_partition, is_compared, reusable
 from trainer.partition.methods.assign import (
     KEEP,
+    METHODS,
     PartitionAssignment,
     assign_parts,
     choose_method,
+    fanouts_of,
     given_assignment,
+    made_by,
     method_options,
     read_assignment,
     store_assignment,
@@ -245,3 +251,52 @@ class StageTimer:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         self._say(f"{stage:<7}{now - self._since:7.1f} s  {peak:5.2f} GB peak  {result}")
         self._since = now
+
+
+def convert_partition(
+    source: str | Path, folder: str | Path, options: Mapping[str, Any] | None = None, *, rows: WireRows = "stored",
+    force: bool = False, say: Callable[[str], None] = print,
+) -> Manifest:  # fmt: skip
+    """Convert the partition folder of another program to ``folder``. Every node stays in its part.
+
+    ``options``: as for ``open_source``; ``rows`` and ``force``: as in ``PartitionSpec``. Raises ``DataError`` or
+    ``PartitionError``. After an error, no new files are left.
+    """
+    found = open_source(source, options)
+    if found.format is None:
+        raise PartitionError(
+            f"{found.folder} is a partition of gnnfleet already; `partition repartition` changes its parts"
+        )
+    say(f"{found.folder}: {found.title}, {found.num_parts or 'not assigned to'} parts")
+    spec = PartitionSpec(
+        DATASET, str(folder), str(found.folder), options or {}, found.num_parts, KEEP, rows=rows, force=force
+    )
+    return make_partition(spec, say)
+
+
+def repartition_spec(
+    source: str | Path, folder: str | Path, num_parts: int, method: str | None = None, seed: int | None = None,
+    balance: str | None = None, fanouts: Fanouts | None = None,
+) -> PartitionSpec:  # fmt: skip
+    """Return how to divide the graph of the partition folder ``source`` into ``num_parts`` parts.
+
+    Arguments that are None get the values that ``source`` was made with, or else their defaults. Raises ``DataError``
+    or ``PartitionError``.
+    """
+    made = open_source(source).manifest
+    kept = made if made is not None and made.algorithm in METHODS else None
+    method = method or (made_by(kept) if kept else "auto")
+    same = kept.options if kept is not None and made_by(kept) == method else {}
+    options = made.options if made is not None else {}
+    return PartitionSpec(
+        dataset=DATASET,
+        folder=str(folder),
+        source=str(source),
+        num_parts=num_parts,
+        method=method,
+        seed=seed if seed is not None else made.seed if made is not None else 0,
+        balance=balance or same.get("balance"),
+        fanouts=fanouts or (fanouts_of(same["fanouts"]) if "fanouts" in same else None),
+        clusters=options.get("clusters", 0),
+        rows=options.get("rows", "stored"),
+    )

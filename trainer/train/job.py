@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from trainer.core.errors import PartitionError, SettingsError
+import torch
+
+from trainer.core.errors import PartitionError, SettingsError, TrainingError
 from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.remote_settings import CacheSize
@@ -28,18 +31,20 @@ from trainer.store.digest_check import checked_digests
 from trainer.store.part_store import open_parts
 from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
 from trainer.train.checkpoint_writer import checkpoint_writers
-from trainer.train.device_memory import memory_errors
 from trainer.train.device_sampling import choose_sampling, plan_sampling
 from trainer.train.fit import Fit, FitResult
 from trainer.train.loaders import SPLITS, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
 from trainer.train.model import embedded_nodes, make_model
-from trainer.train.settings import InferJob, TrainJob
+from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from trainer.train.tasks.baseline import Baseline, link_baseline
 from trainer.train.tasks.choose import node_task
 from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.target import pick_target
 from trainer.train.tasks.task import Task
+
+#: Messages of CUDA, cuBLAS and NCCL; torch raises ``OutOfMemoryError`` only for its own allocations.
+_EXHAUSTED = re.compile(r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None:
@@ -246,3 +251,36 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
         check = partial(check_fits, settings=settings, graph=record, path=path, kind=task.kind)
         fit.restore(read_on_first(path, check, group))
     return fit
+
+
+@contextmanager
+def memory_errors(group: RankGroup, settings: TrainSettings) -> Iterator[None]:
+    """In the ``with`` block, convert CUDA's out-of-memory errors to ``TrainingError``.
+
+    The message names settings to lower.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, torch.cuda.OutOfMemoryError) and not _EXHAUSTED.search(str(error)):
+            raise
+        reason = (str(error).splitlines() or [""])[0].removeprefix("CUDA out of memory. ")
+        words = ", ".join(_lowered(settings))
+        raise TrainingError(f"CUDA out of memory on {group.ranks}; lower one of {words} ({reason})") from error
+
+
+def _lowered(settings: TrainSettings) -> list[str]:
+    """Return settings to lower, such as ``batch_size (1024)``; those that save the most memory come first."""
+    batch = [f"batch_size ({settings.batch_size})", f"fanouts ({', '.join(map(str, settings.fanouts))})"]
+    cache = CacheSize.parse(settings.device_cache)
+    cached = [f"device_cache ({settings.device_cache})"] if cache != CacheSize() else []
+    precision = [] if settings.precision == "bfloat16" else ["precision (to bfloat16)"]
+    sampling = [] if settings.sampling == "cpu" else ["sampling (to cpu)"]
+    return [
+        *cached,
+        *batch,
+        f"hidden ({settings.hidden})",
+        *precision,
+        f"eval_batch_size ({settings.eval_batch_size})",
+        *sampling,
+    ]

@@ -80,7 +80,18 @@ def load_options(
     seed of ``generator`` replaces ``seed``. ``worker_init_fn`` is called on each sampler thread, except with
     ``num_workers=0``. Raises ``SettingsError`` for unknown, unsupported or contradictory arguments.
     """
-    _check_names(given)
+    for name, value in given.items():
+        if name in _UNSUPPORTED and value is not None:
+            raise SettingsError(f"{name}: {_UNSUPPORTED[name]}")
+        if name == "in_order" and not value:
+            raise SettingsError(
+                "in_order=False: batches always come in order, so that all ranks are at the same step; leave it out"
+            )
+        if name not in (*_UNSUPPORTED, *_NO_EFFECT, *_ARGUMENTS, *_WORKER_ARGUMENTS):
+            known = [*_ARGUMENTS, *_WORKER_ARGUMENTS, "num_neighbors", "input_nodes", "time_attr", "weight_attr"]
+            nearest = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise SettingsError(f"unknown argument {name!r}{hint}")
     num_workers = whole_number("num_workers", given.get("num_workers", 0), 0)
     workers, thread_init = max(num_workers, 1), given.get("worker_init_fn")
     if thread_init is not None and not callable(thread_init):
@@ -99,21 +110,6 @@ def load_options(
         deadline=given.get("timeout") or deadline,
         thread_init=thread_init if num_workers else None,
     )
-
-
-def _check_names(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
-        if name in _UNSUPPORTED and value is not None:
-            raise SettingsError(f"{name}: {_UNSUPPORTED[name]}")
-        if name == "in_order" and not value:
-            raise SettingsError(
-                "in_order=False: batches always come in order, so that all ranks are at the same step; leave it out"
-            )
-        if name not in (*_UNSUPPORTED, *_NO_EFFECT, *_ARGUMENTS, *_WORKER_ARGUMENTS):
-            known = [*_ARGUMENTS, *_WORKER_ARGUMENTS, "num_neighbors", "input_nodes", "time_attr", "weight_attr"]
-            nearest = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise SettingsError(f"unknown argument {name!r}{hint}")
 
 
 def _seed(seed: int | None, generator: Any) -> int:

@@ -93,15 +93,27 @@ def seeds_of(
     ends = {links.edge_type[0]: [src], links.edge_type[2]: [dst]}
     if links.edge_type[0] == links.edge_type[2]:
         ends = {links.edge_type[0]: [src, dst]}
-    seeds, where = (_separate if disjoint else _distinct)(ends, links, store)
+    nodes, trees, times, where = {}, {}, {}, []
+    for of, group in ends.items():
+        ids = np.concatenate([end.ids for end in group])
+        if disjoint:
+            places = np.arange(len(ids))
+            trees[of] = np.concatenate([end.trees for end in group])
+            if links.times is not None:
+                times[of] = links.times[np.concatenate([end.owner for end in group])]
+        else:
+            ids, inverse = np.unique(ids, return_inverse=True)
+            places = inverse.astype(np.int64)
+        nodes[of] = store.to_global(of, ids)
+        where += np.split(places, [len(group[0].ids)])[: len(group)]
     neg = None
     if triplet:
         assert rule is not None
         table = where[1][len(links.src) :].reshape(rule.most, len(links.src)).T
         neg = np.ascontiguousarray(table[:, 0] if rule.most == 1 else table)
-        where = where[0], where[1][: len(links.src)]
+        where[1] = where[1][: len(links.src)]
     owners = {of: np.concatenate([end.owner for end in group]) for of, group in ends.items()}
-    return seeds, LinkIndex(where[0], where[1], neg, owners)
+    return SeedSet(nodes, trees, times), LinkIndex(where[0], where[1], neg, owners)
 
 
 def excluded(
@@ -143,30 +155,6 @@ def _ends(links: LinkBatch, triplet: bool) -> tuple[_LinkEnd, _LinkEnd]:
         np.concatenate([owner, links.owner]),
     )
     return src, dst
-
-
-def _distinct(
-    ends: Mapping[NodeType, list[_LinkEnd]], links: LinkBatch, store: PartStore
-) -> tuple[SeedSet, tuple[Ids, Ids]]:
-    nodes, where = {}, []
-    for of, group in ends.items():
-        unique, inverse = np.unique(np.concatenate([end.ids for end in group]), return_inverse=True)
-        nodes[of] = store.to_global(of, unique)
-        where += np.split(inverse.astype(np.int64), [len(group[0].ids)])[: len(group)]
-    return SeedSet(nodes), (where[0], where[1])
-
-
-def _separate(
-    ends: Mapping[NodeType, list[_LinkEnd]], links: LinkBatch, store: PartStore
-) -> tuple[SeedSet, tuple[Ids, Ids]]:
-    nodes, trees, times, where = {}, {}, {}, []
-    for of, group in ends.items():
-        nodes[of] = store.to_global(of, np.concatenate([end.ids for end in group]))
-        trees[of] = np.concatenate([end.trees for end in group])
-        if links.times is not None:
-            times[of] = links.times[np.concatenate([end.owner for end in group])]
-        where += np.split(np.arange(len(nodes[of])), [len(group[0].ids)])[: len(group)]
-    return SeedSet(nodes, trees, times), (where[0], where[1])
 
 
 _NONE = np.empty(0, np.int64)

@@ -17,7 +17,7 @@ import torch
 
 from trainer.core.arrays import Ids
 from trainer.core.batch import LinkEnds
-from trainer.core.schema import EdgeType, NodeType
+from trainer.core.schema import EdgeType
 from trainer.loader.link_loader import ROLE
 from trainer.sampler.types import SeedSet
 from trainer.store.part_store import PartStore
@@ -82,7 +82,12 @@ def tree_seeds(edge_type: EdgeType, links: TimedLinks, store: PartStore) -> tupl
         torch.from_numpy(shared + first + num_links), torch.from_numpy(group.astype(np.int64)),
         torch.from_numpy(links.dst[:, None] == links.negatives),
     )  # fmt: skip
-    return _seed_set(seeds, store), ends
+    own = SeedSet(
+        {of: store.to_global(of, each.ids) for of, each in seeds.items()},
+        {of: each.trees for of, each in seeds.items()},
+        {of: each.times for of, each in seeds.items()},
+    )
+    return own, ends
 
 
 @dataclass(frozen=True)
@@ -94,11 +99,3 @@ class _Seeds:
     def then(self, other: _Seeds) -> _Seeds:
         pairs = ((self.ids, other.ids), (self.trees, other.trees), (self.times, other.times))
         return _Seeds(*map(np.concatenate, pairs))
-
-
-def _seed_set(seeds: dict[NodeType, _Seeds], store: PartStore) -> SeedSet:
-    return SeedSet(
-        {of: store.to_global(of, each.ids) for of, each in seeds.items()},
-        {of: each.trees for of, each in seeds.items()},
-        {of: each.times for of, each in seeds.items()},
-    )

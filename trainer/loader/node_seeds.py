@@ -67,12 +67,18 @@ def node_inputs(graph: Graph, input_nodes: Any, input_time: Any = None, input_id
     """
     forms = _forms(graph, input_nodes)
     is_mapping = isinstance(input_nodes, Mapping)
-    return NodeInputs({
-        of: _with_ids_and_times(
-            of, _inputs(graph, of, form), _of_type(input_time, of, is_mapping), _of_type(input_id, of, is_mapping)
+    found = {}
+    for of, form in forms.items():
+        inputs = _inputs(graph, of, form)
+        times, ids = (
+            given.get(of) if is_mapping and isinstance(given, Mapping) else given for given in (input_time, input_id)
         )
-        for of, form in forms.items()
-    })  # fmt: skip
+        found[of] = TypeInputs(
+            inputs.nodes,
+            inputs.input_id if ids is None else _per_seed("input_id", of, ids, len(inputs.nodes)),
+            None if times is None else _per_seed("input_time", of, times, len(inputs.nodes)),
+        )
+    return NodeInputs(found)
 
 
 def split_name(input_nodes: Any) -> str | None:
@@ -162,19 +168,6 @@ def checked_ids(values: Array, num_nodes: int, of: NodeType, where: str) -> Ids:
             f"{where}: {ids[bad[0]]} at position {bad[0]}, but ids of {of!r} nodes go from 0 to {num_nodes - 1}"
         )
     return ids
-
-
-def _of_type(given: Any, of: NodeType, is_mapping: bool) -> Any:
-    return given.get(of) if is_mapping and isinstance(given, Mapping) else given
-
-
-def _with_ids_and_times(of: NodeType, inputs: TypeInputs, times: Any, input_id: Any) -> TypeInputs:
-    count = len(inputs.nodes)
-    return TypeInputs(
-        inputs.nodes,
-        inputs.input_id if input_id is None else _per_seed("input_id", of, input_id, count),
-        None if times is None else _per_seed("input_time", of, times, count),
-    )
 
 
 def _per_seed(name: str, of: NodeType, given: Any, count: int) -> Ids:

@@ -75,7 +75,7 @@ def with_allocation(tree: Section, environ: Mapping[str, str], report: Report) -
     unchanged.
     """
     transport, job = tree.items.get("transport"), tree.items.get("slurm_job")
-    if not isinstance(transport, Scalar) or transport.text != "slurm" or _filled(job):
+    if not isinstance(transport, Scalar) or transport.text != "slurm" or isinstance(job, Scalar) and not job.empty:
         return tree
     nodes = tree.items.get("nodes", Scalar(transport.origin, "", "null"))
     found, listed, problem = None, nodes, None
@@ -94,7 +94,9 @@ def with_allocation(tree: Section, environ: Mapping[str, str], report: Report) -
     if problem is not None:
         report(problem)
         hosts, wanted = ("unknown",), 0
-    devices = found.devices if found and not _has_devices(tree) else ()
+    defaults = tree.items.get("defaults")
+    given = isinstance(defaults, Section) and bool({"devices", "procs"} & defaults.items.keys())
+    devices = found.devices if found and not given else ()
     entries = _entries(listed, hosts[: wanted or None], transport.origin, devices)
     taken = [entry for entry in entries if entry.items.get("devices", tree).origin is transport.origin]
     if len(entries) > 1 and taken and isinstance(devices[0], str):
@@ -137,12 +139,3 @@ def _placeholders(tree: Section, listed: Tree, wanted: int) -> tuple[str, ...]:
     else:
         nodes = wanted or (len(listed.items) if isinstance(listed, YamlSequence) else 0)
     return tuple(f"slurm-node{k}" for k in range(nodes))
-
-
-def _has_devices(tree: Section) -> bool:
-    defaults = tree.items.get("defaults")
-    return isinstance(defaults, Section) and bool({"devices", "procs"} & defaults.items.keys())
-
-
-def _filled(tree: Tree | None) -> bool:
-    return isinstance(tree, Scalar) and not tree.empty

@@ -224,18 +224,14 @@ def _data(config: ClusterConfig, reader: Reader) -> None:
             "data.partition.method: keep is for `dataset: partition`, whose source is a partition folder",
         )
     check_cache_size("data.cache", data.cache, "the remote rows", reader)
-    _memory(data.partition.memory, reader)
+    memory, place = data.partition.memory, ("data", "partition", "memory")
+    if memory is not None and not _MEMORY.fullmatch(memory.strip()) and reader.good(place):
+        reader.report(place, f"data.partition.memory: expected a size (4GB), found `{memory}`")
     check_store(config, reader)
     if data.serving:
         _serving(config, reader)
     elif not data.dataset and ("data",) not in reader.bad and reader.good(("data", "dataset"), ("data", "serving")):
         reader.missing(next(item for item in fields(data) if item.name == "dataset"), ("data",))
-
-
-def _memory(text: str | None, reader: Reader) -> None:
-    place = ("data", "partition", "memory")
-    if text is not None and not _MEMORY.fullmatch(text.strip()) and reader.good(place):
-        reader.report(place, f"data.partition.memory: expected a size (4GB), found `{text}`")
 
 
 def _serving(config: ClusterConfig, reader: Reader) -> None:

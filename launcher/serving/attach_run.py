@@ -17,7 +17,7 @@ from launcher.config.roles import GraphServer, ServingCluster
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, OutOfReach, PreflightRefused, UsageError
 from launcher.plan.files import code_digest
-from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.plan.model import LaunchPlan
 from launcher.plan.placement import endpoint
 from launcher.plan.serialize import read_run
 from launcher.plan.service_key import new_key_pair
@@ -26,7 +26,6 @@ from launcher.run.launch import Attach, Attachment
 from launcher.serving.client_keys import admit, server_key, withdraw
 from launcher.serving.cluster_state import (
     FILES,
-    ClusterDescription,
     ServerState,
     newest_description,
     open_serving,
@@ -88,7 +87,12 @@ def _attach(name: str, config: ClusterConfig, config_path: Path, run_id: str, co
         if len(status.down) == len(status.nodes):
             why = "\n  ".join([status.sentence, *status.notes])
             raise FleetError(f"the run cannot attach: {why}")
-        _check_dataset(config, run.found, name)
+        plan, wanted = run.found.plan, config.data.dataset
+        served = plan.dataset if plan and plan.partition else ""  # '': partitioned by another command
+        if served and wanted and served != wanted:
+            raise UsageError(
+                f"data.dataset: {wanted}, but serving cluster {name} serves {served}; leave data.dataset out"
+            )
         notes = [
             *filter(None, [resolve_run(config).left_out]),
             *(status.notes if status.down else ()),
@@ -104,7 +108,7 @@ def _attach(name: str, config: ClusterConfig, config_path: Path, run_id: str, co
         console.print(text, soft_wrap=True, markup=False)
     for note in notes:
         _say(console, f"note: {note}")
-    serving = _for_run(cluster, server is not None)
+    serving = ServingCluster(cluster.name, cluster.num_parts, cluster.servers, server is not None)
     return Attachment(serving, key, partial(check_routes, serving))
 
 
@@ -119,17 +123,6 @@ def detach(name: str, config: ClusterConfig, config_path: Path, run_id: str) -> 
 
 def _say(console: Console, text: str) -> None:
     console.print(text, style="yellow", soft_wrap=True, markup=False)
-
-
-def _for_run(cluster: ClusterDescription, encrypted: bool) -> ServingCluster:
-    return ServingCluster(cluster.name, cluster.num_parts, cluster.servers, encrypted)
-
-
-def _check_dataset(config: ClusterConfig, found: FoundRun, name: str) -> None:
-    served = found.plan.dataset if found.plan and found.plan.partition else ""  # '': partitioned by another command
-    wanted = config.data.dataset
-    if served and wanted and served != wanted:
-        raise UsageError(f"data.dataset: {wanted}, but serving cluster {name} serves {served}; leave data.dataset out")
 
 
 def _other_code(states: Mapping[int, ServerState], name: str) -> list[str]:
@@ -156,12 +149,12 @@ def known_serving(config: ClusterConfig) -> ServingCluster | None:
     if found is None or found.plan is None or found.config is None or not found.plan.serve_only:
         return None
     plan, nodes = found.plan, found.config.nodes
-    servers = tuple(_planned(node, nodes[node.node_rank].host) for node in plan.nodes if node.parts)
+    servers = tuple(
+        GraphServer(k, nodes[k].host, endpoint(node.address, node.service_port), node.parts)
+        for k, node in enumerate(plan.nodes)
+        if node.parts
+    )
     return ServingCluster(plan.run_id, plan.num_parts, servers, plan.encrypted)
-
-
-def _planned(node: NodePlan, host: str) -> GraphServer:
-    return GraphServer(node.node_rank, host, endpoint(node.address, node.service_port), node.parts)
 
 
 def check_routes(serving: ServingCluster, plan: LaunchPlan, transports: Mapping[int, Transport]) -> list[str]:

@@ -50,7 +50,8 @@ def make_key(run: OpenRun, output: Path, person: str | None) -> MadeKey:
             f"gnnfleet.connect({json.dumps(endpoints)})"
         )
     pair = new_key_pair()
-    client = _client_name(person or user_name())
+    prefix = re.sub(r"[^A-Za-z0-9_-]+", "-", person or user_name())[:40] or "guest"
+    client = f"{prefix}-{secrets.token_hex(3)}"
     notes = admit(run, client, pair["public"])
     values = {**pair, "server": public, "endpoints": endpoints, "name": name}
     write_whole(output, json.dumps(values, indent=1) + "\n", private=True)
@@ -96,7 +97,3 @@ def withdraw(run: OpenRun, client: str) -> list[str]:
         lambda k, transport: remove_files(transport, [f"{holders[k].run_dir}/clients/{client}.key"]),
     )
     return [f"{holders[k].label} still admits key {client}: {error}" for k, error in sorted(errors.items())]
-
-
-def _client_name(person: str) -> str:
-    return f"{re.sub(r'[^A-Za-z0-9_-]+', '-', person)[:40] or 'guest'}-{secrets.token_hex(3)}"

@@ -115,15 +115,15 @@ def server_states(
 ) -> dict[int, ServerState]:
     """Query all nodes of a serving cluster, and read the files ``names`` of each. ``ranks``: only these node_ranks."""
     views = run.views(ranks)
+
+    def files_of(k: int) -> dict[str, str]:
+        folder = run.nodes[k].run_dir
+        found = read_files(run.transports[k], [f"{folder}/{name}" for name in names])
+        return {path[len(folder) + 1 :]: text for path, text in found.items()}
+
     reached = [k for k, view in views.items() if view.reached]
-    files = on_nodes(reached, lambda k: _files_of(run, k, names)).or_raise()
+    files = on_nodes(reached, files_of).or_raise()
     return {k: ServerState(view, files.get(k, {})) for k, view in views.items()}
-
-
-def _files_of(run: OpenRun, k: int, names: Sequence[str]) -> dict[str, str]:
-    folder = run.nodes[k].run_dir
-    found = read_files(run.transports[k], [f"{folder}/{name}" for name in names])
-    return {path[len(folder) + 1 :]: text for path, text in found.items()}
 
 
 def read_files(transport: Transport, patterns: Sequence[str]) -> dict[str, str]:

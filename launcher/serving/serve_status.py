@@ -159,6 +159,11 @@ def _server_row(node: ServerState) -> tuple[Cell, ...]:
     view, stats = node.view, _fresh(node)
     state = Text(view.word, _STYLES.get(view.word, ""))
     dropped = [stats[name] for name in ("malformed", "refused") if name in stats]
+    buffer = "–"
+    if {"buffer_bytes", "buffer_limit"} <= stats.keys():
+        buffer = f"{_size(stats['buffer_bytes'])} of {_size(stats['buffer_limit'])}"
+    findings = (view.state or {}).get("findings") or ()
+    restarts = sum(finding["kind"] == "server-restart" for finding in findings)
     return (
         view.node.label,
         state,
@@ -168,16 +173,11 @@ def _server_row(node: ServerState) -> tuple[Cell, ...]:
         _form(stats, "queue", lambda value: f"{value:,}"),
         _form(stats, "batches_s", lambda value: f"{value:,.1f}"),
         _form(stats, "bytes_out_s", _size),
-        _buffer(stats),
+        buffer,
         _form(stats, "memory", _size),
         f"{sum(dropped):,}" if dropped else "–",
-        str(_restarts(node)) if view.alive else "–",
+        str(restarts) if view.alive else "–",
     )
-
-
-def _restarts(node: ServerState) -> int:
-    findings = (node.view.state or {}).get("findings") or ()
-    return sum(finding["kind"] == "server-restart" for finding in findings)
 
 
 def _client_rows(node: ServerState) -> Iterator[tuple[Cell, ...]]:
@@ -201,12 +201,6 @@ def _fresh(node: ServerState) -> Mapping[str, Any]:
 
 def _clients(node: ServerState) -> list[Mapping[str, Any]]:
     return list(_fresh(node).get("clients") or ())
-
-
-def _buffer(stats: Mapping[str, Any]) -> str:
-    if not {"buffer_bytes", "buffer_limit"} <= stats.keys():
-        return "–"
-    return f"{_size(stats['buffer_bytes'])} of {_size(stats['buffer_limit'])}"
 
 
 def _form(values: Mapping[str, Any], name: str, how: Any) -> str:

@@ -62,7 +62,8 @@ def start_servers(plan: LaunchPlan, transports: Mapping[int, Transport], run: Ru
         on_nodes(nodes, lambda k: start_session(transports[k], nodes[k], start_timeout=run.start_timeout)).or_raise()
         _await_serving(nodes, transports, time.monotonic() + run.start_timeout + _SLACK)
     except BaseException as error:
-        left = _stop_all(nodes, transports, run.grace)
+        errors = on_nodes(nodes, lambda k: _stop_node(nodes[k], transports[k], run.grace)).errors
+        left = [f"{nodes[k].label} may still run: {why}. {how_to_stop(nodes[k])}" for k, why in errors.items()]
         if left and isinstance(error, FleetError):
             raise FleetError(f"{error}\n" + "\n".join(left)) from error
         raise
@@ -101,12 +102,6 @@ def _why_ended(view: NodeView) -> str:
 def _log(node: NodePlan) -> str:
     where = "" if node.login is None else f"{node.target}:"
     return f"{where}{node.run_dir}/logs/server.log"
-
-
-def _stop_all(nodes: Mapping[int, NodePlan], transports: Mapping[int, Transport], grace: float) -> list[str]:
-    """Stop all nodes; return a note for each failure."""
-    errors = on_nodes(nodes, lambda k: _stop_node(nodes[k], transports[k], grace)).errors
-    return [f"{nodes[k].label} may still run: {error}. {how_to_stop(nodes[k])}" for k, error in errors.items()]
 
 
 def _stop_node(node: NodePlan, transport: Transport, grace: float) -> None:

@@ -131,7 +131,8 @@ class FileTransfer(ABC):
 
         ``found``: each file with its state in the reply of ``inventory``.
         """
-        todo = [(file, _have(state)) for file, state in found if state["state"] != "present"]
+        missing = [(file, state) for file, state in found if state["state"] != "present"]
+        todo = [(file, int(state["have"]) if state["state"] == "partial" else 0) for file, state in missing]
         need = sum(file.bytes - have for file, have in todo)
         self.bytes_present = sum(file.bytes for file, _ in found) - sum(file.bytes for file, _ in todo)
         self.progress.start(self.receiver.node_rank, need)
@@ -249,10 +250,6 @@ def with_digest(file: PlannedFile) -> PlannedFile:
 
 def entry_of(file: PlannedFile) -> dict[str, Any]:
     return {"path": file.dest, "bytes": file.bytes, "sha256": file.sha256}
-
-
-def _have(state: dict[str, Any]) -> int:
-    return int(state["have"]) if state["state"] == "partial" else 0
 
 
 def is_manifest(file: PlannedFile) -> bool:

@@ -140,7 +140,9 @@ def read_ip_list(source: Source, flags: Flags) -> Foreign:
     if not of_pyg and not ports and (counted or len({host for _, host, _ in counts}) < len(counts)):
         kind = "hostfile of MPICH or Intel MPI" if counted else "hostfile of PBS or LSF, with a line per process"
         return _with_counts(source, counts, f"a {kind}")
-    notes = [_port_note(of_pyg)] if ports else []
+    whose = "torch_geometric's RPC" if of_pyg else "DGL's servers"
+    ignored = f"the ports in the file are ignored: they are for {whose}, not for SSH; preflight finds free ports"
+    notes = [ignored] if ports else []
     if ssh_ports:
         notes.append("`host:N` is read as an SSH port, as N is too large for a number of processes")
     _same_number(source, nodes, flags)
@@ -207,11 +209,6 @@ def _with_counts(source: Source, counts: Sequence[tuple[Origin, str, int]], kind
     return Foreign(kind, section(at, {"nodes": listed(at, nodes)}), (note,))
 
 
-def _port_note(of_pyg: bool) -> str:
-    whose = "torch_geometric's RPC" if of_pyg else "DGL's servers"
-    return f"the ports in the file are ignored: they are for {whose}, not for SSH; preflight finds free ports"
-
-
 def _same_number(source: Source, nodes: list[tuple[Origin, str]], flags: Flags) -> None:
     if flags.num_nodes is not None and flags.num_nodes != len(nodes):
         line = nodes[-1][0].line if nodes else 1
@@ -255,7 +252,8 @@ def _common_keys(remote: Remote, flags: Flags) -> dict[str, Tree]:
     origin = virtual_origin("the quoted command")
     kind, which = remote.interpreter
     common: dict[str, Tree] = {kind: text(origin, which)} if kind else {}
-    if folder := remote.folder or _absolute(flags.workspace):
+    workspace = flags.workspace if flags.workspace and flags.workspace.startswith(("/", "~/")) else ""
+    if folder := remote.folder or workspace.rstrip("/"):
         common["workdir"] = text(origin, posixpath.join(folder, "gnnfleet-work/node{node_rank}"))
     if remote.devices:
         common["devices"] = listed(origin, [number(origin, word) for word in re.split(r"\s*,\s*", remote.devices)])
@@ -263,10 +261,6 @@ def _common_keys(remote: Remote, flags: Flags) -> dict[str, Tree]:
     if lines:
         common["setup"] = listed(origin, [text(origin, line) for line in lines])
     return common
-
-
-def _absolute(folder: str | None) -> str:
-    return folder.rstrip("/") if folder and folder.startswith(("/", "~/")) else ""
 
 
 def _example_settings(remote: Remote, flags: Flags) -> Section:

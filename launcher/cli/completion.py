@@ -69,7 +69,8 @@ def run_ids(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[
     with suppress(OSError):
         folders = [each for each in known_runs([Path(_given(ctx, "runs_dir") or "runs")]) if each.name not in used]
         found = [folder for folder in folders if folder.name.startswith(typed)][:_MAX_RUNS]
-        return [CompletionItem(folder.name, help=_time_text(began(folder))) for folder in found]
+        times = (time.strftime("%Y-%m-%d %H:%M", time.localtime(began(folder))) for folder in found)
+        return [CompletionItem(folder.name, help=text) for folder, text in zip(found, times, strict=True)]
     return []
 
 
@@ -153,7 +154,3 @@ def _given(ctx: click.Context, name: str) -> Any:
             return os.fspath(context.params[name])
         context = context.parent
     return None
-
-
-def _time_text(began: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(began))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -65,16 +64,8 @@ def copy_of(template: Template, dest: Path) -> str:
     text = template.path.read_text(encoding="utf-8")
     text = re.sub(rf"(?<![\w/])(templates/)?{re.escape(template.path.name)}\b", str(dest), text)
     text = text.replace("../parts/", "parts/")
-    for name in set(_outside(text)):
-        text = text.replace(f"../{name}", _from(dest.absolute().parent, template.path.parent.parent / name))
+    for name in set(re.findall(r"\.\./([\w.-]+)", text)):
+        path = template.path.parent.parent / name
+        relative = os.path.relpath(path, dest.absolute().parent)
+        text = text.replace(f"../{name}", str(path) if relative.startswith("..") else relative)
     return text
-
-
-def _outside(text: str) -> Iterator[str]:
-    for match in re.finditer(r"\.\./([\w.-]+)", text):
-        yield match[1]
-
-
-def _from(folder: Path, path: Path) -> str:
-    relative = os.path.relpath(path, folder)
-    return str(path) if relative.startswith("..") else relative

@@ -88,13 +88,9 @@ def _draft(request: InitRequest, discovery: Discovery, dest: Path, program: str)
     devices = device_ids(discovery.facts, hosts, discovery.facts, chosen)
     graph = graph_of(request.dataset or "synthetic", request.source)
     if graph.source:
-        graph = replace(graph, source=_relative_inside(dest.absolute().parent, graph.source))
+        path, folder = Path(graph.source).expanduser(), dest.absolute().parent
+        graph = replace(graph, source=str(path.relative_to(folder)) if path.is_relative_to(folder) else graph.source)
     return Draft(request, discovery, chosen, devices, graph, dest.name, program)
-
-
-def _relative_inside(folder: Path, source: str) -> str:
-    path = Path(source).expanduser()
-    return str(path.relative_to(folder)) if path.is_relative_to(folder) else source
 
 
 @contextmanager

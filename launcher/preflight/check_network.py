@@ -63,19 +63,14 @@ def _interfaces(survey: Survey, result: Connectivity) -> Iterator[Finding]:
         name = interface_of(survey.probes[k], address)
         asked = survey.config.nodes[k].interface
         if asked and name != asked:
-            message = f"no address on interface {asked}; addresses of the host: {_listed(survey.probes[k])}"
+            known = ", ".join(f"{address} ({name})" for name, address in survey.probes[k]["addresses"])
+            message = f"no address on interface {asked}; addresses of the host: {known}"
             yield survey.finding(k, "block", "interface", message, "correct `interface` of this node")
         elif address == listeners.own[0]:
             yield survey.finding(k, "ok", "interface", f"traffic goes over {name or 'an unnamed interface'}")
         else:
             message = f"traffic goes over {name} ({address}), as not all nodes reach {listeners.own[0]}"
             yield survey.finding(k, "ok", "interface", message)
-
-
-def _listed(probe: Mapping[str, object]) -> str:
-    addresses = probe["addresses"]
-    assert isinstance(addresses, (list, tuple))
-    return ", ".join(f"{address} ({name})" for name, address in addresses)
 
 
 # -- grouping ------------------------------------------------------------

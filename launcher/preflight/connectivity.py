@@ -217,7 +217,10 @@ class ConnectivityTest:
 
     def run(self) -> Connectivity:
         """Test every pair of nodes that must connect; also other addresses of nodes that some nodes cannot reach."""
-        self._open_all()
+        # All nodes listen; those that fail are left out of the test.
+        answers = on_nodes(self.facts, self._open, timeout=_OPEN_TIMEOUT)
+        self.listening = {k: answers.values[k] for k in sorted(answers.values)}
+        self.errors |= answers.errors
         chosen = {k: listeners.own[0] for k, listeners in self.listening.items()}
         reach = {k: self.routes.reach(k, self.listening) for k in self.listening}
         pairs = sum(map(len, reach.values()))
@@ -231,12 +234,6 @@ class ConnectivityTest:
         if blocked:
             chosen, blocked = self._try_other_addresses(chosen, blocked)
         return Connectivity(self.listening, chosen, tuple(blocked), pairs, self.errors, reach)
-
-    def _open_all(self) -> None:
-        """Make all nodes listen. Nodes that fail are added to ``errors`` and left out of the test."""
-        answers = on_nodes(self.facts, self._open, timeout=_OPEN_TIMEOUT)
-        self.listening = {k: answers.values[k] for k in sorted(answers.values)}
-        self.errors |= answers.errors
 
     def _open(self, k: int) -> Listeners:
         kept: dict[str, int] = {}

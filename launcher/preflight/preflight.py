@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from launcher.preflight.check_machine import machine_findings, same_machine
 from launcher.preflight.check_network import network_findings
 from launcher.preflight.check_packages import package_findings
 from launcher.preflight.check_storage import storage_findings
-from launcher.preflight.connectivity import Connectivity, ConnectivityTest, interface_of
+from launcher.preflight.connectivity import ConnectivityTest, interface_of
 from launcher.preflight.finding import Finding, Survey, connect_finding
 from launcher.preflight.preflight_report import PreflightReport
 from launcher.preflight.shared_folder import SharedFolderTest
@@ -85,8 +85,12 @@ def run_preflight(
             findings += SharedFolderTest(survey, working).findings()
         if config.transport != "local" and len(facts) > 1:
             connectivity = ConnectivityTest(config, probes, facts, working).run()
-            findings += _connectivity_findings(survey, connectivity)
-            facts = {k: _with_address(facts[k], probes[k], connectivity) for k in facts}
+            _raise_unexpected(connectivity.errors)
+            findings += [connect_finding(config, k, error) for k, error in sorted(connectivity.errors.items())]
+            findings += network_findings(survey, connectivity)
+            for k, fact in facts.items():
+                address = connectivity.address.get(k, fact.address)
+                facts[k] = replace(fact, address=address, interface=interface_of(probes[k], address))
     return PreflightReport(facts, tuple(sorted(findings, key=lambda finding: finding.node_rank)))
 
 
@@ -125,6 +129,7 @@ def _probe_all(
 
 
 def _facts(config: ResolvedConfig, k: int, probe: Mapping[str, Any], offset: float) -> NodeFacts:
+    free = [port for port in candidate_ports(config, k) if str(port) not in probe["busy_ports"]]
     return NodeFacts(
         node_rank=k,
         hostname=probe["hostname"],
@@ -139,29 +144,9 @@ def _facts(config: ResolvedConfig, k: int, probe: Mapping[str, Any], offset: flo
         memory=probe["memory"],
         cpus=probe["cpus"],
         clock_offset=offset,
-        free_ports=_shuffled(port for port in candidate_ports(config, k) if str(port) not in probe["busy_ports"]),
+        free_ports=tuple(random.sample(free, len(free))),  # two launches at once then rarely choose the same port
         addresses=tuple(address for _, address in probe["addresses"]),
         topology_bytes=probe["graph"].get("topology_bytes", 0),
         device_memory=tuple((gpu["uuid"], gpu["memory"] << 20) for gpu in probe["gpus"]),
         bfloat16=probe.get("bfloat16"),
     )
-
-
-def _shuffled(ports: Iterable[int]) -> tuple[int, ...]:
-    # Two launches at the same time then rarely choose the same port.
-    free = list(ports)
-    return tuple(random.sample(free, len(free)))
-
-
-# -- network -------------------------------------------------------------
-
-
-def _connectivity_findings(survey: Survey, connectivity: Connectivity) -> list[Finding]:
-    _raise_unexpected(connectivity.errors)
-    failed = [connect_finding(survey.config, k, connectivity.errors[k]) for k in sorted(connectivity.errors)]
-    return failed + list(network_findings(survey, connectivity))
-
-
-def _with_address(fact: NodeFacts, probe: Mapping[str, Any], connectivity: Connectivity) -> NodeFacts:
-    address = connectivity.address.get(fact.node_rank, fact.address)
-    return replace(fact, address=address, interface=interface_of(probe, address))

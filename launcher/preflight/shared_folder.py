@@ -42,7 +42,10 @@ class SharedFolderTest:
         wrote = self._call("write", first)
         answers = on_nodes(others, lambda k: self._call("look", k), timeout=2 * _TIMEOUT)
         self._call("remove", first)
-        same = [first, *(k for k in sorted(answers.values) if _same(wrote, answers.values[k]))]
+        same = [first]
+        for k, looked in sorted(answers.values.items()):
+            if looked["seen"] if wrote["written"] else wrote["identity"] == looked["identity"]:
+                same.append(k)
         apart = [k for k in others if k not in same]
         shared = (
             "the same folder" if wrote["written"] else "probably the same folder (read-only, so not tested by a write)"
@@ -58,7 +61,3 @@ class SharedFolderTest:
         request = {"op": op, "folder": data_folder(self.survey.config, k), "name": self.name}
         reply: dict[str, Any] = self.agents[k].call("folders", request, _TIMEOUT)
         return reply
-
-
-def _same(wrote: Mapping[str, Any], looked: Mapping[str, Any]) -> bool:
-    return bool(looked["seen"]) if wrote["written"] else wrote["identity"] == looked["identity"]

@@ -53,6 +53,7 @@ class Inquiry:
         config, node, run_id = self.config, self.config.nodes[k], self.run_id
         local = "127.0.0.1" if config.transport == "local" else ""
         workdir, parts = node_workdir(node, k), node.data_folder or config.data.folder
+        names = dict.fromkeys((config.run.master_addr, *(other.address for other in config.nodes)))
         return {
             "address": node.address or local,
             "peer": peer,
@@ -63,7 +64,7 @@ class Inquiry:
             "manifest": f"{parts}/manifest.json" if config.data.mode == "verify" and node.holds else "",
             "devices": bool(node.devices),
             "packages": [*(store_packages(config) if node.holds else ()), *device_packages(node)],
-            "names": _names(config),
+            "names": [name for name in names if name and name != "auto" and not is_ip(name)],
             "code": self.code,
             "parts": f"{workdir}/data/{self.parts.fingerprint}" if self.parts and node.holds else "",
         }
@@ -86,12 +87,6 @@ class Inquiry:
             else next((_graph(probe["graph"]) for probe in probes.values() if probe["graph"]), None)
         )
         return Survey(self.config, probes, clock_offsets, own_command, bytes_needed or {}, graph, self.code)
-
-
-def _names(config: ResolvedConfig) -> list[str]:
-    # IP addresses need not be resolved.
-    given = [config.run.master_addr, *(node.address for node in config.nodes)]
-    return [name for name in dict.fromkeys(given) if name and name != "auto" and not is_ip(name)]
 
 
 def _graph(found: Mapping[str, Any]) -> GraphSize:

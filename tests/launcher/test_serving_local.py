@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,15 @@ def test_a_server_whose_port_is_taken_gets_another_one(kit: ServingKit, toy: str
     old, pid = kit.cluster(toy, 1), kit.state(toy, 0)["pid"]
     kill_server(kit)
     host, port = old["nodes"][1]["endpoint"].removeprefix("tcp://").split(":")
-    with socket.create_server((host, int(port))):
+    held: list[socket.socket] = []
+
+    def taken() -> bool:
+        with suppress(OSError):  # the graph server of the killed supervisor ends a moment later
+            held.append(socket.create_server((host, int(port))))
+        return bool(held)
+
+    wait_until(taken)
+    with held[0]:
         done = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
         assert (done.status, done.json["started"]) == (0, [1]), done.err + done.out
     new = kit.cluster(toy, 0)

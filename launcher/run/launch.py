@@ -128,7 +128,7 @@ class LaunchContext:
         self.console.print(Text(text, style), soft_wrap=True)
 
     def give_up(self, state: RunState, why: str, exit_status: int) -> None:
-        """Record that the launch has ended before a run was started.
+        """Record that the launch has ended without a report: before a run was started, or by Ctrl-C.
 
         Writes to events.jsonl, to launch.json and, unless it exists, to result.json.
         """
@@ -148,8 +148,8 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
     """Launch a run of ``config``, follow it to its end, collect its files, and print and return its report.
 
     ``attach``: attaches the run to the serving cluster from which it reads. With ``options.detach``, returns after the
-    first training step. Raises FleetError for a failure before anything runs on the nodes; later failures are in the
-    report.
+    first training step. Raises FleetError for a failure before anything runs on the nodes, Interrupted, and OutOfReach
+    for a run that goes on without this machine; failures on the nodes are in the report.
     """
     resolved = resolve_run(config)
     run_id = choose_run_id(config, options.run_id)
@@ -234,8 +234,9 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
             context.give_up("failed", str(error), error.exit_status)
             raise
 
-    # A Slurm job that has lost a node, or that has used its time, is requeued, to resume the run.
-    lost_node = report.state == "failed" and report.first_failure is not None and report.first_failure.name == "node"
+    # A Slurm job that has lost a node, or that has used its time, is requeued, to resume the run; not one that stalled.
+    first = report.first_failure if report.state == "failed" else None
+    lost_node = first is not None and first.name == "node" and not first.found
     if in_batch_job() and (lost_node or (warning.received and report.state == "stopped")):
         _requeue(context)
     return report

@@ -175,6 +175,7 @@ class DistGraph:
                 of, names = piece.columns
                 shares[host].append(_HostRequest(number, at, RowRequest(of, split.cut(piece.ids, at), names)))
         answers: list[list[HostRows]] = [[] for _ in pieces]
+        # Own, cached and held rows are copied while the other hosts answer; HERE itself has no request to answer.
         for host, share, rows in self._ask(shares, replace(self._rows, local=lambda _: self._copy_near(pieces))):
             pieces[share.number].put(self.remotes[host].name, rows, share.at)
             answers[share.number].append(HostRows(share.request.ids, rows))

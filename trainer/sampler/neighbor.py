@@ -1,4 +1,4 @@
-"""Draws neighbours of nodes of one part."""
+"""Samples neighbours of nodes of one part: chooses the kernel that draws them for a request."""
 
 from __future__ import annotations
 

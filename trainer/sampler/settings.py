@@ -1,4 +1,4 @@
-"""Checks that the settings of neighbour sampling fit a graph."""
+"""Checks that the settings of neighbour sampling, and types and attributes in requests, fit a graph."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class SubgraphSampler:
 
     def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
         access = self.access
-        access.take_cost()
+        access.take_cost()  # what this thread has asked for before does not count
         began = time.perf_counter()
         subgraph = self.subgraph(seeds, key)
         sampling, found_at = access.take_cost(), time.perf_counter()

@@ -140,8 +140,8 @@ def train_epoch(
     monitor = DeviceMonitor(group.device)
     tally.begin()
     metrics.at(epoch, tally.steps, "load")
-    step_timer = StepTimer(model, optimizers.model, lambda: metrics.at(epoch, tally.steps, "reduce"))
-    with step_timer as timer, closed_after(batches.epoch(epoch, tally.steps)) as own:
+    timer = StepTimer(model, optimizers.model, lambda: metrics.at(epoch, tally.steps, "reduce"))
+    with timer, closed_after(batches.epoch(epoch, tally.steps)) as own:
         for batch in timer.timed(own):
             metrics.at(epoch, batch.step, "compute")
             timer.enter(Phase.COPY)

@@ -55,7 +55,6 @@ class Progress:
     """Results of the epochs trained so far. The current weights are not included."""
 
     done: int = 0  #: number of epochs trained
-    scored: bool = True  #: whether epoch ``done`` has been evaluated, if an evaluation is due
     step_loss: tuple[torch.Tensor, ...] = ()  #: float64 [steps] per trained epoch
     best: BestEpoch | None = None
     seconds: tuple[float, ...] = ()  #: seconds of each epoch that this process trained
@@ -133,26 +132,21 @@ class Fit:
         self._schedule.saved()
         if os.environ.get("GNNFLEET_SAVE_ON_TERM") and self.settings.checkpoint_seconds:
             self._request.save_on_term()
-        while self.progress.done < self.settings.epochs or not self.progress.scored:
-            # Train, unless a resumed run has only to score the epoch.
-            if self.progress.scored:
-                report = train_epoch(
-                    wrapped, self.task, self.optimizers, self.loaders["train"], self.progress.done + 1, self.group,
-                    self.metrics, self.progress.tally, self._after_step,
-                )  # fmt: skip
-                at = self.progress
-                curve, seconds = (*at.step_loss, report.step_loss), (*at.seconds, report.seconds)
-                self.progress = Progress(report.epoch, False, curve, at.best, seconds, at.cost + report.cost, report)
-                del at  # with the weights of an earlier best epoch
-                self._log_epoch(report)
+        while self.progress.done < self.settings.epochs:
+            report = train_epoch(
+                wrapped, self.task, self.optimizers, self.loaders["train"], self.progress.done + 1, self.group,
+                self.metrics, self.progress.tally, self._after_step,
+            )  # fmt: skip
+            at = self.progress
+            curve, seconds = (*at.step_loss, report.step_loss), (*at.seconds, report.seconds)
+            self.progress = Progress(report.epoch, curve, at.best, seconds, at.cost + report.cost, report)
+            del at  # with the weights of an earlier best epoch
+            self._log_epoch(report)
             # Score the val split, which may be due, and keep the best weights.
             score = self._score_val()
-            self.progress = replace(self.progress, scored=True)
-            if self.progress.report is not None:
-                metric = self.task.metric
-                value = score.value(metric) if score else None
-                self._print(epoch_text(self.progress.report, self.settings.epochs, metric, value))
-                self._print_starvation(self.progress.report)
+            value = score.value(self.task.metric) if score else None
+            self._print(epoch_text(report, self.settings.epochs, self.task.metric, value))
+            self._print_starvation(report)
             # Save, if due.
             if self._due(self.settings.checkpoint_every):
                 self._save()

@@ -1,7 +1,7 @@
 """Runs one node of a run: ``supervisor.py node.json``, inside the node's tmux session.
 
 Starts the graph server and the ranks, and ends them after a failure on any node or a stop request. Writes the files
-listed in docs/ARCHITECTURE.md, "Node run folder". Exit status: 0 (done) or 1 (failed, stopped).
+listed in docs/ARCHITECTURE.md, "Node run folder". Exit status: 0 (done), 1 (failed, stopped) or 2 (wrong arguments).
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class Supervisor:
         self.idle()
         self.check_requests()
 
-        # The graph server has failed and will not be restarted.
+        # The graph server: it is restarted, or has failed for good.
         if self.spec.server is not None:
             restarts = len(self.keeper.findings)
             trouble = self.keeper.look()

@@ -59,12 +59,11 @@ def held_out_type(graph: Graph) -> EdgeType | None:
 def _linked(graph: Graph, wanted: str | None) -> EdgeType:
     """Return the edge type whose links are predicted if the user did not choose one.
 
-    Raises ``SettingsError`` if several edge types are possible, or if ``wanted`` is given: the caller has found that it
-    is not an edge type.
+    Raises ``SettingsError`` if several edge types are possible, or if ``wanted`` is given: the caller has found that
+    ``wanted`` names no edge type.
     """
     manifest = graph.manifest
     names = [type_name(of) for of in manifest.edges]
-    # A ``wanted`` that gets here names no edge type.
     if wanted is not None:
         known = ", ".join(names)
         raise SettingsError(f"target is {wanted!r}; task link needs an edge type of {manifest.dataset}: {known}")

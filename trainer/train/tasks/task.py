@@ -14,8 +14,6 @@ AnyBatch: TypeAlias = Batch | HeteroBatch
 
 Kind: TypeAlias = Literal["classification", "regression", "multilabel", "link"]
 
-KINDS: tuple[Kind, ...] = ("classification", "regression", "multilabel", "link")
-
 
 class Labelled(Protocol):
     @property

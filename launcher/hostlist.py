@@ -19,7 +19,10 @@ _DIGITS = re.compile(r"([0-9]+)")
 
 
 class RangeError(ValueError):
-    """An invalid host range; the message explains the mistake."""
+    """An invalid host range; the message explains the mistake, in one line."""
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))
 
 
 def is_range(text: str) -> bool:

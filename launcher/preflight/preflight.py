@@ -94,6 +94,22 @@ def run_preflight(
     return PreflightReport(facts, tuple(sorted(findings, key=lambda finding: finding.node_rank)))
 
 
+def without_busy_ports(
+    config: ResolvedConfig, facts: Mapping[int, NodeFacts], transports: Mapping[int, Transport]
+) -> dict[int, NodeFacts]:
+    """Ask the nodes again which ports are busy, and return ``facts`` without these; for use long after preflight.
+
+    A node that does not answer keeps its facts.
+    """
+    with open_agents() as agents:
+        answers = _probe_all(Inquiry.about(config), transports, agents).values
+    busy = {k: probe["busy_ports"] for k, (probe, _) in answers.items()}
+    return {
+        k: replace(fact, free_ports=tuple(port for port in fact.free_ports if str(port) not in busy.get(k, ())))
+        for k, fact in facts.items()
+    }
+
+
 def _raise_unexpected(errors: Mapping[int, Exception]) -> None:
     # Other errors are bugs of gnnfleet, not findings.
     for error in errors.values():

@@ -29,6 +29,7 @@ from launcher.plan.render import print_placement
 from launcher.plan.sbatch import is_on
 from launcher.plan.serialize import run_json
 from launcher.plan.trainable import check_trainable
+from launcher.preflight.preflight import without_busy_ports
 from launcher.preflight.preflight_report import node_ranges
 from launcher.report.events import EventLog
 from launcher.report.launch_file import LaunchFile, Stage, user_at_host
@@ -49,6 +50,8 @@ from launcher.text import count
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
 from launcher.transport.slurm_client import job_status, requeue
+
+_PORTS_STAY_FREE = 1.0  # seconds; a launch that has waited longer for its parts looks again which ports are busy
 
 
 @dataclass
@@ -170,7 +173,10 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
 
                 # Partition the graph, unless its parts are there, and plan the run.
                 context.enter_stage("partition")
+                began = time.monotonic()
                 manifest = context.parts(resolved)
+                if time.monotonic() - began > _PORTS_STAY_FREE:
+                    facts = without_busy_ports(resolved, facts, transports)
                 if manifest is not None and not options.own_command:
                     check_trainable(resolved, manifest)
                 plan = final_plan(

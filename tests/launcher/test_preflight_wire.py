@@ -12,7 +12,7 @@ from fake_transport import FakeTransport, wire
 from launcher.config.schema import ClusterConfig, RunConfig
 from launcher.errors import ConnectionLost
 from launcher.node.programs import network as program
-from launcher.preflight.preflight import run_preflight
+from launcher.preflight.preflight import run_preflight, without_busy_ports
 from launcher.preflight.preflight_report import PreflightReport
 from wire_kit import Closed, cluster, machine
 
@@ -166,6 +166,15 @@ def test_ports_that_another_launch_takes_meanwhile_are_not_chosen() -> None:
     assert len(tried) == len(set(tried)) == 8  # master, control and service port, and five further attempts
     free = report.facts[0].free_ports
     assert free and not {*tried[:5]} & {*free} and {*tried[5:]} <= {*free}
+
+
+def test_ports_taken_after_preflight_are_not_chosen() -> None:
+    config, machines = cluster(2, run=RunConfig()), {k: machine(k) for k in range(2)}
+    facts = run_preflight(config, machines).facts
+    taken, lost = facts[0].free_ports[:3], machine(1).on_program("probe", ConnectionLost("gone", node_rank=1))
+    busy = machine(0, busy_ports={str(port): "run x" for port in taken})
+    now = without_busy_ports(config, facts, {0: busy, 1: lost})
+    assert now[0].free_ports == facts[0].free_ports[3:] and now[1] == facts[1]
 
 
 def test_a_connection_lost_during_the_test_is_a_finding() -> None:

@@ -155,7 +155,11 @@ def check_commands(sandbox: Sandbox, config: ResolvedConfig) -> None:
             for words in (("bash", "-c", render(command)), ("sh", "-c", shell_line(command))):
                 for argv, env in sandbox.run(*words):
                     assert argv == [at_home(word, sandbox) for word in command.argv[1:]]
-                    assert not [name for name, value in config.nodes[node.node_rank].env.items() if env[name] != value]
+                    assert not [
+                        name
+                        for name, value in config.nodes[node.node_rank].env.items()
+                        if env[name] != at_home(value, sandbox)
+                    ]
         argv = attach_argv(config, node)[2:]
         login = config.nodes[node.node_rank]
         assert argv[-2] == (f"{login.user}@{login.host}" if login.user else login.host)

@@ -128,7 +128,6 @@ def _environment() -> Environment:
         "code": _Code,
         "comment": lambda text: _Code(text.replace("\n", "\n#   ")),
         "array": lambda words: _Code(f"({' '.join(quote(str(word)) for word in words)})"),
-        "indented": lambda text, width: _Code(text.replace("\n", "\n" + " " * width)),
     }
     return made
 

@@ -15,7 +15,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launcher.command import Command, Secret, render, shell_line
+from launcher.command import Command, Secret, quote, render, shell_line
 from launcher.config.loader import load_config
 from launcher.config.resolve import ResolvedConfig, resolve_run
 from launcher.config.schema import settings as keys_of
@@ -186,6 +186,8 @@ def check_exports(sandbox: Sandbox, config: ResolvedConfig) -> None:
             continue
         path = sandbox.folder / "run.sh"
         path.write_text(script.text)
+        if words and kind != "torchrun":  # the stand-in of a rank may be killed before it has recorded anything
+            assert all(quote(word) in script.text for word in words[1:])
         given = (node.env for node in config.nodes[:1])
         for argv, env in sandbox.run("bash", str(path), *([] if kind == "slurm" else ["0"])):
             if "train" in argv or words and words[1] in argv:
@@ -341,3 +343,12 @@ def test_sandbox_notices_an_executed_value(sandbox: Sandbox) -> None:
         with pytest.raises(AssertionError, match="executed"):
             sandbox.check()
         os.unlink(sandbox.folder / CANARY)
+
+
+@pytest.mark.parametrize("kind", ["bash", "slurm"])
+def test_lines_of_an_argument_are_not_indented_in_scripts(sandbox: Sandbox, kind: str) -> None:
+    (sandbox.folder / "own.py").touch()
+    words = ("python3", "own.py", "x\ny\n", " \\\n")
+    request = ExportRequest(sandbox.load(yaml.safe_load(BASE)), "run-1", words, sandbox.folder)
+    text = export_script(kind, request, {}, sandbox.folder / "run.sh").text
+    assert all(quote(word) in text for word in words[1:])

@@ -22,7 +22,7 @@ class RangeError(ValueError):
     """An invalid host range; the message explains the mistake, in one line."""
 
     def __init__(self, message: str):
-        super().__init__(" ".join(message.split()))
+        super().__init__(" ".join(message.splitlines()))
 
 
 def is_range(text: str) -> bool:

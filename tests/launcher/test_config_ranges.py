@@ -76,6 +76,12 @@ def test_any_text_is_expanded_or_refused(text: str) -> None:
         assert f"`{text}`" in str(error)
 
 
+def test_a_range_with_line_breaks_is_refused_in_one_line() -> None:
+    with pytest.raises(RangeError, match=r"^`x a\[b c\]`: expected numbers in brackets") as caught:
+        expand("x\na[b\u2028c]")
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_ranges_among_nodes(tmp_path: Path) -> None:
     config = load(
         tmp_path,

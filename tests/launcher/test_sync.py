@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -294,6 +295,20 @@ def test_verify_caches_digests_by_size_and_mtime(tmp_path: Path) -> None:
     (folder / X).write_bytes(b"?" * whole.st_size)
     os.utime(folder / X, ns=(whole.st_atime_ns, whole.st_mtime_ns))
     assert verify(plan, transports(plan)).files == 8, "same size and mtime: the stored digest is used"
+
+
+def test_digests_that_another_thread_finds_meanwhile_are_kept(tmp_path: Path, monkeypatch) -> None:
+    for name in ("a", "b", files.CACHE_NAME):
+        (tmp_path / name).write_text("{}")
+    cache, read = files.DigestCache(), json.load
+
+    def load_while_another_thread_looks_at_a(stream):
+        monkeypatch.setattr(json, "load", read)
+        return read(stream), cache.digest(f"{tmp_path}/a")
+
+    monkeypatch.setattr(json, "load", lambda stream: load_while_another_thread_looks_at_a(stream)[0])
+    cache.digest(f"{tmp_path}/b")
+    assert set(cache.folders[str(tmp_path)]) == {"a", "b"}
 
 
 def test_verify_refuses_a_changed_byte_and_names_node_host_and_file(tmp_path: Path) -> None:

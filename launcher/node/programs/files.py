@@ -71,9 +71,10 @@ class DigestCache:
         if folder not in self.folders:
             try:
                 with open(os.path.join(folder, CACHE_NAME)) as stream:
-                    self.folders[folder] = dict(json.load(stream))
+                    read = dict(json.load(stream))
             except (OSError, ValueError, TypeError, RecursionError):
-                self.folders[folder] = {}
+                read = {}
+            self.folders.setdefault(folder, read)  # another thread may have read it, and added to it, meanwhile
         return self.folders[folder]
 
 

@@ -19,7 +19,7 @@ import yaml
 from launcher.config.allocation import with_allocation
 from launcher.config.consistency import check, check_nodes
 from launcher.config.schema import ClusterConfig, NodeConfig
-from launcher.config.validation import KeyPath, Reader, dotted
+from launcher.config.validation import KeyPath, Reader, dotted, sections, short_form
 from launcher.errors import ConfigError, Problem
 from launcher.files import read_text
 from launcher.hostlist import RangeError, fold
@@ -101,11 +101,13 @@ def _put(tree: Tree, words: Words[str], value: Tree, origin: Origin, path: str =
 
 
 def _long_form(tree: Tree, path: str, word: str) -> Tree:
-    """Expand ``nodes: 2``, ``- node[01-04]`` and ``- user@host`` to entries with keys."""
+    """Expand ``nodes: 2``, ``- node[01-04]``, ``- user@host`` and ``early_stop: 3`` to entries with keys."""
     if path == "nodes" and (word.isdecimal() or word == "*"):
         return expand_nodes(tree)
     if path.startswith("nodes.") and path.count(".") == 1 and isinstance(tree, Scalar) and not tree.empty:
         return Section(tree.origin, {"host": tree}, {"host": tree.origin})
+    if path.startswith("train.") and isinstance(tree, Scalar) and not tree.empty and path in sections():
+        return short_form(sections()[path], tree)
     return tree
 
 

@@ -271,6 +271,28 @@ class DataConfig:
     )
 
 
+#: Metrics on evaluation splits by task, the default one first; `loss` is another name that `train.early_stop` accepts.
+METRICS: Mapping[str, tuple[str, ...]] = {
+    "classification": ("accuracy",),
+    "multilabel": ("micro_f1", "accuracy"),
+    "regression": ("mae", "rmse"),
+    "link": ("mrr", "hits@1", "hits@10", "hits@50", "auc"),
+}
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """When a run ends before `train.epochs`. `early_stop: 3` is short for `early_stop: {patience: 3}`."""
+
+    patience: int = setting("The run ends after this many evaluations on val without an improvement.", at_least=1)
+    metric: str | None = setting(
+        "What must improve: `loss` or a metric of the task; default: the metric that chooses the best epoch.",
+        None,
+        form=WORD,
+    )
+    min_delta: float = setting("An improvement is a change by more than this.", 0.0, at_least=0)
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Settings of the bundled trainer; each is passed as one flag of `python -m trainer train`."""
@@ -343,6 +365,9 @@ class TrainConfig:
     weight_decay: float = setting("Weight decay of Adam.", 0.0, at_least=0)
     seed: int = setting(
         "Random seed of batch order, sampling, dropout and initial weights.", 0, at_least=0, below=2**32
+    )
+    early_stop: EarlyStop | None = setting(
+        "End the run once a metric on val no longer improves: a patience, or the keys below.", None
     )
     eval_every: int = setting("Epochs between evaluations on the val split; 0: only at the end.", 1, at_least=0)
     checkpoint_every: int = setting("Epochs between checkpoints; 0: only at the end.", 1, at_least=0)

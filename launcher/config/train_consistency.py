@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from launcher.config.cache_size import CacheSize
-from launcher.config.schema import ClusterConfig
-from launcher.config.validation import Reader
+from launcher.config.schema import METRICS, ClusterConfig, TrainConfig
+from launcher.config.validation import KeyPath, Reader, dotted
 
 
 def check_training(config: ClusterConfig, reader: Reader) -> None:
@@ -22,6 +22,8 @@ def check_training(config: ClusterConfig, reader: Reader) -> None:
     elif reader.good(("train", "fanouts")):
         _layers(config, reader)
     _model(config, reader)
+    if train.early_stop is not None and reader.good(("train", "early_stop")):
+        _metric(("train", "early_stop"), train.early_stop.metric, train, reader)
     if reader.good(("nodes",), ("train", "batch_size")) and train.batch_size < config.world_size:
         reader.report(
             ("train", "batch_size"),
@@ -90,6 +92,18 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
             ("train", "edge_attr"),
             f"train.edge_attr: model {train.model} does not read edge features; use sage, for several types rsage",
         )
+
+
+def _metric(section: KeyPath, name: str | None, train: TrainConfig, reader: Reader) -> None:
+    """Report a metric that the task does not have, and evaluations on val that are missing."""
+    if not train.eval_every:
+        reader.report(section, f"{dotted(section)} needs evaluations on val, but train.eval_every is 0")
+    tasks = METRICS if train.task == "auto" else (train.task,)
+    known = list(dict.fromkeys(["loss", *(metric for task in tasks for metric in METRICS[task])]))
+    if name is not None and name not in known:
+        of = "are" if train.task == "auto" else f"of task {train.task} are"
+        text = f"{dotted(section)}.metric: no metric {name!r}; the metrics {of} {', '.join(known)}"
+        reader.report((*section, "metric"), text)
 
 
 def check_cache_size(key: str, text: str, rows: str, reader: Reader) -> None:

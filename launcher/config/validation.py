@@ -230,6 +230,8 @@ class Reader:
 
     def _one_of_types(self, kinds: list[Any], tree: Tree, path: KeyPath) -> Any:
         words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        if is_dataclass(kinds[0]) and isinstance(tree, Scalar) and not tree.empty:
+            tree = short_form(kinds[0], tree)
         if isinstance(tree, Scalar) and tree.text in words:
             return tree.text
         rest = next(kind for kind in kinds if get_origin(kind) is not Literal)
@@ -269,6 +271,12 @@ class Reader:
         return {name: _entry(kind, name, item) for name, item in tree.items.items()}
 
 
+def short_form(section: Any, tree: Scalar) -> Section:
+    """Return the section for which a value of its first key is short, as ``{patience: 3}`` for ``3``."""
+    name = settings(section)[0].name
+    return Section(tree.origin, {name: tree}, {name: tree.origin})
+
+
 def dotted(path: KeyPath) -> str:
     """Return the path in the form that --set accepts, as ``nodes.0.procs``."""
     return ".".join(map(str, path))
@@ -300,7 +308,7 @@ def sections(cls: type = ClusterConfig, name: str = "") -> dict[str, type]:
     """Return the config dataclasses by dotted name: "" is ``ClusterConfig``, ``nodes`` is ``NodeConfig``."""
     found = {name: cls}
     for key, hint in _hints(cls).items():
-        inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
+        inner = get_args(hint)[0] if get_origin(hint) in (tuple, Union, types.UnionType) else hint
         if isinstance(inner, type) and is_dataclass(inner):
             found |= sections(inner, f"{name}.{key}".lstrip("."))
     return found

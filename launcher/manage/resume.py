@@ -127,6 +127,12 @@ def _check_not_done(found: FoundRun, options: LaunchOptions, own: Sequence[str])
                 f"gnnfleet resume {found.words} -- {shlex.join(own)} …"
             )
         return
+    patience = any(split_override(override)[0].startswith("train.early_stop") for override in options.overrides)
+    if done and not patience and (why := result["metrics"].get("ended_early")):
+        raise UsageError(
+            f"run {found.run_id} ended early at epoch {epochs}, as {why}; to train on, give a larger patience: "
+            f"gnnfleet resume {found.words} --set train.early_stop.patience=…"
+        )
     wanted = _wanted_epochs(options) or found.needed_config.train.epochs
     if wanted < epochs or (wanted == epochs and done):
         state = "is done at" if done else "has trained"

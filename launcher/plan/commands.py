@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import json
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -136,7 +137,8 @@ _LEFT_OUT_AT_DEFAULT = (  # keeps the shown command short
 def train_flags(train: TrainConfig) -> list[str]:
     """Return the settings in ``train`` as command-line options of the trainer.
 
-    A setting that is true becomes an option without a value. No option is made for
+    A setting that is true becomes an option without a value, and one with keys of its own a JSON object. No option is
+    made for
 
     - a setting that is None or false
     - ``resume``, as its path differs between nodes
@@ -150,7 +152,9 @@ def train_flags(train: TrainConfig) -> list[str]:
         if field.name in _LEFT_OUT_AT_DEFAULT and value == field.default:
             continue
         flags.append("--" + field.name.replace("_", "-"))
-        if value is not True:
+        if is_dataclass(value):
+            flags.append(json.dumps({key: item for key, item in vars(value).items() if item is not None}))
+        elif value is not True:
             flags.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
     return flags
 

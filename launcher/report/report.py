@@ -236,6 +236,8 @@ def _print_done(report: RunReport, console: Console) -> None:
     if devices := device_line(device_uses(report.metrics.epochs()), _nodes_of(report.outcomes)):
         console.print(Text(devices), soft_wrap=True)
     result = report.metrics.result
+    if why := result.get("ended_early"):
+        console.print(Text(f"ended early after epoch {result.get('epochs')}: {why}"), soft_wrap=True)
     metric = metric_of([result])
     for split in ("test", "val"):
         if (value := metric.of(result, split)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from launcher.config.loader import load_config, to_yaml
 from launcher.config.reference import config_page
-from launcher.config.schema import ClusterConfig, NodeConfig
+from launcher.config.schema import ClusterConfig, EarlyStop, NodeConfig, TrainConfig
 from launcher.errors import ConfigError, UsageError
 from launcher.files import CODE_ROOT
 from launcher.init.request import InitRequest, config_of, split_hosts
@@ -142,6 +143,22 @@ MISTAKES = {
     ],
     TWO + "train: {eval_fanouts: [5]}\n": [
         "3: train.eval_fanouts has 1 numbers, but train.fanouts has 3; both need one per layer"
+    ],
+    TWO + "train:\n  early_stop:\n    patience: 0\n    wait: 1\n": [
+        "5: train.early_stop.patience: must be at least 1; found 0",
+        "6: unknown key `wait` in train.early_stop; the keys here are patience, metric, min_delta",
+    ],
+    TWO + "train: {early_stop: soon}\n": [
+        "3: train.early_stop.patience: expected a whole number, found the text `soon`"
+    ],
+    TWO + "train: {early_stop: {metric: loss}}\n": [
+        "3: missing key `patience` in train.early_stop: the run ends after this many evaluations on val without an "
+        "improvement"
+    ],
+    TWO + "train:\n  eval_every: 0\n  task: link\n  early_stop:\n    patience: 3\n    metric: accuracy\n": [
+        "6: train.early_stop needs evaluations on val, but train.eval_every is 0",
+        "8: train.early_stop.metric: no metric 'accuracy'; the metrics of task link are loss, mrr, hits@1, hits@10, "
+        "hits@50, auc",
     ],
     TWO + "train:\n  model: gat\n  heads: 3\n": [
         "5: train.heads: 3 heads do not divide train.hidden (256), as gat needs; change one of them"
@@ -376,6 +393,11 @@ def test_overrides(load: Load) -> None:
     assert config.data.options == {"num_nodes": 50} and config.data.partition.method == "random"
     assert load(text, ["train.fanouts=10"]).train.fanouts == (10,)
     assert len(load(text, ["transport=local", "nodes=4", "nodes.2.procs=2"]).nodes) == 4
+    for sets in (
+        ["train.early_stop=4", "train.early_stop.metric=loss"],
+        ["train.early_stop={patience: 4, metric: loss}"],
+    ):
+        assert load(text, sets).train.early_stop == EarlyStop(4, "loss")
 
 
 ODD_WORDS = [
@@ -464,10 +486,17 @@ def test_templates_are_equal_after_saving_and_loading(template: Path, tmp_path: 
     assert load_config(saved) == config
 
 
+def test_the_settings_of_the_page_on_training_are_valid(load: Load) -> None:
+    page = (CODE_ROOT / "docs" / "training.md").read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert blocks and all(load(TWO + block).train != TrainConfig() for block in blocks)
+
+
 def test_saved_config_keeps_odd_values(load: Load, tmp_path: Path) -> None:
     config = load(
         'name: "on"\nnodes: [{host: a, env: {E: "1e-3", N: null_, Q: "it\'s: \\"x\\" #é"}, devices: [1]}]\n'
         'data: {dataset: synthetic, options: {p: 1e-7, q: "1e-3", n: "12"}}\nrun: {encrypt: off, master_port: 29511}\n'
+        "train: {early_stop: 3}\n"
     )
     saved = tmp_path / "saved.yml"
     saved.write_text(to_yaml(config), encoding="utf-8")

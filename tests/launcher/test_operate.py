@@ -359,6 +359,14 @@ def test_resume_of_a_done_run_requires_more_epochs(local_run, capsys) -> None:
     status, text = run_cli(capsys, "resume", "r1", "--epochs", "10")
     assert status == 2 and "connecting" not in text
     assert prepared(overrides=("train.epochs=20",)).options.overrides[-1] == "train.epochs=20"
+    # A run that ended early is done, too.
+    path = local_run.folder / "result.json"
+    result = json.loads(path.read_text())
+    path.write_text(json.dumps({**result, "metrics": {**result["metrics"], "epochs": 7, "ended_early": "val … 3"}}))
+    message = "r1 ended early at epoch 7, as val … 3; .* gnnfleet resume r1 --set train.early_stop.patience="
+    with pytest.raises(UsageError, match=message):
+        prepared(overrides=("train.epochs=20",))
+    assert prepared(overrides=("train.early_stop.patience=9",)).options.overrides[-1] == "train.early_stop.patience=9"
 
 
 def test_resume_with_fewer_epochs_than_the_checkpoint_has_is_refused(local_run) -> None:

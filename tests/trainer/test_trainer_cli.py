@@ -14,14 +14,16 @@ import pytest
 from click.testing import CliRunner
 
 from forked import fork
-from launcher.config.schema import TrainConfig
+from launcher.config.schema import METRICS as LAUNCHERS_METRICS
+from launcher.config.schema import EarlyStop, TrainConfig
 from ports import free_port
 from train_kit import REPOSITORY, command_line, environment, write_parts
 from trainer.cli import cli, main
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import Ranks, run_store
 from trainer.store.part_store import open_parts
-from trainer.train.settings import TrainJob, TrainSettings
+from trainer.train.settings import TrainJob, TrainSettings, keyed_settings
+from trainer.train.tasks.task import METRICS
 
 
 @pytest.fixture
@@ -42,21 +44,32 @@ def invoke(*words: str) -> Any:
 
 def test_settings_have_the_same_fields_as_the_launchers() -> None:
     # `launcher` writes one flag per key of its train section.
-    theirs, ours = dataclasses.fields(TrainConfig), dataclasses.fields(TrainSettings)
-    names = [field.name for field in ours]
-    assert names == [field.name for field in theirs]
-    assert [field.default for field in ours] == [field.default for field in theirs]
-    assert typing.get_type_hints(TrainSettings) == typing.get_type_hints(TrainConfig)
-    assert ours[names.index("epochs")].metadata["help"] == theirs[names.index("epochs")].metadata["help"]
-    assert [field.metadata["limits"] for field in ours] == [field.metadata["limits"] for field in theirs]
+    keyed = {name: typing.get_args(hint)[0] for name, hint in typing.get_type_hints(TrainConfig).items()
+             if typing.get_args(hint) and dataclasses.is_dataclass(typing.get_args(hint)[0])}  # fmt: skip
+    assert keyed.keys() == keyed_settings().keys()
+    for our, their in ((TrainSettings, TrainConfig), *((kind, keyed[of]) for of, kind in keyed_settings().items())):
+        ours, theirs = dataclasses.fields(our), dataclasses.fields(their)
+        assert [field.name for field in ours] == [field.name for field in theirs]
+        assert [field.default for field in ours] == [field.default for field in theirs]
+        assert [field.metadata["limits"] for field in ours] == [field.metadata["limits"] for field in theirs]
+        hints = [typing.get_type_hints(kind) for kind in (our, their)]
+        assert [{name: hint for name, hint in each.items() if name not in keyed} for each in hints] == 2 * [
+            {name: hint for name, hint in hints[0].items() if name not in keyed}
+        ]
+    names = [field.name for field in dataclasses.fields(TrainSettings)]
+    helps = [dataclasses.fields(kind)[names.index("epochs")].metadata["help"] for kind in (TrainSettings, TrainConfig)]
+    assert helps[0] == helps[1]
+    assert METRICS == LAUNCHERS_METRICS
 
 
 def test_flags_of_the_launcher_round_trip_to_its_settings(jobs: list[TrainJob]) -> None:
     from launcher.plan.commands import train_flags
 
     values = {"model": "gat", "hidden": 64, "fanouts": (-1, 4), "layers": 2, "replace": True, "lr": 0.5, "timeout": 9.0}
-    assert invoke(*train_flags(TrainConfig(**values))).exit_code == 0
-    assert jobs == [TrainJob(TrainSettings(**values), Path("parts"), Path("run"))]
+    keyed = {"early_stop": EarlyStop(3, min_delta=0.1)}
+    assert invoke(*train_flags(TrainConfig(**values, **keyed))).exit_code == 0
+    expected = TrainSettings(**values, **{name: dataclasses.asdict(value) for name, value in keyed.items()})
+    assert jobs == [TrainJob(expected, Path("parts"), Path("run"))]
 
 
 def test_flags_accept_underscores_and_comma_separated_lists(jobs: list[TrainJob]) -> None:

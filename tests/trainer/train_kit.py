@@ -109,7 +109,9 @@ def command_line(item: TrainJob) -> list[str]:
     for name, value in asdict(item.settings).items():
         if value is not None and value is not False:
             words.append("--" + name.replace("_", "-"))
-            if value is not True:
+            if isinstance(value, dict):
+                words.append(json.dumps(value))
+            elif value is not True:
                 words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
     return words
 

@@ -76,6 +76,7 @@ class Checkpoint:
     best: BestEpoch | None  #: None before the first evaluation
     embedding: Mapping[str, Any] | None = None  #: result of ``embedding_state``; on rank 0 only
     partial: PartialEpoch | None = None  #: steps trained of epoch ``epoch + 1``; None before its first step
+    scores: tuple[Mapping[str, float], ...] = ()  #: of all evaluations on val: ``epoch``, ``loss`` and the metrics
     draws: int = DRAWS  #: version of the random draws that chose seeds and neighbours
 
     @property
@@ -93,13 +94,13 @@ class Checkpoint:
         for name in ("best", "partial"):
             part = values[name]
             values[name] = part and {entry.name: getattr(part, entry.name) for entry in fields(part)}
-        return {**values, "step_loss": list(self.step_loss)}
+        return {**values, "step_loss": list(self.step_loss), "scores": list(self.scores)}
 
     @classmethod
     def of_content(cls, content: Mapping[str, Any]) -> Checkpoint:
         values = {entry.name: content[entry.name] for entry in fields(cls) if entry.name in content}
         best, partial = values.pop("best"), values.pop("partial", None)
-        values["step_loss"] = tuple(values["step_loss"])
+        values["step_loss"], values["scores"] = tuple(values["step_loss"]), tuple(values.get("scores", ()))
         return cls(
             **values, best=BestEpoch(**best) if best else None, partial=PartialEpoch(**partial) if partial else None
         )

@@ -34,6 +34,7 @@ from trainer.train.run_times import RankTimes
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.baseline import Baseline
 from trainer.train.tasks.task import AnyBatch, Metric, Task
+from trainer.train.val_scores import ValScore, why_ended
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class FitResult:
     step_loss: tuple[torch.Tensor, ...]  #: float64 [steps] per epoch, including those before a resume
     epoch_seconds: tuple[float, ...]  #: seconds of each epoch that this process trained
     checkpoint: Path | None  #: newest checkpoint file; None when no epoch was left to train
+    ended_early: str = ""  #: why not all epochs were trained
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Progress:
     done: int = 0  #: number of epochs trained
     step_loss: tuple[torch.Tensor, ...] = ()  #: float64 [steps] per trained epoch
     best: BestEpoch | None = None
+    scores: tuple[ValScore, ...] = ()  #: of all evaluations on val
     seconds: tuple[float, ...] = ()  #: seconds of each epoch that this process trained
     cost: Cost = Cost()  #: cost of this rank's batches in those epochs
     report: EpochReport | None = None  #: report of epoch ``done``; None if it was trained before a resume
@@ -109,7 +112,7 @@ class Fit:
         self.optimizers.model.load_state_dict(dict(checkpoint.optimizer))
         tally = EpochSums.of(checkpoint.partial) if checkpoint.partial else None
         self.progress = Progress(
-            done=checkpoint.epoch, step_loss=checkpoint.step_loss, best=checkpoint.best, tally=tally
+            checkpoint.epoch, checkpoint.step_loss, checkpoint.best, checkpoint.scores, tally=tally
         )
         if rows := self.optimizers.rows:
             load_embedding_state(rows.embedding, checkpoint.embedding, rows.optimizer)
@@ -126,20 +129,23 @@ class Fit:
         wrapped, average = averaged(self.model, self.group)
         self.optimizers = replace(self.optimizers, average=average)
         give_back_freed_memory()  # memory that was used to open the graph and to fill caches
-        if self.progress.done >= self.settings.epochs and self.progress.report is None:
-            epochs = f"epoch {self.progress.done} of {self.settings.epochs}"
-            self._print(f"nothing to train: the checkpoint is at {epochs}; increase --epochs to train further")
+        if self._over and self.progress.report is None:
+            where, more = f"the checkpoint is at epoch {self.progress.done} of {self.settings.epochs}", "--epochs"
+            if self._ended_early:
+                where, more = f"{where}, and {self._ended_early}", "the patience of --early-stop"
+            self._print(f"nothing to train: {where}; increase {more} to train further")
         self._schedule.saved()
         if os.environ.get("GNNFLEET_SAVE_ON_TERM") and self.settings.checkpoint_seconds:
             self._request.save_on_term()
-        while self.progress.done < self.settings.epochs:
+        while not self._over:
             report = train_epoch(
                 wrapped, self.task, self.optimizers, self.loaders["train"], self.progress.done + 1, self.group,
                 self.metrics, self.progress.tally, self._after_step,
             )  # fmt: skip
             at = self.progress
             curve, seconds = (*at.step_loss, report.step_loss), (*at.seconds, report.seconds)
-            self.progress = Progress(report.epoch, curve, at.best, seconds, at.cost + report.cost, report)
+            cost = at.cost + report.cost
+            self.progress = Progress(report.epoch, curve, at.best, at.scores, seconds, cost, report)
             del at  # with the weights of an earlier best epoch
             self._log_epoch(report)
             # Score the val split, which may be due, and keep the best weights.
@@ -169,8 +175,19 @@ class Fit:
             print("ended by SIGTERM; a checkpoint has been saved", flush=True)
             os._exit(128 + signal.SIGTERM)  # without the destructors of process groups, which may wait for other ranks
 
+    @property
+    def _ended_early(self) -> str:
+        if self.progress.done >= self.settings.epochs:
+            return ""
+        return why_ended(self.progress.scores, self.settings.early_stop, self.task.metric)
+
+    @property
+    def _over(self) -> bool:
+        """Whether no epoch is left to train. Equal on all ranks, as the scores are."""
+        return self.progress.done >= self.settings.epochs or bool(self._ended_early)
+
     def _due(self, every: int) -> bool:
-        return self.progress.done == self.settings.epochs or (every > 0 and self.progress.done % every == 0)
+        return self._over or (every > 0 and self.progress.done % every == 0)
 
     def _score_val(self) -> Score | None:
         """If due, score the val split, and keep the weights if they are the best so far."""
@@ -178,6 +195,8 @@ class Fit:
             return None
         score, best = self._score("val", self.progress.done), self.progress.best
         value = score.value(self.task.metric)
+        kept: ValScore = {"epoch": self.progress.done, "loss": score.loss, **score.metrics}
+        self.progress = replace(self.progress, scores=(*self.progress.scores, kept))
         if self.task.metric.improves(value, best.metrics[self.task.metric.name] if best else None):
             weights = {name: value.cpu().clone() for name, value in self.model.state_dict().items()}
             self.progress = replace(self.progress, best=BestEpoch(self.progress.done, dict(score.metrics), weights))
@@ -255,6 +274,7 @@ class Fit:
             task=self.task.record(),
             step_loss=self.progress.step_loss,
             best=best,
+            scores=self.progress.scores,
             embedding=state,
             partial=tally.partial() if tally else None,
         )
@@ -269,7 +289,8 @@ class Fit:
                 rows.embedding.weight.data.copy_(self.best_rows)
         test = self._score("test", best_epoch).metrics if "test" in self.loaders else None
         val, metric, path = at.best.metrics if at.best else None, self.task.metric, self._path if at.report else None
-        result = FitResult(at.done, best_epoch, metric, val, test, at.step_loss, at.seconds, path)
+        why = self._ended_early
+        result = FitResult(at.done, best_epoch, metric, val, test, at.step_loss, at.seconds, path, why)
         if self.group.rank == 0:
             none: Mapping[str, float | None] = {metric.name: None}
             found = {"test": test or none, "val": val or none}
@@ -277,8 +298,10 @@ class Fit:
                 "result", epochs=result.epochs, best_epoch=best_epoch, metric=metric.name, better=metric.better,
                 **{f"{split}_{name}": value for split, values in found.items() for name, value in values.items()},
                 epoch_seconds=[round(value, 3) for value in at.seconds], checkpoint=path and str(path),
-                **(self.baseline.fields() if self.baseline else {}),
+                **({"ended_early": why} if why else {}), **(self.baseline.fields() if self.baseline else {}),
             )  # fmt: skip
+        if why and at.report is not None:
+            self._print(f"ended early after epoch {at.done} of {self.settings.epochs}: {why}")
         if "GNNFLEET_RUN_ID" not in os.environ:  # else the launcher's report shows the traffic of all ranks
             for line in traffic_text(at.cost, len(at.seconds), self.group.ranks.rank, self._prediction):
                 self._print(line)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterator
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import click
+import msgspec
 
 from trainer.core.errors import SettingsError
 from trainer.core.remote_settings import CacheSize, RemoteAccess
@@ -25,11 +28,21 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def setting(help: str, default: Any, **limits: float) -> Any:
-    """Return a field of the settings dataclass.
+    """Return a field of a settings dataclass. A value is required if ``default`` is ``...``.
 
     ``help``: text for ``--help``. ``limits`` of the value: ``at_least``, ``above`` and ``below``.
     """
-    return field(default=default, metadata={"help": help, "limits": limits})
+    metadata = {"help": help, "limits": limits}
+    return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """When a run ends before ``epochs``."""
+
+    patience: int = setting("evaluations on val without an improvement", ..., at_least=1)
+    metric: str | None = setting("what must improve, loss or a metric of the task", None)
+    min_delta: float = setting("an improvement is a change by more than this", 0.0, at_least=0)
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,7 @@ class TrainSettings:
     )
     weight_decay: float = setting("Weight decay (Adam).", 0.0, at_least=0)
     seed: int = setting("Random seed of seed order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
+    early_stop: EarlyStop | None = setting("End the run once a metric on val no longer improves.", None)
     eval_every: int = setting("Epochs between evaluations on val; 0: only at the end.", 1, at_least=0)
     checkpoint_every: int = setting("Epochs between checkpoints; 0: only at the end.", 1, at_least=0)
     checkpoint_seconds: float = setting(
@@ -112,6 +126,9 @@ class TrainSettings:
     resume: str | None = setting("Checkpoint file to resume from; rank 0 reads it.", None)
 
     def __post_init__(self) -> None:
+        for name, kind in keyed_settings().items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _with_keys(name, kind, value))
         problems = [*_beyond_limits(self), *_bad_fanouts(self), *_bad_cache(self)]
         if problems:
             raise SettingsError("\n".join(problems))
@@ -152,6 +169,44 @@ class InferJob:
     probabilities: bool = False  #: task classification: a column for the probability of each class
 
 
+@functools.cache
+def keyed_settings() -> dict[str, type]:
+    """Return the classes of the settings that have keys of their own, by name."""
+    hints = {name: typing.get_args(hint) for name, hint in typing.get_type_hints(TrainSettings).items()}
+    return {name: kinds[0] for name, kinds in hints.items() if kinds and is_dataclass(kinds[0])}  # type: ignore[misc]
+
+
+def _with_keys(name: str, kind: Any, value: Any) -> Any:
+    """Return a setting with keys of its own, made from a mapping; any other value stands for its first key."""
+    if isinstance(value, kind):
+        return value
+    known = [entry.name for entry in fields(kind)]
+    keys = value if isinstance(value, Mapping) else {known[0]: value}
+    if unknown := sorted(keys.keys() - set(known)):
+        raise SettingsError(f"{name} has no key {unknown[0]!r}; its keys are {', '.join(known)}")
+    try:
+        made = msgspec.convert(dict(keys), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{name}: {error}") from None
+    if problems := [*_beyond_limits(made)]:
+        raise SettingsError("\n".join(f"{name}.{problem}" for problem in problems))
+    return made
+
+
+class Keyed(click.ParamType):
+    """Value of an option with keys of its own: a JSON object, or the value of its first key."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str) or not value.lstrip().startswith("{"):
+            return value
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            self.fail(f"{value!r} is no JSON object: {error}", param, ctx)
+
+
 class IntList(click.ParamType):
     """Value of an option: comma-separated whole numbers, such as ``15,10,5``."""
 
@@ -179,6 +234,9 @@ def settings_options(function: F) -> F:
 def _option(entry: Field[Any], hint: Any) -> Callable[[F], F]:
     flag = "--" + entry.name.replace("_", "-")
     help = entry.metadata["help"]
+    if keyed := keyed_settings().get(entry.name):
+        keys = "; ".join(f"{key.name}: {key.metadata['help']}" for key in fields(keyed))
+        return click.option(flag, type=Keyed(), help=f"{help} JSON with {keys}; or only the first of these values.")
     if hint is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", default=entry.default, help=help, show_default=True)
     return click.option(
@@ -202,7 +260,7 @@ def _click_type(hint: Any) -> click.ParamType:
     return plain[hint]
 
 
-def _beyond_limits(settings: TrainSettings) -> Iterator[str]:
+def _beyond_limits(settings: Any) -> Iterator[str]:
     for entry in fields(settings):
         value = getattr(settings, entry.name)
         for name, limit in entry.metadata["limits"].items():

@@ -166,7 +166,8 @@ def _facts(record: RunRecord) -> Iterator[Fact]:
     if record.series.epochs_done:
         config = record.found.config
         of = f" of {config.train.epochs}" if config and not record.found.own else ""
-        yield Fact("epochs", f"{record.series.epochs_done}{of}")
+        why = metrics.get("ended_early")
+        yield Fact("epochs", f"{record.series.epochs_done}{of}{why and f'; ended early: {why}' or ''}")
     if result:
         yield Fact("seconds", f"{float(result['seconds']):,.1f}")
     if restarts := result.get("restarts"):

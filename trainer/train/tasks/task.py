@@ -44,6 +44,19 @@ class Metric:
         return best is None or (value > best if self.better == "higher" else value < best)
 
 
+#: Metrics on evaluation splits by kind of task, the default one first.
+METRICS: Mapping[Kind, tuple[str, ...]] = {
+    "classification": ("accuracy",),
+    "multilabel": ("micro_f1", "accuracy"),
+    "regression": ("mae", "rmse"),
+    "link": ("mrr", "hits@1", "hits@10", "hits@50", "auc"),
+}
+
+
+def metric_named(name: str) -> Metric:
+    return Metric(name, "lower" if name in ("loss", "mae", "rmse") else "higher")
+
+
 class Task(Protocol):
     """Loss and metrics of a model's output. Seeds are nodes or, in link prediction, links.
 

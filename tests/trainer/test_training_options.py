@@ -1,0 +1,104 @@
+"""Tests of early stopping, optimizers, schedules and losses: equal on any number of processes, killed and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kill_kit import killed_run
+from train_kit import curve, job, metrics, run_ranks, write_parts
+from trainer.core.errors import SettingsError
+from trainer.core.ranks import Ranks
+from trainer.train.job import train
+from trainer.train.settings import EarlyStop, TrainSettings
+from trainer.train.tasks.task import Metric
+from trainer.train.val_scores import why_ended
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_parts(tmp_path_factory.mktemp("data") / "parts", 2)
+
+
+# The end before the last epoch
+
+
+@pytest.mark.parametrize(
+    "values,stop,ends",
+    [
+        ([0.5, 0.6, 0.6, 0.6], EarlyStop(2), True),
+        ([0.5, 0.6, 0.5, 0.61], EarlyStop(2), False),
+        ([0.5, 0.6, 0.61, 0.62], EarlyStop(2, min_delta=0.05), True),
+        ([0.5, 0.54, 0.56, 0.58], EarlyStop(2, min_delta=0.05), False),
+        ([0.5, 0.4, 0.3, 0.2], EarlyStop(2, "loss"), False),
+        ([], EarlyStop(1), False),
+    ],
+)
+def test_a_run_ends_after_as_many_evaluations_without_improvement(
+    values: list[float], stop: EarlyStop, ends: bool
+) -> None:  # fmt: skip
+    scores = [{"epoch": k, "accuracy": value, "loss": value} for k, value in enumerate(values, 1)]
+    assert bool(why_ended(scores, stop, Metric("accuracy", "higher"))) == ends
+
+
+def test_a_patience_ends_a_run_at_the_same_epoch_on_any_number_of_processes_and_after_a_kill(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted: dict[str, Any] = {"epochs": 40, "early_stop": 3, "lr": 0.02, "checkpoint_seconds": 60.0}
+    alone = train(job(parts, tmp_path / "alone", **wanted), Ranks())
+    assert 4 < alone.epochs < 40 and alone.epochs == alone.best_epoch + 3
+    assert alone.ended_early.startswith("val accuracy has not improved on 0.")
+    assert alone.ended_early.endswith(f"of epoch {alone.best_epoch} in 3 evaluations")
+    assert f"ended early after epoch {alone.epochs} of 40: {alone.ended_early}" in capsys.readouterr().out
+
+    # Killed within the last epoch but one, when the run has waited already.
+    last = 2 * (alone.epochs - 2) + 1  # the kit counts two of the three steps of an epoch
+    newest = killed_run(job(parts, tmp_path / "killed", **wanted), 2, 1, last)
+    together = job(parts, tmp_path / "together", **wanted)
+    for ended in run_ranks(3, together, job(parts, tmp_path / "resumed", **wanted, resume=str(newest))):
+        assert ended.returncode == 0, ended.output
+    for name in ("together", "resumed"):
+        (result,) = metrics(tmp_path / name, "result")
+        assert (result["epochs"], result["ended_early"]) == (alone.epochs, alone.ended_early), name
+    assert curve(tmp_path / "together") == pytest.approx(curve(tmp_path / "alone"), rel=1e-4)
+
+    # A resume says why nothing is left, and goes on with more patience.
+    more = {**wanted, "resume": str(tmp_path / "alone" / "checkpoints" / "last.pt")}
+    assert train(job(parts, tmp_path / "again", **more), Ranks()).checkpoint is None
+    assert (
+        f"nothing to train: the checkpoint is at epoch {alone.epochs} of 40, and {alone.ended_early}; increase the "
+        "patience of --early-stop to train further"
+    ) in capsys.readouterr().out
+    longer = train(job(parts, tmp_path / "longer", **{**more, "early_stop": {"patience": 5}}), Ranks())
+    assert longer.epochs >= alone.epochs + 2
+
+
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        ({"early_stop": {"patience": 3, "metric": "mae"}}, "early_stop.metric is 'mae'; task classification has"),
+        ({"early_stop": 3, "eval_every": 0}, "early_stop needs evaluations on val, but eval_every is 0"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_fit_the_task_are_refused(
+    settings: dict[str, Any], message: str, parts: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    with pytest.raises(SettingsError, match=message.replace(".", r"\.")):
+        train(job(parts, tmp_path, **settings), Ranks())
+
+
+@pytest.mark.parametrize(
+    "value,message",
+    [
+        ({}, "early_stop: Object missing required field `patience`"),
+        ({"patience": 3, "metrik": "loss"}, "early_stop has no key 'metrik'; its keys are patience, metric, min_delta"),
+        ("soon", "early_stop: Expected `int`, got `str` - at `$.patience`"),
+        (0, "early_stop.patience is 0; it must be at least 1"),
+    ],
+)
+def test_keys_of_a_setting_are_checked(value: Any, message: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        TrainSettings(early_stop=value)
+    assert str(error.value) == message

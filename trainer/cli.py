@@ -19,7 +19,7 @@ import click
 
 from trainer.core.errors import SettingsError, TrainerError
 from trainer.core.remote_settings import SERVER_WAIT, CacheSize, RemoteAccess, Topology, WireRows
-from trainer.core.waits import report_expired
+from trainer.core.waits import report_error
 from trainer.train.settings import F, InferJob, IntList, TrainJob, TrainSettings, settings_options
 
 #: Commands of other modules: name -> (module, attribute). Imported on use, because importing torch takes seconds.
@@ -46,19 +46,19 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line.
 
     A ``TrainerError`` prints one ``error:`` message and exits with the error's status; any other exception prints a
-    traceback. If a timeout led to the error, the rank first reports the timeout to its supervisor.
+    traceback. A rank first reports the error to its supervisor.
     """
     try:
         cli.main(args=argv, prog_name="python -m trainer")
     except TrainerError as error:
         more = f"\nExplain: gnnfleet explain {error.code}" if error.code else ""
         print(_between_words(f"error: {error}{more}"), file=sys.stderr, flush=True)
-        report_expired(error)
+        report_error(error)
         _leave(error.exit_status)
     except Exception as error:
         if _in_process_group():
             sys.excepthook(*sys.exc_info())
-            report_expired(error)
+            report_error(error)
             _leave(1)
         raise
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launcher.node import procs
+from launcher.node.exit_description import looks_like_follow_up
 from launcher.node.log_lines import LineLog
 
 _READ = 1 << 16
@@ -214,4 +215,5 @@ def outcome(name: str, node_rank: int, rank: int | None, child: Child | None = N
         "tail": list(child.log.tail) if child else [],
     }
     record.update(more)
+    record.setdefault("follow_up", rank is not None and record["failed"] and looks_like_follow_up(record))
     return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,17 @@ CRASHES = {
     "SIGILL": "illegal instruction; often a build for another processor",
     "SIGFPE": "arithmetic fault",
 }
+
+
+#: Exceptions of torch in a process that another one has left.
+_PEER_IS_GONE = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+#: What torch, gloo, NCCL and others print then, if they raise no such exception. Only for output that is not ours.
+_PEER_WORDS = re.compile(
+    r"connection closed by peer|connection reset by peer|broken pipe|socket closed|recvfrom failed|"
+    r"(read|write) error .*peer|NCCL error|Timed out waiting|wait timeout|gloo/transport/|not all ranks|store->get",
+    re.IGNORECASE,
+)
 
 
 def describe(record: Mapping[str, Any]) -> str:
@@ -51,6 +63,19 @@ def last_exception_line(traceback: Iterable[str]) -> str:
         elif in_frames and line and line[0] not in " |+":
             found, in_frames = line.strip(), False
     return found
+
+
+def looks_like_follow_up(record: Mapping[str, Any]) -> bool:
+    """Whether a process seems to have failed because another one had ended, judged by its last lines of output.
+
+    ``record``: its outcome. Of errors of the trainer, the rank itself says so (``procs/error-rank<r>.json``).
+    """
+    if record["oom"] or record["signal"] not in (None, "SIGABRT"):
+        return False
+    last = last_exception_line(record["traceback"])
+    if last.partition(":")[0].rpartition(".")[2] in _PEER_IS_GONE:
+        return True
+    return bool(_PEER_WORDS.search(last or "\n".join(record["tail"][0 if record["signal"] else -3 :])))
 
 
 def describe_stop(request: Mapping[str, Any]) -> str:

@@ -51,7 +51,12 @@ FINDING = Record(
 #: The cause of a run's end.
 CAUSE = Record(
     {"node_rank": natural, "name": _NAME, "kind": text, "reason": text},
-    {"t": (moment, 0.0), "rank": (_RANK_OR_NONE, None), "asked": (none_or(_ASKED), None)},
+    {
+        "t": (moment, 0.0),
+        "rank": (_RANK_OR_NONE, None),
+        "follow_up": (flag, False),
+        "asked": (none_or(_ASKED), None),
+    },
     {},
 )
 
@@ -68,7 +73,7 @@ OUTCOME = Record(
     {
         **dict.fromkeys(("rank", "pid"), (_RANK_OR_NONE, None)),
         **{name: (none_or(moment), None) for name in ("started", "ended")},
-        **dict.fromkeys(("stopped", "oom"), (flag, False)),
+        **dict.fromkeys(("stopped", "oom", "follow_up"), (flag, False)),
         **dict.fromkeys(("traceback", "tail"), (_TEXTS, list)),
         "returncode": (none_or(whole), None),
         "signal": (none_or(_SIGNAL), None),
@@ -130,6 +135,9 @@ STARTED = Record(
     {},
     {},
 )
+
+#: ``procs/error-rank<r>.json``: the error of the trainer that ends a rank.
+ERROR = Record({"type": text, "follow_up": flag}, {}, {})
 
 #: A rank's wait that has passed its deadline, as in ``procs/wait-rank<r>.json``.
 WAIT = Record(

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher.errors import node_label
+from launcher.node.first_failure import first_failure
 from launcher.node.peers.model import Crew, nobody_left
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.report.first_failure import first_failure
 from launcher.report.metrics import Metrics
 from launcher.report.outcome import Outcome
 from launcher.report.report import RunReport, RunState, excluded_names
@@ -212,14 +212,15 @@ class Ending:
     def report(self, folder: Path, seconds: float) -> RunReport:
         """Build the report of the run without writing it; ``seconds``: duration of the run."""
         outcomes = tuple(self._outcomes())
-        failed_itself = any(one.failed and not one.stopped and not one.done_without for one in outcomes)
+        failed = [one for one in outcomes if one.failed]
+        failed_itself = any(not one.stopped and not one.done_without for one in failed)
         asked_by = self.followed.interrupted or ("" if failed_itself else self._asked_by())
         state: RunState = "done" if self._all_done() else "stopped" if asked_by else "failed"
         return RunReport(
             self.plan.run_id,
             state,
             outcomes,
-            first_failure(outcomes) if state == "failed" else None,
+            first_failure(failed, lambda one: one.failure) if state == "failed" else None,
             self.collected.metrics,
             seconds,
             folder,

@@ -1,27 +1,29 @@
-"""Describes how a process of a run ended: exit status, signal, OOM kill, traceback."""
+"""Describes how the processes of a run ended: exit status, signal, OOM kill, traceback; and what followed a failure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher.errors import node_label
 from launcher.node import exit_description
+from launcher.node.first_failure import Failure
 from launcher.report.explain import code_of_exception
-
-#: Last lines of a process that failed only because another process had failed before.
-_FOLLOW_UP = re.compile(
-    r"connection closed by peer|connection reset by peer|broken pipe|socket closed|recvfrom failed|"
-    r"(read|write) error .*peer|DistBackendError|DistNetworkError|DistStoreError|NCCL error|"
-    r"Timed out waiting|wait timeout|gloo/transport/|ServiceError|not all ranks|store->get",
-    re.IGNORECASE,
-)
-
-_OF_RANK = re.compile(r"error: rank (\d+) \(node\d+")
+from launcher.text import count, spans
 
 _LAST_LINES = 12
+
+_KINDS_SHOWN = 4
+
+_LONGEST = 120  # characters of a folded reason
+
+#: Parts in which the same error differs between processes: numbers and addresses.
+_PARTICULAR = re.compile(r"\[?\b\d{1,3}(\.\d{1,3}){3}\b\]?(:\d+)?|0x[0-9a-f]+|\b\d+\b")
+
+_NAMED = 8  # nodes and servers that are named in one line
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Outcome:
     tail: tuple[str, ...]  #: last lines of its output
     done_without: bool = False  #: the run continued without the node
     found: str = ""  #: kind of the finding that ended the run: stall, nan
+    follow_up: bool = False  #: it seems to have failed because another process had ended
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], host: str, clock_offset: float = 0.0) -> Outcome:
@@ -69,6 +72,7 @@ class Outcome:
             traceback=tuple(record["traceback"]),
             tail=tuple(record["tail"]),
             done_without=record.get("done_without") is True,
+            follow_up=record.get("follow_up") is True,
         )
 
     @classmethod
@@ -95,7 +99,8 @@ class Outcome:
     def of_cause(cls, cause: Mapping[str, Any], host: str, when: float) -> Outcome:
         """Create the Outcome of a failed process from another node's report, if its own node left no record of it."""
         name, k, rank = cause["name"], cause["node_rank"], cause["rank"]
-        return cls(name, k, host, rank, None, None, None, when, True, False, False, str(cause["reason"]), (), ())
+        return cls(name, k, host, rank, None, None, None, when, True, False, False, str(cause["reason"]), (), (),
+                   follow_up=cause.get("follow_up") is True)  # fmt: skip
 
     @classmethod
     def of_stopped_node(cls, node_rank: int, host: str, signaled: str, when: float) -> Outcome:
@@ -159,21 +164,66 @@ class Outcome:
         return "node-lost" if self.name == "node" else ""
 
     @property
-    def is_follow_up(self) -> bool:
-        if self.oom or self.signal not in (None, "SIGABRT"):
-            return False
-        last = exit_description.last_exception_line(self.traceback) or "\n".join(
-            self.tail if self.signal else self.tail[-3:]
-        )
-        # All ranks of a collective call end with the error of one.
-        found = _OF_RANK.match(self.own_error)
-        of_another = found is not None and self.rank is not None and int(found[1]) != self.rank
-        return bool(_FOLLOW_UP.search(last)) or of_another
-
-    @property
-    def own_error(self) -> str:
-        """The last ``error: …`` line in ``tail``, as gnnfleet's trainer prints for an error; '' if there is none."""
-        return next((line for line in reversed(self.tail) if line.startswith("error: ")), "")
+    def failure(self) -> Failure:
+        when = self.ended if self.ended is not None else float("inf")
+        return Failure(
+            when, self.node_rank, self.rank, "failure", self.follow_up, stopped=self.stopped,
+            done_without=self.done_without,
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "reason": self.reason, "sentence": self.sentence, "log": self.log_name}
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    lead: str  #: ``, 3.2 s before 7 follow-up errors``; '' if nothing else failed
+    lines: tuple[str, ...]  #: the errors that followed, equal ones in one line, then counts of stopped processes
+
+
+def aftermath_of(first: Outcome, outcomes: Iterable[Outcome]) -> Aftermath:
+    """Summarise the outcomes of all processes and nodes except ``first``, the first failure."""
+    others = [outcome for outcome in outcomes if outcome is not first and not outcome.done_without]
+    failed = [outcome for outcome in others if outcome.failed and not outcome.stopped]
+    stopped = [outcome for outcome in others if outcome.stopped]
+    return Aftermath(_lead(first, failed), (*_folded(failed), *_stopped(stopped)))
+
+
+def _lead(first: Outcome, failed: Sequence[Outcome]) -> str:
+    if not failed:
+        return ""
+    errors = count(len(failed), "follow-up error")
+    later = [outcome.ended - first.ended for outcome in failed if outcome.ended and first.ended]
+    if not later or min(later) < 0:  # a consequence was recorded before its cause
+        return f"; {errors}"
+    return f", {min(later):.1f} s before {errors}"
+
+
+def _folded(failed: Iterable[Outcome]) -> list[str]:
+    kinds: dict[str, list[Outcome]] = {}
+    for outcome in failed:
+        kinds.setdefault(_PARTICULAR.sub("…", outcome.reason), []).append(outcome)
+    largest = sorted(kinds.values(), key=len, reverse=True)
+    lines = [f"then {_who(each)} {_short(each[0].reason)}" for each in largest[:_KINDS_SHOWN]]
+    left = sum(map(len, largest[_KINDS_SHOWN:]))
+    return [*lines, f"then {count(left, 'more error')}, see the logs"] if left else lines
+
+
+def _stopped(stopped: Iterable[Outcome]) -> list[str]:
+    kinds = Counter("rank" if outcome.rank is not None else outcome.name for outcome in stopped)
+    counts = [count(kinds[kind], kind) for kind in ("rank", "server", "node") if kinds[kind]]
+    return [f"stopped after it: {' and '.join(counts)}"] if counts else []
+
+
+def _who(outcomes: Sequence[Outcome]) -> str:
+    """Return the names of processes: ``rank 4`` or ``ranks 0–2, 4``; servers and nodes by name."""
+    ranks = sorted(outcome.rank for outcome in outcomes if outcome.rank is not None)
+    others = [outcome.place for outcome in outcomes if outcome.rank is None]
+    if len(others) > _NAMED:
+        others = [*others[: _NAMED - 1], f"{len(others) - _NAMED + 1} more"]
+    named = [f"{'ranks' if len(ranks) > 1 else 'rank'} {spans(ranks)}"] if ranks else []
+    return ", ".join([*named, *others]) + (":" if others else "")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

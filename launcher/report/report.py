@@ -22,9 +22,8 @@ from launcher.plan.model import NodePlan
 from launcher.report.device_use import device_line, device_uses
 from launcher.report.events import finding_words, lasting_findings, nan_finding, nan_words
 from launcher.report.explain import hint
-from launcher.report.first_failure import aftermath_of
 from launcher.report.metrics import Metrics, _by_node, _merged
-from launcher.report.outcome import Outcome
+from launcher.report.outcome import Outcome, aftermath_of
 from launcher.report.profile import print_profile
 from launcher.report.task_metric import metric_of, score_text
 from launcher.text import count, spans

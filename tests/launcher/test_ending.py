@@ -60,7 +60,7 @@ def test_without_measured_offsets_heartbeats_give_the_clock_differences() -> Non
 
 def test_a_node_that_node_0_lost_is_the_first_failure() -> None:
     lost = {"1": {"since": 90.0, "why": "no sign of life for 6 s"}}
-    zero = result(0, "failed", failed(0, 95.0, tail=["Connection closed by peer"]), lost=lost)
+    zero = result(0, "failed", failed(0, 95.0, follow_up=True), lost=lost)
     mine = Lost("no contact for 12 s", 107.0, out_of_reach=True)
     made = report(zero, lost={1: mine})
     assert made.first_failure is not None
@@ -200,7 +200,7 @@ def test_the_failure_that_ended_the_run_comes_before_an_earlier_loss() -> None:
 
 def test_a_loss_that_made_other_ranks_fail_is_the_first_failure() -> None:
     # The run tried to continue without rank 1, which had failed, but rank 0 then failed because of this loss.
-    hub = result(0, "failed", failed(0, 51.0, tail=["Connection closed by peer"]), **without(1, "failure"))
+    hub = result(0, "failed", failed(0, 51.0, follow_up=True), **without(1, "failure"))
     made = report(hub, result(1, "failed", failed(1, 50.0, returncode=7)))
     assert made.first_failure is not None and made.first_failure.rank == 1
 

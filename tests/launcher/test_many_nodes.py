@@ -23,8 +23,7 @@ from launcher.node.peers.model import Crew, PeerConfig
 from launcher.node.record import write_json
 from launcher.node.watch import Watcher
 from launcher.preflight.preflight import run_preflight
-from launcher.report.first_failure import aftermath_of
-from launcher.report.outcome import Outcome
+from launcher.report.outcome import Outcome, aftermath_of
 from wire_kit import cluster, machine
 
 

@@ -20,7 +20,7 @@ from launcher.node.peers import member as member_module
 from launcher.node.peers.hub import Hub, listen
 from launcher.node.peers.link import proof
 from launcher.node.peers.member import ClockOffset, Member
-from launcher.node.peers.model import PeerConfig, earlier, make_cause, received_cause, sentence
+from launcher.node.peers.model import PeerConfig, first_cause, make_cause, received_cause, sentence
 from ports import free_port
 
 IDLE = {
@@ -360,7 +360,18 @@ def test_sentences_of_causes() -> None:
     assert received_cause(json.loads(json.dumps(causes[3])), 0, len(LABELS)) == causes[3]
     with pytest.raises(ValueError, match="no node 3"):
         received_cause({**causes[3], "node_rank": len(LABELS)}, 0, len(LABELS))
-    assert earlier(None, causes[0]) is causes[0] and earlier(None, None) is None
+    assert first_cause(None, causes[0]) is causes[0] and first_cause(None, None) is None
+
+
+def test_which_cause_comes_first() -> None:
+    failed = make_cause(0, "rank0", "failure", "ended with exit status 3", 10.0)
+    lost = make_cause(2, "node", "lost", "no sign of life", 12.0)
+    assert first_cause(failed, {**failed, "t": 9.0}) == {**failed, "t": 9.0}
+    assert first_cause(failed, lost) is lost, "ranks notice the loss of a node before the supervisors"
+    assert first_cause(failed, {**lost, "t": 14.0}) is failed
+    assert first_cause({**failed, "follow_up": True}, {**lost, "t": 14.0}) == {**lost, "t": 14.0}
+    asked = make_cause(0, "node", "stop", "stop requested", 11.0)
+    assert first_cause(asked, lost) is asked
 
 
 def test_a_hub_listens_on_all_interfaces_if_its_address_is_not_local() -> None:

@@ -87,6 +87,26 @@ def test_abort_during_interpreter_shutdown_does_not_hide_the_exception(tmp_path:
     assert "ValueError: age" in outcome(tmp_path)["traceback"]
 
 
+@pytest.mark.parametrize(
+    ("code", "follow_up"),
+    [
+        ("raise ValueError('3 columns')", False),
+        ("raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer')", True),
+        ("class DistBackendError(RuntimeError): pass\nraise DistBackendError('remote process exited')", True),
+        # the trainer's own word counts, not the words of its message
+        ("report(False); sys.exit('error: parts cannot be read: Connection reset by peer')", False),
+        ("report(True); sys.exit('error: rank 0 (node0, h): 3 columns')", True),
+        ("report(True); os.kill(os.getpid(), 9)", False),
+    ],
+)
+def test_whether_a_failure_follows_from_the_end_of_another_process(tmp_path: Path, code: str, follow_up: bool) -> None:
+    file = tmp_path / "procs/error-rank5.json"
+    report = "import json, os, sys\ndef report(yes): "
+    report += f"open({str(file)!r}, 'w').write(json.dumps(dict(type='E', follow_up=yes)))"
+    assert run_rank(tmp_path, f"{report}\n{code}") != 0
+    assert outcome(tmp_path)["follow_up"] == follow_up
+
+
 def test_invalid_utf8_and_unfinished_last_line(tmp_path: Path) -> None:
     run_rank(tmp_path, r"import os; os.write(1, b'caf\xe9 \xff\nZ\xc3\xbcrich')")
     assert logged(tmp_path) == ["caf\ufffd \ufffd", "Zürich"]

@@ -20,7 +20,7 @@ from ports import free_port
 from trainer.core import waits
 from trainer.core.errors import PeerError, ServerGone, ServiceError
 from trainer.core.ranks import Ranks, run_store
-from trainer.core.waits import Wait, expired_wait, report_expired
+from trainer.core.waits import Wait, expired_wait, report_error
 
 SERVER = "graph server of node3 (h3) at tcp://10.0.0.3:29600, parts 3"
 
@@ -71,7 +71,7 @@ def _reduce(port: int, rank: int, folder: str) -> None:
         (Path(folder) / "text").write_text(str(error))
         os.environ.update(GNNFLEET_RUN_DIR=folder, RANK="0", GNNFLEET_SUPERVISOR="1:1")
         waits.REPORTED_FOR = 0.1
-        report_expired(error)
+        report_error(error)
     os._exit(0)
 
 
@@ -109,15 +109,16 @@ def test_a_script_that_ends_by_the_error(supervised: bool, tmp_path: Path) -> No
     env |= {"GNNFLEET_SUPERVISOR": "1:1"} if supervised else {}
     done = subprocess.run([sys.executable, "-c", UNCAUGHT], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.count("ServiceError: graph server of node1") == 1
-    files = list((tmp_path / "procs").iterdir())
-    assert [file.name for file in files] == (["wait-rank2.json"] if supervised else [])
+    files = sorted((tmp_path / "procs").iterdir())
+    assert [file.name for file in files] == (["error-rank2.json", "wait-rank2.json"] if supervised else [])
     if supervised:
-        found = json.loads(files[0].read_text())
+        error, found = (json.loads(file.read_text()) for file in files)
+        assert error == {"type": "ServiceError", "follow_up": True}
         assert (found["rank"], found["of"], found["node_rank"], found["request"]) == (2, "server", 1, "gather")
 
 
 def test_a_full_disk_is_no_reason_to_fail(tmp_path: Path) -> None:
     env = {"GNNFLEET_RUN_DIR": str(tmp_path / "absent"), "RANK": "0", "GNNFLEET_SUPERVISOR": "1:1"}
     began = time.monotonic()
-    report_expired(ServiceError(f"{SERVER}: no answer within 1 s to hello (no connection)"), env)
+    report_error(ServiceError(f"{SERVER}: no answer within 1 s to hello (no connection)"), env)
     assert time.monotonic() - began < 2

@@ -38,6 +38,7 @@ class TrainerError(Exception):
 
     exit_status = 1  #: exit status of ``python -m trainer``
     code = ""  #: ``gnnfleet explain CODE`` explains the error; '' if its message says it all
+    follow_up = False  #: another process probably failed before, and caused this error
 
 
 class DataError(TrainerError):
@@ -63,6 +64,8 @@ class SettingsError(TrainerError, ValueError):
 class ServiceError(TrainerError):
     """A graph server failed, refused a request, or did not answer before the deadline."""
 
+    follow_up = True
+
 
 class ServerGone(ServiceError):
     """A graph server is gone or cannot be reached. Another server with the same parts may still answer."""
@@ -86,3 +89,4 @@ class PeerError(TrainingError):
     """Another rank is missing, failed, or did not answer before the deadline."""
 
     code = "lost-rank"
+    follow_up = True

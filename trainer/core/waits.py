@@ -1,6 +1,8 @@
-"""Reports a timeout (of a collective call, a request or the sampler threads) to the supervisor before the rank ends.
+"""Reports the error that ends a rank to its supervisor, before the rank ends.
 
-The supervisor then collects the stacks of all ranks. The report is the file ``procs/wait-rank<r>.json``.
+``procs/error-rank<r>.json`` says whether the error follows from the end of another process. After a timeout (of a
+collective call, a request or the sampler threads), ``procs/wait-rank<r>.json`` describes the wait; the supervisor then
+collects the stacks of all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from trainer.core.errors import PeerError, ServiceError
+from trainer.core.errors import PeerError, ServiceError, TrainerError
 
 REPORTED_FOR = 8.0  #: seconds that a process stays alive after its report; the supervisor normally ends it earlier
 
@@ -98,15 +100,17 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def report_expired(error: BaseException, environ: Mapping[str, str] = os.environ) -> None:
-    """If a timeout led to ``error``, report this to the supervisor, and give it time to end this process.
+def report_error(error: BaseException, environ: Mapping[str, str] = os.environ) -> None:
+    """Report to the supervisor whether ``error`` follows from the end of another process, if the trainer has raised it.
 
-    Waits at most ``REPORTED_FOR`` seconds after the report. Does nothing outside a run, or if no timeout led to
-    ``error``.
+    If a timeout led to ``error``, report this, too, and wait at most ``REPORTED_FOR`` seconds, so that the supervisor
+    can end this process. Does nothing outside a run.
     """
     run_dir, rank = environ.get("GNNFLEET_RUN_DIR"), environ.get("RANK", "")
     if not run_dir or not rank.isdigit() or not environ.get("GNNFLEET_SUPERVISOR"):
         return
+    if isinstance(error, TrainerError):  # of others, the supervisor knows only the output
+        _write(run_dir, f"error-rank{rank}", {"type": type(error).__name__, "follow_up": error.follow_up})
     wait = expired_wait(error)
     if wait is None:
         return
@@ -120,13 +124,19 @@ def report_expired(error: BaseException, environ: Mapping[str, str] = os.environ
         "server": wait.server,
         "stack": list(_stack(error)),
     }
-    path = Path(run_dir, "procs", f"wait-rank{rank}.json")
+    if _write(run_dir, f"wait-rank{rank}", record):
+        time.sleep(REPORTED_FOR)
+
+
+def _write(run_dir: str, name: str, record: Mapping[str, object]) -> bool:
+    """Write a file of the folder ``procs``; return False if the disk is full. The error message is in the log."""
+    path = Path(run_dir, "procs", f"{name}.json")
     try:
         path.with_suffix(".part").write_text(json.dumps(record))
         path.with_suffix(".part").replace(path)
-    except OSError:  # the disk is full; the error message is in the log
-        return
-    time.sleep(REPORTED_FOR)
+    except OSError:
+        return False
+    return True
 
 
 def _stack(error: BaseException) -> Iterator[str]:
@@ -138,7 +148,7 @@ def _stack(error: BaseException) -> Iterator[str]:
 
 
 def report_uncaught(environ: Mapping[str, str] = os.environ) -> None:
-    """Install an exception hook that reports an uncaught timeout to the supervisor. Does nothing outside a run."""
+    """Install an exception hook that reports an uncaught error to the supervisor. Does nothing outside a run."""
     before = sys.excepthook
     if getattr(before, "reports_waits", False) or not environ.get("GNNFLEET_SUPERVISOR"):
         return
@@ -146,7 +156,7 @@ def report_uncaught(environ: Mapping[str, str] = os.environ) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
         with suppress(Exception):  # the exception that ends the process has been printed, and matters more
-            report_expired(error)
+            report_error(error)
 
     hook.reports_waits = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -22,9 +22,9 @@ from launcher.node.peers.model import (
     Order,
     PeerConfig,
     Report,
-    earlier,
     eof_patience,
     fatal,
+    first_cause,
     left_words,
     make_cause,
     received_cause,
@@ -341,7 +341,7 @@ class Hub:
     # Decisions about the run.
 
     def _stop(self, cause: Cause) -> None:
-        first = earlier(self.cause, cause)
+        first = first_cause(self.cause, cause)
         if first != self.cause or not self._stopping:
             self.cause, self.order = first, Order(first)
             self._ordered = self._ordered or time.monotonic()

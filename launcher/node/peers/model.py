@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
+from launcher.node.first_failure import Failure, first_failure
+
 
 @dataclass(frozen=True)
 class Crew:
@@ -97,7 +99,8 @@ def eof_patience(peer_timeout: float) -> float:
 _MAX_TEXT = 2000  # maximum length of a reason, in characters
 
 #: Why a run ended: ``{"node_rank", "name": rank3·server·launcher·node, "rank", "kind": failure·stop·lost·nan·stall,
-#: "reason", "t", "asked": {"by", "why", "now"} of a stop request, else null}``; "t" in seconds since the epoch
+#: "reason", "t": seconds since the epoch, "follow_up": as in an outcome, "asked": {"by", "why", "now"} of a stop
+#: request, else null}``
 Cause = dict[str, Any]
 
 #: State of a node, sent to the hub: ``{"state", "trained": None on a node without ranks, "final": state of result.json,
@@ -218,11 +221,13 @@ class NoPeers:
 
 
 def make_cause(
-    node_rank: int, name: str, kind: str, reason: str, t: float, asked: Mapping[str, Any] | None = None
-) -> Cause:
+    node_rank: int, name: str, kind: str, reason: str, t: float, asked: Mapping[str, Any] | None = None,
+    follow_up: bool = False,
+) -> Cause:  # fmt: skip
     """Return a cause of the run's end.
 
     name: process, such as ``rank3``, or "node". t: seconds since the epoch. asked: content of a stop request.
+    follow_up: as in the outcome of the process.
     """
     rank = int(name[4:]) if name.startswith("rank") else None
     return {
@@ -232,6 +237,7 @@ def make_cause(
         "kind": kind,
         "reason": reason[:_MAX_TEXT],
         "t": t,
+        "follow_up": follow_up,
         "asked": None if asked is None else _asked(asked),
     }
 
@@ -253,10 +259,12 @@ def received_cause(cause: Cause | None, ahead: float, num_nodes: int) -> Cause |
     return {**cause, "reason": cause["reason"][:_MAX_TEXT], "t": cause["t"] - ahead}
 
 
-def earlier(one: Cause | None, other: Cause | None) -> Cause | None:
-    """Return the cause with the earlier time; None when both are None."""
-    known = [cause for cause in (one, other) if cause is not None]
-    return min(known, key=lambda cause: float(cause["t"]), default=None)
+def first_cause(*causes: Cause | None) -> Cause | None:
+    """Return the cause that came first; None without any."""
+    known = [cause for cause in causes if cause is not None]
+    return first_failure(
+        known, lambda one: Failure(one["t"], one["node_rank"], one["rank"], one["kind"], one["follow_up"])
+    )
 
 
 def sentence(cause: Mapping[str, Any], labels: tuple[str, ...]) -> str:

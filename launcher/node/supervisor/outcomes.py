@@ -12,6 +12,7 @@ from typing import Any
 
 from launcher.node import leases, procs
 from launcher.node.child_process import Child, Loop, outcome
+from launcher.node.first_failure import Failure, first_failure
 from launcher.node.json_reader import loads, natural, record_in, text
 from launcher.node.json_records import OUTCOME, STARTED
 from launcher.node.peers.model import Cause
@@ -36,7 +37,9 @@ class OutcomeBook:
     def first_failure(self) -> dict[str, Any] | None:
         """Return the outcome of the process that failed first, or None. Stopped processes do not count."""
         failed = [record for record in self.outcomes.values() if record["failed"]]
-        return min(failed, key=lambda record: float(record["ended"]), default=None)
+        return first_failure(
+            failed, lambda one: Failure(one["ended"], self.node_rank, one["rank"], follow_up=one["follow_up"])
+        )
 
     def look(self) -> None:
         """Read the files that the rank runners have written since the last call."""

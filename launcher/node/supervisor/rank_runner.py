@@ -21,6 +21,8 @@ if not __package__:  # run as a file: make the package above importable
 from launcher.node import procs
 from launcher.node.child_process import Child, Loop, outcome
 from launcher.node.diagnostics.oom import OomWatch
+from launcher.node.json_reader import record_in
+from launcher.node.json_records import ERROR
 from launcher.node.supervisor.outcomes import MAILBOX, write_or_mail
 
 _GLANCE = 0.05  # seconds between two checks for the graph server's ready file
@@ -113,6 +115,9 @@ class RankRunner:
             "max_rss": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
             "note": child.log.crash.innermost if signaled else "",
         }
+        error = record_in(ERROR, os.path.join(self.run_dir, "procs", f"error-{self.name}.json"))
+        if error is not None and not signaled:
+            more["follow_up"] = error["follow_up"]
         if signaled == "SIGKILL" and not child.stop_sent:
             more |= watch.outcome_fields(child.pid)
         if signaled and child.log.crash.innermost:  # without Python frames, an earlier traceback says more

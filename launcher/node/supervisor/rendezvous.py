@@ -14,7 +14,7 @@ from typing import Any
 from launcher.node.child_process import Loop
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
-from launcher.node.peers.model import Cause, Decision, NoPeers, PeerConfig, Peers, earlier, make_cause
+from launcher.node.peers.model import Cause, Decision, NoPeers, PeerConfig, Peers, first_cause, make_cause
 from launcher.node.record import write_json
 from launcher.node.supervisor.attempt import archive, cluster_file, first_cluster, next_spec
 from launcher.node.supervisor.journal import Journal
@@ -22,8 +22,6 @@ from launcher.node.supervisor.restart import AttemptEnd, Standing, decide, recor
 from launcher.node.supervisor.spec import NodeSpec
 
 _MARGIN = 3.0  # seconds beyond peer_timeout in which a supervisor connects to a new hub
-
-_NOTICED = 3.0  # seconds that the supervisors may need to notice a node that was killed
 
 _TRY_FOR = 3.0  # seconds in which another node must answer a node that was cut off
 
@@ -103,7 +101,9 @@ class Rendezvous:
 
         If this node cannot listen, it decides against a restart; ``trouble`` says why.
         """
-        spec, cause = self._spec, earlier(self._cause, peers.cause)
+        spec = self._spec
+        losses = (make_cause(int(k), "node", "lost", one["why"], one["since"]) for k, one in self.lost.items())
+        cause = first_cause(self._cause, peers.cause, *losses)
         self._gone |= peers.gone
         known = {*self._left, *map(int, self.lost)}
         hub = next(k for k in spec.active if k not in known)
@@ -145,11 +145,13 @@ class Rendezvous:
         standings = {one.node_rank: Standing.of(one.standing) for one in members if one.standing and _stays(one)}
         guests = {k: Standing.of(one.standing) for k, one in peers.guests.items() if one.standing}
         why = {int(k): str(lost["why"]) for k, lost in peers.lost.items()}
+        cause = peers.cause or self._cause
+        assert cause is not None
         return AttemptEnd(
             self._spec,
             self._first,
             {**guests, **standings, self._spec.node_rank: own},
-            self._first_cause(peers),
+            cause,
             {one.node_rank: why.get(one.node_rank, "") for one in members if one.lost},
             ended={one.node_rank for one in members if one.final},
             given_up={*map(int, peers.gone)},
@@ -157,15 +159,6 @@ class Rendezvous:
             away={one.node_rank for one in members if one.away or (one.lost and peers.suspended)},
             stop=self.stop or peers.stop_asked,
         )
-
-    def _first_cause(self, peers: Hub) -> Cause:
-        # Ranks notice that a node was killed, and fail, before the supervisors notice: a loss within ``_NOTICED``
-        # seconds after a failure is the cause.
-        cause = peers.cause or self._cause
-        assert cause is not None
-        lost = [make_cause(int(k), "node", "lost", one["why"], one["since"]) for k, one in peers.lost.items()]
-        first = min(lost, key=lambda one: float(one["t"]), default=cause)
-        return first if cause["kind"] == "failure" and first["t"] < cause["t"] + _NOTICED else cause
 
 
 def _stays(member: Any) -> bool:

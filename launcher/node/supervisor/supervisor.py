@@ -315,7 +315,7 @@ class Supervisor:
         self.book.look()
         first = self.book.first_failure()
         if first is not None:
-            raise self.failed(first["name"], self.with_trouble(describe(first)), float(first["ended"]))
+            raise self.failed(first["name"], self.with_trouble(describe(first)), first["ended"], first["follow_up"])
         runner = self.runners.ended_badly()
         if runner is not None:
             self.fail_own(runner.name, runner, "ended though its rank had not failed")
@@ -324,15 +324,15 @@ class Supervisor:
         needless = self.trained if self.trained is not None else self.state in ("serving", "restarting")
         return Ended("done" if needless else "stopped", reason, cause)
 
-    def failed(self, name: str, words: str, t: float | None = None) -> Ended:
+    def failed(self, name: str, words: str, t: float | None = None, follow_up: bool = False) -> Ended:
         """Return how this node ends after a failure.
 
         name: the failed process, such as ``rank3``; "node" if no single process failed. words: what happened, without
-        the process's name. t: time of the failure, seconds since the epoch; None: now.
+        the process's name. t: time of the failure, seconds since the epoch; None: now. follow_up: as in its outcome.
         """
         cause = self.own_cause(name, "failure", words)
         who = "" if name == "node" else f"{name.replace('rank', 'rank ')} "
-        return Ended("failed", who + words, {**cause, "t": t or cause["t"]})
+        return Ended("failed", who + words, {**cause, "t": t or cause["t"], "follow_up": follow_up})
 
     def fail_own(self, name: str, child: Child, note: str) -> NoReturn:
         """Record the graph server or a rank runner as failed, whether it still runs or not, and raise Ended.

@@ -13,7 +13,6 @@ from rich.filesize import decimal
 
 from launcher.report.device_use import device_uses
 from launcher.report.events import finding_words, nan_words
-from launcher.report.first_failure import aftermath_of
 from launcher.report.html.charts import (
     all_of,
     bars,
@@ -28,6 +27,7 @@ from launcher.report.html.page import Block, Fact, Lines, ReportPage, Section, T
 from launcher.report.html.record import RunRecord
 from launcher.report.html.series import number
 from launcher.report.html.timeline import timeline_chart
+from launcher.report.outcome import aftermath_of
 from launcher.report.profile import RankTraffic, rank_name
 from launcher.report.task_metric import metric_of, score_text
 from launcher.report.verdict import from_here, seconds_words

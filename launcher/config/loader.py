@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Sequence as Words
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import yaml
 
 from launcher.config.allocation import with_allocation
 from launcher.config.consistency import check, check_nodes
-from launcher.config.schema import ClusterConfig, NodeConfig
-from launcher.config.validation import KeyPath, Reader, dotted, sections, short_form
+from launcher.config.schema import ClusterConfig, NodeConfig, TrainConfig
+from launcher.config.validation import KeyPath, Reader, dotted, has_keys, short_form
 from launcher.errors import ConfigError, Problem
 from launcher.files import read_text
 from launcher.hostlist import RangeError, fold
@@ -106,8 +106,9 @@ def _long_form(tree: Tree, path: str, word: str) -> Tree:
         return expand_nodes(tree)
     if path.startswith("nodes.") and path.count(".") == 1 and isinstance(tree, Scalar) and not tree.empty:
         return Section(tree.origin, {"host": tree}, {"host": tree.origin})
-    if path.startswith("train.") and isinstance(tree, Scalar) and not tree.empty and path in sections():
-        return short_form(sections()[path], tree)
+    if path.startswith("train.") and isinstance(tree, Scalar) and not tree.empty:
+        kinds = get_args(get_type_hints(TrainConfig).get(path.removeprefix("train.")))
+        return short_form(kinds[0], tree) if kinds and has_keys(kinds[0]) else tree
     return tree
 
 

@@ -280,6 +280,25 @@ METRICS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+_ADAM = "betas eps amsgrad maximize"
+
+#: The optimizers of torch.optim with their arguments, without those that are keys of `train` and those about speed.
+#: Left out are those that need a closure, sparse gradients, matrices only, or a wait for the GPU in each step.
+OPTIMIZERS: Mapping[str, str] = {
+    "Adam": f"{_ADAM} decoupled_weight_decay",
+    "AdamW": _ADAM,
+    "SGD": "momentum dampening nesterov maximize",
+    "RMSprop": "alpha eps momentum centered maximize",
+    "Adagrad": "lr_decay initial_accumulator_value eps maximize",
+    "Adadelta": "rho eps maximize",
+    "Adamax": "betas eps maximize",
+    "NAdam": "betas eps momentum_decay decoupled_weight_decay maximize",
+    "RAdam": "betas eps decoupled_weight_decay maximize",
+    "ASGD": "lambd alpha t0 maximize",
+    "Rprop": "etas step_sizes maximize",
+}
+
+
 @dataclass(frozen=True)
 class EarlyStop:
     """When a run ends before `train.epochs`. `early_stop: 3` is short for `early_stop: {patience: 3}`."""
@@ -353,7 +372,18 @@ class TrainConfig:
         "Task `link`: number of randomly drawn vertices among which the target of a link is ranked.", 1000, at_least=1
     )
     epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
-    lr: float = setting("Learning rate of Adam.", 0.004, above=0)
+    lr: float = setting("Learning rate.", 0.004, above=0)
+    optimizer: Mapping[str, Any] | None = setting(
+        "Optimizer of torch.optim with its arguments, as `AdamW` or `{name: SGD, momentum: 0.9}`; `lr` and "
+        "`weight_decay` are keys of their own. Default: Adam.",
+        None,
+        form=ANY,
+    )
+    clip: float | None = setting(
+        "Largest norm of the gradient of all weights; a larger one is scaled down to it. Default: no limit.",
+        None,
+        above=0,
+    )
     embeddings: Literal["auto", "featureless", "all"] = setting(
         "Which vertices have trainable rows, in the models rgcn, hgt and rsage. featureless: those without features "
         "in heterogeneous graphs; all: all, also beside features; auto: as featureless, and for task `link` also the "
@@ -362,7 +392,7 @@ class TrainConfig:
     embedding_lr: float | None = setting(
         "Learning rate of trainable rows of vertices (SparseAdam); default: lr.", None, above=0
     )
-    weight_decay: float = setting("Weight decay of Adam.", 0.0, at_least=0)
+    weight_decay: float = setting("Weight decay of the optimizer.", 0.0, at_least=0)
     seed: int = setting(
         "Random seed of batch order, sampling, dropout and initial weights.", 0, at_least=0, below=2**32
     )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
 from launcher.config.cache_size import CacheSize
-from launcher.config.schema import METRICS, ClusterConfig, TrainConfig
+from launcher.config.schema import METRICS, OPTIMIZERS, ClusterConfig, TrainConfig
 from launcher.config.validation import KeyPath, Reader, dotted
+from launcher.yaml_tree import shortened
 
 
 def check_training(config: ClusterConfig, reader: Reader) -> None:
@@ -22,6 +27,8 @@ def check_training(config: ClusterConfig, reader: Reader) -> None:
     elif reader.good(("train", "fanouts")):
         _layers(config, reader)
     _model(config, reader)
+    if train.optimizer is not None and reader.good(("train", "optimizer")):
+        _optimizer(train.optimizer, train, reader)
     if train.early_stop is not None and reader.good(("train", "early_stop")):
         _metric(("train", "early_stop"), train.early_stop.metric, train, reader)
     if reader.good(("nodes",), ("train", "batch_size")) and train.batch_size < config.world_size:
@@ -92,6 +99,37 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
             ("train", "edge_attr"),
             f"train.edge_attr: model {train.model} does not read edge features; use sage, for several types rsage",
         )
+
+
+#: Kinds of the arguments of optimizers that are not a number.
+_PAIRS, _FLAGS = (
+    ("betas", "etas", "step_sizes"),
+    ("amsgrad", "centered", "decoupled_weight_decay", "maximize", "nesterov"),
+)
+
+
+def _optimizer(optimizer: Mapping[str, Any], train: TrainConfig, reader: Reader) -> None:
+    """Report an unknown optimizer, and arguments that it does not have or that are of another kind."""
+    name, place = str(optimizer.get("name")), ("train", "optimizer")
+    if name not in OPTIMIZERS:
+        near = difflib.get_close_matches(name[:40], OPTIMIZERS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(OPTIMIZERS)}"
+        found = f"no optimizer `{shortened(name)}` of torch.optim" if "name" in optimizer else "its `name` is missing"
+        reader.report(place, f"train.optimizer: {found}; {hint}")
+        return
+    known = OPTIMIZERS[name].split()
+    for key, value in optimizer.items():
+        kind = "two numbers" if key in _PAIRS else "true or false" if key in _FLAGS else "a number"
+        pair = value if isinstance(value, list) else [value]
+        fits = all(isinstance(one, int | float) and isinstance(one, bool) == (key in _FLAGS) for one in pair)
+        if key in ("lr", "weight_decay"):
+            reader.report(place, f"train.optimizer.{key}: set train.{key} instead")
+        elif key != "name" and key not in known:
+            reader.report(place, f"train.optimizer: {name} has no argument `{key}`; it has {', '.join(known)}")
+        elif key != "name" and not (fits and len(pair) == 1 + (key in _PAIRS)):
+            reader.report(place, f"train.optimizer.{key}: expected {kind}, found {shortened(str(value))}")
+    if name == "Rprop" and train.weight_decay:
+        reader.report(("train", "weight_decay"), "train.weight_decay: Rprop has none")
 
 
 def _metric(section: KeyPath, name: str | None, train: TrainConfig, reader: Reader) -> None:

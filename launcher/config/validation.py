@@ -230,7 +230,7 @@ class Reader:
 
     def _one_of_types(self, kinds: list[Any], tree: Tree, path: KeyPath) -> Any:
         words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-        if is_dataclass(kinds[0]) and isinstance(tree, Scalar) and not tree.empty:
+        if has_keys(kinds[0]) and isinstance(tree, Scalar) and not tree.empty:
             tree = short_form(kinds[0], tree)
         if isinstance(tree, Scalar) and tree.text in words:
             return tree.text
@@ -271,9 +271,17 @@ class Reader:
         return {name: _entry(kind, name, item) for name, item in tree.items.items()}
 
 
-def short_form(section: Any, tree: Scalar) -> Section:
-    """Return the section for which a value of its first key is short, as ``{patience: 3}`` for ``3``."""
-    name = settings(section)[0].name
+def has_keys(kind: Any) -> bool:
+    """Whether a type is that of a section, or of a mapping."""
+    return is_dataclass(kind) or get_origin(kind) is Mapping
+
+
+def short_form(section: type, tree: Scalar) -> Section:
+    """Return the section for which a value of its first key is short, as ``{patience: 3}`` for ``3``.
+
+    The first key of a mapping without a class of its own is ``name``.
+    """
+    name = settings(section)[0].name if is_dataclass(section) else "name"
     return Section(tree.origin, {name: tree}, {name: tree.origin})
 
 

@@ -148,6 +148,24 @@ MISTAKES = {
         "5: train.early_stop.patience: must be at least 1; found 0",
         "6: unknown key `wait` in train.early_stop; the keys here are patience, metric, min_delta",
     ],
+    TWO + "train: {optimizer: Adamm}\n": [
+        "3: train.optimizer: no optimizer `Adamm` of torch.optim; did you mean Adam?"
+    ],
+    TWO + "train: {optimizer: {betas: [0.9, 0.99]}}\n": [
+        "3: train.optimizer: its `name` is missing; they are Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, "
+        "NAdam, RAdam, ASGD, Rprop"
+    ],
+    TWO + "train:\n  clip: 0\n  optimizer: {name: SGD, betas: [0.9, 0.99], nesterov: 1, momentum: yes, lr: 1}\n": [
+        "4: train.clip: must be above 0; found 0.0",
+        "5: train.optimizer: SGD has no argument `betas`; it has momentum, dampening, nesterov, maximize",
+        "5: train.optimizer.nesterov: expected true or false, found 1",
+        "5: train.optimizer.momentum: expected a number, found True",
+        "5: train.optimizer.lr: set train.lr instead",
+    ],
+    TWO + "train:\n  weight_decay: 0.1\n  optimizer: {name: Rprop, etas: [0.5, 1.2, 3]}\n": [
+        "4: train.weight_decay: Rprop has none",
+        "5: train.optimizer.etas: expected two numbers, found [0.5, 1.2, 3]",
+    ],
     TWO + "train: {early_stop: soon}\n": [
         "3: train.early_stop.patience: expected a whole number, found the text `soon`"
     ],
@@ -393,6 +411,9 @@ def test_overrides(load: Load) -> None:
     assert config.data.options == {"num_nodes": 50} and config.data.partition.method == "random"
     assert load(text, ["train.fanouts=10"]).train.fanouts == (10,)
     assert len(load(text, ["transport=local", "nodes=4", "nodes.2.procs=2"]).nodes) == 4
+    assert load(text, ["train.optimizer=SGD", "train.optimizer.momentum=0.9"]).train.optimizer == {
+        "name": "SGD", "momentum": 0.9
+    }  # fmt: skip
     for sets in (
         ["train.early_stop=4", "train.early_stop.metric=loss"],
         ["train.early_stop={patience: 4, metric: loss}"],
@@ -496,7 +517,7 @@ def test_saved_config_keeps_odd_values(load: Load, tmp_path: Path) -> None:
     config = load(
         'name: "on"\nnodes: [{host: a, env: {E: "1e-3", N: null_, Q: "it\'s: \\"x\\" #é"}, devices: [1]}]\n'
         'data: {dataset: synthetic, options: {p: 1e-7, q: "1e-3", n: "12"}}\nrun: {encrypt: off, master_port: 29511}\n'
-        "train: {early_stop: 3}\n"
+        "train: {early_stop: 3, optimizer: AdamW}\n"
     )
     saved = tmp_path / "saved.yml"
     saved.write_text(to_yaml(config), encoding="utf-8")

@@ -17,7 +17,7 @@ TRAIN = """
 import os, sys, torch, torch.distributed as dist
 from torch import nn
 from trainer.core.ranks import RankGroup, Ranks
-from trainer.train.optimize import Adam, Optimizers, averaged
+from trainer.train.optimize import Optimizers, averaged, eager
 
 def trained(ours):
     torch.manual_seed(1 + ours * dist.get_rank())  # all ranks start from rank 0's weights
@@ -26,7 +26,7 @@ def trained(ours):
         wrapped, average = averaged(model, RankGroup(Ranks.from_env(os.environ), torch.device("cpu")))
     else:
         wrapped, average = nn.parallel.DistributedDataParallel(model), None
-    kind = Adam if ours else torch.optim.Adam
+    kind = eager(torch.optim.Adam) if ours else torch.optim.Adam
     optimizers = Optimizers(kind(model.parameters(), lr=0.01, weight_decay=1e-3), average=average)
     torch.manual_seed(10 + dist.get_rank())
     for _ in range(10):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from launcher.config.schema import OPTIMIZERS
+from trainer.core.errors import SettingsError
 from trainer.train import optimize
-from trainer.train.optimize import adam_of
+from trainer.train.optimize import _NOT_OFFERED, optimizer_of
 from trainer.train.settings import TrainSettings
 
 SETTINGS = TrainSettings(lr=0.01, weight_decay=0.001)
@@ -38,9 +42,9 @@ def saved(adam: torch.optim.Optimizer) -> Any:
 
 def test_a_gpu_updates_all_weights_by_one_kernel_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, fused = weights_of(0), weights_of(0)
-    expected = steps(adam_of(plain, SETTINGS), plain, 5)
+    expected = steps(optimizer_of(plain, SETTINGS), plain, 5)
     monkeypatch.setattr(optimize, "on_gpu", lambda weights: True)
-    adam = adam_of(fused, SETTINGS)
+    adam = optimizer_of(fused, SETTINGS)
     assert adam.param_groups[0]["fused"] is True
     for one, other in zip(steps(adam, fused, 5), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -49,14 +53,14 @@ def test_a_gpu_updates_all_weights_by_one_kernel_with_the_same_result(monkeypatc
 @pytest.mark.parametrize("first", [True, False])
 def test_a_run_continues_on_another_kind_of_device(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = weights_of(1)
-    expected = steps(adam_of(whole, SETTINGS), whole, 6)
+    expected = steps(optimizer_of(whole, SETTINGS), whole, 6)
     monkeypatch.setattr(optimize, "on_gpu", lambda weights: first)
     weights = weights_of(1)
-    adam = adam_of(weights, SETTINGS)
+    adam = optimizer_of(weights, SETTINGS)
     steps(adam, weights, 3)
     state = saved(adam)
     monkeypatch.setattr(optimize, "on_gpu", lambda weights: not first)
-    resumed = adam_of(weights, SETTINGS)
+    resumed = optimizer_of(weights, SETTINGS)
     resumed.load_state_dict(state)
     assert resumed.param_groups[0]["fused"] is (None if first else True)
     for one, other in zip(steps(resumed, weights, 3), expected, strict=True):
@@ -64,4 +68,31 @@ def test_a_run_continues_on_another_kind_of_device(first: bool, monkeypatch: pyt
 
 
 def test_on_a_cpu_weights_are_updated_as_before() -> None:
-    assert adam_of(weights_of(0), SETTINGS).param_groups[0]["fused"] is None
+    assert optimizer_of(weights_of(0), SETTINGS).param_groups[0]["fused"] is None
+
+
+def test_the_launcher_knows_every_optimizer_and_its_arguments() -> None:
+    offered = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    assert offered.keys() - OPTIMIZERS.keys() == set(_NOT_OFFERED)
+    own = {"self", "params", "lr", "weight_decay", "foreach", "fused", "capturable", "differentiable"}
+    for name, arguments in OPTIMIZERS.items():
+        assert set(arguments.split()) == inspect.signature(offered[name]).parameters.keys() - own, name
+        ours, theirs = weights_of(0), weights_of(0)
+        settings = TrainSettings(lr=0.01, weight_decay=0.0, optimizer={"name": name})
+        decay = {} if name == "Rprop" else {"weight_decay": 0.0}
+        stepped = steps(offered[name](theirs, lr=0.01, **decay), theirs, 3)
+        torch.testing.assert_close(steps(optimizer_of(ours, settings), ours, 3), stepped, msg=name)
+
+
+@pytest.mark.parametrize(
+    "optimizer,message",
+    [
+        ("Adm", "optimizer 'Adm' is unknown; there are ASGD, Adadelta, "),
+        ({"name": "SGD", "betas": [0.9, 0.99]}, "optimizer SGD: .*unexpected keyword argument 'betas'"),
+        ({"name": "AdamW", "betas": [0.9, 1.5]}, "optimizer AdamW: Invalid beta parameter at index 1: 1.5"),
+        ({"name": "Rprop"}, "optimizer Rprop: .*unexpected keyword argument 'weight_decay'"),
+    ],
+)
+def test_arguments_that_an_optimizer_refuses(optimizer: Any, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        optimizer_of(weights_of(0), replace(SETTINGS, optimizer=optimizer))

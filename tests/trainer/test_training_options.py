@@ -11,6 +11,7 @@ from kill_kit import killed_run
 from train_kit import curve, job, metrics, run_ranks, write_parts
 from trainer.core.errors import SettingsError
 from trainer.core.ranks import Ranks
+from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 from trainer.train.settings import EarlyStop, TrainSettings
 from trainer.train.tasks.task import Metric
@@ -73,6 +74,31 @@ def test_a_patience_ends_a_run_at_the_same_epoch_on_any_number_of_processes_and_
     ) in capsys.readouterr().out
     longer = train(job(parts, tmp_path / "longer", **{**more, "early_stop": {"patience": 5}}), Ranks())
     assert longer.epochs >= alone.epochs + 2
+
+
+# Settings of the optimisation
+
+
+def assert_equal_on_any_number_of_processes(parts: Path, folder: Path, **wanted: Any) -> list[float]:
+    """Train alone, on three processes, and on two that are killed and resumed as three. Return the losses of steps."""
+    train(job(parts, folder / "alone", **wanted), Ranks())
+    newest = killed_run(job(parts, folder / "killed", **wanted), 2, 1, 4)
+    saved = load_checkpoint(newest)
+    assert saved.position[1] > 0, "killed within an epoch"
+    both = [job(parts, folder / "together", **wanted), job(parts, folder / "resumed", **wanted, resume=str(newest))]
+    for ended in run_ranks(3, *both):
+        assert ended.returncode == 0, ended.output
+    whole = curve(folder / "alone")
+    assert curve(folder / "together") == pytest.approx(whole, rel=1e-4)
+    assert curve(folder / "resumed") == pytest.approx(whole[3 * saved.epoch :], rel=1e-4)
+    return whole
+
+
+def test_an_optimizer_with_clipped_gradients(parts: Path, tmp_path: Path) -> None:
+    wanted: dict[str, Any] = {"epochs": 3, "lr": 0.1, "optimizer": {"name": "SGD", "momentum": 0.9, "nesterov": True}}
+    clipped = assert_equal_on_any_number_of_processes(parts, tmp_path, **wanted, clip=0.1)
+    train(job(parts, tmp_path / "free", **wanted), Ranks())
+    assert curve(tmp_path / "free")[0] == clipped[0] and curve(tmp_path / "free")[1] != clipped[1]
 
 
 @pytest.mark.parametrize(

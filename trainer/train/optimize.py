@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.core.errors import SettingsError
 from trainer.core.ranks import RankGroup
 from trainer.nn.sharded_embedding import ShardedEmbedding
 from trainer.train.settings import TrainSettings
@@ -24,7 +25,9 @@ def eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     return type(kind.__name__, (kind,), {**members, "step": torch.no_grad()(inspect.unwrap(kind.step))})
 
 
-Adam, SparseAdam = eager(torch.optim.Adam), eager(torch.optim.SparseAdam)
+SparseAdam = eager(torch.optim.SparseAdam)
+
+_NOT_OFFERED = ("Optimizer", "LBFGS", "SparseAdam", "Muon", "Adafactor")  # launcher/config/schema.py says why
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,16 @@ class Optimizers:
     model: torch.optim.Optimizer
     rows: RowTable | None = None  #: None when all reached node types have features
     average: Callable[[], None] | None = None  #: averages gradients over ranks; None if the backward pass averages them
+    clip: float | None = None  #: largest norm of the averaged gradient of the model's weights
 
     @classmethod
     def of(cls, settings: TrainSettings, model: nn.Module, embedding: ShardedEmbedding | None) -> Optimizers:
-        adam = adam_of([*model.parameters()], settings)
+        optimizer = optimizer_of([*model.parameters()], settings)
         if embedding is None:
-            return cls(adam)
+            return cls(optimizer, clip=settings.clip)
         lr = settings.lr if settings.embedding_lr is None else settings.embedding_lr
-        return cls(adam, RowTable(embedding, SparseAdam([embedding.weight], lr=lr)))  # type: ignore[call-arg]
+        rows = RowTable(embedding, SparseAdam([embedding.weight], lr=lr))  # type: ignore[call-arg]
+        return cls(optimizer, rows, clip=settings.clip)
 
     def step(self, loss: Tensor) -> None:
         self.model.zero_grad()
@@ -56,29 +61,49 @@ class Optimizers:
         loss.backward()  # type: ignore[no-untyped-call]
         if self.average is not None:
             self.average()
+        if self.clip is not None:
+            weights = [weight for group in self.model.param_groups for weight in group["params"]]
+            nn.utils.clip_grad_norm_(weights, self.clip)
         self.model.step()
         if self.rows is not None:
             self.rows.embedding.sync_gradients()
             self.rows.optimizer.step()
 
 
-def adam_of(weights: Sequence[Tensor], settings: TrainSettings) -> torch.optim.Optimizer:
-    """Return Adam for ``weights``. On a GPU, it updates all weights by one kernel (``fused``), not by several for each.
+def optimizer_of(weights: Sequence[Tensor], settings: TrainSettings) -> torch.optim.Optimizer:
+    """Return the optimizer of ``settings`` for ``weights``.
 
-    A loaded state does not change this: state that was saved on a CPU continues on a GPU, and the other way round.
+    On a GPU, Adam, AdamW and SGD update all weights by one kernel (``fused``), not by several for each. A loaded state
+    does not change this: state that was saved on a CPU continues on a GPU, and the other way round. Raises
+    ``SettingsError`` for an unknown name, and for arguments that the optimizer refuses.
     """
-    fused = True if on_gpu(weights) else None
-    adam = Adam(weights, lr=settings.lr, weight_decay=settings.weight_decay, fused=fused)  # type: ignore[call-arg]
-    adam.register_load_state_dict_pre_hook(_keep_fused)
-    return adam
+    given = settings.optimizer or {"name": "Adam"}
+    arguments: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in given.items()}
+    name = arguments.pop("name", None)
+    kinds = {key: kind for key, kind in vars(torch.optim).items() if isinstance(kind, type) and key not in _NOT_OFFERED}
+    if name not in kinds:
+        raise SettingsError(f"optimizer {name!r} is unknown; there are {', '.join(sorted(kinds))}")
+    known = inspect.signature(kinds[name]).parameters
+    arguments |= {"lr": settings.lr}
+    if "weight_decay" in known or settings.weight_decay:
+        arguments["weight_decay"] = settings.weight_decay
+    if name in ("Adam", "AdamW", "SGD"):
+        arguments["fused"] = True if on_gpu(weights) else None
+    try:
+        optimizer = eager(kinds[name])(weights, **arguments)
+    except (TypeError, ValueError, IndexError) as error:
+        raise SettingsError(f"optimizer {name}: {error}") from None
+    if "fused" in arguments:
+        optimizer.register_load_state_dict_pre_hook(_keep_fused)
+    return optimizer
 
 
 def on_gpu(weights: Sequence[Tensor]) -> bool:
     return bool(weights) and all(weight.is_cuda and weight.is_floating_point() for weight in weights)
 
 
-def _keep_fused(adam: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    own = [group["fused"] for group in adam.param_groups]
+def _keep_fused(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    own = [group["fused"] for group in optimizer.param_groups]
     groups = [{**group, "fused": fused} for group, fused in zip(state["param_groups"], own, strict=False)]
     return {**state, "param_groups": groups}
 

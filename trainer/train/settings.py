@@ -89,7 +89,12 @@ class TrainSettings:
     negatives: int = setting("Task link: negative targets per step, which its links share.", 128, at_least=1)
     eval_negatives: int = setting("Task link: nodes among which a link's target is ranked.", 1000, at_least=1)
     epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
-    lr: float = setting("Learning rate (Adam).", 0.004, above=0)
+    lr: float = setting("Learning rate.", 0.004, above=0)
+    optimizer: Mapping[str, Any] | None = setting(
+        'Optimizer of torch.optim with its arguments except lr and weight_decay: a name, or JSON such as {"name": '
+        '"SGD", "momentum": 0.9}; default: Adam.', None
+    )  # fmt: skip
+    clip: float | None = setting("Largest norm of the gradient of all weights; default: no limit.", None, above=0)
     embeddings: Literal["auto", "featureless", "all"] = setting(
         "Which nodes have trainable rows, in the models rgcn, hgt and rsage. featureless: those without features, in "
         "heterogeneous graphs; all: all, also beside features; auto: as featureless, and for task link also the links' "
@@ -98,7 +103,7 @@ class TrainSettings:
     embedding_lr: float | None = setting(
         "Learning rate of trainable rows of nodes (SparseAdam); default: lr.", None, above=0
     )
-    weight_decay: float = setting("Weight decay (Adam).", 0.0, at_least=0)
+    weight_decay: float = setting("Weight decay of the optimizer.", 0.0, at_least=0)
     seed: int = setting("Random seed of seed order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
     early_stop: EarlyStop | None = setting("End the run once a metric on val no longer improves.", None)
     eval_every: int = setting("Epochs between evaluations on val; 0: only at the end.", 1, at_least=0)
@@ -170,14 +175,17 @@ class InferJob:
 
 
 @functools.cache
-def keyed_settings() -> dict[str, type]:
-    """Return the classes of the settings that have keys of their own, by name."""
+def keyed_settings() -> dict[str, Any]:
+    """Return the classes of the settings that have keys of their own, by name; ``Mapping`` for any keys."""
     hints = {name: typing.get_args(hint) for name, hint in typing.get_type_hints(TrainSettings).items()}
-    return {name: kinds[0] for name, kinds in hints.items() if kinds and is_dataclass(kinds[0])}  # type: ignore[misc]
+    first: dict[str, Any] = {name: typing.get_origin(kinds[0]) or kinds[0] for name, kinds in hints.items() if kinds}
+    return {name: kind for name, kind in first.items() if is_dataclass(kind) or kind is Mapping}
 
 
 def _with_keys(name: str, kind: Any, value: Any) -> Any:
     """Return a setting with keys of its own, made from a mapping; any other value stands for its first key."""
+    if kind is Mapping:
+        return value if isinstance(value, Mapping) else {"name": value}
     if isinstance(value, kind):
         return value
     known = [entry.name for entry in fields(kind)]
@@ -235,8 +243,10 @@ def _option(entry: Field[Any], hint: Any) -> Callable[[F], F]:
     flag = "--" + entry.name.replace("_", "-")
     help = entry.metadata["help"]
     if keyed := keyed_settings().get(entry.name):
-        keys = "; ".join(f"{key.name}: {key.metadata['help']}" for key in fields(keyed))
-        return click.option(flag, type=Keyed(), help=f"{help} JSON with {keys}; or only the first of these values.")
+        if is_dataclass(keyed):
+            keys = "; ".join(f"{key.name}: {key.metadata['help']}" for key in fields(keyed))
+            help = f"{help} JSON with {keys}; or only the first of these values."
+        return click.option(flag, type=Keyed(), help=help)
     if hint is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", default=entry.default, help=help, show_default=True)
     return click.option(

@@ -84,7 +84,6 @@ def assert_equal_on_any_number_of_processes(parts: Path, folder: Path, **wanted:
     train(job(parts, folder / "alone", **wanted), Ranks())
     newest = killed_run(job(parts, folder / "killed", **wanted), 2, 1, 4)
     saved = load_checkpoint(newest)
-    assert saved.position[1] > 0, "killed within an epoch"
     both = [job(parts, folder / "together", **wanted), job(parts, folder / "resumed", **wanted, resume=str(newest))]
     for ended in run_ranks(3, *both):
         assert ended.returncode == 0, ended.output

@@ -22,6 +22,7 @@ if __name__ == "__main__":
 import torch
 
 from table import Row, show
+from trainer.core.arrays import Columns
 from trainer.core.batch_cost import Cost
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.remote_settings import CacheSize
@@ -32,7 +33,8 @@ from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
-from trainer.sampler.types import RowRequest
+from trainer.sampler.replicas import ReadyAnswer
+from trainer.sampler.requests import Gather
 from trainer.store.part_store import open_parts
 from trainer.train.job import batch_plan
 
@@ -125,16 +127,6 @@ def _host(folder: Path, num_parts: int, held: int | None) -> Graph:
 
 
 @dataclass(frozen=True)
-class _ReadyAnswer:
-    """A future whose result is available at once."""
-
-    value: Any
-
-    def result(self, timeout: float | None = None) -> Any:
-        return self.value
-
-
-@dataclass(frozen=True)
 class _Owner:
     """A connection to another host that is simulated in this process."""
 
@@ -149,8 +141,9 @@ class _Owner:
     def name(self) -> str:
         return f"host {self.part}"
 
-    def submit_gather(self, requests: list[RowRequest]) -> _ReadyAnswer:
-        return _ReadyAnswer(self.local.gather(requests))
+    def submit(self, request: Gather) -> ReadyAnswer[list[Columns]]:
+        answer = request.answer(self.local)
+        return ReadyAnswer(answer, sum(values.nbytes for rows in answer for values in rows.values()))
 
 
 def main() -> None:

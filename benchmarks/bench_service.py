@@ -26,9 +26,9 @@ from table import Row, median_seconds, show
 from trainer.core.schema import HOMO_NODE
 from trainer.sampler.types import RowRequest
 from trainer.service.client import HostClient
+from trainer.service.messages import HelloInfo, ServerAddress
 from trainer.service.server import GraphServer
 from trainer.service.service_keys import ServiceKeys
-from trainer.service.wire.messages import HelloInfo, ServerAddress
 
 DIM = 100
 SPAWN = multiprocessing.get_context("spawn")

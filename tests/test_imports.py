@@ -21,7 +21,7 @@ ORDER = {
         "plan", "export", "preflight", "report", "sync", "run", "manage", "serving", "setup", "rehearse", "init", "cli",
     ),
     "trainer": (
-        "core", "store", "data", "sources", "partition", "sampler", "cuda", "service", "graph", "loader", "nn",
+        "core", "wire", "store", "data", "sources", "partition", "sampler", "cuda", "service", "graph", "loader", "nn",
         "train", "infer", "cli",
     ),
     "gnnfleet": ("shadow", "nn", "tasks"),

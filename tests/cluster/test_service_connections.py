@@ -15,7 +15,7 @@ from trainer.core.errors import ServerGone
 from trainer.core.schema import HOMO_NODE
 from trainer.sampler.types import RowRequest
 from trainer.service.client import HostClient
-from trainer.service.wire.messages import ServerAddress
+from trainer.service.messages import ServerAddress, Stats
 from waiting import DEADLINE
 
 _PORT = 5000
@@ -39,7 +39,7 @@ def client_of(host: Host, deadline: float, gone_after: float | None = None) -> H
     until = time.monotonic() + DEADLINE  # the server may have to compile its kernels first
     while True:
         try:
-            client.hello()
+            client.greet().result()
             return client
         except ServerGone:
             assert time.monotonic() < until
@@ -64,7 +64,7 @@ def test_large_answers_over_ten_megabits_arrive_at_the_first_attempt(host: Host)
     assert max(took) > 20
     host.full_speed()
     # one hello, two requests for the large answer (a row is assumed to take 1 KiB), 24 further requests; no repetitions
-    assert client.stats().requests == 1 + 2 + 24
+    assert client.ask(Stats()).requests == 1 + 2 + 24
     client.close()
 
 
@@ -79,7 +79,7 @@ def test_a_cut_of_five_seconds_loses_nothing(host: Host) -> None:
         host.restore_network()
         took = [max(future.result(60)) for future in under_way]
     assert 4 < max(took) < 14
-    assert client.stats().errors == 0
+    assert client.ask(Stats()).errors == 0
     client.close()
 
 

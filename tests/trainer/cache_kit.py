@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from trainer.core.batch_cost import Cost
 from trainer.graph.open import Graph
@@ -15,6 +16,8 @@ from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.replicas import ReadyAnswer
+from trainer.sampler.types import HopSample
 from trainer.store.part_store import open_parts
 
 
@@ -24,15 +27,20 @@ class LocalClient:
     def __init__(self, part_ids: Sequence[int], local: LocalGraph):
         self.part_ids, self.name, self._local = tuple(part_ids), f"host of {part_ids}", local
 
-    def submit_sample(self, requests: Any) -> Any:
-        return _answer(self._local.sample_hops(requests))
-
-    def submit_gather(self, requests: Any) -> Any:
-        return _answer(self._local.gather(requests))
+    def submit(self, request: Any) -> Any:
+        return ready(request.answer(self._local))
 
 
-def _answer(value: Any) -> Any:
-    return SimpleNamespace(result=lambda timeout=None: value)
+def ready(answer: Any) -> Any:
+    """Return a reply that has arrived."""
+    return ReadyAnswer(answer, sum(array.nbytes for array in _arrays(answer)))
+
+
+def _arrays(answer: Any) -> Iterator[np.ndarray]:
+    if isinstance(answer, HopSample):
+        answer = [answer.counts, answer.src, *([] if answer.edge is None else [answer.edge])]
+    for one in [answer] if isinstance(answer, np.ndarray) else answer:
+        yield from [one] if isinstance(one, np.ndarray) else _arrays(one.values() if isinstance(one, dict) else one)
 
 
 @dataclass

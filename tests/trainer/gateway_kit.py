@@ -14,10 +14,10 @@ from trainer.graph.seed_order import RankLayout
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.service.client import HostClient
+from trainer.service.messages import HelloInfo, ServerAddress
 from trainer.service.remote_graph import Gateway
 from trainer.service.server import GraphServer
 from trainer.service.service_keys import ServiceKeys
-from trainer.service.wire.messages import HelloInfo, ServerAddress
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
 

@@ -22,17 +22,19 @@ import numpy as np
 from launcher.plan.service_key import new_key_pair
 from raw_peer import RawPeer, framed
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.requests import Endpoints, Gather, HasEdges, SampleHops
 from trainer.sampler.subgraph_sampler import BatchWork
 from trainer.sampler.types import HopRequest, RowRequest, SampleSettings, SeedSet
+from trainer.service import messages
+from trainer.service.batch_messages import BatchRequest
 from trainer.service.service_keys import ServiceKeys, read_key_file
 from trainer.service.stream import greeting
-from trainer.service.wire import batch_messages, messages
-from trainer.service.wire import frames as wire
-from trainer.service.wire.frames import Flag, Kind, Message, Status, encode
+from trainer.wire import frames as wire
+from trainer.wire.frames import Flag, Kind, Message, Status, encode
 
 Frames = list[bytes]
 
-HEADER = struct.Struct("<4sHBBQIII")  #: written independently of the header in ``trainer.service.wire``
+HEADER = struct.Struct("<4sHBBQIII")  #: written independently of the header in ``trainer.wire``
 DESCRIPTOR_BYTES = 8 + 8 * 8
 POOL = 3000  #: messages made at a time; each is sent several times
 EXTREMES = (
@@ -80,27 +82,23 @@ def valid_requests(num_nodes: int) -> list[Message]:
     )
     name = messages.ClientName(2**63 + 1, "stranger")
     found = [
-        Message(Kind.HELLO, Status.REQUEST, 0),
-        Message(Kind.STATS, Status.REQUEST, 0),
-        messages.request(Kind.SAMPLE,
-            [hop, replace(hop, nodes=many, with_edge=True), replace(hop, fanout=-1, replace=True)]
-        ),
-        messages.request(Kind.SAMPLE, [replace(hop, exclude=(nodes, nodes), sources=np.sort(nodes), trees=nodes)]),
-        messages.request(
-            Kind.GATHER, [RowRequest(HOMO_NODE, nodes, ("x", "y")), RowRequest(HOMO_EDGE, nodes, ("orig_id",))]
-        ),
-        messages.request(Kind.GATHER, [RowRequest(HOMO_NODE, many, ("x",))]),
-        messages.request(Kind.HAS_EDGES, messages.Pairs(HOMO_EDGE, nodes, nodes[::-1])),
-        messages.request(Kind.ENDPOINTS, (HOMO_EDGE, nodes)),
-        messages.request(Kind.ENDPOINTS, (HOMO_EDGE, nodes - 2**40)),
-        Message(Kind.MANIFEST, Status.REQUEST, 0),
-        messages.request(Kind.SHARED, messages.SharedSlice(HOMO_NODE, "train", 0, 10)),
-        messages.request(Kind.TO_GLOBAL, (HOMO_NODE, nodes)),
-        messages.acknowledgement(5),
-        batch_messages.batch_request(work, name),
-        batch_messages.batch_request(replace(work, seeds=SeedSet({HOMO_NODE: many})), name),
-        batch_messages.batch_request(induced, name),
-    ]  # fmt: skip
+        messages.Hello(),
+        messages.Stats(),
+        SampleHops([hop, replace(hop, nodes=many, with_edge=True), replace(hop, fanout=-1, replace=True)]),
+        SampleHops([replace(hop, exclude=(nodes, nodes), sources=np.sort(nodes), trees=nodes)]),
+        Gather([RowRequest(HOMO_NODE, nodes, ("x", "y")), RowRequest(HOMO_EDGE, nodes, ("orig_id",))]),
+        Gather([RowRequest(HOMO_NODE, many, ("x",))]),
+        HasEdges(HOMO_EDGE, nodes, nodes[::-1]),
+        Endpoints(HOMO_EDGE, nodes),
+        Endpoints(HOMO_EDGE, nodes - 2**40),
+        messages.ManifestText(),
+        messages.SharedSlice(HOMO_NODE, "train", 0, 10),
+        messages.ToGlobal(HOMO_NODE, nodes),
+        BatchRequest(work, name),
+        BatchRequest(replace(work, seeds=SeedSet({HOMO_NODE: many})), name),
+        BatchRequest(induced, name),
+    ]
+    found = [messages.acknowledgement(5), *(request.message() for request in found)]
     routed = [replace(message, flags=Flag.ROUTE) for message in found]
     return found + routed + [replace(message, flags=Flag.ROUTE | Flag.INT8) for message in found]
 
@@ -284,8 +282,8 @@ def send_as_insider(attack: Attack, num_nodes: int) -> int:
 def send_as_glutton(attack: Attack, num_nodes: int) -> None:
     """Request large replies over connections that stay open, and read none. Never returns."""
     ids = np.arange(20_000) % num_nodes
-    gather = messages.request(Kind.GATHER, [RowRequest(HOMO_NODE, ids, ("x",))])
-    greed = [gather, replace(gather, flags=Flag.ROUTE), messages.request(Kind.ENDPOINTS, (HOMO_EDGE, np.arange(4000)))]
+    gather = Gather([RowRequest(HOMO_NODE, ids, ("x",))]).message()
+    greed = [gather, replace(gather, flags=Flag.ROUTE), Endpoints(HOMO_EDGE, np.arange(4000)).message()]
     keys = read_key_file(attack.key_file) if attack.key_file else None
     while True:
         with contextlib.suppress(OSError, EOFError), contextlib.ExitStack() as lines:

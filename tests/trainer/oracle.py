@@ -18,8 +18,8 @@ from trainer.loader.pyg_batch import LazyBlocks
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.service.client import HostClient
+from trainer.service.messages import HelloInfo
 from trainer.service.server import GraphServer
-from trainer.service.wire.messages import HelloInfo
 
 
 @contextlib.contextmanager

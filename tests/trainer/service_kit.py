@@ -17,9 +17,9 @@ from trainer.core.errors import PartitionError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.types import HopRequest, HopSample, RowRequest
 from trainer.service.client import HostClient
+from trainer.service.messages import HelloInfo, ServerAddress
 from trainer.service.server import GraphServer
 from trainer.service.service_keys import ServiceKeys
-from trainer.service.wire.messages import HelloInfo, ServerAddress
 from waiting import DEADLINE
 
 INFO = HelloInfo(node_rank=1, host="10.0.0.2", part_ids=(1, 3), manifest_digest="d1" * 32)

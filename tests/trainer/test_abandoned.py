@@ -11,6 +11,7 @@ from load_kit import homo_data, parts_of
 from service_kit import client_of, serving
 from test_batches import HOMO, ME
 from trainer.core.errors import ServiceError
+from trainer.service.batch_messages import BatchRequest
 from waiting import DEADLINE
 
 WORK = HOMO["attributes and labels"]
@@ -38,7 +39,7 @@ def server_at_work(monkeypatch):
 
 def abandon(client, begun) -> None:
     """Request a batch, and stop waiting for it while the server makes it."""
-    batch = client.submit_batch(WORK, ME)
+    batch = client.submit(BatchRequest(WORK, ME))
     assert begun.wait(20)
     with pytest.raises(ServiceError, match="no answer within .* to batch"):
         batch.result(0.03)
@@ -47,7 +48,7 @@ def abandon(client, begun) -> None:
 def test_a_batch_whose_client_timed_out_leaves_the_buffer(server_at_work) -> None:
     server, begun, ended = server_at_work
     with client_of(server.endpoint, route=True) as client:
-        client.hello()
+        client.greet().result()
         abandon(client, begun)
         until = time.monotonic() + DEADLINE
         assert ended.wait(DEADLINE)
@@ -59,8 +60,8 @@ def test_a_batch_whose_client_timed_out_leaves_the_buffer(server_at_work) -> Non
 def test_a_connection_still_works_after_an_abandoned_batch(server_at_work) -> None:
     server, begun, _ = server_at_work
     with client_of(server.endpoint, route=True) as client:
-        client.hello()
+        client.greet().result()
         abandon(client, begun)
-        made = client.submit_batch(WORK, ME).result(60)
+        made = client.submit(BatchRequest(WORK, ME)).result(60)
         assert len(made.subgraph.nodes) and made.rows
-        assert client.hello().node_rank == server._info.node_rank
+        assert client.greet().result().node_rank == server._info.node_rank

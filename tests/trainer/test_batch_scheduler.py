@@ -11,7 +11,7 @@ import pytest
 
 from trainer.service.batch_scheduler import FORGET, MAX_CLIENTS, MAX_QUEUED, PATIENCE, BatchScheduler, ScheduledRequest
 from trainer.service.fair_queue import Peer
-from trainer.service.wire.messages import ClientName
+from trainer.service.messages import ClientName
 
 NOW = 0.0  #: timeout of ``next``: do not wait
 

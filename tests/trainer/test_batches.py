@@ -18,9 +18,10 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch, SubgraphSampler
 from trainer.sampler.types import EdgeRanges as Places
 from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
-from trainer.service.wire import batch_messages
-from trainer.service.wire.frames import Message, decode, encode
-from trainer.service.wire.messages import ClientName
+from trainer.service import batch_messages
+from trainer.service.batch_messages import BatchRequest
+from trainer.service.messages import ClientName
+from trainer.wire.frames import Message, decode, encode
 
 ME = ClientName(2**64 - 1, "run-7/rank3 on gpu2 (pid 811)")
 SEEDS = np.array([1, 5, 7, 50, 5])
@@ -86,6 +87,10 @@ def graphs():
     return {"homo": parts_of(homo_data(), 3), "hetero": parts_of(hetero_data(), 3)}
 
 
+def stored(of, name) -> str:
+    return "stored"
+
+
 def sample(graph, work: BatchWork) -> SampledBatch:
     sampler = SubgraphSampler(graph.access, graph.store.manifest, work.settings, work.attrs, work.labels)
     return sampler.sample(work.seeds, work.key)
@@ -94,13 +99,14 @@ def sample(graph, work: BatchWork) -> SampledBatch:
 @pytest.mark.parametrize("name", [*HOMO, *HETERO])
 def test_a_request_and_its_batch_are_decoded_unchanged(graphs, name: str) -> None:
     graph, work = (graphs["homo"], HOMO[name]) if name in HOMO else (graphs["hetero"], HETERO[name])
-    request = sent(batch_messages.batch_request(work, ME))
-    decoded, client = batch_messages.read_batch_request(request)
-    assert client == ME
-    assert flat(decoded) == flat(work)
-    made = sample(graph, decoded)
-    frames = [bytes(frame) for frame in encode(batch_messages.batch_reply(request, made))]
-    back = batch_messages.read_batch(decode(frames), work)
+    asked = BatchRequest(work, ME)
+    request = sent(asked.message())
+    decoded = BatchRequest.read(request)
+    assert decoded.client == ME
+    assert flat(decoded.work) == flat(work)
+    made = sample(graph, decoded.work)
+    frames = [bytes(frame) for frame in encode(asked.reply(request, made, stored))]
+    back = asked.read_reply(decode(frames))
     rows = sum(len(next(iter(columns.values()))) for columns in made.rows.values()) + (
         len(work.seeds.nodes[work.labels[0]]) if work.labels[1] else 0
     )
@@ -166,9 +172,10 @@ def sampled(draw):
 @given(sampled())
 def test_any_batch_is_decoded_bit_for_bit(made_of) -> None:
     made, work = made_of
-    request = sent(batch_messages.batch_request(work, ME))
-    assert flat(batch_messages.read_batch_request(request)[0]) == flat(work)
-    back = batch_messages.read_batch(sent(batch_messages.batch_reply(request, made)), work)
+    asked = BatchRequest(work, ME)
+    request = sent(asked.message())
+    assert flat(BatchRequest.read(request).work) == flat(work)
+    back = asked.read_reply(sent(asked.reply(request, made, stored)))
     assert flat(dataclasses.replace(back, cost=made.cost)) == flat(made)
 
 
@@ -190,13 +197,13 @@ def test_any_batch_is_decoded_bit_for_bit(made_of) -> None:
 )
 def test_requests_beyond_the_limits_are_refused(work: BatchWork, cause: str) -> None:
     with pytest.raises(WireError, match=cause):
-        batch_messages.read_batch_request(sent(batch_messages.batch_request(work, ME)))
+        BatchRequest.read(sent(BatchRequest(work, ME).message()))
 
 
 @pytest.mark.parametrize("name", ["x" * 201, "bell\a", "\x1b[31mred"])
 def test_client_names_must_be_printable(name: str) -> None:
     with pytest.raises(WireError, match="printable"):
-        batch_messages.read_batch_request(sent(batch_messages.batch_request(work_of(), ClientName(1, name))))
+        BatchRequest.read(sent(BatchRequest(work_of(), ClientName(1, name)).message()))
 
 
 def test_damaged_requests_raise_only_wire_errors() -> None:
@@ -204,14 +211,14 @@ def test_damaged_requests_raise_only_wire_errors() -> None:
     works = [*HOMO.values(), *HETERO.values()]
     refused = 0
     for number in range(2000):
-        message = batch_messages.batch_request(works[number % len(works)], ME)
+        message = BatchRequest(works[number % len(works)], ME).message()
         body = bytearray(message.body)
         for _ in range(rng.randint(1, 4)):
             body[rng.randrange(len(body))] = rng.choice((0, 1, 2, 3, 7, 127, 128, 255))
         if rng.random() < 0.2:
             del body[rng.randrange(len(body)) :]
         try:
-            batch_messages.read_batch_request(dataclasses.replace(message, body=bytes(body)))
+            BatchRequest.read(dataclasses.replace(message, body=bytes(body)))
         except WireError:
             refused += 1
     assert refused > 1000
@@ -219,7 +226,8 @@ def test_damaged_requests_raise_only_wire_errors() -> None:
 
 def test_damaged_batches_raise_service_errors_or_index_within_their_arrays(graphs) -> None:
     rng, work = random.Random(1), HOMO["attributes and labels"]
-    good = batch_messages.batch_reply(batch_messages.batch_request(work, ME), sample(graphs["homo"], work))
+    asked = BatchRequest(work, ME)
+    good = asked.reply(asked.message(), sample(graphs["homo"], work), stored)
     refused = 0
     for _ in range(1500):
         body = bytearray(good.body)
@@ -229,7 +237,7 @@ def test_damaged_batches_raise_service_errors_or_index_within_their_arrays(graph
         if rng.random() < 0.3:
             arrays[rng.randrange(len(arrays))] = np.array([5, -1], np.int32)
         try:
-            back = batch_messages.read_batch(dataclasses.replace(good, body=bytes(body), arrays=tuple(arrays)), work)
+            back = asked.read_reply(dataclasses.replace(good, body=bytes(body), arrays=tuple(arrays)))
         except ServiceError:
             refused += 1
         else:
@@ -241,7 +249,8 @@ def test_damaged_batches_raise_service_errors_or_index_within_their_arrays(graph
 
 def test_a_batch_of_other_seeds_is_refused(graphs) -> None:
     work = HOMO["plain"]
-    reply = sent(batch_messages.batch_reply(batch_messages.batch_request(work, ME), sample(graphs["homo"], work)))
+    asked = BatchRequest(work, ME)
+    reply = sent(asked.reply(asked.message(), sample(graphs["homo"], work), stored))
     fewer = dataclasses.replace(work, seeds=SeedSet({HOMO_NODE: SEEDS[:4]}))
     more = dataclasses.replace(work, attrs={HOMO_NODE: ("x",)})
     deeper = dataclasses.replace(work, settings=SampleSettings({HOMO_EDGE: (4, 3, 2)}))
@@ -251,4 +260,4 @@ def test_a_batch_of_other_seeds_is_refused(graphs) -> None:
         (deeper, "2 hops .* expected 3"),
     ):
         with pytest.raises(WireError, match=cause):
-            batch_messages.read_batch(reply, other)
+            BatchRequest(other, ME).read_reply(reply)

@@ -20,12 +20,14 @@ from trainer.core.errors import ServiceError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.requests import Gather
 from trainer.sampler.subgraph_sampler import BatchWork
 from trainer.sampler.types import HopRequest, HopSample, RowRequest, SampleSettings, SeedSet
 from trainer.service import handlers
+from trainer.service.batch_messages import BatchRequest
 from trainer.service.handlers import BoundedGraph
+from trainer.service.messages import ClientName
 from trainer.service.stream import SCRATCH, MessageReader
-from trainer.service.wire.messages import ClientName
 from waiting import wait_until
 
 NODES = 300
@@ -95,7 +97,7 @@ def test_many_records_about_the_same_nodes_are_refused_at_once(graph: LocalGraph
         with pytest.raises(ServiceError, match="could take .* over the limit"):  # the answer is large without any edge
             client.sample_hops([HopRequest(HOMO_EDGE, nodes, 0, 0, 1)] * 30)
         with pytest.raises(ServiceError, match="ask for fewer"):  # rows without values
-            client._submit_rows([RowRequest(HOMO_NODE, nodes, ("nothing",) * 100)]).result()
+            client._submit(Gather([RowRequest(HOMO_NODE, nodes, ("nothing",) * 100)])).result()
         with pytest.raises(ServiceError, match="fewer pairs"):
             client.has_edges(HOMO_EDGE, *[np.zeros(6 << 20, np.int64)] * 2)
     assert counted.asked == []
@@ -111,12 +113,10 @@ def test_a_batch_is_refused_before_it_is_sampled(graph: LocalGraph) -> None:
         for fanouts, replaces in (((-1,), False), ((2**31 - 1,), True), ((5000, 5000), True)):
             settings = SampleSettings({HOMO_EDGE: fanouts}, replace=replaces, disjoint=True, edge_ids=True)
             with pytest.raises(ServiceError, match="could take .* over the limit of 2097152"):
-                client.submit_batch(BatchWork(settings, seeds, 1, {}), ClientName(1, "a")).result()
+                client.submit(BatchRequest(BatchWork(settings, seeds, 1, {}), ClientName(1, "a"))).result()
         assert counted.asked == []
-        settings = SampleSettings({HOMO_EDGE: (5, 2)})
-        assert (
-            client.submit_batch(BatchWork(settings, seeds, 1, {}), ClientName(1, "a")).result().subgraph.num_hops == 2
-        )
+        work = BatchWork(SampleSettings({HOMO_EDGE: (5, 2)}), seeds, 1, {})
+        assert client.ask(BatchRequest(work, ClientName(1, "a"))).subgraph.num_hops == 2
 
 
 def test_conditions_do_not_hide_work(graph: LocalGraph, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,14 +194,14 @@ def test_no_free_descriptor_does_not_make_the_server_spin(graph: LocalGraph) -> 
         client_of(server.endpoint, 60.0) as before,
         client_of(server.endpoint, 60.0) as client,
     ):
-        assert before.hello().node_rank == server._info.node_rank
+        assert before.greet().result().node_rank == server._info.node_rank
         network = server._network
         listener, network._listener = network._listener, Exhausted(network._listener)  # type: ignore[assignment]
-        pending = client.submit_hello()
+        pending = client.greet()
         wait_until(lambda: Exhausted.calls > 0, 60)
         seen, since = Exhausted.calls, time.monotonic()
         time.sleep(1.0)
         assert Exhausted.calls - seen <= 5 * (time.monotonic() - since)
-        assert before.hello().node_rank == server._info.node_rank  # admitted connections are served
+        assert before.greet().result().node_rank == server._info.node_rank  # admitted connections are served
         network._listener = listener
         assert pending.result().node_rank == server._info.node_rank

@@ -18,13 +18,13 @@ from raw_peer import framed
 from service_kit import INFO, free_endpoint, server_process, serving
 from trainer.core.errors import ServerGone, ServiceError
 from trainer.core.schema import HOMO_NODE
+from trainer.sampler.requests import Gather
 from trainer.sampler.types import RowRequest
 from trainer.service import channel
 from trainer.service.client import HostClient
+from trainer.service.messages import Hello, ServerAddress
 from trainer.service.stream import GREETING_BYTES, PING, MessageReader, greeting
-from trainer.service.wire import messages
-from trainer.service.wire.frames import Kind, Message, Status, decode, encode
-from trainer.service.wire.messages import ServerAddress
+from trainer.wire.frames import Kind, Message, Status, decode, encode
 from waiting import wait_until
 
 
@@ -41,7 +41,7 @@ def client_of(endpoint, deadline, gone_after=None):
 def seconds_until_gone(client) -> float:
     start = time.monotonic()
     with pytest.raises(ServerGone, match=r"graph server of node1 \(h1\) at tcp://.*parts 1,3"):
-        client.hello()
+        client.greet().result()
     return time.monotonic() - start
 
 
@@ -57,11 +57,11 @@ def test_the_client_reconnects_to_a_restarted_server() -> None:
     endpoint = free_endpoint()
     with client_of(endpoint, 20, gone_after=1) as client:
         with serving(endpoint=endpoint):
-            client.hello()
+            client.greet().result()
         seconds_until_gone(client)
         with serving(endpoint=endpoint):
             until = time.monotonic() + 60
-            greeting = client.submit_hello()
+            greeting = client.greet()
             while True:
                 with contextlib.suppress(ServiceError):
                     assert replace(greeting.result(0), servers=()) == INFO
@@ -89,7 +89,7 @@ def busy_server(answer_after: float):
                     if time.monotonic() - start < answer_after:
                         sock.sendall(framed(encode(Message(Kind.ALIVE, Status.OK, 0))))
                     else:
-                        sock.sendall(framed(encode(messages.reply_to(request, INFO))))
+                        sock.sendall(framed(encode(Hello().reply(request, INFO, lambda of, name: "stored"))))
                         return
 
         thread = threading.Thread(target=serve)
@@ -106,7 +106,7 @@ def test_a_stopped_server_is_pinged_and_counts_as_gone(monkeypatch) -> None:
     monkeypatch.setattr(channel, "_STOPPED_AFTER", 0.6)
     endpoint = free_endpoint()
     with server_process(endpoint) as process, client_of(endpoint, 20, gone_after=1) as client:
-        slow = client.submit_gather([RowRequest(HOMO_NODE, np.arange(3), ("sleep1.5",))])
+        slow = client.submit(Gather([RowRequest(HOMO_NODE, np.arange(3), ("sleep1.5",))]))
         assert len(slow.result()[0]["sleep1.5"]) == 3  # sends nothing by itself, but answers pings
         os.kill(process.pid, signal.SIGSTOP)
         wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
@@ -117,18 +117,18 @@ def test_a_stopped_server_is_pinged_and_counts_as_gone(monkeypatch) -> None:
 
 def answers(client) -> bool:
     with contextlib.suppress(ServiceError):
-        return client.hello() == INFO
+        return client.greet().result() == INFO
     return False
 
 
 def test_the_deadline_restarts_while_the_server_is_alive() -> None:
     with busy_server(answer_after=2.5) as endpoint, client_of(endpoint, 1.2) as client:
-        assert client.hello() == INFO
+        assert client.greet().result() == INFO
 
 
 def test_the_wait_for_a_server_that_is_alive_but_never_answers_is_bounded() -> None:
     with busy_server(answer_after=60) as endpoint, client_of(endpoint, 0.3) as client:
         start = time.monotonic()
         with pytest.raises(ServiceError, match="connected; the server is alive but busy"):
-            client.hello()
+            client.greet().result()
         assert 2.9 < time.monotonic() - start < 30

@@ -24,6 +24,7 @@ from trainer.graph.seed_order import RankLayout
 from trainer.loader.edge_endpoints import HeldEndpoints, StoredEndpoints
 from trainer.loader.saint_draws import SaintEdgeDraw, SaintNodeDraw, uniform
 from trainer.partition.verify import verify_partition
+from trainer.sampler.requests import Endpoints
 
 LINKS = {"num_neighbors": [3, 2], "batch_size": 20, "shuffle": True, "seed": 4, "neg_sampling": "binary"}
 
@@ -101,8 +102,14 @@ def test_ends_of_other_hosts_cost_one_request_per_step(monkeypatch):
     with over_the_wire(homo_data()) as graph:
         (client,) = graph.access.remotes.values()
         asked = []
-        submit = client.submit_endpoints
-        monkeypatch.setattr(client, "submit_endpoints", lambda *of: (asked.append(len(of[1])), submit(*of))[1])
+        submit = client.submit
+
+        def watched(request):
+            if isinstance(request, Endpoints):
+                asked.append(len(request.edges))
+            return submit(request)
+
+        monkeypatch.setattr(client, "submit", watched)
         loader = links(graph, neg_sampling=None)
         batches = list(loader)
         assert len(asked) == len(batches) == 13 and sum(asked) == 130  # the server holds two of four parts

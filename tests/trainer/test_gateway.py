@@ -26,8 +26,8 @@ from trainer.sampler.subgraph_sampler import BatchWork
 from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
 from trainer.service import remote_graph as gateway_module
 from trainer.service.batch_scheduler import MAX_QUEUED
+from trainer.service.messages import ServerAddress
 from trainer.service.remote_graph import Gateway
-from trainer.service.wire.messages import ServerAddress
 
 TWICE = ((0, 1, 2, 3), (0, 1, 2, 3))  #: every part on both servers
 

@@ -36,11 +36,12 @@ from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.subgraph_sampler import BatchWork, SubgraphSampler
 from trainer.sampler.types import HopRequest, SampleSettings, SeedSet
+from trainer.service.batch_messages import BatchRequest
 from trainer.service.client import HostClient
+from trainer.service.messages import ClientName, ServerAddress, Stats
 from trainer.service.service_keys import ServiceKeys, write_key_file
-from trainer.service.wire.frames import encode
-from trainer.service.wire.messages import ClientName, ServerAddress
 from trainer.store.part_store import open_parts
+from trainer.wire.frames import encode
 
 NODES = 2000
 NAME = ClientName(7, "honest")
@@ -106,7 +107,7 @@ def ask_and_compare(client: HostClient, graph: DistGraph, nodes: np.ndarray) -> 
     assert_same_sample(client.sample_hops([request])[0], graph.sample_hops([request])[0])
     np.testing.assert_array_equal(rows_of(client, nodes)["x"], rows_of(graph, nodes)["x"])
     work = BatchWork(SampleSettings({HOMO_EDGE: (4, 3)}), SeedSet({HOMO_NODE: nodes[:50]}), 9, {HOMO_NODE: ("x",)})
-    received = client.submit_batch(work, NAME).result()
+    received = client.submit(BatchRequest(work, NAME)).result()
     expected = SubgraphSampler(graph, graph.local.store.manifest, work.settings, work.attrs).sample(
         work.seeds, work.key
     )
@@ -161,7 +162,7 @@ def storm(victim: Target, insiders: int, strangers: int, seed: int) -> Honest:
     assert not honest.wrong, honest.wrong
     with contextlib.closing(victim.client(60.0)) as client:
         ask_and_compare(client, victim.graph, np.arange(NODES))
-        stats = client.stats()
+        stats = client.ask(Stats())
     grown = (honest.most_memory - before) >> 20
     print(sent, f"{len(honest.waits)} rounds, p99 {honest.p99:.3f} s, at most {max(honest.waits):.2f} s,", stats)
     print(f"memory: {grown} MiB more")
@@ -214,7 +215,7 @@ def test_unread_replies_do_not_fill_the_memory(tmp_path) -> None:
         before, until = victim.process.memory_info().rss, time.monotonic() + 5
         greedy = Attack(victim.place.endpoint, 1, 3000, str(victim.key_file), glutton=True)
         with attacking(greedy), attacking(greedy), contextlib.closing(victim.client(60.0)) as client:
-            while time.monotonic() < until and client.stats().bytes_out < 2 * ROOM:
+            while time.monotonic() < until and client.ask(Stats()).bytes_out < 2 * ROOM:
                 time.sleep(0.1)
         assert not honest.wrong, honest.wrong
         assert len(honest.waits) > 5

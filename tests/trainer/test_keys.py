@@ -28,7 +28,7 @@ def guest_of(path):
 def is_admitted(endpoint, keys, deadline=1.0) -> bool:
     with client_of(endpoint, deadline, keys) as client:
         try:
-            return client.hello() == INFO
+            return client.greet().result() == INFO
         except ServiceError as error:
             assert "service.key" in str(error)
             return False
@@ -52,7 +52,7 @@ def test_a_guest_connects_once_it_is_admitted(guarded) -> None:
     server, path = guarded
     guest = guest_of(path)
     with client_of(server.endpoint, 30, guest) as client:
-        pending = client.submit_hello()
+        pending = client.greet()
         with pytest.raises(ServiceError, match=r"handshake refused"):
             pending.result(0.7)
         admit_guest(path, "late", guest.public)

@@ -25,8 +25,8 @@ from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.service.client import HostClient
+from trainer.service.messages import HelloInfo
 from trainer.service.server import GraphServer
-from trainer.service.wire.messages import HelloInfo
 
 NUM_NODES, NUM_EDGES, NUM_SEEDS = 400, 6000, 103
 

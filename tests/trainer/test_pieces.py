@@ -23,7 +23,8 @@ class CountedAnswers:
     def __init__(self, answer):
         self.answer, self.under_way, self.most, self.rows = answer, 0, 0, []
 
-    def __call__(self, requests):
+    def __call__(self, asked):
+        requests = asked.requests
         self.rows.append(sum(len(one.ids) for one in requests))
         self.under_way += 1
         self.most = max(self.most, self.under_way)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cache_kit import ready
 from load_kit import CITES, COUNTS, hetero_data, homo_data, parts_of
 from oracle import assert_identical, hosts_of, loader_of
 from partitions import write_store
@@ -19,7 +20,9 @@ from trainer.core.schema import HOMO_EDGE
 from trainer.graph.open import Graph, open_graph
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.requests import Gather
 from trainer.sampler.types import HopRequest, RowRequest
+from trainer.service.messages import Stats
 from trainer.store.part_store import open_parts
 from trainer.store.row_cache import CachedRows, RowCache
 
@@ -37,26 +40,21 @@ WAYS = (
 class Host:
     def __init__(self, store):
         self.name, self.part_ids = f"host of {list(store.parts)}", tuple(store.parts)
-        self.hops, self.rows, self.pairs, self.slices = [], [], [], []
+        self.asked = []
         self._graph = LocalGraph(store)
 
-    def submit_sample(self, requests):
-        return self._answer(self.hops, requests, self._graph.sample_hops)
+    def submit(self, request):
+        self.asked.append(request)
+        return ready(request.answer(self._graph))
 
-    def submit_gather(self, requests):
-        return self._answer(self.rows, requests, self._graph.gather)
-
-    def submit_has_edges(self, *asked):
-        return self._answer(self.pairs, [asked], lambda _: self._graph.has_edges(*asked))
+    @property
+    def rows(self):
+        return [one for request in self.asked if isinstance(request, Gather) for one in request.requests]
 
     def asked_ids(self, of, name):
         """Return all ids for which attribute ``name`` of node type ``of`` was requested."""
         found = [request.ids for request in self.rows if request.of == of and name in request.attrs]
         return np.concatenate([np.empty(0, np.int64), *found])
-
-    def _answer(self, log, requests, answer):
-        log += requests
-        return SimpleNamespace(result=lambda timeout=None: answer(requests))
 
 
 def host_store(data, own, topology="replicated", parts=PARTS):
@@ -110,7 +108,7 @@ def test_topology_cache_and_held_rows_do_not_change_batches(kind, how) -> None:
     for topology, cache, held in WAYS:
         graph, others = host_of(data, topology, cache, held)
         assert_identical(list(loader_of(graph, load, arguments)), expected)
-        edges_asked = any(host.hops or host.pairs or host.slices for host in others.values())
+        edges_asked = any(request.of_topology for host in others.values() for request in host.asked)
         assert edges_asked == (topology == "partitioned")
 
 
@@ -127,9 +125,9 @@ def test_batches_are_equal_over_the_wire(kind) -> None:
         for graph in hosts:
             for cache in (None, some_rows(graph)):
                 graph.access.use_cache(cache)
-                before = [client.stats() for client in graph.clients.values()]
+                before = [client.ask(Stats()) for client in graph.clients.values()]
                 assert_identical(list(loader_of(graph, "nodes", {**arguments, "threads": 2})), expected)
-                after = [client.stats() for client in graph.clients.values()]
+                after = [client.ask(Stats()) for client in graph.clients.values()]
                 asked = [
                     a.seconds.get("sample", 0) - b.seconds.get("sample", 0) for a, b in zip(after, before, strict=True)
                 ]

@@ -18,11 +18,12 @@ from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.subgraph_sampler import BatchWork, SubgraphSampler
 from trainer.sampler.types import HopRequest, SampleSettings, SeedSet
+from trainer.service.batch_messages import BatchRequest
 from trainer.service.client import HostClient
 from trainer.service.cluster import connect_cluster
+from trainer.service.messages import ClientName, ServerAddress
 from trainer.service.server_peers import Peers
 from trainer.service.service_keys import write_key_file
-from trainer.service.wire.messages import ClientName, ServerAddress
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
 
@@ -211,7 +212,7 @@ def test_batches_stay_the_same_when_a_server_behind_the_server_is_killed(site) -
                 process.kill()
             seeds = SeedSet({HOMO_NODE: request_of(key).nodes})
             work = BatchWork(SETTINGS, seeds, key, {})
-            there = client.submit_batch(work, ClientName(7, "test")).result().subgraph
+            there = client.submit(BatchRequest(work, ClientName(7, "test"))).result().subgraph
             here_too = whole.sample(seeds, key).subgraph
             np.testing.assert_array_equal(there.nodes[HOMO_NODE].ids, here_too.nodes[HOMO_NODE].ids)
             np.testing.assert_array_equal(there.edges[HOMO_EDGE].edge, here_too.edges[HOMO_EDGE].edge)

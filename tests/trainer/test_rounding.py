@@ -24,11 +24,13 @@ from trainer.partition.verify import verify_partition
 from trainer.partition.write import write_partition
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.requests import Gather
 from trainer.sampler.types import RowRequest
-from trainer.service.wire import messages
-from trainer.service.wire.frames import Flag, Kind, Message, Status, decode, encode
 from trainer.store.manifest import read_manifest
 from trainer.store.part_store import open_parts
+from trainer.wire import columns
+from trainer.wire.body import pack
+from trainer.wire.frames import Flag, Message, decode, encode
 
 SINGLES = hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=3, min_side=0, max_side=9),
                      elements=st.floats(-(2.0**80), 2.0**80, width=32))  # fmt: skip
@@ -118,11 +120,11 @@ def test_values_out_of_range_are_refused_with_their_row(to, value, dtype, cause)
 def test_bytes_of_a_row(name, dtype, shape, form, size) -> None:
     assert row_bytes(name, dtype, shape, form) == size
     assert rounds(name, dtype, shape, form) == (size < row_bytes(name, dtype, shape, "stored"))
-    column = messages.rounded(name, np.ones(shape, dtype), form)
+    column = columns.rounded(name, np.ones(shape, dtype), form)
     sent = [array for array in (column.array, column.scales) if array is not None]
     assert sum(array.nbytes for array in sent) == size * shape[0]
     assert bool(column.mark) == rounds(name, dtype, shape, form)
-    np.testing.assert_array_equal(messages.restored(column, set()), np.ones(shape, dtype), strict=True)
+    np.testing.assert_array_equal(columns.restored(column, set()), np.ones(shape, dtype), strict=True)
 
 
 def test_rows_stored_as_int8_are_gathered_like_others() -> None:
@@ -134,26 +136,26 @@ def test_rows_stored_as_int8_are_gathered_like_others() -> None:
     assert not out[2].any()
 
 
-ASKED = [RowRequest(HOMO_NODE, np.arange(4), ("x", "y", "z"))]
+ASKED = Gather([RowRequest(HOMO_NODE, np.arange(4), ("x", "y", "z"))])
 ROWS = [{"x": np.ones((4, 3), np.float32), "y": np.arange(4), "z": np.full((4, 2, 5), 2.0)}]
 
 
 def answer(form, rows=ROWS) -> Message:
-    asked = Message(Kind.GATHER, Status.REQUEST, 1, flags=messages.FLAG_OF[form])
-    made = messages.rows_reply(asked, ASKED, rows, lambda of, name: messages.form_of(asked.flags))
+    asked = ASKED.message(columns.FLAG_OF[form])
+    made = ASKED.reply(asked, rows, lambda of, name: columns.form_of(asked.flags))
     return decode([bytes(frame) for frame in encode(made)])
 
 
 @pytest.mark.parametrize("form", ["stored", "float16", "int8"])
 def test_an_answer_restores_the_stored_dtypes(form) -> None:
-    (back,) = messages.read_rows(answer(form), ASKED)
+    (back,) = ASKED.read_reply(answer(form))
     for name, values in ROWS[0].items():
         np.testing.assert_array_equal(back[name], values, strict=True)
 
 
 def test_int8_wins_over_float16() -> None:
-    assert messages.form_of(Flag.INT8 | Flag.FLOAT16 | Flag.ROUTE) == "int8"
-    assert messages.form_of(Flag.ROUTE) == "stored"
+    assert columns.form_of(Flag.INT8 | Flag.FLOAT16 | Flag.ROUTE) == "int8"
+    assert columns.form_of(Flag.ROUTE) == "stored"
 
 
 def test_rows_that_cannot_be_sent_are_refused_with_the_remedy() -> None:
@@ -184,18 +186,19 @@ def codes(rows=4, dtype=np.int8):
     ],
 )
 def test_hostile_answers_are_refused_before_allocation(mark, arrays) -> None:
-    asked = Message(Kind.GATHER, Status.REQUEST, 1)
-    reply = messages.reply_to(asked, [{"x": messages.Column(mark, *arrays)}])
+    asked = Gather([RowRequest(HOMO_NODE, np.arange(4), ("x",))])
+    reply = asked.message().reply(*pack([{"x": columns.Column(mark, *arrays)}]))
     with pytest.raises(WireError):
-        messages.read_rows(reply, [RowRequest(HOMO_NODE, np.arange(4), ("x",))])
+        asked.read_reply(reply)
 
 
 def test_rounded_rows_are_restored_once() -> None:
     # Restoring one array many times could take much more memory than the message.
-    column = messages.Column(1, np.ones((4, 3), np.float16))
-    reply = messages.reply_to(Message(Kind.GATHER, Status.REQUEST, 1), [{"x": column, "y": column}])
+    column = columns.Column(1, np.ones((4, 3), np.float16))
+    asked = Gather([RowRequest(HOMO_NODE, np.arange(4), ("x", "y"))])
+    reply = asked.message().reply(*pack([{"x": column, "y": column}]))
     with pytest.raises(WireError, match="same array"):
-        messages.read_rows(reply, [RowRequest(HOMO_NODE, np.arange(4), ("x", "y"))])
+        asked.read_reply(reply)
 
 
 def dataset():

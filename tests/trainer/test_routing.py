@@ -39,24 +39,15 @@ class Host:
         self.part_ids, self.name, self.up, self.asked = part_ids, f"server of {part_ids}", True, 0
         self._graph = LocalGraph(store(part_ids))
 
-    def submit_hello(self):
+    def greet(self):
         return self._answer(lambda: None)
 
-    def submit_sample(self, requests):
-        return self._answer(lambda: self._graph.sample_hops(requests))
-
-    def submit_gather(self, requests):
-        return self._answer(lambda: self._graph.gather(requests))
-
-    def submit_has_edges(self, edge_type, src, dst):
-        return self._answer(lambda: self._graph.has_edges(edge_type, src, dst))
-
-    def submit_endpoints(self, edge_type, edges):
-        return self._answer(lambda: self._graph.endpoints(edge_type, edges))
+    def submit(self, request):
+        return self._answer(lambda: request.answer(self._graph))
 
     def _answer(self, work):
         self.asked += 1
-        return SimpleNamespace(result=lambda timeout=None: self._result(work))
+        return SimpleNamespace(result=lambda timeout=None: self._result(work), received=0)
 
     def _result(self, work):
         if not self.up:

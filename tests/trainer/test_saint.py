@@ -28,6 +28,7 @@ from trainer import DistGraphSAINTEdgeSampler, DistGraphSAINTNodeSampler, DistGr
 from trainer.core.errors import SettingsError
 from trainer.loader.edge_endpoints import HeldEndpoints
 from trainer.loader.saint_draws import SaintEdgeDraw
+from trainer.service.messages import Stats
 
 KINDS = {
     "node": (DistGraphSAINTNodeSampler, GraphSAINTNodeSampler, ()),
@@ -225,9 +226,9 @@ def test_walks_over_the_wire_send_one_request_per_owner_and_step():
     with over_the_wire(homo_data()) as graph:
         (client,) = graph.access.remotes.values()
         loader = DistGraphSAINTRandomWalkSampler(graph, 30, 4)
-        before = client.stats().requests
+        before = client.ask(Stats()).requests
         next(iter(loader))
-        asked = client.stats().requests - before - 1
+        asked = client.ask(Stats()).requests - before - 1
     assert asked == 4 + 1 + 1 + 1  # steps; original ids; edges between them; rows
 
 

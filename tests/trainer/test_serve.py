@@ -84,7 +84,7 @@ def test_in_a_slurm_job_the_server_answers_after_sigterm_until_sigint(tmp_path, 
         process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         with client_of(endpoint) as client:
-            assert client.hello().part_ids == (0, 1, 2, 3)
+            assert client.greet().result().part_ids == (0, 1, 2, 3)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=30)
         assert process.returncode == 0 and "stopping after" in output
@@ -247,5 +247,5 @@ def sample_after_warming_up(parts: Path) -> None:
                 sampler.sample(SeedSet({HOMO_NODE: np.arange(1000, 1000 + size * 2, 2)}), 7)
         for form in ("float16", "int8"):
             with client_of(server.endpoint, wire_rows=form) as rounding_client:
-                rounding_client.submit_gather([RowRequest(HOMO_NODE, np.arange(2000, 3000), ("x",))]).result()
+                rounding_client.gather([RowRequest(HOMO_NODE, np.arange(2000, 3000), ("x",))])
     assert compiled() == before, (before, compiled())

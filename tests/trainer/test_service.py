@@ -29,15 +29,16 @@ from service_kit import (
 )
 from trainer.core.errors import ServiceError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.requests import Gather, SampleHops
 from trainer.sampler.types import HopRequest, RowRequest
 from trainer.service import client as pieces
 from trainer.service import network_thread
 from trainer.service import server as server_module
 from trainer.service.client import HostClient
+from trainer.service.messages import Hello, Stats
 from trainer.service.stats import resident_bytes
 from trainer.service.stream import MAX_FRAMES, PING
-from trainer.service.wire import messages
-from trainer.service.wire.frames import Kind, Message, Status, decode, encode
+from trainer.wire.frames import Kind, Message, Status, decode, encode
 from waiting import wait_until
 
 NODES = np.array([5, 0, 17, 5, 900], np.int64)
@@ -52,7 +53,7 @@ def one_hop(graph, request: HopRequest):
 
 
 def submit_rows(client, nodes, attr="x"):
-    return client.submit_gather([RowRequest(HOMO_NODE, nodes, (attr,))])
+    return client.submit(Gather([RowRequest(HOMO_NODE, nodes, (attr,))]))
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_answers_equal_direct_calls(client) -> None:
     rows = rows_of(client, NODES)["x"]
     np.testing.assert_array_equal(rows, rows_of(graph, NODES)["x"])
     assert rows.dtype == np.float32
-    assert client.hello() == INFO
+    assert client.greet().result() == INFO
 
 
 def test_several_threads_with_several_requests_in_flight(server, client) -> None:
@@ -82,7 +83,7 @@ def test_several_threads_with_several_requests_in_flight(server, client) -> None
         rng = np.random.default_rng(seed)
         for _ in range(40):
             asked = [request_of(rng.integers(0, 10**6, rng.integers(1, 3000)), with_edge=True) for _ in range(4)]
-            pending = [client.submit_sample([request]) for request in asked]
+            pending = [client.submit(SampleHops([request])) for request in asked]
             rows = submit_rows(client, asked[0].nodes)
             for request, answer in reversed(list(zip(asked, pending, strict=True))):
                 assert_same_sample(answer.result()[0], one_hop(ArithmeticGraph(), request))
@@ -91,7 +92,7 @@ def test_several_threads_with_several_requests_in_flight(server, client) -> None
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(4))) == [0, 1, 2, 3]
-    stats = client.stats()
+    stats = client.ask(Stats())
     assert stats.requests == 4 * 40 * 5 and stats.errors == stats.malformed == 0
     assert 0 < client.bytes_received - stats.bytes_out < 2000  # the answer to stats itself
     assert stats.seconds["sample"] > 0
@@ -106,7 +107,7 @@ def test_another_thread_may_await_an_answer(client) -> None:
 
 def test_connections_of_ended_threads_are_reused(client) -> None:
     for _ in range(5):
-        thread = threading.Thread(target=client.hello)
+        thread = threading.Thread(target=lambda: client.greet().result())
         thread.start()
         thread.join(10)
     assert len(client._channels) == 1
@@ -119,7 +120,7 @@ def test_hundreds_of_connections(server) -> None:
 
     def ask_all() -> int:
         together.wait()
-        found = sum(client.hello() == INFO for client in clients)
+        found = sum(client.greet().result() == INFO for client in clients)
         together.wait()  # all threads are alive here, so none takes over another's connection
         return found
 
@@ -139,7 +140,7 @@ def test_a_failing_handler_answers_at_once_and_the_server_lives(client, attr: st
     with pytest.raises(ServiceError, match=rf"node1 \(10.0.0.2\) at tcp://.*, parts 1,3: gather failed: .*{cause}"):
         rows_of(client, NODES, [attr])
     assert time.monotonic() - start < 4  # the client's deadline is 5 s
-    assert client.hello() == INFO and client.stats().errors == 1
+    assert client.greet().result() == INFO and client.ask(Stats()).errors == 1
 
 
 def test_a_slow_request_delays_no_other_and_misses_its_deadline(client) -> None:
@@ -158,14 +159,14 @@ def test_an_absent_server_is_an_error_at_the_deadline() -> None:
         start = time.monotonic()
         with pytest.raises(ServiceError, match=r"node1 \(10.0.0.2\) at tcp.*parts 1,3: .*[\d.]+ s to hello "
                                                r"\(no connection\).*see logs/server.log of node1"):  # fmt: skip
-            client.hello()
+            client.greet().result()
         assert 0.65 < time.monotonic() - start < 20
 
 
 def test_a_client_waits_for_a_server_that_starts_late() -> None:
     endpoint = free_endpoint()
     with client_of(endpoint, deadline=10) as client:
-        pending = client.submit_hello()
+        pending = client.greet()
         time.sleep(0.5)
         with serving(endpoint=endpoint):
             assert pending.result() == INFO
@@ -174,7 +175,7 @@ def test_a_client_waits_for_a_server_that_starts_late() -> None:
 def test_a_killed_server_is_named_by_the_deadline() -> None:
     endpoint = free_endpoint()
     with server_process(endpoint) as process, client_of(endpoint, deadline=1.5) as client:
-        client.hello()
+        client.greet().result()
         pending = submit_rows(client, NODES, "sleep30")
         process.kill()
         start = time.monotonic()
@@ -187,7 +188,7 @@ def test_a_restarted_server_answers_requests_in_flight() -> None:
     endpoint = free_endpoint()
     with client_of(endpoint, deadline=20) as client:
         with server_process(endpoint) as process:
-            client.hello()
+            client.greet().result()
             pending = [submit_rows(client, NODES, "sleep1"), submit_rows(client, NODES, "x")]
             time.sleep(0.1)
             process.kill()
@@ -195,13 +196,13 @@ def test_a_restarted_server_answers_requests_in_flight() -> None:
         with server_process(endpoint):
             np.testing.assert_array_equal(pending[0].result()[0]["sleep1"], NODES)
             np.testing.assert_array_equal(pending[1].result()[0]["x"][:, 0], NODES)
-            assert client.hello() == INFO
+            assert client.greet().result() == INFO
 
 
 def test_connections_that_close_with_queued_requests_do_no_harm() -> None:
     # With libzmq, whose heartbeats met a full queue, such clients aborted the server, whether they read or not.
     endpoint = free_endpoint()
-    request = messages.request(Kind.GATHER, [RowRequest(HOMO_NODE, NODES, ("sleep0.01",))])
+    request = Gather([RowRequest(HOMO_NODE, NODES, ("sleep0.01",))]).message()
     with server_process(endpoint) as process, client_of(endpoint, deadline=60) as client:
         for reads in (True, False):
             with contextlib.ExitStack() as closing:
@@ -234,7 +235,7 @@ def test_close_wakes_waiting_threads(client) -> None:
     assert time.monotonic() - start < 3
     assert len(failures) == 2 and all("was closed" in failure for failure in failures)
     with pytest.raises(ServiceError, match="was closed"):
-        client.hello()
+        client.greet().result()
 
 
 def test_too_large_an_answer_is_refused_with_a_reason(monkeypatch) -> None:
@@ -247,7 +248,7 @@ def test_too_large_an_answer_is_refused_with_a_reason(monkeypatch) -> None:
 
 def test_malformed_messages_close_only_their_connection_and_are_counted(server, client) -> None:
     rng = random.Random(0)
-    request = messages.request(Kind.GATHER, [RowRequest(HOMO_NODE, np.arange(3000), ("x",))])
+    request = Gather([RowRequest(HOMO_NODE, np.arange(3000), ("x",))]).message()
     good = [bytes(part) for part in encode(request)]
     answered = 0
     for number in range(300):
@@ -260,7 +261,7 @@ def test_malformed_messages_close_only_their_connection_and_are_counted(server, 
             answered += peer.receive(60) is not None  # a few mutants are still valid requests
         if number % 20 == 0:
             np.testing.assert_array_equal(rows_of(client, NODES)["x"][:, 0], NODES)
-    assert answered < 10 and client.stats().malformed == 300 - answered
+    assert answered < 10 and client.ask(Stats()).malformed == 300 - answered
 
 
 def test_random_bytes_on_the_port_do_no_harm() -> None:
@@ -270,8 +271,8 @@ def test_random_bytes_on_the_port_do_no_harm() -> None:
             with RawPeer(server.endpoint, greets=False) as peer:
                 peer.sock.sendall(words)
                 assert peer.receive(60) is None and peer.hung_up(60)
-        assert client.hello() == INFO
-        assert client.stats().refused == len(junk)
+        assert client.greet().result() == INFO
+        assert client.ask(Stats()).refused == len(junk)
 
 
 @pytest.mark.parametrize("sizes", [[2**64 - 1], [2**40, 1], [2**63, 2**63]])
@@ -279,7 +280,7 @@ def test_announced_sizes_take_no_memory(sizes: list[int]) -> None:
     with serving() as server, RawPeer(server.endpoint) as peer, client_of(server.endpoint) as client:
         before = resident_bytes()
         peer.sock.sendall(struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes) + bytes(100_000))
-        assert client.hello() == INFO
+        assert client.greet().result() == INFO
         assert resident_bytes() - before < 64 << 20
 
 
@@ -289,7 +290,7 @@ def test_a_request_over_the_limit_is_refused_and_the_connection_stays_open() -> 
         peer.send(head, body)
         refused = decode(peer.receive(60))
         assert (refused.request_id, refused.status) == (7, Status.ERROR) and "over 100000" in refused.cause
-        peer.send(*encode(Message(Kind.HELLO, Status.REQUEST, 8)))
+        peer.send(*encode(replace(Hello().message(), request_id=8)))
         assert decode(peer.receive(60)).request_id == 8
 
 
@@ -297,7 +298,7 @@ def test_too_many_parts_in_a_message_close_the_connection(server, client) -> Non
     with RawPeer(server.endpoint) as peer:
         peer.sock.sendall(struct.pack("<I", MAX_FRAMES + 1))
         assert peer.hung_up(60)
-    assert client.stats().malformed == 1
+    assert client.ask(Stats()).malformed == 1
 
 
 def test_pings_are_answered_but_a_flood_of_them_closes_the_connection(server, client) -> None:
@@ -308,15 +309,15 @@ def test_pings_are_answered_but_a_flood_of_them_closes_the_connection(server, cl
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             peer.sock.sendall(PING * 1_000_000)
         assert peer.hung_up(60)
-    assert client.hello() == INFO and client.stats().malformed == 1
+    assert client.greet().result() == INFO and client.ask(Stats()).malformed == 1
 
 
 def test_a_client_without_a_greeting_is_disconnected(monkeypatch) -> None:
     monkeypatch.setattr(network_thread, "HANDSHAKE_TIME", 0.3)
     with serving() as server, RawPeer(server.endpoint, greets=False) as silent, client_of(server.endpoint) as client:
-        assert client.hello() == INFO
+        assert client.greet().result() == INFO
         assert silent.hung_up(60)
-        assert client.hello() == INFO and client.stats().refused == 1
+        assert client.greet().result() == INFO and client.ask(Stats()).refused == 1
 
 
 def test_strangers_make_room_when_there_are_too_many_connections(monkeypatch) -> None:
@@ -324,8 +325,8 @@ def test_strangers_make_room_when_there_are_too_many_connections(monkeypatch) ->
     with serving() as server, contextlib.ExitStack() as open_ones:
         strangers = [open_ones.enter_context(RawPeer(server.endpoint, greets=False)) for _ in range(9)]
         with client_of(server.endpoint) as client:
-            assert client.hello() == INFO
-            assert client.stats().refused >= 5
+            assert client.greet().result() == INFO
+            assert client.ask(Stats()).refused >= 5
         assert strangers[0].hung_up(60)
 
 
@@ -337,7 +338,7 @@ def test_requests_that_never_end_are_bounded_by_host(monkeypatch) -> None:
         for peer in peers:
             with contextlib.suppress(OSError):
                 peer.sock.sendall(prefix + bytes(400_000))
-        wait_until(lambda: client.stats().malformed >= 3)  # the server's order of reading decides which requests
+        wait_until(lambda: client.ask(Stats()).malformed >= 3)  # the server's order of reading decides which requests
         assert any(peer.hung_up(1) for peer in peers)
         assert len(rows_of(client, np.arange(3000))["x"]) == 3000
 
@@ -347,7 +348,7 @@ def test_a_thread_that_dies_ends_the_server(server, monkeypatch) -> None:
     monkeypatch.setattr(server, "_receive", None)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     with RawPeer(server.endpoint) as peer:
-        peer.send(*encode(Message(Kind.HELLO, Status.REQUEST, 1)))
+        peer.send(*encode(Hello().message()))
         wait_until(lambda: not server.running)
 
 
@@ -370,7 +371,7 @@ def test_port_in_use_is_one_clear_message(server) -> None:
 def test_stop_frees_the_port_at_once(server) -> None:
     server.stop()
     with serving(endpoint=server.endpoint) as second, client_of(second.endpoint) as client:
-        assert client.hello() == INFO
+        assert client.greet().result() == INFO
 
 
 def test_encrypted_service_answers_only_the_runs_key() -> None:
@@ -382,15 +383,15 @@ def test_encrypted_service_answers_only_the_runs_key() -> None:
             with client_of(server.endpoint, deadline=1.2, keys=wrong) as client:
                 start = time.monotonic()
                 with pytest.raises(ServiceError, match="node1.*do both nodes have this run's service.key"):
-                    client.hello()
+                    client.greet().result()
                 assert time.monotonic() - start < 20
         knows_the_server = replace(other, server=keys.public)
         with pytest.raises((OSError, EOFError)), RawPeer(server.endpoint, knows_the_server) as stranger:
             while True:  # with TLS 1.3 a client sees its refusal with the first answer
-                stranger.send(*encode(Message(Kind.HELLO, Status.REQUEST, 1)))
+                stranger.send(*encode(Hello().message()))
                 stranger.sock.recv(1)
         with client_of(server.endpoint, keys=keys) as client:
-            stats = client.stats()
+            stats = client.ask(Stats())
     assert stats.refused >= 3 and stats.requests == 1 and stats.malformed == 0
 
 
@@ -399,8 +400,8 @@ def test_a_refused_client_connects_once_the_right_server_runs() -> None:
     with client_of(endpoint, deadline=10, keys=keys) as client:
         with serving(endpoint=endpoint):
             with pytest.raises(ServiceError, match="service.key"):
-                client.submit_hello().result(timeout=0.8)
-            pending = client.submit_hello()
+                client.greet().result(timeout=0.8)
+            pending = client.greet()
         with serving(endpoint=endpoint, keys=keys):
             assert pending.result() == INFO
 
@@ -410,13 +411,13 @@ def test_an_unread_connection_that_ends_uses_no_cpu(monkeypatch) -> None:
     monkeypatch.setattr(network_thread, "MAX_QUEUED", 1)
     with serving(threads=1) as server, client_of(server.endpoint, 60) as client:
         with RawPeer(server.endpoint) as peer:
-            slow = messages.request(Kind.GATHER, [RowRequest(HOMO_NODE, np.arange(3), ("sleep1",))])
+            slow = Gather([RowRequest(HOMO_NODE, np.arange(3), ("sleep1",))]).message()
             for _ in range(4):
                 peer.send(*encode(slow))
             peer.sock.setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
             )  # a reset, as when the process is killed
-        assert client.hello() == INFO
+        assert client.greet().result() == INFO
         busy = time.process_time()
         time.sleep(0.5)
         assert time.process_time() - busy < 0.3

@@ -16,16 +16,18 @@ import pytest
 from load_kit import homo_data, parts_of
 from raw_peer import RawPeer
 from service_kit import client_of, rows_of, serving
-from test_batches import HOMO, ME, flat, sample
+from test_batches import HOMO, ME, flat, sample, stored
 from trainer.core.batch_cost import Cost
 from trainer.core.errors import ServiceError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.requests import Endpoints, Gather, SampleHops
 from trainer.sampler.types import HopRequest, RowRequest
 from trainer.service import client as pieces
+from trainer.service import messages
+from trainer.service.batch_messages import BatchRequest
 from trainer.service.client import HostClient
-from trainer.service.wire import batch_messages, messages
-from trainer.service.wire.frames import Flag, Kind, Message, Status, decode, encode
-from trainer.service.wire.messages import ClientName, ServerAddress, SharedSlice
+from trainer.service.messages import ClientName, ServerAddress, SharedSlice
+from trainer.wire.frames import Flag, Kind, Message, Status, decode, encode
 from waiting import wait_until
 
 WORK = HOMO["attributes and labels"]
@@ -54,7 +56,7 @@ def peer_of(server):
 
 
 def ask(peer, request_id, work=WORK, client=ME):
-    peer.send(*encode(batch_messages.batch_request(work, client), request_id=request_id))
+    peer.send(*encode(BatchRequest(work, client).message(), request_id=request_id))
 
 
 def answer_of(peer, seconds=30.0, kind=Kind.BATCH):
@@ -73,7 +75,7 @@ def same_batch(there, here) -> bool:
 @pytest.mark.parametrize("name", HOMO)
 def test_batches_equal_those_sampled_here(graph, server, name: str) -> None:
     with client_of(server.endpoint, route=True) as client:
-        there = client.submit_batch(HOMO[name], ME).result()
+        there = client.ask(BatchRequest(HOMO[name], ME))
     assert same_batch(there, sample(graph, HOMO[name]))
     assert all(array.flags.writeable for rows in there.rows.values() for array in rows.values())
 
@@ -81,7 +83,7 @@ def test_batches_equal_those_sampled_here(graph, server, name: str) -> None:
 def test_batches_are_acknowledged_and_counted(server) -> None:
     with client_of(server.endpoint, route=True) as client:
         for _ in range(5):
-            client.submit_batch(WORK, ME).result()
+            client.ask(BatchRequest(WORK, ME))
         wait_until(lambda: server.scheduler_status().buffer_bytes == 0)
     (shown,) = server.scheduler_status().clients
     assert (shown.name, shown.batches) == (ME.name, 5) and shown.bytes > 5 * 1000
@@ -101,8 +103,8 @@ def test_an_invalid_batch_request_is_an_error_and_the_connection_stays_usable(gr
     with client_of(server.endpoint, route=True) as client:
         for cause, work in wrong.items():
             with pytest.raises(ServiceError, match=f"batch failed: .*{cause}"):
-                client.submit_batch(work, ME).result()
-        assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
+                client.ask(BatchRequest(work, ME))
+        assert same_batch(client.ask(BatchRequest(WORK, ME)), sample(graph, WORK))
     assert server.stats().errors == 4
 
 
@@ -113,10 +115,10 @@ def test_giant_fanouts_and_batches_are_refused_before_allocation(graph, monkeypa
     )
     with batch_server(graph, max_answer=1 << 20) as server, client_of(server.endpoint, route=True) as client:
         with pytest.raises(ServiceError, match="could take .* over the limit of 1048576; make batches"):
-            client.submit_batch(dataclasses.replace(WORK, settings=giant), ME).result()
+            client.ask(BatchRequest(dataclasses.replace(WORK, settings=giant), ME))
         many = dataclasses.replace(giant, fanouts={HOMO_EDGE: (60_000,)})
         with pytest.raises(ServiceError, match="could take .* over the limit of 1048576; make batches"):
-            client.submit_batch(dataclasses.replace(WORK, settings=many), ME).result()
+            client.ask(BatchRequest(dataclasses.replace(WORK, settings=many), ME))
         with pytest.raises(ServiceError, match="the answer takes 1600000 bytes, over the limit of 1048576"):
             rows_of(client, np.zeros(100_000, np.int64))
         assert len(rows_of(client, np.arange(5))["x"]) == 5
@@ -135,7 +137,7 @@ def test_a_client_without_parts_is_answered_for_the_whole_graph(graph) -> None:
                 np.testing.assert_array_equal(there.edge, here.edge)
                 ends = graph.access.endpoints(HOMO_EDGE, np.arange(graph.manifest.edges[HOMO_EDGE].num_edges))
                 assert client.has_edges(HOMO_EDGE, *(graph.store.to_global(HOMO_NODE, side) for side in ends)).all()
-                assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
+                assert same_batch(client.ask(BatchRequest(WORK, ME)), sample(graph, WORK))
             with client_of(server.endpoint) as client, pytest.raises(ServiceError, match=r"holds parts \[0\]"):
                 rows_of(client, nodes)
 
@@ -143,10 +145,10 @@ def test_a_client_without_parts_is_answered_for_the_whole_graph(graph) -> None:
 def test_shared_arrays_and_ids(graph, server) -> None:
     seeds = graph.store.seeds(HOMO_NODE, "train")
     with client_of(server.endpoint) as client:
-        there = client.submit_shared(SharedSlice(HOMO_NODE, "train", 3, len(seeds) - 3)).result()
+        there = client.ask(SharedSlice(HOMO_NODE, "train", 3, len(seeds) - 3))
         np.testing.assert_array_equal(there, seeds[3:])
         ids = np.array([7, 0, 59])
-        found = client.submit_to_global(HOMO_NODE, ids).result()
+        found = client.ask(messages.ToGlobal(HOMO_NODE, ids))
         np.testing.assert_array_equal(found, graph.store.to_global(HOMO_NODE, ids))
         assert found.dtype == np.int64
         for asked, cause in (
@@ -155,12 +157,12 @@ def test_shared_arrays_and_ids(graph, server) -> None:
             (SharedSlice(None, "none", 0, 1), "no attribute 'none' of the graph"),
         ):
             with pytest.raises(ServiceError, match=cause):
-                client.submit_shared(asked).result()
+                client.ask(asked)
         for of, wrong, cause in (
             (HOMO_NODE, [60], "valid ids are 0 to 59"), (HOMO_NODE, [-1], "valid ids are"), ("x", [0], "no node type"),
         ):  # fmt: skip
             with pytest.raises(ServiceError, match=cause):
-                client.submit_to_global(of, np.array(wrong)).result()
+                client.ask(messages.ToGlobal(of, np.array(wrong)))
 
 
 def test_hello_lists_all_servers(graph) -> None:
@@ -169,16 +171,16 @@ def test_hello_lists_all_servers(graph) -> None:
         ServerAddress("node2", 2, "b", "tcp://b:5", ()),
     )
     with serving(graph.access.local, topology=lambda: (7, places)) as server, client_of(server.endpoint) as client:
-        info = client.hello()
+        info = client.greet().result()
     assert (info.version, info.servers) == (7, places)
 
 
 def test_a_server_without_the_whole_graph_refuses_batches(graph) -> None:
     with serving(graph.access.local) as server, client_of(server.endpoint, route=True) as client:
         with pytest.raises(ServiceError, match="only its own parts"):
-            client.submit_batch(WORK, ME).result()
+            client.ask(BatchRequest(WORK, ME))
         server.set_routed(graph.access)
-        assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
+        assert same_batch(client.ask(BatchRequest(WORK, ME)), sample(graph, WORK))
 
 
 def test_clients_with_open_batches_get_signs_of_life(server) -> None:
@@ -201,26 +203,22 @@ def test_batches_of_a_disconnected_client_are_freed_within_seconds(server) -> No
         wait_until(lambda: server.scheduler_status().batches > 0)
     wait_until(lambda: server.scheduler_status().buffer_bytes == 0 and server.scheduler_status().queue == 0, 4)
     with client_of(server.endpoint, route=True) as client:
-        client.submit_batch(WORK, ME).result()
+        client.ask(BatchRequest(WORK, ME))
     assert server.running
 
 
 def test_clients_that_acknowledge_nothing_block_no_other_and_the_buffer_is_bounded(graph) -> None:
-    one = len(
-        b"".join(
-            bytes(frame)
-            for frame in encode(batch_messages.batch_reply(batch_messages.batch_request(WORK, ME), sample(graph, WORK)))
-        )
-    )
+    asked = BatchRequest(WORK, ME)
+    one = sum(map(len, encode(asked.reply(asked.message(), sample(graph, WORK), stored))))
     highest = 0
     with batch_server(graph, buffer_bytes=10 * one) as server, contextlib.ExitStack() as peers:
         hogs = [peers.enter_context(peer_of(server)) for _ in range(20)]
         with client_of(server.endpoint, route=True) as client:
-            client.submit_batch(WORK, ME).result()
+            client.ask(BatchRequest(WORK, ME))
             for number, hog in enumerate(hogs):
                 ask(hog, number, client=ClientName(9, "hog"))
             for _ in range(50):
-                assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
+                assert same_batch(client.ask(BatchRequest(WORK, ME)), sample(graph, WORK))
                 highest = max(highest, server.scheduler_status().buffer_bytes)
         hog = next(shown for shown in server.scheduler_status().clients if shown.name == "hog")
         assert hog.queue and 2 * one < hog.buffer_bytes <= 5.5 * one
@@ -233,11 +231,11 @@ def test_twenty_clients_at_once_have_equal_shares(graph) -> None:
 
     def work(number: int) -> None:
         client, name = HostClient(place, 60.0, route=True), ClientName(number, f"client{number}")
-        under_way = deque(client.submit_batch(WORK, name) for _ in range(12 if number % 4 == 0 else 3))
+        under_way = deque(client.submit(BatchRequest(WORK, name)) for _ in range(12 if number % 4 == 0 else 3))
         while not stop.is_set():
             under_way.popleft().result()
             done[number] += 1
-            under_way.append(client.submit_batch(WORK, name))
+            under_way.append(client.submit(BatchRequest(WORK, name)))
         for batch in under_way:
             batch.result()
         client.close()
@@ -272,9 +270,9 @@ def requests_that_fail() -> list[Message]:
         *(Message(kind, Status.REQUEST, 1, arrays, b"\xff" * 64, flags)
           for kind in Kind if kind not in (Kind.ACK, Kind.ALIVE, Kind.HELLO, Kind.STATS, Kind.MANIFEST)
           for flags in (Flag.NONE, Flag.ROUTE, Flag.ROUTE | Flag.INT8)),
-        messages.request(Kind.SAMPLE, [HopRequest(HOMO_EDGE, np.array([2**40, -5]), 2**31 - 1, 0, 1)]),
-        messages.request(Kind.GATHER, [RowRequest(HOMO_NODE, np.array([-1]), ("x",))]),
-        messages.request(Kind.ENDPOINTS, (HOMO_EDGE, np.array([2**60, -5]))),
+        SampleHops([HopRequest(HOMO_EDGE, np.array([2**40, -5]), 2**31 - 1, 0, 1)]).message(),
+        Gather([RowRequest(HOMO_NODE, np.array([-1]), ("x",))]).message(),
+        Endpoints(HOMO_EDGE, np.array([2**60, -5])).message(),
     ]  # fmt: skip
 
 
@@ -292,7 +290,7 @@ def test_hostile_messages_do_not_stop_the_server(graph, server) -> None:
                 while Kind.ALIVE == (answer := decode(peer.receive(60))).kind:
                     pass
                 assert answer.status == Status.ERROR
-        assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
+        assert same_batch(client.ask(BatchRequest(WORK, ME)), sample(graph, WORK))
         assert server.stats().errors == len(failing)
         assert server.stats().malformed == len(wrong) - 1
     assert server.running
@@ -315,7 +313,7 @@ def test_the_stats_file_has_load_clients_and_peers(graph, tmp_path) -> None:
     with batch_server(graph, stats_file=path, peers=lambda: peers) as server:
         with client_of(server.endpoint, route=True) as client:
             for _ in range(20):
-                client.submit_batch(WORK, ME).result()
+                client.ask(BatchRequest(WORK, ME))
             wait_until(lambda: path.exists() and json.loads(path.read_text())["batches"] == 20)
     shown = json.loads(path.read_text())
     assert set(shown) == {

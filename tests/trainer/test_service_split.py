@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from cache_kit import ready
 from partitions import typed_store
 from requests_kit import PLAIN
 from trainer.sampler.dist_graph import DistGraph
@@ -13,14 +14,6 @@ from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.types import HopSample, RowRequest, TimeBound
 
 TYPES = [("a", f"r{k}", "b") for k in range(3)]
-
-
-class HostRows:
-    def __init__(self, value):
-        self._value = value
-
-    def result(self):
-        return self._value
 
 
 class Recorder:
@@ -31,13 +24,16 @@ class Recorder:
     def __init__(self, *part_ids):
         self.part_ids, self.asked = part_ids, []
 
-    def submit_sample(self, requests):
-        self.asked.append(requests)
-        return HostRows([HopSample(np.zeros(len(r.nodes), np.int32), np.empty(0, np.int32), None) for r in requests])
+    def submit(self, request):
+        return ready(request.answer(self))
 
-    def submit_gather(self, requests):
+    def sample_hops(self, requests):
         self.asked.append(requests)
-        return HostRows([{name: np.zeros(len(r.ids), np.int64) for name in r.attrs} for r in requests])
+        return [HopSample(np.zeros(len(r.nodes), np.int32), np.empty(0, np.int32), None) for r in requests]
+
+    def gather(self, requests):
+        self.asked.append(requests)
+        return [{name: np.zeros(len(r.ids), np.int64) for name in r.attrs} for r in requests]
 
 
 def graph_of(*hosts):
@@ -56,7 +52,7 @@ def test_shared_arrays_are_split_once_per_host() -> None:
         for of in TYPES
     ]
     graph = graph_of(*hosts)
-    graph.local.sample_hops = lambda requests: hosts[0].submit_sample(requests).result()  # no part has such times
+    graph.local.sample_hops = hosts[0].sample_hops  # no part has such times
     assert [sample.counts.tolist() for sample in graph.sample_hops(asked)] == [[0] * 6] * 3
     (ours, theirs), (others,) = hosts[0].asked[::-1], hosts[1].asked
     assert [request.nodes.tolist() for request in (ours[0], theirs[0], others[0])] == [[1, 2], [5, 6], [9, 10]]

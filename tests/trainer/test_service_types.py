@@ -24,6 +24,7 @@ from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.types import HopSample, RowRequest, TimeBound
 from trainer.service.cluster import connect_cluster
+from trainer.service.messages import Stats
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
 
@@ -90,7 +91,7 @@ def hosts(tmp_path_factory):
 
 
 def requests_so_far(graph: DistGraph) -> dict[int, int]:
-    return {rank: client.stats().requests for rank, client in graph.remotes.items()}
+    return {rank: client.ask(Stats()).requests for rank, client in graph.remotes.items()}
 
 
 def test_hops_under_all_conditions_are_equal_everywhere_in_one_message(whole, hosts) -> None:
@@ -194,7 +195,7 @@ def test_a_server_names_the_ids_and_attributes_it_lacks(whole, hosts) -> None:
     ]:  # fmt: skip
         with pytest.raises(ServiceError, match=who + f".*({words})"):
             ask()
-    assert client.hello().node_rank == 1
+    assert client.greet().result().node_rank == 1
 
 
 class MismatchedHost:

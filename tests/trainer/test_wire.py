@@ -11,9 +11,10 @@ import pytest
 
 from requests_kit import PLAIN, hops_of_every_kind
 from trainer.core.errors import ServiceError, WireError
-from trainer.service.wire import frames as wire
-from trainer.service.wire import messages
-from trainer.service.wire.frames import Kind, Message, Status, decode, encode
+from trainer.sampler.requests import SampleHops
+from trainer.service.messages import Hello
+from trainer.wire import frames as wire
+from trainer.wire.frames import Kind, Message, Status, decode, encode
 
 ARRAYS = (
     np.arange(12, dtype=np.int64).reshape(3, 4),
@@ -172,7 +173,7 @@ def test_messages_over_the_limit_are_refused_on_receipt() -> None:
 def test_random_damage_never_raises_anything_else() -> None:
     rng = random.Random(0)
     asked = [*hops_of_every_kind()[::7], dataclasses.replace(PLAIN, nodes=LARGE)]
-    frames = sent(messages.request(Kind.SAMPLE, asked))
+    frames = sent(SampleHops(asked).message())
     refused = 0
     for _ in range(1500):
         mutant = [bytearray(frame) for frame in frames]
@@ -182,7 +183,7 @@ def test_random_damage_never_raises_anything_else() -> None:
         if rng.random() < 0.2:
             mutant[rng.randrange(len(mutant))] = bytearray(rng.randbytes(rng.randrange(300)))
         try:
-            messages.read_sample_request(decode([bytes(frame) for frame in mutant]))
+            SampleHops.read(decode([bytes(frame) for frame in mutant]))
         except WireError:
             refused += 1
     assert refused > 750
@@ -197,4 +198,4 @@ def test_a_long_error_is_truncated_and_readable() -> None:
 def test_an_invalid_hello_is_refused(value: object) -> None:
     for body in (msgspec.msgpack.encode(value), b"", b"\xc1", b"\x91" * 100_000):
         with pytest.raises(WireError):
-            messages.HELLO.read(Message(Kind.HELLO, Status.OK, 1, (), body))
+            Hello().read_reply(Message(Kind.HELLO, Status.OK, 1, (), body))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.core.errors import WireError
-from trainer.service.wire.frames import SMALL, Flag, Kind, Message, Status, decode, encode
+from trainer.wire.frames import SMALL, Flag, Kind, Message, Status, decode, encode
 
 SMOOTH = np.cumsum(np.random.default_rng(0).integers(0, 9, 400_000)).astype(np.int32)  #: 1.6 MB
 NOISE = np.random.default_rng(1).integers(0, 255, 10_000).astype(np.uint8)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,11 +18,12 @@ from raw_peer import framed
 from trainer.core.errors import TrainerError, WireError
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
-from trainer.service.handlers import Handlers, is_long
+from trainer.service import messages
+from trainer.service.batch_messages import BatchRequest
+from trainer.service.handlers import REQUESTS, Handlers, is_long
 from trainer.service.stream import PING, MessageReader
-from trainer.service.wire import batch_messages, messages
-from trainer.service.wire.frames import Kind, Message, Status, decode, encode
 from trainer.store.part_store import open_parts
+from trainer.wire.frames import Kind, Message, Status, decode, encode
 
 LIMIT = 1 << 24  #: bytes of an answer, and of a message that a reader buffers
 SLOWEST = 30.0  #: longest time of one case, seconds
@@ -43,8 +44,7 @@ def answer(handlers: Handlers, request: Message) -> Message:
     if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.ACK):
         raise WireError("the message is not a request")
     if request.kind == Kind.BATCH:
-        work, _ = batch_messages.read_batch_request(request)
-        return handlers.batch(request, work)
+        return handlers.batch(request, BatchRequest.read(request))
     return handlers.routed_answer(request) if is_long(request) else handlers.short(request)
 
 
@@ -86,7 +86,7 @@ def replies(folder: Path, seed: int, seconds: float) -> None:
     for request in valid_requests(num_nodes):
         with suppress(TrainerError):  # some are well-formed and refused
             frames = [bytes(frame) for frame in encode(answer(handlers, request), LIMIT)]
-            answered.append((reader_of(request), frames))
+            answered.append((REQUESTS[request.kind].read(request).read_reply, frames))
     assert len(answered) > 10
     tried = refused = 0
     for case, draw in cases(seed, seconds):
@@ -103,33 +103,6 @@ def replies(folder: Path, seed: int, seconds: float) -> None:
         except Exception as error:
             raise AssertionError(f"{case}: {error!r} for {shown(frames)}") from error
     print("done", tried, refused)
-
-
-def reader_of(request: Message) -> Callable[[Message], object]:
-    if request.kind == Kind.BATCH:
-        work, _ = batch_messages.read_batch_request(request)
-        return lambda reply: batch_messages.read_batch(reply, work)
-    if request.kind == Kind.SAMPLE:
-        hops = messages.read_sample_request(request)
-        return lambda reply: messages.read_samples(reply, hops)
-    if request.kind == Kind.GATHER:
-        rows = messages.read_gather_request(request)
-        return lambda reply: messages.read_rows(reply, rows)
-    if request.kind == Kind.HAS_EDGES:
-        pairs = messages.read_has_edges_request(request)
-        return lambda reply: messages.read_found(reply, len(pairs.dst))
-    if request.kind == Kind.ENDPOINTS:
-        _, edges = messages.ENDPOINTS.read(request)
-        return lambda reply: messages.read_endpoints(reply, len(edges))
-    if request.kind == Kind.SHARED:
-        asked = messages.read_shared_request(request)
-        return lambda reply: messages.read_shared(reply, asked)
-    if request.kind == Kind.TO_GLOBAL:
-        _, ids = messages.TO_GLOBAL.read(request)
-        return lambda reply: messages.read_ids(reply, len(ids))
-    if request.kind == Kind.MANIFEST:
-        return messages.read_manifest_text
-    return messages.HELLO.read if request.kind == Kind.HELLO else messages.STATS.read
 
 
 def damaged(draw: random.Random, frames: Frames, other: Frames) -> Frames:

@@ -22,9 +22,9 @@ from trainer.sampler.types import SampleSettings
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.cluster import Cluster, connect_cluster
+from trainer.service.messages import HelloInfo, ServerAddress
 from trainer.service.remote_graph import Gateway, client_name
 from trainer.service.service_keys import ServiceKeys, read_key_file
-from trainer.service.wire.messages import HelloInfo, ServerAddress
 from trainer.store.client_store import RemoteStore
 from trainer.store.manifest import Manifest, manifest_digest
 from trainer.store.part_store import PartStore, open_parts
@@ -376,7 +376,7 @@ def _say_hello(clients: Sequence[HostClient], patience: float) -> tuple[list[tup
     Returns (endpoint, answer) of the servers that answer within ``patience`` seconds, and error texts of the others.
     """
     until = time.monotonic() + patience
-    hellos = [(client, client.submit_hello()) for client in clients]
+    hellos = [(client, client.greet()) for client in clients]
     found, problems = [], []
     for client, hello in hellos:
         try:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from trainer.core.arrays import Array, Columns, Ids
 from trainer.core.batch_cost import Cost
-from trainer.core.errors import PartitionError, ServiceError
+from trainer.core.errors import PartitionError
 from trainer.core.schema import AnyType
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.replicas import HERE
@@ -144,18 +144,8 @@ class GatherPiece:
         for rows, placed in [self.cached, *self.held] if self.cached else self.held:
             self._put(rows, placed)
 
-    def put(self, host: str, rows: Columns, at: npt.NDArray[np.int32]) -> None:
-        """Copy ``rows``, a reply of ``host``, to the positions ``at`` of the result arrays.
-
-        Raises ``ServiceError`` for rows of a wrong dtype or shape.
-        """
-        for name, values in self.out.items():
-            found, kind = rows[name], (values.dtype, values.shape[1:])
-            if (found.dtype, found.shape[1:]) != kind:
-                raise ServiceError(
-                    f"{host}: sent rows of {name} as {found.dtype} {found.shape[1:]}, but this host's manifest has "
-                    f"{kind[0]} {kind[1]}; copy the same partition to all nodes"
-                )
+    def put(self, rows: Columns, at: npt.NDArray[np.int32]) -> None:
+        """Copy ``rows``, sent by another host, to the positions ``at`` of the result arrays."""
         self._put(rows, RowPlacement.in_order(at))
 
     @property

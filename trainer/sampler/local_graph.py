@@ -16,7 +16,7 @@ from trainer.core.rounding import take_scaled
 from trainer.core.schema import AnyType, EdgeType
 from trainer.sampler import neighbor_kernels
 from trainer.sampler.neighbor import sample_rows
-from trainer.sampler.request_split import cut_request, merge_samples
+from trainer.sampler.requests import GraphAccess, cut_request, merge_samples
 from trainer.sampler.row_index import RowPlacement, SourceCodes, locate, put_rows
 from trainer.sampler.settings import blank_rows, check_type, row_spec
 from trainer.sampler.types import HopRequest, HopSample, RowRequest
@@ -27,7 +27,7 @@ from trainer.store.read_ahead import touch_neighbours, touch_rows
 _FEW_EDGES = 1 << 22  #: the edges of a hop are counted exactly only if their upper bound is at least this
 
 
-class LocalGraph:
+class LocalGraph(GraphAccess):
     """Answers requests from the opened parts of a ``PartStore``. Thread-safe."""
 
     def __init__(self, store: PartStore, max_edges: int | None = None):

@@ -8,7 +8,7 @@ from trainer.core import slabs
 from trainer.core.arrays import Array, Ids, read_only
 from trainer.core.errors import DataError, PartitionError
 from trainer.sampler import neighbor_kernels
-from trainer.sampler.request_split import cut_request, merge_samples
+from trainer.sampler.requests import cut_request, merge_samples
 from trainer.sampler.types import HopRequest, HopSample
 from trainer.sampler.weighted_temporal import TOO_MANY, Conditions, Draws, allow, pick_candidates
 from trainer.store.part_store import EdgePart, NodePart

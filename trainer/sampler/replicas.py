@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from trainer.core.arrays import Array, Ids
+from trainer.core.arrays import Array
 from trainer.core.errors import ServiceError
-from trainer.core.schema import EdgeType
-from trainer.sampler.types import HopRequest, RowRequest
+from trainer.wire.request import A, Request
 
 HERE, NOBODY = -1, -2  #: values in place of a node rank, for this process and for no host
 
@@ -21,13 +21,31 @@ _RETRY_EVERY = 1.0  #: seconds between attempts to reach a lost host
 _POLL = 0.05  #: seconds between checks while waiting
 
 
-class PendingAnswer(Protocol):
+T_co = TypeVar("T_co", covariant=True)
+
+
+class PendingAnswer(Protocol[T_co]):
     """An answer that may not have arrived yet.
 
-    ``result`` waits for at most ``timeout`` seconds, by default until the client's deadline.
+    ``result`` waits for at most ``timeout`` seconds, by default until the client's deadline. ``received`` is the number
+    of bytes of the answer, once it has arrived.
     """
 
-    def result(self, timeout: float | None = None) -> Any: ...
+    @property
+    def received(self) -> int: ...
+
+    def result(self, timeout: float | None = None) -> T_co: ...
+
+
+@dataclass(frozen=True)
+class ReadyAnswer(Generic[A]):
+    """An answer of a host that is simulated in this process."""
+
+    answer: A
+    received: int = 0
+
+    def result(self, timeout: float | None = None) -> A:
+        return self.answer
 
 
 class RemoteHost(Protocol):
@@ -39,15 +57,9 @@ class RemoteHost(Protocol):
     @property
     def name(self) -> str: ...
 
-    def submit_hello(self) -> PendingAnswer: ...
+    def greet(self) -> PendingAnswer[Any]: ...
 
-    def submit_sample(self, requests: Sequence[HopRequest]) -> PendingAnswer: ...
-
-    def submit_gather(self, requests: Sequence[RowRequest]) -> PendingAnswer: ...
-
-    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingAnswer: ...
-
-    def submit_endpoints(self, edge_type: EdgeType, edges: Ids) -> PendingAnswer: ...
+    def submit(self, request: Request[A]) -> PendingAnswer[A]: ...
 
 
 class PartHolders:
@@ -157,13 +169,13 @@ class _LostHost:
     def __init__(self, host: RemoteHost, error: ServiceError):
         self.error, self.since = error, time.monotonic()
         self._host, self._next_check = host, 0.0
-        self._probe: PendingAnswer | None = None
+        self._probe: PendingAnswer[Any] | None = None
 
     def is_back(self) -> bool:
         if time.monotonic() < self._next_check:
             return False
         try:
-            self._probe = self._probe or self._host.submit_hello()
+            self._probe = self._probe or self._host.greet()
             self._probe.result(0)
         except ServiceError as error:
             self.error = error

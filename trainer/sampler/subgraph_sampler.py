@@ -13,7 +13,8 @@ from trainer.core.batch_cost import Cost
 from trainer.core.schema import AnyType, NodeType
 from trainer.sampler.multi_hop import sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
-from trainer.sampler.types import GraphAccess, GraphSchema, RowRequest, SampledSubgraph, SampleSettings, SeedSet
+from trainer.sampler.requests import GraphAccess
+from trainer.sampler.types import GraphSchema, RowRequest, SampledSubgraph, SampleSettings, SeedSet
 
 
 class CountedAccess(GraphAccess, Protocol):

@@ -7,7 +7,7 @@ Where a CUDA device samples, requests, answers and subgraphs contain torch tenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -104,29 +104,6 @@ class RowRequest:
     of: AnyType
     ids: Ids
     attrs: tuple[str, ...]
-
-
-class GraphAccess(Protocol):
-    """Access to a whole graph, whose parts may be on several hosts. Thread-safe.
-
-    All methods raise ``ServiceError`` if a host does not answer, and ``PartitionError`` for an unknown type or
-    attribute, or an id outside all parts.
-    """
-
-    def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
-        """Return sampled in-edges, one answer per request."""
-
-    def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
-        """Return for each request a mapping of attribute names to arrays [n, …] in the stored dtype."""
-
-    def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists: bool [n]."""
-
-    def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
-        """Return the sources and the targets of edges, as *original* node ids, int64 [n] each.
-
-        ``edges``: *original* edge ids.
-        """
 
 
 Positions = npt.NDArray[np.int32]

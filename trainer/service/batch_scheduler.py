@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from trainer.service.fair_queue import FairQueue, Peer
-from trainer.service.wire.messages import ClientName
+from trainer.service.messages import ClientName
 
 _RECENT_REPLIES = 8  #: number of a client's recent batches; the largest is the estimate for its next batch
 

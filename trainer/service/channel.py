@@ -27,7 +27,7 @@ from trainer.core.errors import WireError
 from trainer.service import stream
 from trainer.service.service_keys import ServiceKeys, is_pinned
 from trainer.service.stream import WOULD_BLOCK, MessageReader, MessageWriter
-from trainer.service.wire.frames import MAX_MESSAGE, Kind, Message, decode, encode
+from trainer.wire.frames import MAX_MESSAGE, Kind, Message, decode, encode
 
 SLICE = 0.1  #: seconds after which a waiting thread checks for ``close()`` and for changes of the connection
 

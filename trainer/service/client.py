@@ -1,4 +1,4 @@
-"""``HostClient``: sends requests for neighbours, attributes and batches to one graph server."""
+"""``HostClient``: sends requests to one graph server."""
 
 from __future__ import annotations
 
@@ -7,35 +7,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Generic
 
 from trainer.core import slabs
-from trainer.core.arrays import Array, Ids
+from trainer.core.arrays import Array
 from trainer.core.errors import ServerGone, ServiceError, WireError
 from trainer.core.remote_settings import WireRows
-from trainer.core.schema import AnyType, EdgeType, NodeType
-from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
-from trainer.sampler.types import HopRequest, HopSample, RowRequest
+from trainer.core.schema import AnyType
+from trainer.sampler.replicas import PendingAnswer
+from trainer.sampler.requests import Gather, GraphAccess
+from trainer.sampler.types import RowRequest
 from trainer.service.channel import Call, Channel
+from trainer.service.messages import Hello, HelloInfo, ServerAddress, acknowledgement
 from trainer.service.service_keys import ServiceKeys
-from trainer.service.wire import batch_messages, messages
-from trainer.service.wire.frames import Flag, Kind, Message, Status
-from trainer.service.wire.messages import FLAG_OF, ClientName, HelloInfo, ServerAddress, ServerStats, SharedSlice
+from trainer.wire.columns import FLAG_OF
+from trainer.wire.frames import Flag, Kind, Message, Status
+from trainer.wire.request import A, Request
 
 PIECE = 4 << 20  #: approximate bytes per reply when rows are requested in pieces
 
 UNDER_WAY = 4  #: pieces requested at the same time
 
 _ROW = 1 << 10  #: assumed bytes of a row until one has been received
-
-
-class PendingRows(Protocol):
-    received: int  #: bytes
-
-    def result(self, timeout: float | None = None) -> list[dict[str, Array]]: ...
 
 
 class RowSizes:
@@ -87,16 +80,19 @@ class RowsInPieces:
     """Requests many rows in pieces, several at a time, and joins the replies. Not thread-safe."""
 
     def __init__(
-        self, requests: Sequence[RowRequest], submit: Callable[[Sequence[RowRequest]], PendingRows], sizes: RowSizes
+        self,
+        requests: Sequence[RowRequest],
+        submit: Callable[[Gather], PendingAnswer[list[Mapping[str, Array]]]],
+        sizes: RowSizes,
     ):
         self.received = 0  #: bytes received so far
         self._requests, self._submit, self._sizes = requests, submit, sizes
         self._waiting = deque(cut_requests(requests, sizes.rows_of(requests)))
-        self._under_way: deque[tuple[list[RowSlice], list[RowRequest], PendingRows]] = deque()
+        self._under_way: deque[tuple[list[RowSlice], list[RowRequest], PendingAnswer[Any]]] = deque()
         self._found: list[dict[str, Array]] = [{} for _ in requests]
         self._request_more()
 
-    def result(self, timeout: float | None = None) -> list[dict[str, Array]]:
+    def result(self, timeout: float | None = None) -> list[Mapping[str, Array]]:
         """Wait for all rows. ``timeout``: seconds to wait for each piece.
 
         Raises the errors of ``PendingReply.result``, and ``WireError`` if pieces differ in dtype or shape.
@@ -110,7 +106,7 @@ class RowsInPieces:
             self._sizes.note(requests, rows)
             for part, found in zip(slices, rows, strict=True):
                 self._put(part, found)
-        return self._found
+        return [*self._found]
 
     def _request_more(self) -> None:
         while self._waiting and len(self._under_way) < UNDER_WAY:
@@ -120,7 +116,7 @@ class RowsInPieces:
                 replace(request, ids=request.ids[part.begin : part.end])
                 for part, request in zip(slices, asked, strict=True)
             ]
-            self._under_way.append((slices, requests, self._submit(requests)))
+            self._under_way.append((slices, requests, self._submit(Gather(requests))))
 
     def _put(self, part: RowSlice, rows: dict[str, Array]) -> None:
         found, count = self._found[part.number], len(self._requests[part.number].ids)
@@ -138,18 +134,15 @@ class RowsInPieces:
             whole[part.begin : part.end] = values
 
 
-T = TypeVar("T")
-
-
-class PendingReply(Generic[T]):
+class PendingReply(Generic[A]):
     """A reply that may not have arrived yet. Any thread may wait for it."""
 
-    def __init__(self, client: HostClient, channel: Channel, call: Call, read: Callable[[Message], T]):
+    def __init__(self, client: HostClient, channel: Channel, call: Call, read: Callable[[Message], A]):
         self._client, self._channel, self._call, self._read = client, channel, call, read
         self._asked_at = time.monotonic()
         self.received = 0  #: bytes of the reply, once received
 
-    def result(self, timeout: float | None = None) -> T:
+    def result(self, timeout: float | None = None) -> A:
         """Wait for the reply, for at most ``timeout`` seconds (default: the client's deadline).
 
         Raises ``ServiceError`` with the server and the cause. The error is a ``ServerGone`` if the server was
@@ -165,7 +158,7 @@ class PendingReply(Generic[T]):
             raise self._client.no_answer(kind, waited, self._channel.state, self._call.gone)
         self.received = reply.size
         if reply.kind == Kind.BATCH:
-            self._channel.send(messages.acknowledgement(self._call.request_id))
+            self._channel.send(acknowledgement(self._call.request_id))
         if reply.status != Status.OK or reply.kind != self._call.request.kind:
             cause = reply.cause if reply.status == Status.ERROR else f"a reply of kind {reply.kind.name.lower()}"
             raise ServiceError(f"{self._client.name}: {kind} failed: {cause}")
@@ -175,7 +168,7 @@ class PendingReply(Generic[T]):
             raise ServiceError(f"{self._client.name}: invalid reply to {kind}: {error}") from None
 
 
-class HostClient:
+class HostClient(GraphAccess):
     """Client of one graph server. Thread-safe.
 
     Each thread has its own connection. After a connection is lost, requests are sent again.
@@ -229,64 +222,21 @@ class HostClient:
         with self._lock:
             return sum(channel.bytes_received for channel in self._channels)
 
-    def submit_sample(self, requests: Sequence[HopRequest]) -> PendingReply[list[HopSample]]:
-        """Request sampled neighbours, all in one message. Ids in the replies are int32 if they fit."""
-        return self._submit(Kind.SAMPLE, requests, lambda reply: messages.read_samples(reply, requests))
+    def submit(self, request: Request[A]) -> PendingAnswer[A]:
+        """Send a request, one of attributes in pieces. A batch is acknowledged when it has arrived."""
+        if isinstance(request, Gather):
+            return RowsInPieces(request.requests, self._submit, self._row_sizes)  # type: ignore[return-value]
+        return self._submit(request)
 
-    def submit_gather(self, requests: Sequence[RowRequest]) -> PendingRows:
-        """Request attributes. The result has for each request a mapping of names to arrays [n, …]."""
-        return RowsInPieces(requests, self._submit_rows, self._row_sizes)
+    def ask(self, request: Request[A]) -> A:
+        """Send a request and wait for the answer. Raises ``ServiceError``.
 
-    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingReply[npt.NDArray[np.bool_]]:
-        """Ask whether the edge ``src[i]`` -> ``dst[i]`` exists, for each i. The result is bool [n]."""
-        pairs = messages.Pairs(edge_type, src, dst)
-        return self._submit(Kind.HAS_EDGES, pairs, lambda reply: messages.read_found(reply, len(dst)))
-
-    def submit_endpoints(self, edge_type: EdgeType, edges: Ids) -> PendingReply[tuple[Ids, Ids]]:
-        """Request the ends of edges with given original ids: (sources, targets), original ids int64 [n]."""
-        return self._submit(
-            Kind.ENDPOINTS, (edge_type, edges), lambda reply: messages.read_endpoints(reply, len(edges))
-        )
-
-    def submit_batch(self, work: BatchWork, client: ClientName) -> PendingReply[SampledBatch]:
-        """Request a whole batch, and acknowledge it when it has arrived."""
-
-        def read(reply: Message) -> SampledBatch:
-            sampled = batch_messages.read_batch(reply, work)
-            return replace(sampled, cost=sampled.cost.of_host(self.node_rank))
-
-        return self._submit(Kind.BATCH, batch_messages.BatchRequest(work, client), read)
-
-    def submit_manifest(self) -> PendingReply[bytes]:
-        return self._submit(Kind.MANIFEST, None, messages.read_manifest_text)
-
-    def submit_shared(self, asked: SharedSlice) -> PendingReply[Array]:
-        return self._submit(Kind.SHARED, asked, lambda reply: messages.read_shared(reply, asked))
-
-    def submit_to_global(self, of: NodeType, orig_ids: Ids) -> PendingReply[Ids]:
-        return self._submit(Kind.TO_GLOBAL, (of, orig_ids), lambda reply: messages.read_ids(reply, len(orig_ids)))
-
-    def submit_hello(self) -> PendingReply[HelloInfo]:
-        return self._submit(Kind.HELLO, None, messages.HELLO.read)
-
-    def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
-        return self.submit_sample(requests).result()
-
-    def gather(self, requests: Sequence[RowRequest]) -> list[dict[str, Array]]:
-        return self.submit_gather(requests).result()
-
-    def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists. Raises ``ServiceError``.
-
-        The server must own the targets.
+        Unless the server routes, it must own all that is asked for.
         """
-        return self.submit_has_edges(edge_type, src, dst).result()
+        return self.submit(request).result()
 
-    def hello(self) -> HelloInfo:
-        return self.submit_hello().result()
-
-    def stats(self) -> ServerStats:
-        return self._submit(Kind.STATS, None, messages.STATS.read).result()
+    def greet(self) -> PendingAnswer[HelloInfo]:
+        return self.submit(Hello())
 
     def close(self) -> None:
         """Close all connections. Waiting threads raise ``ServiceError``."""
@@ -308,17 +258,13 @@ class HostClient:
             f"{self.name}: no answer within {round(seconds, 1):g} s to {kind} ({state}); {advice}"
         )
 
-    def _submit_rows(self, requests: Sequence[RowRequest]) -> PendingReply[list[dict[str, Array]]]:
-        return self._submit(Kind.GATHER, requests, lambda reply: messages.read_rows(reply, requests))
-
-    def _submit(self, kind: Kind, value: Any, read: Callable[[Message], T]) -> PendingReply[T]:
+    def _submit(self, request: Request[A]) -> PendingReply[A]:
         channel: Channel | None = getattr(self._own, "channel", None)
         if channel is None:
             channel = self._own.channel = self._take_channel()
         self.check_open()
         try:
-            request = replace(messages.request(kind, value), flags=self._flags)
-            return PendingReply(self, channel, channel.submit(request), read)
+            return PendingReply(self, channel, channel.submit(request.message(self._flags)), request.read_reply)
         except WireError as error:
             raise ServiceError(f"{self.name}: the request cannot be sent: {error}") from None
 

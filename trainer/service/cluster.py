@@ -15,8 +15,8 @@ from trainer.core.files import read_json
 from trainer.core.remote_settings import WireRows
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
+from trainer.service.messages import HelloInfo, ServerAddress
 from trainer.service.service_keys import ServiceKeys
-from trainer.service.wire.messages import HelloInfo, ServerAddress
 
 ROLES = ("worker", "server", "client")
 
@@ -201,7 +201,7 @@ def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, u
     node, nor on a server that has answered.
     """
     enough_at = time.monotonic() + _FOR_COPIES
-    hellos = {client: client.submit_hello() for client in clients}
+    hellos = {client: client.greet() for client in clients}
     problems: dict[HostClient, str] = {}
     while hellos:
         left = until - time.monotonic()

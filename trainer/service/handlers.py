@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,16 +15,34 @@ from trainer.core.batch_cost import Cost
 from trainer.core.errors import PartitionError, ServiceError
 from trainer.core.schema import EdgeType
 from trainer.sampler.local_graph import LocalGraph
-from trainer.sampler.request_split import cut_request
+from trainer.sampler.requests import (
+    Endpoints,
+    Gather,
+    GraphAccess,
+    GraphRequest,
+    HasEdges,
+    SampleHops,
+    cut_request,
+)
 from trainer.sampler.settings import check_type, row_spec
-from trainer.sampler.subgraph_sampler import BatchWork, CountedAccess, SubgraphSampler
-from trainer.sampler.types import GraphAccess, HopRequest, HopSample, RowRequest, SampleSettings
-from trainer.service.wire import batch_messages, messages
-from trainer.service.wire.body import narrowed
-from trainer.service.wire.frames import Flag, Kind, Message
-from trainer.service.wire.messages import FormOf, HelloInfo, ServerAddress, ServerStats, SharedSlice, form_of
+from trainer.sampler.subgraph_sampler import CountedAccess, SubgraphSampler
+from trainer.sampler.types import HopRequest, HopSample, RowRequest, SampleSettings
+from trainer.service.batch_messages import BatchRequest
+from trainer.service.messages import (
+    Hello,
+    HelloInfo,
+    ManifestText,
+    ServerAddress,
+    ServerStats,
+    SharedSlice,
+    Stats,
+    ToGlobal,
+)
 from trainer.store.manifest import MANIFEST
 from trainer.store.part_store import PartStore
+from trainer.wire.columns import FormOf, form_of
+from trainer.wire.frames import Flag, Kind, Message
+from trainer.wire.request import Request
 
 MAX_SHORT_ANSWER = 128 << 20  #: bytes of a reply other than a batch; clients request more in pieces
 
@@ -60,11 +78,11 @@ def check_rows(store: PartStore, requests: Sequence[RowRequest], limit: int) -> 
         raise ServiceError(f"the answer takes {total} bytes, over the limit of {limit}; ask for fewer nodes at once")
 
 
-class BoundedGraph:
+class BoundedGraph(GraphAccess):
     """Access to a graph for one request, whose memory and work are limited before they are spent.
 
-    ``sample_hops`` and ``gather`` raise ``ServiceError`` if the answers would take more than ``limit`` bytes in total
-    or need a look at more than ``MAX_LOOKS`` edges, and once ``is_open`` returns False: nobody waits any more.
+    All methods raise ``ServiceError`` if the answers would take more than ``limit`` bytes in total or need a look at
+    more than ``MAX_LOOKS`` edges. Long ones raise it once ``is_open`` returns False: nobody waits any more.
     """
 
     def __init__(
@@ -95,13 +113,23 @@ class BoundedGraph:
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
         self._check(0)
-        check_rows(self._served.store, requests, self._limit - self._used)
+        if isinstance(self._served, LocalGraph):
+            check_rows(self._served.store, requests, self._limit - self._used)
         return self._graph.gather(requests)
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
+        if (size := _PAIR_BYTES * len(src)) > MAX_SAMPLE:
+            raise ServiceError(
+                f"{len(src)} pairs take {size} bytes while they are looked up, over the limit of {MAX_SAMPLE}; "
+                "ask for fewer pairs at once"
+            )
         return self._graph.has_edges(edge_type, src, dst)
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
+        if (size := 16 * len(edges)) > self._limit:
+            raise ServiceError(
+                f"the answer takes {size} bytes, over the limit of {self._limit}; ask for fewer edges at once"
+            )
         return self._graph.endpoints(edge_type, edges)
 
     def take_cost(self) -> Cost:
@@ -185,8 +213,6 @@ def _joined(samples: Sequence[HopSample]) -> HopSample:
 #: Returns the version of cluster.json, and all graph servers in it.
 Topology = Callable[[], tuple[int, tuple[ServerAddress, ...]]]
 
-_GRAPH_KINDS = (Kind.SAMPLE, Kind.GATHER, Kind.HAS_EDGES, Kind.ENDPOINTS)
-
 
 class ServedGraph(GraphAccess, Protocol):
     """The parts on the host of a graph server, as ``Handlers`` uses them."""
@@ -195,9 +221,26 @@ class ServedGraph(GraphAccess, Protocol):
     def store(self) -> PartStore: ...
 
 
-def is_long(request: Message) -> bool:
+#: All requests that have a reply, by kind.
+REQUESTS: Mapping[Kind, type[Request[Any]]] = {
+    of.kind: of
+    for of in (
+        Hello, Stats, ManifestText, SharedSlice, ToGlobal, SampleHops, Gather, HasEdges, Endpoints, BatchRequest
+    )
+}  # fmt: skip
+
+
+def read_request(message: Message) -> Request[Any]:
+    """Decode a request. Raises ``WireError`` if it is invalid, ``ServiceError`` if it has no reply."""
+    if message.kind not in REQUESTS:
+        raise ServiceError(f"{message.kind.name.lower()} is not a kind of request")
+    return REQUESTS[message.kind].read(message)
+
+
+def is_long(message: Message) -> bool:
     # These may have to wait for other servers.
-    return request.kind == Kind.BATCH or (bool(request.flags & Flag.ROUTE) and request.kind in _GRAPH_KINDS)
+    asked = REQUESTS.get(message.kind, Hello)
+    return asked is BatchRequest or (bool(message.flags & Flag.ROUTE) and issubclass(asked, GraphRequest))
 
 
 class Handlers:
@@ -211,101 +254,66 @@ class Handlers:
         self._limit, self._sample_limit = min(limit, MAX_SHORT_ANSWER), min(limit, MAX_SAMPLE)
         self._batch_limit = limit
         self._sampler: SubgraphSampler | None = None
-        self._short: dict[Kind, Callable[[Message], Message]] = {
-            Kind.HELLO: self._hello,
-            Kind.STATS: lambda request: messages.reply_to(request, self._stats()),
-            Kind.GATHER: self._gather,
-            Kind.HAS_EDGES: lambda request: self._has_edges(self._graph, request),
-            Kind.ENDPOINTS: lambda request: self._endpoints(self._graph, request),
-            Kind.MANIFEST: self._manifest,
-            Kind.SHARED: self._shared,
-            Kind.TO_GLOBAL: self._to_global,
-        }
 
-    def short(self, request: Message, is_open: Callable[[], bool] = lambda: True) -> Message:
+    def short(self, message: Message, is_open: Callable[[], bool] = lambda: True) -> Message:
         """Answer a request with the parts on this host only, without waiting for other servers.
 
         ``is_open``: returns whether the connection is open; long work ends once it is not.
         """
-        if request.kind == Kind.SAMPLE:
-            return self._sample(self._graph, request, is_open)
-        if request.kind not in self._short:
-            raise ServiceError(f"{request.kind.name.lower()} is not a kind of request")
-        return self._short[request.kind](request)
+        return self._answer(message, self._graph, is_open)
 
-    def routed_answer(self, request: Message, is_open: Callable[[], bool] = lambda: True) -> Message:
+    def routed_answer(self, message: Message, is_open: Callable[[], bool] = lambda: True) -> Message:
         """Answer a request, other than for a batch, from the whole graph. May wait for other servers."""
-        if request.kind == Kind.SAMPLE:
-            return self._sample(self._whole(), request, is_open)
-        graph = BoundedGraph(self._whole(), self._graph, self._limit, is_open)
-        if request.kind == Kind.GATHER:
-            asked = messages.read_gather_request(request)
-            return messages.rows_reply(request, asked, graph.gather(asked), self._forms(request))
-        if request.kind == Kind.HAS_EDGES:
-            return self._has_edges(graph, request)
-        return self._endpoints(graph, request)
+        return self._answer(message, self._whole(), is_open)
 
-    def batch(self, request: Message, work: BatchWork, is_open: Callable[[], bool] = lambda: True) -> Message:
+    def batch(self, message: Message, request: BatchRequest, is_open: Callable[[], bool] = lambda: True) -> Message:
         if self._sampler is None:  # kept for its relabel tables, one per thread
             self._sampler = SubgraphSampler(self._whole(), self._graph.store.manifest, SampleSettings({}), {})
-        graph = BoundedGraph(self._whole(), self._graph, self._batch_limit, is_open, _IN_BATCH)
+        graph, work = BoundedGraph(self._whole(), self._graph, self._batch_limit, is_open, _IN_BATCH), request.work
         sampler = replace(
             self._sampler, access=graph, settings=work.settings, attrs=work.attrs, labels=work.labels
         )  # fmt: skip
-        return batch_messages.batch_reply(request, sampler.sample(work.seeds, work.key), self._forms(request))
+        return request.reply(message, sampler.sample(work.seeds, work.key), self._forms(message))
+
+    def _answer(self, message: Message, graph: GraphAccess, is_open: Callable[[], bool]) -> Message:
+        request = read_request(message)
+        answer: Any
+        if isinstance(request, GraphRequest):
+            limit = self._sample_limit if isinstance(request, SampleHops) else self._limit
+            answer = request.answer(BoundedGraph(graph, self._graph, limit, is_open))
+        elif isinstance(request, Hello):
+            version, servers = self._topology()
+            answer = replace(self._info, version=version, servers=servers)
+        elif isinstance(request, Stats):
+            answer = self._stats()
+        elif isinstance(request, SharedSlice):
+            answer = self._shared(request)
+        elif isinstance(request, ToGlobal):
+            answer = self._to_global(request)
+        else:
+            answer = self._manifest()
+        return request.reply(message, answer, self._forms(message))
 
     def _whole(self) -> CountedAccess:
         if self.routed is None:
             raise ServiceError("this graph server serves only its own parts, and no clients")
         return self.routed
 
-    def _hello(self, request: Message) -> Message:
-        version, servers = self._topology()
-        return messages.reply_to(request, replace(self._info, version=version, servers=servers))
-
-    def _sample(self, graph: GraphAccess, request: Message, is_open: Callable[[], bool]) -> Message:
-        bounded = BoundedGraph(graph, self._graph, self._sample_limit, is_open)
-        return request.reply(messages.sample_arrays(bounded.sample_hops(messages.read_sample_request(request))))
-
-    def _gather(self, request: Message) -> Message:
-        asked = messages.read_gather_request(request)
-        if isinstance(self._graph, LocalGraph):
-            check_rows(self._graph.store, asked, self._limit)
-        return messages.rows_reply(request, asked, self._graph.gather(asked), self._forms(request))
-
-    def _forms(self, request: Message) -> FormOf:
-        form = form_of(request.flags)
+    def _forms(self, message: Message) -> FormOf:
+        form = form_of(message.flags)
         if not isinstance(self._graph, LocalGraph):
             return lambda of, name: form
         specs = self._graph.store.manifest.attrs_of
         return lambda of, name: specs(of)[name].travels_as(form) if name in specs(of) else form
 
-    def _has_edges(self, graph: GraphAccess, request: Message) -> Message:
-        pairs = messages.read_has_edges_request(request)
-        if (size := _PAIR_BYTES * len(pairs.src)) > MAX_SAMPLE:
-            raise ServiceError(
-                f"{len(pairs.src)} pairs take {size} bytes while they are looked up, over the limit of {MAX_SAMPLE}; "
-                "ask for fewer pairs at once"
-            )
-        return request.reply([graph.has_edges(pairs.edge_type, pairs.src, pairs.dst)])
-
-    def _endpoints(self, graph: GraphAccess, request: Message) -> Message:
-        edge_type, edges = messages.ENDPOINTS.read(request)
-        if (size := 16 * len(edges)) > self._limit:
-            raise ServiceError(
-                f"the answer takes {size} bytes, over the limit of {self._limit}; ask for fewer edges at once"
-            )
-        return request.reply([narrowed(ids) for ids in graph.endpoints(edge_type, edges)])
-
-    def _manifest(self, request: Message) -> Message:
+    def _manifest(self) -> bytes:
         path = self._graph.store.folder / MANIFEST
         try:
-            return request.reply([np.frombuffer(path.read_bytes(), np.uint8)])
+            return path.read_bytes()
         except OSError as error:
             raise PartitionError(f"{path} cannot be read: {error.strerror}") from None
 
-    def _shared(self, request: Message) -> Message:
-        asked = messages.read_shared_request(request)
+    def _shared(self, asked: SharedSlice) -> Array:
         array = self._shared_array(asked)
         rows = array if array.ndim else array[None]
         if asked.first + asked.count > len(rows):
@@ -316,7 +324,7 @@ class Handlers:
             raise ServiceError(
                 f"the answer takes {size} bytes, over the limit of {self._limit}; ask for fewer rows at once"
             )
-        return request.reply([array if not array.ndim else rows[asked.first : asked.first + asked.count]])
+        return array if not array.ndim else rows[asked.first : asked.first + asked.count]
 
     def _shared_array(self, asked: SharedSlice) -> Array:
         store = self._graph.store
@@ -326,12 +334,12 @@ class Handlers:
             raise PartitionError(f"no attribute {asked.name!r} of the graph; there are {sorted(store.graph_attrs)}")
         return store.graph_attrs[asked.name]
 
-    def _to_global(self, request: Message) -> Message:
-        of, ids = messages.TO_GLOBAL.read(request)
+    def _to_global(self, asked: ToGlobal) -> Ids:
+        of, ids = asked.of, asked.ids
         check_type(self._graph.store, of)
         last = self._graph.store.manifest.nodes[of].num_nodes - 1
         if len(ids) and not 0 <= ids.min() <= ids.max() <= last:
             raise PartitionError(
                 f"ids of {of!r} nodes from {ids.min()} to {ids.max()} were requested; valid ids are 0 to {last}"
             )
-        return request.reply([self._graph.store.to_global(of, ids)])
+        return self._graph.store.to_global(of, ids)

@@ -27,14 +27,13 @@ from enum import Enum
 from typing import Any
 
 from trainer.core.errors import ServiceError, WireError
-from trainer.service import stream
+from trainer.service import messages, stream
 from trainer.service.batch_scheduler import BatchScheduler
 from trainer.service.fair_queue import BlockingFairQueue, Peer
 from trainer.service.service_keys import Admission, ServiceKeys, is_pinned
 from trainer.service.stats import Counters
 from trainer.service.stream import WOULD_BLOCK, MessageReader, MessageWriter, Received
-from trainer.service.wire import messages
-from trainer.service.wire.frames import Kind, decode, encode, head_of
+from trainer.wire.frames import Kind, decode, encode, head_of
 
 MAX_CONNECTIONS = 8192
 

@@ -11,12 +11,10 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from trainer.core import rounding
 from trainer.core.arrays import Array, Ids
@@ -24,15 +22,17 @@ from trainer.core.batch_cost import Cost, CostMeter
 from trainer.core.errors import PartitionError, ServerGone, ServiceError, SettingsError
 from trainer.core.remote_settings import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
+from trainer.sampler.requests import Endpoints, Gather, GraphAccess, GraphRequest
 from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
-from trainer.sampler.types import HopRequest, HopSample, RowRequest
+from trainer.sampler.types import RowRequest
+from trainer.service.batch_messages import MAX_SEEDS, BatchRequest
 from trainer.service.batch_scheduler import MAX_QUEUED
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
+from trainer.service.messages import ClientName, Hello, HelloInfo, ManifestText, ServerAddress, SharedSlice, ToGlobal
 from trainer.service.service_keys import ServiceKeys
-from trainer.service.wire.batch_messages import MAX_SEEDS
-from trainer.service.wire.messages import ClientName, HelloInfo, ServerAddress, SharedSlice
 from trainer.store.manifest import AttrSpec, Manifest, parse_manifest
+from trainer.wire.request import A, Request
 
 
 class ServerChoice:
@@ -107,10 +107,6 @@ _LEARN_EVERY = 10.0  #: seconds between requests for the list of servers
 
 _PROBE_TIMEOUT = 2.0  #: seconds that the reply to a probe may take
 
-T = TypeVar("T")
-
-T_co = TypeVar("T_co", covariant=True)
-
 
 def client_name(role: str = "") -> ClientName:
     """Return the random number and the name by which servers identify this process.
@@ -121,11 +117,7 @@ def client_name(role: str = "") -> ClientName:
     return ClientName(secrets.randbits(64), words[:200])
 
 
-class _PendingReply(Protocol[T_co]):
-    def result(self, timeout: float | None = None) -> T_co: ...
-
-
-class Gateway:
+class Gateway(GraphAccess):
     """Access to the whole graph through graph servers, for a process without parts. Thread-safe.
 
     Requests go to the home server, which is the first of ``places``. While it is unreachable, they go to the next
@@ -164,10 +156,10 @@ class Gateway:
         threading.Thread(
             target=_probe_servers, args=(weakref.ref(self), self._closed), name="server-probe", daemon=True
         ).start()
-        text = self._ask(lambda client: client.submit_manifest(), patience, known=False)
+        text = self._fetch(ManifestText(), patience, known=False)[0]
         self.digest = hashlib.sha256(text).hexdigest()
         self._manifest = parse_manifest(text, f"manifest.json of {self.home.name}")
-        self._add_servers(self._ask(lambda client: client.submit_hello()))
+        self._add_servers(self._ask(Hello()))
         return self._manifest
 
     @property
@@ -187,29 +179,23 @@ class Gateway:
                 f"a batch of {number} seeds; a graph server accepts at most {MAX_SEEDS}; use smaller batches"
             )
         with self._room:
-            return self._ask(lambda client: client.submit_batch(work, self.client))
+            sampled, client, _ = self._fetch(BatchRequest(work, self.client))
+        return replace(sampled, cost=sampled.cost.of_host(client.node_rank))
 
-    def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
-        samples = self._ask(lambda client: client.submit_sample(requests))
-        self._count_bytes(*(array for found in samples for array in (found.counts, found.src, found.edge)))
-        return samples
+    def ask(self, request: GraphRequest[A]) -> A:
+        answer, _, received = self._fetch(request)
+        self._meter.add(Cost(remote_bytes=received))
+        return answer
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
         if sum(len(request.ids) * self._row_bytes(request) for request in requests) <= _BYTES_AT_ONCE:
             return self._gather(requests)
         return [self._gather_long(request) for request in requests]
 
-    def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        found = self._ask(lambda client: client.submit_has_edges(edge_type, src, dst))
-        self._count_bytes(found)
-        return found
-
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
         if edge_type not in self.manifest.edges:
             raise PartitionError(f"no edge type {edge_type}; there are {list(self.manifest.edges)}")
-        pieces = [edges[at : at + _AT_ONCE] for at in range(0, max(len(edges), 1), _AT_ONCE)]
-        found = [self._ask(lambda client, ids=ids: client.submit_endpoints(edge_type, ids)) for ids in pieces]  # type: ignore[misc]
-        self._count_bytes(*(nodes for ends in found for nodes in ends))
+        found = [self.ask(Endpoints(edge_type, some)) for some in _pieces(edges)]
         src, dst = (np.concatenate(nodes) for nodes in zip(*found, strict=True))
         return src, dst
 
@@ -226,8 +212,7 @@ class Gateway:
         return self._shared(None, name, spec.shape[0])
 
     def to_global(self, of: NodeType, orig_ids: Ids) -> Ids:
-        pieces = [orig_ids[at : at + _AT_ONCE] for at in range(0, max(len(orig_ids), 1), _AT_ONCE)]
-        found = [self._ask(lambda client, ids=ids: client.submit_to_global(of, ids)) for ids in pieces]  # type: ignore[misc]
+        found = [self._ask(ToGlobal(of, some)) for some in _pieces(orig_ids)]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def close(self) -> None:
@@ -245,17 +230,22 @@ class Gateway:
         reachable = self._choice.pick(0) if learn else None
         for client in (*self._choice.gone, *([reachable] if reachable else [])):
             try:
-                info = client.submit_hello().result(_PROBE_TIMEOUT)
+                info = client.greet().result(_PROBE_TIMEOUT)
                 self._check(client, info)
             except ServiceError:
                 continue  # still unreachable
             self._add_servers(info)
             self._choice.mark_back(client)
 
-    def _ask(
-        self, submit: Callable[[HostClient], _PendingReply[T]], patience: float | None = None, known: bool = True
-    ) -> T:  # fmt: skip
-        """Send a request to the first reachable server, and return the reply. If the server is lost, tries the next.
+    def _ask(self, request: Request[A]) -> A:
+        return self._fetch(request)[0]
+
+    def _fetch(
+        self, request: Request[A], patience: float | None = None, known: bool = True
+    ) -> tuple[A, HostClient, int]:  # fmt: skip
+        """Send a request to the first reachable server; if it is lost, to the next.
+
+        Returns the answer, which server has answered, and the number of bytes received.
 
         ``patience``: seconds to wait for a reachable server (default: ``server_wait``). With ``known``, checks at the
         first use of a server that it serves the partition of ``manifest``.
@@ -265,8 +255,10 @@ class Gateway:
         while (client := self._choice.pick(until)) and not (lost and time.monotonic() > until):
             try:
                 if known and client not in self._verified:
-                    self._check(client, client.submit_hello().result(self.deadline))
-                return submit(client).result(self.deadline + self.server_wait)
+                    self._check(client, client.greet().result(self.deadline))
+                pending = client.submit(request)
+                answer = pending.result(self.deadline + self.server_wait)
+                return answer, client, pending.received
             except ServerGone as error:
                 client.check_open()
                 self._choice.mark_gone(client, error)
@@ -298,11 +290,11 @@ class Gateway:
         )  # fmt: skip
 
     def _gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
-        answers = self._ask(lambda client: client.submit_gather(requests))
+        answers = self._ask(Gather(requests))
         number = sum(len(request.ids) for request in requests)
         size = sum(len(request.ids) * self._width(request.of, name) for request in requests for name in request.attrs)
         self._meter.add(Cost(remote_bytes=size, rows=number, remote_rows=number))
-        return list(answers)
+        return answers
 
     def _gather_long(self, request: RowRequest) -> Mapping[str, Array]:
         number = max(1, _BYTES_AT_ONCE // self._row_bytes(request))
@@ -334,10 +326,11 @@ class Gateway:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _slice(self, asked: SharedSlice) -> Array:
-        return self._ask(lambda client: client.submit_shared(asked))
+        return self._ask(asked)
 
-    def _count_bytes(self, *arrays: Array | None) -> None:
-        self._meter.add(Cost(remote_bytes=sum(array.nbytes for array in arrays if array is not None)))
+
+def _pieces(ids: Ids) -> list[Ids]:
+    return [ids[at : at + _AT_ONCE] for at in range(0, max(len(ids), 1), _AT_ONCE)]
 
 
 def _width(spec: AttrSpec) -> int:

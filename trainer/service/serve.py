@@ -18,11 +18,11 @@ from trainer.core.slabs import give_back_freed_memory
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.service.channel import allow_many_files
+from trainer.service.messages import HelloInfo
 from trainer.service.server import GraphServer
 from trainer.service.server_peers import Peer, Peers
 from trainer.service.service_keys import read_key_file
 from trainer.service.warm_up import warm_up, warm_up_batches
-from trainer.service.wire.messages import HelloInfo
 from trainer.store.digest_check import checked_digests
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts

@@ -14,17 +14,17 @@ from typing import Any
 
 from trainer.core.errors import ServiceError, TrainerError, WireError
 from trainer.core.files import write_whole
-from trainer.sampler.subgraph_sampler import BatchWork, CountedAccess
+from trainer.sampler.subgraph_sampler import CountedAccess
+from trainer.service.batch_messages import BatchRequest
 from trainer.service.batch_scheduler import BatchScheduler, ScheduledRequest, SchedulerStatus
 from trainer.service.fair_queue import BlockingFairQueue, Peer
 from trainer.service.handlers import Handlers, ServedGraph, Topology, is_long
+from trainer.service.messages import HelloInfo, ServerStats
 from trainer.service.network_thread import NetworkThread, bound_listener
 from trainer.service.service_keys import ServiceKeys
 from trainer.service.stats import STATS_EVERY, BusyTime, Counters, PeerStates, StatsReport
 from trainer.service.stream import Received
-from trainer.service.wire import batch_messages
-from trainer.service.wire.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
-from trainer.service.wire.messages import HelloInfo, ServerStats
+from trainer.wire.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
 
 MAX_REQUEST = 64 << 20  #: bytes of a request
 
@@ -32,7 +32,7 @@ BUFFER_BYTES = 512 << 20  #: bytes of batches that clients have not acknowledged
 
 _GLANCE = 1.0  #: seconds between checks whether the server stops
 
-_DecodedRequest = tuple[Message, BatchWork | None, Received]
+_DecodedRequest = tuple[Message, BatchRequest | None, Received]
 
 
 class GraphServer:
@@ -127,8 +127,8 @@ class GraphServer:
     def _job(peer: Peer, request: Message, received: Received) -> ScheduledRequest[_DecodedRequest]:
         if request.kind != Kind.BATCH:
             return ScheduledRequest(peer, request.request_id, (request, None, received), size=request.size)
-        work, client = batch_messages.read_batch_request(request)
-        return ScheduledRequest(peer, request.request_id, (request, work, received), client, request.size)
+        batch = BatchRequest.read(request)
+        return ScheduledRequest(peer, request.request_id, (request, batch, received), batch.client, request.size)
 
     def _make_batches(self) -> None:
         while not self._stopping.is_set():
@@ -140,15 +140,15 @@ class GraphServer:
                 self._network.reply(job.peer, answer)
 
     def _do(self, job: ScheduledRequest[_DecodedRequest]) -> list[Any] | None:
-        request, work, _ = job.work
-        if work is None:
+        request, batch, _ = job.work
+        if batch is None:
             answer = self._answer(job.peer, request, self._handlers.routed_answer)
             self._scheduler.done(job, 0)
             return answer
         start = time.perf_counter()
         try:
             is_open = functools.partial(self._network.is_open, job.peer)
-            answer = encode(self._handlers.batch(request, work, is_open), self._max_answer)
+            answer = encode(self._handlers.batch(request, batch, is_open), self._max_answer)
         except Exception as error:  # sent to the client; the server continues
             self._scheduler.failed(job)
             return self._error(request, error)

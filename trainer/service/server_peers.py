@@ -8,19 +8,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Generic
 
-from trainer.core.arrays import Ids
 from trainer.core.errors import ServiceError, SettingsError
-from trainer.core.schema import EdgeType
 from trainer.sampler.replicas import PendingAnswer
-from trainer.sampler.types import HopRequest, RowRequest
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.cluster import Cluster, greeting_problem, read_cluster
+from trainer.service.messages import HelloInfo, ServerAddress
 from trainer.service.service_keys import ServiceKeys
-from trainer.service.wire.messages import ServerAddress
+from trainer.wire.request import A, Request
 
 _DEADLINE = 120.0  #: seconds that a reply of a reachable peer may take
 
@@ -44,52 +43,36 @@ class Peer:
     def name(self) -> str:
         return self.client.name
 
-    def submit_hello(self) -> PendingAnswer:
-        return _CheckedHello(self, self.client.submit_hello())
+    def greet(self) -> PendingAnswer[HelloInfo]:
+        hello = self.client.greet()
+        return _Greeted(self, hello, hello)
 
-    def submit_sample(self, requests: Sequence[HopRequest]) -> PendingAnswer:
-        return self._greeted(self.client.submit_sample(requests))
+    def submit(self, request: Request[A]) -> PendingAnswer[A]:
+        pending = self.client.submit(request)
+        return pending if self._checked else _Greeted(self, self.client.greet(), pending)
 
-    def submit_gather(self, requests: Sequence[RowRequest]) -> PendingAnswer:
-        return self._greeted(self.client.submit_gather(requests))
-
-    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingAnswer:
-        return self._greeted(self.client.submit_has_edges(edge_type, src, dst))
-
-    def submit_endpoints(self, edge_type: EdgeType, edges: Ids) -> PendingAnswer:
-        return self._greeted(self.client.submit_endpoints(edge_type, edges))
-
-    def check_hello(self, info: Any) -> None:
+    def check_hello(self, info: HelloInfo) -> None:
         """Raise ``ServiceError`` if another server than expected has answered HELLO."""
         if problem := greeting_problem(self.client, info, self._manifest_digest):
             raise ServiceError(problem)
         self._checked = True
 
-    def _greeted(self, pending: PendingAnswer) -> PendingAnswer:
-        return pending if self._checked else _GreetedAnswer(self.submit_hello(), pending)
 
+@dataclass(frozen=True)
+class _Greeted(Generic[A]):
+    """An answer of a server whose HELLO is checked first."""
 
-class _CheckedHello:
-    def __init__(self, peer: Peer, pending: PendingAnswer):
-        self._peer, self._pending = peer, pending
-
-    def result(self, timeout: float | None = None) -> Any:
-        info = self._pending.result(timeout)
-        self._peer.check_hello(info)
-        return info
-
-
-class _GreetedAnswer:
-    def __init__(self, greeting: PendingAnswer, pending: PendingAnswer):
-        self._greeting, self._pending = greeting, pending
+    peer: Peer
+    greeting: PendingAnswer[HelloInfo]
+    pending: PendingAnswer[A]
 
     @property
-    def received(self) -> int | None:
-        return getattr(self._pending, "received", None)
+    def received(self) -> int:
+        return self.pending.received
 
-    def result(self, timeout: float | None = None) -> Any:
-        self._greeting.result(timeout)
-        return self._pending.result(timeout)
+    def result(self, timeout: float | None = None) -> A:
+        self.peer.check_hello(self.greeting.result(timeout))
+        return self.pending.result(timeout)
 
 
 class Peers:

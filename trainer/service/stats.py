@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.service.batch_scheduler import SchedulerStatus
-from trainer.service.wire.frames import Kind
-from trainer.service.wire.messages import HelloInfo, ServerStats
+from trainer.service.messages import HelloInfo, ServerStats
+from trainer.wire.frames import Kind
 
 STATS_EVERY = 2.0  #: seconds between two writes of the stats file
 

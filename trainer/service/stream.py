@@ -20,7 +20,7 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import WireError
-from trainer.service.wire.frames import MAX_ARRAYS, VERSION
+from trainer.wire.frames import MAX_ARRAYS, VERSION
 
 MAX_FRAMES = MAX_ARRAYS + 1
 

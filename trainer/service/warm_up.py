@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,14 @@ from trainer.core.errors import DataError
 from trainer.core.schema import AnyType, EdgeType
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
-from trainer.sampler.replicas import PendingAnswer
+from trainer.sampler.replicas import PendingAnswer, ReadyAnswer
+from trainer.sampler.requests import Gather, SampleHops
 from trainer.sampler.settings import row_spec
 from trainer.sampler.subgraph_sampler import SubgraphSampler
 from trainer.sampler.types import HopRequest, HopSample, RowRequest, SampleSettings, SeedSet, TimeBound
 from trainer.store.manifest import LOOPLESS_DEGREE
 from trainer.store.part_store import Part, PartStore
+from trainer.wire.request import Request
 
 _OTHER_NODE = 0  #: a node rank
 
@@ -101,30 +103,16 @@ class _EmptyHost:
     def __init__(self, store: PartStore, part_ids: Sequence[int]):
         self._store, self.part_ids = store, part_ids
 
-    def submit_hello(self) -> PendingAnswer:
-        return _ReadyAnswer(None)
+    def greet(self) -> PendingAnswer[Any]:
+        return ReadyAnswer(None)
 
-    def submit_sample(self, requests: Sequence[HopRequest]) -> PendingAnswer:
+    def submit(self, request: Request[Any]) -> PendingAnswer[Any]:
+        if isinstance(request, Gather):
+            return ReadyAnswer([{name: self._zeros(of, name) for name in of.attrs} for of in request.requests])
+        assert isinstance(request, SampleHops)
         none = np.empty(0, np.int32)
-        return _ReadyAnswer([HopSample(np.zeros(len(asked.nodes), np.int32), none, none) for asked in requests])
-
-    def submit_gather(self, requests: Sequence[RowRequest]) -> PendingAnswer:
-        return _ReadyAnswer([{name: self._zeros(asked, name) for name in asked.attrs} for asked in requests])
-
-    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingAnswer:
-        return _ReadyAnswer(np.zeros(len(dst), np.bool_))
-
-    def submit_endpoints(self, edge_type: EdgeType, edges: Ids) -> PendingAnswer:
-        return _ReadyAnswer((np.zeros(len(edges), np.int64), np.zeros(len(edges), np.int64)))
+        return ReadyAnswer([HopSample(np.zeros(len(of.nodes), np.int32), none, none) for of in request.requests])
 
     def _zeros(self, asked: RowRequest, name: str) -> Array:
         dtype, shape = row_spec(self._store, asked.of, name)
         return np.zeros((len(asked.ids), *shape), dtype)
-
-
-@dataclass(frozen=True)
-class _ReadyAnswer:
-    answer: Any
-
-    def result(self, timeout: float | None = None) -> Any:
-        return self.answer

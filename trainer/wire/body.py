@@ -15,7 +15,7 @@ import numpy as np
 from trainer.core import slabs
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import WireError
-from trainer.service.wire.frames import Message
+from trainer.wire.frames import Message
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from trainer.core.arrays import Array
 from trainer.core.errors import WireError
 
-VERSION = 8
+VERSION = 9
 
 MAX_ARRAY = 1 << 30  #: bytes of one array
 

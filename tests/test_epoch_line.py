@@ -27,7 +27,7 @@ PREDICTION = Prediction(50, 50, 16e6, 40e6, 0.5, 1000, 400_000)
 
 def report(epoch: int, loss: float, seconds: float, seeds: int) -> EpochReport:
     times = StepTimes()
-    return EpochReport(epoch, loss, torch.tensor([loss]), seconds, seeds, seeds, COST, 1, times, cpu_s=seconds)
+    return EpochReport(epoch, loss, torch.tensor([loss]), seconds, seeds, seeds, COST, 1, times, seconds, lr=0.01)
 
 
 def shown(line: str, node_rank: int = 0) -> list[str]:

@@ -312,6 +312,49 @@ class EarlyStop:
     min_delta: float = setting("An improvement is a change by more than this.", 0.0, at_least=0)
 
 
+#: The schedules with the keys that only some of them have.
+SCHEDULES: Mapping[str, str] = {
+    "constant": "",
+    "cosine": "lowest epochs",
+    "step": "every factor",
+    "plateau": "factor patience metric lowest",
+    "one-cycle": "rise lowest epochs",
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the learning rates change, that of trainable rows alike. `schedule: cosine` is short for `{name: cosine}`."""
+
+    name: Literal["constant", "cosine", "step", "plateau", "one-cycle"] = setting(
+        "`cosine` falls along a cosine; `step` multiplies by `factor` every few epochs, `plateau` once a metric on val "
+        "no longer improves; `one-cycle` rises from 4 % and falls, both along a cosine."
+    )
+    warmup_steps: int = setting("Steps in which the rate first grows from 0 to its value.", 0, at_least=0)
+    warmup_epochs: int = setting("The same in epochs.", 0, at_least=0)
+    every: int | None = setting("step: epochs between two changes; default: 10.", None, at_least=1)
+    factor: float | None = setting(
+        "step, plateau: what the rate is multiplied by; default: 0.1.", None, above=0, below=1
+    )
+    patience: int | None = setting(
+        "plateau: evaluations on val without an improvement before a change; default: 10.", None, at_least=1
+    )
+    metric: str | None = setting(
+        "plateau: what must improve, `loss` or a metric of the task; default: the metric that chooses the best epoch.",
+        None,
+        form=WORD,
+    )
+    rise: float | None = setting(
+        "one-cycle: share of the steps in which the rate rises; default: 0.3.", None, above=0, below=1
+    )
+    lowest: float | None = setting(
+        "cosine, plateau, one-cycle: lowest rate, as a share of `train.lr`; default: 0.", None, at_least=0, below=1
+    )
+    epochs: int | None = setting(
+        "cosine, one-cycle: epochs until the lowest rate; default: `train.epochs`.", None, at_least=1
+    )
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Settings of the bundled trainer; each is passed as one flag of `python -m trainer train`."""
@@ -378,6 +421,9 @@ class TrainConfig:
         "`weight_decay` are keys of their own. Default: Adam.",
         None,
         form=ANY,
+    )
+    schedule: Schedule | None = setting(
+        "How the learning rates change: a name, or the keys below; default: they are constant.", None
     )
     clip: float | None = setting(
         "Largest norm of the gradient of all weights; a larger one is scaled down to it. Default: no limit.",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.config.cache_size import CacheSize
-from launcher.config.schema import METRICS, OPTIMIZERS, ClusterConfig, TrainConfig
+from launcher.config.schema import METRICS, OPTIMIZERS, SCHEDULES, ClusterConfig, Schedule, TrainConfig
 from launcher.config.validation import KeyPath, Reader, dotted
 from launcher.yaml_tree import shortened
 
@@ -29,6 +29,8 @@ def check_training(config: ClusterConfig, reader: Reader) -> None:
     _model(config, reader)
     if train.optimizer is not None and reader.good(("train", "optimizer")):
         _optimizer(train.optimizer, train, reader)
+    if train.schedule is not None and reader.good(("train", "schedule")):
+        _schedule(train.schedule, train, reader)
     if train.early_stop is not None and reader.good(("train", "early_stop")):
         _metric(("train", "early_stop"), train.early_stop.metric, train, reader)
     if reader.good(("nodes",), ("train", "batch_size")) and train.batch_size < config.world_size:
@@ -130,6 +132,23 @@ def _optimizer(optimizer: Mapping[str, Any], train: TrainConfig, reader: Reader)
             reader.report(place, f"train.optimizer.{key}: expected {kind}, found {shortened(str(value))}")
     if name == "Rprop" and train.weight_decay:
         reader.report(("train", "weight_decay"), "train.weight_decay: Rprop has none")
+
+
+def _schedule(schedule: Schedule, train: TrainConfig, reader: Reader) -> None:
+    """Report keys that the schedule does not have."""
+    known, some = SCHEDULES[schedule.name].split(), {key for keys in SCHEDULES.values() for key in keys.split()}
+    for key in sorted(some.difference(known)):
+        if getattr(schedule, key) is not None:
+            has = f"; it has {', '.join(known)}" if known else ""
+            reader.report(("train", "schedule", key), f"train.schedule.{key}: {schedule.name} has no such key{has}")
+    if schedule.warmup_steps and (schedule.warmup_epochs or schedule.name == "one-cycle"):
+        why = "give steps or epochs, not both" if schedule.warmup_epochs else "one-cycle has its own, `rise`"
+        reader.report(("train", "schedule", "warmup_steps"), f"train.schedule.warmup_steps: {why}")
+    elif schedule.warmup_epochs and schedule.name == "one-cycle":
+        place = ("train", "schedule", "warmup_epochs")
+        reader.report(place, "train.schedule.warmup_epochs: one-cycle has its own, `rise`")
+    if schedule.name == "plateau":
+        _metric(("train", "schedule"), schedule.metric, train, reader)
 
 
 def _metric(section: KeyPath, name: str | None, train: TrainConfig, reader: Reader) -> None:

@@ -207,6 +207,7 @@ class Reader:
         known = [item.name for item in settings(cls)] + ([] if path else ["defaults"])
         near = difflib.get_close_matches(name[:_MAX_NUMBER_CHARS], known, 1)
         elsewhere = [where for where, section in sections().items() if section is not cls and name in _names(section)]
+        elsewhere = [where for where in elsewhere if not where.startswith("train.")]  # few users mean these
         if elsewhere:
             hint = "it belongs " + " or ".join(map(_place_of, elsewhere))
         else:

@@ -166,6 +166,20 @@ MISTAKES = {
         "4: train.weight_decay: Rprop has none",
         "5: train.optimizer.etas: expected two numbers, found [0.5, 1.2, 3]",
     ],
+    TWO + "train: {schedule: cosin}\n": [
+        "3: train.schedule.name: expected one of constant, cosine, step, plateau, one-cycle, found the text `cosin`; "
+        "did you mean `cosine`?"
+    ],
+    TWO + "train:\n  schedule:\n    name: step\n    rise: 0.1\n    warmup_steps: 4\n    warmup_epochs: 1\n": [
+        "6: train.schedule.rise: step has no such key; it has every, factor",
+        "7: train.schedule.warmup_steps: give steps or epochs, not both",
+    ],
+    TWO + "train:\n  task: regression\n  schedule: {name: plateau, metric: auc}\n": [
+        "5: train.schedule.metric: no metric 'auc'; the metrics of task regression are loss, mae, rmse"
+    ],
+    TWO + "train: {schedule: {name: one-cycle, warmup_epochs: 2}}\n": [
+        "3: train.schedule.warmup_epochs: one-cycle has its own, `rise`"
+    ],
     TWO + "train: {early_stop: soon}\n": [
         "3: train.early_stop.patience: expected a whole number, found the text `soon`"
     ],

@@ -14,14 +14,15 @@ import pytest
 from click.testing import CliRunner
 
 from forked import fork
-from launcher.config.schema import METRICS as LAUNCHERS_METRICS
-from launcher.config.schema import EarlyStop, TrainConfig
+from launcher.config import schema
+from launcher.config.schema import EarlyStop, Schedule, TrainConfig
 from ports import free_port
 from train_kit import REPOSITORY, command_line, environment, write_parts
 from trainer.cli import cli, main
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import Ranks, run_store
 from trainer.store.part_store import open_parts
+from trainer.train import settings
 from trainer.train.settings import TrainJob, TrainSettings, keyed_settings
 from trainer.train.tasks.task import METRICS
 
@@ -63,7 +64,7 @@ def test_settings_have_the_same_fields_as_the_launchers() -> None:
     names = [field.name for field in dataclasses.fields(TrainSettings)]
     helps = [dataclasses.fields(kind)[names.index("epochs")].metadata["help"] for kind in (TrainSettings, TrainConfig)]
     assert helps[0] == helps[1]
-    assert METRICS == LAUNCHERS_METRICS
+    assert METRICS == schema.METRICS and settings.SCHEDULES == schema.SCHEDULES
 
 
 def test_flags_of_the_launcher_round_trip_to_its_settings(jobs: list[TrainJob]) -> None:
@@ -71,7 +72,7 @@ def test_flags_of_the_launcher_round_trip_to_its_settings(jobs: list[TrainJob]) 
 
     values = {"model": "gat", "hidden": 64, "fanouts": (-1, 4), "layers": 2, "replace": True, "lr": 0.5, "timeout": 9.0}
     values |= {"optimizer": {"name": "AdamW", "betas": [0.9, 0.99]}, "clip": 1.0}
-    keyed = {"early_stop": EarlyStop(3, min_delta=0.1)}
+    keyed = {"early_stop": EarlyStop(3, min_delta=0.1), "schedule": Schedule("cosine", warmup_epochs=2, lowest=0.1)}
     assert invoke(*train_flags(TrainConfig(**values, **keyed))).exit_code == 0
     expected = TrainSettings(**values, **{name: dataclasses.asdict(value) for name, value in keyed.items()})
     assert jobs == [TrainJob(expected, Path("parts"), Path("run"))]

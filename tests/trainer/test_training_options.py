@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim import lr_scheduler
 
 from kill_kit import killed_run
 from train_kit import curve, job, metrics, run_ranks, write_parts
@@ -13,7 +16,8 @@ from trainer.core.errors import SettingsError
 from trainer.core.ranks import Ranks
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
-from trainer.train.settings import EarlyStop, TrainSettings
+from trainer.train.learning_rate import rate_share
+from trainer.train.settings import EarlyStop, Schedule, TrainSettings
 from trainer.train.tasks.task import Metric
 from trainer.train.val_scores import why_ended
 
@@ -100,10 +104,69 @@ def test_an_optimizer_with_clipped_gradients(parts: Path, tmp_path: Path) -> Non
     assert curve(tmp_path / "free")[0] == clipped[0] and curve(tmp_path / "free")[1] != clipped[1]
 
 
+STEPS, EPOCHS = 5, 8
+SCHEDULERS: dict[str, tuple[Schedule, Callable[[Any], Any], bool]] = {
+    "constant": (Schedule("constant"), lambda of: lr_scheduler.ConstantLR(of, 1.0), True),
+    "cosine": (Schedule("cosine", lowest=0.1), lambda of: lr_scheduler.CosineAnnealingLR(of, 40, 0.1), True),
+    "cosine after a warm-up": (
+        Schedule("cosine", warmup_epochs=2),
+        lambda of: lr_scheduler.SequentialLR(
+            of, [lr_scheduler.LinearLR(of, 0.1, 1.0, 9), lr_scheduler.CosineAnnealingLR(of, 30)], [10]
+        ),
+        True,
+    ),
+    "a shorter cosine": (Schedule("cosine", epochs=6), lambda of: lr_scheduler.CosineAnnealingLR(of, 30), True),
+    "step": (Schedule("step", every=3, factor=0.5), lambda of: lr_scheduler.StepLR(of, 3, 0.5), False),
+    "one-cycle": (
+        Schedule("one-cycle", rise=0.25),
+        lambda of: lr_scheduler.OneCycleLR(of, 1.0, 40, pct_start=0.25, cycle_momentum=False, final_div_factor=1e20),
+        True,
+    ),
+    "plateau": (
+        Schedule("plateau", factor=0.5, patience=2, metric="loss"),
+        lambda of: lr_scheduler.ReduceLROnPlateau(of, factor=0.5, patience=1, threshold=0.0),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_learning_rates_are_those_of_torch_s_schedulers(name: str) -> None:
+    schedule, made, by_step = SCHEDULERS[name]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler, scores = made(optimizer), list[dict[str, float]]()
+    for epoch, loss in enumerate([3.0, 2.0, 2.5, 2.0, 2.0, 1.0, 1.5, 1.6]):
+        for step in range(epoch * STEPS, (epoch + 1) * STEPS):
+            if name == "a shorter cosine" and step > 30:
+                optimizer.param_groups[0]["lr"] = 0.0  # torch's rises again
+            share = rate_share(schedule, step, STEPS, EPOCHS, scores, Metric("accuracy", "higher"))
+            assert share == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-6, abs=1e-9), step
+            optimizer.step()
+            if by_step:
+                scheduler.step()
+        scores.append({"epoch": epoch + 1, "loss": loss})
+        if not by_step:
+            scheduler.step(loss) if name == "plateau" else scheduler.step()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [Schedule("cosine", warmup_steps=4, epochs=5), Schedule("plateau", patience=1, factor=0.5, metric="loss")],
+    ids=["cosine", "plateau"],
+)
+def test_a_schedule_of_weights_and_trainable_rows(schedule: Schedule, tmp_path: Path) -> None:
+    parts = write_parts(tmp_path / "parts", 2, "synthetic-hetero")
+    wanted: dict[str, Any] = {"epochs": 5, "lr": 0.05, "model": "rgcn", "schedule": schedule}
+    assert_equal_on_any_number_of_processes(parts, tmp_path, **wanted)
+    rates = [[line["lr"] for line in metrics(tmp_path / name, "epoch")] for name in ("alone", "together", "resumed")]
+    assert len(set(rates[0])) > 1 and rates[1] == rates[0] and rates[2] == rates[0][-len(rates[2]) :]
+
+
 @pytest.mark.parametrize(
     "settings,message",
     [
         ({"early_stop": {"patience": 3, "metric": "mae"}}, "early_stop.metric is 'mae'; task classification has"),
+        ({"schedule": "plateau", "eval_every": 0}, "schedule needs evaluations on val, but eval_every is 0"),
         ({"early_stop": 3, "eval_every": 0}, "early_stop needs evaluations on val, but eval_every is 0"),
     ],
 )  # fmt: skip

@@ -46,6 +46,7 @@ class EpochReport:
     batches: int  #: number of this rank's batches
     times: StepTimes  #: times of this rank's steps
     cpu_s: float  #: CPU seconds of this rank's process, all threads
+    lr: float  #: learning rate of the last step
     device: Mapping[str, Any] = field(default_factory=dict)  #: use of this rank's GPU, by ``DeviceMonitor``
 
     @property
@@ -128,12 +129,13 @@ def closed_after(batches: Iterator[AnyBatch]) -> Iterator[Iterator[AnyBatch]]:
 def train_epoch(
     model: nn.Module, task: Task, optimizers: Optimizers, batches: Batches, epoch: int, group: RankGroup,
     metrics: MetricsLog, tally: EpochSums | None = None, after_step: Callable[[EpochSums], None] | None = None,
+    rate_share: Callable[[int], float] = lambda step: 1.0,
 ) -> EpochReport:  # fmt: skip
     """Train one epoch. Collective: ranks without seeds take part in every step too.
 
     tally: sums over the steps of this epoch that were trained before; training continues with the next step.
-    after_step: called with the sums after every step except the last. Raises ``TrainingError`` when the loss is not
-    finite.
+    after_step: called with the sums after every step except the last. rate_share: returns the learning rate of a step,
+    as a share of its initial value. Raises ``TrainingError`` when the loss is not finite.
     """
     model.train()
     tally, steps, to_device = tally or EpochSums(), len(batches), feed(group.device)
@@ -157,6 +159,7 @@ def train_epoch(
                     )
                 _check_finite(own_loss, epoch, batch.step, group)
             timer.enter(Phase.BACKWARD)
+            optimizers.set_rates(rate_share(batch.step))
             # The mean of gradients over ranks is then the gradient of the mean loss of the global batch.
             optimizers.step(loss * (group.size / batch.global_seeds))
             timer.step()
@@ -170,6 +173,7 @@ def train_epoch(
                     steps=steps,
                     loss=float(tally.losses[-1]) / max(batch.num_seeds, 1),
                     seeds=batch.num_seeds,
+                    lr=optimizers.lr,
                     seeds_per_s=round(tally.seeds / tally.seconds, 1),
                     wait_s=round(timer.total.batch_s, 4),
                     **lap.means(),
@@ -183,11 +187,11 @@ def train_epoch(
                 after_step(tally)
         timer.lap()
     metrics.at(epoch, steps, "reduce")
-    return _report(tally, timer, monitor, epoch, group)
+    return _report(tally, timer, monitor, epoch, optimizers.lr, group)
 
 
 def _report(
-    tally: EpochSums, timer: StepTimer, monitor: DeviceMonitor, epoch: int, group: RankGroup
+    tally: EpochSums, timer: StepTimer, monitor: DeviceMonitor, epoch: int, lr: float, group: RankGroup
 ) -> EpochReport:  # fmt: skip
     sizes = torch.tensor(tally.sizes, dtype=torch.float64)
     tally.reduce_losses(group)
@@ -205,6 +209,7 @@ def _report(
         batches=len(tally.costs),
         times=timer.total,
         cpu_s=time.process_time() - tally.cpu_began,
+        lr=lr,
         device=monitor.epoch_fields(timer.total),
     )
 

@@ -28,6 +28,7 @@ from trainer.nn.sharded_embedding import (
 from trainer.train.checkpoint import BestEpoch, Checkpoint, file_name, settings_record
 from trainer.train.checkpoint_writer import CheckpointRequest, CheckpointSchedule, CheckpointWriter, detached
 from trainer.train.epoch import Batches, EpochReport, EpochSums, Score, closed_after, evaluate, train_epoch
+from trainer.train.learning_rate import rate_share
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers, averaged
 from trainer.train.run_times import RankTimes
@@ -140,7 +141,7 @@ class Fit:
         while not self._over:
             report = train_epoch(
                 wrapped, self.task, self.optimizers, self.loaders["train"], self.progress.done + 1, self.group,
-                self.metrics, self.progress.tally, self._after_step,
+                self.metrics, self.progress.tally, self._after_step, self._rate_share,
             )  # fmt: skip
             at = self.progress
             curve, seconds = (*at.step_loss, report.step_loss), (*at.seconds, report.seconds)
@@ -174,6 +175,13 @@ class Fit:
             self._writer.finish()
             print("ended by SIGTERM; a checkpoint has been saved", flush=True)
             os._exit(128 + signal.SIGTERM)  # without the destructors of process groups, which may wait for other ranks
+
+    def _rate_share(self, step: int) -> float:
+        """Return the learning rate of a step of the current epoch, as a share of its initial value."""
+        at, steps, metric = self.progress, len(self.loaders["train"]), self.task.metric
+        return rate_share(
+            self.settings.schedule, at.done * steps + step, steps, self.settings.epochs, at.scores, metric
+        )  # fmt: skip
 
     @property
     def _ended_early(self) -> str:
@@ -219,7 +227,7 @@ class Fit:
         cost = {"checkpoint_s": round(self._saving_s, 4)} if self._saving_s else {}
         self._saving_s = 0.0
         self.metrics.write(
-            "epoch", epoch=report.epoch, loss=report.loss, **curve, seconds=round(report.seconds, 3),
+            "epoch", epoch=report.epoch, loss=report.loss, lr=report.lr, **curve, seconds=round(report.seconds, 3),
             seeds=report.own_seeds, seeds_per_s=round(report.own_seeds / report.seconds, 1),
             remote_bytes=report.cost.remote_bytes, **report.line, **cost,
         )  # fmt: skip

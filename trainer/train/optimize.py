@@ -54,6 +54,17 @@ class Optimizers:
         rows = RowTable(embedding, SparseAdam([embedding.weight], lr=lr))  # type: ignore[call-arg]
         return cls(optimizer, rows, clip=settings.clip)
 
+    @property
+    def lr(self) -> float:
+        """The learning rate of the model's weights."""
+        return float(self.model.param_groups[0]["lr"])
+
+    def set_rates(self, share: float) -> None:
+        """Set each learning rate to a share of its initial value, which a checkpoint holds, too."""
+        for optimizer in (self.model, *([self.rows.optimizer] if self.rows else [])):
+            for group in optimizer.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
+
     def step(self, loss: Tensor) -> None:
         self.model.zero_grad()
         if self.rows is not None:

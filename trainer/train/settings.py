@@ -45,6 +45,36 @@ class EarlyStop:
     min_delta: float = setting("an improvement is a change by more than this", 0.0, at_least=0)
 
 
+#: The schedules with the keys that only some of them have.
+SCHEDULES: Mapping[str, str] = {
+    "constant": "",
+    "cosine": "lowest epochs",
+    "step": "every factor",
+    "plateau": "factor patience metric lowest",
+    "one-cycle": "rise lowest epochs",
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the learning rates change."""
+
+    name: Literal["constant", "cosine", "step", "plateau", "one-cycle"] = setting(
+        "constant, cosine, step, plateau or one-cycle", ...
+    )
+    warmup_steps: int = setting("steps in which the rate first grows from 0", 0, at_least=0)
+    warmup_epochs: int = setting("the same in epochs", 0, at_least=0)
+    every: int | None = setting("step: epochs between two changes (10)", None, at_least=1)
+    factor: float | None = setting("step, plateau: what the rate is multiplied by (0.1)", None, above=0, below=1)
+    patience: int | None = setting("plateau: evaluations without an improvement before a change (10)", None, at_least=1)
+    metric: str | None = setting("plateau: what must improve, loss or a metric of the task", None)
+    rise: float | None = setting("one-cycle: share of the steps in which the rate rises (0.3)", None, above=0, below=1)
+    lowest: float | None = setting(
+        "cosine, plateau, one-cycle: lowest rate, as a share of lr (0)", None, at_least=0, below=1
+    )
+    epochs: int | None = setting("cosine, one-cycle: epochs until the lowest rate (all)", None, at_least=1)
+
+
 @dataclass(frozen=True)
 class TrainSettings:
     """Model, data and optimisation of a run of the bundled trainer: the keys of ``train`` in cluster.yml.
@@ -94,6 +124,7 @@ class TrainSettings:
         'Optimizer of torch.optim with its arguments except lr and weight_decay: a name, or JSON such as {"name": '
         '"SGD", "momentum": 0.9}; default: Adam.', None
     )  # fmt: skip
+    schedule: Schedule | None = setting("How the learning rates change; default: they are constant.", None)
     clip: float | None = setting("Largest norm of the gradient of all weights; default: no limit.", None, above=0)
     embeddings: Literal["auto", "featureless", "all"] = setting(
         "Which nodes have trainable rows, in the models rgcn, hgt and rsage. featureless: those without features, in "
@@ -134,7 +165,7 @@ class TrainSettings:
         for name, kind in keyed_settings().items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _with_keys(name, kind, value))
-        problems = [*_beyond_limits(self), *_bad_fanouts(self), *_bad_cache(self)]
+        problems = [*_beyond_limits(self), *_bad_fanouts(self), *_bad_cache(self), *_bad_schedule(self)]
         if problems:
             raise SettingsError("\n".join(problems))
 
@@ -284,6 +315,19 @@ def _bad_cache(settings: TrainSettings) -> Iterator[str]:
         CacheSize.parse(settings.device_cache)
     except SettingsError as error:
         yield f"device_cache: {error}"
+
+
+def _bad_schedule(settings: TrainSettings) -> Iterator[str]:
+    if (schedule := settings.schedule) is None:
+        return
+    known, some = SCHEDULES[schedule.name].split(), {key for keys in SCHEDULES.values() for key in keys.split()}
+    for key in sorted(some.difference(known)):
+        if getattr(schedule, key) is not None:
+            yield f"schedule.{key}: {schedule.name} has no such key"
+    if schedule.warmup_steps and schedule.warmup_epochs:
+        yield "schedule: give warmup_steps or warmup_epochs, not both"
+    if schedule.name == "one-cycle" and (schedule.warmup_steps or schedule.warmup_epochs):
+        yield "schedule: one-cycle has its own warm-up, rise"
 
 
 def _bad_fanouts(settings: TrainSettings) -> Iterator[str]:

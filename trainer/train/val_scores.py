@@ -17,7 +17,8 @@ ValScore = Mapping[str, float]  #: ``epoch``, ``loss`` and the metrics of one ev
 def check_metrics(settings: TrainSettings, task: Task, has_val: bool) -> None:
     """Raise ``SettingsError`` if a setting needs a metric that the task does not have, or scores on val."""
     known = (*METRICS[task.kind], "loss")
-    for name, stop in (("early_stop", settings.early_stop),):
+    plateau = settings.schedule if settings.schedule and settings.schedule.name == "plateau" else None
+    for name, stop in (("early_stop", settings.early_stop), ("schedule", plateau)):
         if stop is not None and not (has_val and settings.eval_every):
             why = "eval_every is 0" if has_val else "the graph has no val split"
             raise SettingsError(f"{name} needs evaluations on val, but {why}")

@@ -26,8 +26,9 @@ sys.path.append(str(HERE.parent / "tests" / "launcher"))
 from fake_transport import FakeTransport  # noqa: E402
 from follow_kit import state, step  # noqa: E402
 from launcher.command import Command  # noqa: E402
-from launcher.report.ending import Limits  # noqa: E402
+from launcher.config.schema import RunConfig  # noqa: E402
 from launcher.report.events import EventLog  # noqa: E402
+from launcher.report.report import RunReport  # noqa: E402
 from launcher.run.live_log import LiveLog  # noqa: E402
 from launcher.run.monitor import RunFollower  # noqa: E402
 from launcher.text import PlainConsole  # noqa: E402
@@ -85,7 +86,9 @@ def measure(nodes: int, lines: float) -> Load:
         plan = make_launch([make_node(top, k, []) for k in range(nodes)])
         transports = {k: Node(k, lines) for k in range(nodes)}
         live = LiveLog(PlainConsole(file=io.StringIO(), width=200), plan)
-        follower = RunFollower(plan, transports, Limits(60.0, 5.0, 10.0), live, EventLog(top / "events.jsonl"))
+        follower = RunFollower(
+            plan, transports, RunConfig(), live, EventLog(top / "events.jsonl"), RunReport(plan.run_id, top)
+        )
         handled = 0
         handle = follower._handle
 
@@ -95,8 +98,8 @@ def measure(nodes: int, lines: float) -> Load:
             handle(k, message)  # type: ignore[arg-type]
 
         follower._handle = counted  # type: ignore[method-assign, assignment]
-        for stream in follower._streams.values():
-            stream.start()
+        for node in follower._nodes.values():
+            node.stream.start()
         with live:
             settled = time.monotonic() + 2
             while time.monotonic() < settled:
@@ -114,8 +117,8 @@ def measure(nodes: int, lines: float) -> Load:
             follower._messages.qsize(),
         )
         follower._enough.set()
-        for stream in follower._streams.values():
-            stream.join()
+        for node in follower._nodes.values():
+            node.stream.join()
         return load
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,12 @@ from launcher.errors import Interrupted
 from launcher.files import write_whole
 from launcher.manage.node_views import OpenRun
 from launcher.plan.serialize import run_json
-from launcher.report.ending import Collected, Ending, Followed, Lost, checkpoint_node
-from launcher.report.html.render import written
+from launcher.report.ending import checkpoint_node, conclude
+from launcher.report.html.render import write_report
 from launcher.report.launch_file import NAME, LaunchFile
 from launcher.report.report import RunReport
 from launcher.report.run_folder import register
-from launcher.report.verdict import NodeView, idle_of, last_hub, progress_words
+from launcher.report.verdict import NodeView, fill_from, idle_of, last_hub, progress_words
 from launcher.sync.collect import collect
 
 
@@ -45,9 +44,10 @@ def collect_run(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None
     """Fetch the run's files into ``folder``; if the run has ended, also write its report."""
     views = run.views() if views is None else views
     prepare_folder(run, folder)
+    report = RunReport(run.found.run_id, folder)
     try:
         first = checkpoint_node({k: view.report for k, view in views.items()}, run.found.needed_plan.lead)
-        collected = collect(run.found.needed_plan, run.attempts, folder, first)
+        collect(report, run.found.needed_plan, run.attempts, first)
     except KeyboardInterrupt:
         raise Interrupted(
             "interrupted; the files fetched so far are complete, and "
@@ -59,14 +59,17 @@ def collect_run(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None
     if alive:
         where = progress_words(run.found, alive)
         why = f"run {run_id} still runs{f' ({where})' if where else ''}; its files so far are in {folder}"
-        return CollectResult(folder, None, why, collected.notes, 0, idle_of(alive))
+        return CollectResult(folder, None, why, tuple(report.notes), 0, idle_of(alive))
     # The lead node ends last, and its result also says how unreachable nodes ended.
     hub = views.get(last_hub([*views.values()], run.found.needed_plan.lead))
     if unreachable and (hub is None or hub.result is None):
         why = _unknown_end(run_id, views, folder)
-        return CollectResult(folder, None, why, collected.notes, 1)
-    report = written(report_of(run, views, collected, folder))
-    return CollectResult(folder, report, "", collected.notes, report.exit_status)
+        return CollectResult(folder, None, why, tuple(report.notes), 1)
+    notes = tuple(report.notes)
+    fill_from(report, views)
+    conclude(report, run.found.needed_plan, _seconds(run, views))
+    write_report(report)
+    return CollectResult(folder, report, "", notes, report.exit_status)
 
 
 def _unknown_end(run_id: str, views: Mapping[int, NodeView], folder: Path) -> str:
@@ -77,19 +80,6 @@ def _unknown_end(run_id: str, views: Mapping[int, NodeView], folder: Path) -> st
         f"run {run_id}: {', '.join(unreachable)} cannot be reached, so how the run ended is not known; the files of "
         f"the other nodes are in {folder}. Collect again later; no file is fetched twice"
     )
-
-
-def report_of(run: OpenRun, views: Mapping[int, NodeView], collected: Collected, folder: Path) -> RunReport:
-    followed = Followed(clocks={k: view.offset for k, view in views.items() if view.now})
-    for k, view in views.items():
-        if view.result is not None:
-            followed.results[k] = view.result
-        elif view.reached:
-            last = view.state["time"] - view.offset if view.state else time.time()
-            followed.lost[k] = Lost(view.lost or "the run never started on this node", last)
-        else:
-            followed.lost[k] = Lost(view.unreachable, time.time(), out_of_reach=True)
-    return Ending(run.found.needed_plan, followed, collected, {}).report(folder, _seconds(run, views))
 
 
 def prepare_folder(run: OpenRun, folder: Path) -> None:

@@ -1,70 +1,18 @@
-"""Builds the report of a run from the last messages of its nodes, with all times by this machine's clock."""
+"""Judges how a run ended, from the last messages of its nodes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from launcher.errors import node_label
 from launcher.node.first_failure import first_failure
 from launcher.node.peers.model import Crew, nobody_left
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.report.metrics import Metrics
 from launcher.report.outcome import Outcome
-from launcher.report.report import RunReport, RunState, excluded_names
-
-
-@dataclass(frozen=True)
-class Collected:
-    metrics: Metrics
-    outcomes: Mapping[int, tuple[Mapping[str, Any], ...]]  #: outcome records by node_rank
-    notes: tuple[str, ...]  #: nodes whose files are missing, with the reason
-
-
-Detached = Literal["", "asked", "trained", "unreachable"]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Time limits, in seconds, for following a run and for ending it."""
-
-    lost_after: float  #: the launcher gives up after this time without a connection to any node
-    grace: float  #: between SIGTERM and SIGKILL
-    connect_timeout: float
-    start_timeout: float = 120.0
-    peer_timeout: float = 6.0  #: after which supervisors report a silent supervisor lost
-    restarts: int = 0  #: how often the supervisors may start the run again
-
-
-@dataclass(frozen=True)
-class Lost:
-    """Why and when a node was lost: it ended without a result, or could not be reached."""
-
-    why: str
-    when: float  #: seconds since the epoch, by this machine's clock
-    out_of_reach: bool = False  #: the launcher could not reach the node, which may still run
-
-
-@dataclass
-class Followed:
-    """Observations of the launcher about a run. Keys of the mappings are node_ranks."""
-
-    results: dict[int, Mapping[str, Any]] = field(default_factory=dict)  #: content of result.json
-    lost: dict[int, Lost] = field(default_factory=dict)
-    silent: set[int] = field(default_factory=set)  #: nodes that were stopped and sent no result
-    notes: list[str] = field(default_factory=list)  #: processes that may still run
-    findings: list[Mapping[str, Any]] = field(default_factory=list)
-    clocks: dict[int, float] = field(default_factory=dict)  #: node clock minus ours in seconds, estimated by heartbeats
-    interrupted: str = ""  #: what interrupted the run on this machine: Ctrl-C, SIGTERM
-    detached: Detached = ""
-
-    @property
-    def ended(self) -> set[int]:
-        """Nodes from which the launcher expects no more messages."""
-        return set(self.results) | set(self.lost) | self.silent
+from launcher.report.report import Lost, RunReport, excluded_names
 
 
 class ExpendableNodes:
@@ -198,196 +146,149 @@ def checkpoint_node(reports: Mapping[int, Mapping[str, Any] | None], lead: int) 
     return first if first in heard else next(iter(others), None)
 
 
-class Ending:
-    """Merges the reports of all nodes about the end of one run.
+def conclude(report: RunReport, plan: LaunchPlan, seconds: float, offsets: Mapping[int, float] | None = None) -> None:
+    """Complete a report: how the run and each of its processes ended, with all times by this machine's clock.
 
-    ``offsets``: for each node, its clock minus this machine's in seconds, as preflight measured it.
+    ``seconds``: duration of the run. ``offsets``: for each node, its clock minus this machine's, in seconds, as
+    preflight measured it.
     """
+    results, nodes = report.results, plan.nodes
+    hub, of_hub = last_attempt(results, plan.lead)
+    gone = set(map(int, of_hub.get("gone") or ()))
 
-    def __init__(self, plan: LaunchPlan, followed: Followed, collected: Collected, offsets: Mapping[int, float]):
-        self.plan, self.followed, self.collected = plan, followed, collected
-        self.results = followed.results
-        self._offsets = offsets
+    def measured_here(k: int) -> float:
+        return (offsets or {}).get(k, report.clocks.get(k, 0.0))
 
-    def report(self, folder: Path, seconds: float) -> RunReport:
-        """Build the report of the run without writing it; ``seconds``: duration of the run."""
-        outcomes = tuple(self._outcomes())
-        failed = [one for one in outcomes if one.failed]
-        failed_itself = any(not one.stopped and not one.done_without for one in failed)
-        asked_by = self.followed.interrupted or ("" if failed_itself else self._asked_by())
-        state: RunState = "done" if self._all_done() else "stopped" if asked_by else "failed"
-        return RunReport(
-            self.plan.run_id,
-            state,
-            outcomes,
-            first_failure(failed, lambda one: one.failure) if state == "failed" else None,
-            self.collected.metrics,
-            seconds,
-            folder,
-            notes=(*self._restart_notes(), *self.followed.notes, *self.collected.notes),
-            findings=tuple(self.findings()),
-            stopped_by=asked_by if state == "stopped" else "",
-            out_of_reach=excluded_names(
-                self.plan.nodes,
-                {k for k, lost in self.followed.lost.items() if lost.out_of_reach and k not in self.results},
-            ),
-            restarts=self.restarts,
-            bundled=not self.plan.own_command and not self.plan.serve_only,
-        )
-
-    @property
-    def hub(self) -> int:
-        return last_attempt(self.results, self.plan.lead)[0]
-
-    @property
-    def restarts(self) -> tuple[Mapping[str, Any], ...]:
-        """The restarts of the run, with times by this machine's clock."""
-        hub, report = last_attempt(self.results, self.plan.lead)
-        found = report.get("restarts") or ()
-        return tuple({**one, "t": one["t"] - self.clock_offset(hub)} for one in found)
-
-    def _restart_notes(self) -> Iterator[str]:
-        """Yield a note for each node that a restart left out, and on why there was no further restart."""
-        labels = [node.label for node in self.plan.nodes]
-        for one in self.restarts:
-            yield from (f"{labels[k]} was lost; the run went on without it" for k in one["without"] if k < len(labels))
-        if why := last_attempt(self.results, self.plan.lead)[1].get("no_restart"):
-            yield f"no restart: {why}"
-
-    def clock_offset(self, k: int) -> float:
+    def offset(k: int) -> float:
         """Return the clock of node ``k`` minus this machine's, in seconds."""
-        to_hub = self.results.get(k, {}).get("clock_offset")
-        if to_hub is None or self.plan.serve_only:
-            return self._measured_here(k)
-        return float(to_hub) + self._measured_here(self.hub)
+        to_hub = results.get(k, {}).get("clock_offset")
+        return measured_here(k) if to_hub is None or plan.serve_only else float(to_hub) + measured_here(hub)
 
-    def findings(self) -> list[Mapping[str, Any]]:
-        """Return the findings of all nodes in order of time, each only once."""
-        found: list[Mapping[str, Any]] = []
-        for finding in [*self.followed.findings, *(f for r in self.results.values() for f in r.get("findings") or ())]:
-            if finding not in found:
-                found.append(finding)
-        return sorted(found, key=lambda finding: float(finding["t"]))
+    # Restarts, with notes on the nodes that they left out, and on why there was no further one.
+    report.restarts = tuple({**one, "t": one["t"] - offset(hub)} for one in of_hub.get("restarts") or ())
+    without = [k for one in report.restarts for k in one["without"] if k < len(nodes)]
+    notes = [f"{nodes[k].label} was lost; the run went on without it" for k in without]
+    notes += [f"no restart: {of_hub['no_restart']}"] if of_hub.get("no_restart") else []
+    report.notes[:0] = notes
 
-    def lost(self) -> dict[int, Lost]:
-        """Return the nodes that the launcher or the lead node reports lost.
+    # The findings of all nodes, each once; those that ended the run came after the last restart.
+    for finding in (one for result in results.values() for one in result.get("findings") or ()):
+        if finding not in report.findings:
+            report.findings.append(finding)
+    report.findings.sort(key=lambda one: float(one["t"]))
+    since = max((one["t"] for one in report.restarts), default=0.0)
+    ending = [one for one in report.findings if one.get("stop")]
+    ending = [one for one in ending if not since or one["t"] - offset(one["node_rank"]) > since]
 
-        If the lead node has no result or its network failed, its report is not used. The lead node itself is then
-        returned, too, if another node reports it lost.
-        """
-        found, hub = dict(self.followed.lost), self.hub
-        trust_hub = hub in self.results and not hub_was_cut_off(self.results, len(self.plan.nodes), hub)
-        for reporter, result in sorted(self.results.items()):
-            for key, lost in nodes_reported_lost(result).items():
-                k = int(key)
-                if (lost.get("how", "lost") == "lost") and (reporter == hub if trust_hub else k == hub):
-                    reported = Lost(lost["why"], lost["since"] - self.clock_offset(reporter))
-                    seen = found.get(k)
-                    known = seen is not None and not seen.out_of_reach
-                    found[k] = Lost(seen.why, min(seen.when, reported.when)) if seen and known else reported
-        return found
+    # The run is done if all needed nodes are. The lead node is done only after all others, even those out of reach.
+    needed = {node.node_rank for node in nodes} - gone
+    states = {k: result["state"] for k, result in results.items() if k in needed}
+    unreachable = {k for k in needed - set(states) if k in report.lost and report.lost[k].out_of_reach}
+    done = set(states.values()) == {"done"} and needed == {*states, *unreachable}
+    done = done and (not unreachable or hub in states)
 
-    def _measured_here(self, k: int) -> float:
-        return self._offsets.get(k, self.followed.clocks.get(k, 0.0))
+    # Who asked for a stop. A server that was lost just before, and that the run could do without, was not missed.
+    asked_by = _asked_by(results)
+    lost = _lost_nodes(report, len(nodes), hub, offset)
+    if done:
+        lost = {k: how for k, how in lost.items() if k in gone}
+    spared = set(gone)
+    if asked_by:
+        for k in lost:
+            spared |= {k} & set(crew_of(plan).spare(spared))
 
-    def _all_done(self) -> bool:
-        # The lead node is done only after all others, even those that cannot be reached.
-        needed = {node.node_rank for node in self.plan.nodes} - self.gone
-        states = {k: result["state"] for k, result in self.results.items() if k in needed}
-        if set(states.values()) != {"done"}:
-            return False
-        unreachable = {
-            k for k in needed - set(states) if k in self.followed.lost and self.followed.lost[k].out_of_reach
-        }
-        return needed == set(states) | unreachable and (not unreachable or self.hub in states)
-
-    @property
-    def gone(self) -> set[int]:
-        return set(map(int, last_attempt(self.results, self.plan.lead)[1].get("gone") or ()))
-
-    def _asked_by(self) -> str:
-        """Return who requested the stop of the run, as ``alice@laptop (gnnfleet stop)``; '' if nobody did."""
-        results = [result for _, result in sorted(self.results.items())]
-        causes = [result["cause"] for result in results if result.get("cause")]
-        stops = [(cause.get("asked"), cause["reason"]) for cause in causes if cause["kind"] == "stop"]
-        stops += [(result["asked"], result["reason"]) for result in results if result.get("asked")]
-        for asked, reason in stops:
-            why = f" ({asked['why']})" if asked and asked.get("why") else ""
-            return f"{asked['by']}{why}" if asked and asked.get("by") else str(reason)
-        return ""
-
-    def _outcomes(self) -> Iterator[Outcome]:
-        # The outcome of a lost node follows those of the processes on it.
-        lost, gone = self.lost(), self.gone
-        if self._all_done():
-            lost = {k: how for k, how in lost.items() if k in gone}
-        if self._asked_by():  # a stop that came before the loss of an expendable node was noticed
-            for k in lost:
-                gone = gone | ({k} & set(crew_of(self.plan).spare(gone)))
-        for node in self.plan.nodes:
-            k = node.node_rank
-            for outcome in self._outcomes_of(node, lost.get(k)):
-                yield replace(outcome, done_without=True) if k in gone else self._with_parts(outcome)
-        for finding in self._stopping:
-            k = finding["node_rank"]
-            host = self.plan.nodes[k].target if k < len(self.plan.nodes) else "unknown"
-            when = finding["t"] - self.clock_offset(finding["node_rank"])
-            yield Outcome.of_finding(finding, host, when)
-
-    def _with_parts(self, outcome: Outcome) -> Outcome:
-        """If a graph server or a node failed, add to its note the parts that no other node holds.
-
-        Returns other outcomes unchanged.
-        """
-        if not outcome.failed or outcome.stopped or outcome.name not in ("server", "node"):
-            return outcome
-        labels = [node_label(node.node_rank, node.target) for node in self.plan.nodes]
-        note = outcome.note + nobody_left(outcome.node_rank, crew_of(self.plan), labels, self.gone)
-        return replace(outcome, note=note.removeprefix("; "))
-
-    def _outcomes_of(self, node: NodePlan, lost: Lost | None) -> Iterator[Outcome]:
+    # How each process ended; the outcome of a lost node follows those of the processes on it.
+    outcomes: list[Outcome] = []
+    for node in nodes:
         k = node.node_rank
-        records = self.results[k]["outcomes"] if k in self.results else self.collected.outcomes[k]
-        for record in records:
-            yield Outcome.from_record(record, node.target, self.clock_offset(k))
-        yield from self._node_outcomes(node, records, lost)
-        yield from self._reported_by_others(node, records)
+        records = results[k]["outcomes"] if k in results else report.records.get(k, ())
+        own = [Outcome.from_record(record, node.target, offset(k)) for record in records]
+        own += _node_outcomes(node, results, lost, records, bool(ending), offset)
+        for outcome in own:
+            if k in spared:
+                outcome = replace(outcome, done_without=True)
+            elif outcome.failed and not outcome.stopped and outcome.name in ("server", "node"):
+                # a graph server or a node: its note names the parts that no other node holds
+                labels = [node_label(one.node_rank, one.target) for one in nodes]
+                note = outcome.note + nobody_left(k, crew_of(plan), labels, gone)
+                outcome = replace(outcome, note=note.removeprefix("; "))
+            outcomes.append(outcome)
+    for finding in ending:
+        k = finding["node_rank"]
+        host = nodes[k].target if k < len(nodes) else "unknown"
+        outcomes.append(Outcome.of_finding(finding, host, finding["t"] - offset(k)))
 
-    @property
-    def _stopping(self) -> list[Mapping[str, Any]]:
-        since = max((one["t"] for one in self.restarts), default=0.0)
-        found = [finding for finding in self.findings() if finding.get("stop")]
-        return [one for one in found if not since or one["t"] - self.clock_offset(one["node_rank"]) > since]
+    # The state of the run, and what came first.
+    failed = [one for one in outcomes if one.failed]
+    failed_itself = any(not one.stopped and not one.done_without for one in failed)
+    asked_by = report.interrupted or ("" if failed_itself else asked_by)
+    report.state = "done" if done else "stopped" if asked_by else "failed"
+    report.stopped_by = asked_by if report.state == "stopped" else ""
+    report.outcomes = tuple(outcomes)
+    if report.state == "failed":
+        report.first_failure = first_failure(failed, lambda one: one.failure)
+    report.seconds = seconds
+    report.bundled = not plan.own_command and not plan.serve_only
+    away = {k for k, one in report.lost.items() if one.out_of_reach and k not in results}
+    report.out_of_reach = excluded_names(nodes, away)
 
-    def _node_outcomes(self, node: NodePlan, records: Any, lost: Lost | None) -> Iterator[Outcome]:
-        k = node.node_rank
-        result = self.results.get(k, {})
-        if lost is not None:
-            yield Outcome.of_node(k, node.target, lost.why, lost.when)
-        elif result.get("reason", "").startswith("SIG"):
-            yield Outcome.of_stopped_node(k, node.target, result["reason"], self._when(k, records))
-        elif result.get("state") == "failed" and not (self._stopping or any(record["failed"] for record in records)):
-            yield Outcome.of_node(k, node.target, result["reason"], self._when(k, records))
 
-    def _when(self, k: int, records: Any) -> float:
-        cause = self.results[k].get("cause") or {}
-        if cause.get("node_rank") == k:
-            return float(cause["t"]) - self.clock_offset(k)
-        ended = [record["ended"] for record in records if record["ended"]]
-        return min(ended) - self.clock_offset(k) if ended else time.time()
+def _asked_by(results: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return who requested the stop of the run, as ``alice@laptop (gnnfleet stop)``; '' if nobody did."""
+    ordered = [result for _, result in sorted(results.items())]
+    causes = [result["cause"] for result in ordered if result.get("cause")]
+    stops = [(cause.get("asked"), cause["reason"]) for cause in causes if cause["kind"] == "stop"]
+    stops += [(result["asked"], result["reason"]) for result in ordered if result.get("asked")]
+    for asked, reason in stops:
+        why = f" ({asked['why']})" if asked and asked.get("why") else ""
+        return f"{asked['by']}{why}" if asked and asked.get("by") else str(reason)
+    return ""
 
-    def _reported_by_others(self, node: NodePlan, records: Any) -> Iterator[Outcome]:
-        """If a process on ``node`` failed and thereby ended the run, yield its Outcome as another node reports it.
 
-        Yields nothing if ``node`` has a result, or if ``records``, the outcomes that ``node`` recorded, include this
-        process.
-        """
-        causes = [
-            (by, result["cause"])
-            for by, result in sorted(self.results.items())
-            if (result.get("cause") or {}).get("node_rank") == node.node_rank and result["cause"]["kind"] == "failure"
-        ]
-        for by, cause in causes[:1]:
-            if node.node_rank not in self.results and cause["name"] not in {record["name"] for record in records}:
-                when = cause["t"] - self.clock_offset(by)
-                yield Outcome.of_cause(cause, node.target, when)
+def _lost_nodes(report: RunReport, nodes: int, hub: int, offset: Callable[[int], float]) -> dict[int, Lost]:
+    """Return the nodes that the launcher or the lead node reports lost.
+
+    If the lead node has no result or its network failed, its report is not used. The lead node itself is then returned,
+    too, if another node reports it lost.
+    """
+    found, results = dict(report.lost), report.results
+    trust_hub = hub in results and not hub_was_cut_off(results, nodes, hub)
+    for reporter, result in sorted(results.items()):
+        for key, lost in nodes_reported_lost(result).items():
+            k = int(key)
+            if (lost.get("how", "lost") == "lost") and (reporter == hub if trust_hub else k == hub):
+                reported = Lost(lost["why"], lost["since"] - offset(reporter))
+                seen = found.get(k)
+                known = seen is not None and not seen.out_of_reach
+                found[k] = Lost(seen.why, min(seen.when, reported.when)) if seen and known else reported
+    return found
+
+
+def _node_outcomes(
+    node: NodePlan,
+    results: Mapping[int, Mapping[str, Any]],
+    lost: Mapping[int, Lost],
+    records: Sequence[Mapping[str, Any]],
+    by_finding: bool,
+    offset: Callable[[int], float],
+) -> Iterator[Outcome]:
+    """Yield how a node itself ended, and a failure of one of its processes that only other nodes report.
+
+    ``records``: outcomes of its processes. ``by_finding``: a finding ended the run.
+    """
+    k, result = node.node_rank, results.get(node.node_rank, {})
+    reason, cause = result.get("reason", ""), result.get("cause") or {}
+    ended = [record["ended"] for record in records if record["ended"]]
+    when = float(cause["t"]) if cause.get("node_rank") == k else min(ended, default=time.time() + offset(k))
+    if k in lost:
+        yield Outcome.of_node(k, node.target, lost[k].why, lost[k].when)
+    elif reason.startswith("SIG"):
+        yield Outcome.of_stopped_node(k, node.target, reason, when - offset(k))
+    elif result.get("state") == "failed" and not (by_finding or any(record["failed"] for record in records)):
+        yield Outcome.of_node(k, node.target, reason, when - offset(k))
+    for by, other in sorted(results.items()):
+        cause = other.get("cause") or {}
+        if cause.get("node_rank") == k and cause["kind"] == "failure":
+            if k not in results and cause["name"] not in {record["name"] for record in records}:
+                yield Outcome.of_cause(cause, node.target, cause["t"] - offset(by))
+            break

@@ -1,11 +1,11 @@
-"""Writes the report of a run that ended, as result.json and metrics.jsonl, and prints it."""
+"""The report of a run: filled from its start to its end, then written as result.json and metrics.jsonl, and printed."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from launcher.errors import FleetError
 from launcher.files import atomic_file, write_whole
 from launcher.node.json_reader import checked, json_object
 from launcher.node.json_records import METRIC
@@ -111,23 +110,56 @@ _EXIT_STATUS: Mapping[RunState, int] = {"done": 0, "failed": 1, "stopped": 130, 
 _EPOCHS_SHOWN = 12
 
 
+Detached = Literal["", "asked", "trained", "unreachable"]
+
+
 @dataclass(frozen=True)
+class Lost:
+    """Why and when a node was lost: it ended without a result, or could not be reached."""
+
+    why: str
+    when: float  #: seconds since the epoch, by this machine's clock
+    out_of_reach: bool = False  #: the launcher could not reach the node, which may still run
+
+
+@dataclass
 class RunReport:
-    """The report of a run that ended, or that the launcher no longer follows."""
+    """How a run went. Filled while it is followed and when its files are collected, then completed by ``conclude``.
+
+    Keys of the mappings are node_ranks.
+    """
 
     run_id: str
-    state: RunState
-    outcomes: tuple[Outcome, ...]
-    first_failure: Outcome | None
-    metrics: Metrics
-    seconds: float
     folder: Path
-    notes: tuple[str, ...] = field(default=())  #: files that could not be collected, processes that may still run
-    findings: tuple[Mapping[str, Any], ...] = field(default=())  #: findings of the nodes: nan, stall, straggler, …
+
+    # While the run is followed.
+    results: dict[int, Mapping[str, Any]] = field(default_factory=dict)  #: content of result.json
+    lost: dict[int, Lost] = field(default_factory=dict)
+    silent: set[int] = field(default_factory=set)  #: nodes that were stopped and sent no result
+    clocks: dict[int, float] = field(default_factory=dict)  #: node clock minus ours in seconds, estimated by heartbeats
+    interrupted: str = ""  #: what interrupted the run on this machine: Ctrl-C, SIGTERM
+    detached: Detached = ""
+    findings: list[Mapping[str, Any]] = field(default_factory=list)  #: of the nodes: nan, stall, straggler, …
+    notes: list[str] = field(default_factory=list)  #: processes that may still run, files that are missing
+
+    # When its files are collected.
+    records: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)  #: outcome files of each node
+    metrics: Metrics = field(default_factory=Metrics)
+
+    # When it has ended.
+    state: RunState = "detached"
+    seconds: float = 0.0
+    outcomes: tuple[Outcome, ...] = ()
+    first_failure: Outcome | None = None
     stopped_by: str = ""  #: who requested the stop, as ``alice@laptop (gnnfleet stop)``, or ``Ctrl-C``
     restarts: tuple[Mapping[str, Any], ...] = ()  #: how the run started again: generation, text, nodes, seconds, …
     bundled: bool = False  #: the model is one of the bundled trainer
     out_of_reach: tuple[str, ...] = ()  #: hosts that could not be reached in the end, as ``--exclude`` names them
+
+    @property
+    def ended(self) -> set[int]:
+        """Nodes from which the launcher expects no more messages."""
+        return {*self.results, *self.lost, *self.silent}
 
     @property
     def exit_status(self) -> int:
@@ -179,13 +211,6 @@ class RunReport:
         with atomic_file(self.folder / "metrics.jsonl") as out:
             out.writelines(line.text for line in _merged(self.metrics.files))
         write_whole(self.folder / "result.json", json.dumps(self.to_json(), indent=1) + "\n")
-
-
-def _analysed(report: RunReport) -> RunReport:
-    try:
-        return replace(report, metrics=report.metrics.analysed())
-    except FleetError as error:
-        return replace(report, notes=(*report.notes, str(error)))
 
 
 def print_report(report: RunReport, console: Console) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from launcher.node.diagnostics.vitals import IDLE
-from launcher.node.peers import model
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.report.ending import hub_was_cut_off, last_attempt, lost_its_hub
+from launcher.report.ending import conclude, last_attempt
 from launcher.report.events import nan_finding, nan_words
 from launcher.report.launch_file import BEFORE_NODES, LaunchFile
-from launcher.report.report import excluded_names, resume_command
+from launcher.report.report import Lost, RunReport, excluded_names, resume_command
 from launcher.report.run_folder import FoundRun, attempts, last_sign
 from launcher.report.task_metric import metric_of, score_text
 from launcher.text import count
@@ -216,20 +216,18 @@ def _cannot_know(found: FoundRun, everyone: list[NodeView], unreachable: list[No
 def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
     if found.result is not None and found.result["state"] in _ENDED:
         return _over_by_result(found, found.result)
-    plan, hub = found.needed_plan, last_hub(everyone, found.needed_plan.lead)
-    size, gone = _size(plan), done_without(everyone, hub, only_gone=True)
-    words = {view.word for view in everyone if view.node.node_rank not in gone}
-    if words == {"done"}:
-        state, sentence = "done", f"run {found.run_id} is done ({size})"
-    elif words & {"failed", "lost", "not started"}:
-        state, sentence = "failed", f"run {found.run_id} has failed ({size})"
-    else:
-        state, sentence = "stopped", f"run {found.run_id} was stopped ({size})"
-    why = first_cause(everyone, hub)
+    plan, report = found.needed_plan, RunReport(found.run_id, found.folder or Path())
+    fill_from(report, {view.node.node_rank: view for view in everyone})
+    conclude(report, plan, 0.0)
+    state: State = report.state  # type: ignore[assignment]
+    verb = {"done": "is done", "failed": "has failed", "stopped": "was stopped"}[state]
+    stops = [cause for one in report.results.values() if (cause := one.get("cause")) and cause["kind"] == "stop"]
+    why = report.first_failure.sentence if report.first_failure else str(stops[0]["reason"]) if stops else ""
+    sentence = f"run {found.run_id} {verb} ({_size(plan)})"
     others = [view for view in everyone if _why_ended(view) not in why and view.node.label not in why]
     notes = [_ended_note(view) for view in others if view.word != "done"]
     sentence += f": {why}" if why else ""
-    return Verdict(state, f"{sentence}; {launcher_words(found)}", tuple(notes), _after(found, state))  # type: ignore[arg-type]
+    return Verdict(state, f"{sentence}; {launcher_words(found)}", tuple(notes), _after(found, state))
 
 
 def _over_by_result(found: FoundRun, result: Mapping[str, Any], unreachable: Sequence[NodeView] = ()) -> Verdict:
@@ -355,22 +353,17 @@ def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
     return (at[0], at[1]) if at else (rank["epoch"], rank["step"])
 
 
-def first_cause(views: Sequence[NodeView], hub: int) -> str:
-    """Return why the run ended, as its nodes report; '' if it succeeded. ``hub``: node_rank of the lead node."""
-    gone = done_without(views, hub, only_gone=True)
-    labels = tuple(view.node.label for view in views)
-    results = {view.node.node_rank: view.result for view in views if view.result is not None}
-    cut_off = hub_was_cut_off(results, len(views), hub)  # the lead node then reports all other nodes lost
-    needed = [
-        view for view in views if view.node.node_rank not in gone and not (cut_off and view.node.node_rank == hub)
-    ]
-    # A member that has lost the lead node knows no other cause.
-    for view in sorted(needed, key=lambda view: view.node.node_rank != hub and lost_its_hub(view.result or {})):
-        cause = (view.result or {}).get("cause")
-        if cause:
-            return str(cause["reason"]) if cause["kind"] == "stop" else model.sentence(cause, labels)
-    reasons = [f"node{view.node.node_rank}: {why}" for view in needed if (why := _why_ended(view))]
-    return reasons[0] if reasons else ""
+def fill_from(report: RunReport, views: Mapping[int, NodeView]) -> None:
+    """Fill a report with what the nodes of a run that has ended have answered, as if it had been followed."""
+    report.clocks = {k: view.offset for k, view in views.items() if view.now}
+    for k, view in views.items():
+        if view.result is not None:
+            report.results[k] = view.result
+        elif view.reached:
+            last = view.state["time"] - view.offset if view.state else time.time()
+            report.lost[k] = Lost(view.lost or "the run never started on this node", last)
+        else:
+            report.lost[k] = Lost(view.unreachable, time.time(), out_of_reach=True)
 
 
 def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False) -> set[int]:

@@ -33,7 +33,6 @@ from launcher.preflight.preflight import without_busy_ports
 from launcher.preflight.preflight_report import node_ranges
 from launcher.report.events import EventLog
 from launcher.report.launch_file import LaunchFile, Stage, user_at_host
-from launcher.report.metrics import Metrics
 from launcher.report.report import RunReport, RunState
 from launcher.report.run_folder import clear, register
 from launcher.run.check import preflight_of_draft, show_findings
@@ -138,7 +137,8 @@ class LaunchContext:
         self.events.add("given-up", stage=self.file.stage, reason=why)
         if not (self.folder / "result.json").exists():
             seconds = time.time() - self.started
-            report = RunReport(self.run_id, state, (), None, Metrics(), seconds, self.folder, self.notes or (why,))
+            notes = [*(self.notes or (why,))]
+            report = RunReport(self.run_id, self.folder, state=state, seconds=seconds, notes=notes)
             values = {**report.to_json(), "exit_status": exit_status}
             try:
                 write_whole(self.folder / "result.json", json.dumps(values, indent=1) + "\n")

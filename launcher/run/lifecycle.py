@@ -13,11 +13,10 @@ from rich.text import Text
 from launcher.config.schema import RunConfig
 from launcher.errors import Interrupted, OutOfReach, TransportError
 from launcher.plan.model import LaunchPlan
-from launcher.report.ending import Collected, Ending, Followed, Limits, checkpoint_node
+from launcher.report.ending import checkpoint_node, conclude
 from launcher.report.events import EventLog
-from launcher.report.html.render import written
+from launcher.report.html.render import write_report
 from launcher.report.launch_file import Stage
-from launcher.report.metrics import Metrics
 from launcher.report.report import RunReport, excluded_names, print_report, resume_command
 from launcher.run.interrupts import InterruptPrompt, Interrupts, OnInterrupt
 from launcher.run.live_log import LiveLog
@@ -56,12 +55,6 @@ class FollowContext:
     offsets: Mapping[int, float] | None = None  #: node clock minus this machine's, seconds, as preflight measured
     at_stage: Callable[[Stage], None] = lambda stage: None  #: called when the run enters a stage
 
-    @property
-    def limits(self) -> Limits:
-        run = self.run
-        times = run.lost_after, run.grace, run.connect_timeout, run.start_timeout, run.peer_timeout
-        return Limits(*times, run.restarts)
-
 
 def conduct(
     context: FollowContext,
@@ -82,46 +75,42 @@ def conduct(
     interrupts.exit_message = "\n  ".join(
         ["exited immediately; processes of the run may still be running.", *map(how_to_stop, context.plan.nodes)]
     )
+    report = RunReport(context.plan.run_id, context.folder)
     board = Board.of(context.plan, time.time() - context.started)
     with LiveLog(context.view.console, context.plan, plain=context.view.plain, board=board) as live:
         follower = RunFollower(
             context.plan,
             context.transports,
-            context.limits,
+            context.run,
             live,
             context.events,
+            report,
             starts=starts,
             leave_when_trained=leave_when_trained,
             tail=None if starts else _TAIL,
             on_training=lambda: context.at_stage("train"),
         )
         try:
-            followed = follower.follow(
-                interrupts, InterruptPrompt(live, context.view.on_interrupt, viewer=starts is None)
-            )
+            follower.follow(interrupts, InterruptPrompt(live, context.view.on_interrupt, viewer=starts is None))
         except BaseException:
             follower.leave() if starts is None else follower.abandon()
             raise
 
-    if followed.detached:
-        context.events.add("detached", why=followed.detached)
-        if followed.detached == "unreachable":
-            raise OutOfReach(_out_of_reach(context, followed))
-        run_id, verb = context.plan.run_id, "trains" if followed.detached == "trained" else "goes on"
+    if report.detached:
+        context.events.add("detached", why=report.detached)
+        if report.detached == "unreachable":
+            raise OutOfReach(_out_of_reach(context, report))
+        run_id, verb = context.plan.run_id, "trains" if report.detached == "trained" else "goes on"
         for line in (
             f"\nDetached: run {run_id} {verb} ({board.summary()}).",
             f"  gnnfleet follow {run_id}    follow the run to its end",
             f"  gnnfleet status {run_id}    show its state; also: logs, attach, stop, collect",
         ):
             context.view.console.print(Text(line), soft_wrap=True)
-        seconds = time.time() - context.started
-        return RunReport(run_id, "detached", (), None, Metrics(), seconds, context.folder)
+        report.seconds = time.time() - context.started
+        return report
 
-    # The run has ended on all nodes: its files are collected, and judged by the same rules as when nothing could be.
-    def report_of(collected: Collected) -> RunReport:
-        ending = Ending(context.plan, followed, collected, context.offsets or {})
-        return written(ending.report(context.folder, time.time() - context.started))
-
+    # The run has ended on all nodes: its files are collected. The report is completed even if that is interrupted.
     interrupts.ignore_hangup = True
     interrupts.message = interrupts.exit_message = (
         "interrupted while collecting; the run has ended on all nodes. "
@@ -129,32 +118,32 @@ def conduct(
     )
     context.at_stage("collect")
     try:
-        source = checkpoint_node(followed.results, context.plan.lead)
-        collected = collect(context.plan, context.transports, context.folder, source)
+        collect(report, context.plan, context.transports, checkpoint_node(report.results, context.plan.lead))
     except KeyboardInterrupt:
-        nothing: Mapping[int, tuple[Mapping[str, object], ...]] = {node.node_rank: () for node in context.plan.nodes}
-        report_of(Collected(Metrics(), nothing, (interrupts.message,)))
+        report.notes.append(interrupts.message)
         raise
-    report = report_of(collected)
+    finally:
+        conclude(report, context.plan, time.time() - context.started, context.offsets)
+        write_report(report)
     context.events.add("end", state=report.state, exit_status=report.exit_status, seconds=report.seconds)
     print_report(report, context.view.console)
     return report
 
 
-def _out_of_reach(context: FollowContext, followed: Followed) -> str:
+def _out_of_reach(context: FollowContext, report: RunReport) -> str:
     # With ``run.restarts``, a node may have ended because it could not reach the others either.
     run_id, waited = context.plan.run_id, f"for {context.run.lost_after:g} s (run.lost_after)"
     follow = f"gnnfleet follow {run_id}"
-    ended = [k for k, result in followed.results.items() if result.get("no_restart")]
+    ended = [k for k, result in report.results.items() if result.get("no_restart")]
     if not ended:
         return (
             f"no node of {run_id} has been reachable {waited}; the run goes on without this machine. "
             f"When the nodes can be reached again: {follow}"
         )
-    others = [node for node in context.plan.nodes if node.node_rank not in followed.ended]
+    others = [node for node in context.plan.nodes if node.node_rank not in report.ended]
     names = ", ".join(node.label for node in others)
     away = excluded_names(context.plan.nodes, [node.node_rank for node in others])
-    why = followed.results[ended[0]]["no_restart"]
+    why = report.results[ended[0]]["no_restart"]
     first = context.plan.nodes[ended[0]].label
     return (
         f"no other node of {run_id} has been reachable {waited}; {first} has ended ({why}). If {names} "

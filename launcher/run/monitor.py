@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from launcher.config.schema import RunConfig
 from launcher.errors import FleetError
 from launcher.node.json_reader import records
 from launcher.node.json_records import EVENT
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.report.ending import Detached, ExpendableNodes, Followed, Limits, Lost, nodes_reported_lost
+from launcher.report.ending import ExpendableNodes, nodes_reported_lost
 from launcher.report.events import EventLog, finding_words
+from launcher.report.report import Detached, Lost, RunReport
 from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.live_log import LiveLog
 from launcher.run.node_stream import NodeMessage, NodeStream, for_machines
@@ -73,7 +75,7 @@ class FollowedNode:
 
 
 class RunFollower:
-    """Follows all nodes of a run from start to the last result.
+    """Follows all nodes of a run from start to the last result, and fills its report.
 
     ``starts``: functions that start the nodes, by node_rank; None if the run has started already. ``on_training``:
     called when all ranks have started.
@@ -88,9 +90,10 @@ class RunFollower:
         self,
         plan: LaunchPlan,
         transports: Mapping[int, Transport],
-        limits: Limits,
+        limits: RunConfig,
         live: LiveLog,
         events: EventLog,
+        report: RunReport,
         *,
         starts: Mapping[int, Callable[[], None]] | None = None,
         leave_when_trained: bool = False,
@@ -98,7 +101,7 @@ class RunFollower:
         on_training: Callable[[], None] = lambda: None,
     ):
         self.plan, self.transports, self.limits, self.live, self.events = plan, transports, limits, live, events
-        self.followed = Followed()
+        self.report = report
         self._messages: queue.SimpleQueue[NodeMessage] = queue.SimpleQueue()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._enough = threading.Event()
@@ -131,7 +134,7 @@ class RunFollower:
 
     # The run, top to bottom.
 
-    def follow(self, interrupts: Interrupts | None = None, prompt: InterruptPrompt | None = None) -> Followed:
+    def follow(self, interrupts: Interrupts | None = None, prompt: InterruptPrompt | None = None) -> None:
         """Follow until every node has ended or the run is detached.
 
         ``prompt`` decides whether a signal or key press stops the run, detaches from it, or does neither.
@@ -150,7 +153,7 @@ class RunFollower:
                     if not self._detaching and any(node.state == "starting" for node in self._nodes.values()):
                         self.live.say("detaching as soon as every node has started", "bold yellow")
                     self._detaching = "asked"
-                elif action == "stop" and not self.followed.interrupted:
+                elif action == "stop" and not self.report.interrupted:
                     self.interrupt(interrupts.cause or prompt.cause)
                 interrupts.exit_on_next = bool(self._stop_reason)
 
@@ -158,14 +161,13 @@ class RunFollower:
                 if time.monotonic() >= self._next_check:
                     self._check_timeouts(time.monotonic())
             self._enough.set()
-            if self.followed.detached:
+            if self.report.detached:
                 self._join_streams()
-        return self.followed
 
     def _over(self) -> bool:
-        if self.followed.detached:
+        if self.report.detached:
             return True
-        if not self.followed.ended >= set(self._nodes):
+        if not self.report.ended >= set(self._nodes):
             return False
         self.live.tick(all_of_them=True)
         self.stop("all nodes have ended")  # removes remaining processes and tmux sessions
@@ -197,13 +199,13 @@ class RunFollower:
         self.live.quiet()
         self.events.add("stop", reason=reason)
         for k, node in self._nodes.items():
-            if node.stream.broken_since is None or self.followed.interrupted:
+            if node.stream.broken_since is None or self.report.interrupted:
                 self._clean_up(k)  # other nodes are stopped once their connection is restored
 
     def interrupt(self, cause: str) -> None:
         """Stop the run because of a signal. ``cause``: name of the signal, such as Ctrl-C."""
         if not self._failing:
-            self.followed.interrupted = cause
+            self.report.interrupted = cause
         self.live.say(f"{cause}: stopping every node (Ctrl-C exits immediately)", "bold yellow")
         self.events.add("interrupted", by=cause)
         self.stop(cause)
@@ -224,7 +226,7 @@ class RunFollower:
             self.live.tick()
             return
         always = "stopped" in message.values or "returned" in message.values
-        if message.node_rank not in self.followed.ended or always:
+        if message.node_rank not in self.report.ended or always:
             self._handle(message.node_rank, message.values)
         self.live.tick()
 
@@ -246,17 +248,17 @@ class RunFollower:
             state = message["state"]
             # The network's latency makes each offset too small, so the maximum is the best estimate.
             offset = state["time"] - time.time()
-            self.followed.clocks[k] = max(offset, self.followed.clocks.get(k, offset))
+            self.report.clocks[k] = max(offset, self.report.clocks.get(k, offset))
             self.live.board.state(k, state)
             self._spares.take(k, state)
             for finding in state.get("findings") or ():
-                if finding not in self.followed.findings:
-                    self.followed.findings.append(finding)
+                if finding not in self.report.findings:
+                    self.report.findings.append(finding)
                     self.live.board.finding(finding)
                     self.live.say(finding_words(finding), "yellow")
         elif "result" in message:
             result = message["result"]
-            self.followed.results[k] = result
+            self.report.results[k] = result
             self._spares.take_result(k, result)
             self._ended(k, "ended", result["state"])
             if self._stop_reason or self._failing:
@@ -267,7 +269,7 @@ class RunFollower:
             self._leave_behind()
         elif "lost" in message:
             last = message["lost"].get("state")
-            when = last["time"] - self.followed.clocks.get(k, 0.0) if last else time.time()
+            when = last["time"] - self.report.clocks.get(k, 0.0) if last else time.time()
             self._lose(k, Lost(message["lost"]["reason"], when))
 
         # Of its stream: the connection, and the start of its supervisor.
@@ -332,7 +334,7 @@ class RunFollower:
         self._failing = reason
         if not self._stop_reason:
             self.live.quiet()
-            rest = "; every node stops" if len(self.followed.ended) < len(self._nodes) else ""
+            rest = "; every node stops" if len(self.report.ended) < len(self._nodes) else ""
             self.live.say(f"{text}{rest}", "bold red")
         self._stop_at = time.monotonic() + self.limits.peer_timeout + _STOP_AFTER
 
@@ -345,12 +347,12 @@ class RunFollower:
 
     def _lose(self, k: int, lost: Lost, text: str = "") -> None:
         label = self._nodes[k].plan.label
-        self.followed.lost[k] = lost
+        self.report.lost[k] = lost
         self._ended(k, "lost", "lost")
         self.events.add("node-lost", node_rank=k, reason=lost.why)
         self._handle_failure(k, text or f"{label} is lost: {lost.why}", f"node{k} lost")
         if lost.out_of_reach:
-            self.followed.notes.append(f"{label} cannot be reached; {what_remains(self.plan, self._nodes[k].plan)}")
+            self.report.notes.append(f"{label} cannot be reached; {what_remains(self.plan, self._nodes[k].plan)}")
         else:
             self._clean_up(k)
             if k not in self._spares:
@@ -358,7 +360,7 @@ class RunFollower:
 
     def _leave_behind(self) -> None:
         # Stops supervisors that were started again to join the next restart of a run that is over.
-        for k in self._spares.left_behind - self.followed.ended:
+        for k in self._spares.left_behind - self.report.ended:
             if self._nodes[k].has_returned:
                 self._lose(k, Lost("the run ended before it could join again", time.time()))
 
@@ -371,7 +373,7 @@ class RunFollower:
                 self.live.say(f"{node.plan.label}: its supervisor could not be started again: {why}", "yellow")
             node.not_returned = why
             return
-        self.followed.lost.pop(k, None)
+        self.report.lost.pop(k, None)
         self.live.board.returned(k)
         self.live.say(f"{node.plan.label}: its supervisor was started again; it joins at the next restart", "yellow")
         self.events.add("node-back", node_rank=k)
@@ -391,12 +393,12 @@ class RunFollower:
         self._next_check = now + _CHECK_EVERY
         for k, node in self._nodes.items():
             node.stream.close_if_silent(now)
-            if node.stopped_at is not None and now - node.stopped_at > _LAST_RESULT and k not in self.followed.ended:
-                self.followed.silent.add(k)
+            if node.stopped_at is not None and now - node.stopped_at > _LAST_RESULT and k not in self.report.ended:
+                self.report.silent.add(k)
         if now > self._stop_at and not self._stop_reason:
             self.stop(self._failing)
         if self._launching and not self._stop_reason and not self._failing:
-            if text := self._starting.late(now - self._began, self.followed.ended):
+            if text := self._starting.late(now - self._began, self.report.ended):
                 self.live.say(text, "dim")
 
         # Detach if the user has asked for it or, with --detach, if training has begun; not before all nodes have
@@ -406,17 +408,17 @@ class RunFollower:
             ranks_at = self._starting.all_ranks_at
             started_well = self.plan.own_command and ranks_at is not None and now - self._began - ranks_at > _STARTED
             if self._detaching:
-                self.followed.detached = self._detaching
+                self.report.detached = self._detaching
             elif self._leave_when_trained and (self.live.board.stepping() or started_well):
-                self.followed.detached = "trained"
+                self.report.detached = "trained"
 
         self._check_unreachable(now)
 
         # Start new supervisors on lost nodes that can be reached, if the run has gone on without them.
-        goes_on = self.limits.restarts and not (self._stop_reason or self._failing or self.followed.results)
+        goes_on = self.limits.restarts and not (self._stop_reason or self._failing or self.report.results)
         if not goes_on or time.monotonic() - self._last_end < _RETURN_AFTER:
             return
-        for k, lost in self.followed.lost.items():
+        for k, lost in self.report.lost.items():
             node = self._nodes[k]
             cleaned = node.stopper is not None and not node.stopper.is_alive()
             due = node.state == "lost" and time.monotonic() >= node.return_at
@@ -430,20 +432,20 @@ class RunFollower:
         If the run can continue without the nodes that have ended, this process detaches. Otherwise the run has failed,
         and the nodes without contact are recorded as lost.
         """
-        waiting = [k for k in self._nodes if k not in self.followed.ended]
+        waiting = [k for k in self._nodes if k not in self.report.ended]
         broken = {k: self._nodes[k].stream.broken_since for k in waiting}
         since = [when for when in broken.values() if when is not None]
         if not waiting or len(since) < len(waiting):
             return  # at least one node is connected
         silent = now - max(since)
-        if all(k in self._spares for k in self.followed.ended):
+        if all(k in self._spares for k in self.report.ended):
             if silent > self.limits.lost_after:
-                self.followed.detached = "unreachable"
+                self.report.detached = "unreachable"
             return
         patience = self.limits.lost_after
-        unreachable = {*waiting, *(k for k, lost in self.followed.lost.items() if lost.out_of_reach)}
+        unreachable = {*waiting, *(k for k, lost in self.report.lost.items() if lost.out_of_reach)}
         # One report suffices: a node that has lost the lead node learns nothing about further nodes.
-        results = self.followed.results.values()
+        results = self.report.results.values()
         if any(str(k) in nodes_reported_lost(result) for result in results for k in unreachable):
             patience = min(patience, _LOST_TO_PEERS)
         for k in waiting:
@@ -455,7 +457,7 @@ class RunFollower:
 
     def _clean_up(self, k: int) -> None:
         # A node is stopped once, and not if it was given up as unreachable.
-        node, lost = self._nodes[k], self.followed.lost.get(k)
+        node, lost = self._nodes[k], self.report.lost.get(k)
         if node.stopper is None and (lost is None or not lost.out_of_reach):
             node.stopper = threading.Thread(target=self._stop_node, args=(k,), daemon=True)
             node.stopper.start()
@@ -468,7 +470,7 @@ class RunFollower:
         except Exception as error:  # without a message the launcher would wait for this node for ever
             note = f"{node.label}: stopping it failed: {error!r}"
         if note:
-            self.followed.notes.append(note)
+            self.report.notes.append(note)
         self._messages.put(NodeMessage(k, {"stopped": not note}))
 
     def _return(self, k: int) -> None:

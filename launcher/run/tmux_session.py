@@ -10,11 +10,10 @@ import time
 from dataclasses import dataclass
 
 from launcher.command import Command, shell_line
-from launcher.config.schema import login_text
+from launcher.config.schema import RunConfig, login_text
 from launcher.errors import FleetError, SessionError, SessionExists
 from launcher.node.json_records import Damaged, message_in
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.report.ending import Limits
 from launcher.report.launch_file import user_at_host
 from launcher.transport.base import Completed, Session, Transport
 
@@ -199,7 +198,7 @@ def _text(data: bytes) -> str:
 STOP_EXTRA = 10.0  #: seconds beyond run.grace that a node may take to stop before its processes are killed
 
 
-def stop_node(node: NodePlan, transport: Transport, limits: Limits, why: str = "") -> str:
+def stop_node(node: NodePlan, transport: Transport, limits: RunConfig, why: str = "") -> str:
     """Stop one node, reconnecting first if needed; return '', or a note about processes that may still run."""
     try:
         transport.connect(limits.connect_timeout)

@@ -17,8 +17,8 @@ from launcher.files import atomic_file, decompress, is_plain_path
 from launcher.node.json_reader import record_in
 from launcher.node.json_records import OUTCOME
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.report.ending import Collected
 from launcher.report.metrics import read_metrics
+from launcher.report.report import RunReport
 from launcher.text import printable
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
@@ -41,27 +41,28 @@ _CHECKPOINT = "checkpoints/last.pt"
 
 
 def collect(
+    report: RunReport,
     plan: LaunchPlan,
     transports: Mapping[int, Transport | TransportError],
-    folder: Path,
     first: int | None = None,
-) -> Collected:
-    """Fetch the files of all nodes in parallel into ``folder``. Nodes that fail are listed in the notes.
+) -> None:
+    """Fetch the files of all nodes in parallel into the folder of ``report``, and add to it what they say.
 
-    first: node whose checkpoint is fetched (with ``run.restarts`` several nodes have checkpoints); None: any node. A
-    file that ``folder`` has with the same size and time is not fetched again. Files are written atomically.
+    Nodes that fail are listed in its notes. first: node whose checkpoint is fetched (with ``run.restarts`` several
+    nodes have checkpoints); None: any node. A file that the folder has with the same size and time is not fetched
+    again. Files are written atomically.
     """
+    folder = report.folder
     nodes = {node.node_rank: node for node in plan.nodes}
     answers = on_nodes(nodes, lambda k: _collect_node(nodes[k], transports[k], folder, first in (None, k)))
-    notes = [
+    report.notes += [
         f"{nodes[k].label}: its files could not be fetched ({reason_of(answers.errors[k])}); "
         f"they are still on the node, in {nodes[k].run_dir}"
         for k in sorted(answers.errors)
     ]
-    notes += [note for k in sorted(answers.values) for note in answers.values[k]]
-    metrics = read_metrics(sorted(folder.glob("logs/node*/metrics-rank*.jsonl")))
-    outcomes = {k: _outcomes(folder / "outcomes" / f"node{k}") for k in nodes}
-    return Collected(metrics, outcomes, tuple(notes))
+    report.notes += [note for k in sorted(answers.values) for note in answers.values[k]]
+    report.metrics = read_metrics(sorted(folder.glob("logs/node*/metrics-rank*.jsonl")))
+    report.records = {k: _outcomes(folder / "outcomes" / f"node{k}") for k in nodes}
 
 
 def _collect_node(

@@ -13,10 +13,11 @@ from typing import Any
 
 from fake_transport import FakeTransport, printed
 from launcher.command import Command
+from launcher.config.schema import RunConfig
 from launcher.errors import ConnectionLost
 from launcher.plan.model import LaunchPlan
-from launcher.report.ending import Followed, Limits
 from launcher.report.events import EventLog
+from launcher.report.report import RunReport
 from launcher.run.live_log import LiveLog
 from launcher.run.monitor import RunFollower
 from launcher.text import PlainConsole
@@ -107,11 +108,20 @@ class Scene:
         self.console = PlainConsole(file=io.StringIO(), width=200)
         transports = {node.node_rank or 0: node for node in nodes}
         self.live, log = LiveLog(self.console, self.plan), EventLog(self.events)
-        limits = Limits(lost_after, 1.0, 1.0, start_timeout, peer_timeout=0.1, restarts=restarts)
-        self.follower = RunFollower(self.plan, transports, limits, self.live, log, starts=starts, **more)
+        limits = RunConfig(
+            lost_after=lost_after,
+            grace=1.0,
+            connect_timeout=1.0,
+            start_timeout=start_timeout,
+            peer_timeout=0.1,
+            restarts=restarts,
+        )
+        self.report = RunReport("r1", tmp_path)
+        self.follower = RunFollower(self.plan, transports, limits, self.live, log, self.report, starts=starts, **more)
 
-    def follow(self, *how: Any) -> Followed:
-        return self.follower.follow(*how)
+    def follow(self, *how: Any) -> RunReport:
+        self.follower.follow(*how)
+        return self.report
 
     @property
     def output(self) -> str:

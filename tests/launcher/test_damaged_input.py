@@ -34,14 +34,14 @@ from launcher.node.supervisor.outcomes import OutcomeBook
 from launcher.node.watch import Watcher
 from launcher.report import metrics
 from launcher.report.compare import compare, figures_of, print_comparison
-from launcher.report.ending import Collected, Ending, Followed, Lost
+from launcher.report.ending import conclude
 from launcher.report.events import EventLog
 from launcher.report.html import record
 from launcher.report.html.render import render
 from launcher.report.html.sections import report_page
-from launcher.report.metrics import Metrics, read_metrics
+from launcher.report.metrics import read_metrics
 from launcher.report.profile import Analysis
-from launcher.report.report import RunReport, print_report
+from launcher.report.report import Lost, RunReport, print_report
 from launcher.report.run_folder import FoundRun, never_ran, read_folder
 from launcher.report.run_history import entry_of
 from launcher.report.verdict import NodeView, from_here, judge, known_without_nodes
@@ -231,7 +231,7 @@ def test_epoch_lines_of_an_own_script_need_no_seconds_or_seeds(tmp_path: Path) -
     file = tmp_path / "metrics-rank0.jsonl"
     file.write_text("".join(f"{json.dumps(each)}\n" for each in lines) + "[]\n5\n")
     console = Console(file=io.StringIO(), width=100)
-    report = RunReport("r1", "done", (), None, read_metrics([file]), 12.5, tmp_path)
+    report = RunReport("r1", tmp_path, state="done", seconds=12.5, metrics=read_metrics([file]))
     print_report(report, console)
     report.write()
     assert isinstance(console.file, io.StringIO) and "0.5000" in console.file.getvalue()
@@ -332,11 +332,11 @@ def test_damaged_messages_of_a_node_crash_nothing(shared_folder: Path, data: st.
         if message := message_or_none(text):
             scene.follower._handle(0, message)
             scene.live.tick(all_of_them=True)
-    followed = scene.follower.followed
-    report = Ending(scene.plan, followed, Collected(Metrics(), {0: ()}, ()), {}).report(shared_folder, 1.0)
+    report = scene.report
+    conclude(report, scene.plan, 1.0)
     print_report(report, scene.console)
     json.dumps(report.to_json())
-    view = NodeView(scene.plan.nodes[0], result=followed.results[0], now=1.0)
+    view = NodeView(scene.plan.nodes[0], result=report.results[0], now=1.0)
     found = FoundRun("r1", None, None, scene.plan, None, None)
     console_for(stderr=False).print(rendered(Status(found, judge(found, {0: view}), {0: view})))
 
@@ -433,9 +433,10 @@ def read_all(folder: Path) -> None:
     plan = make_launch([make_node(folder, 0, [])])
     print_logs(OpenRun(replace(found, plan=plan), {}), Wanted(), LinePrinter(console, plan, times=True, every=True))
     merged = read_metrics(sorted(folder.glob("logs/node*/metrics-rank*.jsonl")))
-    collected = Collected(merged, {0: collect._outcomes(folder / "outcomes/node0")}, ())
-    for followed in (Followed(), Followed(lost={0: Lost("gone", 1.0)})):
-        report = Ending(plan, followed, collected, {}).report(folder, 1.0)
+    records = {0: collect._outcomes(folder / "outcomes/node0")}
+    for lost in ({}, {0: Lost("gone", 1.0)}):
+        report = RunReport("r1", folder, lost=lost, records=records, metrics=merged)
+        conclude(report, plan, 1.0)
         print_report(replace(report, state="done"), console)
         print_report(report, console)
         json.dumps(report.to_json())

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from launcher.plan.model import Login
-from launcher.report.ending import Collected, Ending, Followed, Lost
-from launcher.report.metrics import Metrics
-from launcher.report.report import RunReport
+from launcher.plan.model import LaunchPlan, Login
+from launcher.report.ending import conclude
+from launcher.report.report import Lost, RunReport
 from run_kit import make_launch, make_node
 
 FOLDER = Path("/nowhere")
@@ -36,10 +35,15 @@ def stopped(rank: int, ended: float) -> dict[str, Any]:
 
 def report(*results: dict[str, Any], nodes: int = 2, offsets: dict[int, float] | None = None, **more: Any) -> RunReport:
     plan = make_launch([make_node(Path("/w"), k, []) for k in range(nodes)])
-    followed = Followed({one["node_rank"]: one for one in results}, **more)
-    return Ending(plan, followed, Collected(Metrics(), dict.fromkeys(range(nodes), ()), ()), offsets or {}).report(
-        FOLDER, 1.0
-    )
+    return judged(plan, {one["node_rank"]: one for one in results}, offsets, **more)
+
+
+def judged(
+    plan: LaunchPlan, results: dict[int, dict[str, Any]], offsets: dict[int, float] | None = None, **more: Any
+) -> RunReport:
+    made = RunReport("r1", FOLDER, dict(results), **more)
+    conclude(made, plan, 1.0, offsets)
+    return made
 
 
 def test_the_first_failure_is_found_although_clocks_differ_by_minutes() -> None:
@@ -76,9 +80,8 @@ def test_unreachable_hosts_are_named_in_the_syntax_of_exclude() -> None:
     def excluded(*unreachable: int) -> tuple[str, ...]:
         nodes = [replace(make_node(Path("/w"), k, []), login=Login(*place)) for k, place in enumerate(places)]
         lost = {k: Lost("no contact for 12 s", 107.0, out_of_reach=True) for k in unreachable}
-        followed = Followed({0: result(0, "failed")} if 0 not in unreachable else {}, lost=lost)
-        collected = Collected(Metrics(), dict.fromkeys(range(5), ()), ())
-        return Ending(make_launch(nodes), followed, collected, {}).report(FOLDER, 1.0).out_of_reach
+        results = {0: result(0, "failed")} if 0 not in unreachable else {}
+        return judged(make_launch(nodes), results, lost=lost).out_of_reach
 
     assert excluded(1) == ("gnn2",)
     assert excluded(2, 3) == ("gnn3",)
@@ -159,7 +162,7 @@ def test_a_stall_that_stopped_the_run_is_its_cause_but_a_straggler_is_not() -> N
     made = report(
         result(0, "stopped", stopped(0, 95.0), findings=[stall, slow]), result(1, "stopped", findings=[stall])
     )
-    assert made.findings == (slow, stall), "each once, in order"
+    assert made.findings == [slow, stall], "each once, in order"
     assert made.first_failure is not None and "no step for 131 s" in made.first_failure.reason
 
 
@@ -209,9 +212,8 @@ def test_the_hub_may_be_any_node() -> None:
     # Clock offsets and lost nodes are read from the result of the lead node, here node 1.
     plan = replace(make_launch([make_node(Path("/w"), k, []) for k in range(2)]), lead=1)
     lost = {"0": {"since": 90.0, "why": "no sign of life for 6 s"}}
-    followed = Followed({1: result(1, "failed", stopped(1, 95.0), lost=lost, clock_offset=0.0)})
-    followed.lost[0] = Lost("no contact for 60 s", 160.0, out_of_reach=True)
-    made = Ending(plan, followed, Collected(Metrics(), {0: (), 1: ()}, ()), {1: 40.0}).report(FOLDER, 1.0)
+    results = {1: result(1, "failed", stopped(1, 95.0), lost=lost, clock_offset=0.0)}
+    made = judged(plan, results, {1: 40.0}, lost={0: Lost("no contact for 60 s", 160.0, out_of_reach=True)})
     assert made.first_failure is not None
     assert (made.first_failure.node_rank, made.first_failure.ended) == (0, 90.0 - 40.0)
 
@@ -221,7 +223,7 @@ def test_a_serving_cluster_that_was_stopped_is_done() -> None:
     asked = {"asked": {"by": "alice@laptop", "why": "gnnfleet stop", "now": False}}
     server = record(0, 95.0, stopped=True) | {"name": "server", "rank": None}
     results = {k: result(k, "done", server, clock_offset=0.0, **asked) for k in range(2)}
-    made = Ending(plan, Followed(results), Collected(Metrics(), {0: (), 1: ()}, ()), {0: 5.0, 1: 7.0}).report(FOLDER, 1)
+    made = judged(plan, results, {0: 5.0, 1: 7.0})
     assert (made.state, made.exit_status) == ("done", 0)
     assert [outcome.ended for outcome in made.outcomes] == [90.0, 88.0], (
         "servers do not measure each other's clocks, so each node's own offset applies"
@@ -235,10 +237,9 @@ def test_parts_without_a_holder_are_named(how: str) -> None:
     nodes = [replace(make_node(Path("/w"), k, []), role="server" if k else "client", parts=held[k]) for k in range(3)]
     own = failed(2, 90.0, returncode=137, signal="SIGKILL", note="ended") | {"name": "server", "rank": None}
     results = {0: result(0, "stopped", stopped(0, 95.0), clock_offset=0.0, **without(1))}
-    followed = Followed(results | ({2: result(2, "failed", own)} if how == "failed" else {}))
-    followed.lost.update({2: Lost("no sign of life", 90.0)} if how == "lost" else {})
-    made = Ending(make_launch(nodes), followed, Collected(Metrics(), dict.fromkeys(range(3), ()), ()), {})
-    first = made.report(FOLDER, 1.0).first_failure
+    results |= {2: result(2, "failed", own)} if how == "failed" else {}
+    lost = {2: Lost("no sign of life", 90.0)} if how == "lost" else {}
+    first = judged(make_launch(nodes), results, lost=lost).first_failure
     assert first is not None and first.node_rank == 2
     assert first.sentence.endswith("; no other node holds parts 0, 1, as node1 (local) was lost before")
 
@@ -255,10 +256,7 @@ def test_a_server_lost_just_before_a_stop_fails_the_run_only_if_its_parts_are_lo
         0: result(0, "done", server, clock_offset=0.0, **asked),
         2: result(2, "stopped", stopped(2, 95.0), clock_offset=0.0, **asked),
     }
-    followed = Followed(results, lost={1: Lost("the supervisor is gone", 93.0)})
-    made = Ending(make_launch(nodes), followed, Collected(Metrics(), dict.fromkeys(range(3), ()), ()), {}).report(
-        FOLDER, 1.0
-    )
+    made = judged(make_launch(nodes), results, lost={1: Lost("the supervisor is gone", 93.0)})
     assert made.state == state
     assert made.stopped_by == ("alice@laptop (gnnfleet stop)" if state == "stopped" else made.stopped_by)
     assert (made.first_failure is None) == (state == "stopped")

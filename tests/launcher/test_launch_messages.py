@@ -21,8 +21,8 @@ from golden_kit import check_lines
 from launcher.command import Command
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
 from launcher.errors import ConnectionLost, OutOfReach, SessionError, UsageError
-from launcher.report.ending import Followed
 from launcher.report.events import EventLog
+from launcher.report.report import RunReport
 from launcher.run import lifecycle, node_stream
 from launcher.run import monitor as follow_module
 from launcher.run.interrupts import InterruptPrompt, Interrupts
@@ -169,8 +169,12 @@ def detached(folder: Path, why: str) -> str:
     board = Board.of(dataclasses.replace(scene.plan, train=TrainConfig(epochs=10)))
     board.metric({"kind": "step", "rank": 0, "epoch": 1, "step": 0, "steps": 50})
     try:
-        with patch.object(lifecycle, "RunFollower") as follower, patch.object(Board, "of", return_value=board):
-            follower.return_value.follow.return_value = Followed(detached=why)  # type: ignore[arg-type]
+        report = RunReport("r1", folder, detached=why)  # type: ignore[arg-type]
+        with (
+            patch.object(lifecycle, "RunFollower"),
+            patch.object(lifecycle, "RunReport", return_value=report),
+            patch.object(Board, "of", return_value=board),
+        ):
             conduct(context, Interrupts())
     except OutOfReach as error:
         return f"error: {error}"

@@ -7,14 +7,16 @@ import os
 import tracemalloc
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fake_transport import FakeTransport
 from launcher.errors import UnreachableError
 from launcher.node.programs import collect_files
+from launcher.report.report import RunReport
+from launcher.sync import collect as collecting
 from launcher.sync.collect import _WANTED as WANTED
-from launcher.sync.collect import collect
 from launcher.transport.base import OnBytes
 from launcher.transport.local import LocalTransport
 from run_kit import make_launch, make_node
@@ -37,6 +39,12 @@ class Counting(LocalTransport):
     def download(self, source: str, dest: Path, *, most: int | None = None, on_bytes: OnBytes | None = None) -> None:
         self.downloads.append(source)
         super().download(source, dest, most=most, on_bytes=on_bytes)
+
+
+def collect(plan: Any, transports: Any, folder: Path) -> RunReport:
+    report = RunReport(plan.run_id, folder)
+    collecting.collect(report, plan, transports)
+    return report
 
 
 @pytest.fixture
@@ -67,14 +75,14 @@ def plan(tmp_path: Path):
 def test_small_files_come_in_one_call_per_node_and_large_ones_alone(plan, tmp_path) -> None:
     lines, here = [Counting(), Counting()], tmp_path / "here"
     collected = collect(plan, dict(enumerate(lines)), here)
-    assert collected.notes == ()
+    assert collected.notes == []
     assert [line.commands for line in lines] == [1, 1]
     assert lines[0].downloads == [f"{plan.nodes[0].run_dir}/checkpoints/last.pt"] and lines[1].downloads == []
     assert (here / "logs/node1/rank1.log").read_text().endswith("hello of 1\n")
     assert (here / "output/node0/deep/299.txt").read_text() == "299"
     assert (here / "tensorboard/rank1/events.out.tfevents.1").read_text() == "scalars"
     assert collected.metrics.result["test_accuracy"] == 0.5
-    assert [record["name"] for record in collected.outcomes[1]] == ["rank1"]
+    assert [record["name"] for record in collected.records[1]] == ["rank1"]
     assert "secret" not in "".join(path.read_text() for path in here.rglob("*.*") if path.suffix != ".pt")
 
 

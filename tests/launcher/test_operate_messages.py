@@ -77,8 +77,10 @@ def asked_to_stop(local_run: LocalRun) -> None:
 
 def failed(local_run: LocalRun) -> None:
     local_run.launched("train")
-    result(local_run, 0, "failed", "told by the others: node1", cause={**CAUSE, "node_rank": 1})
-    result(local_run, 1, "failed", "rank 1 ran out of memory (killed by the kernel)")
+    result(local_run, 0, "stopped", "rank 1 on node1 (gnn) ran out of memory", cause={**CAUSE, "node_rank": 1})
+    killed = {"name": "rank1", "node_rank": 1, "rank": 1, "returncode": 137, "signal": "SIGKILL", "oom": True}
+    killed |= {"failed": True, "ended": 1.0}
+    result(local_run, 1, "failed", "rank 1 ran out of memory (killed by the kernel)", outcomes=[killed])
 
 
 CAUSE = {"name": "rank1", "rank": 1, "kind": "failure", "reason": "ran out of memory (killed by the kernel)"}

@@ -60,7 +60,15 @@ def report(
     state: RunState, outcomes: list[Outcome], folder: Path, lines: list[dict[str, Any]] | None = None
 ) -> RunReport:
     first = first_of(*outcomes) if state == "failed" else None
-    return RunReport("r1", state, tuple(outcomes), first, Metrics(tuple(lines or ())), 12.5, folder)
+    return RunReport(
+        "r1",
+        folder,
+        state=state,
+        outcomes=tuple(outcomes),
+        first_failure=first,
+        metrics=Metrics(tuple(lines or ())),
+        seconds=12.5,
+    )
 
 
 def printed(of: RunReport) -> str:
@@ -198,8 +206,8 @@ def test_a_stall_leads_the_report_though_no_process_failed(tmp_path: Path) -> No
     finding["stacks"] = ["ranks 0-2: backward at trainer/train/optimize.py:43", "rank 3: sleep at mine.py:7"]
     straggler = {"t": 100.0, "kind": "straggler", "node_rank": 0, "rank": 0, "text": "rank 0 is slow", "stop": False}
     first = Outcome.of_finding(finding, "hostb", 110.0)
-    findings = (finding, straggler)
-    run = RunReport("r1", "failed", (first,), first, Metrics(()), 1.0, tmp_path, findings=findings)
+    findings = [finding, straggler]
+    run = RunReport("r1", tmp_path, state="failed", outcomes=(first,), first_failure=first, findings=findings)
     assert f"The run failed: rank 3 on node1 (hostb): {text}" in printed(run)
     assert "  rank 3: sleep at mine.py:7" in printed(run)
     nan = {**finding, "kind": "nan", "text": "the loss of rank 3 on node1 (hostb) is NaN in epoch 2"}
@@ -209,7 +217,7 @@ def test_a_stall_leads_the_report_though_no_process_failed(tmp_path: Path) -> No
 
 
 def test_a_run_stopped_by_request_names_who_stopped_it(tmp_path: Path) -> None:
-    run = RunReport("r1", "stopped", (), None, Metrics(()), 60.0, tmp_path, stopped_by="alice@laptop (gnnfleet stop)")
+    run = RunReport("r1", tmp_path, state="stopped", seconds=60.0, stopped_by="alice@laptop (gnnfleet stop)")
     assert "Stopped by alice@laptop (gnnfleet stop) after 60 s." in printed(run)
     assert run.exit_status == 130
 
@@ -338,7 +346,7 @@ def test_a_done_run_reports_the_servers_and_ranks_that_it_lost(tmp_path: Path) -
     text = "server node1 (g2) was lost at 12:00:00 UTC (no sign of life): parts 2, 3 are served by node0 (g1)"
     finding = {"t": 1.0, "kind": "server-lost", "node_rank": 1, "rank": None, "text": text, "stop": False}
     gone = replace(outcome(2, 110.0, returncode=137, signal="SIGKILL"), done_without=True)
-    made = replace(report("done", [outcome(0, 120.0, returncode=0, failed=False), gone], tmp_path), findings=(finding,))
+    made = replace(report("done", [outcome(0, 120.0, returncode=0, failed=False), gone], tmp_path), findings=[finding])
     assert made.exit_status == 0 and made.first_failure is None
     assert f"server-lost: {text}" in printed(made).replace("\n", " ") and "failed" not in printed(made)
 
@@ -404,7 +412,7 @@ def test_stragglers_that_kept_up_again_are_left_out_at_the_end(tmp_path: Path) -
 
     slow, again = "needs 2 s of own work per step", "is fast enough: 0.2 s of own work per step"
     nan = {"t": 1.5, "kind": "nan", "node_rank": 0, "rank": 0, "text": "the loss is NaN", "stop": False}
-    findings = (straggler(3.0, 1, again), straggler(1.0, 1, slow), straggler(2.0, 2, slow), nan)
+    findings = [straggler(3.0, 1, again), straggler(1.0, 1, slow), straggler(2.0, 2, slow), nan]
     assert [finding["t"] for finding in lasting_findings(findings)] == [1.5, 2.0]
     shown = printed(replace(report("done", [], tmp_path), findings=findings))
     assert "rank 2 needs 2 s" in shown and "rank 1" not in shown

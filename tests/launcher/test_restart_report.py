@@ -10,9 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from launcher.report.ending import Collected, Ending, ExpendableNodes, Followed, Lost, checkpoint_node, last_attempt
-from launcher.report.metrics import Metrics
-from launcher.report.report import RunReport, print_report
+from launcher.report.ending import ExpendableNodes, checkpoint_node, conclude, last_attempt
+from launcher.report.report import Lost, RunReport, print_report
 from launcher.report.verdict import NodeView, done_without, last_hub, last_ranks, restart_words
 from launcher.run.live_state import Board
 from launcher.run.live_table import header
@@ -49,15 +48,15 @@ def result(state: str = "done", **more: Any) -> dict[str, Any]:
 
 
 def report(tmp_path: Path, results: Mapping[int, dict[str, Any]], **more: Any) -> RunReport:
-    followed = Followed(dict(results), **more)
-    collected = Collected(Metrics(), dict.fromkeys(range(3), ()), ())
-    return Ending(plan(tmp_path), followed, collected, {}).report(tmp_path, 60.0)
+    made = RunReport("r1", tmp_path, dict(results), **more)
+    conclude(made, plan(tmp_path), 60.0)
+    return made
 
 
 def test_a_run_that_lost_its_lead_node_is_done(tmp_path: Path) -> None:
     found = report(tmp_path, {1: result(), 2: result()}, lost={0: Lost("no contact", 1020.0, out_of_reach=True)})
     assert (found.state, found.exit_status, found.first_failure) == ("done", 0, None)
-    assert found.notes == ("node0 (local) was lost; the run went on without it",)
+    assert found.notes == ["node0 (local) was lost; the run went on without it"]
     (restart,) = found.to_json()["restarts"]
     assert (restart["text"], restart["nodes"], restart["seconds"]) == (TEXT, [1, 2], 7.3)
     out = io.StringIO()
@@ -68,7 +67,7 @@ def test_a_run_that_lost_its_lead_node_is_done(tmp_path: Path) -> None:
 def test_a_run_without_restarts_reports_none(tmp_path: Path) -> None:
     plain = {key: value for key, value in result(gone={}).items() if key not in AGAIN} | {"gone": {}}
     found = report(tmp_path, dict.fromkeys(range(3), {**plain, "findings": []}))
-    assert found.state == "done" and "restarts" not in found.to_json() and found.notes == ()
+    assert found.state == "done" and "restarts" not in found.to_json() and found.notes == []
 
 
 def test_a_run_that_failed_says_why_it_did_not_start_again(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_result_is_compared_with_its_baseline() -> None:
 
 def test_the_report_shows_the_baseline_beside_the_result(tmp_path: Path) -> None:
     out = io.StringIO()
-    report = RunReport("run-1", "done", (), None, Metrics((BESIDE,)), 1.0, tmp_path)
+    report = RunReport("run-1", tmp_path, state="done", metrics=Metrics((BESIDE,)))
     print_report(report, Console(file=out, width=200))
     assert "test MRR: 0.0560  baseline 0.1020 (the targets with most links); the model is not better than it" in (
         out.getvalue()

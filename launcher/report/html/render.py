@@ -10,7 +10,6 @@ import gzip
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,27 +20,26 @@ from launcher.files import write_whole
 from launcher.report.html.page import Chart, ReportPage
 from launcher.report.html.record import read_record
 from launcher.report.html.sections import report_page
-from launcher.report.report import RunReport, _analysed
+from launcher.report.report import RunReport
 
 
-def written(report: RunReport) -> RunReport:
-    """Analyse the metrics and write the files of the report. Each failure becomes a note in the returned report."""
-    report = _analysed(report)
+def write_report(report: RunReport) -> None:
+    """Analyse the metrics and write the files of the report. Each failure becomes a note in the report."""
+    try:
+        report.metrics = report.metrics.analysed()
+    except FleetError as error:
+        report.notes.append(str(error))
     try:
         report.write()
     except OSError as error:
-        note = f"the report could not be written: {error.filename or report.folder}: {error.strerror}"
-        return replace(report, notes=(*report.notes, note))
-    return _with_html(report)
-
-
-def _with_html(report: RunReport) -> RunReport:
+        where = error.filename or report.folder
+        report.notes.append(f"the report could not be written: {where}: {error.strerror}")
+        return
     try:
         write_html(report.folder)
     except Exception as error:  # also of a bug: the report must still be printed
         why = error if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
-        return replace(report, notes=(*report.notes, f"report.html could not be created: {why}"))
-    return report
+        report.notes.append(f"report.html could not be created: {why}")
 
 
 _HERE = Path(__file__).parent

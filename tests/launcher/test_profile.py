@@ -15,7 +15,7 @@ from rich.console import Console
 from launcher.cli.main import run
 from launcher.errors import FleetError
 from launcher.node.diagnostics.vitals import largest
-from launcher.report.html.render import written
+from launcher.report.html.render import write_report
 from launcher.report.metrics import Metrics, read_metrics
 from launcher.report.profile import Profile, analyse, profile_lines
 from launcher.report.report import print_report
@@ -73,7 +73,8 @@ def test_an_analysis_that_fails_is_a_note_of_the_report(tmp_path: Path, monkeypa
         metrics.analysed()
     file = metrics_file(tmp_path / "metrics-rank0.jsonl", lines_of(0))
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with_note = written(replace(report("done", [], tmp_path), metrics=read_metrics([file])))
+    with_note = replace(report("done", [], tmp_path), metrics=read_metrics([file]))
+    write_report(with_note)
     assert "the metrics could not be analysed" in with_note.notes[0]
     assert json.loads((tmp_path / "result.json").read_text())["state"] == "done"
 

@@ -146,12 +146,13 @@ def test_opening_skips_an_unreachable_server(servers, expected):
 
 
 def test_opening_fails_within_its_timeout_and_names_the_server():
-    place = ServerAddress("node9 (far) of products", 9, "far", free_endpoint(), (0, 2))
+    place = ServerAddress("node9 (far) of products", 9, "far", free_endpoint(), (0, 2), "products")
     start = time.monotonic()
     with contextlib.closing(Gateway([place], 30.0)) as gateway, pytest.raises(ServiceError) as caught:
         gateway.open(1.0)
     assert time.monotonic() - start < 25
     assert str(caught.value).startswith(f"graph server of node9 (far) of products at {place.endpoint}, parts 0,2: ")
+    assert (caught.value.wait.node_rank, caught.value.wait.server) == (None, place.name)
 
 
 def test_a_server_that_joins_is_discovered_and_used(folder, expected, monkeypatch):

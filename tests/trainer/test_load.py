@@ -16,7 +16,7 @@ from load_kit import CITES, REV, WRITES, hetero_data, parts_of
 from partitions import random_graph, store_of
 from service_kit import place_of
 from trainer import DistNeighborLoader
-from trainer.core.errors import PartitionError, ServiceError, SettingsError
+from trainer.core.errors import PartitionError, ServiceError, SettingsError, Wait
 from trainer.core.schema import HOMO_NODE
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import ordered_ahead
@@ -296,9 +296,10 @@ def test_no_job_starts_after_a_failure():
 def test_a_stuck_thread_is_an_error_at_the_deadline():
     release = threading.Event()
     begun = time.monotonic()
-    with pytest.raises(ServiceError, match=r"made no batch within 0\.3 s"):
+    with pytest.raises(ServiceError, match=r"made no batch within 0\.3 s") as caught:
         next(ordered_ahead(lambda job: release.wait(20), [1], threads=1, ahead=1, deadline=0.3))
     release.set()
+    assert caught.value.wait == Wait("threads", 0.3)
     assert time.monotonic() - begun < 15
 
 

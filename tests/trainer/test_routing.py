@@ -12,7 +12,7 @@ import pytest
 from partitions import typed_store
 from requests_kit import WRITES, hops_of_every_kind
 from service_kit import assert_same_sample
-from trainer.core.errors import ServerGone, ServiceError
+from trainer.core.errors import ServerGone, ServiceError, Wait
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.types import RowRequest
@@ -51,7 +51,7 @@ class Host:
 
     def _result(self, work):
         if not self.up:
-            raise ServerGone(f"{self.name}: connection refused")
+            raise ServerGone(f"{self.name}: connection refused", wait=Wait("server", 3.0, "gather", 1))
         return work()
 
 
@@ -158,6 +158,7 @@ def test_without_holders_the_wait_ends_with_their_names() -> None:
     with pytest.raises(ServiceError) as caught:
         graph.gather([RowRequest("paper", np.arange(60), ("x",))])
     assert 0.4 < time.monotonic() - start < 30
+    assert caught.value.wait == Wait("server", 0.5, "gather", 1)
     first, *causes = str(caught.value).splitlines()
     assert first == "parts 1, 2, 3: no graph server that holds them came back within 0.5 s (run.server_wait)"
     assert sorted(causes) == ["server of (1, 2): connection refused", "server of (2, 3): connection refused"]

@@ -289,7 +289,7 @@ def test_a_request_over_the_limit_is_refused_and_the_connection_stays_open() -> 
         head, body = encode(Message(Kind.GATHER, Status.REQUEST, 7, (np.zeros(200_000, np.uint8),)))
         peer.send(head, body)
         refused = decode(peer.receive(60))
-        assert (refused.request_id, refused.status) == (7, Status.ERROR) and "over 100000" in refused.cause
+        assert (refused.request_id, refused.status) == (7, Status.ERROR) and "over 100000" in refused.failure.cause
         peer.send(*encode(replace(Hello().message(), request_id=8)))
         assert decode(peer.receive(60)).request_id == 8
 

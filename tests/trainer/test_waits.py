@@ -8,45 +8,72 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import astuple, replace
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 from forked import Forked
 from ports import free_port
+from service_kit import ArithmeticGraph, client_of, rows_of, serving
 from trainer.core import waits
-from trainer.core.errors import PeerError, ServerGone, ServiceError
-from trainer.core.ranks import Ranks, run_store
-from trainer.core.waits import Wait, expired_wait, report_error
+from trainer.core.errors import PeerError, ServiceError, Wait
+from trainer.core.ranks import RankGroup, Ranks, run_store
+from trainer.core.waits import expired_wait, report_error
+from trainer.service.client import HostClient
+from trainer.service.messages import ServerAddress
 
-SERVER = "graph server of node3 (h3) at tcp://10.0.0.3:29600, parts 3"
-
-
-def test_a_graph_server_that_does_not_answer() -> None:
-    text = f"{SERVER}: no answer within 12 s to sample (connected, but the server is slow or stuck); check"
-    wait = Wait("server", 12.0, "sample", 3)
-    assert expired_wait(ServiceError(text)) == expired_wait(ServerGone(text)) == wait
-    # another server waited for it, or another rank did
-    assert expired_wait(ServiceError(f"graph server of node0 (h0) at tcp://a:1, parts 0: batch failed: {text}")) == wait
-    assert expired_wait(PeerError(f"rank 5 (node2, h2): {text}")) == Wait("server", 12.0, "sample", 3, rank=5)
-    lost = f"part 3: no graph server that holds it came back within 60 s (run.server_wait)\n{text}"
-    assert expired_wait(ServiceError(lost)) == replace(wait, seconds=60.0)
+WAIT = Wait("server", 12.0, "sample", 3)
 
 
-@pytest.mark.parametrize("cluster", ["products", "my-graph_2.x"])
-def test_a_graph_server_of_a_serving_cluster_is_no_node_of_the_run(cluster: str) -> None:
-    name = f"node0 (gpu1) of {cluster}"
-    text = f"graph server of {name} at tcp://10.0.0.3:29600, parts 0,1: no answer within 2.1 s to batch (no connection)"
-    lost = f"parts 0, 1: no graph server that holds them came back within 60 s (run.server_wait)\n{text}"
-    assert expired_wait(ServerGone(text)) == Wait("server", 2.1, "batch", None, name)
-    assert expired_wait(PeerError(f"rank 5 (node2, h2): {lost}")) == Wait("server", 60.0, "batch", None, name, 5)
+@pytest.mark.parametrize(
+    ("name", "cluster"), [("node3 (h3)", ""), ("node3 (h3) of my-graph_2.x", "my-graph_2.x"), ("", "")]
+)
+def test_a_graph_server_that_does_not_answer(name: str, cluster: str) -> None:
+    place = ServerAddress(name, 3, "h3", f"tcp://127.0.0.1:{free_port()}", (3,), cluster)
+    with pytest.raises(ServiceError, match="no answer within .* s to hello") as raised:
+        HostClient(place, 0.2).greet().result()
+    wait = expired_wait(raised.value)
+    if not name:  # which server it is, is not known
+        assert wait is None
+    else:  # a server of a serving cluster is no node of the run
+        node, server = (None, name) if cluster else (3, "")
+        assert wait is not None and 0 < wait.seconds < 10
+        assert replace(wait, seconds=0.0) == Wait("server", 0.0, "hello", node, server)
+
+
+def test_a_server_that_has_waited_for_another_one_says_so() -> None:
+    class Waits(ArithmeticGraph):
+        def gather(self, requests):
+            raise ServiceError("no answer from node3", wait=WAIT)
+
+    with serving(Waits()) as server, client_of(server.endpoint) as client:
+        with pytest.raises(ServiceError, match="gather failed: no answer from node3") as raised:
+            rows_of(client, np.arange(3))
+    assert expired_wait(raised.value) == WAIT
+
+
+def test_the_wait_of_another_rank_or_of_a_cause_is_found() -> None:
+    class Pair(RankGroup):
+        def gather(self, value):
+            return [value, ("rank 1 (node0, h): no answer", astuple(WAIT))]
+
+        def settle(self) -> None:
+            pass
+
+    with pytest.raises(PeerError, match="no answer") as raised:
+        Pair(Ranks(0, 2)).agree(lambda: None)
+    assert expired_wait(raised.value) == replace(WAIT, rank=1)
+    error = ValueError("wrong")
+    error.__cause__ = ServiceError("no answer", wait=WAIT)
+    assert expired_wait(error) == WAIT
 
 
 def test_errors_without_an_expired_wait() -> None:
-    assert expired_wait(ServiceError(f"{SERVER}: gather failed: no such attribute")) is None
+    assert expired_wait(ServiceError("graph server of node1: no answer within 9 s to gather")) is None
     assert expired_wait(ValueError("timed out")) is None
     assert expired_wait(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:1")) is None
 
@@ -92,12 +119,12 @@ def test_an_all_reduce_that_another_rank_does_not_join(tmp_path: Path) -> None:
 UNCAUGHT = """
 import os
 from trainer.core import waits
-from trainer.core.errors import ServiceError
+from trainer.core.errors import ServiceError, Wait
 waits.REPORTED_FOR = 0.2
 waits.report_uncaught()
 waits.report_uncaught()
 def ask():
-    raise ServiceError("graph server of node1 (h) at tcp://a:1, parts 1: no answer within 9 s to gather (x)")
+    raise ServiceError("graph server of node1 (h) at tcp://a:1: no answer", wait=Wait("server", 9.0, "gather", 1))
 ask()
 """
 
@@ -120,5 +147,5 @@ def test_a_script_that_ends_by_the_error(supervised: bool, tmp_path: Path) -> No
 def test_a_full_disk_is_no_reason_to_fail(tmp_path: Path) -> None:
     env = {"GNNFLEET_RUN_DIR": str(tmp_path / "absent"), "RANK": "0", "GNNFLEET_SUPERVISOR": "1:1"}
     began = time.monotonic()
-    report_error(ServiceError(f"{SERVER}: no answer within 1 s to hello (no connection)"), env)
+    report_error(ServiceError("no answer", wait=WAIT), env)
     assert time.monotonic() - began < 2

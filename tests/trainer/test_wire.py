@@ -191,7 +191,8 @@ def test_random_damage_never_raises_anything_else() -> None:
 
 def test_a_long_error_is_truncated_and_readable() -> None:
     error = decode(sent(message().error("ü" * 100_000)))
-    assert error.status == Status.ERROR and error.cause.startswith("üüü") and len(error.cause) < 100_000
+    assert error.status == Status.ERROR
+    assert error.failure.cause.startswith("üüü") and len(error.failure.cause) < 100_000
 
 
 @pytest.mark.parametrize("value", [None, [], {}, {"node_rank": "x"}, "nonsense", 3.5])

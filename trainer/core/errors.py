@@ -19,6 +19,21 @@ exits with status 1 (2 for ``SettingsError``).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait that has passed its deadline."""
+
+    of: str  #: what was waited for: ``ranks``, ``server`` or ``threads`` (the sampler threads of this process)
+    seconds: float
+    request: str = ""  #: kind of the request to a graph server
+    node_rank: int | None = None  #: of the graph server, if it belongs to this run
+    server: str = ""  #: the graph server, if it belongs to a serving cluster: ``node0 (gpu1) of products``
+    rank: int | None = None  #: rank that has waited; None: this process
+
 
 class TrainerError(Exception):
     """Base class of all errors that a user can cause or fix.
@@ -39,6 +54,10 @@ class TrainerError(Exception):
     exit_status = 1  #: exit status of ``python -m trainer``
     code = ""  #: ``gnnfleet explain CODE`` explains the error; '' if its message says it all
     follow_up = False  #: another process probably failed before, and caused this error
+
+    def __init__(self, message: object = "", *, wait: Wait | None = None):
+        super().__init__(message)
+        self.wait = wait  #: the timeout that led to this error, also in another process
 
 
 class DataError(TrainerError):
@@ -90,3 +109,7 @@ class PeerError(TrainingError):
 
     code = "lost-rank"
     follow_up = True
+
+
+def first_wait(errors: Iterable[TrainerError]) -> Wait | None:
+    return next((error.wait for error in errors if error.wait), None)

@@ -9,7 +9,7 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer.core.collectives import broadcast_value, gather_values
-from trainer.core.errors import PeerError, SettingsError, TrainerError
+from trainer.core.errors import PeerError, SettingsError, TrainerError, Wait
 from trainer.core.launchers import number, torchrun_variables
 
 T = TypeVar("T")
@@ -249,7 +249,8 @@ class RankGroup:
             error = raised
         name = "" if isinstance(error, TrainerError) else f"{type(error).__name__}: "
         try:
-            failures = self.gather(f"{self.ranks}: {name}{error}" if error else "")
+            wait = error.wait if isinstance(error, TrainerError) else None
+            failures = self.gather((f"{self.ranks}: {name}{error}", wait and astuple(wait)) if error else None)
         except Exception as lost:
             if error is None:
                 raise
@@ -259,7 +260,8 @@ class RankGroup:
         if error is not None:
             raise error
         if any(failures):
-            raise PeerError(next(filter(None, failures)))
+            rank, (text, fields) = next((rank, failure) for rank, failure in enumerate(failures) if failure)
+            raise PeerError(text, wait=replace(Wait(*fields), rank=rank) if fields else None)
         return result  # type: ignore[return-value]
 
     def settle(self) -> None:

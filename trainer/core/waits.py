@@ -15,11 +15,10 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from trainer.core.errors import PeerError, ServiceError, TrainerError
+from trainer.core.errors import TrainerError, Wait
 
 REPORTED_FOR = 8.0  #: seconds that a process stays alive after its report; the supervisor normally ends it earlier
 
@@ -32,56 +31,14 @@ _MILLISECONDS = re.compile(r"(\d+) ?(?:ms|milliseconds)\b")
 
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?) ?(?:s|seconds)\b")
 
-#: The text of service.client; after the last server named in a line, as that is the one that was asked in vain.
-_NO_ANSWER = re.compile(
-    r"graph server of (?P<server>node(?P<node>\d+)(?: \([^()\n]*\))?(?P<cluster> of [\w.-]+)?)"
-    r"(?:(?!graph server of)[^\n])*: no answer within (?P<seconds>[\d.]+) s to (?P<request>\w+)"
-)
-
-#: The text of sampler.replicas, before the texts of the servers that did not come back.
-_GAVE_UP = re.compile(r"no graph server that holds (?:it|them) came back within ([\d.]+) s")
-
-_NO_BATCH = re.compile(r"sampler threads of this process made no batch within ([\d.]+) s")  # graph.prefetch
-
-_OTHER_RANK = re.compile(r"rank (\d+) \(node\d+, ")  # RankGroup.agree: the error of another rank
-
-
-@dataclass(frozen=True)
-class Wait:
-    of: str  #: what was waited for: ``ranks``, ``server`` or ``threads`` (the sampler threads of this process)
-    seconds: float
-    request: str = ""  #: kind of the request to a graph server
-    node_rank: int | None = None  #: of the graph server, if it belongs to this run
-    server: str = ""  #: the graph server, if it belongs to a serving cluster: ``node0 (gpu1) of products``
-    rank: int | None = None  #: rank that has waited; None: this process
-
 
 def expired_wait(error: BaseException) -> Wait | None:
     """Return the timeout that led to ``error``; None if ``error`` has another cause."""
-    # Timeouts of other processes and of torch have no exception type, so messages are searched.
     for one in _chain(error):
-        wait = _in_text(one, str(one))
-        if wait is not None:
-            return wait
-    return None
-
-
-def _in_text(error: BaseException, text: str) -> Wait | None:
-    if isinstance(error, ServiceError | PeerError):
-        if found := _NO_ANSWER.search(text):
-            gave_up = _GAVE_UP.search(text)
-            seconds = float(gave_up[1] if gave_up else found["seconds"])
-            attached = found["cluster"] is not None  # its node_rank is that of another cluster
-            wait = Wait(
-                "server", seconds, found["request"], None if attached else int(found["node"]),
-                found["server"] if attached else "",
-            )  # fmt: skip
-            other = _OTHER_RANK.match(text)
-            return replace(wait, rank=int(other[1])) if other and isinstance(error, PeerError) else wait
-        found = _NO_BATCH.search(text)
-        return Wait("threads", float(found[1])) if found else None
-    if isinstance(error, RuntimeError) and _TIMED_OUT.search(text):
-        return Wait("ranks", _seconds(text))
+        if isinstance(one, TrainerError) and one.wait:
+            return one.wait
+        if isinstance(one, RuntimeError) and _TIMED_OUT.search(str(one)):  # of torch, whose timeouts have no type
+            return Wait("ranks", _seconds(str(one)))
     return None
 
 

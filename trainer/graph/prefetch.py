@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Protocol, TypeVar
 
-from trainer.core.errors import ServiceError
+from trainer.core.errors import ServiceError, Wait
 from trainer.core.schema import AnyType, NodeType
 from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
 from trainer.sampler.types import SampledSubgraph, SampleSettings, SeedSet
@@ -74,7 +74,8 @@ def _wait(future: Future[Result], deadline: float) -> Result:
     except FutureTimeout:
         if future.done():
             raise
-        raise ServiceError(f"the sampler threads of this process made no batch within {deadline:g} s") from None
+        text = f"the sampler threads of this process made no batch within {deadline:g} s"
+        raise ServiceError(text, wait=Wait("threads", deadline)) from None
 
 
 class Sampler(Protocol):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from trainer.core.arrays import Array
-from trainer.core.errors import ServiceError
+from trainer.core.errors import ServiceError, first_wait
 from trainer.wire.request import A, Request
 
 HERE, NOBODY = -1, -2  #: values in place of a node rank, for this process and for no host
@@ -123,7 +123,7 @@ class PartHolders:
         wanted = sorted(set(parts))
         while missing := self._missing(wanted):
             if time.monotonic() - max(map(self._lost_since, missing)) >= self.server_wait:
-                raise ServiceError(self._give_up_message(missing))
+                raise self._give_up_error(missing)
             time.sleep(_POLL)
             self._check_lost()
 
@@ -135,14 +135,15 @@ class PartHolders:
         since = [lost_host.since for host in self._of_part[part] if (lost_host := self._lost.get(host)) is not None]
         return max(since, default=time.monotonic())  # no holder is lost: one has just returned
 
-    def _give_up_message(self, parts: Sequence[int]) -> str:
+    def _give_up_error(self, parts: Sequence[int]) -> ServiceError:
         hosts = dict.fromkeys(host for part in parts for host in self._of_part[part])
-        causes = [str(lost_host.error) for host in hosts if (lost_host := self._lost.get(host)) is not None]
-        numbers = ", ".join(map(str, parts))
-        return (
+        causes = [lost_host.error for host in hosts if (lost_host := self._lost.get(host)) is not None]
+        numbers, wait = ", ".join(map(str, parts)), first_wait(causes)
+        return ServiceError(
             f"{'part' if len(parts) == 1 else 'parts'} {numbers}: no graph server that holds "
             f"{'it' if len(parts) == 1 else 'them'} came back within {self.server_wait:g} s (run.server_wait)\n"
-            + "\n".join(causes)
+            + "\n".join(map(str, causes)),
+            wait=wait and replace(wait, seconds=self.server_wait),
         )
 
     def _check_lost(self) -> None:

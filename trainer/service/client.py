@@ -11,7 +11,7 @@ from typing import Any, Generic
 
 from trainer.core import slabs
 from trainer.core.arrays import Array
-from trainer.core.errors import ServerGone, ServiceError, WireError
+from trainer.core.errors import ServerGone, ServiceError, Wait, WireError
 from trainer.core.remote_settings import WireRows
 from trainer.core.schema import AnyType
 from trainer.sampler.replicas import PendingAnswer
@@ -21,7 +21,7 @@ from trainer.service.channel import Call, Channel
 from trainer.service.messages import Hello, HelloInfo, ServerAddress, acknowledgement
 from trainer.service.service_keys import ServiceKeys
 from trainer.wire.columns import FLAG_OF
-from trainer.wire.frames import Flag, Kind, Message, Status
+from trainer.wire.frames import Failure, Flag, Kind, Message, Status
 from trainer.wire.request import A, Request
 
 PIECE = 4 << 20  #: approximate bytes per reply when rows are requested in pieces
@@ -160,8 +160,10 @@ class PendingReply(Generic[A]):
         if reply.kind == Kind.BATCH:
             self._channel.send(acknowledgement(self._call.request_id))
         if reply.status != Status.OK or reply.kind != self._call.request.kind:
-            cause = reply.cause if reply.status == Status.ERROR else f"a reply of kind {reply.kind.name.lower()}"
-            raise ServiceError(f"{self._client.name}: {kind} failed: {cause}")
+            failure = Failure(f"a reply of kind {reply.kind.name.lower()}")
+            if reply.status == Status.ERROR:
+                failure = reply.failure
+            raise ServiceError(f"{self._client.name}: {kind} failed: {failure.cause}", wait=failure.wait)
         try:
             return self._read(reply)
         except WireError as error:
@@ -254,8 +256,11 @@ class HostClient(GraphAccess):
         advice = "check that a graph server runs there and admits this key (gnnfleet serve key)"
         if self.place.name:
             advice = f"check that its process is alive: see logs/server.log of {self.place.name}"
+        place, seconds = self.place, round(seconds, 1)
+        node = None if place.cluster else place.node_rank
         return (ServerGone if gone else ServiceError)(
-            f"{self.name}: no answer within {round(seconds, 1):g} s to {kind} ({state}); {advice}"
+            f"{self.name}: no answer within {seconds:g} s to {kind} ({state}); {advice}",
+            wait=Wait("server", seconds, kind, node, place.cluster and place.name) if place.name else None,
         )
 
     def _submit(self, request: Request[A]) -> PendingReply[A]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainer.core.errors import ServiceError, SettingsError
+from trainer.core.errors import ServiceError, SettingsError, first_wait
 from trainer.core.files import read_json
 from trainer.core.remote_settings import WireRows
 from trainer.service.channel import GONE_AFTER
@@ -131,7 +131,7 @@ def _node(raw: Mapping[str, Any]) -> ClusterNode:
 def _attached(name: str, raw: Mapping[str, Any]) -> ServerAddress:
     node_rank, host = int(raw["node_rank"]), str(raw["host"])
     return ServerAddress(
-        f"node{node_rank} ({host}) of {name}", node_rank, host, str(raw["endpoint"]), _ids(raw["parts"])
+        f"node{node_rank} ({host}) of {name}", node_rank, host, str(raw["endpoint"]), _ids(raw["parts"]), name
     )
 
 
@@ -186,31 +186,34 @@ def connect_cluster(
         until = time.monotonic() + (deadline if start_deadline is None else start_deadline)
         problems = _greet(greeters, own, manifest_digest, until)
     if problems:
-        raise ServiceError("\n".join(problems))
+        raise ServiceError("\n".join(map(str, problems)), wait=first_wait(problems))
     return {
         place.node_rank: HostClient(place, deadline, keys, gone_after=GONE_AFTER, wire_rows=wire_rows)
         for place in peers
     }
 
 
-def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, until: float) -> list[str]:
+def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, until: float) -> list[ServiceError]:
     """Send HELLO to all servers and wait for the replies, at most until ``time.monotonic()`` is ``until``.
 
-    Returns an error message for each server that has other parts or another partition than expected, and for each
+    Returns an error for each server that has other parts or another partition than expected, and for each
     needed server that does not answer. A server is needed if one of its parts is neither in ``own``, the parts of this
     node, nor on a server that has answered.
     """
     enough_at = time.monotonic() + _FOR_COPIES
     hellos = {client: client.greet() for client in clients}
-    problems: dict[HostClient, str] = {}
+    problems: dict[HostClient, ServiceError | None] = {}
     while hellos:
         left = until - time.monotonic()
         for client, hello in list(hellos.items()):
             try:
-                problems[client] = greeting_problem(client, hello.result(max(0.0, min(left, _GLANCE))), manifest_digest)
-                del hellos[client]
+                info = hello.result(max(0.0, min(left, _GLANCE)))
             except ServiceError as error:
-                problems[client] = str(error)
+                problems[client] = error
+                continue
+            del hellos[client]
+            problem = greeting_problem(client, info, manifest_digest)
+            problems[client] = ServiceError(problem) if problem else None
         held = own.union(*(client.part_ids for client in clients if not problems[client]))
         dispensable = [client for client in hellos if held.issuperset(client.part_ids)]
         if len(dispensable) == len(hellos) and time.monotonic() >= min(enough_at, until):

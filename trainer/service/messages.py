@@ -26,6 +26,7 @@ class ServerAddress:
     host: str
     endpoint: str  #: tcp://address:port
     parts: tuple[int, ...]
+    cluster: str = ""  #: name of the serving cluster, of a server that a run is attached to
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 from trainer.core import rounding
 from trainer.core.arrays import Array, Ids
 from trainer.core.batch_cost import Cost, CostMeter
-from trainer.core.errors import PartitionError, ServerGone, ServiceError, SettingsError
+from trainer.core.errors import PartitionError, ServerGone, ServiceError, SettingsError, first_wait
 from trainer.core.remote_settings import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.requests import Endpoints, Gather, GraphAccess, GraphRequest
@@ -87,10 +87,11 @@ class ServerChoice:
             self._closed = True
             self._changed.notify_all()
 
-    def errors(self, waited: float) -> str:
-        """Return a message for the user with one line per unreachable server. ``waited``: seconds waited for them."""
+    def error(self, waited: float) -> ServiceError:
+        """Return an error with one line per unreachable server. ``waited``: seconds waited for them."""
         with self._changed:
-            return "\n".join(f"{error}; it was not back within {waited:g} s" for error in self._gone.values())
+            text = "\n".join(f"{error}; it was not back within {waited:g} s" for error in self._gone.values())
+            return ServiceError(text, wait=first_wait(self._gone.values()))
 
 
 _AT_ONCE = 1 << 20  #: ids or edges per request: servers limit the sizes of requests and replies
@@ -264,7 +265,7 @@ class Gateway(GraphAccess):
                 self._choice.mark_gone(client, error)
                 until, lost = until if lost else time.monotonic() + patience, True
         self._choice.all[0].check_open()
-        raise ServiceError(self._choice.errors(patience))
+        raise self._choice.error(patience)
 
     def _check(self, client: HostClient, info: HelloInfo) -> None:
         if self.digest and info.manifest_digest != self.digest:

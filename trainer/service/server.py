@@ -169,7 +169,7 @@ class GraphServer:
     def _error(self, request: Message, error: Exception) -> list[Any]:
         self._counters.add("errors")
         self._counters.answered(request.kind, 0.0)
-        return encode(request.error(_cause(error)))
+        return encode(request.error(_cause(error), error.wait if isinstance(error, TrainerError) else None))
 
     def _report_stats(self) -> None:
         path = self._stats_file

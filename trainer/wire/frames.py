@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.core.arrays import Array
-from trainer.core.errors import WireError
+from trainer.core.errors import Wait, WireError
 
 VERSION = 9
 
@@ -88,7 +88,7 @@ class Flag(IntFlag):
 
 
 class Status(IntEnum):
-    """Whether a message is a request, a reply or an error reply. The body of an ERROR message is the cause, a text."""
+    """Whether a message is a request, a reply or an error reply. The body of an ERROR message is a ``Failure``."""
 
     REQUEST = 0
     OK = 1
@@ -98,6 +98,13 @@ class Status(IntEnum):
 _KINDS = frozenset(Kind)
 
 _ALL_FLAGS = Flag.ROUTE | Flag.FLOAT16 | Flag.INT8
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """Why a request has failed."""
+
+    cause: str
+    wait: Wait | None = None  #: the timeout that led to it, if the server has waited for another one
 
 
 @dataclass(frozen=True)
@@ -113,16 +120,16 @@ class Message:
     def reply(self, arrays: Sequence[Array] = (), body: bytes = b"") -> Message:
         return Message(self.kind, Status.OK, self.request_id, tuple(arrays), body)
 
-    def error(self, cause: str) -> Message:
+    def error(self, cause: str, wait: Wait | None = None) -> Message:
         """Return an error reply to this request. A long cause is truncated."""
-        body = msgspec.msgpack.encode(cause.encode("utf-8", "replace").decode()[:_MAX_CAUSE])
-        return Message(self.kind, Status.ERROR, self.request_id, (), body)
+        failure = Failure(cause.encode("utf-8", "replace").decode()[:_MAX_CAUSE], wait)
+        return Message(self.kind, Status.ERROR, self.request_id, (), msgspec.msgpack.encode(failure))
 
     @property
-    def cause(self) -> str:
-        """The cause of an ERROR message. Raises ``WireError`` if it is not a text."""
+    def failure(self) -> Failure:
+        """The content of an ERROR message. Raises ``WireError`` if it is none."""
         try:
-            return msgspec.msgpack.decode(self.body, type=str)
+            return msgspec.msgpack.decode(self.body, type=Failure)
         except (msgspec.DecodeError, ValueError) as error:
             raise WireError(f"the cause in an error reply cannot be read: {error}") from None
 

@@ -20,7 +20,7 @@ import click
 from trainer.core.errors import SettingsError, TrainerError
 from trainer.core.remote_settings import SERVER_WAIT, CacheSize, RemoteAccess, Topology, WireRows
 from trainer.core.waits import report_error
-from trainer.train.settings import F, InferJob, IntList, TrainJob, TrainSettings, settings_options
+from trainer.train.settings import F, InferJob, NumberList, TrainJob, TrainSettings, settings_options
 
 #: Commands of other modules: name -> (module, attribute). Imported on use, because importing torch takes seconds.
 _LAZY_COMMANDS = {name: ("trainer.partition.cli", name) for name in ("partition", "inspect", "verify")}
@@ -134,7 +134,7 @@ _GRAPH_OPTIONS = (
     _run_option("--parts", "PARTS", "Partition folder; client nodes of a run have none.", type=_FOLDER),
     _run_option(
         "--part-ids", "PART_IDS", "Parts to open; default: all, or none if the variable GNNFLEET_PART_IDS is empty.",
-        type=IntList(), default=_no_parts_if_set_empty,
+        type=NumberList(), default=_no_parts_if_set_empty,
     ),
     _run_option(
         "--cluster", "CLUSTER", "cluster.json of the run, if graph servers of other hosts have parts.", type=_FOLDER
@@ -253,7 +253,7 @@ def infer(**options: Any) -> None:
 
 @cli.command()
 @_run_option("--parts", "PARTS", "Partition folder.", type=_FOLDER, required=True)
-@click.option("--own", "part_ids", type=IntList(), envvar="GNNFLEET_PART_IDS", required=True, help="Parts to serve.")
+@click.option("--own", "part_ids", type=NumberList(), envvar="GNNFLEET_PART_IDS", required=True, help="Parts to serve.")
 @click.option("--bind", required=True, help="Endpoint to listen on, tcp://address:port.")
 @_run_option(
     "--cluster", "CLUSTER", "cluster.json of the run; read again when it changes.", type=_FOLDER, required=True

@@ -58,7 +58,7 @@ def run(folder: Path, hosts: int, settings: TrainSettings) -> dict[str, float]:
     with open_graph(folder) as graph, tempfile.TemporaryDirectory() as run_dir, MetricsLog(Path(run_dir), 0) as log:
         target = pick_target(graph)
         assert isinstance(target, str)
-        task, _, _ = node_task(graph, target, "auto", ("train",), group)
+        task, _, _ = node_task(graph, target, TrainSettings(), ("train",), group)
         model, _ = make_model(settings, graph.manifest, target, task.outputs)
         wanted = loader_settings(settings, target, "train", bool(getattr(model, "needs_degree", False)))
         batches = AllHosts([BatchLoader(graph, wanted, rank, layout) for rank in range(hosts)])

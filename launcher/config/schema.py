@@ -439,6 +439,15 @@ class TrainConfig:
         "Learning rate of trainable rows of vertices (SparseAdam); default: lr.", None, above=0
     )
     weight_decay: float = setting("Weight decay of the optimizer.", 0.0, at_least=0)
+    class_weights: Literal["balanced"] | tuple[float, ...] | None = setting(
+        "Classification: weight of each class in the loss, as [1, 1, 5]; `balanced`: the inverse of its share of the "
+        "train seeds. Default: 1.",
+        None,
+        at_least=0,
+    )
+    label_smoothing: float = setting(
+        "Classification: share of each label that is spread over all classes.", 0.0, at_least=0, below=1
+    )
     seed: int = setting(
         "Random seed of batch order, sampling, dropout and initial weights.", 0, at_least=0, below=2**32
     )

@@ -27,6 +27,9 @@ def check_training(config: ClusterConfig, reader: Reader) -> None:
     elif reader.good(("train", "fanouts")):
         _layers(config, reader)
     _model(config, reader)
+    for name, given in (("class_weights", train.class_weights), ("label_smoothing", train.label_smoothing)):
+        if given and train.task not in ("auto", "classification"):
+            reader.report(("train", name), f"train.{name}: is for task classification, not {train.task}")
     if train.optimizer is not None and reader.good(("train", "optimizer")):
         _optimizer(train.optimizer, train, reader)
     if train.schedule is not None and reader.good(("train", "schedule")):

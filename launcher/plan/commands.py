@@ -131,7 +131,7 @@ def _train_argv(context: PlanContext, site: Site) -> list[str]:
 
 
 _LEFT_OUT_AT_DEFAULT = (  # keeps the shown command short
-    "precision", "device_cache", "sampling", "checkpoint_seconds"
+    "precision", "device_cache", "sampling", "checkpoint_seconds", "label_smoothing"
 )  # fmt: skip
 
 

@@ -180,6 +180,11 @@ MISTAKES = {
     TWO + "train: {schedule: {name: one-cycle, warmup_epochs: 2}}\n": [
         "3: train.schedule.warmup_epochs: one-cycle has its own, `rise`"
     ],
+    TWO + "train:\n  task: link\n  label_smoothing: 0.1\n  class_weights: balance\n": [
+        "5: train.label_smoothing: is for task classification, not link",
+        "6: train.class_weights: expected a list or `balanced`, found the text `balance`",
+    ],
+    TWO + "train: {class_weights: [1, -1]}\n": ["3: train.class_weights: must be at least 0; found -1.0"],
     TWO + "train: {early_stop: soon}\n": [
         "3: train.early_stop.patience: expected a whole number, found the text `soon`"
     ],
@@ -531,7 +536,7 @@ def test_saved_config_keeps_odd_values(load: Load, tmp_path: Path) -> None:
     config = load(
         'name: "on"\nnodes: [{host: a, env: {E: "1e-3", N: null_, Q: "it\'s: \\"x\\" #é"}, devices: [1]}]\n'
         'data: {dataset: synthetic, options: {p: 1e-7, q: "1e-3", n: "12"}}\nrun: {encrypt: off, master_port: 29511}\n'
-        "train: {early_stop: 3, optimizer: AdamW}\n"
+        "train: {early_stop: 3, optimizer: AdamW, class_weights: [1, 2.5]}\n"
     )
     saved = tmp_path / "saved.yml"
     saved.write_text(to_yaml(config), encoding="utf-8")

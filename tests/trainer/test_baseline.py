@@ -55,7 +55,7 @@ def test_the_baseline_of_node_tasks(tmp_path: Path, y: np.ndarray, name: str, ex
     data = replace(data, nodes={HOMO_NODE: replace(data.nodes[HOMO_NODE], num_classes=classes)})
     write_partition(data, assign_parts(data, 2, "hash"), tmp_path / "parts")
     with open_graph(tmp_path / "parts") as opened:
-        task, _, baseline = node_task(opened, HOMO_NODE, "auto", tuple(SPLITS), ALONE)
+        task, _, baseline = node_task(opened, HOMO_NODE, TrainSettings(), tuple(SPLITS), ALONE)
     assert baseline.name == name
     assert {split: of[task.metric.name] for split, of in baseline.metrics.items()} == pytest.approx(expected)
 

@@ -31,7 +31,7 @@ from trainer.store.manifest import AttrSpec
 from trainer.train.job import train
 from trainer.train.loaders import loader_settings
 from trainer.train.model import model_facts
-from trainer.train.settings import InferJob
+from trainer.train.settings import InferJob, TrainSettings
 from trainer.train.tasks.choose import node_task
 
 NODES = 14
@@ -87,7 +87,7 @@ def test_the_shares_of_a_step_add_up_to_the_step(label: str, count: str, tmp_pat
         target = "paper" if typed else HOMO_NODE
         with open_graph(parts_of(tmp_path / str(typed), dataset(label, COUNTS[count], typed))) as opened:
             splits = [split for split, seeds in opened.manifest.nodes[target].splits.items() if seeds]
-            task, *_ = node_task(opened, target, "auto", splits, RankGroup(Ranks()))
+            task, *_ = node_task(opened, target, TrainSettings(), splits, RankGroup(Ranks()))
             for name, how in MODELS.items():
                 settings = job(tmp_path, tmp_path, **SETTINGS, **how).settings
                 if (settings.model in ("sage", "gcn", "gat")) == typed:

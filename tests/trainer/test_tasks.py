@@ -29,6 +29,7 @@ from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.choose import node_task, of_record
+from trainer.train.tasks.classification import Classification
 from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.multilabel import MultiLabel
 from trainer.train.tasks.regression import Regression
@@ -93,7 +94,7 @@ def test_the_task_follows_from_the_labels(y: np.ndarray, kind: str, outputs: int
     with open_graph(parts_of(tmp_path / "parts", y)) as opened:
         target = pick_target(opened)
         assert target == HOMO_NODE
-        task, why, _ = node_task(opened, target, "auto", tuple(SPLITS), ALONE)
+        task, why, _ = node_task(opened, target, TrainSettings(), tuple(SPLITS), ALONE)
     assert (task.kind, task.outputs) == (kind, outputs) and why.startswith("y is ")
     assert of_record(task.record()) == task
 
@@ -130,6 +131,27 @@ def test_regression_equals_numpy_and_leaves_out_missing_values() -> None:
     assert [found["mae_0"], found["mae_1"]] == pytest.approx(np.nanmean(np.abs(error), 0))
     squares = (out.numpy() - (y - [2, 60]) / [1, 10]) ** 2
     assert float(task.loss_sum(out, labels)) == pytest.approx(np.nanmean(squares, 1).sum())
+
+
+def test_the_weighted_loss_equals_numpy() -> None:
+    out, y, weights, smoothing = torch.randn(6, 3), torch.tensor([0, 2, 1, 1, 2, 0]), np.array([1.0, 0.5, 3.0]), 0.2
+    wanted = np.eye(3)[y] * (1 - smoothing) + smoothing / 3
+    expected = -(wanted * weights * out.double().log_softmax(1).numpy()).sum()
+    task = Classification(3, tuple(weights), smoothing)
+    assert float(task.loss_sum(out, Labels(y))) == pytest.approx(expected, rel=1e-5)
+    assert float(task.loss_sum(out[:0], Labels(y[:0]))) == 0
+
+
+def test_balanced_weights_are_inverse_shares_of_the_train_seeds(tmp_path: Path) -> None:
+    y = np.where(np.arange(NODES) < 30, 0, 1 + np.arange(NODES) % 2)
+    y[-1] = 4  # class 3 has no seed, class 4 no train seed
+    with open_graph(parts_of(tmp_path / "parts", y)) as opened:
+        settings = TrainSettings(class_weights="balanced")
+        task, _, _ = node_task(opened, HOMO_NODE, settings, tuple(SPLITS), ALONE)
+        assert isinstance(task, Classification)
+        assert task.weights == pytest.approx((180 / 3 / 30, 180 / 3 / 75, 180 / 3 / 75, 1, 1))
+        with pytest.raises(SettingsError, match="class_weights has 2 numbers, but .* has 5 classes"):
+            node_task(opened, HOMO_NODE, TrainSettings(class_weights=(1.0, 2.0)), tuple(SPLITS), ALONE)
 
 
 def test_multilabel_equals_numpy_and_leaves_out_missing_labels() -> None:

@@ -104,6 +104,12 @@ def test_an_optimizer_with_clipped_gradients(parts: Path, tmp_path: Path) -> Non
     assert curve(tmp_path / "free")[0] == clipped[0] and curve(tmp_path / "free")[1] != clipped[1]
 
 
+@pytest.mark.parametrize("weights", ["balanced", (3.0, 0.5, 1.0, 2.0)], ids=["balanced", "given"])
+def test_a_weighted_and_smoothed_loss(weights: Any, parts: Path, tmp_path: Path) -> None:
+    wanted: dict[str, Any] = {"epochs": 3, "class_weights": weights, "label_smoothing": 0.1}
+    assert_equal_on_any_number_of_processes(parts, tmp_path, **wanted)
+
+
 STEPS, EPOCHS = 5, 8
 SCHEDULERS: dict[str, tuple[Schedule, Callable[[Any], Any], bool]] = {
     "constant": (Schedule("constant"), lambda of: lr_scheduler.ConstantLR(of, 1.0), True),
@@ -166,6 +172,7 @@ def test_a_schedule_of_weights_and_trainable_rows(schedule: Schedule, tmp_path: 
     "settings,message",
     [
         ({"early_stop": {"patience": 3, "metric": "mae"}}, "early_stop.metric is 'mae'; task classification has"),
+        ({"label_smoothing": 0.1, "task": "regression"}, "label_smoothing is for task classification, not regression"),
         ({"schedule": "plateau", "eval_every": 0}, "schedule needs evaluations on val, but eval_every is 0"),
         ({"early_stop": 3, "eval_every": 0}, "early_stop needs evaluations on val, but eval_every is 0"),
     ],

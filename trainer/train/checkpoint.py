@@ -37,7 +37,7 @@ Position = tuple[int, int]  #: complete epochs, and steps trained of the next ep
 BINDING = (
     "model", "hidden", "layers", "heads", "dropout", "fanouts", "replace", "weight_attr", "time_attr",
     "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed", "precision",
-    "optimizer", "schedule", "clip", "negatives", "edge_attr", "embeddings",
+    "optimizer", "schedule", "clip", "class_weights", "label_smoothing", "negatives", "edge_attr", "embeddings",
 )  # fmt: skip
 
 

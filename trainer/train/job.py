@@ -42,7 +42,7 @@ from trainer.train.tasks.choose import node_task
 from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.target import pick_target
 from trainer.train.tasks.task import Task
-from trainer.train.val_scores import check_metrics
+from trainer.train.val_scores import check_task
 
 #: Messages of CUDA, cuBLAS and NCCL; torch raises ``OutOfMemoryError`` only for its own allocations.
 _EXHAUSTED = re.compile(r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED")
@@ -201,7 +201,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     baseline: Baseline | None
     if isinstance(target, str):
         splits = tuple(split for split in SPLITS if manifest.nodes[target].splits.get(split))
-        task, why, baseline = node_task(graph, target, settings.task, splits, group)
+        task, why, baseline = node_task(graph, target, settings, splits, group)
     else:
         task, why = LinkPrediction(settings.hidden), f"links of {type_name(target)}"
     if is_first:
@@ -226,7 +226,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
             text = f"no links of {name} are held out, so nothing is evaluated; set option hold_out: {name}"
             print(f"note: {text}", flush=True)
 
-    group.agree(lambda: check_metrics(settings, task, "val" in loaders))
+    group.agree(lambda: check_task(settings, task, "val" in loaders))
 
     # Rows on the devices, and where batches are made.
     size = CacheSize.parse(settings.device_cache)

@@ -135,6 +135,15 @@ class TrainSettings:
         "Learning rate of trainable rows of nodes (SparseAdam); default: lr.", None, above=0
     )
     weight_decay: float = setting("Weight decay of the optimizer.", 0.0, at_least=0)
+    class_weights: Literal["balanced"] | tuple[float, ...] | None = setting(
+        "Task classification: weight of each class in the loss, as 1,1,5; balanced: the inverse of its share of the "
+        "train seeds; default: 1.",
+        None,
+        at_least=0,
+    )
+    label_smoothing: float = setting(
+        "Task classification: share of each label that is spread over all classes.", 0.0, at_least=0, below=1
+    )
     seed: int = setting("Random seed of seed order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
     early_stop: EarlyStop | None = setting("End the run once a metric on val no longer improves.", None)
     eval_every: int = setting("Epochs between evaluations on val; 0: only at the end.", 1, at_least=0)
@@ -246,20 +255,23 @@ class Keyed(click.ParamType):
             self.fail(f"{value!r} is no JSON object: {error}", param, ctx)
 
 
-class IntList(click.ParamType):
-    """Value of an option: comma-separated whole numbers, such as ``15,10,5``."""
+class NumberList(click.ParamType):
+    """Value of an option: comma-separated numbers of a type, such as ``15,10,5``, or one of ``words``."""
 
     name = "n,n,…"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:  # fmt: skip
-        if isinstance(value, tuple):
+    def __init__(self, number: type = int, words: tuple[str, ...] = ()):
+        self._number, self._words = number, words
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple) or value in self._words:
             return value
         try:
-            return tuple(int(word) for word in str(value).split(","))
+            return tuple(self._number(word) for word in str(value).split(","))
         except ValueError:
-            self.fail(f"{value!r} is not a list of whole numbers like 15,10,5", param, ctx)
+            kind = "".join(f"{word} or " for word in self._words) + "a list of"
+            numbers = "whole numbers" if self._number is int else "numbers"
+            self.fail(f"{value!r} is not {kind} {numbers} like 15,10,5", param, ctx)
 
 
 def settings_options(function: F) -> F:
@@ -293,10 +305,12 @@ def _click_type(hint: Any) -> click.ParamType:
     options = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return click.Choice(options)
+    words: tuple[str, ...] = ()
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        (hint,) = (option for option in options if option is not type(None))
+        *choices, hint = (option for option in options if option is not type(None))
+        words = tuple(word for choice in choices for word in typing.get_args(choice))
     if typing.get_origin(hint) is tuple:
-        return IntList()
+        return NumberList(typing.get_args(hint)[0], words)
     plain: dict[Any, click.ParamType] = {int: click.INT, float: click.FLOAT, str: click.STRING}
     return plain[hint]
 
@@ -306,8 +320,9 @@ def _beyond_limits(settings: Any) -> Iterator[str]:
         value = getattr(settings, entry.name)
         for name, limit in entry.metadata["limits"].items():
             words, holds = _LIMITS[name]
-            if value is not None and not holds(value, limit):
-                yield f"{entry.name} is {value}; it must be {words} {limit}"
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, int | float) and not holds(number, limit):
+                    yield f"{entry.name} is {number}; it must be {words} {limit}"
 
 
 def _bad_cache(settings: TrainSettings) -> Iterator[str]:

@@ -14,8 +14,11 @@ from trainer.train.tasks.task import METRICS, Metric, Task, metric_named
 ValScore = Mapping[str, float]  #: ``epoch``, ``loss`` and the metrics of one evaluation
 
 
-def check_metrics(settings: TrainSettings, task: Task, has_val: bool) -> None:
-    """Raise ``SettingsError`` if a setting needs a metric that the task does not have, or scores on val."""
+def check_task(settings: TrainSettings, task: Task, has_val: bool) -> None:
+    """Raise ``SettingsError`` if a setting is for another task, or needs scores on val that there are not."""
+    for name, given in (("class_weights", settings.class_weights), ("label_smoothing", settings.label_smoothing)):
+        if given and task.kind != "classification":
+            raise SettingsError(f"{name} is for task classification, not {task.kind}")
     known = (*METRICS[task.kind], "loss")
     plateau = settings.schedule if settings.schedule and settings.schedule.name == "plateau" else None
     for name, stop in (("early_stop", settings.early_stop), ("schedule", plateau)):

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from trainer.core.errors import DataError
+from trainer.core.errors import DataError, SettingsError
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType
 from trainer.graph.open import Graph
 from trainer.store.manifest import Manifest
+from trainer.train.settings import TrainSettings
 from trainer.train.tasks.baseline import Baseline, node_baseline
 from trainer.train.tasks.classification import Classification
 from trainer.train.tasks.labels import (
@@ -33,19 +34,19 @@ from trainer.train.tasks.task import Kind, Task
 
 
 def node_task(
-    graph: Graph, target: NodeType, wanted: str, splits: Sequence[str], group: RankGroup
+    graph: Graph, target: NodeType, settings: TrainSettings, splits: Sequence[str], group: RankGroup
 ) -> tuple[Task, str, Baseline]:  # fmt: skip
     """Make the task of a node type, after checking the labels of all seeds. Collective.
 
-    ``wanted``: a kind of task, or ``auto``. Returns the task, the reason for its kind in words, and a baseline. Raises
-    ``DataError`` if the target has no labels or train seeds, a seed has no label, or the labels do not fit ``wanted``.
+    Returns the task, the reason for its kind in words, and a baseline. Raises ``DataError`` if the target has no labels
+    or train seeds, a seed has no label, or the labels do not fit the task in ``settings``.
     """
     manifest = graph.manifest
     group.agree(lambda: check_trainable(manifest, target))
     labels = group.agree(lambda: [own_labels(graph, target, split, group) for split in splits])
     others = group.sum(torch.tensor([sum(not is_01(each) for each in labels)]))
-    kind, why = group.agree(lambda: _kind(manifest, target, wanted, matrix_01=not int(others)))
-    task = _task(manifest, target, kind, labels, group)
+    kind, why = group.agree(lambda: _kind(manifest, target, settings.task, matrix_01=not int(others)))
+    task = _task(manifest, target, kind, labels, settings, group)
     return task, why, node_baseline(task, labels, group)
 
 
@@ -74,18 +75,28 @@ def _kind(manifest: Manifest, target: NodeType, wanted: str, matrix_01: bool) ->
 
 
 def _task(
-    manifest: Manifest, target: NodeType, kind: Kind, labels: Sequence[SeedLabels], group: RankGroup
+    manifest: Manifest, target: NodeType, kind: Kind, labels: Sequence[SeedLabels], settings: TrainSettings,
+    group: RankGroup,
 ) -> Task:  # fmt: skip
     spec = manifest.nodes[target]
+    (train,) = (each for each in labels if each.split == "train")
     if kind == "classification":
         _check_each(labels, lambda each: check_classes(manifest, target, each), group)
-        return Classification(spec.num_classes)
+        weights = settings.class_weights or ()
+        if weights == "balanced":
+            counts = group.sum(torch.bincount(train.y.reshape(-1).long(), minlength=spec.num_classes).double())
+            shares = counts * int((counts > 0).sum()) / counts.sum()
+            weights = tuple((1 / torch.where(counts > 0, shares, 1.0)).tolist())
+        if weights and len(weights) != spec.num_classes:
+            raise SettingsError(
+                f"class_weights has {len(weights)} numbers, but {manifest.dataset} has {spec.num_classes} classes"
+            )
+        return Classification(spec.num_classes, weights, settings.label_smoothing)
     if kind == "multilabel":
         _check_each(labels, lambda each: check_known(manifest, target, each, labels_01(each.y)), group)
         return MultiLabel(spec.attrs["y"].shape[1])
     classes = spec.num_classes > 0 and "float" not in spec.attrs["y"].dtype
     _check_each(labels, lambda each: check_known(manifest, target, each, numbers(each.y, classes)), group)
-    (train,) = (each for each in labels if each.split == "train")
     return Regression(*column_moments(numbers(train.y, classes), group), classes)
 
 

@@ -10,21 +10,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trainer.train.tasks.labels import on_device
 from trainer.train.tasks.task import Kind, Labelled, Metric
 
 
 @dataclass(frozen=True)
 class Classification:
-    """Cross entropy and accuracy. ``out``: logits [num_seeds, outputs]; ``batch.y``: classes, integers [num_seeds]."""
+    """Cross entropy and accuracy. ``out``: logits [num_seeds, outputs]; ``batch.y``: classes, integers [num_seeds].
+
+    The loss of a seed has the weight of its class, and the loss of a step is the mean of these products over its seeds,
+    so that it does not depend on the number of ranks.
+    """
 
     outputs: int  #: number of classes
+    weights: tuple[float, ...] = ()  #: of each class; (): all 1
+    smoothing: float = 0.0  #: share of each label that is spread over all classes
     kind: Kind = "classification"
     metric: Metric = Metric("accuracy", "higher")
     num_sums: int = 2
 
     def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
         assert batch.y is not None
-        return functional.cross_entropy(out, batch.y.long(), reduction="sum")
+        weight = on_device(self.weights, out.device).to(out.dtype) if self.weights else None
+        return functional.cross_entropy(out, batch.y.long(), weight, reduction="sum", label_smoothing=self.smoothing)
 
     def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
         """Return the number of seeds predicted correctly, and the number of seeds."""

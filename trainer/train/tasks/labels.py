@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,12 @@ def numbers(y: Tensor, classes: bool = False) -> Tensor:
 def labels_01(y: Tensor) -> Tensor:
     """Return labels 0 and 1 as float64 [n, L]. Missing labels, NaN or a negative integer in ``y``, become NaN."""
     return numbers(y, classes=not y.is_floating_point())
+
+
+@functools.cache
+def on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return ``values`` as float64 [D] on ``device``, without a copy from the host, which would synchronise a GPU."""
+    return torch.stack([torch.full((), value, dtype=torch.float64, device=device) for value in values])
 
 
 @dataclass(frozen=True)

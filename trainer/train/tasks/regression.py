@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.train.tasks.labels import numbers
+from trainer.train.tasks.labels import numbers, on_device
 from trainer.train.tasks.task import Kind, Labelled, Metric
 
 _COLUMNS_SHOWN = 20  #: of targets with more columns, metrics lines have only the means over columns
-
-
-@functools.cache
-def _column_tensor(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return ``values`` as float64 [D] on ``device``, without a copy from the host, which would synchronise a GPU."""
-    return torch.stack([torch.full((), value, dtype=torch.float64, device=device) for value in values])
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ class Regression:
 
     def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
         y, known = self._known(batch)
-        mean, std = _column_tensor(self.mean, y.device), _column_tensor(self.std, y.device)
+        mean, std = on_device(self.mean, y.device), on_device(self.std, y.device)
         wanted = ((y - mean) / std).to(out.dtype)
         squares = torch.where(known, out - wanted, 0).square()
         return (squares.sum(1) / known.sum(1).clamp(min=1)).sum()
@@ -73,7 +66,7 @@ class Regression:
 
     def predictions(self, out: Tensor) -> Tensor:
         """Return predictions in units of ``y``, float64 [n, D]."""
-        mean, std = _column_tensor(self.mean, out.device), _column_tensor(self.std, out.device)
+        mean, std = on_device(self.mean, out.device), on_device(self.std, out.device)
         return out.double() * std + mean
 
     def record(self) -> Mapping[str, Any]:

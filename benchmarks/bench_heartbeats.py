@@ -25,7 +25,7 @@ if __name__ == "__main__":
 from launcher.node.child_process import Loop  # noqa: E402
 from launcher.node.peers.hub import Hub  # noqa: E402
 from launcher.node.peers.member import Member  # noqa: E402
-from launcher.node.peers.model import Crew, PeerConfig  # noqa: E402
+from launcher.node.spec import NodeSpec, RunNode  # noqa: E402
 from table import Row, show  # noqa: E402
 
 BEAT = 1.0  # seconds between two reports, as in launcher.node.supervisor.supervisor
@@ -64,23 +64,31 @@ def measure(nodes: int, roles: str) -> Load:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    names = tuple("server" if roles == "server" and k % 2 else "worker" for k in range(nodes))
-    crew = Crew(0, names, tuple((k, (k + 1) % nodes) for k in range(nodes)))
-    labels = tuple(f"node{k} (alice@gpu{k:04}.lab)" for k in range(nodes))
-    configs = [PeerConfig("5ecret", k, labels, "127.0.0.1", "127.0.0.1", port, 600.0, 60.0, crew) for k in range(nodes)]
+    everyone = tuple(
+        RunNode(
+            f"node{k} (alice@gpu{k:04}.lab)",
+            "server" if roles == "server" and k % 2 else "worker",
+            parts=(k, (k + 1) % nodes),
+            address="127.0.0.1",
+            bind="127.0.0.1",
+            control_port=port,
+        )
+        for k in range(nodes)
+    )
+    specs = [NodeSpec("r1", "5ecret", k, "", everyone, None, None, 600.0, 1.0, peer_timeout=60.0) for k in range(nodes)]
     context = get_context("fork")
-    process = context.Process(target=be_members, args=(configs[1:],), daemon=True)
+    process = context.Process(target=be_members, args=(specs[1:],), daemon=True)
     process.start()
     try:
-        return be_hub(configs[0])
+        return be_hub(specs[0])
     finally:
         process.kill()
         process.join()
 
 
-def be_hub(config: PeerConfig) -> Load:
+def be_hub(spec: NodeSpec) -> Load:
     loop = Loop()
-    hub = Hub(config, loop)
+    hub = Hub(spec, loop)
     begun = time.monotonic()
     hub.open()
     beat, traffic = Beat([hub]), Traffic(hub)
@@ -109,10 +117,10 @@ def be_hub(config: PeerConfig) -> Load:
     return Load(cpu / seconds, (now_sent - sent) / seconds, (now_received - received) / seconds, up, latest)
 
 
-def be_members(configs: Sequence[PeerConfig]) -> None:
+def be_members(specs: Sequence[NodeSpec]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     loop = Loop()
-    members = [Member(config, loop) for config in configs]
+    members = [Member(spec, loop) for spec in specs]
     for member in members:
         member.open()
     beat = Beat(members)

@@ -18,14 +18,13 @@ from launcher.config.roles import ServingCluster, lead
 from launcher.config.schema import login_text
 from launcher.errors import UsageError
 from launcher.hostlist import fold
-from launcher.plan.commands import PlanContext, node_commands, own_argv
+from launcher.plan.commands import PlanContext, own_argv, with_commands
 from launcher.plan.device_sampling import sampling_line
 from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
 from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated
 from launcher.plan.own_script import own_command_files, resume_file
 from launcher.plan.partition import PartitionFiles, outdated, partitioning, read_partition_files
-from launcher.plan.placement import Site, make_sites, node_login, session_name
-from launcher.plan.ports import choose, control_candidates, master_candidates
+from launcher.plan.placement import place_nodes
 from launcher.plan.precision import precision_notes
 from launcher.plan.serialize import run_json
 from launcher.plan.service_key import new_key_pair
@@ -74,26 +73,25 @@ def make_plan(
     inputs = _Inputs(config, facts or {}, manifest, serving)
     own = own_command_files(own_command, config.run.files, cwd) if own_command else None
     running = {node.node_rank: node for node in before.nodes if node.node_rank not in inputs.facts} if before else {}
-    sites = make_sites(config, run_id, inputs.facts, code_digest, inputs.parts, serving, running)
-    first = lead(config)
+    nodes = place_nodes(config, run_id, inputs.facts, code_digest, inputs.parts, serving, running, own is not None)
     context = PlanContext(
         config=config,
+        facts=inputs.facts,
         run_id=run_id,
         token=token or Secret(),
         operator=operator,
-        sites=sites,
-        lead=first,
-        master_addr=_master_addr(config, sites[first]),
-        master_port=_port(master_candidates(config), inputs.facts.get(first)) or 0,
-        control_port=_port(control_candidates(config), inputs.facts.get(first)),
+        nodes=nodes,
+        lead=lead(config),
         own=own,
         resume=None if config.serve_only else resume_file(config, cwd),
         serving=serving,
         version=before.version + 1 if before else 1,
-        topology=decide(config, sites, config.num_parts, inputs.parts, inputs.facts),
+        topology=decide(config, nodes, config.num_parts, inputs.parts, inputs.facts),
     )
     shared = shared_files(context)
-    nodes = tuple(running.get(site.node_rank) or _node_plan(context, site, shared, inputs.parts) for site in sites)
+    nodes = tuple(
+        node if k in running else _with_files(context, node, shared, inputs.parts) for k, node in enumerate(nodes)
+    )
     return _launch_plan(inputs, context, nodes, shared.code, code_digest)
 
 
@@ -175,7 +173,7 @@ def _launch_plan(
         world_size=context.world_size,
         num_parts=context.num_parts,
         master_addr=context.master_addr,
-        master_port=context.master_port,
+        master_port=nodes[context.lead].master_port,
         nodes=nodes,
         partition=partitioning(config) if config.makes_parts else None,
         runs_dir=config.run.runs_dir,
@@ -186,63 +184,31 @@ def _launch_plan(
             *(own.notes if own else ()),
             *(precision_notes(config, inputs.facts) if bundled else ()),
         ),
-        control_port=context.control_port,
+        control_port=nodes[context.lead].control_port or None,
         lead=context.lead,
         serving=config.data.serving or "",
         version=context.version,
         topology=topology,
-        sampling=sampling_line(config, context.sites, topology, inputs.parts, inputs.facts) if bundled else "",
+        sampling=sampling_line(config, nodes, topology, inputs.parts, inputs.facts) if bundled else "",
         dataset=config.data.dataset,
         encrypted=context.encrypted,
-        own_command=tuple(own_argv(own, context.sites[context.lead])) if own else (),
+        own_command=tuple(own_argv(own, nodes[context.lead])) if own else (),
         train=config.train if bundled else None,
         manifest=inputs.parts.files[-1].sha256 if inputs.parts else "",
         code=code,
     )
 
 
-def _master_addr(config: ResolvedConfig, first: Site) -> str:
-    if not config.world_size:
-        return ""
-    return first.address if config.run.master_addr == "auto" else config.run.master_addr
-
-
-def _node_plan(context: PlanContext, site: Site, shared: SharedFiles, manifest: PartitionFiles | None) -> NodePlan:
-    commands = node_commands(context, site)
-    replicated = context.topology.replicated and bool(site.parts)
-    logs = ["supervisor", *(["runners"] if site.ranks else []), *(["server"] if site.serves else [])]
-    logs += [f"rank{rank}" for rank in site.ranks]
-    return NodePlan(
-        node_rank=site.node_rank,
-        login=node_login(context.config, site.node),
-        nproc=len(site.ranks),
-        ranks=site.ranks,
-        devices=site.node.devices,
-        parts=site.parts,
-        address=site.address,
-        workdir=site.workdir,
-        code_dir=site.code_dir,
-        data_dir=site.data_dir,
-        run_dir=site.run_dir,
-        master_port=context.master_port,
-        service_port=site.service_port,
-        session=session_name(context.run_id, site.node_rank),
-        start=commands.start,
-        server=commands.server,
-        trainer=commands.trainer,
-        files=node_files(context, site, commands, shared, manifest),
-        log_files=tuple(f"{site.run_dir}/logs/{name}.log" for name in logs),
-        role=site.node.role,
-        copies=site.copies,
-        home=site.home,
-        trainer_index=context.trainer_index(site),
-        topology_bytes=manifest.topology_bytes_except(site.parts) if manifest and replicated else 0,
-        slurm_job=context.config.slurm_job or ("%j" if context.config.transport == "slurm" else ""),
+def _with_files(
+    context: PlanContext, placed: NodePlan, shared: SharedFiles, manifest: PartitionFiles | None
+) -> NodePlan:
+    node = with_commands(context, placed)
+    replicated = manifest is not None and context.topology.replicated and bool(node.parts)
+    return replace(
+        node,
+        files=node_files(context, node, shared, manifest),
+        topology_bytes=manifest.topology_bytes_except(node.parts) if manifest and replicated else 0,
     )
-
-
-def _port(candidates: tuple[int, ...], fact: NodeFacts | None) -> int | None:
-    return choose(candidates, fact) if candidates else None
 
 
 def _notes(inputs: _Inputs) -> list[str]:

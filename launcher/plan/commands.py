@@ -1,34 +1,30 @@
-"""Builds the command line and the environment of each process of a node: supervisor, graph server, ranks."""
+"""Builds the command lines and the environments of a node's graph server and ranks."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
-from launcher.command import Command, Secret, quote
-from launcher.config.consistency import RANK_VARIABLES
+from launcher.command import Command, Secret
 from launcher.config.resolve import ResolvedConfig
-from launcher.config.roles import ServingCluster, trainers
+from launcher.config.roles import ServingCluster, clients, gateways, host_key, trainers
 from launcher.config.schema import TrainConfig
-from launcher.plan.model import NO_SITE, PlannedFile, Topology
+from launcher.plan.model import NO_SITE, NodeFacts, NodePlan, PlannedFile, Topology
 from launcher.plan.own_script import OwnCommand
-from launcher.plan.placement import Site, endpoint
+from launcher.plan.placement import endpoint, host_processes, node_interface, with_user_env
 
 
 @dataclass(frozen=True)
 class PlanContext:
     config: ResolvedConfig
+    facts: Mapping[int, NodeFacts]
     run_id: str
     token: Secret
     operator: str  #: user and machine that launch, as ``alice@laptop``; '' if unknown
-    sites: tuple[Site, ...]
+    nodes: tuple[NodePlan, ...]  #: without files, and without commands except ``start``
     lead: int  #: node_rank of the first node that trains
-    master_addr: str  #: '' if nothing trains
-    master_port: int
-    control_port: int | None  #: port of the hub on the lead node; None: the supervisors do not connect to each other
     own: OwnCommand | None  #: the user's own command; None: the bundled trainer
     resume: PlannedFile | None  #: checkpoint to resume from
     serving: ServingCluster | None = None  #: the serving cluster to which the run attaches
@@ -42,7 +38,7 @@ class PlanContext:
     @property
     def remote(self) -> bool:
         """Whether the run uses graph servers; a single worker reads all parts from its own disk instead."""
-        return len(self.sites) > 1 or self.sites[0].node.role != "worker"
+        return len(self.nodes) > 1 or self.nodes[0].role != "worker"
 
     @property
     def encrypted(self) -> bool:
@@ -51,83 +47,80 @@ class PlanContext:
         choice = self.config.run.encrypt
         return self.remote and (choice == "on" or (choice == "auto" and self.config.transport != "local"))
 
+    @property
+    def master_addr(self) -> str:
+        """Address of rank 0, for all nodes; '' if nothing trains."""
+        if not self.world_size:
+            return ""
+        fixed = self.config.run.master_addr
+        return self.nodes[self.lead].address if fixed == "auto" else fixed
+
     @cached_property
     def world_size(self) -> int:
         return self.config.world_size
 
     @cached_property
-    def _trainers(self) -> dict[int, int]:
+    def trainers(self) -> Mapping[int, int]:
+        """Index among the nodes that train (GROUP_RANK), by node_rank."""
         return {k: index for index, k in enumerate(trainers(self.config))}
 
-    @property
-    def num_trainers(self) -> int:
-        return len(self._trainers)
+    @cached_property
+    def gateways(self) -> frozenset[int]:
+        """node_ranks of the nodes whose graph servers sample batches for clients."""
+        config = self.config
+        servers = (k for k, node in enumerate(config.nodes) if node.role == "server")
+        return frozenset((*servers, *(gateways(config) if clients(config) else ())))
 
-    def trainer_index(self, site: Site) -> int | None:
-        """Return the index of node ``site`` among the nodes that train; None if it does not train."""
-        return self._trainers.get(site.node_rank)
-
-
-class NodeCommands(NamedTuple):
-    """The commands of one node's processes; None for a process that the node does not run."""
-
-    start: Command
-    server: Command | None
-    trainer: Command | None
+    @cached_property
+    def processes(self) -> Mapping[str, int]:
+        """Number of ranks on each host, by ``host_key``."""
+        return host_processes(self.config)
 
 
-def node_commands(context: PlanContext, site: Site) -> NodeCommands:
-    server = server_command(context, site) if site.serves else None
-    trainer = trainer_command(context, site) if site.ranks else None
-    return NodeCommands(start_command(context, site), server, trainer)
+def with_commands(context: PlanContext, node: NodePlan) -> NodePlan:
+    """Return the plan of a node with the commands of its graph server and of its ranks."""
+    server = server_command(context, node) if node.service_port else None
+    return replace(node, server=server, trainer=trainer_command(context, node) if node.ranks else None)
 
 
-def start_command(context: PlanContext, site: Site) -> Command:
-    """Build the command that tmux runs on a node: the supervisor, which starts the processes in ``node.json``."""
-    program = f"{site.code_dir}/launcher/node/supervisor/supervisor.py"
-    argv = (site.python, NO_SITE, program, f"{site.run_dir}/node.json")
-    folder = (f"mkdir -p {quote(_files(site))}",) if context.own and site.ranks else ()
-    return Command(argv, _user_env(site, _base_env(site)), site.run_dir, (*site.setup, *folder))
-
-
-def server_command(context: PlanContext, site: Site) -> Command:
+def server_command(context: PlanContext, node: NodePlan) -> Command:
     """Build the command of a node's graph server. A gateway also samples whole batches for clients."""
-    run, own = context.config.run, ",".join(map(str, site.parts))
-    argv = [site.python, "-m", "trainer", "serve", "--parts", site.data_dir, "--own", own]
-    argv += ["--bind", endpoint(site.bind, site.service_port), "--cluster", f"{site.run_dir}/cluster.json"]
-    argv += ["--key-file", f"{site.run_dir}/service.key"] if context.encrypted else []
-    argv += ["--ready-file", f"{site.run_dir}/server.ready", "--node-rank", str(site.node_rank)]
-    argv += ["--stats-file", f"{site.run_dir}/server_stats.json", "--server-wait", f"{run.server_wait:g}"]
-    argv += ["--buffer-mb", str(run.server_buffer)] if site.gateway else []
-    argv += ["--batch-threads", str(run.server_threads)] if site.gateway and run.server_threads != "auto" else []
-    env = _run_env(context, site) | _reach_env(context, site) | _stacks_env(site)
+    run, own, gateway = context.config.run, ",".join(map(str, node.parts)), node.node_rank in context.gateways
+    argv = [*node.python.argv, "-m", "trainer", "serve", "--parts", node.data_dir, "--own", own]
+    argv += ["--bind", endpoint(node.bind, node.service_port), "--cluster", f"{node.run_dir}/cluster.json"]
+    argv += ["--key-file", f"{node.run_dir}/service.key"] if context.encrypted else []
+    argv += ["--ready-file", f"{node.run_dir}/server.ready", "--node-rank", str(node.node_rank)]
+    argv += ["--stats-file", f"{node.run_dir}/server_stats.json", "--server-wait", f"{run.server_wait:g}"]
+    argv += ["--buffer-mb", str(run.server_buffer)] if gateway else []
+    argv += ["--batch-threads", str(run.server_threads)] if gateway and run.server_threads != "auto" else []
+    env = _run_env(context, node) | _reach_env(context, node)
     env |= {"GNNFLEET_PROCESS": "server", "CUDA_VISIBLE_DEVICES": ""}
-    return Command(tuple(argv), _user_env(site, env), site.run_dir)
+    return Command(tuple(argv), _with_user_env(context, node, env), node.run_dir)
 
 
-def trainer_command(context: PlanContext, site: Site) -> Command:
+def trainer_command(context: PlanContext, node: NodePlan) -> Command:
     """Build the command of the rank runner, a program that the supervisor starts once per rank.
 
     The rank runner starts the bundled trainer at once, but a user's own command only when the graph server is ready.
     """
-    program = f"{site.code_dir}/launcher/node/supervisor/rank_runner.py"
-    argv = [site.python, NO_SITE, program, "--run-dir", site.run_dir]
-    argv += ["--await-server"] if context.own and site.serves else []
-    argv += ["--", *(own_argv(context.own, site) if context.own else _train_argv(context, site))]
-    cwd = _files(site) if context.own else site.run_dir
-    return Command(tuple(argv), _user_env(site, _rank_env(context, site)), cwd)
+    program = f"{node.code_dir}/launcher/node/supervisor/rank_runner.py"
+    argv = [*node.python.argv, NO_SITE, program, "--run-dir", node.run_dir]
+    argv += ["--await-server"] if context.own and node.service_port else []
+    argv += ["--", *(own_argv(context.own, node) if context.own else _train_argv(context, node))]
+    cwd = f"{node.run_dir}/files" if context.own else node.run_dir
+    return Command(tuple(argv), _with_user_env(context, node, _rank_env(context, node)), cwd)
 
 
-def own_argv(own: OwnCommand, site: Site) -> list[str]:
+def own_argv(own: OwnCommand, node: NodePlan) -> list[str]:
     """Return the user's command for a node; a first word ``python`` or ``python3`` becomes the node's interpreter."""
-    first = site.python if own.argv[0] in ("python", "python3") else own.argv[0]
+    first = node.start.argv[0] if own.argv[0] in ("python", "python3") else own.argv[0]
     return [first, *own.argv[1:]]
 
 
-def _train_argv(context: PlanContext, site: Site) -> list[str]:
-    parts = ["--parts", site.data_dir] if site.parts else []
-    argv = [site.python, "-m", "trainer", "train", *parts, *train_flags(context.config.train)]
-    return [*argv, "--resume", f"{site.run_dir}/{context.resume.dest}"] if context.resume else argv
+def _train_argv(context: PlanContext, node: NodePlan) -> list[str]:
+    parts = ["--parts", node.data_dir] if node.parts else []
+    argv = [*node.python.argv, "-m", "trainer", "train", *parts, *train_flags(context.config.train)]
+    return [*argv, "--resume", f"{node.run_dir}/{context.resume.dest}"] if context.resume else argv
 
 
 _LEFT_OUT_AT_DEFAULT = (  # keeps the shown command short
@@ -161,67 +154,61 @@ def train_flags(train: TrainConfig) -> list[str]:
     return flags
 
 
-def _base_env(site: Site) -> dict[str, str]:
-    return {"PYTHONPATH": site.code_dir, "PYTHONUNBUFFERED": "1"}
-
-
-def _run_env(context: PlanContext, site: Site) -> dict[str, str]:
-    env = _base_env(site) | {
-        "NODE_RANK": str(site.node_rank),
+def _run_env(context: PlanContext, node: NodePlan) -> dict[str, str]:
+    env = {
+        # has a ``sitecustomize`` that makes a process write its stack traces on a signal
+        "PYTHONPATH": f"{node.code_dir}/launcher/node/site:{node.code_dir}",
+        "PYTHONUNBUFFERED": "1",
+        "NODE_RANK": str(node.node_rank),
         "GNNFLEET_RUN_ID": context.run_id,
-        "GNNFLEET_RUN_DIR": site.run_dir,
+        "GNNFLEET_RUN_DIR": node.run_dir,
         "GNNFLEET_TOKEN": context.token,
-        **({"GNNFLEET_PARTS": site.data_dir} if site.parts else {}),
-        "GNNFLEET_PART_IDS": ",".join(map(str, site.parts)),
-        "GNNFLEET_CLUSTER": f"{site.run_dir}/cluster.json",
+        **({"GNNFLEET_PARTS": node.data_dir} if node.parts else {}),
+        "GNNFLEET_PART_IDS": ",".join(map(str, node.parts)),
+        "GNNFLEET_CLUSTER": f"{node.run_dir}/cluster.json",
     }
     if not context.config.data.digests:
         env["GNNFLEET_DIGESTS"] = "0"
     if context.config.transport == "slurm":  # Slurm sends SIGTERM to all processes of a job at once
         env["GNNFLEET_SAVE_ON_TERM"] = f"{0.6 * context.config.run.grace:g}"
     if context.encrypted:
-        env["GNNFLEET_SERVICE_KEY"] = f"{site.run_dir}/service.key"
+        env["GNNFLEET_SERVICE_KEY"] = f"{node.run_dir}/service.key"
     return env
 
 
-def _stacks_env(site: Site) -> dict[str, str]:
-    """Return a PYTHONPATH with a ``sitecustomize`` that makes a process write its stack traces on a signal."""
-    return {"PYTHONPATH": f"{site.code_dir}/launcher/node/site:{site.code_dir}"}
-
-
-def _rank_env(context: PlanContext, site: Site) -> dict[str, str]:
-    run, env = context.config.run, _run_env(context, site) | _world_env(context, site)
+def _rank_env(context: PlanContext, node: NodePlan) -> dict[str, str]:
+    run, config, fact = context.config.run, context.config.nodes[node.node_rank], context.facts.get(node.node_rank)
+    env = _run_env(context, node) | _world_env(context, node)
     if context.remote:
-        env |= {"GNNFLEET_SERVER_WAIT": f"{run.server_wait:g}"} | _reach_env(context, site)
+        env |= {"GNNFLEET_SERVER_WAIT": f"{run.server_wait:g}"} | _reach_env(context, node)
     if context.own and context.resume:
-        env["GNNFLEET_RESUME"] = f"{site.run_dir}/{context.resume.dest}"
+        env["GNNFLEET_RESUME"] = f"{node.run_dir}/{context.resume.dest}"
     if run.restarts:
         env["GNNFLEET_RESTARTS"] = str(run.restarts)  # every node keeps checkpoints
-    env |= _stacks_env(site)
     env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # suppresses each rank's warning about addresses without a host name
-    env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.node.devices))
-    if site.node.devices:
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, node.devices))
+    if node.devices:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi; CUDA's default is the fastest device first
-    if site.interface:
-        env |= {"GLOO_SOCKET_IFNAME": site.interface, "NCCL_SOCKET_IFNAME": site.interface}
-    if site.node.batch_share != 1 and not context.own:
-        env["GNNFLEET_BATCH_SHARE"] = f"{site.node.batch_share:g}"
-    if site.threads is not None:
-        env["OMP_NUM_THREADS"] = str(site.threads)
+    if interface := node_interface(context.config, config, fact):
+        env |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    if config.batch_share != 1 and not context.own:
+        env["GNNFLEET_BATCH_SHARE"] = f"{config.batch_share:g}"
+    if fact is not None:
+        env["OMP_NUM_THREADS"] = str(max(1, fact.cpus // context.processes[host_key(context.config, config)]))
     return env
 
 
-def _world_env(context: PlanContext, site: Site) -> dict[str, str]:
+def _world_env(context: PlanContext, node: NodePlan) -> dict[str, str]:
     # As torch.distributed.run sets them; the supervisor adds the variables that differ between ranks.
     world = str(context.world_size)
     return {
         "WORLD_SIZE": world,
         "ROLE_WORLD_SIZE": world,
         "ROLE_NAME": "default",
-        "GROUP_RANK": str(context.trainer_index(site)),
-        "GROUP_WORLD_SIZE": str(context.num_trainers),
+        "GROUP_RANK": str(context.trainers[node.node_rank]),
+        "GROUP_WORLD_SIZE": str(len(context.trainers)),
         "MASTER_ADDR": context.master_addr,
-        "MASTER_PORT": str(context.master_port),
+        "MASTER_PORT": str(context.nodes[context.lead].master_port),
         "TORCHELASTIC_RUN_ID": context.run_id,  # libraries check this one to see whether the others are set
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
@@ -229,27 +216,15 @@ def _world_env(context: PlanContext, site: Site) -> dict[str, str]:
     }
 
 
-def _reach_env(context: PlanContext, site: Site) -> dict[str, str]:
+def _reach_env(context: PlanContext, node: NodePlan) -> dict[str, str]:
     # ``trainer.core.remote_settings.RemoteAccess`` reads these variables.
     env: dict[str, str] = {"GNNFLEET_WIRE_ROWS": context.config.run.wire_rows}
-    if site.parts:
+    if node.parts:
         env["GNNFLEET_CACHE"] = context.config.data.cache
-    if site.parts and context.topology.choice:
+    if node.parts and context.topology.choice:
         env["GNNFLEET_TOPOLOGY"] = context.topology.choice
     return env
 
 
-def _user_env(site: Site, ours: dict[str, str]) -> dict[str, str]:
-    """Return the environment variables ``ours``, overridden by ``env`` in the node's config.
-
-    A PYTHONPATH in ``env`` is appended to the one in ``ours``. ``env`` does not override variables that gnnfleet sets
-    for each rank.
-    """
-    user = {name: value for name, value in site.node.env.items() if name not in RANK_VARIABLES}
-    if "PYTHONPATH" in user:
-        user["PYTHONPATH"] = f"{ours['PYTHONPATH']}:{user['PYTHONPATH']}"
-    return ours | user
-
-
-def _files(site: Site) -> str:
-    return f"{site.run_dir}/files"
+def _with_user_env(context: PlanContext, node: NodePlan, ours: dict[str, str]) -> dict[str, str]:
+    return with_user_env(context.config.nodes[node.node_rank], context.facts.get(node.node_rank), ours)

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from rich.filesize import decimal
 
 from launcher.config.schema import ClusterConfig
-from launcher.plan.model import NodeFacts, Topology
+from launcher.plan.model import NodeFacts, NodePlan, Topology
 from launcher.plan.partition import PartitionFiles
-from launcher.plan.placement import Site
 from launcher.text import spans
 
 SHARE = 2  #: edges take at most 1/SHARE of a GPU's memory, else of the host's memory
@@ -24,44 +23,44 @@ _RULE = "edges in device memory if they take at most half of it, else in page-lo
 
 
 def sampling_line(
-    config: ClusterConfig, sites: Sequence[Site], topology: Topology, manifest: PartitionFiles | None,
+    config: ClusterConfig, nodes: Sequence[NodePlan], topology: Topology, manifest: PartitionFiles | None,
     facts: Mapping[int, NodeFacts],
 ) -> str:  # fmt: skip
     """Return where the bundled trainer's processes with GPUs will sample; '' if only CPUs can.
 
     ``manifest``: files of the parts on the launching machine, or None.
     """
-    sampling = [site for site in sites if site.node.devices and site.ranks and site.parts]
+    sampling = [node for node in nodes if node.devices and node.ranks and node.parts]
     if not sampling or config.train.sampling == "cpu":
         return ""
     found: dict[str, list[int]] = {}
-    for site in sampling:
-        size = topology.bytes or _edge_bytes(site, manifest, facts)
-        text = _where(site, topology, config.num_parts, size, facts)
+    for node in sampling:
+        size = topology.bytes or _edge_bytes(node, manifest, facts)
+        text = _where(node, topology, config.num_parts, size, facts)
         if config.train.sampling == "cuda":
             text = text.replace(_BY_CPU, "train.sampling: cuda is not possible")
-        found.setdefault(text, []).append(site.node_rank)
+        found.setdefault(text, []).append(node.node_rank)
     if len(found) == 1:
         return next(iter(found))
     return "; ".join(f"{spans(nodes, 'node')} {text}" for text, nodes in found.items())
 
 
-def _edge_bytes(site: Site, manifest: PartitionFiles | None, facts: Mapping[int, NodeFacts]) -> int:
+def _edge_bytes(node: NodePlan, manifest: PartitionFiles | None, facts: Mapping[int, NodeFacts]) -> int:
     """Return the bytes of the edges of all parts; 0 if unknown."""
     if manifest is not None:
         return manifest.topology_bytes
-    return facts[site.node_rank].topology_bytes if site.node_rank in facts else 0
+    return facts[node.node_rank].topology_bytes if node.node_rank in facts else 0
 
 
-def _where(site: Site, topology: Topology, num_parts: int, size: int, facts: Mapping[int, NodeFacts]) -> str:
-    if topology.choice == "partitioned" and len(site.parts) < num_parts:
+def _where(node: NodePlan, topology: Topology, num_parts: int, size: int, facts: Mapping[int, NodeFacts]) -> str:
+    if topology.choice == "partitioned" and len(node.parts) < num_parts:
         return f"{_BY_CPU}: GPUs need the edges of all parts on their node"
-    known = facts.get(site.node_rank)
+    known = facts.get(node.node_rank)
     installed = known.versions.get("numba_cuda") if known else None
     if installed == "":
         return f"{_BY_CPU}: numba-cuda is not installed"
     on_gpus = "on the GPUs" if installed else "on the GPUs if numba-cuda is installed"
-    device = min((known.device_bytes(given) for given in site.node.devices), default=0) if known else 0
+    device = min((known.device_bytes(given) for given in node.devices), default=0) if known else 0
     if known is None or not (size and device):
         return f"{on_gpus}; {_RULE}"
     edges = f"edges (about {decimal(size)})"

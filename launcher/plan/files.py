@@ -5,18 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from launcher.command import Command, Secret, render
 from launcher.config.cache_size import parse_bytes
-from launcher.errors import node_label
 from launcher.files import CODE_ROOT, file_sha256
-from launcher.plan.commands import NodeCommands, PlanContext
-from launcher.plan.model import PlannedFile, copied, generated, target_text
+from launcher.node.spec import NodeSpec, RunNode
+from launcher.plan.commands import PlanContext
+from launcher.plan.model import NodePlan, PlannedFile, copied, generated
 from launcher.plan.partition import PartFile, PartitionFiles
-from launcher.plan.placement import Site, endpoint, node_login
+from launcher.plan.placement import endpoint
 
 FETCH_SPEC = "fetch.json"  #: file of a run folder: what ``launcher/node/store/fetch_parts.py`` fetches
 
@@ -52,37 +52,41 @@ class SharedFiles:
 
     code: tuple[PlannedFile, ...]  #: dest relative to the code folder
     cluster: PlannedFile  #: cluster.json; dest relative to the run folder
-    common: (
-        str  #: members of the JSON object in every node.json: labels, roles, parts and (restarts) sites of all nodes
-    )
+    nodes: str  #: member ``nodes`` of every node.json
 
 
 def shared_files(context: PlanContext) -> SharedFiles:
-    """Return the files that are equal on all nodes of a run: code, cluster.json and the common part of node.json."""
+    """Return the files that are equal on all nodes of a run: code, cluster.json and the list of nodes in node.json."""
     code = tuple(copied(relative(path), path) for path in code_files())
-    targets = (target_text(node_login(context.config, site.node)) for site in context.sites)
-    labels = tuple(node_label(site.node_rank, target) for site, target in zip(context.sites, targets, strict=True))
-    roles, parts = [site.node.role for site in context.sites], [site.parts for site in context.sites]
-    common = json.dumps({"labels": labels, "roles": roles, "parts": parts, **_restart_sites(context)})[1:]
-    return SharedFiles(code, generated("cluster.json", json.dumps(_cluster(context), indent=1)), common)
+    known = [
+        {
+            field.name: value
+            for field in fields(RunNode)
+            if (value := getattr(node, field.name)) != field.default
+            # only addresses of nodes that may lead are needed
+            and (field.name not in ("address", "bind") or node.control_port or node.master_port)
+        }
+        for node in context.nodes
+    ]
+    return SharedFiles(code, generated("cluster.json", json.dumps(_cluster(context), indent=1)), json.dumps(known))
 
 
 def node_files(
-    context: PlanContext, site: Site, commands: NodeCommands, shared: SharedFiles, manifest: PartitionFiles | None
+    context: PlanContext, node: NodePlan, shared: SharedFiles, manifest: PartitionFiles | None
 ) -> tuple[PlannedFile, ...]:
     """Return the files that a node needs before its processes start, except gnnfleet's code.
 
     ``manifest``: files of the parts to send; None if no parts are sent, or they do not exist yet.
     """
     files: list[PlannedFile] = []
-    if manifest and site.parts:
-        parts = manifest.of_parts(site.parts, replicated=context.topology.replicated)
-        files += _part_files(context, site, manifest.folder, parts)
-    if context.own and site.ranks:
-        files += [_below(f"{site.run_dir}/files", file) for file in context.own.files]
-    if context.resume and site.ranks:
-        files.append(_below(site.run_dir, context.resume))
-    return (*files, *_generated(context, site, commands, shared))
+    if manifest and node.parts:
+        parts = manifest.of_parts(node.parts, replicated=context.topology.replicated)
+        files += _part_files(context, node, manifest.folder, parts)
+    if context.own and node.ranks:
+        files += [_below(f"{node.run_dir}/files", file) for file in context.own.files]
+    if context.resume and node.ranks:
+        files.append(_below(node.run_dir, context.resume))
+    return (*files, *_generated(context, node, shared))
 
 
 def _below(folder: str, file: PlannedFile) -> PlannedFile:
@@ -90,7 +94,7 @@ def _below(folder: str, file: PlannedFile) -> PlannedFile:
     return PlannedFile(dest, file.bytes, file.source, file.content, file.sha256, file.mode, file.secret, file.url)
 
 
-def _part_files(context: PlanContext, site: Site, folder: str, files: tuple[PartFile, ...]) -> list[PlannedFile]:
+def _part_files(context: PlanContext, node: NodePlan, folder: str, files: tuple[PartFile, ...]) -> list[PlannedFile]:
     """Return the files of a node's parts, which are sent from ``folder``.
 
     With ``data.store``, the node fetches the files instead; the result then includes ``fetch.json``, which lists them.
@@ -98,55 +102,56 @@ def _part_files(context: PlanContext, site: Site, folder: str, files: tuple[Part
     url = context.config.data.store
     if url is None:
         return [
-            PlannedFile(f"{site.data_dir}/{file.path}", file.bytes, f"{folder}/{file.path}", "", file.sha256)
+            PlannedFile(f"{node.data_dir}/{file.path}", file.bytes, f"{folder}/{file.path}", "", file.sha256)
             for file in files
         ]
     url = url.rstrip("/")
     fetched = [
-        PlannedFile(f"{site.data_dir}/{file.path}", file.bytes, sha256=file.sha256, url=f"{url}/{file.path}")
+        PlannedFile(f"{node.data_dir}/{file.path}", file.bytes, sha256=file.sha256, url=f"{url}/{file.path}")
         for file in files
     ]
-    spec = json.dumps(_fetch_spec(context, site, url, files))
-    return [*fetched, generated(f"{site.run_dir}/{FETCH_SPEC}", spec, mode=0o600)]
+    spec = json.dumps(_fetch_spec(context, node, url, files))
+    return [*fetched, generated(f"{node.run_dir}/{FETCH_SPEC}", spec, mode=0o600)]
 
 
-def _fetch_spec(context: PlanContext, site: Site, url: str, files: tuple[PartFile, ...]) -> Mapping[str, Any]:
+def _fetch_spec(context: PlanContext, node: NodePlan, url: str, files: tuple[PartFile, ...]) -> Mapping[str, Any]:
     data = context.config.data
     return {
         "url": url,
         "options": data.store_options,
-        "folder": site.data_dir,
+        "folder": node.data_dir,
         "files": [[file.path, file.bytes, file.sha256] for file in files],
-        "run_dir": site.run_dir,
+        "run_dir": node.run_dir,
         "limit": None if data.store_limit is None else parse_bytes(data.store_limit),
     }
 
 
-def _generated(context: PlanContext, site: Site, commands: NodeCommands, shared: SharedFiles) -> list[PlannedFile]:
-    start = f"#!/usr/bin/env bash\n{render(commands.start)}\n"
-    spec = Secret(f"{json.dumps(_node_spec(context, site, commands))[:-1]}, {shared.common}")
+def _generated(context: PlanContext, node: NodePlan, shared: SharedFiles) -> list[PlannedFile]:
+    start = f"#!/usr/bin/env bash\n{render(node.start)}\n"
+    own = json.dumps({name: value for name, value in vars(_node_spec(context, node)).items() if name != "nodes"})
+    spec = Secret(f'{own[:-1]}, "nodes": {shared.nodes}}}')
     files = [
-        _below(site.run_dir, shared.cluster),
-        generated(f"{site.run_dir}/start.sh", start, mode=0o700),  # contains the user's env
-        generated(f"{site.run_dir}/node.json", spec, mode=0o600, secret=True),
-        PlannedFile(f"{site.run_dir}/run.json", 0, mode=0o600),  # created at launch by launcher.plan.serialize
+        _below(node.run_dir, shared.cluster),
+        generated(f"{node.run_dir}/start.sh", start, mode=0o700),  # contains the user's env
+        generated(f"{node.run_dir}/node.json", spec, mode=0o600, secret=True),
+        PlannedFile(f"{node.run_dir}/run.json", 0, mode=0o600),  # created at launch by launcher.plan.serialize
     ]
     if context.encrypted:
-        files.append(PlannedFile(f"{site.run_dir}/service.key", 0, mode=0o600, secret=True))
+        files.append(PlannedFile(f"{node.run_dir}/service.key", 0, mode=0o600, secret=True))
     return files
 
 
 def _cluster(context: PlanContext) -> Mapping[str, Any]:
     nodes = [
         {
-            "node_rank": site.node_rank,
-            "host": site.node.host,
-            "role": site.node.role,
-            "endpoint": endpoint(site.address, site.service_port) if site.serves else None,
-            "parts": site.parts,
-            "ranks": site.ranks,
+            "node_rank": node.node_rank,
+            "host": config.host,
+            "role": node.role,
+            "endpoint": endpoint(node.address, node.service_port) if node.service_port else None,
+            "parts": node.parts,
+            "ranks": node.ranks,
         }
-        for site in context.sites
+        for node, config in zip(context.nodes, context.config.nodes, strict=True)
     ]
     head = {"run_id": context.run_id, "num_parts": context.num_parts, "version": context.version}
     cluster = context.serving
@@ -154,75 +159,40 @@ def _cluster(context: PlanContext) -> Mapping[str, Any]:
     return {**head, "nodes": nodes, "serving": serving}
 
 
-def _node_spec(context: PlanContext, site: Site, commands: NodeCommands) -> Mapping[str, Any]:
-    run = context.config.run
-    return {
-        "run_id": context.run_id,
-        "token": context.token.reveal(),
-        "node_rank": site.node_rank,
-        "num_nodes": len(context.sites),
-        "run_dir": site.run_dir,
-        "ranks": site.ranks,
-        "server": _process(commands.server) if commands.server else None,
-        "trainer": _process(commands.trainer) if commands.trainer else None,
-        "ready_file": f"{site.run_dir}/server.ready",
-        "start_timeout": run.start_timeout,
-        "grace": run.grace,
-        "control": _control(context),
-        "peer_timeout": run.peer_timeout,
-        "leases": _leases(context, site),
-        "operator": context.operator,
-        "on_stall": run.on_stall,
-        "stall_after": run.stall_after,
-        "on_nan": run.on_nan,
-        "role": site.node.role,
-        "server_restarts": run.server_restarts,
-        **_restarts(context, site),
-    }
+def _node_spec(context: PlanContext, node: NodePlan) -> NodeSpec:
+    """Return the content of the node's node.json, without the list of nodes."""
+    run, config = context.config.run, context.config
+    restarts = 0 if config.serve_only else run.restarts
+    return NodeSpec(
+        run_id=context.run_id,
+        token=context.token.reveal(),
+        node_rank=node.node_rank,
+        run_dir=node.run_dir,
+        nodes=(),
+        server=_process(node.server) if node.server else None,
+        trainer=_process(node.trainer) if node.trainer else None,
+        start_timeout=run.start_timeout,
+        grace=run.grace,
+        hub=context.lead,
+        peer_timeout=run.peer_timeout,
+        leases=_leases(context, node),
+        operator=context.operator,
+        on_stall=run.on_stall,
+        stall_after=run.stall_after,
+        on_nan=run.on_nan,
+        server_restarts=run.server_restarts,
+        restarts=restarts,
+        min_nodes=run.min_nodes,
+        lost_after=run.lost_after,
+        data_dir=node.data_dir if restarts and config.data.mode == "verify" else "",
+    )
 
 
-def _restarts(context: PlanContext, site: Site) -> Mapping[str, Any]:
-    config = context.config
-    if not config.run.restarts or config.serve_only:
-        return {}
-    folder = "" if config.data.mode == "sync" else site.data_dir  # may also have parts of other nodes
-    more = {"lost_after": config.run.lost_after, "data_dir": folder}
-    return {"restarts": config.run.restarts, "min_nodes": config.run.min_nodes, **more}
-
-
-def _restart_sites(context: PlanContext) -> Mapping[str, Any]:
-    # Needed if a restart changes the lead node.
-    if not context.config.run.restarts or context.config.serve_only:
-        return {}
-    sites = [
-        {
-            "address": site.address,
-            "bind": site.bind,
-            "control_port": site.control_port,
-            "master_port": site.master_port,
-            "nproc": len(site.ranks),
-        }
-        for site in context.sites
-    ]
-    return {"sites": sites}
-
-
-def _control(context: PlanContext) -> Mapping[str, Any] | None:
-    # The other supervisors connect here. None without control port.
-    if context.control_port is None:
-        return None
-    site = context.sites[context.lead]
-    return {"node_rank": context.lead, "address": site.address, "bind": site.bind, "port": context.control_port}
-
-
-def _leases(context: PlanContext, site: Site) -> list[str]:
-    devices = sorted({str(device).replace("/", "_") for device in site.node.devices})
-    leads = site.node_rank == context.lead and site.ranks
-    ports = [context.master_port, *([context.control_port] if context.control_port else [])] if leads else []
-    ports += [port for port in (site.master_port, site.control_port) if port and not leads]  # for restarts
-    ports += [site.service_port] if site.serves else []
-    taken = [*(f"cuda:{device}" for device in devices), *(f"port:{port}" for port in ports)]
-    return taken or [f"cpu:{context.run_id}-node{site.node_rank}"]  # nobody else's: shows that a run uses this host
+def _leases(context: PlanContext, node: NodePlan) -> tuple[str, ...]:
+    devices = sorted({str(device).replace("/", "_") for device in node.devices})
+    ports = (node.master_port, node.control_port, node.service_port)
+    taken = [*(f"cuda:{device}" for device in devices), *(f"port:{port}" for port in ports if port)]
+    return tuple(taken or [f"cpu:{context.run_id}-node{node.node_rank}"])  # nobody else's: a run uses this host
 
 
 def _process(command: Command) -> Mapping[str, Any]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from launcher.command import Command
-from launcher.config.schema import Role, TrainConfig, login_text
-from launcher.errors import node_label
+from launcher.config.schema import TrainConfig, login_text
 from launcher.files import file_sha256
+from launcher.node.spec import RunNode
 
 #: Option of Python for programs of ``launcher/node`` that need the standard library only. Without it Python reads the
 #: .pth files of all installed packages, which can take longer than the rest of its start.
@@ -47,31 +47,25 @@ class NodeFacts:
         return next((size for uuid, size in self.device_memory if uuid.startswith(device)), 0)
 
 
-@dataclass(frozen=True)
-class NodePlan:
+@dataclass(frozen=True, kw_only=True)
+class NodePlan(RunNode):
+    """One node of a run: what all nodes know of it, and what the launcher needs."""
+
     node_rank: int
     login: Login | None  #: None: the launching machine itself (``transport: local``)
-    nproc: int
-    ranks: tuple[int, ...]
     devices: tuple[int | str, ...]  #: ids or UUIDs
-    parts: tuple[int, ...]  #: part ids this node holds
-    address: str
     workdir: str
     code_dir: str  #: <workdir>/code/<digest>
     data_dir: str  #: path of the partition folder on this node; '' without parts
     run_dir: str  #: <workdir>/runs/<run_id>/node<k>
-    master_port: int
-    service_port: int
+    service_port: int  #: of the graph server; 0: no server
     session: str  #: name of the tmux session, or of the step of the Slurm job
     start: Command  #: the supervisor, run by tmux or as that step
-    server: Command | None  #: the graph server, which the supervisor starts first; None: no server
-    trainer: Command | None  #: the rank runner with its command, started once per rank; None: the node does not train
-    files: tuple[PlannedFile, ...]  #: all but gnnfleet's code, which is ``LaunchPlan.code``
-    log_files: tuple[str, ...]
-    role: Role = "worker"
+    server: Command | None = None  #: the graph server, which the supervisor starts first; None: no server
+    trainer: Command | None = None  #: the rank runner with its command, started once per rank; None: does not train
+    files: tuple[PlannedFile, ...] = ()  #: all but gnnfleet's code, which is ``LaunchPlan.code``
     copies: tuple[int, ...] = ()  #: the parts in ``parts`` of which another node is the first holder
     home: str = ""  #: label of the graph server that a client asks first
-    trainer_index: int | None = None  #: index among the nodes that train (GROUP_RANK)
     topology_bytes: int = 0  #: replicated topology: bytes of edges sent to the node for parts that it does not hold
     #: Slurm job of the node, of which the supervisor is a step; '%j': not submitted yet; '': it runs in a tmux session
     slurm_job: str = ""
@@ -107,10 +101,6 @@ class NodePlan:
         options = () if name.startswith("store/") else (NO_SITE,)
         argv = (*self.start.argv[:1], *options, f"{self.code_dir}/launcher/node/{name}.py", *words)
         return Command(argv, self.start.env, self.start.cwd, self.start.setup)
-
-    @property
-    def label(self) -> str:
-        return node_label(self.node_rank, self.target)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def own_values(node: NodePlan) -> Mapping[str, str]:
         "{address}": node.address,
         **_inner("rank", node.ranks),
         **_inner("part", node.parts),
-        **({} if node.trainer_index is None else {"{trainer_index}": str(node.trainer_index)}),
+        **({"{trainer_index}": str(node.trainer.env["GROUP_RANK"])} if node.trainer else {}),
     }
 
 

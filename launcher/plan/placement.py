@@ -1,4 +1,4 @@
-"""Determines folders, addresses, interpreter, ranks and parts of each node (``Site``)."""
+"""Determines folders, addresses, ports, interpreter, ranks and parts of each node."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from launcher.command import Command, quote
+from launcher.config.consistency import RANK_VARIABLES
 from launcher.config.roles import ServingCluster, clients, gateways, holdings, host_key, serves
 from launcher.config.schema import ClusterConfig, NodeConfig, node_workdir
 from launcher.errors import node_label
-from launcher.plan.model import Login
+from launcher.plan.model import NO_SITE, Login, NodeFacts, NodePlan, target_text
 from launcher.plan.partition import PartitionFiles
-from launcher.plan.ports import _service_port, choose, restart_candidates
-
-if TYPE_CHECKING:
-    from launcher.plan.model import NodeFacts, NodePlan
+from launcher.plan.ports import choose, lead_candidates, service_candidates
 
 _SOURCE_CONDA = (
     """for root in "${CONDA_EXE%/bin/conda}" "$HOME"/{miniconda3,miniforge3,mambaforge,anaconda3} """
@@ -68,84 +64,72 @@ def run_dir(workdir: str, run_id: str, node_rank: int) -> str:
     return f"{workdir}/runs/{run_id}/node{node_rank}"
 
 
-@dataclass(frozen=True)
-class Site:
-    """One node of a run: ranks, parts, folders, address and interpreter."""
-
-    node_rank: int
-    node: NodeConfig
-    ranks: tuple[int, ...]
-    parts: tuple[int, ...]
-    copies: tuple[int, ...]  #: the parts in ``parts`` of which another node is the first holder
-    serves: bool  #: runs a graph server
-    gateway: bool  #: its graph server samples batches for clients
-    home: str  #: label of the graph server that a client asks first
-    address: str  #: address at which other nodes reach this one
-    bind: str  #: address on which the node's services listen
-    interface: str  #: '' until preflight has found it
-    workdir: str
-    code_dir: str
-    data_dir: str  #: '' without parts
-    run_dir: str
-    python: str
-    setup: tuple[str, ...]
-    service_port: int  #: 0 without parts
-    threads: int | None  #: OMP threads per process; None if the number of CPUs is unknown, or the node does not train
-    control_port: int = 0  #: if the node becomes the hub after a restart; 0 without ``run.restarts``
-    master_port: int = 0  #: if the node has rank 0 after a restart; 0 without ``run.restarts``, or if it does not train
-
-
-def make_sites(
+def place_nodes(
     config: ClusterConfig,
     run_id: str,
     facts: Mapping[int, NodeFacts],
     code_digest: str,
-    manifest: PartitionFiles | None,
+    manifest: PartitionFiles | None = None,
     serving: ServingCluster | None = None,
     running: Mapping[int, NodePlan] | None = None,
-) -> tuple[Site, ...]:
-    """Return one Site per node, in node_rank order.
+    own: bool = False,
+) -> tuple[NodePlan, ...]:
+    """Return the plan of each node, in node_rank order, without its files and the commands that its supervisor runs.
 
-    ``running``: nodes of a serving cluster that run already, and keep their address and port. The other arguments are
-    those of ``launcher.plan.build.make_plan``.
+    ``running``: nodes of a serving cluster that run already, and stay as they are. ``own``: ranks run the user's own
+    command. The other arguments are those of ``launcher.plan.build.make_plan``.
     """
-    procs_on = host_processes(config)
     data_name = manifest.fingerprint if manifest else re.sub(r"[^\w.-]+", "-", config.data.dataset)
-    held, asked, homes = holdings(config), gateways(config) if clients(config) else (), _homes(config, serving)
-    sites, first_rank = [], 0
+    held, homes = holdings(config), _homes(config, serving)
+    nodes, first_rank = [], 0
     for k, node in enumerate(config.nodes):
-        fact = facts.get(k)
+        if running and k in running:
+            nodes.append(running[k])
+            continue
+        fact, login = facts.get(k), node_login(config, node)
         workdir = at_home(node_workdir(node, k), fact)
-        before = running.get(k) if running else None
-        address = before.address if before else node_address(config, k, fact)
-        shell = interpreter(config, k)
-        control, master = restart_candidates(config, k)
-        site = Site(
-            node_rank=k,
-            node=replace(node, env={name: at_home(value, fact) for name, value in node.env.items()}),
-            ranks=tuple(range(first_rank, first_rank + node.nproc)),
-            parts=held[k].parts,
-            copies=held[k].copies,
-            serves=serves(config, k),
-            gateway=k in asked or node.role == "server",
-            home=homes.get(k, ""),
-            address=address,
-            bind=_bind(address, fact),
-            interface=node_interface(config, node, fact),
-            workdir=workdir,
-            code_dir=f"{workdir}/code/{code_digest[:16]}",
-            data_dir=_data_dir(config, node, workdir, data_name, fact),
-            run_dir=run_dir(workdir, run_id, k),
-            python=fact.python if fact else shell.argv[0],
-            setup=shell.setup,
-            service_port=before.service_port if before else _service_port(config, k, fact),
-            threads=max(1, fact.cpus // procs_on[host_key(config, node)]) if fact and node.trains else None,
-            control_port=choose(control, fact) if control else 0,
-            master_port=choose(master, fact) if master else 0,
-        )
-        sites.append(site)
+        code_dir, folder = f"{workdir}/code/{code_digest[:16]}", run_dir(workdir, run_id, k)
+        ranks = tuple(range(first_rank, first_rank + node.nproc))
         first_rank += node.nproc
-    return tuple(sites)
+        address = node_address(config, k, fact)
+        control, master = lead_candidates(config, k)
+
+        # The command that tmux runs: the supervisor, which starts the processes in ``node.json``.
+        shell = interpreter(config, k)
+        program = f"{code_dir}/launcher/node/supervisor/supervisor.py"
+        start = Command(
+            (fact.python if fact else shell.argv[0], NO_SITE, program, f"{folder}/node.json"),
+            with_user_env(node, fact, {"PYTHONPATH": code_dir, "PYTHONUNBUFFERED": "1"}),
+            folder,
+            (*shell.setup, *([f"mkdir -p {quote(f'{folder}/files')}"] if own and ranks else [])),
+        )
+
+        nodes.append(
+            NodePlan(
+                label=node_label(k, target_text(login)),
+                role=node.role,
+                ranks=ranks,
+                parts=held[k].parts,
+                address=address,
+                bind=_bind(address, fact),
+                control_port=choose(control, fact),
+                master_port=choose(master, fact),
+                node_rank=k,
+                login=login,
+                devices=node.devices,
+                workdir=workdir,
+                code_dir=code_dir,
+                data_dir=_data_dir(config, node, workdir, data_name, fact),
+                run_dir=folder,
+                service_port=choose(service_candidates(config, k), fact) if serves(config, k) else 0,
+                session=session_name(run_id, k),
+                start=start,
+                copies=held[k].copies,
+                home=homes.get(k, ""),
+                slurm_job=config.slurm_job or ("%j" if config.transport == "slurm" else ""),
+            )
+        )
+    return tuple(nodes)
 
 
 def _homes(config: ClusterConfig, serving: ServingCluster | None) -> dict[int, str]:
@@ -210,6 +194,18 @@ def host_processes(config: ClusterConfig) -> Counter[str]:
     for node in config.nodes:
         counts[host_key(config, node)] += node.nproc
     return counts
+
+
+def with_user_env(node: NodeConfig, fact: NodeFacts | None, ours: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables ``ours``, overridden by ``env`` in the node's config.
+
+    A PYTHONPATH in ``env`` is appended to the one in ``ours``. ``env`` does not override variables that gnnfleet sets
+    for each rank.
+    """
+    user = {name: at_home(value, fact) for name, value in node.env.items() if name not in RANK_VARIABLES}
+    if "PYTHONPATH" in user:
+        user["PYTHONPATH"] = f"{ours['PYTHONPATH']}:{user['PYTHONPATH']}"
+    return {**ours, **user}
 
 
 def at_home(path: str, fact: NodeFacts | None) -> str:

@@ -78,18 +78,18 @@ def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]
     return tuple(port for port in ports if port not in (config.run.master_port, config.run.control_port))
 
 
-def restart_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the candidates for the control port and for the master port of a node after a restart.
+def lead_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the candidates for the control port and for the master port of a node, while it is the lead node.
 
-    Both are () if the run does not restart or no node trains. The second is () for a node that does not train. The lead
-    node has the same candidates as at the first start. If the config gives a port, this port is the only candidate of
-    the first node on each host except the lead node's host.
+    Other nodes than the first lead node need them after a restart: both are () if the run does not restart or no node
+    trains, and the second is () for a node that does not train. If the config gives a port, this port is the only
+    candidate of the first node on each host except the lead node's host.
     """
+    if node_rank == lead(config):
+        return control_candidates(config), master_candidates(config)
     node = config.nodes[node_rank]
     if not config.run.restarts or not config.world_size:
         return (), ()
-    if node_rank == lead(config):
-        return control_candidates(config), master_candidates(config)
     hosts = [host_key(config, other) for other in (config.nodes[lead(config)], *config.nodes[:node_rank])]
     alone = host_key(config, node) not in hosts
     taken = {*_fixed_service_ports(config), config.run.control_port, config.run.master_port}
@@ -108,18 +108,11 @@ def restart_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int
 def candidate_ports(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
     """Return all candidate ports of a node. Preflight tries to listen on each of them."""
     service = service_candidates(config, node_rank) if serves(config, node_rank) else ()
-    if node_rank != lead(config):
-        control, master = restart_candidates(config, node_rank)
-        return (*master, *control, *service)
-    return (*master_candidates(config), *control_candidates(config), *service)
+    control, master = lead_candidates(config, node_rank)
+    return (*master, *control, *service)
 
 
 def choose(candidates: tuple[int, ...], fact: NodeFacts | None) -> int:
-    """Return the first candidate in ``fact.free_ports``, else the first candidate."""
+    """Return the first candidate in ``fact.free_ports``, else the first candidate; 0 if there is none."""
     free = fact.free_ports if fact else ()
-    return next((port for port in free if port in candidates), candidates[0])
-
-
-def _service_port(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> int:
-    candidates = service_candidates(config, node_rank)
-    return choose(candidates, fact) if candidates else 0
+    return next((port for port in free if port in candidates), next(iter(candidates), 0))

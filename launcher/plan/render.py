@@ -172,7 +172,7 @@ def _topology(plan: LaunchPlan) -> str:
 
 
 def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Iterator[tuple[str, str]]:
-    yield "share", "  ".join(_share(node))
+    yield "share", "  ".join(_share(plan, node))
     parts = f"  parts {node.data_dir}" if node.data_dir else ""
     yield "folders", f"run {node.run_dir}{parts}  code {node.code_dir}"
     for line in node.start.setup:
@@ -189,10 +189,11 @@ def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Itera
             named = name in ("own", "generated")
             shown = _files(node, files, list_them=named) if sizes else _names(node, files, list_them=named)
             yield "files", f"{name}: {shown}"
-    yield "logs", f"{node.run_dir}/logs: " + " ".join(log.rpartition("/")[2] for log in node.log_files)
+    logs = ["supervisor", *(["runners"] if node.ranks else []), *(["server"] if node.server else [])]
+    yield "logs", f"{node.run_dir}/logs: {' '.join(f'{log}.log' for log in [*logs, *(f'rank{k}' for k in node.ranks)])}"
 
 
-def _share(node: NodePlan) -> Iterator[str]:
+def _share(plan: LaunchPlan, node: NodePlan) -> Iterator[str]:
     if node.role != "worker":
         yield node.role
     if node.ranks:
@@ -203,7 +204,7 @@ def _share(node: NodePlan) -> Iterator[str]:
         yield f"of which copies {span_text(node.copies)}"
     if node.home:
         yield f"asks first {node.home}"
-    ports = [f"master {node.master_port}"] if node.ranks else []
+    ports = [f"master {plan.master_port}"] if node.ranks else []
     ports += [f"graph service {node.service_port}"] if node.server else []
     yield f"address {node.address}  ports {', '.join(ports)}"
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from launcher.config.roles import gateways, lead, trainers
 from launcher.config.schema import ClusterConfig
 from launcher.plan.model import NodeFacts
-from launcher.plan.ports import choose, control_candidates, master_candidates, restart_candidates, service_candidates
+from launcher.plan.ports import choose, control_candidates, lead_candidates, service_candidates
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import NodeAgent
 
@@ -189,12 +189,9 @@ def ports_of(config: ClusterConfig, k: int, fact: NodeFacts) -> dict[str, int]:
 
     A use is left out if the node needs no port for it, or if all candidate ports are busy.
     """
-    candidates = {SERVICE: service_candidates(config, k)}
-    if k == lead(config):
-        candidates |= {MASTER: master_candidates(config), CONTROL: control_candidates(config)}
-    elif config.run.restarts:
-        candidates[CONTROL], candidates[MASTER] = restart_candidates(config, k)
-    wanted = {use: choose(ports, fact) for use, ports in candidates.items() if ports}
+    control, master = lead_candidates(config, k)
+    candidates = {SERVICE: service_candidates(config, k), MASTER: master, CONTROL: control}
+    wanted = {use: choose(ports, fact) for use, ports in candidates.items()}
     return {use: port for use, port in wanted.items() if port in fact.free_ports}
 
 

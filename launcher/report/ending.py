@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from launcher.errors import node_label
 from launcher.node.first_failure import first_failure
-from launcher.node.peers.model import Crew, nobody_left
+from launcher.node.peers.model import nobody_left
+from launcher.node.spec import Crew
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.outcome import Outcome
 from launcher.report.report import Lost, RunReport, excluded_names
@@ -26,7 +26,7 @@ class ExpendableNodes:
     """
 
     def __init__(self, plan: LaunchPlan, restarts: int = 0):
-        self._lead, self._crew = plan.lead, crew_of(plan)
+        self._lead, self._crew = plan.lead, Crew(plan.lead, plan.nodes)
         self._all = plan.serve_only
         self._restarts = bool(restarts)
         self._heard = self._over = False
@@ -88,10 +88,6 @@ def lost_its_hub(result: Mapping[str, Any]) -> bool:
     """Whether a member of a run ended because it lost its hub. It does not know whether the others have gone on."""
     cause, lost = result.get("cause"), result.get("lost") or {}
     return bool(lost) and (cause is None or (cause["kind"] == "lost" and str(cause["node_rank"]) in lost))
-
-
-def crew_of(plan: LaunchPlan) -> Crew:
-    return Crew(plan.lead, tuple(node.role for node in plan.nodes), tuple(node.parts for node in plan.nodes))
 
 
 def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: int) -> bool:
@@ -195,7 +191,7 @@ def conclude(report: RunReport, plan: LaunchPlan, seconds: float, offsets: Mappi
     spared = set(gone)
     if asked_by:
         for k in lost:
-            spared |= {k} & set(crew_of(plan).spare(spared))
+            spared |= {k} & set(Crew(plan.lead, plan.nodes).spare(spared))
 
     # How each process ended; the outcome of a lost node follows those of the processes on it.
     outcomes: list[Outcome] = []
@@ -209,8 +205,7 @@ def conclude(report: RunReport, plan: LaunchPlan, seconds: float, offsets: Mappi
                 outcome = replace(outcome, done_without=True)
             elif outcome.failed and not outcome.stopped and outcome.name in ("server", "node"):
                 # a graph server or a node: its note names the parts that no other node holds
-                labels = [node_label(one.node_rank, one.target) for one in nodes]
-                note = outcome.note + nobody_left(k, crew_of(plan), labels, gone)
+                note = outcome.note + nobody_left(k, Crew(plan.lead, plan.nodes), gone)
                 outcome = replace(outcome, note=note.removeprefix("; "))
             outcomes.append(outcome)
     for finding in ending:

@@ -37,18 +37,18 @@ def spec(cluster: NetCluster, k: int) -> dict:
         "run_id": "cut",
         "token": "t" * 16,
         "node_rank": k,
-        "num_nodes": len(ROLES),
         "run_dir": folder,
-        "ranks": [k] if trains else [],
         "server": None if trains else server,
         "trainer": {"argv": runner, "env": {"RANK": str(k)}, "cwd": folder} if trains else None,
-        "ready_file": f"{folder}/server.ready",
         "start_timeout": 20.0,
         "grace": 5.0,
-        "control": {"node_rank": 1, "address": cluster.hosts[1].address, "bind": "0.0.0.0", "port": PORT},
-        "role": ROLES[k],
-        "roles": ROLES,
-        "parts": [[0, 1], [], []],
+        "hub": 1,
+        "nodes": [
+            {"label": "node0", "role": "server", "parts": [0, 1]},
+            {"label": "node1", "role": "client", "ranks": [1], "address": cluster.hosts[1].address}
+            | {"bind": "0.0.0.0", "control_port": PORT},
+            {"label": "node2", "role": "client", "ranks": [2]},
+        ],
     }
 
 

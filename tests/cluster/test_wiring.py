@@ -15,7 +15,7 @@ import pytest
 
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.plan.model import NodeFacts
-from launcher.plan.placement import make_sites
+from launcher.plan.placement import node_interface, place_nodes
 from launcher.preflight import connectivity
 from launcher.preflight.preflight import run_preflight
 from launcher.preflight.preflight_report import PreflightReport
@@ -83,9 +83,8 @@ def test_open_network_and_each_node_with_its_own_interface(hosts: list[Host]) ->
     assert blocked(report) == []
     assert interfaces(report) == ["eth0", "eth0", "eth0", "ens7"]
     assert "all 12 pairs reach each other" in {finding.message for finding in report.findings}
-    sites = make_sites(config_of(hosts), "r", report.facts, "d" * 16, None)
-    assert [site.interface for site in sites] == ["eth0", "eth0", "eth0", "ens7"]
-    assert [site.bind for site in sites] == [host.address for host in hosts]
+    nodes = place_nodes(config_of(hosts), "r", report.facts, "d" * 16)
+    assert [node.bind for node in nodes] == [host.address for host in hosts]
 
 
 def test_no_port_is_left_listening(hosts: list[Host]) -> None:
@@ -151,8 +150,9 @@ def test_an_address_behind_nat(hosts: list[Host]) -> None:
         config = with_node(config_of(hosts), 1, address=outside)
         report = check(config)
         assert blocked(report) == []
-        site = make_sites(config, "r", report.facts, "d" * 16, None)[1]
-        assert (site.address, site.bind, site.interface) == (outside, "0.0.0.0", "eth0")
+        node = place_nodes(config, "r", report.facts, "d" * 16)[1]
+        assert (node.address, node.bind) == (outside, "0.0.0.0")
+        assert node_interface(config, config.nodes[1], report.facts[1]) == "eth0"
     findings = blocked(check(config))
     assert findings == ["all → node1:29601 blocked: no route"]
 

@@ -29,19 +29,17 @@ def python(code: str) -> list[str]:
 
 
 class RunFolder:
-    def __init__(self, path: Path, *, server: list[str] | None = None, **more: Any) -> None:
+    def __init__(self, path: Path, *, server: list[str] | None = None, num_nodes: int = 1, **more: Any) -> None:
         self.path = path
         self.token = uuid.uuid4().hex
         self.spec: dict[str, Any] = {
             "run_id": "test",
             "token": self.token,
             "node_rank": 0,
-            "num_nodes": 1,
             "run_dir": str(path),
-            "ranks": [],
+            "nodes": [{"label": f"node{k}"} for k in range(max(num_nodes, more.get("node_rank", 0) + 1))],
             "server": {"argv": server, "env": {}, "cwd": str(path)} if server else None,
             "trainer": None,
-            "ready_file": str(path / "server.ready"),
             "start_timeout": 10.0,
             "grace": GRACE,
             "server_restarts": 0,
@@ -49,6 +47,12 @@ class RunFolder:
         }
         path.mkdir(parents=True, exist_ok=True)
         self.supervisor: subprocess.Popen[bytes] | None = None
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """This node in the list of all nodes."""
+        nodes: list[dict[str, Any]] = self.spec["nodes"]
+        return nodes[self.spec["node_rank"]]
 
     def rank(self, argv: list[str], env: Mapping[str, str] | None = None) -> RunFolder:
         return self.ranks(argv, 1, env)
@@ -58,7 +62,7 @@ class RunFolder:
         runner = [PYTHON, str(RANK_RUNNER), "--run-dir", str(self.path), "--await-server", "--", *argv]
         world = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.spec["trainer"] = {"argv": runner, "env": {**world, **(env or {})}, "cwd": str(self.path)}
-        self.spec["ranks"] = list(range(nproc))
+        self.own["ranks"] = list(range(nproc))
         return self
 
     def write_spec(self) -> Path:

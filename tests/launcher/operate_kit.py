@@ -82,7 +82,7 @@ class LocalRun:
             if not only or k in only:
                 env = {"RANK": str(k), "GNNFLEET_RUN_DIR": str(node.path)}
                 node.rank([sys.executable, "-c", code], env)
-                node.spec["ranks"] = [k]
+                node.own["ranks"] = [k]
                 node.start()
         return self
 

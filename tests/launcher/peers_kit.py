@@ -16,11 +16,10 @@ from typing import Any, cast
 
 from launcher.node.child_process import Loop
 from launcher.node.peers.hub import Hub
-from launcher.node.peers.model import PeerConfig
+from launcher.node.spec import NodeSpec, RunNode
 from launcher.node.supervisor.health import Health
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.outcomes import OutcomeBook
-from launcher.node.supervisor.spec import NodeSpec
 from node_kit import NODE, PYTHON, RANK_RUNNER, RunFolder
 from ports import free_port
 from waiting import DEADLINE, wait_until
@@ -41,12 +40,13 @@ class Run:
         self.port = free_port()
         self.lead = next((k for k, role in enumerate(roles) if role != "s"), 0)
         self.nodes: list[RunFolder] = []
+        here = {"address": "127.0.0.1", "bind": "127.0.0.1"}
+        everyone: list[dict[str, Any]] = [{"label": f"node{k} (gpu{k})", **here} for k in range(count)]
+        everyone[self.lead]["control_port"] = self.port
         for k in range(count):
             node = RunFolder(folder / f"node{k}", node_rank=k, num_nodes=count, **more)
             node.token = node.spec["token"] = self.nodes[0].token if k else node.token
-            control = {"node_rank": self.lead, "address": "127.0.0.1", "bind": "127.0.0.1", "port": self.port}
-            node.spec["control"] = control
-            node.spec["labels"] = [f"node{i} (gpu{i})" for i in range(count)]
+            node.spec |= {"hub": self.lead, "nodes": everyone}
             node.spec.setdefault("peer_timeout", 3.0)
             self.rank(node, argv or [PYTHON, "-c", SLEEP])
             if roles:
@@ -54,11 +54,12 @@ class Run:
             self.nodes.append(node)
 
     def give_role(self, node: RunFolder, roles: str, parts: Any) -> None:
-        names = [{"w": "worker", "s": "server", "c": "client"}[letter] for letter in roles]
-        role = names[node.spec["node_rank"]]
-        node.spec |= {"role": role, "roles": names, "parts": parts}
+        k = node.spec["node_rank"]
+        role = {"w": "worker", "s": "server", "c": "client"}[roles[k]]
+        node.own.update({"role": role, "parts": parts[k] if parts else []})
         if role == "server":
-            node.spec |= {"trainer": None, "ranks": []}
+            node.spec["trainer"] = None
+            node.own["ranks"] = []
         if role != "client":
             node.spec["server"] = {"argv": [PYTHON, "-c", SERVE], "env": {}, "cwd": str(node.path)}
 
@@ -71,7 +72,13 @@ class Run:
             "env": {"PYTHONPATH": str(NODE / "site")},
             "cwd": str(node.path),
         }
-        node.spec["ranks"] = [k]
+        node.own["ranks"] = [k]
+
+    def reach_hub_at(self, k: int, port: int) -> None:
+        """Let node ``k`` connect to another port than that of the hub."""
+        node = self.nodes[k]
+        node.spec["nodes"] = [dict(each) for each in node.spec["nodes"]]
+        node.spec["nodes"][self.lead]["control_port"] = port
 
     def start(self, *, up: bool = True) -> Run:
         """Start every supervisor. With ``up``, wait until all ranks run and all nodes are connected."""
@@ -177,10 +184,9 @@ def control(action: str, node: RunFolder, *options: str) -> subprocess.Completed
 
 def health_of(tmp_path: Path, **more: Any) -> tuple[Health, Hub]:
     """Return the ``Health`` of node 0 of two nodes, and its hub, which has no connections."""
-    values = {"num_nodes": 2, "ready_file": "", "server": None, "trainer": None, "start_timeout": 9.0, "grace": 1.0}
-    labels = ("node0 (gnn1)", "node1 (gnn2)")
-    spec = NodeSpec("r1", "t", 0, run_dir=str(tmp_path), ranks=(0,), labels=labels, **values, **more)
-    hub = Hub(PeerConfig("t", 0, spec.labels, "", "", 0, 9.0, 6.0), loop=cast(Loop, None))
+    nodes = (RunNode("node0 (gnn1)", ranks=(0,)), RunNode("node1 (gnn2)", ranks=(1,)))
+    spec = NodeSpec("r1", "t", 0, str(tmp_path), nodes, None, None, start_timeout=9.0, grace=1.0, **more)
+    hub = Hub(spec, loop=cast(Loop, None))
     hub.members[1].own_ranks = (1,)
     for folder in ("procs", "logs"):
         (tmp_path / folder).mkdir()

@@ -37,16 +37,10 @@ while not os.path.exists(sys.argv[1] if len(sys.argv) > 1 else run / "../go"):
 class RestartRun(Run):
     def __init__(self, folder: Path, count: int, *, restarts: int = 3, **more: Any) -> None:
         super().__init__(folder, count, argv=python(TRAIN), **more)
-        ports = [(self.port if k == self.lead else free_port(), free_port()) for k in range(count)]
-        sites = [
-            {"address": "127.0.0.1", "bind": "127.0.0.1", "control_port": control, "master_port": master}
-            | {"nproc": len(node.spec["ranks"])}
-            for node, (control, master) in zip(self.nodes, ports, strict=True)
-        ]
-        for node in self.nodes:
-            node.spec |= {"restarts": restarts, "sites": sites}
-            if count == 1:
-                node.spec["control"] = None
+        for k, node in enumerate(self.nodes):
+            node.spec["restarts"] = restarts
+            control = 0 if count == 1 else self.port if k == self.lead else free_port()
+            node.own.update({"control_port": control, "master_port": free_port()})
 
     def stepping(self) -> RestartRun:
         self.start(up=False)

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.command import Command, Secret
-from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile, copied, generated
+from launcher.errors import node_label
+from launcher.plan.model import LaunchPlan, Login, NodePlan, PlannedFile, copied, generated, target_text
 
 
 def make_parts(folder: Path, num_parts: int = 2, size: int = 50_000) -> Path:
@@ -36,13 +37,15 @@ def part_files(folder: Path, node_rank: int, dest: str) -> list[PlannedFile]:
     return [copied(f"{dest}/{name}", folder / name) for name in names if name.split("/")[0] in tops]
 
 
-def make_node(top: Path, node_rank: int, files: list[PlannedFile], data_dir: Path | None = None) -> NodePlan:
+def make_node(
+    top: Path, node_rank: int, files: list[PlannedFile], data_dir: Path | None = None, login: Login | None = None
+) -> NodePlan:
     work = top / f"node{node_rank}"
     run_dir = f"{work}/runs/r1/node{node_rank}"
     return NodePlan(
+        label=node_label(node_rank, target_text(login)),
         node_rank=node_rank,
-        login=None,
-        nproc=1,
+        login=login,
         ranks=(node_rank,),
         devices=(),
         parts=(node_rank,),
@@ -58,7 +61,6 @@ def make_node(top: Path, node_rank: int, files: list[PlannedFile], data_dir: Pat
         server=None,
         trainer=Command(("true",)),
         files=tuple(files),
-        log_files=(),
     )
 
 

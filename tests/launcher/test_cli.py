@@ -80,7 +80,7 @@ def test_set_overrides_any_key_and_plan_equals_dry_run(config: Path, capsys: pyt
     words = ["--config", str(config), "--json", "--run-id", "a", "--set", "train.lr=0.5", "--set", "nodes.1.procs=2"]
     one, two = planned(capsys, "plan", *words), planned(capsys, "--dry-run", *words)
     assert one == two
-    assert "--lr 0.5" in " ".join(trainer_of(one)) and one["nodes"][1]["nproc"] == 2
+    assert "--lr 0.5" in " ".join(trainer_of(one)) and len(one["nodes"][1]["ranks"]) == 2
 
 
 def test_arguments_after_two_dashes_are_the_own_command(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

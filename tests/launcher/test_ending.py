@@ -78,7 +78,7 @@ def test_unreachable_hosts_are_named_in_the_syntax_of_exclude() -> None:
     places = [(None, "gnn1", None), ("al", "gnn2", 22), ("al", "gnn3", 22), ("bo", "gnn3", 23), ("al", "fe80::1", 22)]
 
     def excluded(*unreachable: int) -> tuple[str, ...]:
-        nodes = [replace(make_node(Path("/w"), k, []), login=Login(*place)) for k, place in enumerate(places)]
+        nodes = [make_node(Path("/w"), k, [], login=Login(*place)) for k, place in enumerate(places)]
         lost = {k: Lost("no contact for 12 s", 107.0, out_of_reach=True) for k in unreachable}
         results = {0: result(0, "failed")} if 0 not in unreachable else {}
         return judged(make_launch(nodes), results, lost=lost).out_of_reach

@@ -136,7 +136,8 @@ def test_nodes_know_each_other_by_the_names_of_their_pods(tmp_path: Path) -> Non
     spec = json.loads(data["node3.json"])["spec"]
     assert spec["trainer"]["env"]["MASTER_ADDR"] == hosts[2]
     assert spec["trainer"]["env"]["CUDA_VISIBLE_DEVICES"] == "0"
-    assert spec["control"] == {"node_rank": 2, "address": hosts[2], "bind": "0.0.0.0", "port": 29400}
+    hub = spec["nodes"][spec["hub"]]
+    assert (spec["hub"], hub["address"], hub["bind"], hub["control_port"]) == (2, hosts[2], "0.0.0.0", 29400)
     servers, clients = documents["JobSet"]["spec"]["replicatedJobs"]
     first = [
         job["template"]["spec"]["template"]["spec"]["containers"][0]["env"][0]["value"] for job in (servers, clients)

@@ -14,11 +14,11 @@ import pytest
 from launcher.node.child_process import Loop
 from launcher.node.diagnostics.process_state import STOPPED
 from launcher.node.peers.member import Member
-from launcher.node.peers.model import NoPeers, PeerConfig, sentence
+from launcher.node.peers.model import NoPeers, sentence
+from launcher.node.spec import NodeSpec, RunNode
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.rendezvous import Restarts
 from launcher.node.supervisor.restart import Standing
-from launcher.node.supervisor.spec import NodeSpec
 from peers_kit import health_of
 
 RANK = {
@@ -95,12 +95,11 @@ def test_hostile_reports_of_a_member_break_nothing(tmp_path: Path, monkeypatch: 
 
 
 def test_hostile_orders_of_a_hub_break_nothing(tmp_path: Path) -> None:
-    sites = [{"address": "a", "bind": "a", "control_port": 1, "master_port": 2, "nproc": 1}] * 2
-    values = {"num_nodes": 2, "ready_file": "", "server": None, "trainer": None, "start_timeout": 9.0, "grace": 1.0}
-    spec = NodeSpec("r1", "t", 1, run_dir=str(tmp_path), ranks=(1,), labels=("a", "b"), sites=tuple(sites), **values)
+    nodes = tuple(RunNode(name, ranks=(k,), control_port=1, master_port=2) for k, name in enumerate("ab"))
+    spec = NodeSpec("r1", "t", 1, str(tmp_path), nodes, None, None, start_timeout=9.0, grace=1.0)
     started, journal = [], Journal(str(tmp_path), 1)
     for orders in [ORDERS, *damaged(ORDERS)]:
-        member = Member(PeerConfig("t", 1, spec.labels, "", "", 0, 9.0, 6.0), loop=cast(Loop, None))
+        member = Member(spec, loop=cast(Loop, None))
         with suppress(*REFUSED):
             member._take_orders(json.loads(json.dumps(orders)))
         json.dumps(member.table)

@@ -22,16 +22,8 @@ from run_kit import make_launch, make_node
 def plan_of(nodes: int, ranks: int) -> LaunchPlan:
     made = []
     for k in range(nodes):
-        node = make_node(Path("/w"), k, [])
-        made.append(
-            node.__class__(
-                **{
-                    **vars(node),
-                    "ranks": tuple(range(k * ranks, (k + 1) * ranks)),
-                    "login": Login(None, f"gpu{k}", None),
-                }
-            )
-        )
+        node = make_node(Path("/w"), k, [], login=Login(None, f"gpu{k}", None))
+        made.append(replace(node, ranks=tuple(range(k * ranks, (k + 1) * ranks))))
     return replace(make_launch(made), train=TrainConfig(epochs=10))
 
 

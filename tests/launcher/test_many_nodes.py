@@ -19,8 +19,8 @@ from launcher.hostlist import fold
 from launcher.node.json_reader import record_in
 from launcher.node.json_records import STATE
 from launcher.node.peers.hub import Hub, MemberStatus
-from launcher.node.peers.model import Crew, PeerConfig
 from launcher.node.record import write_json
+from launcher.node.spec import Crew, NodeSpec, RunNode
 from launcher.node.watch import Watcher
 from launcher.preflight.preflight import run_preflight
 from launcher.report.outcome import Outcome, aftermath_of
@@ -54,10 +54,9 @@ class FakeLink:
 
 
 def hub_of(nodes: int) -> Hub:
-    labels = tuple(f"node{k} (h{k})" for k in range(nodes))
-    crew = Crew(0, ("worker",) * nodes, tuple((k,) for k in range(nodes)))
-    config = PeerConfig("t", 0, labels, "127.0.0.1", "127.0.0.1", 1, 60.0, 60.0, crew)
-    hub = Hub(config, SimpleNamespace())  # type: ignore[arg-type]
+    everyone = tuple(RunNode(f"node{k} (h{k})", parts=(k,)) for k in range(nodes))
+    spec = NodeSpec("r1", "t", 0, "", everyone, None, None, start_timeout=60.0, grace=1.0, peer_timeout=60.0)
+    hub = Hub(spec, SimpleNamespace())  # type: ignore[arg-type]
     for member in hub.members.values():
         member.link = FakeLink()  # type: ignore[assignment]
     return hub
@@ -96,7 +95,8 @@ def test_members_get_the_table_of_all_nodes_at_different_times() -> None:
 def test_a_run_of_many_servers_knows_quickly_which_of_them_it_can_lose() -> None:
     def spare(nodes: int) -> list[int]:
         roles = ("worker", *("server",) * (nodes - 1))
-        return Crew(0, roles, tuple((k, (k + 1) % nodes) for k in range(nodes))).spare()
+        everyone = [RunNode("", role, parts=(k, (k + 1) % nodes)) for k, role in enumerate(roles)]
+        return Crew(0, everyone).spare()
 
     assert spare(10) == list(range(1, 10))
     assert is_linear([calls(lambda n=n: spare(n)) for n in (100, 200, 400)])

@@ -15,7 +15,7 @@ import pytest
 
 from golden_kit import check_messages
 from launcher.cli.main import run
-from launcher.errors import UnreachableError
+from launcher.errors import UnreachableError, node_label
 from launcher.manage import node_views
 from launcher.manage.select import Choice, chosen
 from launcher.node.procs import look
@@ -104,7 +104,11 @@ def done_while_collecting(local_run: LocalRun) -> None:
 
 
 def host_lost(local_run: LocalRun) -> None:
-    nodes = tuple(replace(node, login=Login(None, f"gnn{node.node_rank + 1}", None)) for node in local_run.plan.nodes)
+    hosts = [Login(None, f"gnn{k + 1}", None) for k in range(len(local_run.plan.nodes))]
+    nodes = tuple(
+        replace(node, login=host, label=node_label(k, str(host)))
+        for k, (node, host) in enumerate(zip(local_run.plan.nodes, hosts, strict=True))
+    )
     local_run.plan = replace(local_run.plan, nodes=nodes)
     first = {"sentence": "node1 (gnn2): no sign of life for 6 s"}
     unread = "its files could not be fetched (no answer within 10 s)"

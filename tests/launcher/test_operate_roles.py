@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,26 +50,30 @@ def run_cli(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 def serving(local_run: LocalRun, *servers: int) -> LocalRun:
     """Start all supervisors, with nodes ``servers`` as graph servers without ranks, and wait for these servers."""
     nodes = tuple(
-        replace(node, ranks=(), nproc=0, trainer=None, server=SERVER, role="server")
-        if node.node_rank in servers
-        else node
+        replace(node, ranks=(), trainer=None, server=SERVER, role="server") if node.node_rank in servers else node
         for node in local_run.plan.nodes
     )
     trainers = [node.node_rank for node in nodes if node.ranks]
     local_run.plan = replace(local_run.plan, nodes=nodes, world_size=len(trainers), lead=min(trainers, default=0))
-    roles = ["server" if k in servers else "client" for k in range(len(nodes))]
-    control = {"node_rank": local_run.plan.lead, "address": "127.0.0.1", "bind": "127.0.0.1", "port": free_port()}
+    lead, port = local_run.plan.lead, free_port()
+    everyone: list[dict[str, Any]] = [
+        {"label": f"node{k}", "role": "server", "parts": [0]}
+        if k in servers
+        else {"label": f"node{k}", "role": "client", "ranks": [k]}
+        for k in range(len(nodes))
+    ]
+    if trainers:
+        everyone[lead] |= {"address": "127.0.0.1", "bind": "127.0.0.1", "control_port": port}
     for k, node in enumerate(local_run.nodes):
         (node.path / "run.json").write_text(run_json(local_run.plan))
         node.token = node.spec["token"] = local_run.nodes[0].token
-        node.spec |= {"control": control} if trainers else {}
-        node.spec |= {"role": roles[k], "roles": roles, "parts": [[0] if role == "server" else [] for role in roles]}
+        node.spec |= {"hub": lead, "nodes": everyone}
         if k in servers:
             node.spec["server"] = {"argv": SERVER.argv, "env": {}, "cwd": str(node.path)}
             node.start()
         else:
             node.rank([PYTHON, "-c", TRAINS], {"RANK": str(k), "GNNFLEET_RUN_DIR": str(node.path)})
-            node.spec["ranks"] = [k]
+            node.own["ranks"] = [k]
             node.start()
     for k in servers:
         wait_until(local_run.nodes[k].says("server", "serving"))

@@ -37,7 +37,7 @@ def printed(what: RenderableType, width: int) -> list[str]:
 
 
 def status_of(host: str, user: str | None = None, **more: Any) -> Status:
-    nodes = [replace(make_node(Path("/w"), k, []), login=Login(user, f"{host}{k}", None)) for k in range(2)]
+    nodes = [make_node(Path("/w"), k, [], login=Login(user, f"{host}{k}", None)) for k in range(2)]
     state = {"state": "training", "time": 100.0, "ranks": {"0": {**STEP, **more}, "1": STEP}}
     views = {k: NodeView(node, state, now=101.5) for k, node in enumerate(nodes)}
     found = FoundRun("r1", None, None, make_launch(nodes), None, None)

@@ -20,7 +20,8 @@ from launcher.node.peers import member as member_module
 from launcher.node.peers.hub import Hub, listen
 from launcher.node.peers.link import proof
 from launcher.node.peers.member import ClockOffset, Member
-from launcher.node.peers.model import PeerConfig, first_cause, make_cause, received_cause, sentence
+from launcher.node.peers.model import first_cause, make_cause, received_cause, sentence
+from launcher.node.spec import NodeSpec, RunNode
 from ports import free_port
 
 IDLE = {
@@ -53,8 +54,9 @@ class Room:
         self.hub.report(IDLE)
         self.members: list[Member] = []
 
-    def meeting(self, k: int, token: str = TOKEN) -> PeerConfig:
-        return PeerConfig(token, k, LABELS, "127.0.0.1", "127.0.0.1", self.port, **self.settings)
+    def meeting(self, k: int, token: str = TOKEN) -> NodeSpec:
+        nodes = tuple(RunNode(label, "worker", (), (), "127.0.0.1", "127.0.0.1", self.port) for label in LABELS)
+        return NodeSpec("r1", token, k, "", nodes, None, None, grace=1.0, **self.settings)
 
     def member(self, k: int, *, clock: Callable[[], float] = time.time, token: str = TOKEN) -> Member:
         member = Member(self.meeting(k, token), self.loop, clock)

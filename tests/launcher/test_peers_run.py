@@ -113,7 +113,7 @@ def test_silent_machine_is_reported_lost(make: MakeRun, silent: int) -> None:
 def test_cut_connection_stops_both_sides(make: MakeRun) -> None:
     run = make(3)
     with tcp_proxy(run.port) as proxy:
-        run.nodes[2].spec["control"]["port"] = proxy.port
+        run.reach_hub_at(2, proxy.port)
         run.start()
         since, proxy.cut = time.monotonic(), True
         results = run.ends(since)
@@ -127,7 +127,7 @@ def test_short_interruption_of_a_connection_is_harmless(make: MakeRun) -> None:
     waiting = "import os, time; print('up', flush=True)\nwhile not os.path.exists('../go'): time.sleep(0.05)"
     run = make(2, argv=python(waiting), peer_timeout=4.0)
     with tcp_proxy(run.port) as proxy:
-        run.nodes[1].spec["control"]["port"] = proxy.port
+        run.reach_hub_at(1, proxy.port)
         run.start()
         proxy.cut = True
         time.sleep(2.6)
@@ -177,7 +177,7 @@ def test_nodes_end_at_different_times_and_serve_until_all_have_ended(make: MakeR
     waiting = "import os, time; print('up', flush=True)\nwhile not os.path.exists('../go'): time.sleep(0.05)"
     run.rank(run.nodes[0], python("print('up')"))
     run.rank(run.nodes[1], python(waiting))
-    run.nodes[2].spec |= {"trainer": None, "ranks": []}
+    run.nodes[2].spec["trainer"], run.nodes[2].own["ranks"] = None, []
     run.start(up=False)
     wait_until((run.nodes[0].path / "outcomes/rank0.json").exists)
     wait_until(run.nodes[1].says("rank1", "up"))

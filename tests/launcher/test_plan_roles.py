@@ -97,13 +97,12 @@ def test_processes_of_each_role() -> None:
     plan = plan_of(nodes_of("server", "client", "worker"), facts=facts_of(3))
     assert commands(plan) == [(True, False), (False, True), (True, True)]
     assert plan.lead == 1 and plan.master_addr == "10.0.0.2" and plan.world_size == 2
-    assert [node.trainer_index for node in plan.nodes] == [None, 0, 1]
     assert [node.home for node in plan.nodes] == ["", "node0 (h0)", ""]
     for node in plan.nodes[1:]:
         assert node.trainer is not None
         argv, env = node.trainer.argv, node.trainer.env
         assert (env["GROUP_WORLD_SIZE"], env["MASTER_ADDR"]) == ("2", "10.0.0.2")
-        assert env["GROUP_RANK"] == str(node.trainer_index) and env["NODE_RANK"] == str(node.node_rank)
+        assert env["GROUP_RANK"] == str(node.node_rank - 1) and env["NODE_RANK"] == str(node.node_rank)
         assert ("--parts" in argv) == (node.role == "worker") == ("GNNFLEET_PARTS" in node.trainer.env)
 
 
@@ -115,13 +114,11 @@ def test_leases_and_hub_of_each_role() -> None:
         ["port:29501", "port:29402"],
         [f"cpu:{plan.run_id}-node2"],
     ]
-    assert {json.dumps(spec["control"]) for spec in specs} == {
-        json.dumps({"node_rank": 1, "address": "10.0.0.2", "bind": "10.0.0.2", "port": 29402})
-    }
     for spec in specs:
-        assert spec["roles"] == ["server", "client", "client"] and spec["parts"] == [[0], [], []]
-        assert spec["role"] == spec["roles"][spec["node_rank"]]
-        assert spec["server_restarts"] == 3
+        assert [node["role"] for node in spec["nodes"]] == ["server", "client", "client"]
+        assert [node.get("parts") for node in spec["nodes"]] == [[0], None, None]
+        assert [node.get("control_port") for node in spec["nodes"]] == [None, 29402, None]
+        assert spec["hub"] == 1 and spec["server_restarts"] == 3
 
 
 @pytest.mark.parametrize(
@@ -156,16 +153,15 @@ def test_a_serving_cluster_has_servers_only_and_no_hub() -> None:
     assert [node.target for node in plan.nodes] == ["h1", "h3"] and [node.node_rank for node in plan.nodes] == [0, 1]
     assert plan.serve_only and (plan.world_size, plan.control_port, plan.master_addr) == (0, None, "")
     specs = [file_of(node, "node.json") for node in plan.nodes]
-    assert [(spec["control"], spec["trainer"], spec["ranks"], spec["role"]) for spec in specs] == [
-        (None, None, [], "server")
-    ] * 2
+    assert [spec["trainer"] for spec in specs] == [None, None]
+    assert not any({"control_port", "master_port", "ranks"} & node.keys() for node in specs[0]["nodes"])
     assert [spec["leases"] for spec in specs] == [["port:29600"], ["port:29601"]]
 
 
 def test_workers_serve_if_the_file_has_no_servers() -> None:
     config = cluster(NodeConfig("a", devices=(0, 1)), NodeConfig("b", procs=2))
     plan = plan_of(config, serve_only=True)
-    assert [(node.role, node.devices, node.nproc) for node in plan.nodes] == [("server", (), 0)] * 2
+    assert [(node.role, node.devices, node.ranks) for node in plan.nodes] == [("server", (), ())] * 2
     assert resolve_serving(resolve_serving(config)) == resolve_serving(config)
 
 
@@ -237,7 +233,7 @@ def test_a_run_json_without_roles_is_read() -> None:
     for name in ("lead", "serving", "version"):
         del values["plan"][name]
     for node in values["plan"]["nodes"]:
-        for name in ("role", "copies", "home", "trainer_index"):
+        for name in ("role", "copies", "home"):
             del node[name]
     assert [node.role for node in read_run(json.dumps(values)).nodes] == ["worker", "worker"]
 

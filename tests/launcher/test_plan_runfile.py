@@ -98,9 +98,12 @@ def test_node_json_has_the_hubs_address_and_the_nodes_leases() -> None:
     plan = plan_of(cluster(*hosts), facts=facts_of(2, free_ports=(29402, 29501, 29600, 29601)), operator="al@laptop")
     specs = [spec_of(node) for node in plan.nodes]
     assert plan.control_port == 29402
-    meeting = {"node_rank": 0, "address": "10.0.0.1", "bind": "10.0.0.1", "port": 29402}
-    assert [spec["control"] for spec in specs] == [meeting] * 2
-    assert [spec["labels"] for spec in specs] == [["node0 (a)", "node1 (ann@b)"]] * 2
+    first = {"address": "10.0.0.1", "bind": "10.0.0.1", "control_port": 29402, "master_port": 29501}
+    everyone = [
+        {"label": "node0 (a)", "ranks": [0, 1], "parts": [0], **first},
+        {"label": "node1 (ann@b)", "ranks": [2], "parts": [1]},
+    ]
+    assert [(spec["hub"], spec["nodes"]) for spec in specs] == [(0, everyone)] * 2
     assert specs[0]["leases"] == ["cuda:0", "cuda:2", "port:29501", "port:29402", "port:29600"]
     assert specs[1]["leases"] == ["cuda:1", "port:29601"] and specs[1]["operator"] == "al@laptop"
     settings = ("peer_timeout", "on_stall", "stall_after", "on_nan")
@@ -110,7 +113,7 @@ def test_node_json_has_the_hubs_address_and_the_nodes_leases() -> None:
 def test_single_node_has_no_hub() -> None:
     plan = plan_of(cluster(NodeConfig("a")))
     spec = spec_of(plan.nodes[0])
-    assert plan.control_port is None and spec["control"] is None and spec["leases"] == ["port:29500"]
+    assert plan.control_port is None and "control_port" not in spec["nodes"][0] and spec["leases"] == ["port:29500"]
 
 
 def test_the_printed_plan_and_run_json_are_the_same_plan() -> None:

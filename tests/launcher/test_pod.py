@@ -55,7 +55,11 @@ class Mounts:
         }
         node = {
             "env": {"PYTHONPATH": CODE},
-            "spec": {"token": TOKEN, "ranks": [1], "trainer": trainer},
+            "spec": {
+                "token": TOKEN,
+                "nodes": [{"label": "node0"}, {"label": "node1", "ranks": [1]}],
+                "trainer": trainer,
+            },
         }
         (self.run / "node1.json").write_text(json.dumps(node))
         for name, text in {"cluster.json": "{}", "run.json": "{}", "file0": "echo hi\n"}.items():

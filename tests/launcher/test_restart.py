@@ -13,35 +13,34 @@ import pytest
 
 from launcher.node.peers.hub import KILLED
 from launcher.node.peers.model import make_cause
+from launcher.node.spec import NodeSpec, RunNode
 from launcher.node.supervisor.attempt import archive, cluster_file, newest_checkpoint, next_spec, parts_on_disk
 from launcher.node.supervisor.processes import rank_environment
 from launcher.node.supervisor.restart import AttemptEnd, Standing, decide, words
-from launcher.node.supervisor.spec import NodeSpec
 
 SILENT = "no sign of life for 6 s (run.peer_timeout); its machine or its network is down"
-SITES = tuple(
-    {"address": f"10.0.0.{k}", "bind": f"10.0.0.{k}", "control_port": 100 + k, "master_port": 200 + k, "nproc": nproc}
-    for k, nproc in enumerate((1, 2, 1))
+NODES = tuple(
+    RunNode(f"node{k} ({'abc'[k]})", "worker", ranks, (k,), f"10.0.0.{k}", f"10.0.0.{k}", 100 + k, 200 + k)
+    for k, ranks in enumerate(((0,), (1, 2), (3,)))
 )
 SPEC = NodeSpec(
     run_id="r1",
     token="t",
     node_rank=0,
-    num_nodes=3,
     run_dir="/w/node0",
-    ranks=(0,),
+    nodes=NODES,
     server={"argv": ["python", "serve", "--own", "0", "--bind", "x"], "env": {"GNNFLEET_PART_IDS": "0"}},
     trainer={"argv": ["train"], "env": {"WORLD_SIZE": "4", "MASTER_ADDR": "gnn0", "GNNFLEET_PART_IDS": "0"}},
-    ready_file="",
     start_timeout=60.0,
     grace=1.0,
-    control={"node_rank": 0, "address": "10.0.0.0", "bind": "10.0.0.0", "port": 100},
-    labels=("node0 (a)", "node1 (b)", "node2 (c)"),
-    roles=("worker",) * 3,
-    parts=((0,), (1,), (2,)),
     restarts=3,
-    sites=SITES,
 )
+
+
+def changed(spec: NodeSpec, **columns: tuple[Any, ...]) -> NodeSpec:
+    """Return ``spec`` with other nodes: ``columns`` has the values of a field for all nodes."""
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return replace(spec, nodes=tuple(replace(node, **row) for node, row in zip(spec.nodes, rows, strict=True)))
 
 
 def standing(epoch: int = -1, step: int = 0, parts: tuple[int, ...] = (), stepped: bool = True) -> Standing:
@@ -116,7 +115,7 @@ def test_parts_of_a_lost_node_go_to_the_nodes_with_the_fewest() -> None:
             "node1 (b), node2 (c)",
         ),
         (
-            {"nodes": (0, 1)},
+            {"nodes": (*NODES[:2], replace(NODES[2], role="absent"))},
             {0: SHARED[0]},
             {"lost": {1: KILLED}, "away": {1}},
             "only 1 of 2 nodes can reach each other, and the others may go on by themselves",
@@ -133,11 +132,11 @@ def test_why_a_run_does_not_start_again(
 @pytest.mark.parametrize("generation", [0, 3])
 def test_a_server_that_was_cut_off_leaves_the_run_to_the_others(generation: int) -> None:
     # Server 0 has lost the lead node 2; server 1 has the same parts, so the others go on without a restart.
-    spec = replace(SPEC, roles=("server", "server", "worker"), parts=((0,), (0,), (1,)), generation=generation)
-    spec = replace(spec, control={**SPEC.control, "node_rank": 2})  # type: ignore[dict-item]
+    spec = replace(SPEC, hub=2, generation=generation)
+    spec = changed(spec, role=("server", "server", "worker"), parts=((0,), (0,), (1,)))
     alone = decided({0: SHARED[0]}, spec, lost={2: SILENT, 1: SILENT}, cause={**killed(), "kind": "lost"})
     assert not alone["restart"] and alone["left"]
-    needed = replace(spec, parts=((0,), (1,), (1,)))
+    needed = changed(spec, parts=((0,), (1,), (1,)))
     ended = decided({0: SHARED[0]}, replace(needed, generation=3), lost={2: SILENT, 1: SILENT})
     assert not ended["restart"] and not ended["left"], "the others cannot go on without part 0, and no restart is left"
     assert not decided({0: SHARED[0]}, spec, lost={2: SILENT, 1: SILENT}, stop=True)["left"]
@@ -148,7 +147,7 @@ def test_one_of_several_nodes_may_go_on_alone(how: str) -> None:
     if how == "killed":
         found = decided({0: SHARED[0]}, lost={1: KILLED}, ended={2})
     elif how == "half":
-        found = decided({0: SHARED[0]}, replace(SPEC, nodes=(0, 1)), lost={1: SILENT})
+        found = decided({0: SHARED[0]}, changed(SPEC, role=("worker", "worker", "absent")), lost={1: SILENT})
     else:
         standings = {k: standing(parts=(0, 1, 2), stepped=False) for k in (0, 1)}
         found = decided(standings, lost={2: SILENT})
@@ -156,7 +155,8 @@ def test_one_of_several_nodes_may_go_on_alone(how: str) -> None:
 
 
 def test_a_node_that_comes_back_has_its_parts_again() -> None:
-    spec = replace(SPEC, nodes=(0, 1), roles=("worker", "worker", "absent"), parts=((0, 2), (1,), ()), generation=1)
+    spec = changed(SPEC, role=("worker", "worker", "absent"), parts=((0, 2), (1,), ()))
+    spec = replace(spec, generation=1)
     found = decided(ALL, spec)
     assert found["nodes"] == [0, 1, 2] and found["parts"] == {"0": [0, 2], "1": [1], "2": [2]}
 
@@ -165,10 +165,10 @@ def test_the_next_attempt_of_a_node() -> None:
     found = decided(
         {1: standing(2, 140, (0, 1)), 2: standing(2, 120, (2,))}, replace(SPEC, node_rank=1), lost={0: SILENT}
     )
-    spec = next_spec(replace(SPEC, node_rank=2, run_dir="/w/node2", ranks=(3,)), found)
-    assert (spec.generation, spec.active, spec.ranks, spec.lead) == (1, (1, 2), (2,), 1)
-    assert spec.control == {"node_rank": 1, "address": "10.0.0.1", "bind": "10.0.0.1", "port": 101}
-    assert spec.roles == ("absent", "worker", "worker") and spec.parts == ((), (0, 1), (2,))
+    spec = next_spec(replace(SPEC, node_rank=2, run_dir="/w/node2"), found)
+    assert (spec.generation, spec.active, spec.ranks, spec.hub) == (1, (1, 2), (2,), 1)
+    assert (spec.hub_node.address, spec.hub_node.control_port) == ("10.0.0.1", 101)
+    assert [(node.role, node.parts) for node in spec.nodes] == [("absent", ()), ("worker", (0, 1)), ("worker", (2,))]
     assert (
         spec.server is not None and spec.server["argv"][3] == "2" and spec.server["env"] == {"GNNFLEET_PART_IDS": "2"}
     )
@@ -177,8 +177,7 @@ def test_the_next_attempt_of_a_node() -> None:
     assert (env["WORLD_SIZE"], env["GROUP_RANK"], env["GROUP_WORLD_SIZE"]) == ("3", "1", "2")
     assert (env["MASTER_ADDR"], env["MASTER_PORT"], env["GNNFLEET_RESTART"]) == ("10.0.0.1", "201", "1")
     assert env["GNNFLEET_RESUME"] == "/w/node2/checkpoints/e2.pt"
-    config = spec.peer_config
-    assert config is not None and config.others == (2,) and config.crew.spare() == []
+    assert spec.members == (2,) and spec.crew.spare() == []
     before = {
         "run_id": "r1",
         "version": 1,
@@ -231,7 +230,7 @@ def test_a_shared_folder_has_the_parts_whose_files_are_complete(tmp_path: Path) 
     for p, text in ((0, "abc"), (2, "ab")):
         (tmp_path / f"part{p}").mkdir()
         (tmp_path / f"part{p}/x.npy").write_text(text)
-    spec = replace(SPEC, parts=((1,), (), ()))
+    spec = changed(SPEC, parts=((1,), (), ()))
     assert parts_on_disk(spec) == (1,)
     assert parts_on_disk(replace(spec, data_dir=str(tmp_path))) == (0, 1)
 
@@ -251,7 +250,7 @@ def test_files_that_name_ranks_are_moved_and_logs_stay(tmp_path: Path) -> None:
 
 def test_each_rank_sees_its_own_mig_instance() -> None:
     trainer = {"argv": ["train"], "env": {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}}
-    spec = replace(SPEC, ranks=(2, 3), trainer=trainer)
+    spec = replace(changed(SPEC, ranks=((2, 3), (0,), (1,))), trainer=trainer)
     assert [rank_environment(spec, k)["CUDA_VISIBLE_DEVICES"] for k in (0, 1)] == ["MIG-a", "MIG-b"]
     whole = replace(spec, trainer={"argv": ["train"], "env": {"CUDA_VISIBLE_DEVICES": "0,1"}})
     assert "CUDA_VISIBLE_DEVICES" not in rank_environment(whole, 0)

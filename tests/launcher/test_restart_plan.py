@@ -11,7 +11,7 @@ import pytest
 from launcher.config.loader import load_config
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import ConfigError
-from launcher.plan.ports import candidate_ports, restart_candidates
+from launcher.plan.ports import candidate_ports, lead_candidates
 from launcher.preflight.connectivity import CONTROL, MASTER, RequiredRoutes, ports_of
 from plan_kit import cluster, facts_of, plan_of
 
@@ -42,16 +42,17 @@ def test_nodes_on_one_host_have_different_ports() -> None:
 
 def test_hosts_use_the_ports_of_the_config() -> None:
     plan = config(*HOSTS, master_port=15000, control_port=15001)
-    assert restart_candidates(plan, 0) == ((15001,), ()), "a server never has rank 0"
-    assert restart_candidates(plan, 1) == restart_candidates(plan, 2) == ((15001,), (15000,))
+    assert lead_candidates(plan, 0) == ((15001,), ()), "a server never has rank 0"
+    assert lead_candidates(plan, 1) == lead_candidates(plan, 2) == ((15001,), (15000,))
 
 
 def test_every_node_knows_the_others() -> None:
     first, second, third = specs(config(*HOSTS))
-    assert first["sites"] == second["sites"] == third["sites"]
-    assert [site["nproc"] for site in first["sites"]] == [0, 1, 1]
-    assert [site["address"] for site in first["sites"]] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
-    assert first["sites"][1]["control_port"] == first["control"]["port"] and first["sites"][0]["master_port"] == 0
+    nodes = first["nodes"]
+    assert nodes == second["nodes"] == third["nodes"] and first["hub"] == 1
+    assert [node.get("ranks") for node in nodes] == [None, [0], [1]]
+    assert [node["address"] for node in nodes] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    assert all(node["control_port"] for node in nodes) and "master_port" not in nodes[0]
     assert (first["restarts"], first["min_nodes"], first["lost_after"], first["data_dir"]) == (3, 1, 60.0, "")
     assert specs(config(*HOSTS, mode="verify"))[2]["data_dir"] == "/parts"
     assert third["trainer"]["env"]["GNNFLEET_RESTARTS"] == "3" and "GNNFLEET_RESTART" not in third["trainer"]["env"]
@@ -60,13 +61,14 @@ def test_every_node_knows_the_others() -> None:
 def test_without_restarts_nothing_is_added() -> None:
     plan = config(*HOSTS, restarts=0, min_nodes=9)
     for spec in specs(plan):
-        assert not {"restarts", "min_nodes", "sites", "data_dir"} & spec.keys()
-    assert restart_candidates(plan, 2) == ((), ()) and len(candidate_ports(plan, 2)) == 64
+        assert spec["restarts"] == 0 and spec["data_dir"] == ""
+        assert ["control_port" in node for node in spec["nodes"]] == [False, True, False]
+    assert lead_candidates(plan, 2) == ((), ()) and len(candidate_ports(plan, 2)) == 64
 
 
 def test_preflight_tests_the_ports_of_every_node() -> None:
     plan = config(*HOSTS)
-    control, master = restart_candidates(plan, 2)
+    control, master = lead_candidates(plan, 2)
     fact = facts_of(3, free_ports=(control[0], master[0]))[2]
     assert ports_of(plan, 2, fact) == {CONTROL: control[0], MASTER: master[0]}
     routes = RequiredRoutes(plan)

@@ -62,9 +62,9 @@ def node_plan(folder: RunFolder, k: int, interpreter: str, setup: tuple[str, ...
     argv = (interpreter, str(SUPERVISOR), str(folder.path / "node.json"))
     start = Command(argv, {"MARK": "a b"}, str(folder.path), setup)
     return NodePlan(
+        label=f"node{k} (local)",
         node_rank=k,
         login=None,
-        nproc=1,
         ranks=(0,),
         devices=(),
         parts=(),
@@ -80,7 +80,6 @@ def node_plan(folder: RunFolder, k: int, interpreter: str, setup: tuple[str, ...
         server=None,
         trainer=Command(()),
         files=(),
-        log_files=(),
     )
 
 

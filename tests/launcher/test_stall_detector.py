@@ -15,11 +15,10 @@ from launcher.node.diagnostics.expired_waits import Processes
 from launcher.node.diagnostics.process_state import STOPPED
 from launcher.node.diagnostics.stall_detector import StallDetector
 from launcher.node.peers.hub import Hub
-from launcher.node.peers.model import PeerConfig
+from launcher.node.spec import NodeSpec, RunNode
 from launcher.node.supervisor.health import Health
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.outcomes import OutcomeBook
-from launcher.node.supervisor.spec import NodeSpec
 from peers_kit import health_of
 from vitals_kit import Cluster, pace
 
@@ -191,9 +190,9 @@ def test_steps_with_almost_equal_times_do_not_accumulate() -> None:
 
 def test_a_stopped_rank_leads_the_report_wherever_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # All ranks are at the same step, so only the stack of the stopped rank shows which rank is the cause of the stall.
-    values = {"num_nodes": 2, "ready_file": "", "server": None, "trainer": None, "start_timeout": 9.0, "grace": 1.0}
-    spec = NodeSpec("r1", "t", 0, run_dir=str(tmp_path), ranks=(0,), labels=("node0 (gnn1)", "node1 (gnn2)"), **values)
-    hub = Hub(PeerConfig("t", 0, spec.labels, "", "", 0, 9.0, 6.0), loop=cast(Loop, None))
+    nodes = (RunNode("node0 (gnn1)", ranks=(0,)), RunNode("node1 (gnn2)", ranks=(1,)))
+    spec = NodeSpec("r1", "t", 0, str(tmp_path), nodes, None, None, start_timeout=9.0, grace=1.0)
+    hub = Hub(spec, loop=cast(Loop, None))
     hub.members[1].own_ranks, hub.members[1].ahead = (1,), 300.0
     health = Health(spec, OutcomeBook(Journal(str(tmp_path), 0), 0, (0,)), hub, lambda seconds: None)
     known = Processes(spec.labels, {0: 0, 1: 1}, {0: "train.py:7 in step()", 1: STOPPED}, {})

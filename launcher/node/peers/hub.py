@@ -20,7 +20,6 @@ from launcher.node.peers.model import (
     Cause,
     Decision,
     Order,
-    PeerConfig,
     Report,
     eof_patience,
     fatal,
@@ -29,6 +28,7 @@ from launcher.node.peers.model import (
     make_cause,
     received_cause,
 )
+from launcher.node.spec import NodeSpec
 
 # connections that are not authenticated yet, at least; all members may connect at once. The oldest is dropped first
 _MAX_STRANGERS = 64
@@ -76,8 +76,8 @@ class MemberStatus:
 class Hub:
     """The ``Peers`` of the lead node: its connections to all members. No method blocks."""
 
-    def __init__(self, config: PeerConfig, loop: Loop, clock: Callable[[], float] = time.time) -> None:
-        self.config = config
+    def __init__(self, spec: NodeSpec, loop: Loop, clock: Callable[[], float] = time.time) -> None:
+        self.spec = spec
         self.order: Order | None = None
         self.cause: Cause | None = None
         self.lost: dict[str, dict[str, Any]] = {}
@@ -85,7 +85,7 @@ class Hub:
         self.decision: Decision | None = None
         self.offset = 0.0
         self.dropped: dict[str, int] = {}  #: number of unauthenticated connections closed, by reason
-        self.members = {k: MemberStatus(k) for k in config.others}
+        self.members = {k: MemberStatus(k) for k in spec.members}
         self.guests: dict[int, MemberStatus] = {}  #: connected nodes that wait for the next attempt
         self.stacks_wanted = self.stop_asked = self.suspended = False
         self._loop, self._clock = loop, clock
@@ -101,7 +101,7 @@ class Hub:
 
     def open(self) -> None:
         self._opened = self._looked = time.monotonic()
-        self._listener = listen(self.config.bind, self.config.port)
+        self._listener = listen(self.spec.hub_node.bind, self.spec.hub_node.control_port)
         self._loop.watch(self._listener, selectors.EVENT_READ, self._accept)
 
     def look(self) -> None:
@@ -135,7 +135,7 @@ class Hub:
 
     @property
     def spare(self) -> list[int]:
-        return self.config.crew.spare(self._gone)
+        return self.spec.crew.spare(self._gone)
 
     def report(self, report: Report) -> None:
         # A report that changes the orders to members is sent at once.
@@ -146,14 +146,13 @@ class Hub:
 
     def may_leave(self) -> bool:
         # For members that have never connected, waits at most ``peer_timeout`` after the first stop order.
-        late = self._ordered is not None and time.monotonic() - self._ordered > self.config.peer_timeout
+        late = self._ordered is not None and time.monotonic() - self._ordered > self.spec.peer_timeout
         return not any((member.heard is not None or not late) and not member.away for member in self._expected())
 
-    def begin(self, config: PeerConfig | None) -> None:
-        assert config is not None
-        self.config, before = config, self.guests | self.members
+    def begin(self, spec: NodeSpec) -> None:
+        self.spec, before = spec, self.guests | self.members
         self.members, self.guests = {}, {}
-        for k in config.others:
+        for k in spec.members:
             old = before.pop(k, MemberStatus(k))
             self.members[k] = MemberStatus(k, old.link, old.heard, old.gone, old.gone_wall, ahead=old.ahead)
         for member in before.values():
@@ -236,8 +235,8 @@ class Hub:
     def _authenticate(self, link: Link, message: Message) -> None:
         # The answer to a member's proof is the hub's proof.
         k, nonce = int(message["node_rank"]), str(message["nonce"])
-        token = self.config.token
-        admitted = k in self.members or (self.config.guests and 0 <= k < len(self.config.labels))
+        token = self.spec.token
+        admitted = k in self.members or (self.spec.restarts and 0 <= k < len(self.spec.nodes))
         if not admitted or not proven(message["proof"], token, "member", k, link.nonce, nonce):
             return self._drop(link, "could not prove to belong to this run")
         member = self._status(k) or self.guests.setdefault(k, MemberStatus(k))
@@ -275,7 +274,7 @@ class Hub:
         ahead = sent - got if report["offset"] is None else report["offset"]
         if member.node_rank in self.guests:
             member.standing, member.final = report["standing"], report["final"] in _ENDS
-        elif report["generation"] == self.config.generation:
+        elif report["generation"] == self.spec.generation:
             self._take_state(member, report, ahead)
         member.heard, member.beats = time.monotonic(), member.beats + 1
         if member.link is not None and not member.link.waiting:
@@ -289,7 +288,7 @@ class Hub:
         A stop or failure in the report ends the run. If the run can continue without the member, the failure does not
         end it. ``ahead``: seconds by which the member's clock is ahead of the hub's.
         """
-        cause, member.ahead = received_cause(report["cause"], ahead, len(self.config.labels)), ahead
+        cause, member.ahead = received_cause(report["cause"], ahead, len(self.spec.nodes)), ahead
         member.state, member.trained = report["state"][:20], report["trained"]
         member.ranks, member.findings = report["ranks"], report["findings"]
         member.stacks, member.waits, member.standing = report["stacks"], report["waits"], report["standing"]
@@ -312,7 +311,7 @@ class Hub:
         "stop": end now; "cause" says why. "finish": end normally, as all training nodes are done. with_peers: include
         the state of all nodes.
         """
-        own = {str(self.config.hub): {"state": self._own.get("state"), "age": 0.0}}
+        own = {str(self.spec.hub): {"state": self._own.get("state"), "age": 0.0}}
         return {
             "t2": self._clock(),
             "cause": self.cause if member.left is None or self._stopping else member.left,
@@ -326,7 +325,7 @@ class Hub:
 
     def _decided(self, member: MemberStatus) -> Message:
         # A member that the run continued or finished without is told that there is no restart.
-        decision, generation = self.decision, self.config.generation
+        decision, generation = self.decision, self.spec.generation
         without = member.left is not None or (member.node_rank in self.guests and self.order == Order())
         if without and (decision is None or decision["generation"] <= generation):
             own = {"restart": False, "leave": False, "why": "", "left": True, "given_up": member.left is not None}
@@ -366,16 +365,16 @@ class Hub:
 
     def _overdue(self, member: MemberStatus, now: float) -> tuple[str, float]:
         """Return why a member counts as lost and since when, in seconds since the epoch; ('', 0) if it is not lost."""
-        config = self.config
+        spec = self.spec
         if member.heard is None:
-            late = now - self._opened > config.start_timeout
-            why = f"it did not report to node{config.hub} within {config.start_timeout:g} s (run.start_timeout)"
+            late = now - self._opened > spec.start_timeout
+            why = f"it did not report to node{spec.hub} within {spec.start_timeout:g} s (run.start_timeout)"
             return (why, self._clock()) if late else ("", 0.0)
-        if member.gone is not None and now - member.gone > eof_patience(config.peer_timeout):
+        if member.gone is not None and now - member.gone > eof_patience(spec.peer_timeout):
             return KILLED, member.gone_wall
-        if now - member.heard > config.peer_timeout:
+        if now - member.heard > spec.peer_timeout:
             since = self._clock() - (now - member.heard)
-            return f"{silence(config)}; its machine or its network is down", since
+            return f"{silence(spec)}; its machine or its network is down", since
         return "", 0.0
 
     def _lose(self, member: MemberStatus, why: str, since: float) -> None:
@@ -389,13 +388,13 @@ class Hub:
             return self._leave(member, cause)
         if cause["kind"] == "lost":
             self.lost[str(member.node_rank)] = {"since": cause["t"], "why": cause["reason"]}
-        self._stop(fatal(cause, self.config, self._gone))
+        self._stop(fatal(cause, self.spec.crew, self._gone))
 
     def _can_lose(self, member: MemberStatus) -> bool:
-        crew, k = self.config.crew, member.node_rank
+        crew, k = self.spec.crew, member.node_rank
         if self._stopping:
             return False
-        if crew.role(k) == "server" and self.order is not None:
+        if self.spec.nodes[k].role == "server" and self.order is not None:
             return True
         return crew.can_lose(k, self._gone)
 
@@ -407,7 +406,7 @@ class Hub:
             "why": cause["reason"],
             "how": cause["kind"],
             "kind": "server-lost",
-            "text": left_words(cause, self.config, self._gone),
+            "text": left_words(cause, self.spec.crew, self._gone),
         }
         member.left = cause
         self._finish()
@@ -441,6 +440,6 @@ def excused(when: float | None, pause: float, now: float) -> float | None:
 KILLED = "its supervisor ended without reporting a result; it was probably killed"
 
 
-def silence(config: PeerConfig) -> str:
+def silence(spec: NodeSpec) -> str:
     """Return why a silent node counts as lost: ``no sign of life for 6 s (run.peer_timeout)``."""
-    return f"no sign of life for {config.peer_timeout:g} s (run.peer_timeout)"
+    return f"no sign of life for {spec.peer_timeout:g} s (run.peer_timeout)"

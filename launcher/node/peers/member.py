@@ -23,12 +23,12 @@ from launcher.node.peers.model import (
     Cause,
     Decision,
     Order,
-    PeerConfig,
     Report,
     eof_patience,
     make_cause,
     received_cause,
 )
+from launcher.node.spec import NodeSpec
 
 _KEPT = 32  # round trips; older ones are dropped as the clocks may have drifted since
 
@@ -86,14 +86,14 @@ _QUICK_TRIPS = 4  # first round trips, made without a pause to measure the clock
 class Member:
     """The ``Peers`` of a member: its connection to the hub. No method blocks, except to resolve the hub's host name."""
 
-    def __init__(self, config: PeerConfig, loop: Loop, clock: Callable[[], float] = time.time) -> None:
-        self.config = config
+    def __init__(self, spec: NodeSpec, loop: Loop, clock: Callable[[], float] = time.time) -> None:
+        self.spec = spec
         self.order: Order | None = None
         self.cause: Cause | None = None
         self.lost: dict[str, dict[str, Any]] = {}
         self.gone: dict[str, dict[str, Any]] = {}
         self.decision: Decision | None = None
-        self.spare = config.crew.spare()
+        self.spare = spec.crew.spare()
         self.stacks_wanted = False
         self._loop, self._clock = loop, clock
         self._offset, self._trips = ClockOffset(), 0
@@ -111,7 +111,7 @@ class Member:
         self._hub_nonce = ""
         self._trouble = ""  # why the last attempt to connect failed
         self._opened = self._looked = self._tried = self._pinged = time.monotonic()
-        self._ping_every = max(_PING_EVERY, len(config.labels) / _PINGS)
+        self._ping_every = max(_PING_EVERY, len(spec.nodes) / _PINGS)
 
     # Methods of ``Peers``.
 
@@ -128,10 +128,10 @@ class Member:
         """
         now = time.monotonic()
         rows = {k: {**row, "age": _add(row["age"], now - self._peers_received)} for k, row in self._peers.items()}
-        key = str(self.config.hub)
+        key = str(self.spec.hub)
         hub = {"state": rows.get(key, {}).get("state", "absent"), "age": _add(0.0, now - (self._heard or now))}
         rows[key] = hub if self._heard is not None else {"state": "absent", "age": None}
-        return {k: row for k, row in rows.items() if k != str(self.config.node_rank)}
+        return {k: row for k, row in rows.items() if k != str(self.spec.node_rank)}
 
     def open(self) -> None:
         self._opened = self._looked = time.monotonic()
@@ -147,9 +147,9 @@ class Member:
             why, since = self._overdue(now)
             if why:
                 self._lose(why, since)
-        silent = self._heard is not None and now - self._heard > min(_SILENT, self.config.peer_timeout / 2)
+        silent = self._heard is not None and now - self._heard > min(_SILENT, self.spec.peer_timeout / 2)
         # On slow machines a connection gets longer: the hub may have accepted it already, and left the previous one.
-        tried_for = _SILENT * max(1.0, self.config.peer_timeout / _USUAL_TIMEOUT)
+        tried_for = _SILENT * max(1.0, self.spec.peer_timeout / _USUAL_TIMEOUT)
         if self._link is not None and now - self._tried > tried_for and (silent or self._link.node_rank is None):
             self._set_aside(self._link)
         late = now - self._tried > (_TRY_EVERY if self._connecting is None else self._attempt_timeout)
@@ -165,9 +165,8 @@ class Member:
     def may_leave(self) -> bool:
         return self._known_final or bool(self.lost)
 
-    def begin(self, config: PeerConfig | None) -> None:
-        assert config is not None
-        self.config, self.spare = config, config.crew.spare()
+    def begin(self, spec: NodeSpec) -> None:
+        self.spec, self.spare = spec, spec.crew.spare()
         self.order, self.cause, self.lost = None, None, {}
         self.stacks_wanted, self._known_final, self._own = False, False, None
 
@@ -216,7 +215,8 @@ class Member:
         self._loop.watch(sock, selectors.EVENT_WRITE, lambda _: self._connected())
 
     def _look_up(self) -> tuple[int, Any]:
-        found = socket.getaddrinfo(self.config.address, self.config.port, type=socket.SOCK_STREAM)
+        hub = self.spec.hub_node
+        found = socket.getaddrinfo(hub.address, hub.control_port, type=socket.SOCK_STREAM)
         self._hub_address = found[0][0], found[0][4]
         return self._hub_address
 
@@ -278,19 +278,19 @@ class Member:
         """Answer the hub's greeting, check its proof, or take its orders. Raises ValueError on a wrong proof."""
         if link.node_rank is not None:
             return self._take_orders(message)
-        config, token = self.config, self.config.token
-        k = config.node_rank
+        spec, token, k = self.spec, self.spec.token, self.spec.node_rank
         if "hello" in message:
             self._hub_nonce, link.nonce = str(message["hello"]), secrets.token_hex(16)
             shown = proof(token, "member", k, self._hub_nonce, link.nonce)
             link.send({"node_rank": k, "nonce": link.nonce, "proof": shown})
         elif proven(message["proof"], token, "hub", k, self._hub_nonce, link.nonce):
-            link.node_rank = self.config.hub
+            link.node_rank = self.spec.hub
             self._drop_silent()
             self._heard, self._gone = time.monotonic(), None
             self._send()
         else:
-            raise ValueError(f"the process that listens on port {config.port} is not node{config.hub} of this run")
+            port = spec.hub_node.control_port
+            raise ValueError(f"the process that listens on port {port} is not node{spec.hub} of this run")
 
     def _send(self) -> None:
         link = self._proven
@@ -303,7 +303,7 @@ class Member:
         self._heard = time.monotonic()
         if "pong" in message:
             return
-        orders, num_nodes = ORDERS(message), len(self.config.labels)
+        orders, num_nodes = ORDERS(message), len(self.spec.nodes)
         decision = orders["decision"]
         if decision and decision["restart"]:
             cause, nodes = decision["cause"], (decision["lead"], decision["first"], *decision["nodes"])
@@ -315,7 +315,7 @@ class Member:
             self._peers, self._peers_received = orders["peers"], self._heard
         self.decision = decision or self.decision
         self._known_final = self._known_final or orders["known_final"]
-        if orders["generation"] not in (None, self.config.generation):
+        if orders["generation"] not in (None, self.spec.generation):
             return  # orders for another attempt
         self.stacks_wanted = self.stacks_wanted or orders["stacks"]
         behind = orders["t2"] - now if self.offset is None else -self.offset
@@ -332,23 +332,23 @@ class Member:
 
     def _overdue(self, now: float) -> tuple[str, float]:
         """Return why the hub counts as lost and since when, in seconds since the epoch; ('', 0) if it is not lost."""
-        config = self.config
+        spec, hub = self.spec, self.spec.hub_node
         if self._heard is None:
-            late = now - self._opened > config.start_timeout
-            place, trouble = f"{config.address} port {config.port}", self._trouble or "no answer"
-            why = f"it could not be reached at {place} within {config.start_timeout:g} s (run.start_timeout): {trouble}"
+            late = now - self._opened > spec.start_timeout
+            place, trouble = f"{hub.address} port {hub.control_port}", self._trouble or "no answer"
+            why = f"it could not be reached at {place} within {spec.start_timeout:g} s (run.start_timeout): {trouble}"
             return (why, self._clock()) if late else ("", 0.0)
         refused = self._trouble == os.strerror(errno.ECONNREFUSED)
-        if self._gone is not None and refused and now - self._gone > eof_patience(config.peer_timeout):
+        if self._gone is not None and refused and now - self._gone > eof_patience(spec.peer_timeout):
             return KILLED, self._clock() - (now - self._gone)
-        if now - self._heard > config.peer_timeout:
-            return f"{silence(config)}; its machine or the network is down", self._clock() - (now - self._heard)
+        if now - self._heard > spec.peer_timeout:
+            return f"{silence(spec)}; its machine or the network is down", self._clock() - (now - self._heard)
         return "", 0.0
 
     def _lose(self, why: str, since: float) -> None:
-        self.lost[str(self.config.hub)] = {"since": since, "why": why}
+        self.lost[str(self.spec.hub)] = {"since": since, "why": why}
         if self.order is None:
-            self.cause = make_cause(self.config.hub, "node", "lost", why, since)
+            self.cause = make_cause(self.spec.hub, "node", "lost", why, since)
             self.order = Order(self.cause)
 
 

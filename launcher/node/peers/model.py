@@ -7,83 +7,11 @@ nodes. Every message contains the full state, so a connection may be replaced at
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from launcher.node.first_failure import Failure, first_failure
-
-
-@dataclass(frozen=True)
-class Crew:
-    """The roles and parts of a run's nodes, and which nodes the run can lose.
-
-    The run can lose a server, except the lead node, as long as other nodes hold all its parts.
-    """
-
-    lead: int  #: node_rank of the hub
-    roles: tuple[str, ...] = ()  #: worker, server or client, by node_rank; empty: all are workers
-    parts: tuple[tuple[int, ...], ...] = ()  #: part ids held by each node, by node_rank
-
-    def role(self, k: int) -> str:
-        return self.roles[k] if self.roles else "worker"
-
-    def can_lose(self, k: int, gone: Collection[int] = ()) -> bool:
-        """Whether the run can continue without node ``k``, given that the nodes ``gone`` are lost already."""
-        if self.role(k) != "server" or k == self.lead:
-            return False
-        return not self.last_copies(k, gone) and self._clients_have_others(k, gone)
-
-    def can_lose_all(self, nodes: Collection[int], gone: Collection[int] = ()) -> bool:
-        """Whether the run can continue without any of ``nodes``, given that the nodes ``gone`` are lost already."""
-        return all(self.can_lose(k, {*gone, *nodes} - {k}) for k in nodes)
-
-    def spare(self, gone: Collection[int] = ()) -> list[int]:
-        """Return each node whose loss alone would not end the run.
-
-        gone: nodes that were lost earlier.
-        """
-        return [k for k in range(len(self.roles)) if k not in gone and self.can_lose(k, gone)]
-
-    def last_copies(self, k: int, gone: Collection[int] = ()) -> list[int]:
-        """Return the parts of node ``k`` that no other node holds. gone: lost nodes, which do not count."""
-        return [part for part in self._held(k) if all(j == k or j in gone for j in self._holders[part])]
-
-    def holders(self, parts: Collection[int], gone: Collection[int]) -> list[int]:
-        """Return the nodes that hold any of ``parts``, without those in ``gone``."""
-        return sorted({j for part in parts for j in self._holders.get(part, ()) if j not in gone})
-
-    def served_by(self, k: int, gone: Collection[int]) -> list[int]:
-        """Return the other nodes that hold any part of node ``k``, without those in ``gone``."""
-        return self.holders(self._held(k), {*gone, k})
-
-    def held(self, k: int) -> str:
-        """Return the parts of node ``k`` as text: ``parts 2, 3``."""
-        return parts_words(self._held(k))
-
-    def _held(self, k: int) -> tuple[int, ...]:
-        return self.parts[k] if k < len(self.parts) else ()
-
-    @cached_property
-    def _holders(self) -> dict[int, list[int]]:
-        """The nodes that hold each part, ascending, by part."""
-        found: dict[int, list[int]] = {}
-        for k, parts in enumerate(self.parts):
-            for part in parts:
-                found.setdefault(part, []).append(k)
-        return found
-
-    def _clients_have_others(self, k: int, gone: Collection[int]) -> bool:
-        """Whether the clients still have a server if node ``k`` is lost; true without clients."""
-        others = (role == "server" and j != k and j not in gone for j, role in enumerate(self.roles))
-        return any(others) or "client" not in self.roles
-
-
-def parts_words(parts: Collection[int]) -> str:
-    """Return parts as text: ``part 2``, ``parts 2, 3``."""
-    return f"part{'s' if len(parts) > 1 else ''} {', '.join(map(str, sorted(parts)))}"
-
+from launcher.node.spec import Crew, NodeSpec, parts_words
 
 _EOF_PATIENCE = 2.0  # seconds
 
@@ -114,35 +42,6 @@ Report = dict[str, Any]
 Decision = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class PeerConfig:
-    """Address and timeouts of the connections between the supervisors of a run."""
-
-    token: str  #: secret of the run
-    node_rank: int  #: of this node
-    labels: tuple[str, ...]  #: names of the nodes in messages, by node_rank
-    address: str  #: of the hub, for members
-    bind: str  #: address that the hub listens on
-    port: int
-    start_timeout: float  #: seconds until the first message of a node
-    peer_timeout: float  #: seconds without a message after which a node is lost
-    crew: Crew = field(default_factory=lambda: Crew(0))
-    nodes: tuple[int, ...] | None = None  #: node_ranks of the attempt; None: all nodes of the run
-    generation: int = 0  #: number of the attempt; the first is 0
-    guests: bool = False  #: admit nodes that are not part of the attempt, for the next one
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        """node_ranks of the members."""
-        nodes = range(len(self.labels)) if self.nodes is None else self.nodes
-        return tuple(k for k in nodes if k != self.hub)
-
-    @property
-    def hub(self) -> int:
-        """node_rank of the lead node."""
-        return self.crew.lead
-
-
 class Order(NamedTuple):
     """An order of the hub to a node: stop because of ``cause`` or, if it is None, finish."""
 
@@ -170,8 +69,8 @@ class Peers(Protocol):
     def may_leave(self) -> bool:
         """Whether this supervisor may exit: the others know that it has ended, and none needs it any more."""
 
-    def begin(self, config: PeerConfig | None) -> None:
-        """Begin the attempt that ``config`` describes; open connections are kept."""
+    def begin(self, spec: NodeSpec) -> None:
+        """Begin the attempt that ``spec`` describes; open connections are kept."""
 
     def close(self) -> None: ...
 
@@ -213,7 +112,7 @@ class NoPeers:
     def may_leave(self) -> bool:
         return True
 
-    def begin(self, config: PeerConfig | None) -> None:
+    def begin(self, spec: NodeSpec) -> None:
         self.order, self.cause = None, None
 
     def close(self) -> None:
@@ -280,37 +179,37 @@ def sentence(cause: Mapping[str, Any], labels: tuple[str, ...]) -> str:
     return f"{who} {label} {cause['reason']}"
 
 
-def left_words(cause: Cause, config: PeerConfig, gone: Collection[int]) -> str:
+def left_words(cause: Cause, crew: Crew, gone: Collection[int]) -> str:
     """Return the message about a lost or failed server; it names the other nodes that hold the server's parts.
 
     gone: nodes that were lost earlier.
     """
-    k, crew = cause["node_rank"], config.crew
+    k = cause["node_rank"]
     verb = "was lost" if cause["kind"] == "lost" else "failed"
     at = time.strftime("%H:%M:%S UTC", time.gmtime(cause["t"]))
-    loss = f"server {config.labels[k]} {verb} at {at} ({_why(cause)})"
-    others = ", ".join(config.labels[j] for j in crew.served_by(k, gone))
-    verb = "are" if len(crew.parts[k]) > 1 else "is"
+    loss = f"server {crew.nodes[k].label} {verb} at {at} ({_why(cause)})"
+    others = ", ".join(crew.nodes[j].label for j in crew.served_by(k, gone))
+    verb = "are" if len(crew.nodes[k].parts) > 1 else "is"
     return f"{loss}: {crew.held(k)} {verb} served by {others}" if others else f"{loss}: it is no longer needed"
 
 
-def fatal(cause: Cause, config: PeerConfig, gone: Collection[int]) -> Cause:
+def fatal(cause: Cause, crew: Crew, gone: Collection[int]) -> Cause:
     """Return ``cause``. If a server failed or was lost, its reason also names the parts that no remaining node holds.
 
     gone: nodes that were lost earlier.
     """
     if cause["kind"] not in ("failure", "lost"):
         return cause
-    addition = nobody_left(cause["node_rank"], config.crew, config.labels, gone)
+    addition = nobody_left(cause["node_rank"], crew, gone)
     return {**cause, "reason": cause["reason"] + addition} if addition else cause
 
 
-def nobody_left(k: int, crew: Crew, labels: Sequence[str], gone: Collection[int]) -> str:
+def nobody_left(k: int, crew: Crew, gone: Collection[int]) -> str:
     """Return ``; no other node holds part 1`` if server ``k`` had the last copy, else ''. gone: nodes lost before."""
-    missing = crew.last_copies(k, gone) if crew.role(k) == "server" else []
+    missing = crew.last_copies(k, gone) if crew.nodes[k].role == "server" else []
     if not missing:
         return ""
-    before = ", ".join(labels[j] for j in sorted(gone) if set(missing) & set(crew.parts[j]))
+    before = ", ".join(crew.nodes[j].label for j in sorted(gone) if set(missing) & set(crew.nodes[j].parts))
     return f"; no other node holds {parts_words(missing)}" + (f", as {before} was lost before" if before else "")
 
 

@@ -106,7 +106,7 @@ class Pod(ExportedNode):
         spec = node["spec"]
         if spec["trainer"] is not None:
             env = spec["trainer"]["env"]
-            env.setdefault("OMP_NUM_THREADS", str(max(1, _cpus() // len(spec["ranks"]))))
+            env.setdefault("OMP_NUM_THREADS", str(max(1, _cpus() // len(spec["nodes"][self.node_rank]["ranks"]))))
             checkpoint = newest_checkpoint(self.lead_dir) if attempt else None
             if checkpoint is not None:
                 env["GNNFLEET_RESUME"] = os.path.join(self.lead_dir, "checkpoints", checkpoint["file"])

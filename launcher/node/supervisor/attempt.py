@@ -14,8 +14,8 @@ from typing import Any
 
 from launcher.node.json_reader import natural, read_json
 from launcher.node.peers.model import Decision
+from launcher.node.spec import NodeSpec, RunNode
 from launcher.node.supervisor.restart import Standing
-from launcher.node.supervisor.spec import NodeSpec
 
 #: Files about the ranks and processes of an attempt; moved away before the next attempt writes its own.
 _MOVED = ("outcomes", "procs", "progress-rank*", "server.ready", "cluster.json")
@@ -40,16 +40,17 @@ def next_spec(first: NodeSpec, decision: Decision) -> NodeSpec:
     ranks = {int(k): tuple(map(int, own)) for k, own in decision["ranks"].items()}
     own = tuple(map(int, decision["parts"].get(str(first.node_rank), ())))
     parts = {"GNNFLEET_PART_IDS": ",".join(map(str, own))}
-    everyone = range(len(first.sites))
-    control = first.control and {"node_rank": lead, **_endpoint(first.sites[lead])}
+
+    def node_of(k: int) -> RunNode:
+        held = tuple(map(int, decision["parts"].get(str(k), ())))
+        node = replace(first.nodes[k], ranks=ranks.get(k, ()), parts=held)
+        return node if k in nodes else replace(node, role="absent")
+
     return replace(
         first,
         generation=int(decision["generation"]),
-        nodes=tuple(nodes),
-        ranks=ranks.get(first.node_rank, ()),
-        control=control,
-        roles=tuple(first.role_of(k) if k in nodes else "absent" for k in everyone),
-        parts=tuple(tuple(map(int, decision["parts"].get(str(k), ()))) for k in everyone),
+        nodes=tuple(map(node_of, range(len(first.nodes)))),
+        hub=lead,
         server=first.server and _with_env(_owning(first.server, own), parts),
         trainer=first.trainer and _with_env(first.trainer, parts | _world(first, decision, ranks)),
     )
@@ -71,10 +72,6 @@ def read_returns(spec: NodeSpec) -> tuple[bool, NodeSpec]:
     if not spec.restarts or generation < 0:
         return False, spec
     return True, replace(spec, generation=generation)
-
-
-def _endpoint(site: Mapping[str, Any]) -> dict[str, Any]:
-    return {"address": site["address"], "bind": site["bind"], "port": site["control_port"]}
 
 
 def _owning(server: Mapping[str, Any], parts: tuple[int, ...]) -> Mapping[str, Any]:
@@ -103,12 +100,12 @@ def _world(first: NodeSpec, decision: Decision, ranks: Mapping[int, tuple[int, .
         "ROLE_WORLD_SIZE": world,
         "GROUP_RANK": str(groups.index(first.node_rank)) if first.node_rank in ranks else "",
         "GROUP_WORLD_SIZE": str(len(groups)),
-        "MASTER_PORT": str(first.sites[leader]["master_port"]),
+        "MASTER_PORT": str(first.nodes[leader].master_port),
         "TORCHELASTIC_RESTART_COUNT": str(decision["generation"]),
         "GNNFLEET_RESTART": str(decision["generation"]),
     }
-    if leader != first.lead:  # else MASTER_ADDR may be run.master_addr
-        env["MASTER_ADDR"] = str(first.sites[leader]["address"])
+    if leader != first.hub:  # else MASTER_ADDR may be run.master_addr
+        env["MASTER_ADDR"] = first.nodes[leader].address
     if decision["checkpoint"]:
         env["GNNFLEET_RESUME"] = os.path.join(first.run_dir, "checkpoints", str(decision["checkpoint"]["file"]))
     return env
@@ -122,7 +119,7 @@ def cluster_file(before: Mapping[str, Any], spec: NodeSpec, decision: Decision) 
     nodes = [
         {
             **node,
-            "parts": list(spec.parts_of(int(node["node_rank"]))),
+            "parts": list(spec.nodes[int(node["node_rank"])].parts),
             "ranks": decision["ranks"].get(str(node["node_rank"]), []),
         }
         for node in before["nodes"]
@@ -221,7 +218,7 @@ def parts_on_disk(first: NodeSpec) -> tuple[int, ...]:
     These are its own parts and, if its partition folder was not sent by the launcher, all other complete parts in that
     folder. first: specification for the first attempt.
     """
-    own = set(first.parts_of(first.node_rank))
+    own = set(first.nodes[first.node_rank].parts)
     if not first.data_dir:
         return tuple(sorted(own))
     try:

@@ -17,9 +17,9 @@ from launcher.node.diagnostics.vitals import Vitals
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
 from launcher.node.peers.model import Peers
+from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.outcomes import OutcomeBook
-from launcher.node.supervisor.spec import NodeSpec
 
 Finding = dict[str, Any]
 
@@ -60,7 +60,7 @@ class Health:
             stop_on_nan=spec.on_nan == "stop",
             at_end=spec.generation > 0,
         )
-        self._detector = StallDetector(spec.stall_after, spec.all_labels, spec.on_stall == "stop")
+        self._detector = StallDetector(spec.stall_after, spec.labels, spec.on_stall == "stop")
         self._next = 0.0
 
     @property
@@ -184,7 +184,7 @@ class Health:
         nodes = dict.fromkeys(self._spec.ranks, self._spec.node_rank)
         nodes |= {rank: k for k, member in members.items() for rank in member.own_ranks or ()}
         return Processes(
-            self._spec.all_labels,
+            self._spec.labels,
             {rank: node for rank, node in nodes.items() if rank not in ended},
             {int(name): line for own in found.values() for name, line in own.items() if name != _SERVER},
             {node: own[_SERVER] for node, own in found.items() if _SERVER in own},

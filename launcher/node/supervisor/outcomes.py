@@ -17,8 +17,8 @@ from launcher.node.json_reader import loads, natural, record_in, text
 from launcher.node.json_records import OUTCOME, STARTED
 from launcher.node.peers.model import Cause
 from launcher.node.record import why_unwritten, write_json
+from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.journal import Journal
-from launcher.node.supervisor.spec import NodeSpec
 
 _MAX_MAIL = 1 << 17  # bytes of a record that a rank runner sends to the mailbox
 

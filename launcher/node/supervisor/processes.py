@@ -13,9 +13,9 @@ from typing import Any
 
 from launcher.node import procs
 from launcher.node.child_process import Child, Loop, outcome
+from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.outcomes import OutcomeBook
 from launcher.node.supervisor.server_keeper import ServerKeeper
-from launcher.node.supervisor.spec import NodeSpec
 
 Start = Callable[[str, Mapping[str, Any], str], Child]
 

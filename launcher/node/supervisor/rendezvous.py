@@ -14,12 +14,12 @@ from typing import Any
 from launcher.node.child_process import Loop
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
-from launcher.node.peers.model import Cause, Decision, NoPeers, PeerConfig, Peers, first_cause, make_cause
+from launcher.node.peers.model import Cause, Decision, NoPeers, Peers, first_cause, make_cause
 from launcher.node.record import write_json
+from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.attempt import archive, cluster_file, first_cluster, next_spec
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.restart import AttemptEnd, Standing, decide, record
-from launcher.node.supervisor.spec import NodeSpec
 
 _MARGIN = 3.0  # seconds beyond peer_timeout in which a supervisor connects to a new hub
 
@@ -30,18 +30,9 @@ _ENDING = 10.0  # seconds beyond the grace in which the nodes end their processe
 
 def connect(spec: NodeSpec, loop: Loop) -> Peers:
     """Make this node's connection to the other supervisors: as hub, as member, or as the only node of the run."""
-    config = spec.peer_config
-    if config is None:
+    if not spec.has_peers:
         return NoPeers()
-    return Hub(config, loop) if spec.node_rank == config.hub else Member(config, loop)
-
-
-def _with_hub(spec: NodeSpec, hub: int, seconds: float) -> PeerConfig:
-    site = spec.sites[hub]
-    control = {"node_rank": hub, "address": site["address"], "bind": site["bind"], "port": site["control_port"]}
-    config = replace(spec, control=control).peer_config
-    assert config is not None
-    return replace(config, start_timeout=seconds)
+    return Hub(spec, loop) if spec.node_rank == spec.hub else Member(spec, loop)
 
 
 class Rendezvous:
@@ -89,7 +80,7 @@ class Rendezvous:
         if decision is not None and decision["generation"] > self._spec.generation:
             if not decision["leave"]:
                 return decision
-            self._left.add(peers.config.hub)
+            self._left.add(peers.spec.hub)
             self._replace_hub(peers)
         elif peers.lost:
             self.lost |= peers.lost
@@ -109,13 +100,13 @@ class Rendezvous:
         hub = next(k for k in spec.active if k not in known)
         self._cause = cause
         peers.leave()
-        config = _with_hub(spec, hub, spec.peer_timeout + _MARGIN)
+        meeting = replace(spec, hub=hub, start_timeout=spec.peer_timeout + _MARGIN)
         if hub != spec.node_rank:
-            self.peers = Member(config, self._loop)
+            self.peers = Member(meeting, self._loop)
             self.peers.open()
             self.peers.cause = cause
             return
-        made = Hub(config, self._loop)
+        made = Hub(meeting, self._loop)
         assert cause is not None
         made.inherit(cause, self.lost, self._gone)
         for k in (*self._left, *map(int, self.lost)):
@@ -125,7 +116,8 @@ class Rendezvous:
         try:
             made.open()
         except OSError as error:  # another program has taken the port; the others skip this node
-            self.trouble = f"cannot listen at {config.bind} port {config.port}: {error.strerror}"
+            own = meeting.hub_node
+            self.trouble = f"cannot listen at {own.bind} port {own.control_port}: {error.strerror}"
         self.peers = made
 
     # With this node as the hub.
@@ -173,13 +165,14 @@ class Guest:
 
     def __init__(self, spec: NodeSpec, loop: Loop) -> None:
         self._spec, self._loop = spec, loop
-        self._others = [k for k in range(len(spec.sites)) if k != spec.node_rank]
+        self._others = [k for k in range(len(spec.nodes)) if k != spec.node_rank]
         self._tried = 0
         self._since = time.monotonic()  # of the last message of a hub
         self.peers: Member = self._next()
 
     def _next(self) -> Member:
-        made = Member(_with_hub(self._spec, self._others[self._tried % len(self._others)], _TRY_FOR), self._loop)
+        hub = self._others[self._tried % len(self._others)]
+        made = Member(replace(self._spec, hub=hub, start_timeout=_TRY_FOR), self._loop)
         self._tried += 1
         made.open()
         return made
@@ -257,11 +250,11 @@ class Restarts:
         has returned None.
         """
         given_up = self.decision is not None and self.decision.get("given_up")
-        if not self.left or given_up or self._first.control is None:
+        if not self.left or given_up or not self._first.has_peers:
             return False
         peers.leave() if isinstance(peers, Member) else peers.close()
         self.decision = None
-        self.guest = Guest(replace(spec, nodes=()), self._loop)
+        self.guest = Guest(spec, self._loop)
         return True
 
     def next_attempt(self, spec: NodeSpec, peers: Peers) -> NodeSpec | None:
@@ -290,7 +283,7 @@ class Restarts:
         gone = decision["gone"] | {str(k): _gone(k, own) for k in decision["without"]}
         self._gone = {k: one for k, one in gone.items() if int(k) not in decision["nodes"]}
         self._journal.event("restart", **{key: value for key, value in own.items() if key != "t"})
-        peers.begin(new.peer_config)
+        peers.begin(new)
         peers.gone = dict(self._gone)
         return new
 
@@ -304,7 +297,7 @@ class Restarts:
         """Return the fields of state.json and result.json about restarts; {} without ``run.restarts``."""
         if not spec.restarts:
             return {}
-        hub = peers.config.hub if isinstance(peers, (Hub, Member)) else spec.node_rank
+        hub = peers.spec.hub if isinstance(peers, (Hub, Member)) else spec.node_rank
         about = {"generation": spec.generation, "hub": hub, "restarts": self.records}
         return {**about, "left": self.left, "no_restart": self.why_not}
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.node.peers.hub import KILLED
-from launcher.node.peers.model import Cause, Crew, Decision, parts_words, sentence
-from launcher.node.supervisor.spec import NodeSpec
+from launcher.node.peers.model import Cause, Decision, sentence
+from launcher.node.spec import NodeSpec, parts_words
 
 _TRAIN = ("worker", "client")  # roles
 
@@ -92,20 +92,20 @@ def decide(end: AttemptEnd, now: float) -> Decision:
         parts = _parts(end, nodes)
     except _NoRestart as error:
         # Servers that were cut off: the others do not even need a restart.
-        spared = Crew(spec.lead, spec.roles, spec.parts).can_lose_all(end.standings, end.given_up) and not _is_stop(end)
+        spared = spec.crew.can_lose_all(end.standings, end.given_up) and not _is_stop(end)
         return {**head, "restart": False, "why": str(error), "left": error.left or spared}
-    training = [k for k in nodes if end.first.role_of(k) in _TRAIN]
+    training = [k for k in nodes if end.first.nodes[k].role in _TRAIN]
     first = max(training, key=lambda k: (end.standings[k].place, -k))
     return {
         **head,
         "restart": True,
         "nodes": nodes,
         "first": first,
-        "ranks": _ranks(spec, [first, *(k for k in training if k != first)]),
+        "ranks": _ranks(end.first, [first, *(k for k in training if k != first)]),
         "parts": {str(k): list(parts.get(k, ())) for k in nodes},
         "checkpoint": end.standings[first].checkpoint,
         "cause": end.cause,
-        "reason": sentence(end.cause, spec.all_labels),
+        "reason": sentence(end.cause, spec.labels),
         "without": [k for k in spec.active if k not in nodes],
         "seconds": round(max(0.0, now - float(end.cause["t"])), 1),
     }
@@ -117,7 +117,7 @@ def words(decision: Decision, spec: NodeSpec) -> str:
     """
     found = decision["checkpoint"]
     at = f"epoch {found['epoch'] + 1}, step {found['step']}" if found else "the beginning"
-    nodes = f"{len(decision['nodes'])} of {spec.num_nodes} node{'' if spec.num_nodes == 1 else 's'}"
+    nodes = f"{len(decision['nodes'])} of {len(spec.nodes)} node{'' if len(spec.nodes) == 1 else 's'}"
     head = f"restart {decision['generation']} of {spec.restarts}: {decision['reason'].rstrip('.')}"
     return f"{head}; going on with {nodes} from {at} ({decision['seconds']:.1f} s)"
 
@@ -166,10 +166,10 @@ def _check_nodes(end: AttemptEnd) -> list[int]:
     doubtful = [k for k in spec.active if k not in killed and k not in end.ended and k not in end.given_up]
     old = [k for k in nodes if k in spec.active]
     if 2 * len(old) < len(doubtful) + bool(end.away):
-        silent = [spec.all_labels[k] for k in doubtful if k not in old and k not in end.away]
+        silent = [spec.labels[k] for k in doubtful if k not in old and k not in end.away]
         left = f"only {len(old)} of {len(doubtful)} nodes can reach each other, and the others may go on by themselves"
         raise _NoRestart(f"{left}; no answer from {', '.join(silent)}" if silent else left, left=True)
-    training = [k for k in nodes if end.first.role_of(k) in _TRAIN]
+    training = [k for k in nodes if end.first.nodes[k].role in _TRAIN]
     if len(training) < max(1, spec.min_nodes):
         least = max(1, spec.min_nodes)
         raise _NoRestart(f"training nodes left: {len(training)}, needed: {least} (run.min_nodes)")
@@ -185,9 +185,9 @@ def _parts(end: AttemptEnd, nodes: Iterable[int]) -> dict[int, tuple[int, ...]]:
     nodes: node_ranks of the nodes in the next attempt.
     """
     spec = end.spec
-    holders = [k for k in nodes if end.first.role_of(k) in _HOLD]
-    held = {k: set((spec if k in spec.active else end.first).parts_of(k)) for k in holders}
-    every = {part for k in range(len(spec.parts)) for part in spec.parts_of(k)}
+    holders = [k for k in nodes if end.first.nodes[k].role in _HOLD]
+    held = {k: set((spec if k in spec.active else end.first).nodes[k].parts) for k in holders}
+    every = {part for node in spec.nodes for part in node.parts}
     missing = []
     for part in sorted(every - set().union(*held.values())):
         having = [k for k in holders if part in end.standings[k].parts]
@@ -200,10 +200,10 @@ def _parts(end: AttemptEnd, nodes: Iterable[int]) -> dict[int, tuple[int, ...]]:
     return {k: tuple(sorted(parts)) for k, parts in held.items()}
 
 
-def _ranks(spec: NodeSpec, training: Iterable[int]) -> dict[str, list[int]]:
+def _ranks(start: NodeSpec, training: Iterable[int]) -> dict[str, list[int]]:
     found, next_rank = {}, 0
     for k in training:
-        count = int(spec.sites[k]["nproc"])
+        count = len(start.nodes[k].ranks)
         found[str(k)] = list(range(next_rank, next_rank + count))
         next_rank += count
     return found

@@ -14,8 +14,8 @@ from launcher.node import procs
 from launcher.node.child_process import Child, Loop, outcome
 from launcher.node.diagnostics.oom import OomWatch
 from launcher.node.exit_description import describe
+from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.journal import Journal
-from launcher.node.supervisor.spec import NodeSpec
 
 _FIRST_PAUSE = 0.5  # seconds before the first restart of a server; doubled with each restart
 

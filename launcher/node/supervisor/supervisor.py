@@ -25,6 +25,7 @@ from launcher.node.exit_description import describe, describe_stop
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
 from launcher.node.peers.model import Cause, NoPeers, Peers, make_cause, sentence
+from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.attempt import read_returns, standing_of
 from launcher.node.supervisor.health import DepartedNodes, Health
 from launcher.node.supervisor.journal import Journal, stop_request
@@ -32,7 +33,6 @@ from launcher.node.supervisor.outcomes import MAILBOX, Ended, Mailbox, OutcomeBo
 from launcher.node.supervisor.processes import RankRunners, complete_outcomes, end_processes
 from launcher.node.supervisor.rendezvous import Restarts, connect
 from launcher.node.supervisor.server_keeper import ServerKeeper
-from launcher.node.supervisor.spec import NodeSpec
 
 HEARTBEAT = 1.0  #: seconds between two writes of state.json
 
@@ -105,8 +105,7 @@ class Supervisor:
                 try:
                     self.peers.open()
                 except OSError as error:
-                    assert spec.control is not None
-                    place = f"{spec.control['bind']} port {spec.control['port']} (run.control_port)"
+                    place = f"{spec.hub_node.bind} port {spec.hub_node.control_port} (run.control_port)"
                     why = f"it cannot listen for the other nodes at {place}: {error.strerror}"
                     raise self.failed("node", why) from error
                 self.set_state("starting")
@@ -131,7 +130,7 @@ class Supervisor:
                 self.trained = True
 
             # A node with a graph server, and the hub, go on while other nodes train, until a turn raises Ended.
-            if self.trained is None or (spec.control is not None and (spec.server or isinstance(self.peers, Hub))):
+            if self.trained is None or (spec.has_peers and (spec.server or isinstance(self.peers, Hub))):
                 self.set_state("serving")
                 while True:
                     self.turn()
@@ -212,7 +211,7 @@ class Supervisor:
             # The other supervisors are told of the end, unless the control port is what another run holds: then they
             # wait for start_timeout.
             held = {one.resource for one in taken}
-            if self.spec.control is not None and f"port:{self.spec.control['port']}" not in held:
+            if self.spec.has_peers and f"port:{self.spec.hub_node.control_port}" not in held:
                 with suppress(OSError):
                     self.peers.open()
             raise self.failed("node", describe_leases(taken))
@@ -262,7 +261,7 @@ class Supervisor:
         if order is not None:
             if order.cause is None:
                 raise Ended("done", "")
-            why = sentence(order.cause, self.spec.all_labels)
+            why = sentence(order.cause, self.spec.labels)
             if str(order.cause["node_rank"]) in self.peers.lost:
                 raise Ended("done" if self.trained else "failed", why)
             raise self.stopped(why, None)
@@ -453,7 +452,7 @@ def main() -> int:
         return 2
     procs.adopt_orphans()
     spec = NodeSpec.read(sys.argv[1])
-    procs.allow_open_files(_FILES + 2 * len(spec.labels))
+    procs.allow_open_files(_FILES + 2 * len(spec.nodes))
     return Supervisor(spec).run()
 
 

@@ -23,7 +23,7 @@ from launcher.node.json_reader import records
 from launcher.node.json_records import EVENT
 from launcher.plan.model import LaunchPlan
 from launcher.report.launch_file import LaunchFile
-from launcher.report.metrics import Metrics, read_metrics
+from launcher.report.metrics import Metrics, metrics_files, read_metrics
 from launcher.report.profile import milliseconds
 from launcher.report.run_folder import FoundRun, known_here
 from launcher.report.run_history import Entry, entry_of
@@ -154,8 +154,7 @@ def figures_of(found: FoundRun, runs_dirs: Sequence[Path] = ()) -> RunFigures:
 
 
 def _metrics(folder: Path) -> Metrics:
-    files = sorted(folder.glob("logs/node*/metrics-rank*.jsonl")) or sorted(folder.glob("metrics.jsonl"))
-    return read_metrics(files)
+    return read_metrics(metrics_files(folder) or sorted(folder.glob("metrics.jsonl")))
 
 
 def _resumed(found: FoundRun, runs_dirs: Sequence[Path]) -> list[Path]:

@@ -1,32 +1,40 @@
-"""Reads the metrics files of a run from its folder, merges their lines over nodes and summarises them."""
+"""Reads the metrics files of a run from its folder, in one pass over the lines of all nodes, and summarises them."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from launcher.node.json_reader import records
 from launcher.node.json_records import METRIC
 from launcher.report.outcome import Outcome
-from launcher.report.profile import Profile, analyse
+from launcher.report.profile import Analysis, Profile, analyse
+from launcher.report.series import Curves, Series
 
 _BLOCK = 1 << 16  # bytes of a metrics file read at once
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """The metrics lines of all ranks except step lines, in order of time (format: docs/ARCHITECTURE.md).
+    """The metrics of a run (format of the lines: docs/ARCHITECTURE.md).
 
-    Step lines, millions in a long run, are read from ``files`` only when needed.
+    Of the step lines, millions in a long run, only curves and the last one of each file are kept.
     """
 
-    lines: tuple[Mapping[str, Any], ...] = ()
-    files: tuple[Path, ...] = ()  #: metrics files of all ranks, with step lines
-    profile: Profile | None = None  #: time per step by kind; None before ``analysed``, or if the lines have no times
+    lines: tuple[Mapping[str, Any], ...] = ()  #: of all ranks, except step lines, in order of time
+    files: tuple[Path, ...] = ()  #: metrics files of all ranks
+    last_steps: Mapping[Path, Mapping[str, Any]] = field(default_factory=dict)  #: last with a loss, by file
+    series: Series = Series()
+    analysis: Analysis = Analysis()  #: empty before ``analysed``
+
+    @property
+    def profile(self) -> Profile | None:
+        """Time per step by kind; None before ``analysed``, or if the lines have no times."""
+        return self.analysis.profile
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         return [line for line in self.lines if line.get("kind") == kind]
@@ -38,11 +46,8 @@ class Metrics:
         return found[-1] if found else {}
 
     def analysed(self) -> Metrics:
-        """Analyse the metrics files, and return these metrics with the result in ``profile``: times per step by kind.
-
-        Raises FleetError if the analysis fails.
-        """
-        return replace(self, profile=analyse(self.files).profile)
+        """Return these metrics with the trainer's analysis of the files. Raises FleetError if the analysis fails."""
+        return replace(self, analysis=analyse(self.files))
 
     def summary(self) -> dict[str, Any]:
         """Return ``metrics`` of result.json: accuracies, epoch times, profile, mean seeds per second by rank."""
@@ -94,32 +99,41 @@ def _by_node(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     return [nodes[node_rank] for node_rank in sorted(nodes)]
 
 
+def metrics_files(folder: Path) -> list[Path]:
+    """Return the metrics files of all ranks in the folder of a run."""
+    return sorted(folder.glob("logs/node*/metrics-rank*.jsonl"))
+
+
 class _Line(NamedTuple):
     t: float
     text: bytes
     values: Mapping[str, Any]
+    file: Path
 
 
-def read_metrics(files: Iterable[Path]) -> Metrics:
-    """Read metrics files and merge their lines by time; skip a last line that a killed writer did not complete."""
-    files = tuple(files)
-    lines = tuple(line.values for line in _merged(files) if line.values.get("kind") != "step")
-    return Metrics(lines, files)
+def read_metrics(files: Iterable[Path], merged: IO[bytes] | None = None) -> Metrics:
+    """Read metrics files and merge their lines by time; skip a last line that a killed writer did not complete.
 
-
-def metrics_lines(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
-    """Return the lines of all metrics files, file by file, including step lines."""
-    return (line.values for file in files for line in _lines_of(file))
-
-
-def _merged(files: Iterable[Path]) -> Iterator[_Line]:
-    return heapq.merge(*map(_lines_of, files), key=attrgetter("t"))
+    ``merged``: file to which all lines are written.
+    """
+    files, curves = tuple(files), Curves()
+    lines: list[Mapping[str, Any]] = []
+    last_steps: dict[Path, Mapping[str, Any]] = {}
+    for line in heapq.merge(*map(_lines_of, files), key=attrgetter("t")):
+        if merged is not None:
+            merged.write(line.text)
+        curves.add(line.values)
+        if line.values.get("kind") != "step":
+            lines.append(line.values)
+        elif {"epoch", "step"} <= line.values.keys() and line.values.get("loss") is not None:
+            last_steps[line.file] = line.values
+    return Metrics(tuple(lines), files, last_steps, curves.series())
 
 
 def _lines_of(file: Path) -> Iterator[_Line]:
     for text in _texts(file):
         for values in records(METRIC, [text]):  # no record if the line is incomplete or not a metrics line
-            yield _Line(float(values.get("t", 0.0)), text.rstrip(b"\n") + b"\n", values)
+            yield _Line(float(values.get("t", 0.0)), text.rstrip(b"\n") + b"\n", values, file)
 
 
 def _texts(file: Path) -> Iterator[bytes]:

@@ -7,7 +7,6 @@ import os
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +98,12 @@ def analyse(files: Iterable[Path]) -> Analysis:
     Raises FleetError if the program fails.
     """
     try:
-        found = [(str(file.absolute()), file.stat()) for file in files]
+        paths = [str(file.absolute()) for file in files if file.stat()]
     except OSError as error:
         raise FleetError(f"the metrics cannot be read: {error.filename}: {error.strerror}") from error
-    return _analysis(tuple((path, stat.st_mtime_ns, stat.st_size) for path, stat in found)) if found else Analysis()
-
-
-@lru_cache(maxsize=1)  # report.html is written right after the report, of the same files
-def _analysis(files: tuple[tuple[str, int, int], ...]) -> Analysis:
-    command = local_trainer("profile", "--json", *(path for path, _, _ in files))
+    if not paths:
+        return Analysis()
+    command = local_trainer("profile", "--json", *paths)
     try:
         done = subprocess.run(
             runnable(command), env={**os.environ, **command.env}, stdin=subprocess.DEVNULL, capture_output=True,

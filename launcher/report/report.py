@@ -14,40 +14,18 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from launcher.files import atomic_file, write_whole
-from launcher.node.json_reader import checked, json_object
-from launcher.node.json_records import METRIC
+from launcher.files import write_whole
 from launcher.plan.model import NodePlan
 from launcher.report.device_use import device_line, device_uses
 from launcher.report.events import finding_words, lasting_findings, nan_finding, nan_words
 from launcher.report.explain import hint
-from launcher.report.metrics import Metrics, _by_node, _merged
+from launcher.report.metrics import Metrics, _by_node
 from launcher.report.outcome import Outcome, aftermath_of
 from launcher.report.profile import print_profile
 from launcher.report.task_metric import metric_of, score_text
 from launcher.text import count, spans
 
-_TAIL = 1 << 14  # bytes read from the end of a metrics file, enough for its last lines
-
 _SHOWN = 8  # files of the output folder that are listed
-
-
-def last_loss(files: Iterable[Path]) -> str:
-    """Return the last loss as text: ``last loss: 0.4123, mean of 4 ranks (epoch 3, step 12 of 12)``.
-
-    It is the mean over the last step lines of all ranks; '' without step lines.
-    """
-    lines = _last_steps(files)
-    if not lines:
-        return ""
-    last = max(lines, key=lambda line: (line["epoch"], line["step"]))
-    at = f"epoch {last['epoch']}, step {last['step'] + 1}" + (f" of {last['steps']}" if "steps" in last else "")
-    mean = f", mean of {count(len(lines), 'rank')}" if len(lines) > 1 else ""
-    return f"last loss: {_mean_loss(lines):.4f}{mean} ({at})"
-
-
-def _last_steps(files: Iterable[Path]) -> list[Mapping[str, Any]]:
-    return [line for line in map(_last_step, files) if line]
 
 
 def _mean_loss(lines: Sequence[Mapping[str, Any]]) -> float:
@@ -64,23 +42,6 @@ def output_lines(folder: Path) -> Iterator[str]:
         yield f"  {path.relative_to(top)}  {decimal(path.stat().st_size)}"
     if len(found) > _SHOWN:
         yield f"  and {len(found) - _SHOWN:,} more"
-
-
-def _last_step(file: Path) -> Mapping[str, Any]:
-    """Return the last complete step line with a loss; {} if there is none."""
-    if not file.is_file():
-        return {}
-    with file.open("rb") as opened:
-        opened.seek(max(0, file.stat().st_size - _TAIL))
-        texts = opened.read().splitlines()
-    return next(filter(None, map(_step, reversed(texts))), {})
-
-
-def _step(text: bytes) -> Mapping[str, Any]:
-    """Parse a step line; {} if it is incomplete, of another kind, or without a loss."""
-    line = checked(METRIC, json_object(text)) or {}
-    known = line.get("kind") == "step" and {"epoch", "step"} <= line.keys() and line.get("loss") is not None
-    return line if known else {}
 
 
 def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
@@ -199,17 +160,23 @@ class RunReport:
         return summary | ({"checkpoint": str(self.checkpoint)} if self.checkpoint else {})
 
     @property
+    def last_steps(self) -> list[Mapping[str, Any]]:
+        """The last step line of each rank that took part in the last attempt."""
+        ranks = self.restarts[-1]["ranks"].items() if self.restarts else ()
+        names = {f"node{k}/metrics-rank{rank}.jsonl" for k, own in ranks for rank in own}
+        steps = self.metrics.last_steps.items()
+        return [line for path, line in steps if not names or f"{path.parent.name}/{path.name}" in names]
+
+    @property
     def _last_loss(self) -> float | None:
         """Loss of the last epoch, else mean loss of the ranks' last recorded steps; None if unknown or not finite."""
         epochs = [line["loss"] for line in self.metrics.epochs() if line.get("loss") is not None]
-        steps = [] if epochs else _last_steps(_last_files(self))
+        steps = [] if epochs else self.last_steps
         loss = epochs[-1] if epochs else _mean_loss(steps) if steps else math.nan
         return round(loss, 6) if math.isfinite(loss) else None
 
     def write(self) -> None:
-        """Write result.json and metrics.jsonl, each atomically."""
-        with atomic_file(self.folder / "metrics.jsonl") as out:
-            out.writelines(line.text for line in _merged(self.metrics.files))
+        """Write result.json atomically."""
         write_whole(self.folder / "result.json", json.dumps(self.to_json(), indent=1) + "\n")
 
 
@@ -246,8 +213,11 @@ def _print_done(report: RunReport, console: Console) -> None:
     epochs = [line for line in report.metrics.epochs() if line.get("rank") == 0]
     if epochs:
         console.print(_epoch_table(epochs, report.metrics.of_kind("eval")))
-    elif last := last_loss(_last_files(report)):
-        console.print(Text(last, "bold"))
+    elif steps := report.last_steps:
+        last = max(steps, key=lambda line: (line["epoch"], line["step"]))
+        at = f"epoch {last['epoch']}, step {last['step'] + 1}" + (f" of {last['steps']}" if "steps" in last else "")
+        mean = f", mean of {count(len(steps), 'rank')}" if len(steps) > 1 else ""
+        console.print(Text(f"last loss: {_mean_loss(steps):.4f}{mean} ({at})", "bold"))
     known = report.metrics.throughput()
     if report.restarts:
         started = {rank for own in report.restarts[-1]["ranks"].values() for rank in own}
@@ -278,7 +248,7 @@ def _checkpoint_position(report: RunReport) -> str:
 
     '' if the position is unknown or is the end of an epoch.
     """
-    saving = [line for line in _last_steps(_last_files(report)) if len(line.get("saved", ())) == 2]
+    saving = [line for line in report.last_steps if len(line.get("saved", ())) == 2]
     if not saving:
         return ""
     last = max(saving, key=lambda line: (*line["saved"],))
@@ -288,14 +258,6 @@ def _checkpoint_position(report: RunReport) -> str:
         return ""  # log.epoch saves after the last step
     advice = "; log.epoch, called after each epoch, saves its end" if report.state == "done" else ""
     return f"epoch {epochs + 1}, step {step}" + (f" of {of}" if of else "") + advice
-
-
-def _last_files(report: RunReport) -> list[Path]:
-    if not report.restarts:
-        return [*report.metrics.files]
-    ranks = report.restarts[-1]["ranks"].items()
-    names = {f"node{k}/metrics-rank{rank}.jsonl" for k, own in ranks for rank in own}
-    return [path for path in report.metrics.files if f"{path.parent.name}/{path.name}" in names]
 
 
 def _epoch_table(epochs: Sequence[Mapping[str, Any]], evals: Iterable[Mapping[str, Any]]) -> Table:

@@ -17,7 +17,6 @@ from launcher.files import atomic_file, decompress, is_plain_path
 from launcher.node.json_reader import record_in
 from launcher.node.json_records import OUTCOME
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.report.metrics import read_metrics
 from launcher.report.report import RunReport
 from launcher.text import printable
 from launcher.transport.base import Transport
@@ -61,7 +60,6 @@ def collect(
         for k in sorted(answers.errors)
     ]
     report.notes += [note for k in sorted(answers.values) for note in answers.values[k]]
-    report.metrics = read_metrics(sorted(folder.glob("logs/node*/metrics-rank*.jsonl")))
     report.records = {k: _outcomes(folder / "outcomes" / f"node{k}") for k in nodes}
 
 

@@ -426,8 +426,7 @@ def read_all(folder: Path) -> None:
     except FleetError:
         return
     with pytest.MonkeyPatch.context() as patch:
-        for module in (record, metrics):
-            patch.setattr(module, "analyse", lambda *_, **__: Analysis())
+        patch.setattr(metrics, "analyse", lambda *_, **__: Analysis())
         render(report_page(record.read_record(folder)))
         print_comparison(compare([figures_of(found)] * 2), console)
     plan = make_launch([make_node(folder, 0, [])])

@@ -20,8 +20,8 @@ from launcher.manage.watch_report import RenderedReport, ReportServer
 from launcher.report.html.record import read_record
 from launcher.report.html.render import figure, render, write_html
 from launcher.report.html.sections import report_page
-from launcher.report.html.series import POINTS, read_series
 from launcher.report.outcome import Outcome
+from launcher.report.series import POINTS, Curves
 from operate_kit import LocalRun
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"
@@ -177,7 +177,10 @@ def test_long_curves_are_thinned_and_bad_lines_are_ignored() -> None:
     step = {"kind": "step", "rank": 0, "epoch": 1, "steps": 9**5, "loss": 1.0, "seeds_per_s": 2}
     steps = [{**step, "t": T + i, "step": i} for i in range(20 * POINTS)]
     bad: list[dict[str, Any]] = [{"kind": "step"}, {"kind": "epoch", "rank": 0, "loss": float("nan"), "epoch": "x"}]
-    series = read_series([*steps, *bad, {"kind": "eval", "accuracy": None}])
+    curves = Curves()
+    for line in [*steps, *bad, {"kind": "eval", "accuracy": None}]:
+        curves.add(line)
+    series = curves.series()
     assert 2 <= len(series.step_loss) <= POINTS
     assert 2 <= len(series.speed[0]) <= POINTS
     assert series.epoch_loss == ()

@@ -14,6 +14,7 @@ import pytest
 from fake_transport import FakeTransport
 from launcher.errors import UnreachableError
 from launcher.node.programs import collect_files
+from launcher.report.metrics import metrics_files, read_metrics
 from launcher.report.report import RunReport
 from launcher.sync import collect as collecting
 from launcher.sync.collect import _WANTED as WANTED
@@ -81,7 +82,7 @@ def test_small_files_come_in_one_call_per_node_and_large_ones_alone(plan, tmp_pa
     assert (here / "logs/node1/rank1.log").read_text().endswith("hello of 1\n")
     assert (here / "output/node0/deep/299.txt").read_text() == "299"
     assert (here / "tensorboard/rank1/events.out.tfevents.1").read_text() == "scalars"
-    assert collected.metrics.result["test_accuracy"] == 0.5
+    assert read_metrics(metrics_files(here)).result["test_accuracy"] == 0.5
     assert [record["name"] for record in collected.records[1]] == ["rank1"]
     assert "secret" not in "".join(path.read_text() for path in here.rglob("*.*") if path.suffix != ".pt")
 

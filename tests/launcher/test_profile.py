@@ -71,9 +71,10 @@ def test_an_analysis_that_fails_is_a_note_of_the_report(tmp_path: Path, monkeypa
     metrics = Metrics(files=(tmp_path / "gone.jsonl",))
     with pytest.raises(FleetError, match=r"the metrics cannot be read: .*gone.jsonl: No such file"):
         metrics.analysed()
-    file = metrics_file(tmp_path / "metrics-rank0.jsonl", lines_of(0))
+    (tmp_path / "logs/node0").mkdir(parents=True)
+    metrics_file(tmp_path / "logs/node0/metrics-rank0.jsonl", lines_of(0))
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with_note = replace(report("done", [], tmp_path), metrics=read_metrics([file]))
+    with_note = report("done", [], tmp_path)
     write_report(with_note)
     assert "the metrics could not be analysed" in with_note.notes[0]
     assert json.loads((tmp_path / "result.json").read_text())["state"] == "done"

@@ -291,7 +291,8 @@ def test_result_json_and_metrics_are_written(tmp_path: Path) -> None:
     file = tmp_path / "logs" / "metrics-rank0.jsonl"
     file.parent.mkdir()
     file.write_text("".join(json.dumps(line) + "\n" for line in [step, *metrics()]) + '{"t": 99, "ra')
-    found = read_metrics([file])
+    with (tmp_path / "metrics.jsonl").open("wb") as merged:
+        found = read_metrics([file], merged)
     assert list(found.lines) == metrics(), "steps are not kept in memory: a long run has too many"
     replace(report("failed", [outcome(0, 111.0), cause], tmp_path), metrics=found).write()
     result = json.loads((tmp_path / "result.json").read_text())

@@ -7,8 +7,8 @@ from typing import Any
 
 from launcher.report.html.page import Chart
 from launcher.report.html.record import RunRecord
-from launcher.report.html.series import Point, Series, number
 from launcher.report.profile import Profile, rank_name
+from launcher.report.series import Point, Series, number
 
 _SINGLE = 12  # up to this number of ranks each gets a line; more are drawn as a heat map
 
@@ -49,9 +49,10 @@ def loss_chart(record: RunRecord) -> Chart | None:
 
     It also shows the loss of the run that this run resumed.
     """
-    own, begin = record.series, resumed_at(record)
+    own, begin = record.metrics.series, resumed_at(record)
     data = [
-        _line("earlier run", thinned_before(_loss(one.series), begin), colour=_EARLIER) for one in record.earlier[-1:]
+        _line("earlier run", thinned_before(_loss(one.metrics.series), begin), colour=_EARLIER)
+        for one in record.earlier[-1:]
     ]
     data += [
         _line("each step", own.step_loss, colour="#56b4e9", width=1),
@@ -63,12 +64,12 @@ def loss_chart(record: RunRecord) -> Chart | None:
 
 def metric_chart(record: RunRecord) -> Chart | None:
     """Return a chart of the task's metric on each split by epoch; None if no value is known."""
-    begin, data, metric = resumed_at(record), [], record.series.metric
+    begin, data, metric = resumed_at(record), [], record.metrics.series.metric
     for one in record.earlier[-1:]:
-        for split, points in one.series.scores.items():
+        for split, points in one.metrics.series.scores.items():
             before = [point for point in points if begin is None or point[0] <= begin]
             data.append(_line(f"{split}, earlier run", before, colour=_EARLIER, marks=True))
-    for split, points in record.series.scores.items():
+    for split, points in record.metrics.series.scores.items():
         data.append(_line(split, points, colour=_SPLIT_COLOURS.get(split, "#cc79a7"), marks=True))
     percent = {"tickformat": ".1%"} if metric.name == "accuracy" else {}
     axis = {"title": {"text": metric.title}, **percent}
@@ -80,7 +81,7 @@ def metric_chart(record: RunRecord) -> Chart | None:
 
 def speed_chart(record: RunRecord) -> Chart | None:
     """Return a chart of each rank's seeds per second by epoch: lines or, for many ranks, a heat map."""
-    by_rank = _speeds(record.series)
+    by_rank = _speeds(record.metrics.series)
     most = max(map(len, by_rank.values()), default=0)
     title, axis = "Throughput of each rank", {"title": {"text": "epochs"}, "dtick": 1 if most <= 10 else None}
     if len(by_rank) <= _SINGLE:
@@ -102,7 +103,7 @@ def _seconds_speed(record: RunRecord) -> Chart | None:
     start = record.started
     data = [
         _line(rank_name(rank, record.node_of.get(rank)), [(t - start, value) for t, value in points])
-        for rank, points in list(record.series.speed.items())[:_SINGLE]
+        for rank, points in list(record.metrics.series.speed.items())[:_SINGLE]
     ]
     axis = {"title": {"text": "seconds since the launch"}}
     return _chart("speed", "Throughput of each rank", data, {"xaxis": axis, "yaxis": _seeds_axis()})
@@ -168,7 +169,7 @@ def resumed_at(record: RunRecord) -> float | None:
     """
     if record.found.launch is None or not record.found.launch.resumed_from:
         return None
-    own = [number(line.get("epoch")) for line in record.series.epochs]
+    own = [number(line.get("epoch")) for line in record.metrics.series.epochs]
     firsts = [epoch for epoch in own if epoch is not None]
     return min(firsts) - 1 if firsts else None
 

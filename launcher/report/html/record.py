@@ -14,10 +14,8 @@ from launcher.errors import FleetError
 from launcher.node.json_reader import checked, records
 from launcher.node.json_records import EVENT, OUTCOME
 from launcher.report.events import nan_finding
-from launcher.report.html.series import Series, read_series
-from launcher.report.metrics import metrics_lines
+from launcher.report.metrics import Metrics, metrics_files, read_metrics
 from launcher.report.outcome import Outcome
-from launcher.report.profile import Analysis, analyse
 from launcher.report.run_folder import FoundRun, known_here, read_folder
 
 LOG_LINES = 60  #: number of last lines of a log that are shown
@@ -34,8 +32,7 @@ class RunRecord:
     """Data for the report of a run, read from its folder; a missing file leaves its field empty."""
 
     found: FoundRun
-    series: Series
-    analysis: Analysis  #: analysis of its metrics; empty for an earlier run
+    metrics: Metrics  #: not analysed for an earlier run
     events: tuple[Event, ...]  #: in order of time
     outcomes: tuple[Outcome, ...]  #: of all processes, by this machine's clock; empty while the run continues
     first: Outcome | None  #: the first failure
@@ -78,23 +75,20 @@ class RunRecord:
         return {rank: node.node_rank for node in plan.nodes for rank in node.ranks} if plan else {}
 
 
-def read_record(folder: Path, *, runs_dirs: Sequence[Path] = (), idle: float = 0.0) -> RunRecord:
+def read_record(
+    folder: Path, *, runs_dirs: Sequence[Path] = (), idle: float = 0.0, metrics: Metrics | None = None
+) -> RunRecord:
     """Read a run's folder. Raises FleetError if a file in it is damaged, or its metrics cannot be analysed.
 
     ``runs_dirs``: further folders in which to look for the run that this run resumed. ``idle``: as in RunRecord.
+    ``metrics``: those of the run, if they have been read.
     """
     found = read_folder(folder)
-    analysis = analyse(_metrics_files(folder))
-    return replace(_read(found, analysis, folder, runs_dirs, _ANCESTORS), idle=idle)
+    metrics = metrics or read_metrics(metrics_files(folder)).analysed()
+    return replace(_read(found, metrics, folder, runs_dirs, _ANCESTORS), idle=idle)
 
 
-def _metrics_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("logs/node*/metrics-rank*.jsonl"))
-
-
-def _read(
-    found: FoundRun, analysis: Analysis, folder: Path, runs_dirs: Sequence[Path], ancestors: int
-) -> RunRecord:  # fmt: skip
+def _read(found: FoundRun, metrics: Metrics, folder: Path, runs_dirs: Sequence[Path], ancestors: int) -> RunRecord:
     result = found.result or {}
     outcomes = (
         tuple(filter(None, (_outcome(one) for node in result["nodes"] for one in node["outcomes"]))) if result else ()
@@ -102,8 +96,7 @@ def _read(
     first = _outcome(result.get("first_failure"))
     return RunRecord(
         found,
-        read_series(metrics_lines(_metrics_files(folder))),
-        analysis,
+        metrics,
         tuple(sorted(_events(folder / "events.jsonl"), key=lambda event: float(event["t"]))),
         outcomes,
         first,
@@ -119,7 +112,7 @@ def _earlier(found: FoundRun, runs_dirs: Sequence[Path], ancestors: int) -> tupl
     if folder is None or folder == found.folder:
         return ()
     try:
-        record = _read(read_folder(folder), Analysis(), folder, runs_dirs, ancestors - 1)
+        record = _read(read_folder(folder), read_metrics(metrics_files(folder)), folder, runs_dirs, ancestors - 1)
     except FleetError:  # a damaged earlier run must not prevent the report of this one
         return ()
     return (*record.earlier, record)

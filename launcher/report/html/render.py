@@ -16,15 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import FleetError
-from launcher.files import write_whole
+from launcher.files import atomic_file, write_whole
 from launcher.report.html.page import Chart, ReportPage
 from launcher.report.html.record import read_record
 from launcher.report.html.sections import report_page
+from launcher.report.metrics import Metrics, metrics_files, read_metrics
 from launcher.report.report import RunReport
 
 
 def write_report(report: RunReport) -> None:
-    """Analyse the metrics and write the files of the report. Each failure becomes a note in the report."""
+    """Read the metrics of all ranks, and write the files of the report. Each failure becomes a note in the report."""
+    files = metrics_files(report.folder)
+    try:
+        with atomic_file(report.folder / "metrics.jsonl") as merged:
+            report.metrics = read_metrics(files, merged)
+    except OSError as error:
+        report.notes.append(_unwritten(report, error))
+        report.metrics = read_metrics(files)
     try:
         report.metrics = report.metrics.analysed()
     except FleetError as error:
@@ -32,14 +40,17 @@ def write_report(report: RunReport) -> None:
     try:
         report.write()
     except OSError as error:
-        where = error.filename or report.folder
-        report.notes.append(f"the report could not be written: {where}: {error.strerror}")
+        report.notes.append(_unwritten(report, error))
         return
     try:
-        write_html(report.folder)
+        write_html(report.folder, metrics=report.metrics)
     except Exception as error:  # also of a bug: the report must still be printed
         why = error if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
         report.notes.append(f"report.html could not be created: {why}")
+
+
+def _unwritten(report: RunReport, error: OSError) -> str:
+    return f"the report could not be written: {error.filename or report.folder}: {error.strerror}"
 
 
 _HERE = Path(__file__).parent
@@ -132,14 +143,17 @@ NAME = "report.html"
 
 
 def write_html(
-    folder: Path, dest: Path | None = None, *, runs_dirs: Sequence[Path] = (), idle: float = 0.0
+    folder: Path, dest: Path | None = None, *, runs_dirs: Sequence[Path] = (), idle: float = 0.0,
+    metrics: Metrics | None = None,
 ) -> Path:  # fmt: skip
     """Write the report of the run in ``folder`` to ``dest`` (default: ``folder/report.html``) and return its path.
 
     The file has mode 0600, as it may contain log lines. ``runs_dirs``: further folders in which to look for the run
-    that this run resumed. ``idle``: seconds for which no rank of a run that continues has made progress. Raises
+    that this run resumed. ``idle``, ``metrics``: as of ``read_record``. Raises
     FleetError if the report cannot be built, OSError if it cannot be written.
     """
     path = dest or folder / NAME
-    write_whole(path, render(report_page(read_record(folder, runs_dirs=runs_dirs, idle=idle))), private=True)
+    write_whole(
+        path, render(report_page(read_record(folder, runs_dirs=runs_dirs, idle=idle, metrics=metrics))), private=True
+    )
     return path

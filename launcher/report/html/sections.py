@@ -25,10 +25,10 @@ from launcher.report.html.charts import (
 )
 from launcher.report.html.page import Block, Fact, Lines, ReportPage, Section, Table, Tone, Words
 from launcher.report.html.record import RunRecord
-from launcher.report.html.series import number
 from launcher.report.html.timeline import timeline_chart
 from launcher.report.outcome import aftermath_of
 from launcher.report.profile import RankTraffic, rank_name
+from launcher.report.series import number
 from launcher.report.task_metric import metric_of, score_text
 from launcher.report.verdict import from_here, seconds_words
 from launcher.text import count, spans
@@ -41,14 +41,14 @@ def traffic_blocks(record: RunRecord) -> Iterator[Block]:
 
     Nothing if no rank received bytes from other nodes.
     """
-    ranks, plan = record.analysis.traffic, record.found.plan
+    ranks, plan = record.metrics.analysis.traffic, record.found.plan
     if not any(rank.sums["remote_bytes"] for rank in ranks):
         return
     pairs = pairs_of(ranks)
     if pairs and plan:
         yield from _maps(pairs, plan.serving)
     yield _by_rank(ranks)
-    if record.analysis.profile and (predicted := record.analysis.profile.predicted) is not None:
+    if record.metrics.analysis.profile and (predicted := record.metrics.analysis.profile.predicted) is not None:
         yield Words((f"Predicted before the first epoch: {decimal(round(predicted))} per epoch.",))
 
 
@@ -151,23 +151,23 @@ def _facts(record: RunRecord) -> Iterator[Fact]:
         yield Fact("loss", nan_words(nan), "bad")
     if record.idle:
         yield Fact("no step for", seconds_words(record.idle), "warn")
-    last = {split: points[-1][1] for split, points in record.series.scores.items() if points}
-    metric = metric_of([metrics]) if metrics else record.series.metric
+    last = {split: points[-1][1] for split, points in record.metrics.series.scores.items() if points}
+    metric = metric_of([metrics]) if metrics else record.metrics.series.metric
     for split in ("test", "val"):
         value = metric.of(metrics, split)
-        if value is None and metric == record.series.metric:
+        if value is None and metric == record.metrics.series.metric:
             value = last.get(split)
         if value is not None:
             yield Fact(f"{split} {metric.title}", score_text(value))
             if beside := metric.baseline(metrics, split):
                 yield Fact(f"{split} {metric.title} without a model", beside.removeprefix("baseline "))
-    if record.series.epoch_loss and not nan:
-        yield Fact("loss", score_text(record.series.epoch_loss[-1][1]))
-    if record.series.epochs_done:
+    if record.metrics.series.epoch_loss and not nan:
+        yield Fact("loss", score_text(record.metrics.series.epoch_loss[-1][1]))
+    if record.metrics.series.epochs_done:
         config = record.found.config
         of = f" of {config.train.epochs}" if config and not record.found.own else ""
         why = metrics.get("ended_early")
-        yield Fact("epochs", f"{record.series.epochs_done}{of}{why and f'; ended early: {why}' or ''}")
+        yield Fact("epochs", f"{record.metrics.series.epochs_done}{of}{why and f'; ended early: {why}' or ''}")
     if result:
         yield Fact("seconds", f"{float(result['seconds']):,.1f}")
     if restarts := result.get("restarts"):
@@ -210,7 +210,7 @@ def _training(record: RunRecord) -> Iterator[Block]:
         yield Words((words,))
     drawn = list(all_of([loss_chart(record), metric_chart(record), speed_chart(record)]))
     yield from drawn
-    if not record.series.epochs and record.state != "running":
+    if not record.metrics.series.epochs and record.state != "running":
         yield Words((_no_epochs(record, bool(drawn)),))
 
 
@@ -228,7 +228,7 @@ def _no_epochs(record: RunRecord, drawn: bool) -> str:
 
 
 def _time(record: RunRecord) -> Iterator[Block]:
-    profile = record.analysis.profile
+    profile = record.metrics.analysis.profile
     if profile is None:
         return
     epochs = f"{'epoch' if len(profile.epochs) == 1 else 'epochs'} {spans(profile.epochs)}"
@@ -240,7 +240,7 @@ def _time(record: RunRecord) -> Iterator[Block]:
 
 def _devices(record: RunRecord) -> Iterator[Block]:
     """Yield a table of how ranks use their GPUs, if any rank has one."""
-    uses, node_of = device_uses(record.series.epochs), record.node_of
+    uses, node_of = device_uses(record.metrics.series.epochs), record.node_of
     if not uses:
         return
     rows = tuple(

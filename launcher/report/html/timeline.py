@@ -157,7 +157,7 @@ def _since(record: RunRecord, event: Mapping[str, Any]) -> float:
 def _end(record: RunRecord) -> float:
     """Return the time of the last event or metrics line, in seconds since the launch."""
     times = [_since(record, event) for event in record.events]
-    lines = [points[-1][0] - record.started for points in record.series.speed.values() if points]
+    lines = [points[-1][0] - record.started for points in record.metrics.series.speed.values() if points]
     return max([*times, *lines, 0.0])
 
 

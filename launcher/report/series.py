@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,14 +32,6 @@ class Series:
         return max((_whole(line.get("epoch")) for line in self.epochs), default=0)
 
 
-def read_series(lines: Iterable[Line]) -> Series:
-    """Build the curves from metrics lines, which are in order for each rank; malformed lines are skipped."""
-    seen = _Seen()
-    for line in lines:
-        seen.add(line)
-    return seen.series()
-
-
 @dataclass
 class _Curve:
     """A curve. Whenever it has more than ``2 * POINTS`` points, every second one is dropped."""
@@ -60,7 +52,9 @@ class _Curve:
 
 
 @dataclass
-class _Seen:
+class Curves:
+    """Collects the curves from metrics lines, which are in order for each rank; malformed lines are skipped."""
+
     losses: list[Point] = field(default_factory=list)  # losses over all ranks, from epoch lines
     covered: set[int] = field(default_factory=set)  # epochs in ``losses``
     steps: dict[int, dict[int, list[Point]]] = field(default_factory=dict)  # from step lines, by epoch and rank
@@ -84,7 +78,7 @@ class _Seen:
     def series(self) -> Series:
         steps = [point for epoch in sorted(self.steps) for point in mean_over_ranks(self.steps[epoch])]
         mean: dict[float, float] = {}
-        for line in self.epochs:
+        for line in sorted(self.epochs, key=lambda line: int(line["rank"])):
             epoch, loss = number(line.get("epoch")), number(line.get("loss"))
             if epoch is not None and loss is not None:
                 mean.setdefault(epoch, loss)
@@ -94,7 +88,7 @@ class _Seen:
             self.metric or TaskMetric(),
             {split: tuple(sorted(points.items())) for split, points in sorted(self.evals.items())},
             {rank: tuple(thinned(curve.points)) for rank, curve in sorted(self.speed.items())},
-            tuple(self.epochs),
+            tuple(sorted(self.epochs, key=lambda line: int(line["rank"]))),
         )
 
     def _step(self, rank: int, line: Line) -> None:

@@ -96,7 +96,6 @@ class RunReport:
     # While the run is followed.
     results: dict[int, Mapping[str, Any]] = field(default_factory=dict)  #: content of result.json
     lost: dict[int, Lost] = field(default_factory=dict)
-    silent: set[int] = field(default_factory=set)  #: nodes that were stopped and sent no result
     clocks: dict[int, float] = field(default_factory=dict)  #: node clock minus ours in seconds, estimated by heartbeats
     interrupted: str = ""  #: what interrupted the run on this machine: Ctrl-C, SIGTERM
     detached: Detached = ""
@@ -116,11 +115,6 @@ class RunReport:
     restarts: tuple[Mapping[str, Any], ...] = ()  #: how the run started again: generation, text, nodes, seconds, …
     bundled: bool = False  #: the model is one of the bundled trainer
     out_of_reach: tuple[str, ...] = ()  #: hosts that could not be reached in the end, as ``--exclude`` names them
-
-    @property
-    def ended(self) -> set[int]:
-        """Nodes from which the launcher expects no more messages."""
-        return {*self.results, *self.lost, *self.silent}
 
     @property
     def exit_status(self) -> int:

@@ -140,7 +140,7 @@ def _out_of_reach(context: FollowContext, report: RunReport) -> str:
             f"no node of {run_id} has been reachable {waited}; the run goes on without this machine. "
             f"When the nodes can be reached again: {follow}"
         )
-    others = [node for node in context.plan.nodes if node.node_rank not in report.ended]
+    others = [node for node in context.plan.nodes if node.node_rank not in {*report.results, *report.lost}]
     names = ", ".join(node.label for node in others)
     away = excluded_names(context.plan.nodes, [node.node_rank for node in others])
     why = report.results[ended[0]]["no_restart"]

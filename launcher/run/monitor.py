@@ -58,7 +58,8 @@ class FollowedNode:
     =========  ====================================================================================================
     starting   its supervisor is being started here: ``running``, or ``lost`` if that fails
     running    its supervisor reports, or its connection is broken and being restored: ``ended`` or ``lost``
-    ended      it has sent its result
+    ended      it has sent its result; as in the states below, its further messages are ignored
+    silent     it was stopped, and has sent no result since
     lost       it ended without a result, or is out of reach: ``returning`` if the run has gone on without it
     returning  a new supervisor is being started on it: ``running``, or ``lost`` again
     =========  ====================================================================================================
@@ -66,12 +67,16 @@ class FollowedNode:
 
     plan: NodePlan
     stream: NodeStream
-    state: Literal["starting", "running", "ended", "lost", "returning"]
+    state: Literal["starting", "running", "ended", "silent", "lost", "returning"]
     stopper: threading.Thread | None = None  #: stops what is left of the run on the node; each is stopped once
     stopped_at: float | None = None  #: when ``stopper`` was done, monotonic
     return_at: float = 0.0  #: when a lost node may be started again, monotonic
     not_returned: str = ""  #: why its last return failed
     has_returned: bool = False  #: its supervisor was started again
+
+    @property
+    def is_up(self) -> bool:
+        return self.state in ("starting", "running")
 
 
 class RunFollower:
@@ -144,7 +149,14 @@ class RunFollower:
         for node in self._nodes.values():
             node.stream.start()
         with interrupts.handed_to(self._signals.put), prompt:
-            while not self._over():
+            while not self.report.detached:
+                # When all nodes have ended, remaining processes and tmux sessions are removed.
+                if not any(node.is_up for node in self._nodes.values()):
+                    self.live.tick(all_of_them=True)
+                    self.stop("all nodes have ended")
+                    if not any(node.stopper is not None and node.stopper.is_alive() for node in self._nodes.values()):
+                        break
+
                 # Signals and answers of the user.
                 action = prompt.answer()
                 while not self._signals.empty():
@@ -164,14 +176,10 @@ class RunFollower:
             if self.report.detached:
                 self._join_streams()
 
-    def _over(self) -> bool:
-        if self.report.detached:
-            return True
-        if not self.report.ended >= set(self._nodes):
-            return False
-        self.live.tick(all_of_them=True)
-        self.stop("all nodes have ended")  # removes remaining processes and tmux sessions
-        return not any(node.stopper is not None and node.stopper.is_alive() for node in self._nodes.values())
+    @property
+    def _up(self) -> set[int]:
+        """Nodes from which more messages are expected."""
+        return {k for k, node in self._nodes.items() if node.is_up}
 
     def abandon(self) -> None:
         """Stop every node and print nothing, after an error in the launcher such as a closed output."""
@@ -226,7 +234,7 @@ class RunFollower:
             self.live.tick()
             return
         always = "stopped" in message.values or "returned" in message.values
-        if message.node_rank not in self.report.ended or always:
+        if self._nodes[message.node_rank].is_up or always:
             self._handle(message.node_rank, message.values)
         self.live.tick()
 
@@ -334,7 +342,7 @@ class RunFollower:
         self._failing = reason
         if not self._stop_reason:
             self.live.quiet()
-            rest = "; every node stops" if len(self.report.ended) < len(self._nodes) else ""
+            rest = "; every node stops" if self._up else ""
             self.live.say(f"{text}{rest}", "bold red")
         self._stop_at = time.monotonic() + self.limits.peer_timeout + _STOP_AFTER
 
@@ -360,7 +368,7 @@ class RunFollower:
 
     def _leave_behind(self) -> None:
         # Stops supervisors that were started again to join the next restart of a run that is over.
-        for k in self._spares.left_behind - self.report.ended:
+        for k in self._spares.left_behind & self._up:
             if self._nodes[k].has_returned:
                 self._lose(k, Lost("the run ended before it could join again", time.time()))
 
@@ -391,14 +399,14 @@ class RunFollower:
 
     def _check_timeouts(self, now: float) -> None:
         self._next_check = now + _CHECK_EVERY
-        for k, node in self._nodes.items():
+        for node in self._nodes.values():
             node.stream.close_if_silent(now)
-            if node.stopped_at is not None and now - node.stopped_at > _LAST_RESULT and k not in self.report.ended:
-                self.report.silent.add(k)
+            if node.stopped_at is not None and now - node.stopped_at > _LAST_RESULT and node.is_up:
+                node.state = "silent"
         if now > self._stop_at and not self._stop_reason:
             self.stop(self._failing)
         if self._launching and not self._stop_reason and not self._failing:
-            if text := self._starting.late(now - self._began, self.report.ended):
+            if text := self._starting.late(now - self._began, self._nodes.keys() - self._up):
                 self.live.say(text, "dim")
 
         # Detach if the user has asked for it or, with --detach, if training has begun; not before all nodes have
@@ -432,13 +440,13 @@ class RunFollower:
         If the run can continue without the nodes that have ended, this process detaches. Otherwise the run has failed,
         and the nodes without contact are recorded as lost.
         """
-        waiting = [k for k in self._nodes if k not in self.report.ended]
+        waiting = sorted(self._up)
         broken = {k: self._nodes[k].stream.broken_since for k in waiting}
         since = [when for when in broken.values() if when is not None]
         if not waiting or len(since) < len(waiting):
             return  # at least one node is connected
         silent = now - max(since)
-        if all(k in self._spares for k in self.report.ended):
+        if all(k in self._spares for k in self._nodes.keys() - self._up):
             if silent > self.limits.lost_after:
                 self.report.detached = "unreachable"
             return
@@ -471,7 +479,7 @@ class RunFollower:
             note = f"{node.label}: stopping it failed: {error!r}"
         if note:
             self.report.notes.append(note)
-        self._messages.put(NodeMessage(k, {"stopped": not note}))
+        self._messages.put(NodeMessage(k, {"stopped": True}))
 
     def _return(self, k: int) -> None:
         """Start a new supervisor on node ``k``; queue a message with the error, or '' on success."""

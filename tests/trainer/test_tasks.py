@@ -29,11 +29,11 @@ from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.choose import node_task, of_record
+from trainer.train.tasks.choose_target import pick_target
 from trainer.train.tasks.classification import Classification
 from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.multilabel import MultiLabel
 from trainer.train.tasks.regression import Regression
-from trainer.train.tasks.target import pick_target
 from trainer.train.tasks.task import Labels, Metric
 
 ALONE = RankGroup(Ranks(), torch.device("cpu"))

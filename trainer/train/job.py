@@ -39,8 +39,8 @@ from trainer.train.model import embedded_nodes, make_model
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from trainer.train.tasks.baseline import Baseline, link_baseline
 from trainer.train.tasks.choose import node_task
+from trainer.train.tasks.choose_target import pick_target
 from trainer.train.tasks.link import LinkPrediction
-from trainer.train.tasks.target import pick_target
 from trainer.train.tasks.task import Task
 from trainer.train.val_scores import check_task
 

@@ -18,7 +18,7 @@ from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings
 from trainer.loader.edge_endpoints import all_times
 from trainer.sampler.settings import check_settings
 from trainer.train.settings import TrainSettings
-from trainer.train.tasks.target import held_out_type
+from trainer.train.tasks.choose_target import held_out_type
 
 if TYPE_CHECKING:
     from trainer.loader.link_block_loader import LinkBlockLoader

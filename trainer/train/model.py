@@ -19,7 +19,7 @@ from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.choose import of_record
-from trainer.train.tasks.target import Target
+from trainer.train.tasks.choose_target import Target
 
 #: Bytes of trainable rows that nodes with features get without being asked for.
 _MOST_ROWS = 1 << 30

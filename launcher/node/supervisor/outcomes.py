@@ -7,17 +7,15 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable
 from typing import Any
 
-from launcher.node import leases, procs
+from launcher.node import procs
 from launcher.node.child_process import Child, Loop, outcome
 from launcher.node.first_failure import Failure, first_failure
 from launcher.node.json_reader import loads, natural, record_in, text
 from launcher.node.json_records import OUTCOME, STARTED
 from launcher.node.peers.model import Cause
 from launcher.node.record import why_unwritten, write_json
-from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.journal import Journal
 
 _MAX_MAIL = 1 << 17  # bytes of a record that a rank runner sends to the mailbox
@@ -221,15 +219,3 @@ class Ended(Exception):
             "cause": elsewhere,
             "asked": asked,
         }
-
-
-def take_leases(spec: NodeSpec) -> list[leases.Lease]:
-    """Take all leases of the node, or none; return the leases of other runs that are in the way. Raises LeaseError."""
-    if not spec.leases:
-        return []
-    return leases.take(spec.leases, leases.this_process(spec.run_id, spec.node_rank, spec.operator))
-
-
-def describe_leases(theirs: Iterable[leases.Lease]) -> str:
-    """Describe leases as ``CUDA device 0 is held by run X of alice since …``; several are joined by "; "."""
-    return "; ".join(f"{leases.resource_label(one.resource)} is {leases.describe(one)}" for one in theirs)

@@ -206,7 +206,7 @@ class Restarts:
         self.rendezvous: Rendezvous | None = None  #: while the supervisors decide
         self.guest: Guest | None = None  #: while this node waits for the next attempt of the others
         self.standing: Standing | None = None  #: what this node can contribute; None while its processes run
-        self.decision: Decision | None = None  #: of the rendezvous; None while it meets
+        self.decision: Decision | None = None  #: of the rendezvous; None before it is made
         self.records: list[dict[str, Any]] = []  #: one per restart, as in state.json
         self.lost: dict[str, dict[str, Any]] = {}  #: hubs that were lost in this attempt, as in result.json
         self.left = False  #: the run may go on without this node
@@ -214,7 +214,7 @@ class Restarts:
         self._first, self._loop, self._journal = first, loop, journal
         self._gone: dict[str, dict[str, Any]] = {}  # nodes that the run goes on without, as in result.json
 
-    def meet(self, spec: NodeSpec, peers: Peers, own: Cause | None) -> None:
+    def begin_rendezvous(self, spec: NodeSpec, peers: Peers, own: Cause | None) -> None:
         """Begin a rendezvous after an attempt, unless the run is done or was stopped.
 
         own: the cause of the attempt's end if it occurred on this node, else None.

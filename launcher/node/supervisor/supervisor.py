@@ -29,7 +29,7 @@ from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.attempt import read_returns, standing_of
 from launcher.node.supervisor.health import DepartedNodes, Health
 from launcher.node.supervisor.journal import Journal, stop_request
-from launcher.node.supervisor.outcomes import MAILBOX, Ended, Mailbox, OutcomeBook, describe_leases, take_leases
+from launcher.node.supervisor.outcomes import MAILBOX, Ended, Mailbox, OutcomeBook
 from launcher.node.supervisor.processes import RankRunners, complete_outcomes, end_processes
 from launcher.node.supervisor.rendezvous import Restarts, connect
 from launcher.node.supervisor.server_keeper import ServerKeeper
@@ -83,10 +83,10 @@ class Supervisor:
         self.journal.event("supervisor-start", pid=os.getpid())
         end = self.rejoin() if self.returns else self.attempt()
         while self.restarts.rendezvous is not None:
-            end = self.meet(end, "deciding")
+            end = self.await_decision(end, "deciding")
             spec = self.restarts.next_attempt(self.spec, self.peers)
             if spec is None and not self.leaves() and self.restarts.visit(self.spec, self.peers):
-                end = self.meet(end, "waiting")
+                end = self.await_decision(end, "waiting")
                 spec = self.restarts.next_attempt(self.spec, self.peers)
             if spec is None:
                 break
@@ -142,7 +142,7 @@ class Supervisor:
             end = Ended("failed", text, self.own_cause("node", "failure", f"its supervisor failed: {text}"))
         self.cause = end.cause
         if not self.leaves():
-            self.restarts.meet(self.spec, self.peers, end.cause)
+            self.restarts.begin_rendezvous(self.spec, self.peers, end.cause)
         self.stop_all(end)
         return end
 
@@ -160,14 +160,14 @@ class Supervisor:
         self.restarts.left = True
         if not self.restarts.visit(self.spec, self.peers):
             return end
-        end = self.meet(end, "waiting")
+        end = self.await_decision(end, "waiting")
         spec = self.restarts.next_attempt(self.spec, self.peers)
         if spec is None:
             return end
         self.restart(spec)
         return self.attempt()
 
-    def meet(self, end: Ended, state: str) -> Ended:
+    def await_decision(self, end: Ended, state: str) -> Ended:
         """Wait until a hub has decided whether the run starts again. Returns how this node ends without a new start.
 
         end: how this node's attempt has ended; this is returned unless a signal, a stop request or the deletion of the
@@ -203,18 +203,21 @@ class Supervisor:
 
     def take_leases(self) -> None:
         """Lease this node's devices and ports. Raises Ended when another run holds one of them."""
+        spec = self.spec
         try:
-            taken = take_leases(self.spec)
+            me = leases.this_process(spec.run_id, spec.node_rank, spec.operator)
+            taken = leases.take(spec.leases, me) if spec.leases else []
         except leases.LeaseError as error:
             return self.journal.event("no-leases", reason=str(error))
         if taken:
             # The other supervisors are told of the end, unless the control port is what another run holds: then they
             # wait for start_timeout.
             held = {one.resource for one in taken}
-            if self.spec.has_peers and f"port:{self.spec.hub_node.control_port}" not in held:
+            if spec.has_peers and f"port:{spec.hub_node.control_port}" not in held:
                 with suppress(OSError):
                     self.peers.open()
-            raise self.failed("node", describe_leases(taken))
+            held_by = (f"{leases.resource_label(one.resource)} is {leases.describe(one)}" for one in taken)
+            raise self.failed("node", "; ".join(held_by))
 
     # Processes.
 

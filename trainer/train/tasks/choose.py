@@ -14,6 +14,7 @@ from trainer.graph.open import Graph
 from trainer.store.manifest import Manifest
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.baseline import Baseline, node_baseline
+from trainer.train.tasks.choose_target import check_trainable
 from trainer.train.tasks.classification import Classification
 from trainer.train.tasks.labels import (
     SeedLabels,
@@ -29,7 +30,6 @@ from trainer.train.tasks.labels import (
 from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.multilabel import MultiLabel
 from trainer.train.tasks.regression import Regression
-from trainer.train.tasks.target import check_trainable
 from trainer.train.tasks.task import Kind, Task
 
 

@@ -28,7 +28,7 @@ from trainer.train.model import make_model
 from trainer.train.optimize import Optimizers
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.choose import node_task
-from trainer.train.tasks.target import pick_target
+from trainer.train.tasks.choose_target import pick_target
 from trainer.train.tasks.task import AnyBatch
 
 

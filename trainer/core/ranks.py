@@ -363,14 +363,9 @@ def keep_process_group() -> None:
         _kept[:] = [dist.group.WORLD]
 
 
-def _start_timeout(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
-    """Return the seconds to wait for all ranks at the start, at least GNNFLEET_START_TIMEOUT."""
-    # A rank connects only after its graph server is ready, which may first have to compile kernels.
-    return max(timeout, float(environ.get("GNNFLEET_START_TIMEOUT") or 0))
-
-
 def _rendezvous(ranks: Ranks, timeout: float) -> None:
-    limit = _start_timeout(timeout)
+    # A rank connects only after its graph server is ready, which may first have to compile kernels.
+    limit = max(timeout, float(os.environ.get("GNNFLEET_START_TIMEOUT") or 0))
     store = run_store(ranks, limit)
     try:
         dist.init_process_group(

@@ -147,7 +147,10 @@ class _Ranges:
     def _values(self, number: int, which: int) -> Array:
         """Return the values of a column in a range, in the original order of the records."""
         column = self._columns[which]
-        spans = [(offsets[which], *_span(ends, number)) for offsets, ends in self._batches]
+        spans = [
+            (offsets[which], int(ends[number - 1]) if number else 0, int(ends[number]))
+            for offsets, ends in self._batches
+        ]
         values = np.empty((sum(end - begin for _, begin, end in spans), *column.shape), column.dtype)
         raw, at = values.reshape(-1).view(np.uint8).data, 0
         for offset, begin, end in spans:
@@ -157,10 +160,6 @@ class _Ranges:
                 raise OSError(f"{self._file.name} has been cut")
             at += size
         return values
-
-
-def _span(ends: Ids, number: int) -> tuple[int, int]:
-    return int(ends[number - 1]) if number else 0, int(ends[number])
 
 
 @njit()

@@ -158,7 +158,11 @@ class StreamPool:
             yield
             outer.synchronize()
         else:
-            own = self._of_thread.stream = self._take()
+            try:
+                own = self._free.pop()
+            except IndexError:
+                own = torch.cuda.Stream(self._device)
+            self._of_thread.stream = own
             try:
                 with torch.cuda.device(self._device), torch.cuda.stream(own):
                     yield
@@ -166,9 +170,3 @@ class StreamPool:
             finally:
                 self._of_thread.stream = None
                 self._free.append(own)
-
-    def _take(self) -> Any:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return torch.cuda.Stream(self._device)

@@ -119,7 +119,7 @@ class PinnedPlan:
         sizes = {
             key: sum(array.num_bytes for array in feature_arrays(store, *key))
             for key in keys
-            if _converted(store, *key)
+            if _spec(store, *key).stored.kind in _KINDS  # kernels convert these to float32
         }
         chosen, left = [], limit
         for key, size in sorted(sizes.items(), key=lambda each: -each[1]):
@@ -182,8 +182,3 @@ def _table(store: PartStore, part_id: int, of: AnyType) -> NodePart | EdgePart:
 def _spec(store: PartStore, of: AnyType, name: str) -> AttrSpec:
     manifest = store.manifest
     return manifest.nodes[of].attrs[name] if isinstance(of, str) else manifest.edges[of].attrs[name]
-
-
-def _converted(store: PartStore, of: AnyType, name: str) -> bool:
-    """Return whether kernels convert the dtype of an attribute to float32."""
-    return _spec(store, of, name).stored.kind in _KINDS

@@ -24,14 +24,11 @@ class Nvml:
 
     def utilization(self, uuid: str) -> float:
         """Return the share of the last second or less in which a kernel ran on a GPU, 0 to 1."""
-        rates = (ctypes.c_uint * 2)()  # of the processors and of the memory, in percent
-        self._call("nvmlDeviceGetUtilizationRates", self._device(uuid), ctypes.byref(rates))
-        return rates[0] / 100
-
-    def _device(self, uuid: str) -> ctypes.c_void_p:
         device = ctypes.c_void_p()
         self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(device))
-        return device
+        rates = (ctypes.c_uint * 2)()  # of the processors and of the memory, in percent
+        self._call("nvmlDeviceGetUtilizationRates", device, ctypes.byref(rates))
+        return rates[0] / 100
 
     def _call(self, name: str, *arguments: Any) -> None:
         if not hasattr(self._library, name):

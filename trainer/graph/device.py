@@ -6,6 +6,7 @@ copied together, in one buffer. The most requested rows of ``x`` can be kept on 
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -84,7 +85,8 @@ class CudaFeed:
         while self._in_flight and self._in_flight[0][0].query():
             self._in_flight.popleft()
         with torch.cuda.stream(self._stream):
-            packed, buffer = packed_batch(batch, self._device, _pinned_buffer)
+            pinned = functools.partial(torch.empty, dtype=torch.uint8, pin_memory=True)
+            packed, buffer = packed_batch(batch, self._device, pinned)
             moved: B = packed.to(self._device, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
@@ -94,10 +96,6 @@ class CudaFeed:
         for tensor in tensors_of(moved):
             tensor.record_stream(current)  # the copy stream must not reuse the memory before
         return moved
-
-
-def _pinned_buffer(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 _ALIGNED = 256  #: bytes; kernels read rows in units of up to 16 bytes, and CUDA aligns its allocations to 256

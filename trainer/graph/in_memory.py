@@ -36,7 +36,10 @@ def dataset_of_stores(feature_store: Any, graph_store: Any, time_attr: str | Non
     if not edge_attrs:
         raise DataError("the graph store holds no edges: get_all_edge_attrs() is empty")
     hetero = all(attr.edge_type is not None for attr in edge_attrs)
-    edge_index = _edges(graph_store, hetero)
+    row, col, _ = graph_store.coo()
+    if not hetero:
+        row, col = {HOMO_EDGE: row}, {HOMO_EDGE: col}
+    edge_index = {of: np.stack([shared_array(row[of]), shared_array(col[of])]) for of in row}
     counts = _counts(feature_store, graph_store, edge_index) if hetero else {HOMO_NODE: _count(edge_attrs, edge_index)}
     times = _times(feature_store, time_attr, hetero) if time_attr is not None else {}
     return Dataset(
@@ -47,13 +50,6 @@ def dataset_of_stores(feature_store: Any, graph_store: Any, time_attr: str | Non
         hetero=hetero,
         time_attrs=() if time_attr is None else (time_attr,),
     )
-
-
-def _edges(graph_store: Any, hetero: bool) -> dict[EdgeType, Array]:
-    row, col, _ = graph_store.coo()
-    if not hetero:
-        row, col = {HOMO_EDGE: row}, {HOMO_EDGE: col}
-    return {of: np.stack([shared_array(row[of]), shared_array(col[of])]) for of in row}
 
 
 def _counts(feature_store: Any, graph_store: Any, edges: Iterable[EdgeType]) -> dict[NodeType, int]:
@@ -207,21 +203,19 @@ def _manifest(dataset: Dataset, edges: Mapping[EdgeType, EdgePart]) -> Manifest:
     return Manifest(
         dataset=dataset.name, fingerprint=dataset.fingerprint, num_parts=1, algorithm="memory", seed=0,
         hetero=dataset.hetero,
-        nodes={of: _node_spec(data) for of, data in dataset.nodes.items()},
-        edges={of: _edge_spec(data, tuple(edges[of].src_times)) for of, data in dataset.edges.items()},
+        nodes={
+            of: NodeSpec(data.num_nodes, (0, data.num_nodes), _attr_specs(data),
+                         {name: len(ids) for name, ids in data.splits.items()}, data.num_classes)
+            for of, data in dataset.nodes.items()
+        },
+        edges={
+            of: EdgeSpec(data.num_edges, (0, data.num_edges), _attr_specs(data), tuple(edges[of].src_times), 0.0)
+            for of, data in dataset.edges.items()
+        },
         edge_cut=0.0, balance=1.0,
         graph_attrs={name: AttrSpec(values.dtype.name, values.shape) for name, values in dataset.graph_attrs.items()},
         files=(),
     )  # fmt: skip
-
-
-def _node_spec(data: NodeData) -> NodeSpec:
-    splits = {name: len(ids) for name, ids in data.splits.items()}
-    return NodeSpec(data.num_nodes, (0, data.num_nodes), _attr_specs(data), splits, data.num_classes)
-
-
-def _edge_spec(data: EdgeData, src_times: tuple[str, ...]) -> EdgeSpec:
-    return EdgeSpec(data.num_edges, (0, data.num_edges), _attr_specs(data), src_times, 0.0)
 
 
 def _attr_specs(data: NodeData | EdgeData) -> dict[str, AttrSpec]:

@@ -98,10 +98,9 @@ class LayerRows:
     def fetch(self, ids: Ids) -> Tensor:
         """Return the rows of any nodes by global id, float32 [n, f]. Collective."""
         owners = torch.from_numpy(self.shares.owners(ids))
-        return exchange_rows(torch.from_numpy(ids), owners, self._answer)
-
-    def _answer(self, ids: Tensor) -> Tensor:
-        return torch.from_numpy(self.values[self.shares.rows(ids.numpy())])
+        return exchange_rows(
+            torch.from_numpy(ids), owners, lambda own: torch.from_numpy(self.values[self.shares.rows(own.numpy())])
+        )  # fmt: skip
 
 
 TypeRows = Mapping[NodeType, Tensor]

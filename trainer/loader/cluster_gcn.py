@@ -197,13 +197,9 @@ def _cluster_of_nodes(graph: Graph, num_clusters: int | None, seed: int) -> dict
             "num_clusters is not set: for a graph in memory, pass the number of clusters that METIS makes"
         )
     if not having:
-        return {of: _part_of_nodes(graph, of) for of in graph.manifest.nodes}
+        nodes = {of: np.arange(spec.num_nodes) for of, spec in graph.manifest.nodes.items()}
+        return {of: graph.store.books[of].part_of(graph.store.to_global(of, ids)) for of, ids in nodes.items()}
     return {of: _given_clusters(graph, of) for of in graph.manifest.nodes}
-
-
-def _part_of_nodes(graph: Graph, of: NodeType) -> Array:
-    nodes = graph.store.to_global(of, np.arange(graph.manifest.nodes[of].num_nodes))
-    return graph.store.books[of].part_of(nodes)
 
 
 def _given_clusters(graph: Graph, of: NodeType) -> Array:

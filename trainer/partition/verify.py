@@ -162,12 +162,10 @@ def _listing(root: Path, manifest: Manifest, tops: Iterable[int | None]) -> Iter
         yield from (Finding(path, "not listed in the manifest") for path in needed if path not in listed)
         for path in sorted(listed - set(needed)):
             yield Finding(path, "listed in the manifest, but does not belong to any node or edge type")
-        for path in sorted(_found(root, "shared" if top is None else f"part{top}") - listed - set(needed)):
+        folder = root / ("shared" if top is None else f"part{top}")
+        found = {path for path in files_below(root, folder) if not is_note(path)}
+        for path in sorted(found - listed - set(needed)):
             yield Finding(path, "is not a file of this partition; move it away")
-
-
-def _found(root: Path, top: str) -> set[str]:
-    return {name for name in files_below(root, root / top) if not is_note(name)}
 
 
 def _shared_files(manifest: Manifest) -> Iterator[str]:

@@ -86,7 +86,9 @@ class SubgraphSampler:
         return [*self._requests(subgraph, self._slots(subgraph)), *self._label_requests(seeds)]
 
     def multi_hop(self, seeds: SeedSet, settings: SampleSettings, key: int) -> SampledSubgraph:
-        return sample_multi_hop(self.access, self.schema, seeds, settings, key, self._tables())
+        if not hasattr(self._local, "tables"):
+            self._local.tables = RelabelTables(self.schema)
+        return sample_multi_hop(self.access, self.schema, seeds, settings, key, self._local.tables)
 
     def _slots(self, subgraph: SampledSubgraph) -> dict[NodeType, Array]:
         return {of: slots[subgraph.nodes[of].ids] for of, slots in self.kept.items()}
@@ -103,9 +105,3 @@ class SubgraphSampler:
             plain.append(RowRequest(of, ids, ("orig_id", *names)))
         # rows of ``x`` that are not on the device
         return plain + [RowRequest(of, subgraph.nodes[of].ids[slots < 0], ("x",)) for of, slots in kept.items()]
-
-    def _tables(self) -> RelabelTables:
-        if not hasattr(self._local, "tables"):
-            self._local.tables = RelabelTables(self.schema)
-        tables: RelabelTables = self._local.tables
-        return tables

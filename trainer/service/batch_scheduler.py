@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -310,23 +310,21 @@ class BatchScheduler(Generic[Work]):
 
     def _choose(self) -> ScheduledRequest[Work] | None:
         for other in (self._others_next, not self._others_next):
-            job = self._next_other() if other else self._next_batch()
+            job = self._others.pop() if other else self._next_batch()
             if job is not None:
                 self._others_next = not other
+                if other:
+                    self._running_others.add(job)
                 return job
         return None
 
-    def _next_other(self) -> ScheduledRequest[Work] | None:
-        if job := self._others.pop():
-            self._running_others.add(job)
-        return job
-
     def _next_batch(self) -> ScheduledRequest[Work] | None:
         used, now = self._buffer_used(), self._clock()
-        for client in self._waiting():
-            cost = self._cost(client)
+        for client in sorted((one for one in self._busy.values() if one.queue), key=lambda one: one.tag):
+            cost = max(client.recent, default=0) or max(self._largest, default=0) or self._limit
             if used == 0 or cost + client.held <= self._limit - used:
-                return self._start(client, cost)
+                self._virtual = max(self._virtual, client.tag)
+                return client.start(cost)
             if client.held:
                 continue  # waits until the client acknowledges replies
             if client.blocked_since is None:
@@ -334,18 +332,6 @@ class BatchScheduler(Generic[Work]):
             if now - client.blocked_since < PATIENCE:
                 return None
         return None
-
-    def _start(self, client: ClientQueue[Work], cost: int) -> ScheduledRequest[Work]:
-        self._virtual = max(self._virtual, client.tag)
-        return client.start(cost)
-
-    def _waiting(self) -> Iterator[ClientQueue[Work]]:
-        return iter(sorted((one for one in self._busy.values() if one.queue), key=lambda one: one.tag))
-
-    def _cost(self, client: ClientQueue[Work]) -> int:
-        if client.recent:
-            return max(client.recent)
-        return max(self._largest, default=0) or self._limit
 
     def _buffer_used(self) -> int:
         return sum(client.held for client in self._busy.values())

@@ -360,9 +360,12 @@ class NetworkThread(threading.Thread):
 
     def _greeted(self, connection: _Connection) -> bool:
         try:
-            connection.hello += connection.sock.recv(stream.GREETING_BYTES - len(connection.hello)) or _end()
+            received = connection.sock.recv(stream.GREETING_BYTES - len(connection.hello))
         except WOULD_BLOCK:
             return False
+        if not received:
+            raise EOFError
+        connection.hello += received
         if len(connection.hello) < stream.GREETING_BYTES:
             return False
         if stream.greeting_problem(connection.hello, self._admission is not None):
@@ -485,10 +488,6 @@ class _Freed:
 
     def __del__(self) -> None:
         self._to.append(self._freed)
-
-
-def _end() -> bytes:
-    raise EOFError
 
 
 def bound_listener(endpoint: str) -> tuple[socket.socket, str]:

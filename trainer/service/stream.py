@@ -142,26 +142,20 @@ class MessageReader:
             if self._count > MAX_FRAMES:
                 raise WireError(f"the message has {self._count} frames; the limit is {MAX_FRAMES}")
             if self._count == 0:
-                self._ping()
+                self._head.clear()
+                self.pings += 1
+                if self.pings > _MAX_PINGS:
+                    raise WireError(f"more than {_MAX_PINGS} pings arrived in a short time")
             elif len(self._head) == 4 + 8 * self._count:
-                self._begin()
+                self._sizes = list(struct.unpack_from(f"<{self._count}Q", self._head, 4))
+                self._head.clear()
+                self._frames, self._size = [], sum(self._sizes)
+                self._next_frame()
         return data[missing:]
 
     @property
     def _count(self) -> int:
         return int.from_bytes(self._head[:4], "little")
-
-    def _ping(self) -> None:
-        self._head.clear()
-        self.pings += 1
-        if self.pings > _MAX_PINGS:
-            raise WireError(f"more than {_MAX_PINGS} pings arrived in a short time")
-
-    def _begin(self) -> None:
-        self._sizes = list(struct.unpack_from(f"<{self._count}Q", self._head, 4))
-        self._head.clear()
-        self._frames, self._size = [], sum(self._sizes)
-        self._next_frame()
 
     def _next_frame(self) -> None:
         while len(self._frames) < len(self._sizes):

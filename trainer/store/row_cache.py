@@ -82,7 +82,10 @@ class RowCache:
             index: dict[NodeType, list[str]] = json.loads((root / _INDEX).read_text(encoding="utf-8"))
             return cls(
                 {
-                    of: CachedRows(_map(root / f"{place}.slots.npy"), _columns(root, place, names))
+                    of: CachedRows(
+                        _map(root / f"{place}.slots.npy"),
+                        {name: _map(root / f"{place}.{number}.npy") for number, name in enumerate(names)},
+                    )
                     for place, (of, names) in enumerate(index.items())
                 }
             )
@@ -98,10 +101,6 @@ class RowCache:
                 np.save(folder / f"{place}.{number}.npy", values)
         index = {of: list(cached.rows) for of, cached in self.types.items()}
         (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
-
-
-def _columns(root: Path, place: int, names: list[str]) -> dict[str, Array]:
-    return {name: _map(root / f"{place}.{number}.npy") for number, name in enumerate(names)}
 
 
 def _map(path: Path) -> Array:

@@ -13,19 +13,13 @@ from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, node_w
 from launcher.config.store_consistency import check_store
 from launcher.config.train_consistency import check_cache_size, check_training
 from launcher.config.validation import Reader
+from launcher.node.environment import RANK_VARIABLES
 from launcher.text import count
 
 _MOST_RANKS = 65_536
 
 #: GNNFLEET_ variables that a node's `env` may set.
 FREE_VARIABLES = frozenset({"GNNFLEET_KERNELS", "GNNFLEET_TORCH_OPS"})
-
-#: Variables that gnnfleet sets for each rank; a node's `env` must not contain them.
-RANK_VARIABLES = frozenset(
-    ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"]
-    + ["ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"]
-    + [f"TORCHELASTIC_{name}" for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "USE_AGENT_STORE")]
-)
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 

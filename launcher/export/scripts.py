@@ -33,6 +33,7 @@ from launcher.export.placed_plan import (
     without_credentials,
 )
 from launcher.export.resources import cpus_of, memory_of
+from launcher.node.environment import RANK_VARIABLES
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.partition import partitioning
 from launcher.plan.placement import interpreter
@@ -61,11 +62,11 @@ _SERVER_OPTIONS = {
     "--stats-file": '"$RUN/server_stats.json"',
 }
 
-#: Variables of the plan that the script does not export as they are: those of the supervisor, of torchrun, and those
-#: that the script sets for each node.
+#: Variables of the plan that the script does not export as they are, beside ``RANK_VARIABLES``: those of the
+#: supervisor, and those that the script sets for each node.
 _NOT_EXPORTED = re.compile(
-    r"GNNFLEET_(TOKEN|RUN_ID|RUN_DIR|PARTS|PART_IDS|CLUSTER|SERVICE_KEY|PROCESS|RESTARTS)|TORCHELASTIC_.*|ROLE_.*"
-    r"|GROUP_.*|PYTHONPATH|PYTHONUNBUFFERED|CUDA_.*|OMP_NUM_THREADS|NODE_RANK|WORLD_SIZE|MASTER_.*"
+    r"GNNFLEET_(TOKEN|RUN_ID|RUN_DIR|PARTS|PART_IDS|CLUSTER|SERVICE_KEY|PROCESS|RESTARTS)"
+    r"|PYTHONPATH|PYTHONUNBUFFERED|CUDA_.*|OMP_NUM_THREADS"
 )
 
 
@@ -305,6 +306,7 @@ def _exports(config: ResolvedConfig, plan: LaunchPlan) -> Iterable[_Code]:
 def _exported(node: NodePlan, user: Mapping[str, str]) -> dict[str, str]:
     command = node.trainer or node.server
     env = command.env if command else {}
+    env = {name: text for name, text in env.items() if name not in RANK_VARIABLES}
     found = {name: text for name, text in env.items() if name in user or not _NOT_EXPORTED.fullmatch(name)}
     return {**found, **({"PYTHONPATH": user["PYTHONPATH"]} if "PYTHONPATH" in user else {})}
 

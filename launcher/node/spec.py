@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from launcher.node import procs
 from launcher.node.json_reader import read_json
 
 
@@ -100,6 +98,7 @@ class NodeSpec:
     start_timeout: float
     grace: float
     hub: int = 0  #: node_rank of the lead node; if that has no control port, the supervisors do not connect
+    master_addr: str = ""  #: ``run.master_addr``: address of rank 0, while the lead node has it; '' for the node's
     peer_timeout: float = 6.0
     leases: tuple[str, ...] = ()
     operator: str = ""
@@ -127,25 +126,6 @@ class NodeSpec:
             return spec
         except (ValueError, TypeError, KeyError) as error:
             raise SystemExit(f"supervisor: {path} is damaged ({error}); launch the run again") from None
-
-    def environment(self, command: Mapping[str, Any], supervisor: str) -> dict[str, str]:
-        """Return the environment of a process: variables of the supervisor, of ``command``, and of the run.
-
-        Variables of ``command`` override those of the supervisor, and variables of the run override both. supervisor:
-        ``pid:start_ticks`` of this supervisor.
-        """
-        return {
-            **os.environ,
-            **command.get("env", {}),
-            procs.TOKEN: procs.node_token(self.token, self.node_rank),
-            "GNNFLEET_RUN_ID": self.run_id,
-            "GNNFLEET_RUN_DIR": self.run_dir,
-            "GNNFLEET_GRACE": str(self.grace),
-            "GNNFLEET_SUPERVISOR": supervisor,
-            "GNNFLEET_SERVER_READY": self.ready_file if self.server is not None else "",
-            "GNNFLEET_START_TIMEOUT": str(self.start_timeout),
-            "NODE_RANK": str(self.node_rank),
-        }
 
     @property
     def ready_file(self) -> str:

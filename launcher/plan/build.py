@@ -170,9 +170,9 @@ def _launch_plan(
     return LaunchPlan(
         run_id=context.run_id,
         name=config.name,
-        world_size=context.world_size,
+        world_size=context.world.size,
         num_parts=context.num_parts,
-        master_addr=context.master_addr,
+        master_addr=context.world.master_addr,
         master_port=nodes[context.lead].master_port,
         nodes=nodes,
         partition=partitioning(config) if config.makes_parts else None,

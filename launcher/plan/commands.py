@@ -9,8 +9,9 @@ from functools import cached_property
 
 from launcher.command import Command, Secret
 from launcher.config.resolve import ResolvedConfig
-from launcher.config.roles import ServingCluster, clients, gateways, host_key, trainers
+from launcher.config.roles import ServingCluster, clients, gateways, host_key
 from launcher.config.schema import TrainConfig
+from launcher.node.environment import World
 from launcher.plan.model import NO_SITE, NodeFacts, NodePlan, PlannedFile, Topology
 from launcher.plan.own_script import OwnCommand
 from launcher.plan.placement import endpoint, host_processes, node_interface, with_user_env
@@ -48,21 +49,13 @@ class PlanContext:
         return self.remote and (choice == "on" or (choice == "auto" and self.config.transport != "local"))
 
     @property
-    def master_addr(self) -> str:
-        """Address of rank 0, for all nodes; '' if nothing trains."""
-        if not self.world_size:
-            return ""
-        fixed = self.config.run.master_addr
-        return self.nodes[self.lead].address if fixed == "auto" else fixed
+    def fixed_master_addr(self) -> str:
+        """Address of rank 0 as the config gives it; '' for that of its node."""
+        return "" if self.config.run.master_addr == "auto" else self.config.run.master_addr
 
     @cached_property
-    def world_size(self) -> int:
-        return self.config.world_size
-
-    @cached_property
-    def trainers(self) -> Mapping[int, int]:
-        """Index among the nodes that train (GROUP_RANK), by node_rank."""
-        return {k: index for index, k in enumerate(trainers(self.config))}
+    def world(self) -> World:
+        return World(self.run_id, self.nodes, self.fixed_master_addr)
 
     @cached_property
     def gateways(self) -> frozenset[int]:
@@ -178,7 +171,7 @@ def _run_env(context: PlanContext, node: NodePlan) -> dict[str, str]:
 
 def _rank_env(context: PlanContext, node: NodePlan) -> dict[str, str]:
     run, config, fact = context.config.run, context.config.nodes[node.node_rank], context.facts.get(node.node_rank)
-    env = _run_env(context, node) | _world_env(context, node)
+    env = _run_env(context, node) | context.world.environment(node.node_rank)
     if context.remote:
         env |= {"GNNFLEET_SERVER_WAIT": f"{run.server_wait:g}"} | _reach_env(context, node)
     if context.own and context.resume:
@@ -196,24 +189,6 @@ def _rank_env(context: PlanContext, node: NodePlan) -> dict[str, str]:
     if fact is not None:
         env["OMP_NUM_THREADS"] = str(max(1, fact.cpus // context.processes[host_key(context.config, config)]))
     return env
-
-
-def _world_env(context: PlanContext, node: NodePlan) -> dict[str, str]:
-    # As torch.distributed.run sets them; the supervisor adds the variables that differ between ranks.
-    world = str(context.world_size)
-    return {
-        "WORLD_SIZE": world,
-        "ROLE_WORLD_SIZE": world,
-        "ROLE_NAME": "default",
-        "GROUP_RANK": str(context.trainers[node.node_rank]),
-        "GROUP_WORLD_SIZE": str(len(context.trainers)),
-        "MASTER_ADDR": context.master_addr,
-        "MASTER_PORT": str(context.nodes[context.lead].master_port),
-        "TORCHELASTIC_RUN_ID": context.run_id,  # libraries check this one to see whether the others are set
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store
-    }
 
 
 def _reach_env(context: PlanContext, node: NodePlan) -> dict[str, str]:

@@ -174,6 +174,7 @@ def _node_spec(context: PlanContext, node: NodePlan) -> NodeSpec:
         start_timeout=run.start_timeout,
         grace=run.grace,
         hub=context.lead,
+        master_addr=context.fixed_master_addr,
         peer_timeout=run.peer_timeout,
         leases=_leases(context, node),
         operator=context.operator,

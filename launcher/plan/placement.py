@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from launcher.command import Command, quote
-from launcher.config.consistency import RANK_VARIABLES
 from launcher.config.roles import ServingCluster, clients, gateways, holdings, host_key, serves
 from launcher.config.schema import ClusterConfig, NodeConfig, node_workdir
 from launcher.errors import node_label
+from launcher.node.environment import RANK_VARIABLES
 from launcher.plan.model import NO_SITE, Login, NodeFacts, NodePlan, target_text
 from launcher.plan.partition import PartitionFiles
 from launcher.plan.ports import choose, lead_candidates, service_candidates

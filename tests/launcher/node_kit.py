@@ -60,9 +60,8 @@ class RunFolder:
     def ranks(self, argv: list[str], nproc: int, env: Mapping[str, str] | None = None) -> RunFolder:
         """Let the node run ``nproc`` ranks, through the rank runner as in a real launch."""
         runner = [PYTHON, str(RANK_RUNNER), "--run-dir", str(self.path), "--await-server", "--", *argv]
-        world = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        self.spec["trainer"] = {"argv": runner, "env": {**world, **(env or {})}, "cwd": str(self.path)}
-        self.own["ranks"] = list(range(nproc))
+        self.spec["trainer"] = {"argv": runner, "env": dict(env or {}), "cwd": str(self.path)}
+        self.own.update({"ranks": list(range(nproc)), "address": "127.0.0.1", "master_port": free_port()})
         return self
 
     def write_spec(self) -> Path:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from launcher.node.environment import process_environment, rank_environments
 from launcher.node.peers.hub import KILLED
 from launcher.node.peers.model import make_cause
 from launcher.node.spec import NodeSpec, RunNode
 from launcher.node.supervisor.attempt import archive, cluster_file, newest_checkpoint, next_spec, parts_on_disk
-from launcher.node.supervisor.processes import rank_environment
 from launcher.node.supervisor.restart import AttemptEnd, Standing, decide, words
 
 SILENT = "no sign of life for 6 s (run.peer_timeout); its machine or its network is down"
@@ -29,10 +29,11 @@ SPEC = NodeSpec(
     node_rank=0,
     run_dir="/w/node0",
     nodes=NODES,
-    server={"argv": ["python", "serve", "--own", "0", "--bind", "x"], "env": {"GNNFLEET_PART_IDS": "0"}},
-    trainer={"argv": ["train"], "env": {"WORLD_SIZE": "4", "MASTER_ADDR": "gnn0", "GNNFLEET_PART_IDS": "0"}},
+    server={"argv": ["python", "serve", "--own", "0", "--bind", "x"]},
+    trainer={"argv": ["train"], "env": {"WORLD_SIZE": "4"}},
     start_timeout=60.0,
     grace=1.0,
+    master_addr="gnn0",
     restarts=3,
 )
 
@@ -169,11 +170,9 @@ def test_the_next_attempt_of_a_node() -> None:
     assert (spec.generation, spec.active, spec.ranks, spec.hub) == (1, (1, 2), (2,), 1)
     assert (spec.hub_node.address, spec.hub_node.control_port) == ("10.0.0.1", 101)
     assert [(node.role, node.parts) for node in spec.nodes] == [("absent", ()), ("worker", (0, 1)), ("worker", (2,))]
-    assert (
-        spec.server is not None and spec.server["argv"][3] == "2" and spec.server["env"] == {"GNNFLEET_PART_IDS": "2"}
-    )
-    assert spec.trainer is not None
-    env = spec.trainer["env"]
+    assert spec.server is not None and spec.server["argv"][3] == "2"
+    assert process_environment(spec, spec.server, "")["GNNFLEET_PART_IDS"] == "2"
+    env = rank_environments(spec)[2]
     assert (env["WORLD_SIZE"], env["GROUP_RANK"], env["GROUP_WORLD_SIZE"]) == ("3", "1", "2")
     assert (env["MASTER_ADDR"], env["MASTER_PORT"], env["GNNFLEET_RESTART"]) == ("10.0.0.1", "201", "1")
     assert env["GNNFLEET_RESUME"] == "/w/node2/checkpoints/e2.pt"
@@ -195,8 +194,8 @@ def test_the_next_attempt_of_a_node() -> None:
 
 def test_a_restart_on_the_first_lead_node_keeps_its_master_address() -> None:
     spec = next_spec(SPEC, decided({k: standing() for k in range(3)}))
-    assert spec.trainer is not None and spec.trainer["env"]["MASTER_ADDR"] == "gnn0"
-    assert "GNNFLEET_RESUME" not in spec.trainer["env"]
+    env = rank_environments(spec)[0]
+    assert env["MASTER_ADDR"] == "gnn0" and "GNNFLEET_RESUME" not in env
 
 
 def write_checkpoint(folder: Path, name: str, content: bytes, digested: bytes | None = None) -> None:
@@ -251,6 +250,6 @@ def test_files_that_name_ranks_are_moved_and_logs_stay(tmp_path: Path) -> None:
 def test_each_rank_sees_its_own_mig_instance() -> None:
     trainer = {"argv": ["train"], "env": {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}}
     spec = replace(changed(SPEC, ranks=((2, 3), (0,), (1,))), trainer=trainer)
-    assert [rank_environment(spec, k)["CUDA_VISIBLE_DEVICES"] for k in (0, 1)] == ["MIG-a", "MIG-b"]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in rank_environments(spec).values()] == ["MIG-a", "MIG-b"]
     whole = replace(spec, trainer={"argv": ["train"], "env": {"CUDA_VISIBLE_DEVICES": "0,1"}})
-    assert "CUDA_VISIBLE_DEVICES" not in rank_environment(whole, 0)
+    assert {env["CUDA_VISIBLE_DEVICES"] for env in rank_environments(whole).values()} == {"0,1"}

@@ -160,8 +160,8 @@ def test_a_runner_stopped_from_outside_is_the_failure(folder: MakeFolder) -> Non
 def test_environment_of_the_ranks(folder: MakeFolder) -> None:
     names = ["RANK", "LOCAL_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "NODE_RANK", "OMP_NUM_THREADS"]
     code = f"import os; print(*[os.environ.get(name) for name in {names}])"
-    run = folder(node_rank=1).ranks(python(code), nproc=2, env={"WORLD_SIZE": "4"})
-    run.own["ranks"] = [2, 3]
+    run = folder(node_rank=1).ranks(python(code), nproc=2)
+    run.own["ranks"], run.spec["nodes"][0]["ranks"] = [2, 3], [0, 1]
     assert run.run()["state"] == "done"
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     assert run.log("rank2") == [f"2 0 2 2 4 1 {threads}"] and run.log("rank3") == [f"3 1 3 2 4 1 {threads}"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher.node.json_reader import natural, read_json
 from launcher.node.peers.model import Decision
-from launcher.node.spec import NodeSpec, RunNode
+from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.restart import Standing
 
 #: Files about the ranks and processes of an attempt; moved away before the next attempt writes its own.
@@ -36,23 +36,28 @@ def next_spec(first: NodeSpec, decision: Decision) -> NodeSpec:
 
     first: specification for the first attempt (node.json).
     """
-    nodes, lead = [int(k) for k in decision["nodes"]], int(decision["lead"])
-    ranks = {int(k): tuple(map(int, own)) for k, own in decision["ranks"].items()}
-    own = tuple(map(int, decision["parts"].get(str(first.node_rank), ())))
-    parts = {"GNNFLEET_PART_IDS": ",".join(map(str, own))}
-
-    def node_of(k: int) -> RunNode:
-        held = tuple(map(int, decision["parts"].get(str(k), ())))
-        node = replace(first.nodes[k], ranks=ranks.get(k, ()), parts=held)
-        return node if k in nodes else replace(node, role="absent")
-
+    present = set(decision["nodes"])
+    nodes = [
+        replace(
+            node,
+            role=node.role if k in present else "absent",
+            ranks=tuple(decision["ranks"].get(str(k), ())),
+            parts=tuple(decision["parts"].get(str(k), ())),
+        )
+        for k, node in enumerate(first.nodes)
+    ]
+    trainer = first.trainer
+    if trainer and decision["checkpoint"]:
+        path = os.path.join(first.run_dir, "checkpoints", str(decision["checkpoint"]["file"]))
+        trainer = {**trainer, "env": {**trainer.get("env", {}), "GNNFLEET_RESUME": path}}
     return replace(
         first,
-        generation=int(decision["generation"]),
-        nodes=tuple(map(node_of, range(len(first.nodes)))),
-        hub=lead,
-        server=first.server and _with_env(_owning(first.server, own), parts),
-        trainer=first.trainer and _with_env(first.trainer, parts | _world(first, decision, ranks)),
+        generation=decision["generation"],
+        nodes=tuple(nodes),
+        hub=decision["lead"],
+        master_addr=first.master_addr if decision["first"] == first.hub else "",
+        server=first.server and _owning(first.server, nodes[first.node_rank].parts),
+        trainer=trainer,
     )
 
 
@@ -79,36 +84,6 @@ def _owning(server: Mapping[str, Any], parts: tuple[int, ...]) -> Mapping[str, A
     if "--own" in argv:
         argv[argv.index("--own") + 1] = ",".join(map(str, parts))
     return {**server, "argv": argv}
-
-
-def _with_env(command: Mapping[str, Any], env: Mapping[str, str]) -> Mapping[str, Any]:
-    return {**command, "env": {**command.get("env", {}), **env}}
-
-
-def _world(first: NodeSpec, decision: Decision, ranks: Mapping[int, tuple[int, ...]]) -> dict[str, str]:
-    """Return the environment variables of this node's ranks in the next attempt.
-
-    These are the variables of torchrun, the number of the restart, and the checkpoint from which to resume.
-
-    first: specification for the first attempt (node.json). ranks: the ranks of each node, by node_rank.
-    """
-    leader = int(decision["first"])
-    world = str(sum(map(len, ranks.values())))
-    groups = sorted(ranks, key=lambda k: ranks[k])
-    env = {
-        "WORLD_SIZE": world,
-        "ROLE_WORLD_SIZE": world,
-        "GROUP_RANK": str(groups.index(first.node_rank)) if first.node_rank in ranks else "",
-        "GROUP_WORLD_SIZE": str(len(groups)),
-        "MASTER_PORT": str(first.nodes[leader].master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(decision["generation"]),
-        "GNNFLEET_RESTART": str(decision["generation"]),
-    }
-    if leader != first.hub:  # else MASTER_ADDR may be run.master_addr
-        env["MASTER_ADDR"] = first.nodes[leader].address
-    if decision["checkpoint"]:
-        env["GNNFLEET_RESUME"] = os.path.join(first.run_dir, "checkpoints", str(decision["checkpoint"]["file"]))
-    return env
 
 
 def cluster_file(before: Mapping[str, Any], spec: NodeSpec, decision: Decision) -> dict[str, Any]:

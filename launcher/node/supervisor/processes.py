@@ -1,7 +1,4 @@
-"""Starts the rank runners of a node, and ends all processes of the run.
-
-Ranks get the environment variables of torchrun, so that ``init_process_group("env://")`` works.
-"""
+"""Starts the rank runners of a node, and ends all processes of the run."""
 
 from __future__ import annotations
 
@@ -13,27 +10,12 @@ from typing import Any
 
 from launcher.node import procs
 from launcher.node.child_process import Child, Loop, outcome
+from launcher.node.environment import rank_environments
 from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.outcomes import OutcomeBook
 from launcher.node.supervisor.server_keeper import ServerKeeper
 
 Start = Callable[[str, Mapping[str, Any], str], Child]
-
-
-def rank_environment(spec: NodeSpec, local_rank: int) -> dict[str, str]:
-    """Return the environment variables in which the ranks of a node differ."""
-    rank = str(spec.ranks[local_rank])
-    visible = str(((spec.trainer or {}).get("env") or {}).get("CUDA_VISIBLE_DEVICES", "")).split(",")
-    one: dict[str, str] = {}
-    if len(visible) == len(spec.ranks) > 1 and any(device.startswith("MIG") for device in visible):
-        one = {"CUDA_VISIBLE_DEVICES": visible[local_rank]}  # a process sees one MIG instance at most
-    return {
-        **one,
-        "RANK": rank,
-        "ROLE_RANK": rank,
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(len(spec.ranks)),
-    }
 
 
 class RankRunners:
@@ -47,12 +29,8 @@ class RankRunners:
         """Start all rank runners; raises the exceptions of ``start``."""
         command = self._spec.trainer
         assert command is not None
-        env = dict(command.get("env", {}))
-        if len(self._spec.ranks) > 1 and "OMP_NUM_THREADS" not in {**os.environ, **env}:
-            env["OMP_NUM_THREADS"] = "1"  # as torchrun; otherwise each rank starts a thread per core
-        for local_rank, rank in enumerate(self._spec.ranks):
-            own = {**command, "env": {**env, **rank_environment(self._spec, local_rank)}}
-            self.children[rank] = self._start(f"runner{rank}", own, "runners")
+        for rank, env in rank_environments(self._spec).items():
+            self.children[rank] = self._start(f"runner{rank}", {**command, "env": env}, "runners")
 
     def running(self) -> bool:
         return any(child.running() for child in self.children.values())

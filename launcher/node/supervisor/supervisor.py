@@ -21,6 +21,7 @@ if not __package__:  # run as a file: make the package above importable
 from launcher.node import leases, procs
 from launcher.node.child_process import Child, Loop, outcome, signal_name
 from launcher.node.diagnostics.oom import OomWatch
+from launcher.node.environment import process_environment
 from launcher.node.exit_description import describe, describe_stop
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
@@ -225,7 +226,7 @@ class Supervisor:
         """Start a process of this node, with a log file. Raises Ended when the process cannot be started."""
         log = self.journal.path("logs", f"{log_name or name}.log")
         try:
-            env = self.spec.environment(command, self.address)
+            env = process_environment(self.spec, command, self.address)
             inherited = [self.mailbox.sender] if log_name == "runners" else []
             if inherited:
                 env[MAILBOX] = str(inherited[0])

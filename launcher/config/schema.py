@@ -273,8 +273,8 @@ class DataConfig:
 
 #: Metrics on evaluation splits by task, the default one first; `loss` is another name that `train.early_stop` accepts.
 METRICS: Mapping[str, tuple[str, ...]] = {
-    "classification": ("accuracy",),
-    "multilabel": ("micro_f1", "accuracy"),
+    "classification": ("accuracy", "macro_f1", "micro_f1", "roc_auc", "average_precision"),
+    "multilabel": ("micro_f1", "accuracy", "macro_f1", "roc_auc", "average_precision"),
     "regression": ("mae", "rmse"),
     "link": ("mrr", "hits@1", "hits@10", "hits@50", "auc"),
 }
@@ -450,6 +450,12 @@ class TrainConfig:
     )
     seed: int = setting(
         "Random seed of batch order, sampling, dropout and initial weights.", 0, at_least=0, below=2**32
+    )
+    metrics: tuple[str, ...] = setting(
+        "Metrics on val and test, as [macro_f1, roc_auc]; the first one chooses the best epoch. Default: those of the "
+        "task.",
+        (),
+        form=WORD,
     )
     early_stop: EarlyStop | None = setting(
         "End the run once a metric on val no longer improves: a patience, or the keys below.", None

@@ -35,7 +35,9 @@ def check_training(config: ClusterConfig, reader: Reader) -> None:
     if train.schedule is not None and reader.good(("train", "schedule")):
         _schedule(train.schedule, train, reader)
     if train.early_stop is not None and reader.good(("train", "early_stop")):
-        _metric(("train", "early_stop"), train.early_stop.metric, train, reader)
+        _evaluated(("train", "early_stop"), train.early_stop.metric, train, reader)
+    for name in train.metrics if reader.good(("train", "metrics")) else ():
+        _metric(("train", "metrics"), name, train, reader)
     if reader.good(("nodes",), ("train", "batch_size")) and train.batch_size < config.world_size:
         reader.report(
             ("train", "batch_size"),
@@ -151,19 +153,25 @@ def _schedule(schedule: Schedule, train: TrainConfig, reader: Reader) -> None:
         place = ("train", "schedule", "warmup_epochs")
         reader.report(place, "train.schedule.warmup_epochs: one-cycle has its own, `rise`")
     if schedule.name == "plateau":
-        _metric(("train", "schedule"), schedule.metric, train, reader)
+        _evaluated(("train", "schedule"), schedule.metric, train, reader)
 
 
-def _metric(section: KeyPath, name: str | None, train: TrainConfig, reader: Reader) -> None:
-    """Report a metric that the task does not have, and evaluations on val that are missing."""
+def _evaluated(section: KeyPath, name: str | None, train: TrainConfig, reader: Reader) -> None:
+    """Report a section that needs evaluations on val if there are none, and if the task does not have its metric."""
     if not train.eval_every:
         reader.report(section, f"{dotted(section)} needs evaluations on val, but train.eval_every is 0")
+    if name not in (None, "loss"):
+        _metric((*section, "metric"), str(name), train, reader)
+
+
+def _metric(place: KeyPath, name: str, train: TrainConfig, reader: Reader) -> None:
+    """Report a metric that the task does not have."""
     tasks = METRICS if train.task == "auto" else (train.task,)
-    known = list(dict.fromkeys(["loss", *(metric for task in tasks for metric in METRICS[task])]))
-    if name is not None and name not in known:
+    known = list(dict.fromkeys(metric for task in tasks for metric in METRICS[task]))
+    if name not in known:
         of = "are" if train.task == "auto" else f"of task {train.task} are"
-        text = f"{dotted(section)}.metric: no metric {name!r}; the metrics {of} {', '.join(known)}"
-        reader.report((*section, "metric"), text)
+        text = f"{dotted(place)}: no metric {name!r}; the metrics {of} {', '.join(known)}"
+        reader.report(place, text)
 
 
 def check_cache_size(key: str, text: str, rows: str, reader: Reader) -> None:

@@ -127,14 +127,14 @@ def train_flags(train: TrainConfig) -> list[str]:
     A setting that is true becomes an option without a value, and one with keys of its own a JSON object. No option is
     made for
 
-    - a setting that is None or false
+    - a setting that is None, false or an empty list
     - ``resume``, as its path differs between nodes
     - a setting in ``_LEFT_OUT_AT_DEFAULT`` that has its default value
     """
     flags: list[str] = []
     for field in fields(train):
         value = getattr(train, field.name)
-        if field.name == "resume" or value is None or value is False:
+        if field.name == "resume" or value is None or value is False or value == ():
             continue
         if field.name in _LEFT_OUT_AT_DEFAULT and value == field.default:
             continue

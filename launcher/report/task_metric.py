@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal
 
-_TITLES = {"mae": "MAE", "rmse": "RMSE", "mrr": "MRR", "auc": "AUC", "micro_f1": "micro-F1"}
+_TITLES = {
+    "mae": "MAE",
+    "rmse": "RMSE",
+    "mrr": "MRR",
+    "auc": "AUC",
+    "micro_f1": "micro-F1",
+    "macro_f1": "macro-F1",
+    "roc_auc": "ROC-AUC",
+}
 
 
 @dataclass(frozen=True)

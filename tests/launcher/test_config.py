@@ -175,7 +175,7 @@ MISTAKES = {
         "7: train.schedule.warmup_steps: give steps or epochs, not both",
     ],
     TWO + "train:\n  task: regression\n  schedule: {name: plateau, metric: auc}\n": [
-        "5: train.schedule.metric: no metric 'auc'; the metrics of task regression are loss, mae, rmse"
+        "5: train.schedule.metric: no metric 'auc'; the metrics of task regression are mae, rmse"
     ],
     TWO + "train: {schedule: {name: one-cycle, warmup_epochs: 2}}\n": [
         "3: train.schedule.warmup_epochs: one-cycle has its own, `rise`"
@@ -185,6 +185,10 @@ MISTAKES = {
         "6: train.class_weights: expected a list or `balanced`, found the text `balance`",
     ],
     TWO + "train: {class_weights: [1, -1]}\n": ["3: train.class_weights: must be at least 0; found -1.0"],
+    TWO + "train:\n  task: multilabel\n  metrics: [macro_f1, mrr]\n": [
+        "5: train.metrics: no metric 'mrr'; the metrics of task multilabel are micro_f1, accuracy, macro_f1, roc_auc, "
+        "average_precision"
+    ],
     TWO + "train: {early_stop: soon}\n": [
         "3: train.early_stop.patience: expected a whole number, found the text `soon`"
     ],
@@ -194,8 +198,8 @@ MISTAKES = {
     ],
     TWO + "train:\n  eval_every: 0\n  task: link\n  early_stop:\n    patience: 3\n    metric: accuracy\n": [
         "6: train.early_stop needs evaluations on val, but train.eval_every is 0",
-        "8: train.early_stop.metric: no metric 'accuracy'; the metrics of task link are loss, mrr, hits@1, hits@10, "
-        "hits@50, auc",
+        "8: train.early_stop.metric: no metric 'accuracy'; the metrics of task link are mrr, hits@1, hits@10, hits@50, "
+        "auc",
     ],
     TWO + "train:\n  model: gat\n  heads: 3\n": [
         "5: train.heads: 3 heads do not divide train.hidden (256), as gat needs; change one of them"
@@ -536,7 +540,7 @@ def test_saved_config_keeps_odd_values(load: Load, tmp_path: Path) -> None:
     config = load(
         'name: "on"\nnodes: [{host: a, env: {E: "1e-3", N: null_, Q: "it\'s: \\"x\\" #é"}, devices: [1]}]\n'
         'data: {dataset: synthetic, options: {p: 1e-7, q: "1e-3", n: "12"}}\nrun: {encrypt: off, master_port: 29511}\n'
-        "train: {early_stop: 3, optimizer: AdamW, class_weights: [1, 2.5]}\n"
+        "train: {early_stop: 3, optimizer: AdamW, class_weights: [1, 2.5], metrics: roc_auc}\n"
     )
     saved = tmp_path / "saved.yml"
     saved.write_text(to_yaml(config), encoding="utf-8")

@@ -57,7 +57,7 @@ def test_the_baseline_of_node_tasks(tmp_path: Path, y: np.ndarray, name: str, ex
     with open_graph(tmp_path / "parts") as opened:
         task, _, baseline = node_task(opened, HOMO_NODE, TrainSettings(), tuple(SPLITS), ALONE)
     assert baseline.name == name
-    assert {split: of[task.metric.name] for split, of in baseline.metrics.items()} == pytest.approx(expected)
+    assert {split: of[task.names[0]] for split, of in baseline.metrics.items()} == pytest.approx(expected)
 
 
 @pytest.fixture(scope="module")

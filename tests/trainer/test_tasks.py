@@ -33,8 +33,9 @@ from trainer.train.tasks.choose_target import pick_target
 from trainer.train.tasks.classification import Classification
 from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.multilabel import MultiLabel
+from trainer.train.tasks.ranking import SplitScores, in_order
 from trainer.train.tasks.regression import Regression
-from trainer.train.tasks.task import Labels, Metric
+from trainer.train.tasks.task import METRICS, Labels, Metric
 
 ALONE = RankGroup(Ranks(), torch.device("cpu"))
 NODES = 300
@@ -131,6 +132,66 @@ def test_regression_equals_numpy_and_leaves_out_missing_values() -> None:
     assert [found["mae_0"], found["mae_1"]] == pytest.approx(np.nanmean(np.abs(error), 0))
     squares = (out.numpy() - (y - [2, 60]) / [1, 10]) ** 2
     assert float(task.loss_sum(out, labels)) == pytest.approx(np.nanmean(squares, 1).sum())
+
+
+def f1(right: np.ndarray, predicted: np.ndarray, true: np.ndarray) -> np.ndarray:
+    return np.asarray(2 * right / np.maximum(predicted + true, 1))
+
+
+def pairwise(scores: np.ndarray, true: np.ndarray) -> tuple[float, float]:
+    """Return ROC-AUC over all pairs, and the mean precision among the seeds with at least a true seed's score."""
+    pairs = scores[true][:, None] - scores[~true][None]
+    precision = [true[scores >= score].mean() for score in scores[true]]
+    return float((pairs > 0).mean() + (pairs == 0).mean() / 2), float(np.mean(precision))
+
+
+def scored(task: Classification | MultiLabel, out: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
+    """Return the metrics of two batches."""
+    scores, sums = SplitScores(task), torch.zeros(task.num_sums, dtype=torch.float64)
+    for some in (slice(0, 7), slice(7, None)):
+        sums += task.metric_sums(out[some], Labels(y[some]))
+        scores.add(out[some], Labels(y[some]))
+    return in_order(task, task.metrics(sums.tolist()), scores.metrics(ALONE))
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_metrics_of_classes_equal_numpy(classes: int) -> None:
+    y, names = RNG.integers(0, min(classes, 4), 60), METRICS["classification"][::-1]  # class 4 has no seed
+    out = RNG.integers(-2, 3, (60, classes)).astype(np.float32)  # with equal scores
+    out[:, 4:] -= 9  # never predicted
+    found = scored(Classification(classes, names=names), torch.from_numpy(out), torch.from_numpy(y))
+    assert [*found] == [*names]
+    guess, present = torch.from_numpy(out).argmax(1).numpy(), [*range(min(classes, 4))]
+    each = [f1(((guess == k) & (y == k)).sum(), (guess == k).sum(), (y == k).sum()) for k in present]
+    assert found["macro_f1"] == pytest.approx(np.mean(each))
+    assert found["micro_f1"] == found["accuracy"] == pytest.approx((guess == y).mean())
+    p = torch.from_numpy(out).softmax(1).numpy()
+    columns = [1] if classes == 2 else present
+    area, precision = np.mean([pairwise(p[:, k], y == k) for k in columns], 0)
+    assert (found["roc_auc"], found["average_precision"]) == pytest.approx((area, precision))
+
+
+def test_metrics_of_labels_equal_numpy_and_leave_out_missing_labels() -> None:
+    y, names = RNG.integers(-1, 2, (60, 3)), METRICS["multilabel"]
+    y[:, 2] = 1  # has no false seed, so its curve is undefined
+    out = RNG.integers(-2, 3, (60, 3)).astype(np.float32)
+    found = scored(MultiLabel(3, names), torch.from_numpy(out), torch.from_numpy(y))
+    guess, known, true = out > 0, y >= 0, y == 1
+    counts = [(guess & true).sum(0), (guess & known).sum(0), true.sum(0)]
+    assert found["macro_f1"] == pytest.approx(f1(*counts).mean())
+    assert found["micro_f1"] == pytest.approx(f1(*(np.array(count.sum()) for count in counts)))
+    expected = np.mean([pairwise(out[known[:, k], k], true[known[:, k], k]) for k in (0, 1)], 0)
+    assert (found["roc_auc"], found["average_precision"]) == pytest.approx(tuple(expected))
+    assert math.isnan(scored(MultiLabel(3, ("roc_auc",)), torch.from_numpy(out), torch.ones(60, 3).long())["roc_auc"])
+    assert Metric("roc_auc", "higher").improves(0.5, math.nan)
+
+
+def test_scores_that_do_not_fit_into_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.train.tasks.choose.MOST_SCORES", 100)
+    message = "roc_auc: the scores of a split would take 0 MB on each process, more than 0 MB; leave them out"
+    with pytest.raises(SettingsError, match=message):
+        folder = parts_of(tmp_path / "parts", np.arange(NODES) % 3)
+        train(job(folder, tmp_path / "run", metrics=("accuracy", "roc_auc")), Ranks())
 
 
 def test_the_weighted_loss_equals_numpy() -> None:

@@ -232,7 +232,7 @@ def test_step_lines_are_rate_limited(tmp_path: Path) -> None:
     lines = metrics(tmp_path, "step")
     assert all(later["t"] - earlier["t"] > 0.99 for earlier, later in zip(lines, lines[1:], strict=False))
     assert lines[0].keys() == {
-        "t", "kind", "rank", "epoch", "step", "steps", "loss", "seeds", "seeds_per_s", "wait_s",
+        "t", "kind", "rank", "epoch", "step", "steps", "loss", "seeds", "lr", "seeds_per_s", "wait_s",
         "step_s", "own_s", "batch_s", "spent", "behind", "traffic", "remote_share",
     }  # fmt: skip
 

@@ -71,7 +71,12 @@ def test_flags_of_the_launcher_round_trip_to_its_settings(jobs: list[TrainJob]) 
     from launcher.plan.commands import train_flags
 
     values = {"model": "gat", "hidden": 64, "fanouts": (-1, 4), "layers": 2, "replace": True, "lr": 0.5, "timeout": 9.0}
-    values |= {"optimizer": {"name": "AdamW", "betas": [0.9, 0.99]}, "clip": 1.0, "class_weights": (1.0, 2.5)}
+    values |= {
+        "optimizer": {"name": "AdamW", "betas": [0.9, 0.99]},
+        "clip": 1.0,
+        "class_weights": (1.0, 2.5),
+        "metrics": ("roc_auc",),
+    }
     keyed = {"early_stop": EarlyStop(3, min_delta=0.1), "schedule": Schedule("cosine", warmup_epochs=2, lowest=0.1)}
     assert invoke(*train_flags(TrainConfig(**values, **keyed))).exit_code == 0
     expected = TrainSettings(**values, **{name: dataclasses.asdict(value) for name, value in keyed.items()})

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.optim import lr_scheduler
 
 from kill_kit import killed_run
-from train_kit import curve, job, metrics, run_ranks, write_parts
+from train_kit import curve, infer_words, job, metrics, run_ranks, write_parts
+from trainer.cli import cli
 from trainer.core.errors import SettingsError
 from trainer.core.ranks import Ranks
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 from trainer.train.learning_rate import rate_share
-from trainer.train.settings import EarlyStop, Schedule, TrainSettings
+from trainer.train.settings import EarlyStop, InferJob, Schedule, TrainSettings
 from trainer.train.tasks.task import Metric
 from trainer.train.val_scores import why_ended
 
@@ -110,6 +113,37 @@ def test_a_weighted_and_smoothed_loss(weights: Any, parts: Path, tmp_path: Path)
     assert_equal_on_any_number_of_processes(parts, tmp_path, **wanted)
 
 
+def test_metrics_chosen_by_name(parts: Path, tmp_path: Path) -> None:
+    names = ("macro_f1", "roc_auc", "average_precision", "micro_f1", "accuracy")
+    wanted: dict[str, Any] = {
+        "epochs": 6,
+        "lr": 0.02,
+        "metrics": names,
+        "early_stop": {"patience": 2, "metric": "loss"},
+    }
+    assert_equal_on_any_number_of_processes(parts, tmp_path, **wanted)
+    evals = metrics(tmp_path / "alone", "eval")
+    assert [*evals[0]][-1 - len(names) : -1] == [*names] and evals[0]["metric"] == "macro_f1"
+    assert all(0.5 < line["roc_auc"] < 1 and 0 < line["average_precision"] < 1 for line in evals[1:])
+    assert all(line["micro_f1"] == line["accuracy"] for line in evals)
+    for ours, theirs in zip(metrics(tmp_path / "together", "eval"), evals, strict=True):
+        assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, abs=1e-4)
+    (result,) = metrics(tmp_path / "alone", "result")
+    best = max((line for line in evals if line["split"] == "val"), key=lambda line: line["macro_f1"])
+    assert result["best_epoch"] == best["epoch"] and result["val_roc_auc"] == best["roc_auc"]
+    assert "baseline_test_macro_f1" in result and "baseline_test_roc_auc" not in result
+
+    # The predictions are scored by the same metrics, and a resumed run may choose others.
+    words = infer_words(InferJob(tmp_path / "alone" / "checkpoints" / "last.pt", parts, tmp_path / "out"))
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    found = json.loads((tmp_path / "out" / "infer.json").read_text())["metrics"]["test"]
+    assert [*found] == [*names] and found == pytest.approx({name: result[f"test_{name}"] for name in names}, abs=0.15)
+    last = str(tmp_path / "alone" / "checkpoints" / "last.pt")
+    others = {**wanted, "epochs": 8, "metrics": ("accuracy",), "early_stop": {"patience": 9, "metric": "micro_f1"}}
+    other = train(job(parts, tmp_path / "others", **others, resume=last), Ranks())
+    assert other.best_epoch > 0 and other.val is not None and [*other.val] == ["accuracy", "micro_f1"]
+
+
 STEPS, EPOCHS = 5, 8
 SCHEDULERS: dict[str, tuple[Schedule, Callable[[Any], Any], bool]] = {
     "constant": (Schedule("constant"), lambda of: lr_scheduler.ConstantLR(of, 1.0), True),
@@ -171,7 +205,8 @@ def test_a_schedule_of_weights_and_trainable_rows(schedule: Schedule, tmp_path: 
 @pytest.mark.parametrize(
     "settings,message",
     [
-        ({"early_stop": {"patience": 3, "metric": "mae"}}, "early_stop.metric is 'mae'; task classification has"),
+        ({"early_stop": {"patience": 3, "metric": "mae"}}, "task classification has no metric 'mae'; it has accuracy"),
+        ({"metrics": ("accuracy", "f1")}, "task classification has no metric 'f1'; it has accuracy, macro_f1,"),
         ({"label_smoothing": 0.1, "task": "regression"}, "label_smoothing is for task classification, not regression"),
         ({"schedule": "plateau", "eval_every": 0}, "schedule needs evaluations on val, but eval_every is 0"),
         ({"early_stop": 3, "eval_every": 0}, "early_stop needs evaluations on val, but eval_every is 0"),

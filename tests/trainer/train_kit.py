@@ -107,7 +107,7 @@ def environment() -> dict[str, str]:
 def command_line(item: TrainJob) -> list[str]:
     words = ["train", "--parts", str(item.parts), "--run-dir", str(item.run_dir), *_places(item)]
     for name, value in asdict(item.settings).items():
-        if value is not None and value is not False:
+        if value is not None and value is not False and value != ():
             words.append("--" + name.replace("_", "-"))
             if isinstance(value, dict):
                 words.append(json.dumps(value))

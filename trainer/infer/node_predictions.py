@@ -31,6 +31,7 @@ from trainer.loader.block_loader import as_label
 from trainer.sampler.types import RowRequest
 from trainer.sources.read_tables import CATEGORIES, COLUMNS
 from trainer.store.npy import map_npy
+from trainer.train.tasks.ranking import SplitScores, in_order
 from trainer.train.tasks.regression import Regression
 from trainer.train.tasks.task import Labels, Task
 
@@ -116,6 +117,7 @@ def node_metrics(
     spec = graph.manifest.nodes[target]
     splits = [split for split, count in spec.splits.items() if count] if "y" in spec.attrs else []
     sums = torch.zeros(len(splits), task.num_sums, dtype=torch.float64)
+    scores = [SplitScores(task) for _ in splits]
     for number, split in enumerate(splits):
         seeds = np.asarray(graph.store.seeds(target, split))
         seeds = seeds[rows.shares.owners(seeds) == group.rank]
@@ -125,5 +127,9 @@ def node_metrics(
             y = as_label(as_tensor(np.ascontiguousarray(found["y"]), spec.attrs["y"]))
             out = torch.from_numpy(rows.values[rows.shares.rows(some)])
             sums[number] += task.metric_sums(out, Labels(y))
+            scores[number].add(out, Labels(y))
     totals = group.sum(sums).tolist()
-    return {split: task.metrics(total) for split, total in zip(splits, totals, strict=True)}
+    return {
+        split: in_order(task, task.metrics(total), each.metrics(group))
+        for split, total, each in zip(splits, totals, scores, strict=True)
+    }

@@ -22,6 +22,7 @@ from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.step_clock import Phase
 from trainer.train.step_timing import StepTimer, StepTimes, by_host, traffic
+from trainer.train.tasks.ranking import SplitScores, in_order
 from trainer.train.tasks.task import AnyBatch, Metric, Task
 
 
@@ -243,6 +244,7 @@ def evaluate(model: nn.Module, task: Task, batches: Batches, group: RankGroup) -
     """
     model.eval()
     to_device = feed(group.device)
+    scores = SplitScores(task)
     sums = torch.zeros(2 + task.num_sums, dtype=torch.float64, device=group.device)
     with closed_after(batches.epoch(EVAL_EPOCH)) as own:
         for batch in own:
@@ -251,8 +253,9 @@ def evaluate(model: nn.Module, task: Task, batches: Batches, group: RankGroup) -
             sums[0] += task.loss_sum(out, batch)
             sums[1] += batch.num_seeds
             sums[2:] += task.metric_sums(out, batch)
+            scores.add(out, batch)
             del batch, out  # frees their memory before the next batch is requested
     loss, seeds, *rest = group.sum(sums.cpu()).tolist()
     if math.isnan(loss):
         raise TrainingError("the model's output is NaN on seeds of an evaluation split; lower lr")
-    return Score(task.metrics(rest), loss / seeds, int(seeds))
+    return Score(in_order(task, task.metrics(rest), scores.metrics(group)), loss / seeds, int(seeds))

@@ -34,7 +34,7 @@ from trainer.train.optimize import Optimizers, averaged
 from trainer.train.run_times import RankTimes
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.baseline import Baseline
-from trainer.train.tasks.task import AnyBatch, Metric, Task
+from trainer.train.tasks.task import AnyBatch, Metric, Task, metric_named
 from trainer.train.val_scores import ValScore, why_ended
 
 
@@ -94,6 +94,7 @@ class Fit:
     ):  # fmt: skip
         """writers: ranks that write checkpoints, each into its own ``folder``. baseline: to compare the result with."""
         self.settings, self.task, self.loaders, self.group = settings, task, loaders, group
+        self.metric = metric_named(task.names[0])  #: chooses the best epoch
         self.metrics, self.folder, self.graph = metrics, folder, graph
         self.baseline = baseline if baseline is not None and baseline.metrics else None
         self.model = model.to(group.device)
@@ -151,8 +152,8 @@ class Fit:
             self._log_epoch(report)
             # Score the val split, which may be due, and keep the best weights.
             score = self._score_val()
-            value = score.value(self.task.metric) if score else None
-            self._print(epoch_text(report, self.settings.epochs, self.task.metric, value))
+            value = score.value(self.metric) if score else None
+            self._print(epoch_text(report, self.settings.epochs, self.metric, value))
             self._print_starvation(report)
             # Save, if due.
             if self._due(self.settings.checkpoint_every):
@@ -178,7 +179,7 @@ class Fit:
 
     def _rate_share(self, step: int) -> float:
         """Return the learning rate of a step of the current epoch, as a share of its initial value."""
-        at, steps, metric = self.progress, len(self.loaders["train"]), self.task.metric
+        at, steps, metric = self.progress, len(self.loaders["train"]), self.metric
         return rate_share(
             self.settings.schedule, at.done * steps + step, steps, self.settings.epochs, at.scores, metric
         )  # fmt: skip
@@ -187,7 +188,7 @@ class Fit:
     def _ended_early(self) -> str:
         if self.progress.done >= self.settings.epochs:
             return ""
-        return why_ended(self.progress.scores, self.settings.early_stop, self.task.metric)
+        return why_ended(self.progress.scores, self.settings.early_stop, self.metric)
 
     @property
     def _over(self) -> bool:
@@ -202,10 +203,10 @@ class Fit:
         if "val" not in self.loaders or not self._due(self.settings.eval_every):
             return None
         score, best = self._score("val", self.progress.done), self.progress.best
-        value = score.value(self.task.metric)
+        value = score.value(self.metric)
         kept: ValScore = {"epoch": self.progress.done, "loss": score.loss, **score.metrics}
         self.progress = replace(self.progress, scores=(*self.progress.scores, kept))
-        if self.task.metric.improves(value, best.metrics[self.task.metric.name] if best else None):
+        if self.metric.improves(value, best.metrics.get(self.metric.name) if best else None):
             weights = {name: value.cpu().clone() for name, value in self.model.state_dict().items()}
             self.progress = replace(self.progress, best=BestEpoch(self.progress.done, dict(score.metrics), weights))
             if rows := self.optimizers.rows:
@@ -213,7 +214,7 @@ class Fit:
         return score
 
     def _score(self, split: str, epoch: int) -> Score:
-        metric, batches = self.task.metric, _ReportedBatches(self.loaders[split], self.metrics, self.progress.done)
+        metric, batches = self.metric, _ReportedBatches(self.loaders[split], self.metrics, self.progress.done)
         score = evaluate(self.model, self.task, batches, self.group)
         if self.group.rank == 0:
             self.metrics.write(
@@ -296,7 +297,7 @@ class Fit:
             if (rows := self.optimizers.rows) and self.best_rows is not None:
                 rows.embedding.weight.data.copy_(self.best_rows)
         test = self._score("test", best_epoch).metrics if "test" in self.loaders else None
-        val, metric, path = at.best.metrics if at.best else None, self.task.metric, self._path if at.report else None
+        val, metric, path = at.best.metrics if at.best else None, self.metric, self._path if at.report else None
         why = self._ended_early
         result = FitResult(at.done, best_epoch, metric, val, test, at.step_loss, at.seconds, path, why)
         if self.group.rank == 0:
@@ -342,9 +343,15 @@ def number_text(value: float) -> str:
 
 
 def metric_title(name: str) -> str:
-    return {"mae": "MAE", "rmse": "RMSE", "mrr": "MRR", "auc": "AUC", "micro_f1": "micro-F1"}.get(
-        name, name.replace("hits@", "Hits@")
-    )
+    return {
+        "mae": "MAE",
+        "rmse": "RMSE",
+        "mrr": "MRR",
+        "auc": "AUC",
+        "micro_f1": "micro-F1",
+        "macro_f1": "macro-F1",
+        "roc_auc": "ROC-AUC",
+    }.get(name, name.replace("hits@", "Hits@"))
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:

@@ -38,7 +38,7 @@ from trainer.train.metrics import MetricsLog
 from trainer.train.model import embedded_nodes, make_model
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from trainer.train.tasks.baseline import Baseline, link_baseline
-from trainer.train.tasks.choose import node_task
+from trainer.train.tasks.choose import metric_names, node_task
 from trainer.train.tasks.choose_target import pick_target
 from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.task import Task
@@ -203,7 +203,8 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
         splits = tuple(split for split in SPLITS if manifest.nodes[target].splits.get(split))
         task, why, baseline = node_task(graph, target, settings, splits, group)
     else:
-        task, why = LinkPrediction(settings.hidden), f"links of {type_name(target)}"
+        names = group.agree(lambda: metric_names(settings, "link"))
+        task, why = LinkPrediction(settings.hidden, names), f"links of {type_name(target)}"
     if is_first:
         print(f"task {task.kind}: {why}", flush=True)
 

@@ -59,7 +59,7 @@ def _plateaus(scores: Sequence[ValScore], schedule: Schedule, default: Metric) -
     metric, patience = metric_named(schedule.metric or default.name), schedule.patience or 10
     best: float | None = None
     found = waited = 0
-    for score in scores:
+    for score in (score for score in scores if metric.name in score):  # others are from before a resume
         waited += 1
         if metric.improves(score[metric.name], best):
             best, waited = score[metric.name], 0

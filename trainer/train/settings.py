@@ -145,6 +145,10 @@ class TrainSettings:
         "Task classification: share of each label that is spread over all classes.", 0.0, at_least=0, below=1
     )
     seed: int = setting("Random seed of seed order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
+    metrics: tuple[str, ...] = setting(
+        "Metrics on val and test, as macro_f1,roc_auc; the first one chooses the best epoch; default: by the task.",
+        (),
+    )
     early_stop: EarlyStop | None = setting("End the run once a metric on val no longer improves.", None)
     eval_every: int = setting("Epochs between evaluations on val; 0: only at the end.", 1, at_least=0)
     checkpoint_every: int = setting("Epochs between checkpoints; 0: only at the end.", 1, at_least=0)

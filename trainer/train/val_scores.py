@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from trainer.core.errors import SettingsError
 from trainer.train.settings import EarlyStop, TrainSettings
-from trainer.train.tasks.task import METRICS, Metric, Task, metric_named
+from trainer.train.tasks.task import Metric, Task, metric_named
 
 ValScore = Mapping[str, float]  #: ``epoch``, ``loss`` and the metrics of one evaluation
 
@@ -19,14 +19,11 @@ def check_task(settings: TrainSettings, task: Task, has_val: bool) -> None:
     for name, given in (("class_weights", settings.class_weights), ("label_smoothing", settings.label_smoothing)):
         if given and task.kind != "classification":
             raise SettingsError(f"{name} is for task classification, not {task.kind}")
-    known = (*METRICS[task.kind], "loss")
     plateau = settings.schedule if settings.schedule and settings.schedule.name == "plateau" else None
     for name, stop in (("early_stop", settings.early_stop), ("schedule", plateau)):
         if stop is not None and not (has_val and settings.eval_every):
             why = "eval_every is 0" if has_val else "the graph has no val split"
             raise SettingsError(f"{name} needs evaluations on val, but {why}")
-        if stop is not None and stop.metric not in (None, *known):
-            raise SettingsError(f"{name}.metric is {stop.metric!r}; task {task.kind} has {', '.join(known)}")
 
 
 def why_ended(scores: Sequence[ValScore], stop: EarlyStop | None, default: Metric) -> str:
@@ -34,6 +31,7 @@ def why_ended(scores: Sequence[ValScore], stop: EarlyStop | None, default: Metri
     if stop is None:
         return ""
     metric = metric_named(stop.metric or default.name)
+    scores = [score for score in scores if metric.name in score]  # others are from before a resume
     best, waited = _best_and_wait(scores, metric, stop.min_delta)
     if waited < stop.patience:
         return ""

@@ -59,7 +59,8 @@ def node_baseline(task: Task, labels: Sequence[SeedLabels], group: RankGroup) ->
         if each.split != "train":
             sums = task.metric_sums(out.expand(len(each.y), -1), Labels(y=each.y)) if len(each.y) else None
             found[each.split] = group.sum(torch.zeros(task.num_sums, dtype=torch.float64) if sums is None else sums)
-    return Baseline(name, {split: task.metrics(sums.tolist()) for split, sums in found.items()})
+    metrics = {split: task.metrics(sums.tolist()) for split, sums in found.items()}
+    return Baseline(name, {split: of for split, of in metrics.items() if of})
 
 
 def link_baseline(graph: Graph, loaders: Mapping[str, LinkBlockLoader], task: Task, group: RankGroup) -> Baseline:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
 from trainer.core.errors import DataError, SettingsError
+from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType
 from trainer.graph.open import Graph
 from trainer.store.manifest import Manifest
-from trainer.train.settings import TrainSettings
 from trainer.train.tasks.baseline import Baseline, node_baseline
 from trainer.train.tasks.choose_target import check_trainable
 from trainer.train.tasks.classification import Classification
@@ -29,12 +29,30 @@ from trainer.train.tasks.labels import (
 )
 from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.multilabel import MultiLabel
+from trainer.train.tasks.ranking import MOST_SCORES, SCORE_BYTES
 from trainer.train.tasks.regression import Regression
-from trainer.train.tasks.task import Kind, Task
+from trainer.train.tasks.task import METRICS, RANKING, Kind, Task
+
+
+class TaskSettings(Protocol):
+    """The settings of a run that concern its task: fields of ``TrainSettings``, which this package must not import."""
+
+    @property
+    def task(self) -> str: ...
+    @property
+    def metrics(self) -> tuple[str, ...]: ...
+    @property
+    def early_stop(self) -> Any: ...
+    @property
+    def schedule(self) -> Any: ...
+    @property
+    def class_weights(self) -> Literal["balanced"] | tuple[float, ...] | None: ...
+    @property
+    def label_smoothing(self) -> float: ...
 
 
 def node_task(
-    graph: Graph, target: NodeType, settings: TrainSettings, splits: Sequence[str], group: RankGroup
+    graph: Graph, target: NodeType, settings: TaskSettings, splits: Sequence[str], group: RankGroup
 ) -> tuple[Task, str, Baseline]:  # fmt: skip
     """Make the task of a node type, after checking the labels of all seeds. Collective.
 
@@ -47,6 +65,13 @@ def node_task(
     others = group.sum(torch.tensor([sum(not is_01(each) for each in labels)]))
     kind, why = group.agree(lambda: _kind(manifest, target, settings.task, matrix_01=not int(others)))
     task = _task(manifest, target, kind, labels, settings, group)
+    most = max((len(each.y) for each in labels if each.split != "train"), default=0) * task.outputs * SCORE_BYTES
+    if set(RANKING).intersection(task.names) and most > MOST_SCORES:
+        names = " and ".join(name for name in task.names if name in RANKING)
+        raise SettingsError(
+            f"{names}: the scores of a split would take {size_text(most)} on each process, more than "
+            f"{size_text(MOST_SCORES)}; leave them out, or use more processes"
+        )
     return task, why, node_baseline(task, labels, group)
 
 
@@ -75,7 +100,7 @@ def _kind(manifest: Manifest, target: NodeType, wanted: str, matrix_01: bool) ->
 
 
 def _task(
-    manifest: Manifest, target: NodeType, kind: Kind, labels: Sequence[SeedLabels], settings: TrainSettings,
+    manifest: Manifest, target: NodeType, kind: Kind, labels: Sequence[SeedLabels], settings: TaskSettings,
     group: RankGroup,
 ) -> Task:  # fmt: skip
     spec = manifest.nodes[target]
@@ -91,13 +116,27 @@ def _task(
             raise SettingsError(
                 f"class_weights has {len(weights)} numbers, but {manifest.dataset} has {spec.num_classes} classes"
             )
-        return Classification(spec.num_classes, weights, settings.label_smoothing)
+        names = metric_names(settings, kind, ("accuracy",))
+        return Classification(spec.num_classes, weights, settings.label_smoothing, names)
     if kind == "multilabel":
         _check_each(labels, lambda each: check_known(manifest, target, each, labels_01(each.y)), group)
-        return MultiLabel(spec.attrs["y"].shape[1])
+        return MultiLabel(spec.attrs["y"].shape[1], metric_names(settings, kind, ("micro_f1", "accuracy")))
     classes = spec.num_classes > 0 and "float" not in spec.attrs["y"].dtype
     _check_each(labels, lambda each: check_known(manifest, target, each, numbers(each.y, classes)), group)
-    return Regression(*column_moments(numbers(train.y, classes), group), classes)
+    return Regression(*column_moments(numbers(train.y, classes), group), classes, metric_names(settings, kind))
+
+
+def metric_names(settings: TaskSettings, kind: Kind, default: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the metrics to compute, the one that chooses the best epoch first. ``default``: None: all.
+
+    Also those of ``early_stop`` and ``schedule``. Raises ``SettingsError`` for a metric that the task does not have.
+    """
+    chosen = settings.metrics or default or METRICS[kind]
+    others = (keyed.metric for keyed in (settings.early_stop, settings.schedule) if keyed is not None)
+    names = tuple(dict.fromkeys([*chosen, *(name for name in others if name not in (None, "loss"))]))
+    if wrong := [name for name in names if name not in METRICS[kind]]:
+        raise SettingsError(f"task {kind} has no metric {wrong[0]!r}; it has {', '.join(METRICS[kind])}")
+    return names
 
 
 def _check_each(labels: Sequence[SeedLabels], check: Callable[[SeedLabels], None], group: RankGroup) -> None:
@@ -110,9 +149,9 @@ def _check_each(labels: Sequence[SeedLabels], check: Callable[[SeedLabels], None
 
 def of_record(record: Mapping[str, Any]) -> Task:
     """Make the task of a checkpoint from ``Checkpoint.task``, the result of ``Task.record``."""
-    kind = record["kind"]
+    kind, names = record["kind"], tuple(record["metrics"])
     if kind == "regression":
-        return Regression(tuple(record["mean"]), tuple(record["std"]), record["classes"])
-    if kind == "link":
-        return LinkPrediction(record["outputs"])
-    return MultiLabel(record["outputs"]) if kind == "multilabel" else Classification(record["outputs"])
+        return Regression(tuple(record["mean"]), tuple(record["std"]), record["classes"], names)
+    if kind == "classification":
+        return Classification(record["outputs"], names=names)
+    return (MultiLabel if kind == "multilabel" else LinkPrediction)(record["outputs"], names)

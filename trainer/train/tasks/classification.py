@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainer.train.tasks.labels import on_device
-from trainer.train.tasks.task import Kind, Labelled, Metric
+from trainer.train.tasks.task import Kind, Labelled, macro_f1
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,12 @@ class Classification:
     outputs: int  #: number of classes
     weights: tuple[float, ...] = ()  #: of each class; (): all 1
     smoothing: float = 0.0  #: share of each label that is spread over all classes
+    names: tuple[str, ...] = ("accuracy",)
     kind: Kind = "classification"
-    metric: Metric = Metric("accuracy", "higher")
-    num_sums: int = 2
+
+    @property
+    def num_sums(self) -> int:
+        return 2 + 3 * self.outputs * ("macro_f1" in self.names)
 
     def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
         assert batch.y is not None
@@ -35,13 +38,31 @@ class Classification:
         return functional.cross_entropy(out, batch.y.long(), weight, reduction="sum", label_smoothing=self.smoothing)
 
     def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
-        """Return the number of seeds predicted correctly, and the number of seeds."""
+        """Return the number of seeds predicted correctly, and the number of seeds.
+
+        For macro-F1 also returns these numbers by class: predicted correctly, predicted, and of the class.
+        """
         assert batch.y is not None
-        right = out.argmax(1) == batch.y.long()
-        return torch.stack([right.sum(), right.new_full((), len(right), dtype=torch.int64)]).double()
+        predicted, y = out.argmax(1), batch.y.long()
+        right = predicted == y
+        sums = [torch.stack([right.sum(), right.new_full((), len(right), dtype=torch.int64)]).double()]
+        if "macro_f1" in self.names:
+            for classes, counted in ((y, right), (predicted, right | True), (y, right | True)):
+                by_class = torch.zeros(self.outputs, dtype=torch.float64, device=out.device)
+                sums.append(by_class.index_add_(0, classes, counted.double()))
+        return torch.cat(sums)
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        return {"accuracy": sums[0] / sums[1]}
+        accuracy = sums[0] / sums[1]  # also the micro-averaged F1, as each seed has one class and one prediction
+        by_class = torch.tensor(sums[2:], dtype=torch.float64).view(3, -1)
+        found = {"accuracy": accuracy, "micro_f1": accuracy, "macro_f1": macro_f1(*by_class)}
+        return {name: found[name] for name in self.names if name in found}
+
+    def scores(self, out: Tensor, batch: Labelled) -> tuple[Tensor, Tensor]:
+        assert batch.y is not None
+        labels = batch.y.long()[:, None] == torch.arange(self.outputs, device=out.device)
+        first = int(self.outputs == 2)
+        return out.float().softmax(1)[:, first:], labels[:, first:]
 
     def record(self) -> Mapping[str, Any]:
-        return {"kind": self.kind, "outputs": self.outputs}
+        return {"kind": self.kind, "outputs": self.outputs, "metrics": list(self.names)}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.nn.link_metrics import LinkSums
 from trainer.nn.links import softmax_loss
-from trainer.train.tasks.task import Kind, Labelled, Metric
+from trainer.train.tasks.task import METRICS, Kind, Labelled
 
 HITS = (1, 10, 50)  #: k of the reported Hits@k
 
@@ -27,8 +27,8 @@ class LinkPrediction:
     """
 
     outputs: int  #: width of a node's embedding
+    names: tuple[str, ...] = METRICS["link"]
     kind: Kind = "link"
-    metric: Metric = Metric("mrr", "higher")
     num_sums: int = 4 + len(HITS)
 
     def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
@@ -43,11 +43,15 @@ class LinkPrediction:
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         score = LinkSums(HITS).result(torch.tensor(sums, dtype=torch.float64))
-        found = {"mrr": score.mrr, **{f"hits@{k}": score.hits[k] for k in HITS}}
-        return found if math.isnan(score.auc) else {**found, "auc": score.auc}
+        found = {"mrr": score.mrr, **{f"hits@{k}": score.hits[k] for k in HITS}, "auc": score.auc}
+        undefined = {"auc"} if math.isnan(score.auc) and self.names[0] != "auc" else set()
+        return {name: found[name] for name in self.names if name not in undefined}
+
+    def scores(self, out: Tensor, batch: Labelled) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
 
     def record(self) -> Mapping[str, Any]:
-        return {"kind": self.kind, "outputs": self.outputs}
+        return {"kind": self.kind, "outputs": self.outputs, "metrics": list(self.names)}
 
     @staticmethod
     def _scores(out: Tensor, batch: Labelled) -> tuple[Tensor, Tensor]:

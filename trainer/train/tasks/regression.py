@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.train.tasks.labels import numbers, on_device
-from trainer.train.tasks.task import Kind, Labelled, Metric
+from trainer.train.tasks.task import Kind, Labelled
 
 _COLUMNS_SHOWN = 20  #: of targets with more columns, metrics lines have only the means over columns
 
@@ -27,8 +27,8 @@ class Regression:
     mean: tuple[float, ...]  #: of each column, over the train seeds
     std: tuple[float, ...]  #: population standard deviation of each column; 1 for a constant
     classes: bool = False  #: whether ``y`` are class labels, of which -1 means missing
+    names: tuple[str, ...] = ("mae", "rmse")
     kind: Kind = "regression"
-    metric: Metric = Metric("mae", "lower")
 
     @property
     def outputs(self) -> int:
@@ -59,7 +59,8 @@ class Regression:
         width = self.outputs
         absolute, squared, known = sums[:width], sums[width : 2 * width], sums[2 * width :]
         count = max(sum(known), 1)
-        found = {"mae": sum(absolute) / count, "rmse": math.sqrt(sum(squared) / count)}
+        both = {"mae": sum(absolute) / count, "rmse": math.sqrt(sum(squared) / count)}
+        found = {name: both[name] for name in self.names}
         for k in range(width if 1 < width <= _COLUMNS_SHOWN else 0):
             found[f"mae_{k}"] = absolute[k] / max(known[k], 1)
         return found
@@ -70,7 +71,11 @@ class Regression:
         return out.double() * std + mean
 
     def record(self) -> Mapping[str, Any]:
-        return {"kind": self.kind, "mean": list(self.mean), "std": list(self.std), "classes": self.classes}
+        moments = {"mean": list(self.mean), "std": list(self.std)}
+        return {"kind": self.kind, **moments, "classes": self.classes, "metrics": list(self.names)}
+
+    def scores(self, out: Tensor, batch: Labelled) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
 
     def _known(self, batch: Labelled) -> tuple[Tensor, Tensor]:
         assert batch.y is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -41,20 +42,29 @@ class Metric:
     better: Literal["higher", "lower"]
 
     def improves(self, value: float, best: float | None) -> bool:
-        return best is None or (value > best if self.better == "higher" else value < best)
+        return best is None or math.isnan(best) or (value > best if self.better == "higher" else value < best)
 
 
 #: Metrics on evaluation splits by kind of task, the default one first.
 METRICS: Mapping[Kind, tuple[str, ...]] = {
-    "classification": ("accuracy",),
-    "multilabel": ("micro_f1", "accuracy"),
+    "classification": ("accuracy", "macro_f1", "micro_f1", "roc_auc", "average_precision"),
+    "multilabel": ("micro_f1", "accuracy", "macro_f1", "roc_auc", "average_precision"),
     "regression": ("mae", "rmse"),
     "link": ("mrr", "hits@1", "hits@10", "hits@50", "auc"),
 }
 
 
+RANKING = ("roc_auc", "average_precision")  #: metrics that are no sums over seeds; ``SplitScores`` computes them
+
+
 def metric_named(name: str) -> Metric:
     return Metric(name, "lower" if name in ("loss", "mae", "rmse") else "higher")
+
+
+def macro_f1(right: Tensor, predicted: Tensor, true: Tensor) -> float:
+    """Return the mean of the F1 of all classes that were predicted or are true; 0 without any. Counts by class."""
+    some = predicted + true > 0
+    return float((2 * right[some] / (predicted + true)[some]).mean()) if bool(some.any()) else 0.0
 
 
 class Task(Protocol):
@@ -67,7 +77,9 @@ class Task(Protocol):
     @property
     def kind(self) -> Kind: ...
     @property
-    def metric(self) -> Metric: ...
+    def names(self) -> tuple[str, ...]:
+        """The chosen metrics; the first one chooses the best epoch."""
+
     @property
     def outputs(self) -> int:
         """How many numbers the model outputs per seed node; in link prediction, the width of an embedding."""
@@ -82,7 +94,10 @@ class Task(Protocol):
         """Return sums from which ``metrics`` computes the metrics, float64 [num_sums]."""
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return the metrics by name. ``metric``, which chooses the best epoch, comes first."""
+        """Return the chosen metrics by name, except those in ``RANKING``."""
+
+    def scores(self, out: Tensor, batch: Labelled) -> tuple[Tensor, Tensor]:
+        """Return scores [num_seeds, D] for ``RANKING``, and labels of the same shape: 1, 0, or -1 if missing."""
 
     def record(self) -> Mapping[str, Any]:
         """Return the values that a checkpoint stores, such as ``kind``. ``of_record`` makes the task from them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -186,3 +187,10 @@ def new_venv(venv: str, pins: Sequence[str], tag: str) -> str:
 def index(tag: str) -> list[str]:
     """Return pip arguments for the package index that has the build ``tag`` of torch; none if ``tag`` is "" (PyPI)."""
     return [f"--extra-index-url {WHEELS}{tag}"] if tag else []
+
+
+def clock_time(when: float) -> str:
+    """Return a time as text in this machine's time zone: ``12:03:11``, with the date if it is not today."""
+    then, today = time.localtime(when), time.localtime()
+    same_day = then[:3] == today[:3]
+    return time.strftime("%H:%M:%S" if same_day else "%Y-%m-%d %H:%M:%S", then)

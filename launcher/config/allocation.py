@@ -66,6 +66,11 @@ def _devices(environ: Mapping[str, str]) -> tuple[int | str, ...]:
     return tuple(range(number))
 
 
+def decides_nodes(key: str) -> bool:
+    """Whether an override of the setting ``key`` can change which nodes the config has."""
+    return key in ("nodes", "transport", "slurm_job") or key.partition(".")[0] == "slurm"
+
+
 def with_allocation(tree: Section, environ: Mapping[str, str], report: Report) -> Section:
     """Return the config ``tree`` with the nodes of the allocation, if it has ``transport: slurm``.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import yaml
 
-from launcher.config.allocation import with_allocation
+from launcher.config.allocation import decides_nodes, with_allocation
 from launcher.config.consistency import check, check_nodes
 from launcher.config.schema import ClusterConfig, NodeConfig, TrainConfig
 from launcher.config.validation import KeyPath, Reader, dotted, has_keys, short_form
@@ -213,21 +213,15 @@ def overridden(path: Path, overrides: Sequence[Override], foreign: Foreign | Non
 
     foreign = foreign or read_foreign(path)
     tree = foreign.tree if foreign else _read_file(path, report)
-    for override in filter(_decides_nodes, overrides):
+    first = [override for override in overrides if decides_nodes(split_override(override)[0])]
+    for override in first:
         tree = apply_override(tree, override, report)
     tree = with_allocation(tree, os.environ, report)
-    for override in overrides:
-        if not _decides_nodes(override):
-            tree = apply_override(tree, override, report)
+    for override in (one for one in overrides if one not in first):
+        tree = apply_override(tree, override, report)
     if foreign:
         graph_is_named(foreign, tree, path)
     return tree
-
-
-def _decides_nodes(override: Override) -> bool:
-    """Whether an override can change which nodes the config has. Such overrides are applied before all others."""
-    key, _ = split_override(override)
-    return key in ("nodes", "transport", "slurm_job") or key.partition(".")[0] == "slurm"
 
 
 def world_size(tree: Section, choose: Choose) -> int:

@@ -614,6 +614,16 @@ class ClusterConfig:
     name: str = setting("Prefix of run ids; also shown in reports.", "run")
 
     @property
+    def in_job_steps(self) -> bool:
+        """Whether supervisors run in the steps of a job, instead of tmux sessions."""
+        return self.transport == "slurm"
+
+    @property
+    def shares_files(self) -> bool:
+        """Whether the nodes see the files of the launching machine."""
+        return self.transport in ("local", "slurm")
+
+    @property
     def holders(self) -> tuple[int, ...]:
         """node_ranks of the nodes that hold parts of the graph, ascending; () if a serving cluster holds the parts."""
         return tuple(k for k, node in enumerate(self.nodes) if node.holds) if not self.data.serving else ()

@@ -15,8 +15,8 @@ from launcher.errors import AuthError, NodeError, PasswordRefused, UsageError
 from launcher.init.choose import shared_environments
 from launcher.init.discover import Discovery
 from launcher.init.request import InitRequest, config_of, dataset_of, split_hosts
-from launcher.preflight.finding import login_words
 from launcher.text import OWN_VENV, count, say
+from launcher.transport import login_words
 
 _MAX_LOGINS = 3  #: login commands in one message
 

@@ -18,7 +18,7 @@ from launcher.manage.node_views import OpenRun, if_run_exists, run_was_absent
 from launcher.plan.model import NodePlan
 from launcher.report.launch_file import LaunchFile, user_at_host
 from launcher.report.run_folder import FoundRun
-from launcher.report.verdict import from_here, known_without_nodes, launcher_name
+from launcher.report.verdict import from_here, known_without_nodes
 from launcher.run.tmux_session import how_to_stop, stop_report
 from launcher.text import count
 from launcher.transport.base import Transport
@@ -160,7 +160,7 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
     clean = all(one.clean for one in stopped)
     launch = run.found.launch
     if launch is not None and launch.alive():  # two processes must not write the same result.json
-        console.print(Text(f"its launcher ({launcher_name(launch)}) collects and reports"), soft_wrap=True)
+        console.print(Text(f"its launcher ({launch.process}) collects and reports"), soft_wrap=True)
         return StopResult(run.found.run_id, message, tuple(stopped), clean, None)
     collected = collect_run(run, folder_for(run, runs_dir))
     for line in (collected.message, *collected.notes, f"run folder: {collected.folder}"):

@@ -76,7 +76,7 @@ def submit_run(config: ClusterConfig, options: LaunchOptions, console: Console) 
             with suppress(OSError):  # it has files of an earlier launch
                 folder.rmdir()
             raise
-        file = options.launch_file(run_id, config.name, slurm_job=job, stage="queue")
+        file = options.launch_file(run_id, config.name, job=job, stage="queue")
         if not (folder / "launch.json").exists():  # the job may have begun already
             file.write(folder)
     except OSError as error:

@@ -162,7 +162,7 @@ def _run_env(context: PlanContext, node: NodePlan) -> dict[str, str]:
     }
     if not context.config.data.digests:
         env["GNNFLEET_DIGESTS"] = "0"
-    if context.config.transport == "slurm":  # Slurm sends SIGTERM to all processes of a job at once
+    if context.config.in_job_steps:  # all processes of a job get SIGTERM at once
         env["GNNFLEET_SAVE_ON_TERM"] = f"{0.6 * context.config.run.grace:g}"
     if context.encrypted:
         env["GNNFLEET_SERVICE_KEY"] = f"{node.run_dir}/service.key"

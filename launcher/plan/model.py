@@ -71,6 +71,11 @@ class NodePlan(RunNode):
     slurm_job: str = ""
 
     @property
+    def place(self) -> str:
+        """Where its supervisor runs: ``job 7``, or ``tmux session gnnfleet-r1-node0``."""
+        return f"job {self.slurm_job}" if self.slurm_job else f"tmux session {self.session}"
+
+    @property
     def target(self) -> str:
         """Name of the node's machine: ``user@host:port`` or, for the launching machine itself, ``local``.
 

@@ -126,7 +126,7 @@ def place_nodes(
                 start=start,
                 copies=held[k].copies,
                 home=homes.get(k, ""),
-                slurm_job=config.slurm_job or ("%j" if config.transport == "slurm" else ""),
+                slurm_job=config.slurm_job or ("%j" if config.in_job_steps else ""),
             )
         )
     return tuple(nodes)
@@ -150,8 +150,7 @@ def interpreter(config: ClusterConfig, node_rank: int) -> Command:
     elif node.conda:
         python, conda = "python", (_SOURCE_CONDA, _REQUIRE_CONDA, f"conda activate {shlex.quote(node.conda)}")
     else:
-        shared = config.transport in ("local", "slurm")  # nodes of a Slurm job see the launcher's files
-        python = sys.executable if shared and node.python == "python3" else node.python
+        python = sys.executable if config.shares_files and node.python == "python3" else node.python
     path = (f'export PATH={quote(posixpath.dirname(python))}:"$PATH"',) if "/" in python else ()
     return Command((python,), setup=(*node.setup, *conda, *path))
 

@@ -25,8 +25,8 @@ def machine_findings(survey: Survey, k: int) -> Iterator[Finding]:
 
 def _tmux(survey: Survey, k: int) -> Iterator[Finding]:
     version = survey.probes[k]["tmux"]
-    if survey.config.transport == "slurm":
-        return  # supervisors are steps of the job
+    if survey.config.in_job_steps:
+        return
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if not version:
         remedy = "`sudo apt-get install -y tmux` (or dnf, conda)"

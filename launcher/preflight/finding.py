@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from launcher.config.resolve import ResolvedConfig
 from launcher.config.roles import holdings
-from launcher.config.schema import ClusterConfig, NodeConfig
+from launcher.config.schema import ClusterConfig
 from launcher.errors import NodeCallError, NodeError, node_label
+from launcher.transport import login_words
 
 
 def connect_finding(config: ClusterConfig, node_rank: int, error: Exception) -> Finding:
@@ -126,17 +127,6 @@ class Survey:
         if len(ranks) > 3:
             return f"{len(ranks)} nodes"
         return ", ".join(node_label(k, self.host(k)) for k in ranks)
-
-
-def login_words(config: ClusterConfig, node: NodeConfig, *options: str) -> tuple[str, ...]:
-    """Return the words of the command that runs a command on a node, as ``ssh gnn2``; () for transport ``local``."""
-    if config.transport == "local":
-        return ()
-    if config.transport == "slurm":
-        return ("srun", "--overlap", f"--jobid={config.slurm_job}", f"--nodelist={node.host}")
-    port = ("-p", str(node.port)) if node.port else ()
-    key = ("-i", node.key) if node.key else ()
-    return ("ssh", *options, *port, *key, f"{node.user}@{node.host}" if node.user else node.host)
 
 
 def listed(words: Iterable[str]) -> str:

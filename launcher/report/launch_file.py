@@ -17,6 +17,7 @@ from launcher.errors import FleetError
 from launcher.files import write_whole
 from launcher.node import procs
 from launcher.node.json_reader import Record, flag, items, loads, moment, natural, none_or, one_of, text
+from launcher.text import clock_time
 from launcher.transport.slurm_client import job_status
 
 Stage = Literal["queue", "connect", "preflight", "partition", "sync", "start", "train", "collect", "end"]
@@ -151,6 +152,46 @@ class LaunchFile:
             return bool(self.slurm_job) and self.stage != "queue" and job_status(self.slurm_job).state == "PENDING"
         except FleetError:
             return False
+
+    @property
+    def process(self) -> str:
+        """Who runs the launcher, and as which process or job: ``alice@laptop, pid 71``."""
+        return f"{self.who}, Slurm job {self.slurm_job}" if self.slurm_job else f"{self.who}, pid {self.pid}"
+
+    @property
+    def doing(self) -> str:
+        """What the launcher does in its stage: ``checking its nodes``."""
+        return _DOING[self.stage]
+
+    def words(self, last: float) -> str:
+        """Return a clause such as ``its launcher (alice@laptop, pid 71) has ended``. ``last``: when it last wrote."""
+        who, alive = self.process, self.alive()
+        if self.requeued:
+            return f"its launcher ({who}) waits in the queue of Slurm and will resume it"
+        if self.stage == "end":
+            return f"its launcher ({who}) has ended"
+        if self.detached:
+            return f"its launcher ({who}) detached at {clock_time(self.since)}"
+        if alive:
+            return f"its launcher ({who}) is {self.doing}"
+        if alive is None:
+            return f"it was launched by {self.who} on another machine, so the state of that launcher is unknown here"
+        if self.stage == "queue":
+            return f"its Slurm job {self.slurm_job}, submitted by {self.who}, ended before it began"
+        return f"its launcher ({who}) died while {self.doing} (last update {clock_time(last)})"
+
+
+_DOING = {
+    "queue": "waiting in the queue of Slurm",
+    "connect": "connecting to its nodes",
+    "preflight": "checking its nodes",
+    "partition": "making its parts",
+    "sync": "sending files to its nodes",
+    "start": "starting the run",
+    "train": "following the run",
+    "collect": "collecting its results",
+    "end": "ending",
+}
 
 
 def waits_for_job(folder: Path, job: str) -> bool:

@@ -120,8 +120,7 @@ class RunReport:
     def exit_status(self) -> int:
         """Exit status of the command: 0 if the run is done or detached, 130 if it was stopped.
 
-        If the run failed, the status is at least 1: the highest exit status of the processes that failed by themselves,
-        as in Slurm.
+        If the run failed, the status is at least 1: the highest exit status of the processes that failed by themselves.
         """
         own = [outcome.own_status for outcome in self.outcomes] if self.state == "failed" else []
         return max([_EXIT_STATUS[self.state], *own])

@@ -16,7 +16,7 @@ from launcher.report.launch_file import BEFORE_NODES, LaunchFile
 from launcher.report.report import Lost, RunReport, excluded_names, resume_command
 from launcher.report.run_folder import FoundRun, attempts, last_sign
 from launcher.report.task_metric import metric_of, score_text
-from launcher.text import count
+from launcher.text import clock_time, count
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,6 @@ EXIT_STATUS: Mapping[State, int] = {
     "never started": 1,
     "stopped": 130,
     "unknown": 3,
-}
-
-_DOING = {
-    "queue": "waiting in the queue of Slurm",
-    "connect": "connecting to its nodes",
-    "preflight": "checking its nodes",
-    "partition": "making its parts",
-    "sync": "sending files to its nodes",
-    "start": "starting the run",
-    "train": "following the run",
-    "collect": "collecting its results",
-    "end": "ending",
 }
 
 _ENDED: tuple[State, ...] = ("done", "failed", "stopped")  #: states in result.json of a run that has ended
@@ -264,7 +252,7 @@ def _after(
     if state == "done":
         return collect
     later = attempts(found.folder)[1:] if found.folder is not None else []
-    if later:  # its Slurm job was requeued
+    if later:  # its job was requeued
         return (*collect, f"gnnfleet status {later[-1].name}")
     report = (f"gnnfleet report {found.words}",) if (found.result or {}).get("nodes") else ()
     return (*collect, *_resume(found, unreachable), *report)
@@ -278,10 +266,8 @@ def _resume(found: FoundRun, unreachable: Sequence[NodeView]) -> tuple[str, ...]
 
 
 def _preparing(found: FoundRun, launch: LaunchFile) -> Verdict:
-    sentence = (
-        f"run {found.run_id} is being prepared: its launcher ({launcher_name(launch)}) has been {_DOING[launch.stage]} "
-    )
-    sentence += f"since {clock(launch.since)}; it has no processes on the nodes yet"
+    sentence = f"run {found.run_id} is being prepared: its launcher ({launch.process}) has been {launch.doing} "
+    sentence += f"since {clock_time(launch.since)}; it has no processes on the nodes yet"
     return Verdict("preparing", sentence, (), (f"gnnfleet status {found.words}", f"gnnfleet stop {found.words}"))
 
 
@@ -292,29 +278,9 @@ def _never_started(found: FoundRun, nodes: str) -> Verdict:
 
 def launcher_words(found: FoundRun) -> str:
     """Return a clause such as ``its launcher (alice@laptop, pid 71) has ended``."""
-    launch = found.launch
-    if launch is None:
+    if found.launch is None:
         return "it was launched from another machine"
-    who, alive = launcher_name(launch), launch.alive()
-    if launch.requeued:
-        return f"its launcher ({who}) waits in the queue of Slurm and will resume it"
-    if launch.stage == "end":
-        return f"its launcher ({who}) has ended"
-    if launch.detached:
-        return f"its launcher ({who}) detached at {clock(launch.since)}"
-    if alive:
-        return f"its launcher ({who}) is {_DOING[launch.stage]}"
-    if alive is None:
-        return f"it was launched by {launch.who} on another machine, so the state of that launcher is unknown here"
-    if launch.stage == "queue":
-        return f"its Slurm job {launch.slurm_job}, submitted by {launch.who}, ended before it began"
-    last = clock(last_sign(found.folder)) if found.folder else clock(launch.since)
-    return f"its launcher ({who}) died while {_DOING[launch.stage]} (last update {last})"
-
-
-def launcher_name(launch: LaunchFile) -> str:
-    """Return who runs the launcher, and as which process or job: ``alice@laptop, pid 71``."""
-    return f"{launch.who}, Slurm job {launch.slurm_job}" if launch.slurm_job else f"{launch.who}, pid {launch.pid}"
+    return found.launch.words(last_sign(found.folder) if found.folder else found.launch.since)
 
 
 def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
@@ -462,13 +428,6 @@ def _unreachable_notes(unreachable: Sequence[NodeView], others: Sequence[NodeVie
 
 def _names(views: Sequence[NodeView]) -> str:
     return ", ".join(view.node.label for view in views)
-
-
-def clock(when: float) -> str:
-    """Return a time as text in this machine's time zone: ``12:03:11``, with the date if it is not today."""
-    then, today = time.localtime(when), time.localtime()
-    same_day = then[:3] == today[:3]
-    return time.strftime("%H:%M:%S" if same_day else "%Y-%m-%d %H:%M:%S", then)
 
 
 def seconds_words(seconds: float) -> str:

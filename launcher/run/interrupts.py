@@ -44,7 +44,7 @@ class Interrupts:
         self.exit_on_next = False  #: the run is being stopped: the next signal ends the program
         self.double_press = False  #: pressing Ctrl-C twice has a meaning
         self.cause = ""  #: what has sent SIGTERM, for the report; '': unknown
-        self.patient = False  #: SIGTERM comes from Slurm, several times, and does not end what is left to do
+        self.patient = False  #: SIGTERM comes from a batch system, several times, and does not end what is left to do
         self.ignore_hangup = False  #: SIGHUP does not interrupt: the remaining work needs no terminal
         self._raised = False
         self._last = 0.0  # monotonic seconds of the last signal

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,7 +26,6 @@ from launcher.plan.build import final_plan, offline_plan
 from launcher.plan.model import LaunchPlan, NodeFacts
 from launcher.plan.partition import PartitionFiles
 from launcher.plan.render import print_placement
-from launcher.plan.sbatch import is_on
 from launcher.plan.serialize import run_json
 from launcher.plan.trainable import check_trainable
 from launcher.preflight.preflight import without_busy_ports
@@ -35,9 +34,9 @@ from launcher.report.events import EventLog
 from launcher.report.launch_file import LaunchFile, Stage, user_at_host
 from launcher.report.report import RunReport, RunState
 from launcher.report.run_folder import clear, register
+from launcher.run.batch_job import JobWarning, batch_job, in_batch_job, request_checkpoint, requeue_job
 from launcher.run.check import preflight_of_draft, show_findings
 from launcher.run.interrupts import Interrupts
-from launcher.run.job_warning import JobWarning, in_batch_job, request_checkpoint
 from launcher.run.lifecycle import FollowContext, View, conduct
 from launcher.run.options import LaunchOptions, choose_run_id, run_folder
 from launcher.run.tmux_session import start_session
@@ -48,7 +47,6 @@ from launcher.sync.verify_parts import verify
 from launcher.text import count
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
-from launcher.transport.slurm_client import job_status, requeue
 
 _PORTS_STAY_FREE = 1.0  # seconds; a launch that has waited longer for its parts looks again which ports are busy
 
@@ -77,8 +75,7 @@ class LaunchContext:
     def __init__(self, config: ResolvedConfig, options: LaunchOptions, run_id: str, console: Console):
         self.config, self.options, self.run_id, self.console = config, options, run_id, console
         self.folder = run_folder(config, run_id)
-        job = config.slurm_job or "" if in_batch_job() else ""
-        self.file = options.launch_file(run_id, config.name, slurm_job=job)
+        self.file = options.launch_file(run_id, config.name, job=batch_job(config))
         self.started = self.file.started
         self.notes: tuple[str, ...] = ()  #: findings that block the launch, for result.json
         self.events = self._open_folder()
@@ -202,8 +199,7 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
 
                 # Start the nodes, and follow the run to its end.
                 lead = plan.nodes[plan.lead]
-                place = f"job {lead.slurm_job}" if lead.slurm_job else f"tmux session {lead.session}"
-                where = f"{count(len(plan.nodes), 'node')}, node {plan.lead} in {place}"
+                where = f"{count(len(plan.nodes), 'node')}, node {plan.lead} in {lead.place}"
                 context.say(f"starting {count(plan.world_size, 'process', 'es')} on {where}")
                 context.enter_stage("start")
                 timeout = resolved.run.start_timeout
@@ -240,33 +236,12 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
             context.give_up("failed", str(error), error.exit_status)
             raise
 
-    # A Slurm job that has lost a node, or that has used its time, is requeued, to resume the run; not one that stalled.
+    # A batch job that has lost a node, or that has used its time, is requeued, to resume the run; not one that stalled.
     first = report.first_failure if report.state == "failed" else None
     lost_node = first is not None and first.name == "node" and not first.found
     if in_batch_job() and (lost_node or (warning.received and report.state == "stopped")):
-        _requeue(context)
+        requeue_job(resolved, run_id, context.folder, context.say)
     return report
-
-
-def _requeue(context: LaunchContext) -> None:
-    """Put the Slurm job of this launcher back into its queue, if the config says so and the run has a checkpoint.
-
-    The next start of the job resumes the run from the checkpoint.
-    """
-    job = context.config.slurm_job
-    if job is None:  # a launch by SSH from a job; its nodes are not those of the job
-        return
-    with suppress(FleetError):  # Slurm does not answer: the job is requeued below, if that works
-        if job_status(job).restarts > int(os.environ.get("SLURM_RESTART_COUNT") or 0):  # after the failure of a node
-            context.say(f"Slurm has put job {job} back into its queue; its next start resumes the run")
-            return
-    if not is_on(context.config.slurm, "requeue"):
-        context.say(f"the job is not requeued (slurm: requeue); `gnnfleet resume {context.run_id}` resumes the run")
-    elif not (context.folder / "checkpoints" / "last.pt").is_file():
-        context.say("the job is not requeued, as the run has saved no checkpoint in its time", "yellow")
-    else:
-        context.say(f"requeueing job {job}, which will resume the run")
-        requeue(job)
 
 
 def require_preflight(

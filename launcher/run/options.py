@@ -72,10 +72,10 @@ class LaunchOptions:
 
         return filtered(config, self.include, self.exclude)
 
-    def launch_file(self, run_id: str, name: str, *, slurm_job: str = "", stage: Stage = "connect") -> LaunchFile:
+    def launch_file(self, run_id: str, name: str, *, job: str = "", stage: Stage = "connect") -> LaunchFile:
         """Return the content of ``launch.json`` for a launch with these options that begins now, in this process.
 
-        name: ``name`` in the config. slurm_job: batch job whose script is the launcher, or will be; '' for none.
+        name: ``name`` in the config. job: batch job whose script is the launcher, or will be; '' for none.
         """
         return LaunchFile.mine(
             run_id,
@@ -84,7 +84,7 @@ class LaunchOptions:
             own_command=self.own_command,
             overrides=["=".join(split_override(override)) for override in self.overrides],
             resumed_from=self.resumed_from,
-            slurm_job=slurm_job,
+            slurm_job=job,
             stage=stage,
         )
 

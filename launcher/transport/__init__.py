@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from launcher.command import Secret
-from launcher.config.schema import ClusterConfig
+from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import PasswordRefused, TransportError
 from launcher.node.procs import allow_open_files
 from launcher.transport.base import Completed, Talk, Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.local import LocalTransport
-from launcher.transport.slurm import open_job, open_slurm
+from launcher.transport.slurm import open_job, open_slurm, step_words
 
 if TYPE_CHECKING:
     from launcher.transport.auth import AskPassword, Credentials, Passwords
@@ -26,6 +26,7 @@ __all__ = [
     "ask_password",
     "close_all",
     "connect_all",
+    "login_words",
     "open_transport",
 ]
 
@@ -49,6 +50,17 @@ def open_transport(config: ClusterConfig, node_rank: int, credentials: Credentia
     from launcher.transport.fallback import open_over_ssh
 
     return open_over_ssh(config, node_rank, credentials)
+
+
+def login_words(config: ClusterConfig, node: NodeConfig, *options: str) -> tuple[str, ...]:
+    """Return the words of the command that runs a command on a node, as ``ssh gnn2``; () for transport ``local``."""
+    if config.transport == "local":
+        return ()
+    if config.transport == "slurm":
+        return step_words(config.slurm_job or "", node.host)
+    port = ("-p", str(node.port)) if node.port else ()
+    key = ("-i", node.key) if node.key else ()
+    return ("ssh", *options, *port, *key, f"{node.user}@{node.host}" if node.user else node.host)
 
 
 def connect_all(config: ClusterConfig, ask: AskPassword = ask_password) -> Opened:

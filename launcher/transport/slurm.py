@@ -44,6 +44,11 @@ _DOWNLOAD = (
 )
 
 
+def step_words(job: str, host: str) -> tuple[str, ...]:
+    """Return the words that run a command on a host of a job."""
+    return ("srun", "--overlap", f"--jobid={job}", f"--nodelist={host}")
+
+
 def open_slurm(job: str | None, host: str, node_rank: int) -> Transport:
     """Return a transport to a node of a job.
 

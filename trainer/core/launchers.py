@@ -33,6 +33,11 @@ def torchrun_variables(environ: Mapping[str, str]) -> Mapping[str, str]:
     return environ
 
 
+def has_own_devices(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher gives each process devices of its own, which are numbered from 0 (``--gpus-per-task``)."""
+    return "RANK" not in environ and bool(environ.get("SLURM_GPUS_PER_TASK"))
+
+
 def _open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
     # OMPI_COMM_WORLD_NODE_RANK is the rank on the node, not the rank of the node.
     if "OMPI_COMM_WORLD_RANK" not in environ:

@@ -21,7 +21,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer.core.collectives import broadcast_value, gather_values
 from trainer.core.errors import PeerError, SettingsError, TrainerError, Wait
-from trainer.core.launchers import number, torchrun_variables
+from trainer.core.launchers import has_own_devices, number, torchrun_variables
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Ranks:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Ranks:
-        """Read the environment variables of torchrun, Open MPI's mpirun, Slurm's srun, or an Indexed Job of Kubernetes.
+        """Read the environment variables of torchrun, or of another launcher that ``launchers`` knows.
 
         Args:
             environ: Environment variables, usually ``os.environ``.
@@ -287,13 +287,12 @@ class RankGroup:
 def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.device:
     """Return ``cuda:LOCAL_RANK`` when this node has a CUDA device for each of its processes, else the CPU.
 
-    A Slurm task with its own devices (``--gpus-per-task``) uses the first of these devices. Raises ``SettingsError``
-    when CUDA_VISIBLE_DEVICES names devices that torch does not find, or fewer devices than processes. Warns when the
-    node has devices, but fewer than processes.
+    A process to which its launcher gave own devices (``has_own_devices``) uses the first of them. Raises
+    ``SettingsError`` when CUDA_VISIBLE_DEVICES names devices that torch does not find, or fewer devices than processes.
+    Warns when the node has devices, but fewer than processes.
     """
     devices, given = torch.cuda.device_count(), environ.get("CUDA_VISIBLE_DEVICES", "")
-    own = "RANK" not in environ and bool(environ.get("SLURM_GPUS_PER_TASK"))
-    if (devices and own) or (devices == 1 and _one_instance(given)):
+    if (devices and has_own_devices(environ)) or (devices == 1 and _one_instance(given)):
         return torch.device("cuda", 0)
     if devices >= ranks.local_world_size:
         return torch.device("cuda", ranks.local_rank)

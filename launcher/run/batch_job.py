@@ -1,7 +1,7 @@
-"""Handles the signal by which Slurm warns a batch job before its time limit or before preemption (SIGUSR1).
+"""A launcher that is the batch script of a Slurm job: the warning before the job ends, and the requeueing of the job.
 
-The launcher, which is the batch script of the job, asks the run for a checkpoint, stops the run as SIGTERM does, and
-requeues the job if ``slurm: {requeue: true}``.
+Slurm warns by SIGUSR1, before the time limit or before preemption. The launcher then asks the run for a checkpoint,
+stops the run as SIGTERM does, and requeues the job if ``slurm: {requeue: true}``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 
 from launcher.command import Command
+from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError
 from launcher.plan.model import LaunchPlan
+from launcher.plan.sbatch import is_on
 from launcher.run.interrupts import Interrupts
 from launcher.transport.base import Transport
+from launcher.transport.slurm_client import job_status, requeue
 
 _CHECKPOINT_TIMEOUT = 60  # seconds to wait for the checkpoint; Slurm warns two minutes before it ends the job
 
@@ -34,6 +39,11 @@ done
 def in_batch_job(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process belongs to the script of a Slurm batch job (sbatch), not to an interactive job (salloc)."""
     return environ.get("ENVIRONMENT") == "BATCH" and bool(environ.get("SLURM_JOB_ID"))
+
+
+def batch_job(config: ClusterConfig) -> str:
+    """Return the id of the batch job whose script is this launcher; '' for none."""
+    return (config.slurm_job or "") if in_batch_job() else ""
 
 
 class JobWarning:
@@ -80,3 +90,25 @@ def request_checkpoint(plan: LaunchPlan, transports: Mapping[int, Transport], sa
         return
     if done.returncode:
         say(f"no checkpoint within {_CHECKPOINT_TIMEOUT} s; the run resumes from an earlier one")
+
+
+def requeue_job(config: ClusterConfig, run_id: str, folder: Path, say: Callable[..., object]) -> None:
+    """Put the job of this launcher back into its queue, if the config says so and the run has a checkpoint.
+
+    The next start of the job resumes the run ``run_id`` from the checkpoint. ``folder``: of the run. ``say`` prints a
+    text in a style.
+    """
+    job = config.slurm_job
+    if job is None:  # a launch by SSH from a job; its nodes are not those of the job
+        return
+    with suppress(FleetError):  # Slurm does not answer: the job is requeued below, if that works
+        if job_status(job).restarts > int(os.environ.get("SLURM_RESTART_COUNT") or 0):  # after the failure of a node
+            say(f"Slurm has put job {job} back into its queue; its next start resumes the run")
+            return
+    if not is_on(config.slurm, "requeue"):
+        say(f"the job is not requeued (slurm: requeue); `gnnfleet resume {run_id}` resumes the run")
+    elif not (folder / "checkpoints" / "last.pt").is_file():
+        say("the job is not requeued, as the run has saved no checkpoint in its time", "yellow")
+    else:
+        say(f"requeueing job {job}, which will resume the run")
+        requeue(job)

@@ -68,7 +68,11 @@ def shared_files(context: PlanContext) -> SharedFiles:
         }
         for node in context.nodes
     ]
-    return SharedFiles(code, generated("cluster.json", json.dumps(_cluster(context), indent=1)), json.dumps(known))
+    return SharedFiles(
+        code,
+        generated("cluster.json", json.dumps(_cluster(context), indent=1)),
+        json.dumps(known, separators=(",", ":")),
+    )
 
 
 def node_files(
@@ -162,7 +166,7 @@ def _cluster(context: PlanContext) -> Mapping[str, Any]:
 def _node_spec(context: PlanContext, node: NodePlan) -> NodeSpec:
     """Return the content of the node's node.json, without the list of nodes."""
     run, config = context.config.run, context.config
-    restarts = 0 if config.serve_only else run.restarts
+    restarts = run.restarts if context.world.size else 0
     return NodeSpec(
         run_id=context.run_id,
         token=context.token.reveal(),

@@ -6,19 +6,22 @@ import sys
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from launcher.command import Command
 from launcher.config.schema import ClusterConfig
-from launcher.errors import TransportError
+from launcher.errors import Interrupted, TransportError
 from launcher.manage.collect_run import prepare_folder
 from launcher.manage.node_views import OpenRun
 from launcher.report.events import EventLog
 from launcher.report.report import RunReport
-from launcher.run.interrupts import OnInterrupt
-from launcher.run.lifecycle import View, follow_run
+from launcher.run.interrupts import Interrupts, OnInterrupt
+from launcher.run.lifecycle import FollowContext, conduct
+from launcher.text import count
 from launcher.transport import open_transport
 from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
 
@@ -29,24 +32,32 @@ def follow(
     """Follow a run to its end, then collect its files and print its report.
 
     ``on_interrupt``: action of the first Ctrl-C. None: ``detach`` if ``run.on_interrupt`` in the config is ``detach``,
-    else ``ask``.
+    else ``ask``. Raises Interrupted and OutOfReach.
     """
     found = run.found
     prepare_folder(run, folder)
-    config = found.needed_config
-    broken = {k: error for k, error in run.errors.items() if k < len(config.nodes)}
+    config, plan = found.needed_config, found.needed_plan
+    transports: dict[int, Transport] = {}
+    for k, attempt in run.attempts.items():
+        if isinstance(attempt, Transport):
+            transports[k] = attempt
+        elif k < len(config.nodes):
+            transports[k] = LateTransport(config, k, attempt)
+        else:
+            raise attempt
     # ``stop`` is meant for the launcher of the run only.
     on_interrupt = on_interrupt or ("detach" if config.run.on_interrupt == "detach" else "ask")
-    with closing(EventLog(folder / "events.jsonl", sys.stdout if as_json else None)) as events:
-        return follow_run(
-            found.needed_plan,
-            {**run.attempts, **{k: LateTransport(config, k, error) for k, error in broken.items()}},
-            run=config.run,
-            folder=folder,
-            started=found.launch.started if found.launch else time.time(),
-            view=View(console, on_interrupt, plain),
-            events=events,
-        )
+    started = found.launch.started if found.launch else time.time()
+    with (
+        closing(EventLog(folder / "events.jsonl", sys.stdout if as_json else None)) as events,
+        Interrupts() as interrupts,
+    ):
+        console.print(Text(f"run {plan.run_id}: following it on {count(len(plan.nodes), 'node')}"), soft_wrap=True)
+        limits = replace(config.run, on_interrupt=on_interrupt)
+        try:
+            return conduct(FollowContext(plan, transports, limits, folder, started, events, console, plain), interrupts)
+        except KeyboardInterrupt:
+            raise Interrupted(interrupts.message) from None
 
 
 class LateTransport(Transport):

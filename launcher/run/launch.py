@@ -37,7 +37,7 @@ from launcher.report.run_folder import clear, register
 from launcher.run.batch_job import JobWarning, batch_job, in_batch_job, request_checkpoint, requeue_job
 from launcher.run.check import preflight_of_draft, show_findings
 from launcher.run.interrupts import Interrupts
-from launcher.run.lifecycle import FollowContext, View, conduct
+from launcher.run.lifecycle import FollowContext, conduct
 from launcher.run.options import LaunchOptions, choose_run_id, run_folder
 from launcher.run.tmux_session import start_session
 from launcher.sync.parts_store import held_parts
@@ -210,8 +210,9 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
                         resolved.run,
                         context.folder,
                         context.started,
-                        View(console, resolved.run.on_interrupt, options.plain),
                         context.events,
+                        console,
+                        options.plain,
                         offsets={k: fact.clock_offset for k, fact in facts.items()},
                         at_stage=context.enter_stage,
                     ),

@@ -11,20 +11,19 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.config.schema import RunConfig
-from launcher.errors import Interrupted, OutOfReach, TransportError
+from launcher.errors import OutOfReach
 from launcher.plan.model import LaunchPlan
 from launcher.report.ending import checkpoint_node, conclude
 from launcher.report.events import EventLog
 from launcher.report.html.render import write_report
 from launcher.report.launch_file import Stage
 from launcher.report.report import RunReport, excluded_names, print_report, resume_command
-from launcher.run.interrupts import InterruptPrompt, Interrupts, OnInterrupt
+from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.live_log import LiveLog
 from launcher.run.live_state import Board
 from launcher.run.monitor import RunFollower
 from launcher.run.tmux_session import how_to_stop
 from launcher.sync.collect import collect
-from launcher.text import count
 from launcher.transport.base import Transport
 
 _TAIL = 10  # lines of each log shown first by ``gnnfleet follow``
@@ -33,25 +32,17 @@ Starts = Mapping[int, Callable[[], None]]
 
 
 @dataclass(frozen=True)
-class View:
-    """Where and how the progress of a run is printed, and what the first Ctrl-C does."""
-
-    console: Console
-    on_interrupt: OnInterrupt = "ask"
-    plain: bool = False  #: no live view
-
-
-@dataclass(frozen=True)
 class FollowContext:
     """What is needed to follow a run, to collect its files and to write its report."""
 
     plan: LaunchPlan
     transports: Mapping[int, Transport]
-    run: RunConfig
+    run: RunConfig  #: time limits, and what the first Ctrl-C does
     folder: Path  #: run folder on this machine
     started: float  #: seconds since the epoch, by this machine's clock
-    view: View
     events: EventLog
+    console: Console
+    plain: bool = False  #: no live view
     offsets: Mapping[int, float] | None = None  #: node clock minus this machine's, seconds, as preflight measured
     at_stage: Callable[[Stage], None] = lambda stage: None  #: called when the run enters a stage
 
@@ -77,7 +68,7 @@ def conduct(
     )
     report = RunReport(context.plan.run_id, context.folder)
     board = Board.of(context.plan, time.time() - context.started)
-    with LiveLog(context.view.console, context.plan, plain=context.view.plain, board=board) as live:
+    with LiveLog(context.console, context.plan, plain=context.plain, board=board) as live:
         follower = RunFollower(
             context.plan,
             context.transports,
@@ -91,7 +82,7 @@ def conduct(
             on_training=lambda: context.at_stage("train"),
         )
         try:
-            follower.follow(interrupts, InterruptPrompt(live, context.view.on_interrupt, viewer=starts is None))
+            follower.follow(interrupts, InterruptPrompt(live, context.run.on_interrupt, viewer=starts is None))
         except BaseException:
             follower.leave() if starts is None else follower.abandon()
             raise
@@ -106,7 +97,7 @@ def conduct(
             f"  gnnfleet follow {run_id}    follow the run to its end",
             f"  gnnfleet status {run_id}    show its state; also: logs, attach, stop, collect",
         ):
-            context.view.console.print(Text(line), soft_wrap=True)
+            context.console.print(Text(line), soft_wrap=True)
         report.seconds = time.time() - context.started
         return report
 
@@ -126,7 +117,7 @@ def conduct(
         conclude(report, context.plan, time.time() - context.started, context.offsets)
         write_report(report)
     context.events.add("end", state=report.state, exit_status=report.exit_status, seconds=report.seconds)
-    print_report(report, context.view.console)
+    print_report(report, context.console)
     return report
 
 
@@ -149,31 +140,3 @@ def _out_of_reach(context: FollowContext, report: RunReport) -> str:
         f"no other node of {run_id} has been reachable {waited}; {first} has ended ({why}). If {names} "
         f"{'go' if len(others) > 1 else 'goes'} on: {follow}; if switched off: {resume_command(run_id, away)}"
     )
-
-
-def follow_run(
-    plan: LaunchPlan,
-    transports: Mapping[int, Transport | TransportError],
-    *,
-    run: RunConfig,
-    folder: Path,
-    started: float,
-    view: View,
-    events: EventLog,
-) -> RunReport:
-    """Follow a run that another process has launched, or that has ended; print and return its report.
-
-    ``transports`` need not be connected. ``started``: seconds since the epoch. Raises Interrupted, OutOfReach, and any
-    TransportError in ``transports``.
-    """
-    for attempt in transports.values():
-        if isinstance(attempt, TransportError):
-            raise attempt
-    usable = {k: attempt for k, attempt in transports.items() if isinstance(attempt, Transport)}
-    context = FollowContext(plan, usable, run, folder, started, view, events)
-    view.console.print(Text(f"run {plan.run_id}: following it on {count(len(plan.nodes), 'node')}"), soft_wrap=True)
-    with Interrupts() as interrupts:
-        try:
-            return conduct(context, interrupts)
-        except KeyboardInterrupt:
-            raise Interrupted(interrupts.message) from None

@@ -126,13 +126,15 @@ def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:
     else:
         folder = _on_node(reader, ("data", "folder"), data.folder, local)
     source = _here(reader, ("data", "source"), data.source) if data.source else None
-    resume = _checkpoint(reader, train.resume) if train.resume else None
+    resume = _checkpoint(reader, ("train", "resume"), train.resume) if train.resume else None
+    place = ("train", "start", "checkpoint")
+    start = train.start and replace(train.start, checkpoint=_checkpoint(reader, place, train.start.checkpoint))
     files = tuple(_existing(reader, ("run", "files", i), file) for i, file in enumerate(run.files))
     return replace(
         config,
         nodes=nodes,
         data=replace(data, folder=folder, source=source),
-        train=replace(train, resume=resume),
+        train=replace(train, resume=resume, start=start),
         run=replace(run, files=files, runs_dir=os.path.expanduser(run.runs_dir)),
     )
 
@@ -170,8 +172,8 @@ def _existing(reader: Reader, place: KeyPath, text: str) -> str:
     return path
 
 
-def _checkpoint(reader: Reader, text: str) -> str:
-    path = _here(reader, ("train", "resume"), text)
+def _checkpoint(reader: Reader, place: KeyPath, text: str) -> str:
+    path = _here(reader, place, text)
     return path if Path(path).is_file() else text
 
 

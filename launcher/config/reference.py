@@ -62,10 +62,10 @@ data: {dataset: ogbn-products, num_parts: 4, replicas: 2}
 ```
 
 **Paths.** Paths on the launching machine (`key`, `data.source`, `data.folder` in mode sync, `run.files`,
-`train.resume`) are relative to the YAML file that contains them. Given with `--set`, they are relative to the current
-directory; `run.runs_dir` always is. Paths on a node (`workdir`, `venv`, `data_folder`, and `data.folder` in mode
-verify) must begin with `/` or `~/`; only with `transport: local` may they be relative to the YAML file. `~` is the home
-folder on the machine that the path refers to.
+`train.resume`, `train.start`) are relative to the YAML file that contains them. Given with `--set`, they are relative
+to the current directory; `run.runs_dir` always is. Paths on a node (`workdir`, `venv`, `data_folder`, and `data.folder`
+in mode verify) must begin with `/` or `~/`; only with `transport: local` may they be relative to the YAML file. `~` is
+the home folder on the machine that the path refers to.
 
 **Changing a key for one run.** `--set key=value` may be repeated: `--set train.lr=1e-3`,
 `--set nodes.0.devices=[0,1]`, `--set defaults.venv=~/venv`; `--set 'nodes.*.procs=2'` sets the key on every node. The

@@ -356,6 +356,18 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Start:
+    """The weights of another run from which a run starts. `start: RUN` is short for `start: {checkpoint: RUN}`."""
+
+    checkpoint: str = setting(
+        "A file on this machine, or the id of an earlier run in runs_dir; its best weights are taken."
+    )
+    modules: tuple[str, ...] = setting(
+        "Names of the modules to take, as [layers.0]; `embedding` has the trainable rows. Default: all.", (), form=WORD
+    )
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Settings of the bundled trainer; each is passed as one flag of `python -m trainer train`."""
 
@@ -484,6 +496,12 @@ class TrainConfig:
         "Type in which the layers compute; `bfloat16` accumulates in float32, and changes results.", "float32"
     )
     timeout: float = setting("Seconds after which a wait for another process fails.", 120.0, above=0, below=1_000_000)
+    keep: int = setting(
+        "Checkpoints of the best epochs that are kept on the lead node, besides the newest.", 1, at_least=1
+    )
+    start: Start | None = setting(
+        "Start from the weights of another run: a checkpoint, or the keys below; without effect if it is resumed.", None
+    )
     resume: str | None = setting(
         "Checkpoint to continue from: a file on this machine, or the id of an earlier run in runs_dir.", None
     )

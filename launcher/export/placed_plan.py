@@ -48,17 +48,21 @@ class ExportRequest:
 
 
 def check_exportable(config: ResolvedConfig, kind: str) -> None:
-    """Raise UsageError if the config has ``data.serving`` or ``train.resume``, which exported runs do not support."""
+    """Raise UsageError if the config has what exported runs do not support.
+
+    That is ``data.serving``, ``train.resume`` or ``train.start``.
+    """
     if config.data.serving:
         raise UsageError(
             f"data.serving: an exported run ({kind}) cannot attach to serving cluster {config.data.serving}, whose "
             "addresses and keys are looked up at launch; give data.dataset, or launch with gnnfleet"
         )
-    if config.train.resume:
-        raise UsageError(
-            f"train.resume: an exported run ({kind}) gets no checkpoint of this machine; remove this key. The "
-            "exported run resumes from its own checkpoints"
-        )
+    for name in ("resume", "start"):
+        if getattr(config.train, name):
+            raise UsageError(
+                f"train.{name}: an exported run ({kind}) gets no checkpoint of this machine; remove this key. The "
+                "exported run resumes from its own checkpoints"
+            )
 
 
 def without_credentials(config: ResolvedConfig) -> tuple[ResolvedConfig, tuple[str, ...]]:

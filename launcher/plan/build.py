@@ -22,7 +22,7 @@ from launcher.plan.commands import PlanContext, own_argv, with_commands
 from launcher.plan.device_sampling import sampling_line
 from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
 from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated
-from launcher.plan.own_script import own_command_files, resume_file
+from launcher.plan.own_script import checkpoint_file, own_command_files
 from launcher.plan.partition import PartitionFiles, outdated, partitioning, read_partition_files
 from launcher.plan.placement import place_nodes
 from launcher.plan.precision import precision_notes
@@ -64,7 +64,8 @@ def make_plan(
         manifest: files of the parts on the launching machine (mode ``sync``); None if the parts do not exist yet.
         token: random text by which the processes of the run are recognised; None for no token.
         operator: user and machine that launch, as ``alice@laptop``; stored in the leases on devices and ports.
-        cwd: folder to which relative paths in ``own_command``, ``run.runs_dir`` and ``train.resume`` refer.
+        cwd: folder to which relative paths in ``own_command``, ``run.runs_dir``, ``train.resume`` and ``train.start``
+            refer.
         before: present plan of a serving cluster; its nodes without facts run already, and keep their NodePlan.
         serving: the serving cluster to which a config with ``data.serving`` attaches.
 
@@ -74,6 +75,8 @@ def make_plan(
     own = own_command_files(own_command, config.run.files, cwd) if own_command else None
     running = {node.node_rank: node for node in before.nodes if node.node_rank not in inputs.facts} if before else {}
     nodes = place_nodes(config, run_id, inputs.facts, code_digest, inputs.parts, serving, running, own is not None)
+    resumed = config.train.resume if not config.serve_only else None
+    started = config.train.start if resumed is None and not (own or config.serve_only) else None
     context = PlanContext(
         config=config,
         facts=inputs.facts,
@@ -83,7 +86,8 @@ def make_plan(
         nodes=nodes,
         lead=lead(config),
         own=own,
-        resume=None if config.serve_only else resume_file(config, cwd),
+        resume=checkpoint_file("resume", resumed, config, cwd) if resumed is not None else None,
+        start=checkpoint_file("start", started.checkpoint, config, cwd) if started is not None else None,
         serving=serving,
         version=before.version + 1 if before else 1,
         topology=decide(config, nodes, config.num_parts, inputs.parts, inputs.facts),

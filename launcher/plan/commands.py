@@ -28,6 +28,7 @@ class PlanContext:
     lead: int  #: node_rank of the first node that trains
     own: OwnCommand | None  #: the user's own command; None: the bundled trainer
     resume: PlannedFile | None  #: checkpoint to resume from
+    start: PlannedFile | None = None  #: checkpoint whose weights the run starts from
     serving: ServingCluster | None = None  #: the serving cluster to which the run attaches
     version: int = 1  #: version of cluster.json
     topology: Topology = Topology()
@@ -113,11 +114,14 @@ def own_argv(own: OwnCommand, node: NodePlan) -> list[str]:
 def _train_argv(context: PlanContext, node: NodePlan) -> list[str]:
     parts = ["--parts", node.data_dir] if node.parts else []
     argv = [*node.python.argv, "-m", "trainer", "train", *parts, *train_flags(context.config.train)]
+    if (start := context.config.train.start) and context.start:
+        moved = {"checkpoint": f"{node.run_dir}/{context.start.dest}", "modules": start.modules}
+        argv += ["--start", json.dumps(moved)]
     return [*argv, "--resume", f"{node.run_dir}/{context.resume.dest}"] if context.resume else argv
 
 
 _LEFT_OUT_AT_DEFAULT = (  # keeps the shown command short
-    "precision", "device_cache", "sampling", "checkpoint_seconds", "label_smoothing"
+    "precision", "device_cache", "sampling", "checkpoint_seconds", "label_smoothing", "keep"
 )  # fmt: skip
 
 
@@ -128,13 +132,13 @@ def train_flags(train: TrainConfig) -> list[str]:
     made for
 
     - a setting that is None, false or an empty list
-    - ``resume``, as its path differs between nodes
+    - ``resume`` and ``start``, as their paths differ between nodes
     - a setting in ``_LEFT_OUT_AT_DEFAULT`` that has its default value
     """
     flags: list[str] = []
     for field in fields(train):
         value = getattr(train, field.name)
-        if field.name == "resume" or value is None or value is False or value == ():
+        if field.name in ("resume", "start") or value is None or value is False or value == ():
             continue
         if field.name in _LEFT_OUT_AT_DEFAULT and value == field.default:
             continue

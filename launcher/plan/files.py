@@ -88,8 +88,7 @@ def node_files(
         files += _part_files(context, node, manifest.folder, parts)
     if context.own and node.ranks:
         files += [_below(f"{node.run_dir}/files", file) for file in context.own.files]
-    if context.resume and node.ranks:
-        files.append(_below(node.run_dir, context.resume))
+    files += [_below(node.run_dir, file) for file in (context.resume, context.start) if file and node.ranks]
     return (*files, *_generated(context, node, shared))
 
 

@@ -92,19 +92,16 @@ def _check_script(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -> 
         )
 
 
-def resume_file(config: ClusterConfig, cwd: Path) -> PlannedFile | None:
-    """Return the checkpoint from which ``train.resume`` resumes, by path or run id; None if it is not set.
+def checkpoint_file(name: str, wanted: str, config: ClusterConfig, cwd: Path) -> PlannedFile:
+    """Return the checkpoint for ``train.resume`` or ``train.start``, as ``name``.pt in the run folder.
 
-    The ``dest`` of the file is relative to the run folder. Raises UsageError if the checkpoint does not exist.
+    ``wanted``: its path, or the id of a run. Raises UsageError if it does not exist.
     """
-    wanted = config.train.resume
-    if wanted is None:
-        return None
     of_run = cwd / config.run.runs_dir / wanted / "checkpoints" / "last.pt"
     for path in (cwd / wanted, of_run):
         if path.is_file():
-            return copied("resume.pt", path)
-    raise UsageError(f"train.resume: there is no file `{wanted}`, and no run with this id has a checkpoint ({of_run})")
+            return copied(f"{name}.pt", path)
+    raise UsageError(f"train.{name}: there is no file `{wanted}`, and no run with this id has a checkpoint ({of_run})")
 
 
 def _dest(path: Path, cwd: Path) -> str:

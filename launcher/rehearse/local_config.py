@@ -113,6 +113,7 @@ def _train(train: TrainConfig) -> TrainConfig:
         sampling="cpu" if train.sampling == "cuda" else train.sampling,
         device_cache="0",
         resume=None,
+        start=None,
     )
 
 

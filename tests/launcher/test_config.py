@@ -11,7 +11,7 @@ import pytest
 
 from launcher.config.loader import load_config, to_yaml
 from launcher.config.reference import config_page
-from launcher.config.schema import ClusterConfig, EarlyStop, NodeConfig, TrainConfig
+from launcher.config.schema import ClusterConfig, EarlyStop, NodeConfig, Start, TrainConfig
 from launcher.errors import ConfigError, UsageError
 from launcher.files import CODE_ROOT
 from launcher.init.request import InitRequest, config_of, split_hosts
@@ -517,6 +517,8 @@ def test_relative_paths_start_from_the_file_or_the_working_folder(
     assert config.run.runs_dir == "runs"
     assert load(TWO).data.folder == str(tmp_path / "parts")
     assert load(TWO, ["data.folder=here"]).data.folder == str(elsewhere / "here")
+    assert load(TWO, ["train.start=run-1"]).train.start == Start("run-1")
+    assert load(TWO + "train: {start: last.pt}\n").train.start == Start(str(tmp_path / "last.pt"))
     assert load(TWO, ["train.resume=run-1"]).train.resume == "run-1"
     local = load("transport: local\nnodes: 1\ndata: {dataset: synthetic}\n", ["defaults.venv=../.venv"])
     assert local.nodes[0].venv == str(tmp_path / ".venv")

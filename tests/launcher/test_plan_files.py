@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.config.schema import DataConfig, NodeConfig, RunConfig, TrainConfig
+from launcher.config.schema import DataConfig, NodeConfig, RunConfig, Start, TrainConfig
 from launcher.errors import FleetError, UsageError
 from launcher.files import CODE_ROOT
 from launcher.plan.files import code_digest, code_files
@@ -251,9 +251,23 @@ def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:
         assert node.trainer.argv[-2:] == ("--resume", sent.dest)
         own = plan_of(cluster(train=TrainConfig(resume=wanted)), cwd=tmp_path, own_command=("true",)).nodes[1]
         assert own.trainer.env["GNNFLEET_RESUME"] == f"{own.run_dir}/resume.pt"
+    # Weights to start from are sent alike, but not to a run that is resumed, nor for an own command.
+    start = Start("old-run", ("layers.0",))
+    node = plan_of(cluster(train=TrainConfig(start=start)), cwd=tmp_path).nodes[1]
+    moved = {"checkpoint": f"{node.run_dir}/start.pt", "modules": ["layers.0"]}
+    assert node.trainer.argv[-2:] == ("--start", json.dumps(moved)) and str(checkpoint) in {
+        f.source for f in node.files
+    }
+    resumed = TrainConfig(start=Start("gone"), resume="old-run")
+    assert "--start" not in plan_of(cluster(train=resumed), cwd=tmp_path).nodes[1].trainer.argv
+    assert (
+        "--start" not in plan_of(cluster(train=TrainConfig(start=start)), own_command=("true",)).nodes[1].trainer.argv
+    )
     assert "GNNFLEET_RESUME" not in plan_of(cluster(), own_command=("true",)).nodes[1].trainer.env
-    with pytest.raises(UsageError, match="there is no file `gone`, and no run with this id has a checkpoint"):
-        plan_of(cluster(train=TrainConfig(resume="gone")), cwd=tmp_path)
+    for name, gone in (("resume", TrainConfig(resume="gone")), ("start", TrainConfig(start=Start("gone")))):
+        message = f"train.{name}: there is no file `gone`, and no run with this id has a checkpoint"
+        with pytest.raises(UsageError, match=message):
+            plan_of(cluster(train=gone), cwd=tmp_path)
 
 
 def test_code_files_are_gnnfleet_launcher_node_and_trainer() -> None:

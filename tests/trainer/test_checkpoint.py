@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import math
 import os
 import zipfile
 from pathlib import Path
@@ -81,6 +82,20 @@ def test_the_two_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         "epoch-0002.pt", "epoch-0005.pt", "epoch-0006.pt", "last.pt",
     ]  # fmt: skip
     assert load_checkpoint(tmp_path / "last.pt").epoch == 6
+
+
+@pytest.mark.parametrize("name,kept", [("accuracy", [1, 3, 5, 6]), ("mae", [2, 4, 5, 6])])
+def test_as_many_of_the_best_are_kept_as_wanted(name: str, kept: list[int], tmp_path: Path) -> None:
+    values = [0.9, 0.1, 0.7, 0.2, math.nan, 0.5]
+    scores = [{"epoch": epoch, "loss": 1.0, name: value} for epoch, value in enumerate(values, 1)]
+    for epoch in range(1, 7):
+        whole = made(epoch, best_epoch=1 if name == "accuracy" else min(epoch, 2))
+        task = {**whole.task, "metrics": [name, "loss"]}
+        settings = {**whole.settings, "keep": 2}
+        save_checkpoint(
+            tmp_path, dataclasses.replace(whole, task=task, settings=settings, scores=tuple(scores[:epoch]))
+        )
+    assert sorted(epoch for epoch, step in dict(module.files_of(tmp_path))) == kept
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_other_file(

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from kill_kit import killed_run
 from train_kit import curve, infer_words, job, metrics, run_ranks, write_parts
 from trainer.cli import cli
-from trainer.core.errors import SettingsError
+from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import Ranks
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
@@ -232,3 +232,59 @@ def test_keys_of_a_setting_are_checked(value: Any, message: str) -> None:
     with pytest.raises(SettingsError) as error:
         TrainSettings(early_stop=value)
     assert str(error.value) == message
+
+
+# The weights of another run
+
+
+def test_a_run_starts_from_the_weights_of_another(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    first = train(job(parts, tmp_path / "first", epochs=4, lr=0.02), Ranks())
+    last = tmp_path / "first" / "checkpoints" / "last.pt"
+    best = load_checkpoint(last).best
+    assert best is not None and best.epoch == first.best_epoch
+    tiny: dict[str, Any] = {"lr": 1e-12, "seed": 7}  # the weights stay as they are
+    capsys.readouterr()
+    again = train(job(parts, tmp_path / "again", **tiny, start=str(last)), Ranks())
+    assert f"starting from {len(best.model)} tensors of {last} (epoch {best.epoch})" in capsys.readouterr().out
+    assert again.val is not None and again.val == pytest.approx(first.val, abs=0.05)
+    (ended,) = run_ranks(1, job(parts, tmp_path / "alone", start=str(last)))[:1]
+    assert ended.returncode == 0, ended.output
+    assert all(one.returncode == 0 for one in run_ranks(3, job(parts, tmp_path / "together", start=str(last))))
+    assert curve(tmp_path / "together") == pytest.approx(curve(tmp_path / "alone"), rel=1e-4)
+
+    # Some modules of a model with another output.
+    wider: dict[str, Any] = {**tiny, "fanouts": (5, 5, 5)}
+    modules = sorted({".".join(name.split(".")[:2]) for name in best.model})
+    some = {"checkpoint": str(last), "modules": modules[:1]}
+    train(job(parts, tmp_path / "some", **wider, start=some), Ranks())
+    weights = load_checkpoint(tmp_path / "some" / "checkpoints" / "last.pt").model
+    same = {name: torch.equal(weights[name].round(decimals=5), of.round(decimals=5)) for name, of in best.model.items()}
+    taken = [name for name, equal in same.items() if equal]
+    assert taken == [name for name in best.model if name.startswith(f"{modules[0]}.")]
+    for start, message in (
+        (str(last), f"start: the weights of .*last.pt do not fit the model: {modules[-1]}.* in the checkpoint"),
+        ({"checkpoint": str(last), "modules": ["head"]}, "start: the checkpoint has no module 'head'; it has "),
+        (str(tmp_path / "gone.pt"), "gone.pt cannot be read"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            train(job(parts, tmp_path / "wrong", **wider, start=start), Ranks())
+
+
+def test_trainable_rows_are_taken_from_another_run(tmp_path: Path) -> None:
+    parts = write_parts(tmp_path / "parts", 2, "synthetic-hetero")
+    wanted: dict[str, Any] = {"model": "rgcn"}
+    train(job(parts, tmp_path / "first", **wanted, lr=0.05), Ranks())
+    last = tmp_path / "first" / "checkpoints" / "last.pt"
+    best, tiny = load_checkpoint(last).best, {**wanted, "lr": 1e-12, "seed": 7}
+    assert best is not None and best.embedding
+    rows = job(parts, tmp_path / "rows", **tiny, start={"checkpoint": str(last), "modules": ["embedding"]})
+    for ended in run_ranks(2, job(parts, tmp_path / "all", **tiny, start=str(last)), rows):
+        assert ended.returncode == 0, ended.output
+    for name in ("all", "rows"):
+        found = load_checkpoint(tmp_path / name / "checkpoints" / "last.pt").best
+        assert found is not None and found.embedding is not None
+        torch.testing.assert_close(dict(found.embedding), dict(best.embedding))
+        equal = all(torch.allclose(found.model[key], value, atol=1e-6) for key, value in best.model.items())
+        assert equal == (name == "all")

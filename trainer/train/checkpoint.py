@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +25,7 @@ from trainer.core.rng import DRAWS
 from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.store.manifest import Manifest
 from trainer.train.settings import TrainSettings
+from trainer.train.tasks.task import metric_named
 
 FORMAT = "gnnfleet-checkpoint"
 
@@ -139,22 +141,29 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         CheckpointError: The folder cannot be written; earlier files are left as they were.
     """
     content = {"format": FORMAT, "version": VERSION, **checkpoint.content()}
-    best = checkpoint.best.epoch if checkpoint.best else None
-    return save_content(folder, checkpoint.position, content, best)
+    best = [checkpoint.best.epoch] if checkpoint.best else []
+    if "metrics" in checkpoint.task:
+        metric = metric_named(checkpoint.task["metrics"][0])
+        ranked = [score for score in checkpoint.scores if not math.isnan(score.get(metric.name, math.nan))]
+        ranked.sort(key=lambda score: score[metric.name], reverse=metric.better == "higher")
+        best += [int(score["epoch"]) for score in ranked]
+    return save_content(folder, checkpoint.position, content, best, checkpoint.settings.get("keep", 1))
 
 
-def save_content(folder: Path, position: Position, content: Mapping[str, Any], best: int | None = None) -> Path:
+def save_content(
+    folder: Path, position: Position, content: Mapping[str, Any], best: Sequence[int] = (), keep: int = 1
+) -> Path:  # fmt: skip
     """Write ``content``, anything that ``torch.save`` accepts, to a checkpoint file, and return the file's path.
 
-    Then makes ``last.pt`` refer to the file, and deletes old files. The file of epoch ``best`` is kept. ``position``:
-    epochs and steps done, which the file name states.
+    Then makes ``last.pt`` refer to the file, and deletes old files. The first ``keep`` files of the epochs ``best``,
+    the best one first, are kept. ``position``: epochs and steps done, which the file name states.
     """
     path = folder / file_name(position)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda file: _write_with_digest(content, file), sync=True)
         _point_to(folder / "last.pt", path)
-        _prune(folder, position, best)
+        _prune(folder, position, best, keep)
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be written: {error.strerror or error}") from error
     return path
@@ -283,16 +292,17 @@ def _point_to(link: Path, target: Path) -> None:
     temporary.replace(link)
 
 
-def _prune(folder: Path, newest: Position, best: int | None) -> None:
+def _prune(folder: Path, newest: Position, best: Sequence[int], keep: int) -> None:
     """Delete old checkpoint files after the checkpoint at ``newest`` was written.
 
-    Keeps the ``KEPT`` newest files of whole epochs, the ``KEPT`` newest files within the current epoch, and the file of
-    epoch ``best``.
+    Keeps the ``KEPT`` newest files of whole epochs, the ``KEPT`` newest files within the current epoch, and ``keep``
+    files of the epochs ``best``.
     """
     known = sorted(position for position, _ in files_of(folder) if position <= newest)
     epochs = [position for position in known if position[1] == 0]
     steps = [position for position in known if position[1] and position > max(epochs, default=(0, 0))]
-    kept = {*epochs[-KEPT:], *steps[-KEPT:], (best, 0)}
+    saved = [(epoch, 0) for epoch in dict.fromkeys(best) if (epoch, 0) in epochs]
+    kept = {*epochs[-KEPT:], *steps[-KEPT:], *saved[:keep]}
     for position in known:
         if position not in kept:
             (folder / file_name(position)).unlink(missing_ok=True)

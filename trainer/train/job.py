@@ -37,6 +37,7 @@ from trainer.train.loaders import SPLITS, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
 from trainer.train.model import embedded_nodes, make_model
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
+from trainer.train.start import start_from
 from trainer.train.tasks.baseline import Baseline, link_baseline
 from trainer.train.tasks.choose import metric_names, node_task
 from trainer.train.tasks.choose_target import pick_target
@@ -254,6 +255,10 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     if path := os.environ.get("GNNFLEET_RESUME") or settings.resume:
         check = partial(check_fits, settings=settings, graph=record, path=path, kind=task.kind)
         fit.restore(read_on_first(path, check, group))
+    elif settings.start is not None:
+        started = start_from(settings.start, model, embedding, group)
+        if is_first:
+            print(started, flush=True)
     return fit
 
 

@@ -76,6 +76,14 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Start:
+    """The weights of another run from which a run starts."""
+
+    checkpoint: str = setting("checkpoint file; rank 0 reads it", ...)
+    modules: tuple[str, ...] = setting("names of the modules to take, such as layers.0; default: all", ())
+
+
+@dataclass(frozen=True)
 class TrainSettings:
     """Model, data and optimisation of a run of the bundled trainer: the keys of ``train`` in cluster.yml.
 
@@ -172,6 +180,8 @@ class TrainSettings:
         "Type in which the layers compute; bfloat16 accumulates in float32, and changes results.", "float32"
     )
     timeout: float = setting("Seconds that a wait for another process may take.", 120.0, above=0, below=1_000_000)
+    keep: int = setting("Checkpoints of the best epochs that are kept, besides the newest.", 1, at_least=1)
+    start: Start | None = setting("Start from the best weights of another run, unless it is resumed.", None)
     resume: str | None = setting("Checkpoint file to resume from; rank 0 reads it.", None)
 
     def __post_init__(self) -> None:

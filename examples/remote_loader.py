@@ -31,7 +31,7 @@ def look(graph):
 def score(graph, checkpoint):
     """Print the test accuracy, on sampled neighbours, of a model that the bundled trainer trained."""
     saved = gf.load_checkpoint(checkpoint)
-    model, _ = gf.trained_model(saved, graph.manifest)
+    model, _ = gf.trained_model(saved)
     wants_degree = bool(getattr(model, "needs_degree", False))
     settings = gf.loader_settings(gf.TrainSettings(**saved.settings), saved.graph["target"], "test", wants_degree)
     right = seeds = 0

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from trainer.store.manifest import read_manifest
     from trainer.train.checkpoint import load_checkpoint
     from trainer.train.loaders import loader_settings
-    from trainer.train.model import trained_model
+    from trainer.train.model import load_model, trained_model
     from trainer.train.settings import TrainSettings
 
 __all__ = [
@@ -93,6 +93,7 @@ __all__ = [
     "connect",
     "decode_texts",
     "load_checkpoint",
+    "load_model",
     "loader_settings",
     "nn",
     "open",
@@ -119,7 +120,7 @@ _DEFINED_IN = {
     "trainer.train.checkpoint": ("load_checkpoint",),
     "trainer.infer.layerwise_inference": ("WholeGraph",),
     "trainer.train.loaders": ("loader_settings",),
-    "trainer.train.model": ("trained_model",),
+    "trainer.train.model": ("load_model", "trained_model"),
     "trainer.train.settings": ("TrainSettings",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _DEFINED_IN.items() for name in names}

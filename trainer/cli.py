@@ -20,7 +20,7 @@ import click
 from trainer.core.errors import SettingsError, TrainerError
 from trainer.core.remote_settings import SERVER_WAIT, CacheSize, RemoteAccess, Topology, WireRows
 from trainer.core.waits import report_error
-from trainer.train.settings import F, InferJob, NumberList, TrainJob, TrainSettings, settings_options
+from trainer.train.settings import F, InferJob, Keyed, NumberList, TrainJob, TrainSettings, settings_options
 
 #: Commands of other modules: name -> (module, attribute). Imported on use, because importing torch takes seconds.
 _LAZY_COMMANDS = {name: ("trainer.partition.cli", name) for name in ("partition", "inspect", "verify")}
@@ -205,6 +205,16 @@ def train(
         from trainer.train.job import train as run
 
     run(job)
+
+
+@cli.command("check-model")
+@click.option("--model", required=True, help="FILE.py:CLASS or PACKAGE.CLASS.")
+@click.option("--model-args", type=Keyed(), default="{}", help="Further arguments of the class, a JSON object.")
+def check_model(model: str, model_args: dict[str, Any]) -> None:
+    """Check that `train` can make and call a model class of your own, without a graph."""
+    from trainer.own.model_class import check_class
+
+    check_class(model, model_args)
 
 
 @cli.command()

@@ -43,6 +43,10 @@ ADDRESS = Form(r"""(?!-)[^\s'"`$\\;&<>|(){}\x00-\x1f\x7f-\x9f]+""", "a host name
 USER = Form(rf"""(?!-)([^\s'"`;&<>|(){{}}{_CONTROLS}]| (?!-))*(?<!\\)""", "a user name")
 
 VARIABLE = Form("[A-Za-z_][A-Za-z0-9_]*", "the name of a variable: letters, digits and _")
+MODEL = Form(
+    rf"\w+|(?!-)[^:{_CONTROLS}]+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+",
+    "the name of a bundled model, FILE.py:CLASS or PACKAGE.CLASS",
+)
 SBATCH_OPTION = Form("[a-z][a-z0-9_-]*", "a long option of sbatch, such as partition or gpus-per-node")
 SLURM_JOB = Form(r"[0-9][0-9_+]*", "the number of a job")
 
@@ -271,6 +275,15 @@ class DataConfig:
     )
 
 
+#: Names of the bundled models.
+MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage")
+
+
+def is_own_model(model: str) -> bool:
+    """Return whether ``train.model`` names a class, as ``FILE.py:CLASS`` or ``PACKAGE.CLASS``, not a bundled model."""
+    return ":" in model or "." in model
+
+
 #: Metrics on evaluation splits by task, the default one first; `loss` is another name that `train.early_stop` accepts.
 METRICS: Mapping[str, tuple[str, ...]] = {
     "classification": ("accuracy", "macro_f1", "micro_f1", "roc_auc", "average_precision"),
@@ -371,8 +384,14 @@ class Start:
 class TrainConfig:
     """Settings of the bundled trainer; each is passed as one flag of `python -m trainer train`."""
 
-    model: Literal["sage", "gcn", "gat", "rgcn", "hgt", "rsage"] = setting(
-        "GraphSAGE, GCN or GAT; for heterogeneous graphs RGCN, HGT or GraphSAGE per edge type.", "sage"
+    model: str = setting(
+        "`sage`, `gcn` or `gat`; for heterogeneous graphs `rgcn`, `hgt` or `rsage` (GraphSAGE per edge type). Or a "
+        "class: `FILE.py:CLASS`, or `PACKAGE.CLASS` such as torch_geometric.nn.GraphSAGE.",
+        "sage",
+        form=MODEL,
+    )
+    model_args: Mapping[str, Any] | None = setting(
+        "Further arguments of a model class, by name, for instance `{act: elu}`.", None, form=ANY
     )
     task: Literal["auto", "classification", "regression", "multilabel", "link"] = setting(
         "What is learned: classes, numbers or several labels of vertices, or `link`: which links exist. `auto` decides "

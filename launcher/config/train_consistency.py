@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.config.cache_size import CacheSize
-from launcher.config.schema import METRICS, OPTIMIZERS, SCHEDULES, ClusterConfig, Schedule, TrainConfig
+from launcher.config.schema import (
+    METRICS,
+    MODELS,
+    OPTIMIZERS,
+    SCHEDULES,
+    ClusterConfig,
+    Schedule,
+    TrainConfig,
+    is_own_model,
+)
 from launcher.config.validation import KeyPath, Reader, dotted
 from launcher.yaml_tree import shortened
 
@@ -93,15 +102,33 @@ def _layers(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _model(config: ClusterConfig, reader: Reader) -> None:
-    """Report a number of heads or an edge feature setting that does not fit ``train.model``."""
+    """Report an unknown model, and arguments, heads and an edge feature setting that do not fit ``train.model``."""
     train = config.train
+    own = is_own_model(train.model)
+    if not own and train.model not in MODELS and reader.good(("train", "model")):
+        near = difflib.get_close_matches(train.model, MODELS, 1)
+        hint = f"did you mean `{near[0]}`? The models are" if near else "the models are"
+        reader.report(
+            ("train", "model"),
+            f"train.model: `{train.model}` is no model; {hint} {', '.join(MODELS)}, or a class: FILE.py:CLASS or "
+            "PACKAGE.CLASS",
+        )
+        return
+    if train.model_args and not own and reader.good(("train", "model_args")):
+        text = f"train.model_args: {train.model} is a bundled model, which takes no further arguments; leave them out"
+        reader.report(("train", "model_args"), text)
     if train.model in ("gat", "hgt") and train.hidden % train.heads and reader.good(("train", "heads")):
         reader.report(
             ("train", "heads"),
             f"train.heads: {train.heads} heads do not divide train.hidden ({train.hidden}), as {train.model} needs; "
             "change one of them",
         )
-    if train.edge_attr is not None and train.model not in ("sage", "rsage") and reader.good(("train", "edge_attr")):
+    if (
+        train.edge_attr is not None
+        and not own
+        and train.model not in ("sage", "rsage")
+        and reader.good(("train", "edge_attr"))
+    ):
         reader.report(
             ("train", "edge_attr"),
             f"train.edge_attr: model {train.model} does not read edge features; use sage, for several types rsage",

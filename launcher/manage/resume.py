@@ -97,7 +97,8 @@ def prepare_offline(found: FoundRun, options: LaunchOptions, notes: tuple[str, .
         own_command=own,
         resumed_from=found.run_id,
     )
-    cwd = Path(found.launch.cwd) if own and found.launch else None
+    sends_files = own or ":" in found.needed_config.train.model  # of the folder of the first launch
+    cwd = Path(found.launch.cwd) if sends_files and found.launch else None
     return PreparedResume(resumed, cwd, message, notes)
 
 

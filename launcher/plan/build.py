@@ -22,7 +22,7 @@ from launcher.plan.commands import PlanContext, own_argv, with_commands
 from launcher.plan.device_sampling import sampling_line
 from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
 from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated
-from launcher.plan.own_script import checkpoint_file, own_command_files
+from launcher.plan.own_script import check_model_class, checkpoint_file, own_command_files, own_model_files
 from launcher.plan.partition import PartitionFiles, outdated, partitioning, read_partition_files
 from launcher.plan.placement import place_nodes
 from launcher.plan.precision import precision_notes
@@ -73,6 +73,7 @@ def make_plan(
     """
     inputs = _Inputs(config, facts or {}, manifest, serving)
     own = own_command_files(own_command, config.run.files, cwd) if own_command else None
+    model = None if own_command or config.serve_only else own_model_files(config, cwd)
     running = {node.node_rank: node for node in before.nodes if node.node_rank not in inputs.facts} if before else {}
     nodes = place_nodes(config, run_id, inputs.facts, code_digest, inputs.parts, serving, running, own is not None)
     resumed = config.train.resume if not config.serve_only else None
@@ -86,6 +87,7 @@ def make_plan(
         nodes=nodes,
         lead=lead(config),
         own=own,
+        model=model,
         resume=checkpoint_file("resume", resumed, config, cwd) if resumed is not None else None,
         start=checkpoint_file("start", started.checkpoint, config, cwd) if started is not None else None,
         serving=serving,
@@ -276,7 +278,7 @@ def offline_plan(
     machine.
 
     Arguments as in ``make_plan``. ``to_train``: whether to raise UsageError if the bundled trainer would refuse the
-    graph (``check_trainable``).
+    graph (``check_trainable``) or the user's model class (``check_model_class``).
     """
     if config.data.store is None:  # else the parts may exist there
         check_source(config)
@@ -285,6 +287,7 @@ def offline_plan(
         manifest = read_partition_files(Path(config.data.folder).expanduser())
     if to_train and not own_command:
         check_trainable(config, manifest)
+        check_model_class(config.train)
     return make_plan(
         config,
         run_id=run_id,

@@ -27,6 +27,7 @@ class PlanContext:
     nodes: tuple[NodePlan, ...]  #: without files, and without commands except ``start``
     lead: int  #: node_rank of the first node that trains
     own: OwnCommand | None  #: the user's own command; None: the bundled trainer
+    model: OwnCommand | None  #: the file of the user's own model class as a command, with the modules it imports
     resume: PlannedFile | None  #: checkpoint to resume from
     start: PlannedFile | None = None  #: checkpoint whose weights the run starts from
     serving: ServingCluster | None = None  #: the serving cluster to which the run attaches
@@ -57,6 +58,14 @@ class PlanContext:
     @cached_property
     def world(self) -> World:
         return World(self.run_id, self.nodes, self.fixed_master_addr)
+
+    @cached_property
+    def train(self) -> TrainConfig:
+        """Settings of the bundled trainer, with the path of the model's file on the nodes, below the run folder."""
+        train = self.config.train
+        if self.model is None:
+            return train
+        return replace(train, model=f"files/{self.model.argv[1]}:{train.model.rpartition(':')[2]}")
 
     @cached_property
     def gateways(self) -> frozenset[int]:
@@ -113,7 +122,7 @@ def own_argv(own: OwnCommand, node: NodePlan) -> list[str]:
 
 def _train_argv(context: PlanContext, node: NodePlan) -> list[str]:
     parts = ["--parts", node.data_dir] if node.parts else []
-    argv = [*node.python.argv, "-m", "trainer", "train", *parts, *train_flags(context.config.train)]
+    argv = [*node.python.argv, "-m", "trainer", "train", *parts, *train_flags(context.train)]
     if (start := context.config.train.start) and context.start:
         moved = {"checkpoint": f"{node.run_dir}/{context.start.dest}", "modules": start.modules}
         argv += ["--start", json.dumps(moved)]

@@ -86,8 +86,8 @@ def node_files(
     if manifest and node.parts:
         parts = manifest.of_parts(node.parts, replicated=context.topology.replicated)
         files += _part_files(context, node, manifest.folder, parts)
-    if context.own and node.ranks:
-        files += [_below(f"{node.run_dir}/files", file) for file in context.own.files]
+    if node.ranks and (own := context.own or context.model):
+        files += [_below(f"{node.run_dir}/files", file) for file in own.files]
     files += [_below(node.run_dir, file) for file in (context.resume, context.start) if file and node.ranks]
     return (*files, *_generated(context, node, shared))
 

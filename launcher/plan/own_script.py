@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.config.schema import ClusterConfig
+from launcher.config.schema import ClusterConfig, TrainConfig, is_own_model
 from launcher.errors import UsageError
 from launcher.plan.model import PlannedFile, copied
+from launcher.plan.partition import trainer_output
 from launcher.plan.script_imports import imported_modules
 
 _MOST_MODULES, _MOST_BYTES = 2000, 64 << 20  # of modules that are sent because a script imports them
@@ -59,6 +61,35 @@ def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> O
         copied(dest, path, mode=0o755 if os.access(path, os.X_OK) else 0o644) for dest, path in sorted(files.items())
     )
     return OwnCommand(tuple(words), planned, tuple(notes))
+
+
+def own_model_files(config: ClusterConfig, cwd: Path) -> OwnCommand | None:
+    """Collect the file of the class that ``train.model`` names, the modules that it imports, and ``run.files``.
+
+    Returns them as those of the command ``python FILE``; None if the model is a bundled one, or of an installed
+    package. Raises UsageError as ``own_command_files``.
+    """
+    name, colon, _ = config.train.model.rpartition(":")
+    if not colon:
+        return None
+    if not (cwd / name).is_file():
+        raise UsageError(
+            f"train.model: there is no file `{name}` in {cwd.absolute()}, the folder from which files are sent"
+        )
+    return own_command_files(("python", name), config.run.files, cwd)
+
+
+def check_model_class(train: TrainConfig) -> None:
+    """Check that the trainer can make and call the user's model class, by ``trainer check-model`` on this machine.
+
+    Raises UsageError with what the class lacks. Does nothing for a bundled model.
+    """
+    if not is_own_model(train.model):
+        return
+    try:
+        trainer_output("check-model", "--model", train.model, "--model-args", json.dumps(train.model_args or {}))
+    except UsageError as error:
+        raise UsageError(f"train.{error}; nothing was sent") from None
 
 
 def _add_modules(files: dict[str, Path], argv: Sequence[str], extra: Sequence[str], cwd: Path) -> None:

@@ -260,7 +260,16 @@ def drafted_tables(folder: str) -> dict[str, Any]:
 
     Raises UsageError with the trainer's message.
     """
-    command = local_trainer("partition", "tables", str(Path(folder).expanduser()), "--json")
+    found: dict[str, Any] = json.loads(trainer_output("partition", "tables", str(Path(folder).expanduser()), "--json"))
+    return found
+
+
+def trainer_output(*words: str) -> str:
+    """Run ``python -m trainer`` with arguments ``words`` and return its output.
+
+    Raises UsageError with the trainer's message.
+    """
+    command = local_trainer(*words)
     done = subprocess.run(
         runnable(command),
         env={**os.environ, **command.env},
@@ -272,8 +281,7 @@ def drafted_tables(folder: str) -> dict[str, Any]:
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         raise UsageError(lines[-1].removeprefix(_ERROR).strip())
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return done.stdout
 
 
 def run_trainer(command: Command) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -19,7 +21,7 @@ from launcher.command import Secret
 from launcher.config.loader import to_yaml
 from launcher.config.resolve import ResolvedConfig, resolve_run
 from launcher.config.roles import ServingCluster
-from launcher.config.schema import ClusterConfig
+from launcher.config.schema import ClusterConfig, is_own_model
 from launcher.errors import FleetError, Interrupted, OutOfReach, PreflightRefused, TransportError, UsageError
 from launcher.files import write_whole
 from launcher.plan.build import final_plan, offline_plan
@@ -191,6 +193,8 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
                 warning.save = partial(request_checkpoint, plan, transports, context.say)
                 print_placement(plan, console)
                 context.write_file("run.json", run_json(plan))
+                if plan.train is not None and is_own_model(plan.train.model):
+                    _keep_model_files(plan, context.folder)
 
                 # Send code and parts, or verify parts that are in place.
                 interrupts.message = "interrupted; the next launch reuses the files that have been sent so far"
@@ -243,6 +247,19 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
     if in_batch_job() and (lost_node or (warning.received and report.state == "stopped")):
         requeue_job(resolved, run_id, context.folder, context.say)
     return report
+
+
+def _keep_model_files(plan: LaunchPlan, folder: Path) -> None:
+    """Copy the files of the user's model class to the run folder, from which its checkpoints are loaded again."""
+    node = plan.nodes[plan.lead]
+    for file in node.files:
+        if file.source and file.dest.startswith(f"{node.run_dir}/files/"):
+            target = folder / file.dest.removeprefix(f"{node.run_dir}/")
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file.source, target)
+            except OSError as error:
+                raise FleetError(f"{target} cannot be written: {error.strerror}; nothing has been started") from None
 
 
 def require_preflight(

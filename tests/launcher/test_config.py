@@ -118,7 +118,11 @@ MISTAKES = {
     NODES + "  - {host: a, env: [A]}\n": ["3: nodes.0.env: expected a section of keys, found a list"],
     NODES + "  - {host: a, env: {A: }}\n": ["3: nodes.0.env: A: expected text, found nothing"],
     TWO + "train: {model: sagee}\n": [
-        "3: train.model: expected one of sage, gcn, gat, rgcn, hgt, rsage, found the text `sagee`; did you mean `sage`?"
+        "3: train.model: `sagee` is no model; did you mean `sage`? The models are sage, gcn, gat, rgcn, hgt, rsage, or "
+        "a class: FILE.py:CLASS or PACKAGE.CLASS"
+    ],
+    TWO + "train: {model: gat, model_args: {act: elu}}\n": [
+        "3: train.model_args: gat is a bundled model, which takes no further arguments; leave them out"
     ],
     TWO + "host_keys: no\n": ["3: host_keys: expected one of auto, strict, accept-new, insecure, found `no`"],
     TWO + "run: {master_port: free}\n": [

@@ -106,7 +106,7 @@ def test_targets_with_features_have_trainable_rows_in_link_prediction(
     assert embedded_nodes(replace(settings, embeddings="featureless"), manifest, LINK, 8) == ({}, "")
     train(job(links, tmp_path / "run", **SETTINGS), Ranks())
     saved = load_checkpoint(tmp_path / "run/checkpoints/last.pt")
-    _, embedding = trained_model(saved, manifest)
+    _, embedding = trained_model(saved)
     assert embedding is not None and embedding.num_nodes == {"paper": 200}
     monkeypatch.setattr(models, "_MOST_ROWS", 1000)
     found, why = embedded_nodes(settings, manifest, LINK, 8)

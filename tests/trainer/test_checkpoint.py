@@ -148,7 +148,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         load_checkpoint(cut)
     with cut.open("wb") as file:
         module._write_with_digest({"epoch": 3}, file)
-    with pytest.raises(CheckpointError, match="cut.pt is not a gnnfleet-checkpoint of version 5"):
+    with pytest.raises(CheckpointError, match="cut.pt is not a gnnfleet-checkpoint of version 6"):
         load_checkpoint(cut)
     torch.save({"format": module.FORMAT, "version": module.VERSION, "run": os.system}, cut)
     with pytest.raises(CheckpointError, match="cut.pt is damaged, or not a checkpoint"):

@@ -21,7 +21,6 @@ from trainer.loader.block_loader import BatchLoader
 from trainer.nn.layers import SAGEConv
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
-from trainer.store.manifest import read_manifest
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 from trainer.train.loaders import loader_settings
@@ -94,7 +93,7 @@ def test_two_processes_train_as_one_and_inference_uses_all_edges(parts: Path, tm
     checkpoint = tmp_path / "one" / "checkpoints" / "last.pt"
     infer(InferJob(checkpoint, parts, tmp_path / "out", nodes_at_once=30), Ranks())
     saved = load_checkpoint(checkpoint)
-    model, _ = trained_model(saved, read_manifest(parts))
+    model, _ = trained_model(saved)
     mean, std = saved.task["mean"][0], saved.task["std"][0]
     settings = TrainSettings(**saved.settings)
     sampled = {}

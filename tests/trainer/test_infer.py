@@ -27,7 +27,6 @@ from trainer.infer.prediction_files import Column, write_table
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
-from trainer.store.manifest import read_manifest
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 from trainer.train.model import trained_model
@@ -54,7 +53,7 @@ def parts_of(folder: Path, hetero: bool) -> Path:
 
 def sampled_logits(parts: Path, checkpoint: Path) -> dict[int, np.ndarray]:
     """Return the logits of the seeds of all splits, by original id, from batches with all neighbours."""
-    model, _ = trained_model(load_checkpoint(checkpoint), read_manifest(parts))
+    model, _ = trained_model(load_checkpoint(checkpoint))
     target = load_checkpoint(checkpoint).graph["target"]
     found = {}
     with open_graph(parts) as graph, torch.no_grad():

@@ -7,13 +7,13 @@ import os
 import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
-from trainer.core.schema import AnyType, type_name, type_of
+from trainer.core.schema import HOMO_NODE, AnyType, type_name, type_of
 from trainer.graph.open import Graph
 from trainer.infer.layerwise_inference import WholeGraph, stack_of
 from trainer.infer.link_embeddings import LinkEmbeddings
@@ -22,6 +22,7 @@ from trainer.infer.node_predictions import node_metrics, write_node_predictions
 from trainer.infer.pair_scores import write_pair_scores
 from trainer.infer.prediction_files import writes_parquet
 from trainer.nn.link_model import LinkModel
+from trainer.nn.models import is_own
 from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, graph_record
 from trainer.train.fit import metrics_text
@@ -33,7 +34,8 @@ from trainer.train.job import (
     open_job_graph,
     read_on_first,
 )
-from trainer.train.model import model_facts, trained_model
+from trainer.train.loaders import loader_settings
+from trainer.train.model import model_facts, reads_types, source_folders, trained_model
 from trainer.train.settings import InferJob, TrainSettings
 from trainer.train.tasks.choose import of_record
 
@@ -76,19 +78,30 @@ def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
 def _infer(
     job: InferJob, graph: Graph, saved: Checkpoint, scratch: Path, parquet: bool, group: RankGroup
 ) -> InferResult:  # fmt: skip
-    model, _ = trained_model(saved, graph.manifest, group.device)
+    settings, built = TrainSettings(**saved.settings), source_folders(job.checkpoint)
+    if is_own(settings.model):
+        group.agree(lambda: reads_types(settings.model, built))  # raises errors of its import on all ranks
+    model, _ = trained_model(saved, group.device, built)
     target, epoch = type_of(saved.graph["target"]), saved.best.epoch if saved.best else saved.epoch
     task, edge_attr = of_record(saved.task), saved.settings.get("edge_attr")
     layout = layout_of(graph, group) if job.cluster is None else one_host_layout(graph, group)
     whole = WholeGraph(graph, layout, group, scratch, job.nodes_at_once, saved.settings["weight_attr"], edge_attr)
-    rows = whole.run(stack_of(model, model_facts(graph.manifest, target, task.outputs, edge_attr)))
+    stack = stack_of(model, model_facts(graph.manifest, target, task.outputs, edge_attr))
+    how = ""
+    if stack is None:
+        fanouts = settings.eval_fanouts or settings.fanouts
+        how = f"; {settings.model} was run on sampled neighbours ({', '.join(map(str, fanouts))}), as in evaluation"
+        sampling = loader_settings(settings, HOMO_NODE, "val", False)
+        rows = whole.run_sampled(getattr(model, "encoder", model), replace(sampling, global_batch=job.nodes_at_once))
+    else:
+        rows = whole.run(stack)
     sizes = {of: spec.num_nodes for of, spec in graph.manifest.nodes.items()}
     if isinstance(target, str):
         files = write_node_predictions(
             job.out, graph, target, rows[target], task, parquet, group, probabilities=job.probabilities
         )
         metrics = node_metrics(graph, target, rows[target], task, group)
-        return InferResult(target, task.kind, epoch, metrics, sizes[target], files)
+        return InferResult(target, task.kind, epoch, metrics, sizes[target], files + how)
     assert isinstance(model, LinkModel)
     links = LinkEmbeddings.of(graph, model, rows, scratch, group)
     count = number_of_targets(graph, links, job.top_k)
@@ -98,8 +111,8 @@ def _infer(
         files += f"; the scores of the given pairs are in {job.out}/pairs.csv"
     if saved.settings["time_attr"] is not None:
         files += "; embeddings and scores are for a time after all edges of the graph"
-    metrics = links.metrics(TrainSettings(**saved.settings), task, layout)
-    return InferResult(target, task.kind, epoch, metrics, sum(sizes[of] for of in {target[0], target[2]}), files)
+    metrics = links.metrics(settings, task, layout)
+    return InferResult(target, task.kind, epoch, metrics, sum(sizes[of] for of in {target[0], target[2]}), files + how)
 
 
 def _check_graph(saved: Checkpoint, manifest: Manifest, path: Path) -> None:

@@ -7,24 +7,25 @@ torch.distributed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainer.core.arrays import Array, Ids
-from trainer.core.batch import Block, HeteroBatch
+from trainer.core.batch import Batch, Block, HeteroBatch
 from trainer.core.errors import SettingsError
 from trainer.core.ranks import RankGroup
+from trainer.core.rng import batch_key
 from trainer.core.row_exchange import exchange_rows
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
-from trainer.graph.seed_order import RankLayout
-from trainer.loader.block_loader import block_of, edge_attrs, edge_rows
+from trainer.graph.seed_order import RankLayout, SeedShare
+from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings, block_of, edge_attrs, edge_rows
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_models import HeteroModel
 from trainer.nn.link_model import LinkModel
@@ -170,10 +171,10 @@ class HeteroStack:
         return {of: self.model.head(rows[of]) for of in self.model.targets}
 
 
-def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
-    """Return the layers of a bundled model, or of the encoder of a ``LinkModel``.
+def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack | None:
+    """Return the layers of a model of the bundled trainer, or of the encoder of a ``LinkModel``.
 
-    Raises ``SettingsError`` for any other model.
+    None for a class of the user that cannot be run layer by layer. Raises ``SettingsError`` for any other model.
     """
     if isinstance(model, LinkModel):
         return stack_of(model.encoder, facts)
@@ -181,10 +182,25 @@ def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
         return BlockStack(model)
     if isinstance(model, HeteroModel):
         return HeteroStack(model, facts)
+    if callable(layer_stack := getattr(model, "layer_stack", None)):  # ``OwnModel``, whose import takes seconds
+        return layer_stack()  # type: ignore[no-any-return]
     raise SettingsError(
         f"{type(model).__name__} is not a bundled model; implement a LayerStack for it, see"
         " trainer/infer/layerwise_inference.py"
     )
+
+
+class _GivenSeeds(BatchLoader):
+    """Loader of batches whose seeds are given, by global id."""
+
+    def __init__(self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout):
+        BlockLoader.__init__(self, graph, settings, rank, layout, 0, (settings.target, ()))
+
+    def batch_of(self, seeds: Ids) -> Batch | HeteroBatch:
+        places = np.arange(len(seeds))
+        key = batch_key(self.settings.seed, 0, 0, 0)  # the same for all batches: nodes are sampled alike in each
+        share = SeedShare(0, key, len(seeds), places, places, places)
+        return self._batch(share, self.make(SeedSet({self.settings.target: seeds}), key))
 
 
 EDGES_PER_NODE = 64  #: a chunk of several nodes has at most about ``nodes_at_once`` times this number of edges
@@ -229,6 +245,27 @@ class WholeGraph:
         manifest = self.graph.manifest
         self.shares = {of: NodeShares(spec.offsets, self.layout) for of, spec in manifest.nodes.items()}
         self._tables = RelabelTables(manifest)
+
+    @torch.no_grad()
+    def run_sampled(self, model: Any, settings: LoaderSettings) -> LayerResults:
+        """Compute the output of ``model`` for every node of its ``targets``, on sampled neighbours. Collective.
+
+        model: an ``OwnModel`` in evaluation mode. settings: what is sampled; ``global_batch`` is the number of nodes
+        computed at a time. The samples are the same for any number of ranks.
+        """
+        results: LayerResults = {}
+        for of in model.targets:
+            loader = _GivenSeeds(self.graph, replace(settings, target=of), self.group.rank, self.layout)
+            own = self.shares[of].own(self.group.rank)
+            ids = np.concatenate([np.arange(piece.first, piece.last) for piece in own] or [np.empty(0, np.int64)])
+            size = settings.global_batch
+            rows = self._file(f"sampled-{of}", len(ids), model.outputs)
+            for first in range(0, max(self.group.gather(len(ids))), size):
+                batch = loader.batch_of(ids[first : first + size]).to(self.group.device)
+                out = model.seed_rows(batch)[of]
+                rows[first : first + len(out)] = out.cpu().numpy()
+            results[of] = LayerRows(self.shares[of], rows)
+        return results
 
     @torch.no_grad()
     def run(self, stack: LayerStack) -> LayerResults:

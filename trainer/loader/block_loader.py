@@ -186,7 +186,7 @@ class BlockLoader(ABC):
             num_seeds=len(share.positions),
             global_seeds=share.global_seeds,
             n_id=tensor_of(rows["orig_id"]),
-            x=self._features(HOMO_NODE, rows["x"]),
+            x=self._features(HOMO_NODE, rows["x"]) if "x" in rows else torch.empty(len(rows["orig_id"]), 0),
             y=self._y(sampled),
             input_id=torch.from_numpy(share.positions),
             blocks=homo_blocks(sampled.subgraph, self._edge_rows(sampled)),

@@ -23,6 +23,7 @@ class GraphFacts:
         num_classes: Width of the model's output. 0: a heterogeneous model has no output layer and returns hidden rows.
         edge_dims: Width of the edge features by edge type, only of types with features.
         further: Further node types for which a model computes outputs, such as the source type of links.
+        degrees: Number of nodes by in-degree, from 0, for models that need it (PNA); empty: not counted.
 
     Example:
         ```python
@@ -41,6 +42,7 @@ class GraphFacts:
     num_classes: int
     further: tuple[NodeType, ...] = ()
     edge_dims: Mapping[EdgeType, int] = field(default_factory=dict)
+    degrees: tuple[int, ...] = ()
 
     @property
     def targets(self) -> tuple[NodeType, ...]:

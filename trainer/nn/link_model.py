@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -57,9 +58,13 @@ def _negative_scores(src: Tensor, targets: Tensor, links: LinkEnds) -> Tensor:
 
 
 def build_link_model(
-    settings: ModelSettings, facts: GraphFacts, edge_type: EdgeType, embeddings: Embeddings | None = None
+    settings: ModelSettings,
+    facts: GraphFacts,
+    edge_type: EdgeType,
+    embeddings: Embeddings | None = None,
+    build: Callable[..., nn.Module] = build_model,
 ) -> LinkModel:
-    """Build the bundled trainer's model for links of ``edge_type`` on CPU.
+    """Build the model for links of ``edge_type`` on CPU.
 
     Initial weights depend on ``settings.seed`` only.
 
@@ -68,11 +73,12 @@ def build_link_model(
         facts: The graph's types and feature widths, from ``link_facts``.
         edge_type: Type of the links.
         embeddings: As for ``build_model``.
+        build: Builds the encoder from settings, facts and embeddings.
 
     Raises the same errors as ``build_model``.
     """
     outputs = 0 if settings.model in HETERO_MODELS else settings.hidden
-    encoder = build_model(settings, replace(facts, num_classes=outputs), embeddings)
+    encoder = build(settings, replace(facts, num_classes=outputs), embeddings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed + 1)
         return LinkModel(encoder, edge_type, settings.hidden)

@@ -340,7 +340,7 @@ def _reads_all_nodes(layer: nn.Module) -> bool:
 def _with_trim(model: nn.Module) -> nn.Module:
     model._trim = TrimToLayer()
     if isinstance(knowledge := getattr(model, "jk", None), nn.Module):
-        knowledge.register_forward_pre_hook(_cut_to_last)
+        knowledge.register_forward_pre_hook(cut_to_last)
     return model
 
 
@@ -349,7 +349,7 @@ def _depth(model: nn.Module) -> int:
     return len(model.convs)
 
 
-def _cut_to_last(_: nn.Module, args: tuple[list[Tensor]]) -> tuple[list[Tensor]]:
+def cut_to_last(_: nn.Module, args: tuple[list[Tensor]]) -> tuple[list[Tensor]]:
     (rows,) = args
     return ([h[: len(rows[-1])] for h in rows],)
 

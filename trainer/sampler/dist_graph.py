@@ -27,14 +27,14 @@ from trainer.wire.request import A
 
 @dataclass(frozen=True)
 class _Share(Generic[A]):
-    """What one owner, an own part or another host, answers of a request."""
+    """What one host answers of a request."""
 
     places: Places
     request: GraphRequest[A]
 
 
 class DistGraph(GraphAccess):
-    """Access to the whole graph: splits each request by the own part or host that has its rows, and merges the answers.
+    """Access to the whole graph: splits each request by the host that owns its rows, and merges the answers.
 
     If a host is lost, its rows are requested from the next holder of their part. If all holders are lost, a request
     waits up to ``server_wait`` seconds for one of them to return. ``turn``: a number that differs between the nodes of
@@ -76,18 +76,17 @@ class DistGraph(GraphAccess):
         if not self.remotes or (request.of_topology and self.local.store.whole_topology):
             return request.answer(self.local)
         places: dict[int, dict[int, Array]] = defaultdict(dict)
-        split = RequestSplit(self._by_owner)
+        split = RequestSplit(self._by_host)
         for number, (of, ids) in enumerate(request.owned(self.local.store)):
             groups = split.groups(of, ids)
             if NOBODY in groups:
                 wrong = int(ids[groups[NOBODY][0]])
                 raise PartitionError(f"no {of!r} with id {wrong}; ids go from 0 to {self.books[of].size - 1}")
-            for owner, positions in groups.items():
-                places[owner][number] = positions
-        shares = {owner: _Share(at, request.share(split, owner, at)) for owner, at in places.items()}
-        first = self._codes.first_host
-        in_flight = self._send({owner - first: share for owner, share in shares.items() if owner >= first})
-        answers = [(share.places, share.request.answer(self.local)) for owner, share in shares.items() if owner < first]
+            for host, positions in groups.items():
+                places[host][number] = positions
+        shares = {host: _Share(at, request.share(split, host, at)) for host, at in places.items()}
+        in_flight = self._send(shares)
+        answers = [(shares[HERE].places, shares[HERE].request.answer(self.local))] if HERE in shares else []
         return request.merge([*answers, *((share.places, answer) for share, answer in self._receive(in_flight))])
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
@@ -95,7 +94,7 @@ class DistGraph(GraphAccess):
             return self.local.gather(requests)
         columns = [self.local.new_rows(request) for request in requests]
         pieces = self._pieces(requests, columns, self._cache, self._held)
-        split = RequestSplit(self._by_owner)
+        split = RequestSplit(self._by_host)
         asked: dict[int, dict[int, RowRequest]] = defaultdict(dict)
         for number, piece in enumerate(pieces):
             for host, at in piece.asked.items():
@@ -165,7 +164,9 @@ class DistGraph(GraphAccess):
         return self._meter.take()
 
     def _send(self, shares: Mapping[int, _Share[A]]) -> dict[int, tuple[_Share[A], PendingAnswer[A]]]:
-        return {host: (share, self.remotes[host].submit(share.request)) for host, share in shares.items()}
+        return {
+            host: (share, self.remotes[host].submit(share.request)) for host, share in shares.items() if host != HERE
+        }
 
     def _receive(
         self, in_flight: Mapping[int, tuple[_Share[A], PendingAnswer[A]]]
@@ -194,7 +195,10 @@ class DistGraph(GraphAccess):
         for share in unanswered:
             yield share, self.ask(share.request)
 
-    def _by_owner(self, of: BookKey, ids: Ids) -> Groups:
-        of_part = self._codes.of_parts(self._holders.table(), HERE)
-        wrong, placed = locate(ids, self.books[of].offsets, of_part, self._codes)
-        return {NOBODY: np.array([wrong])} if wrong >= 0 else {code: rows.at for code, rows in placed.items()}
+    def _by_host(self, of: BookKey, ids: Ids) -> Groups:
+        table = self._holders.table()
+        wrong, placed = locate(ids, self.books[of].offsets, self._codes.of_hosts(table), self._codes)
+        if wrong >= 0:
+            return {NOBODY: np.array([wrong])}
+        first = self._codes.first_host
+        return {code - first - 1: rows.at for code, rows in placed.items()}

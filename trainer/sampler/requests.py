@@ -1,4 +1,4 @@
-"""The operations on a graph, each a ``GraphRequest``: how it is sent, split by owner, and merged."""
+"""The operations on a graph, each a ``GraphRequest``: how it is sent, split by the hosts that own parts, and merged."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _MAX_FANOUT = (1 << 31) - 1  # counts are int32
 
 _ROWS: Body[list[dict[str, Column]]] = Body(list[dict[str, Column]])
 
-Places = Mapping[int, Array]  #: what an owner answers of each array of ``GraphRequest.owned``: index -> positions
+Places = Mapping[int, Array]  #: what a host answers of each array of ``GraphRequest.owned``: index -> positions
 
 
 class GraphRequest(Request[A], frozen=True):
-    """An operation on a graph. Each owner of rows (a part, a host) answers a share, which is a request of this type."""
+    """An operation on a graph. Each host that owns rows of it answers a share, which is a request of the same type."""
 
     of_topology: ClassVar[bool] = False  #: whether a host with the topology of all parts can answer the whole request
 
@@ -46,8 +46,8 @@ class GraphRequest(Request[A], frozen=True):
         """
         raise NotImplementedError
 
-    def share(self, split: RequestSplit, owner: int, places: Places) -> GraphRequest[A]:
-        """Return the share of an owner, the ids at ``places``."""
+    def share(self, split: RequestSplit, host: int, places: Places) -> GraphRequest[A]:
+        """Return the share of a host, the ids at ``places``."""
         raise NotImplementedError
 
     def merge(self, answers: Sequence[tuple[Places, A]]) -> A:
@@ -77,8 +77,8 @@ class SampleHops(GraphRequest[list[HopSample]], frozen=True):
                 row_spec(store, one.edge_type, one.bound.attr)
         return [(one.edge_type[2], one.nodes) for one in self.requests]
 
-    def share(self, split: RequestSplit, owner: int, places: Places) -> SampleHops:
-        return SampleHops([split.hop(self.requests[number], owner, at) for number, at in places.items()])
+    def share(self, split: RequestSplit, host: int, places: Places) -> SampleHops:
+        return SampleHops([split.hop(self.requests[number], host, at) for number, at in places.items()])
 
     def merge(self, answers: Sequence[tuple[Places, list[HopSample]]]) -> list[HopSample]:
         found: list[list[tuple[Array, HopSample]]] = [[] for _ in self.requests]
@@ -151,7 +151,7 @@ class Gather(GraphRequest[list[Mapping[str, Array]]], frozen=True):
     def owned(self, store: PartStore) -> list[tuple[BookKey, Ids]]:
         return [(one.of, one.ids) for one in self.requests]
 
-    def share(self, split: RequestSplit, owner: int, places: Places) -> Gather:
+    def share(self, split: RequestSplit, host: int, places: Places) -> Gather:
         asked = [(self.requests[number], at) for number, at in places.items()]
         return Gather([replace(one, ids=split.cut(one.ids, at)) for one, at in asked])
 
@@ -217,7 +217,7 @@ class HasEdges(GraphRequest[npt.NDArray[np.bool_]], frozen=True):
         check_type(store, self.edge_type)
         return [(self.edge_type[2], self.dst)]
 
-    def share(self, split: RequestSplit, owner: int, places: Places) -> HasEdges:
+    def share(self, split: RequestSplit, host: int, places: Places) -> HasEdges:
         return HasEdges(self.edge_type, self.src[places[0]], self.dst[places[0]])
 
     def merge(self, answers: Sequence[tuple[Places, npt.NDArray[np.bool_]]]) -> npt.NDArray[np.bool_]:
@@ -254,7 +254,7 @@ class Endpoints(GraphRequest[tuple[Ids, Ids]], frozen=True):
         check_type(store, self.edge_type)
         return [(EndpointTable(self.edge_type), self.edges)]
 
-    def share(self, split: RequestSplit, owner: int, places: Places) -> Endpoints:
+    def share(self, split: RequestSplit, host: int, places: Places) -> Endpoints:
         return Endpoints(self.edge_type, self.edges[places[0]])
 
     def merge(self, answers: Sequence[tuple[Places, tuple[Ids, Ids]]]) -> tuple[Ids, Ids]:
@@ -305,23 +305,23 @@ class GraphAccess(Protocol):
         return self.ask(Endpoints(edge_type, edges))
 
 
-Groups = Mapping[int, Array]  #: owner -> int32 positions, ascending
+Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 
 
 class RequestSplit:
-    """Splits the arrays of several requests by the owner that answers for each id: a part or a host.
+    """Splits the arrays of several requests by the host that answers for each id.
 
     Use an instance only while the arrays exist: it caches results by the ``id()`` of an array, and Python gives the
     ``id()`` of a deleted array to new arrays.
     """
 
     def __init__(self, group: Callable[[BookKey, Ids], Groups]):
-        self._group = group  #: returns positions of ids by owner
+        self._group = group  #: returns positions of ids by the host that answers for them
         self._groups: dict[tuple[BookKey, int], Groups] = {}
         self._cuts: dict[tuple[int, int], Ids] = {}
 
     def groups(self, of: BookKey, ids: Ids) -> Groups:
-        """Group the positions in ``ids`` (int64 [n]) by owner."""
+        """Group the positions in ``ids`` (int64 [n]) by the host that answers for the id."""
         key = of, id(ids)
         if key not in self._groups:
             self._groups[key] = self._group(of, ids)
@@ -337,11 +337,11 @@ class RequestSplit:
             self._cuts[key] = array[at]
         return self._cuts[key]
 
-    def hop(self, request: HopRequest, owner: int, at: Array) -> HopRequest:
-        """Return the share of a request that ``owner`` answers. ``at``: positions of its nodes, from ``groups``."""
+    def hop(self, request: HopRequest, host: int, at: Array) -> HopRequest:
+        """Return the share of a request that ``host`` answers. ``at``: positions of its nodes, from ``groups``."""
         bound, exclude = request.bound, request.exclude
         if exclude is not None:
-            near = self.groups(request.edge_type[2], exclude[0]).get(owner)
+            near = self.groups(request.edge_type[2], exclude[0]).get(host)
             exclude = None if near is None else (self.cut(exclude[0], near), self.cut(exclude[1], near))
         return replace(
             request,

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,7 +29,7 @@ from trainer.train.tasks.task import metric_named
 
 FORMAT = "gnnfleet-checkpoint"
 
-VERSION = 5
+VERSION = 6
 
 KEPT = 2  #: number of newest files kept: this many after whole epochs, and this many later ones within an epoch
 
@@ -37,7 +37,7 @@ Position = tuple[int, int]  #: complete epochs, and steps trained of the next ep
 
 #: Settings that change the loss curve; a run can be resumed only with the same values.
 BINDING = (
-    "model", "hidden", "layers", "heads", "dropout", "fanouts", "replace", "weight_attr", "time_attr",
+    "model", "model_args", "hidden", "layers", "heads", "dropout", "fanouts", "replace", "weight_attr", "time_attr",
     "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed", "precision",
     "optimizer", "schedule", "clip", "class_weights", "label_smoothing", "negatives", "edge_attr", "embeddings",
 )  # fmt: skip
@@ -79,6 +79,7 @@ class Checkpoint:
     embedding: Mapping[str, Any] | None = None  #: result of ``embedding_state``; on rank 0 only
     partial: PartialEpoch | None = None  #: steps trained of epoch ``epoch + 1``; None before its first step
     scores: tuple[Mapping[str, float], ...] = ()  #: of all evaluations on val: ``epoch``, ``loss`` and the metrics
+    built_from: Mapping[str, Any] = field(default_factory=dict)  #: what ``trained_model`` builds the model from
     draws: int = DRAWS  #: version of the random draws that chose seeds and neighbours
 
     @property

@@ -286,6 +286,7 @@ class Fit:
             scores=self.progress.scores,
             embedding=state,
             partial=tally.partial() if tally else None,
+            built_from=getattr(self.model, "built_from", {}),
         )
 
     def _finish(self) -> FitResult:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.core.errors import PartitionError, SettingsError, TrainingError
 from trainer.core.memory import size_text
@@ -26,6 +27,7 @@ from trainer.graph.open import Graph, open_client, open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BlockLoader, columns_of
 from trainer.nn.kernels.precision import why_slow
+from trainer.nn.models import is_own
 from trainer.service.cluster import read_cluster
 from trainer.store.digest_check import checked_digests
 from trainer.store.part_store import open_parts
@@ -35,7 +37,7 @@ from trainer.train.device_sampling import choose_sampling, plan_sampling
 from trainer.train.fit import Fit, FitResult
 from trainer.train.loaders import SPLITS, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
-from trainer.train.model import embedded_nodes, make_model
+from trainer.train.model import embedded_nodes, in_degrees, keep_sources, make_model, model_facts
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from trainer.train.start import start_from
 from trainer.train.tasks.baseline import Baseline, link_baseline
@@ -44,6 +46,8 @@ from trainer.train.tasks.choose_target import pick_target
 from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.task import Task
 from trainer.train.val_scores import check_task
+
+_OWN_SHARE = "BatchNorm normalises each process's share of a batch, so the loss curve depends on their number"
 
 #: Messages of CUDA, cuBLAS and NCCL; torch raises ``OutOfMemoryError`` only for its own allocations.
 _EXHAUSTED = re.compile(r"CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|CUBLAS_STATUS_ALLOC_FAILED")
@@ -210,10 +214,17 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
         print(f"task {task.kind}: {why}", flush=True)
 
     # The model.
-    model, embedding = group.agree(lambda: make_model(settings, manifest, target, task.outputs, group.device))
-    _, left_out = embedded_nodes(settings, manifest, target, task.outputs)
+    folders = (Path(), job.run_dir)
+    degrees = in_degrees(graph, settings, folders, group)
+    facts = group.agree(lambda: model_facts(manifest, target, task.outputs, settings.edge_attr, degrees))
+    rows, left_out = group.agree(lambda: embedded_nodes(settings, manifest, target, task.outputs, folders))
+    model, embedding = group.agree(lambda: make_model(settings, facts, target, rows, group.device, folders))
     if left_out and is_first:
         print(f"note: {left_out}", flush=True)
+    if is_own(settings.model):
+        group.agree(lambda: keep_sources(settings.model, folders, job.run_dir / "files") if is_first else None)
+        if is_first and any(isinstance(module, _BatchNorm) for module in model.modules()):
+            print(f"note: {settings.model}: {_OWN_SHARE}", flush=True)
 
     # The batches of each split.
     loaders: dict[str, BlockLoader]

@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from trainer.core.arrays import Ids
 from trainer.core.errors import SettingsError
-from trainer.core.schema import NodeType, type_of
+from trainer.core.ranks import RankGroup
+from trainer.core.schema import HOMO_NODE, NodeType
+from trainer.graph.open import Graph
 from trainer.loader.block_loader import edge_attrs
 from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs
 from trainer.nn.link_model import build_link_model, link_facts
-from trainer.nn.models import HETERO_MODELS, build_model
+from trainer.nn.models import HETERO_MODELS, build_model, is_own
 from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
+from trainer.sampler.types import RowRequest
 from trainer.store.manifest import Manifest
-from trainer.train.checkpoint import Checkpoint
+from trainer.train.checkpoint import Checkpoint, load_checkpoint
 from trainer.train.settings import TrainSettings
-from trainer.train.tasks.choose import of_record
 from trainer.train.tasks.choose_target import Target
 
 #: Bytes of trainable rows that nodes with features get without being asked for.
 _MOST_ROWS = 1 << 30
 
 
-def model_facts(manifest: Manifest, target: Target, outputs: int, edge_attr: str | None = None) -> GraphFacts:
+def model_facts(
+    manifest: Manifest, target: Target, outputs: int, edge_attr: str | None = None, degrees: tuple[int, ...] = ()
+) -> GraphFacts:  # fmt: skip
     """Return the types and widths from which a model is built.
 
     ``target``: node type of the seeds, or edge type of the links. ``outputs``: numbers that the model predicts per
-    seed. ``edge_attr``: edge attribute that the model reads. Raises ``SettingsError`` if no edge type has it.
+    seed. ``edge_attr``: edge attribute that the model reads. ``degrees``: number of nodes by in-degree, if the model
+    needs it. Raises ``SettingsError`` if no edge type has the attribute.
     """
-    facts = facts_of(manifest, target if isinstance(target, str) else target[2])
+    facts = replace(facts_of(manifest, target if isinstance(target, str) else target[2]), degrees=degrees)
     if edge_attr is not None:
         specs = edge_attrs(manifest, edge_attr)
         facts = replace(facts, edge_dims={of: math.prod(spec.shape[1:]) for of, spec in specs.items()})
@@ -39,38 +50,55 @@ def model_facts(manifest: Manifest, target: Target, outputs: int, edge_attr: str
 
 
 def make_model(
-    settings: TrainSettings, manifest: Manifest, target: Target, outputs: int, device: torch.device | None = None
-) -> tuple[nn.Module, ShardedEmbedding | None]:
+    settings: TrainSettings, facts: GraphFacts, target: Target, rows: Mapping[NodeType, int],
+    device: torch.device | None = None, folders: Sequence[Path] = (),
+) -> tuple[nn.Module, ShardedEmbedding | None]:  # fmt: skip
     """Return the initial model, and its trainable rows of nodes (None if no node type has any).
 
-    ``target``: the node type of the seeds, or the edge type whose links are predicted. ``outputs``: width of
-    the model's output (``Task.outputs``).
+    ``facts``: as from ``model_facts``. ``target``: the node type of the seeds, or the edge type whose links are
+    predicted. ``rows``: number of nodes of the types with trainable rows. ``folders``: where the file of an own class
+    is looked for. The model's attribute ``built_from`` has what ``trained_model`` needs to build it again.
     """
-    facts = model_facts(manifest, target, outputs, settings.edge_attr)
-    counts, _ = embedded_nodes(settings, manifest, target, outputs)
-    embedding = ShardedEmbedding(counts, settings.hidden, settings.seed, device) if counts else None
+    embedding = ShardedEmbedding(rows, settings.hidden, settings.seed, device) if rows else None
+    model: Any
+    build: Callable[..., nn.Module] = build_model
+    if is_own(settings.model):
+        from trainer.own.own_model import build_own  # imported here because it imports torch_geometric
+
+        build = partial(build_own, folders=folders)
     if isinstance(target, str):
-        return build_model(settings, facts, embedding), embedding
-    return build_link_model(settings, facts, target, embedding), embedding
+        model = build(settings, facts, embedding)
+    else:
+        model = build_link_model(settings, facts, target, embedding, build)
+    plain = {"in_dims": dict(facts.in_dims), "edge_dims": dict(facts.edge_dims)}
+    model.built_from = {"facts": {**vars(facts), **plain}, "target": target, "rows": dict(rows)}
+    return model, embedding
 
 
 def embedded_nodes(
-    settings: TrainSettings, manifest: Manifest, target: Target, outputs: int
+    settings: TrainSettings, manifest: Manifest, target: Target, outputs: int, folders: Sequence[Path] = ()
 ) -> tuple[dict[NodeType, int], str]:
     """Return the number of nodes by type of the types with trainable rows, and in words the types left out, if any.
 
     The choice depends on the graph and the settings only, and so not on the number of ranks. Raises ``SettingsError``
     if the settings demand rows of a model that has none.
     """
-    facts = model_facts(manifest, target, outputs, settings.edge_attr)
-    if settings.model not in HETERO_MODELS:
+    facts, own = model_facts(manifest, target, outputs, settings.edge_attr), is_own(settings.model)
+    if settings.model not in HETERO_MODELS and not own:
         other = f"model {settings.model} has no trainable rows of nodes; {', '.join(HETERO_MODELS)} have"
         if settings.embeddings == "all":
             raise SettingsError(f"embeddings: {other}")
         return {}, "" if isinstance(target, str) else other
     reached = layer_needs(facts.node_types, facts.edge_types, facts.targets, len(settings.fanouts))[0].sources
     counts = {of: manifest.nodes[of].num_nodes for of in reached}
-    bare = {of: count for of, count in counts.items() if of not in facts.in_dims and facts.hetero}
+    bare = {of: count for of, count in counts.items() if of not in facts.in_dims and (facts.hetero or own)}
+    if own and not (facts.hetero and not reads_types(settings.model, folders)):
+        if settings.embeddings == "all":
+            raise SettingsError(
+                f"embeddings: {settings.model} reads the features of nodes as they are; only nodes without features "
+                "have trainable rows"
+            )
+        return bare, ""
     if settings.embeddings == "all":
         return counts, ""
     if isinstance(target, str) or settings.embeddings == "featureless":
@@ -85,8 +113,59 @@ def embedded_nodes(
     return {of: count for of, count in counts.items() if of in bare or of == target[2]}, ""
 
 
+def reads_types(model: str, folders: Sequence[Path]) -> bool:
+    """Return whether the own class ``model`` reads a typed graph as it is; if not, ``to_hetero`` converts it."""
+    from trainer.own.model_class import load_class, takes_types  # imported here because it imports torch_geometric
+
+    return takes_types(load_class(model, folders), True)
+
+
+def keep_sources(model: str, folders: Sequence[Path], target: Path) -> None:
+    """Copy the file of the own class ``model``, and the modules beside it that it imports, to the folder ``target``.
+
+    Files of an installed package, and files that are there already, are not copied. Raises ``SettingsError``.
+    """
+    from trainer.own.model_class import load_class, save_sources  # imported here because it imports torch_geometric
+
+    try:
+        save_sources(load_class(model, folders), target)
+    except OSError as error:
+        raise SettingsError(f"{target} cannot be written: {error.strerror}") from error
+
+
+def in_degrees(graph: Graph, settings: TrainSettings, folders: Sequence[Path], group: RankGroup) -> tuple[int, ...]:
+    """Return the number of nodes by in-degree, from 0, if the model is an own class that needs it. Collective.
+
+    Returns () for any other model, and for a graph with types.
+    """
+
+    def needed() -> bool:
+        from trainer.own.model_class import load_class, reads_degrees
+
+        return reads_degrees(load_class(settings.model, folders))
+
+    if not is_own(settings.model) or graph.manifest.hetero or not group.agree(needed):
+        return ()
+    ids = np.arange(graph.manifest.nodes[HOMO_NODE].num_nodes)[group.rank :: group.size]
+
+    def own_counts() -> Tensor:
+        pieces = [graph.access.gather([RowRequest(HOMO_NODE, some, ("in_degree",))])[0] for some in _pieces(ids)]
+        degrees = np.concatenate([np.asarray(piece["in_degree"]) for piece in pieces] or [np.empty(0, np.int64)])
+        return torch.from_numpy(np.bincount(degrees.astype(np.int64)))
+
+    counts = group.agree(own_counts)
+    longest = max(group.gather(len(counts)))
+    found = group.sum(torch.cat([counts, counts.new_zeros(longest - len(counts))]))
+    return tuple(int(count) for count in found)
+
+
+def _pieces(ids: Ids) -> Iterator[Ids]:
+    for first in range(0, len(ids), 1 << 18):
+        yield ids[first : first + (1 << 18)]
+
+
 def trained_model(
-    saved: Checkpoint, manifest: Manifest, device: torch.device | None = None
+    saved: Checkpoint, device: torch.device | None = None, folders: Sequence[Path] = ()
 ) -> tuple[nn.Module, ShardedEmbedding | None]:
     """Build the model of a checkpoint, with its best weights, or its last weights if no epoch was evaluated.
 
@@ -94,17 +173,67 @@ def trained_model(
 
     Args:
         saved: A checkpoint, see ``load_checkpoint``.
-        manifest: Manifest of the partition that the model was trained on, see ``read_manifest``.
         device: Device of the model. Default: the CPU.
+        folders: Where the file of an own class is looked for; default: the current folder. Its code is run.
 
     Returns:
         The model in evaluation mode, and the trained rows of nodes (None if no node type has any).
+
+    Raises:
+        SettingsError: The file of an own class is missing, or the class does not fit any more.
     """
-    settings, best = TrainSettings(**saved.settings), saved.best
-    outputs = of_record(saved.task).outputs
-    model, embedding = make_model(settings, manifest, type_of(saved.graph["target"]), outputs, device)
+    settings, best, built = TrainSettings(**saved.settings), saved.best, saved.built_from
+    facts = GraphFacts(**built["facts"])
+    model, embedding = make_model(settings, facts, built["target"], built["rows"], device, folders)
     model.load_state_dict(dict(best.model if best else saved.model))
     if embedding is not None:
         last = saved.embedding and saved.embedding["tables"]
         embedding.weight.data.copy_(scatter_tables(embedding, best.embedding if best else last))
     return model.to(device or "cpu").eval(), embedding
+
+
+def load_model(run: str | Path) -> Any:
+    """Load the trained model of a run, on the CPU, with the weights of its best epoch.
+
+    The code of an own class is run, from the files that are kept with the run.
+
+    Args:
+        run: Folder of the run, such as ``runs/RUN``, or one of its checkpoint files.
+
+    Returns:
+        The own class's module if it is called with tensors of one graph as it is; for graphs with types or without
+        features a module that takes the batches of ``BatchLoader``, as for the bundled models. Its attribute
+        ``built_from`` has the settings, the graph's types and widths, and the best epoch with its metrics.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged.
+        SettingsError: The file of the class is missing, or the class does not fit any more.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        model = gf.load_model("runs/toy-1")
+        print(model.built_from["settings"]["model"], model.built_from["metrics"])
+        ```
+    """
+    path = Path(run)
+    file = path / "checkpoints" / "last.pt" if path.is_dir() else path
+    saved = load_checkpoint(file)
+    model: Any
+    model, _ = trained_model(saved, folders=source_folders(file))
+    best = saved.best
+    about = {
+        **saved.built_from, "settings": saved.settings, "task": saved.task, "dataset": saved.graph["dataset"],
+        "epoch": best.epoch if best else saved.epoch, "metrics": dict(best.metrics) if best else {},
+    }  # fmt: skip
+    if getattr(model, "reads_tensors", False):
+        model = model.own
+    model.built_from = about
+    return model
+
+
+def source_folders(checkpoint: Path) -> tuple[Path, ...]:
+    """Return where the file of an own class is looked for, for a checkpoint: in its run folder, then here."""
+    run = checkpoint.absolute().parent.parent
+    return run, run / "files", Path()

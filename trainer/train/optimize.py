@@ -167,7 +167,8 @@ def averaged(model: nn.Module, group: RankGroup) -> tuple[nn.Module, Callable[[]
         return model, MeanGradients(model, group.size)
     from torch.nn.parallel import DistributedDataParallel  # it also reports differences between ranks
 
-    return DistributedDataParallel(model, process_group=group.gradients, find_unused_parameters=False), None
+    unused = any(getattr(module, "unused", None) for module in model.modules())  # of a model class of the user
+    return DistributedDataParallel(model, process_group=group.gradients, find_unused_parameters=unused), None
 
 
 def _small_shapes(model: nn.Module) -> list[tuple[int, ...]]:

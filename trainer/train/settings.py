@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,8 @@ import msgspec
 
 from trainer.core.errors import SettingsError
 from trainer.core.remote_settings import CacheSize, RemoteAccess
+
+MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage")  #: names of the bundled models
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -93,9 +96,11 @@ class TrainSettings:
         SettingsError: Lists all invalid values.
     """
 
-    model: Literal["sage", "gcn", "gat", "rgcn", "hgt", "rsage"] = setting(
-        "Model; rgcn, hgt and rsage are for heterogeneous graphs.", "sage"
-    )
+    model: str = setting(
+        "Model: sage, gcn or gat; for heterogeneous graphs rgcn, hgt or rsage; or a class of your own, as "
+        "FILE.py:CLASS or PACKAGE.CLASS (torch_geometric.nn.GraphSAGE).", "sage"
+    )  # fmt: skip
+    model_args: Mapping[str, Any] | None = setting("Further arguments of a model class of your own, by name.", None)
     task: Literal["auto", "classification", "regression", "multilabel", "link"] = setting(
         "What is learned: classes, numbers or several labels of nodes, or links; auto: by the labels y.", "auto"
     )
@@ -188,7 +193,9 @@ class TrainSettings:
         for name, kind in keyed_settings().items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _with_keys(name, kind, value))
-        problems = [*_beyond_limits(self), *_bad_fanouts(self), *_bad_cache(self), *_bad_schedule(self)]
+        problems = [
+            *_bad_model(self), *_beyond_limits(self), *_bad_fanouts(self), *_bad_cache(self), *_bad_schedule(self)
+        ]  # fmt: skip
         if problems:
             raise SettingsError("\n".join(problems))
 
@@ -337,6 +344,14 @@ def _beyond_limits(settings: Any) -> Iterator[str]:
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, int | float) and not holds(number, limit):
                     yield f"{entry.name} is {number}; it must be {words} {limit}"
+
+
+def _bad_model(settings: TrainSettings) -> Iterator[str]:
+    if settings.model not in MODELS and not re.search(r"[:.]", settings.model):
+        yield (
+            f"model is {settings.model!r}; it must be one of {', '.join(MODELS)}, or a class: FILE.py:CLASS or "
+            "PACKAGE.CLASS"
+        )
 
 
 def _bad_cache(settings: TrainSettings) -> Iterator[str]:

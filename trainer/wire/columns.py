@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import msgspec
@@ -27,7 +26,6 @@ _MARK_OF = {rounding_of: mark for mark, rounding_of in enumerate(_MARKS)}
 FLAG_OF: dict[WireRows, Flag] = {"stored": Flag.NONE, "float16": Flag.FLOAT16, "int8": Flag.INT8}
 
 
-@functools.cache  # operations on flags are slow
 def form_of(flags: Flag) -> WireRows:
     """Return the dtype (stored, float16 or int8) of rows in the reply to a request with ``flags``."""
     return "int8" if flags & Flag.INT8 else "float16" if flags & Flag.FLOAT16 else "stored"

@@ -12,6 +12,7 @@ from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType
 from trainer.graph.open import Graph
+from trainer.nn.models import is_own
 from trainer.store.manifest import Manifest
 from trainer.train.tasks.baseline import Baseline, node_baseline
 from trainer.train.tasks.choose_target import check_trainable
@@ -38,6 +39,8 @@ class TaskSettings(Protocol):
     """The settings of a run that concern its task: fields of ``TrainSettings``, which this package must not import."""
 
     @property
+    def model(self) -> str: ...
+    @property
     def task(self) -> str: ...
     @property
     def metrics(self) -> tuple[str, ...]: ...
@@ -60,7 +63,7 @@ def node_task(
     or train seeds, a seed has no label, or the labels do not fit the task in ``settings``.
     """
     manifest = graph.manifest
-    group.agree(lambda: check_trainable(manifest, target))
+    group.agree(lambda: check_trainable(manifest, target, needs_features=not is_own(settings.model)))
     labels = group.agree(lambda: [own_labels(graph, target, split, group) for split in splits])
     others = group.sum(torch.tensor([sum(not is_01(each) for each in labels)]))
     kind, why = group.agree(lambda: _kind(manifest, target, settings.task, matrix_01=not int(others)))

@@ -81,10 +81,13 @@ def trains(spec: NodeSpec) -> bool:
     return spec.splits.get("train", 0) > 0
 
 
-def check_trainable(manifest: Manifest, target: NodeType) -> None:
-    """Raise ``DataError`` if the target has no labels or no train seeds, or a homogeneous graph has no features."""
+def check_trainable(manifest: Manifest, target: NodeType, needs_features: bool = True) -> None:
+    """Raise ``DataError`` if the target has no labels or no train seeds, or a homogeneous graph has no features.
+
+    ``needs_features``: whether the model needs features in a homogeneous graph.
+    """
     spec, nodes = manifest.nodes[target], f"nodes of type {target}" if manifest.hetero else "nodes"
-    for attr in ("y",) if manifest.hetero else ("x", "y"):
+    for attr in ("y",) if manifest.hetero or not needs_features else ("x", "y"):
         if attr not in spec.attrs:
             needs = "labels y" if manifest.hetero else "features x and labels y"
             raise DataError(f"{manifest.dataset}: {nodes} have no {attr}; training needs {needs}")

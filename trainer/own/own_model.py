@@ -1,0 +1,436 @@
+"""A user's model as the trainer runs it: from a batch of blocks to the rows of its seeds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
+from torch_geometric.data import Data, HeteroData
+
+from trainer.core.batch import Batch, Block, HeteroBatch
+from trainer.core.errors import SettingsError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.nn.graph_facts import GraphFacts, layer_needs
+from trainer.nn.hetero_models import InputRows, as_hetero
+from trainer.nn.kernels.dropout import node_salt
+from trainer.nn.kernels.precision import PRECISIONS, in_own_precision
+from trainer.nn.models import ModelSettings
+from trainer.nn.sharded_embedding import Embeddings
+from trainer.own.blockwise import BlockwiseStack, edge_index_of, prepare, runs_on_blocks
+from trainer.own.dropout import KeyedDropout, RowsOf, edge_ids
+from trainer.own.model_class import constructor_args, forward_names, in_words, load_class, takes_types
+
+Rows = dict[NodeType, Tensor]
+
+SELF = "gnnfleet_self"  #: relation of the edges that ``to_hetero`` needs at types without in-edges
+
+
+class OwnSettings(ModelSettings, Protocol):
+    """Settings from which a user's model is built. ``TrainSettings`` implements this protocol."""
+
+    @property
+    def model_args(self) -> Mapping[str, Any] | None: ...
+    @property
+    def edge_attr(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a model is called."""
+
+    names: tuple[str, ...]  #: arguments of ``forward``
+    typed: bool  #: whether its arguments are mappings by type
+    converted: bool  #: whether it is a model for one type, converted by ``to_hetero``
+    on_blocks: bool  #: whether it runs layer by layer on blocks
+    as_weight: bool  #: whether edge features are passed as ``edge_weight`` [E], not as ``edge_attr`` [E, d]
+    node_types: tuple[NodeType, ...]
+    edge_types: tuple[EdgeType, ...]
+
+
+class OwnModel(nn.Module):
+    """Runs a user's model on the batches of the bundled trainer.
+
+    Dropout masks depend on nodes and edges, not on ranks. Other random numbers of torch depend on the step.
+    """
+
+    needs_degree = False
+
+    def __init__(
+        self, own: nn.Module, call: Call, facts: GraphFacts, precision: torch.dtype, inputs: InputRows | None,
+        embeddings: Embeddings | None,
+    ):  # fmt: skip
+        """``inputs``: makes rows of equal width of all node types. ``embeddings``: rows of types without features."""
+        super().__init__()
+        self.own, self.call, self.inputs, self.precision = own, call, inputs, precision
+        self.targets, self.target, self.outputs = facts.targets, facts.target, facts.num_classes
+        self.embeddings = None if inputs is not None else embeddings
+        self.unused: list[str] = []  #: weights that the test batch has given no gradient
+        self._drops: list[RowsOf | None] | None = None
+
+    def forward(self, batch: Batch | HeteroBatch) -> Tensor:
+        """Return the model's output for the seeds, float [num_seeds, outputs]."""
+        return self.seed_rows(batch)[self.target][: batch.num_seeds]
+
+    @in_own_precision
+    def seed_rows(self, batch: Batch | HeteroBatch) -> Rows:
+        """Return the model's output for the seed nodes of each of ``targets``, float [n, outputs]."""
+        typed = as_hetero(batch) if isinstance(batch, Batch) else batch
+        rows = self.input_rows(typed)
+        seeds = {of: typed.num_nodes[of][0] for of in self.targets}
+        if not any(seeds.values()):  # this rank has no seeds in the step
+            nothing = sum(weight.reshape(-1)[:0].sum() for weight in self.parameters())
+            device = next(iter(rows.values())).device
+            return {of: torch.zeros(0, self.outputs, device=device) + nothing for of in self.targets}
+        arguments = self._arguments(typed, rows)
+        with self._randomness(typed):
+            out = self.own(**arguments)
+        return self._of_seeds(out, seeds)
+
+    def input_rows(self, batch: HeteroBatch) -> Rows:
+        """Return the input of the model for each node type, float [n, f]. Collective if nodes have trainable rows."""
+        if self.inputs is not None:
+            return self.inputs(batch)  # type: ignore[no-any-return]
+        rows = {of: x for of, x in batch.x.items() if of in self.call.node_types}
+        if self.embeddings is not None:
+            rows |= self.embeddings.lookup({of: batch.n_id[of] for of in self.embeddings.num_nodes})
+        return rows
+
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether the user's own module can be called without this one, with the features and edges of a graph."""
+        return not self.call.typed and self.embeddings is None
+
+    def layer_stack(self) -> BlockwiseStack | None:
+        """Return the model's layers, for inference layer by layer; None if it cannot say them."""
+        if not self.call.on_blocks or getattr(self.own, "jk_mode", None) is not None:
+            return None
+        return BlockwiseStack(self.own, lambda batch: self.input_rows(batch)[HOMO_NODE], self.call.as_weight)
+
+    def check(self, batch: Batch | HeteroBatch) -> None:
+        """Run the model on a batch, with gradients, and leave weights and buffers as they were.
+
+        Raises ``SettingsError`` if the model fails, or its result has another shape than [n, outputs].
+        """
+        name, before = type(self.own).__name__, {key: value.clone() for key, value in self.own.named_buffers()
+                                                  if not isinstance(value, nn.UninitializedBuffer)}  # fmt: skip
+        owner = self if self.inputs is None else self.inputs
+        embeddings, owner.embeddings = owner.embeddings, owner.embeddings and _TestRows(owner.embeddings)
+        try:
+            self.train()
+            with torch.enable_grad():
+                out = self.seed_rows(batch)
+                sum(rows.sum() for rows in out.values()).backward()  # type: ignore[union-attr]
+        except SettingsError:
+            raise
+        except Exception as error:  # the user's code runs
+            raise SettingsError(f"model: {name} fails on a small batch: {in_words(error)}") from error
+        finally:
+            owner.embeddings = embeddings
+        self.unused = [key for key, weight in self.named_parameters() if weight.grad is None]
+        with torch.no_grad():
+            for key, value in self.own.named_buffers():
+                if key in before:
+                    value.copy_(before[key])
+        self.zero_grad(set_to_none=True)
+
+    def _of_seeds(self, out: Any, seeds: Mapping[NodeType, int]) -> Rows:
+        found = dict(out) if isinstance(out, Mapping) else {self.target: out}
+        for of, count in seeds.items():
+            rows = found.get(of)
+            if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.shape[1] != self.outputs or len(rows) < count:
+                shape = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+                raise SettingsError(
+                    f"model: forward of {type(self.own).__name__} must return rows of all nodes of the batch, or of "
+                    f"its seeds{f', by node type, also of {of}' if len(seeds) > 1 else ''}: [n, {self.outputs}]; it "
+                    f"returns {shape}"
+                )
+        return {of: found[of][:count] for of, count in seeds.items()}
+
+    def _arguments(self, batch: HeteroBatch, rows: Rows) -> dict[str, Any]:
+        """Return the arguments of the model's ``forward``. ``rows``: its input, by node type."""
+        call = self.call
+        if call.on_blocks:
+            blocks = tuple(blocks[HOMO_EDGE] for blocks in batch.blocks)
+            return {
+                "x": rows[HOMO_NODE], "edge_index": None, "num_sampled_nodes_per_hop": blocks,
+                "edge_weight" if call.as_weight else "edge_attr": self._values(blocks[0]),
+            }  # fmt: skip
+        outer = {of: block for of, block in batch.blocks[0].items() if of in call.edge_types}  # has all edges
+        indices = {of: edge_index_of(block) for of, block in outer.items()}
+        for of in call.edge_types:
+            if of[1] == SELF:
+                indices[of] = torch.arange(len(rows[of[0]]), device=rows[of[0]].device).expand(2, -1)
+        nodes = {of: _steps(batch.num_nodes[of]) for of in call.node_types}
+        edges: dict[EdgeType, list[int]] = {}
+        if {"batch", "num_sampled_edges", "num_sampled_edges_dict"} & set(call.names):  # reads numbers from the device
+            edges = {
+                of: _steps([int(block.indptr[min(count, block.num_dst)]) for count in batch.num_nodes[of[2]][:-1]])
+                for of, block in outer.items()
+            }
+        values = {of: self._values(block) for of, block in outer.items() if block.edge_attr is not None}
+        by_type: dict[str, Any] = {
+            "x": {of: rows[of] for of in call.node_types if of in rows}, "edge_index": indices,
+            "edge_weight" if call.as_weight else "edge_attr": values or None,
+            "num_sampled_nodes": nodes, "num_sampled_edges": edges or None,
+        }  # fmt: skip
+        if not call.typed:
+            by_type = {name: next(iter(of.values())) if of else None for name, of in by_type.items()}
+        by_type["batch_size"] = batch.num_nodes[self.target][0]
+        if call.names == ("batch",):
+            return {"batch": _as_pyg(by_type, call.typed, batch)}
+        return {name: by_type.get(name.removesuffix("_dict")) for name in call.names}
+
+    def _values(self, block: Block) -> Tensor | None:
+        attr = block.edge_attr
+        return attr.flatten() if attr is not None and self.call.as_weight else attr
+
+    def _randomness(self, batch: HeteroBatch) -> Any:
+        """Return a context in which dropout is drawn by ids, and torch's other random numbers by the batch's key."""
+        if not self.training:
+            return _NoDropout() if self.call.converted else nullcontext()
+        torch.manual_seed(batch.key & ((1 << 63) - 1))  # for random numbers that the model itself draws
+        rows: dict[RowsOf, tuple[int, Callable[[], Tensor]]] = {}
+        for of, totals in batch.num_nodes.items():
+            for hop, count in reversed([*enumerate(totals)]):  # all nodes first
+                rows["nodes", of, hop] = count, _ids_of_nodes(batch, of, count)
+        layers = batch.blocks if self.call.on_blocks else batch.blocks[:1]
+        for number, blocks in enumerate(layers):
+            for edge_type, block in blocks.items():
+                wanted = [what for what in ("edges", "loops", "all loops") if self._drops is None
+                          or (what, edge_type, number) in self._drops]  # fmt: skip
+                rows |= _edge_rows(batch, edge_type, block, number, wanted)
+        mode = KeyedDropout(rows, batch.key, self._drops)
+        if self._drops is None:
+            self._drops = mode.found  # of the test batch; the list is filled while the model runs
+        return mode
+
+
+class _NoDropout(KeyedDropout):
+    """Leaves out dropout: ``to_hetero`` records ``training=self.training`` as a constant."""
+
+    def __init__(self) -> None:
+        super().__init__({}, 0, None)
+
+    def _dropout(self, rows: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return rows
+
+
+class _TestRows:
+    """Random rows in place of the rows of other ranks."""
+
+    def __init__(self, of: Embeddings):
+        self.num_nodes, self.dim = of.num_nodes, of.dim
+
+    def lookup(self, n_id: Mapping[NodeType, Tensor]) -> Rows:
+        return {of: torch.randn(len(ids), self.dim) for of, ids in n_id.items()}
+
+
+def _ids_of_nodes(batch: HeteroBatch, of: NodeType, count: int) -> Callable[[], Tensor]:
+    return lambda: batch.n_id[of][:count] ^ _signed(node_salt(of))
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _edge_rows(
+    batch: HeteroBatch, edge_type: EdgeType, block: Block, layer: int, wanted: Sequence[str]
+) -> dict[RowsOf, tuple[int, Callable[[], Tensor]]]:
+    """Return what the rows of a tensor over edges can be, with their number and ids.
+
+    ``wanted``: ``edges``: all edges. ``loops``, ``all loops``: edges without self loops, then a loop for each target,
+    or for each source.
+    """
+    source, _, target = edge_type
+    found: dict[RowsOf, tuple[int, Callable[[], Tensor]]] = {}
+    if not wanted:
+        return found
+    src, dst = edge_index_of(block)
+
+    def edges() -> Tensor:
+        return edge_ids(batch.n_id[source][src], batch.n_id[target][dst])
+
+    if "edges" in wanted:
+        found["edges", edge_type, layer] = len(src), edges
+    for what in ("loops", "all loops"):
+        if what in wanted and source == target:
+            others, nodes = src != dst, batch.n_id[target][: block.num_dst if what == "loops" else block.num_src]
+            with_loops = partial(_with_loops, edges, others, nodes)
+            found[what, edge_type, layer] = int(others.sum()) + len(nodes), with_loops
+    return found
+
+
+def _with_loops(edges: Callable[[], Tensor], others: Tensor, nodes: Tensor) -> Tensor:
+    return torch.cat([edges()[others], edge_ids(nodes, nodes)])
+
+
+def _steps(cumulative: Sequence[int]) -> list[int]:
+    return [cumulative[0], *(b - a for a, b in zip(cumulative, cumulative[1:], strict=False))]
+
+
+def _as_pyg(found: Mapping[str, Any], typed: bool, batch: HeteroBatch) -> Data | HeteroData:
+    if not typed:
+        plain = {key: value for key, value in found.items() if value is not None}
+        return Data(**plain, n_id=batch.n_id[HOMO_NODE], input_id=batch.input_id)
+    data = HeteroData()
+    for of, rows in found["x"].items():
+        data[of].x, data[of].n_id, data[of].num_sampled_nodes = rows, batch.n_id[of], found["num_sampled_nodes"][of]
+    data[batch.target].batch_size = found["batch_size"]
+    for edge_type, index in found["edge_index"].items():
+        data[edge_type].edge_index = index
+        data[edge_type].num_sampled_edges = found["num_sampled_edges"].get(edge_type)
+    for name in ("edge_attr", "edge_weight"):
+        for edge_type, value in (found.get(name) or {}).items():
+            data[edge_type][name] = value
+    return data
+
+
+def build_own(
+    settings: OwnSettings, facts: GraphFacts, embeddings: Embeddings | None, folders: Sequence[Path] = ()
+) -> OwnModel:  # fmt: skip
+    """Construct the class that ``settings.model`` names, on the CPU, and run it once on a small batch.
+
+    Initial weights depend on ``settings.seed`` only.
+
+    Args:
+        settings: Name of the class, its arguments, and widths.
+        facts: Types and widths of the graph; ``num_classes`` is the width of the output.
+        embeddings: Trainable rows of node types.
+        folders: Where the file of the class is looked for.
+
+    Raises:
+        SettingsError: The class cannot be found, constructed or called as the trainer does.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        return _built(settings, facts, embeddings, load_class(settings.model, folders))
+
+
+def _built(
+    settings: OwnSettings, facts: GraphFacts, embeddings: Embeddings | None, cls: type[nn.Module]
+) -> OwnModel:  # fmt: skip
+    names, layers = forward_names(cls), len(settings.fanouts)
+    direct = takes_types(cls, facts.hetero)
+    typed = facts.hetero or direct
+    need = layer_needs(facts.node_types, facts.edge_types, facts.targets, layers)[0]
+    types, edges = need.sources, need.edge_types
+    converted = typed and not direct
+    if converted:
+        ends = {of[2] for of in edges}
+        edges = (*edges, *((of, SELF, of) for of in types if of not in ends))
+        inputs: InputRows | None = InputRows(facts, types, settings.hidden, embeddings)
+    else:
+        inputs = None
+    width: Any = settings.hidden if converted else {of: facts.in_dims.get(of, settings.hidden) for of in types}
+    edge_dims = [facts.edge_dims[of] for of in edges if of in facts.edge_dims]
+    offered = {
+        "in_channels": width if typed else width[facts.target],
+        "hidden_channels": settings.hidden,
+        "out_channels": facts.num_classes,
+        "num_layers": layers,
+        "metadata": ([*types], [*edges]),
+        "edge_dim": edge_dims[0] if edge_dims else None,
+        "dropout": settings.dropout,
+        "heads": settings.heads,
+        "deg": torch.tensor(facts.degrees) if facts.degrees else None,
+        "aggregators": ["mean", "min", "max", "std"],
+        "scalers": ["identity", "amplification", "attenuation"],
+    }
+    arguments = constructor_args(cls, offered, settings.model_args or {})
+    try:
+        own: Any = cls(**arguments)
+        blocks = not typed and runs_on_blocks(own)
+        as_weight = bool(edge_dims) and _reads_weight(own, names, settings.edge_attr or "", edge_dims)
+        if converted:
+            own = _converted(own, types, edges)
+        elif blocks:
+            prepare(own)
+    except SettingsError:
+        raise
+    except Exception as error:  # the user's code runs
+        raise SettingsError(f"model: {cls.__name__} cannot be made: {in_words(error)}") from error
+    call = Call(names, typed, converted, blocks, as_weight, types, edges)
+    model = OwnModel(own, call, facts, PRECISIONS[settings.precision], inputs, embeddings)
+    model.check(small_batch(facts, layers, typed))
+    return model
+
+
+def _converted(own: nn.Module, types: Sequence[NodeType], edges: Sequence[EdgeType]) -> nn.Module:
+    if any(getattr(conv, "add_self_loops", False) for conv in own.modules()):
+        raise SettingsError(
+            f"model: {type(own).__name__} has convolutions that add self loops, which edges between two types of nodes "
+            "cannot have; pass add_self_loops=False to them (for a class of torch_geometric: in model_args)"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about names of types; those that do not work raise an error
+        return pyg.to_hetero(own, (list(types), list(edges)))
+
+
+def _reads_weight(own: Any, names: Sequence[str], attr: str, dims: Sequence[int]) -> bool:
+    """Return whether edge features are passed as ``edge_weight``.
+
+    Raises ``SettingsError`` if the model reads neither weights nor features of edges.
+    """
+    plain = {name.removesuffix("_dict") for name in names}
+    for name in ("edge_weight", "edge_attr"):
+        if not getattr(own, f"supports_{name}", True):
+            plain.discard(name)
+    if not plain & {"edge_weight", "edge_attr", "batch"}:
+        raise SettingsError(f"edge_attr: model {type(own).__name__} does not read edge features or weights")
+    return "edge_weight" in plain and ("edge_attr" not in plain or (set(dims) == {1} and "weight" in attr))
+
+
+def small_batch(facts: GraphFacts, layers: int, typed: bool) -> Batch | HeteroBatch:
+    """Return a batch of random rows and edges in which all numbers of nodes and edges differ."""
+    draw = torch.Generator().manual_seed(0)
+    nothing = torch.empty(0, dtype=torch.int64)
+    if not typed:
+        (dim,) = facts.edge_dims.values() or (0,)
+        counts = [101 + 10 * hop for hop in range(layers + 1)]
+        degrees = torch.cat([_spread(1000, counts[hop] - (counts[hop - 1] if hop else 0)) for hop in range(layers)])
+        hops = torch.arange(layers).repeat_interleave(torch.tensor(_steps(counts[:-1])))
+        below = torch.tensor(counts[1:])[hops].repeat_interleave(degrees)
+        indices = (torch.rand(len(below), generator=draw) * below).long()
+        indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
+        attr = torch.rand(len(below), dim, generator=draw) if dim else None
+        blocks = tuple(
+            Block(
+                indptr[: counts[hop] + 1].int(), indices[: indptr[counts[hop]]].int(), counts[hop + 1],
+                None if attr is None else attr[: indptr[counts[hop]]],
+            )
+            for hop in reversed(range(layers))
+        )  # fmt: skip
+        x = torch.randn(counts[-1], facts.in_dims.get(facts.target, 0), generator=draw)
+        return Batch(0, 1, counts[0], counts[0], torch.arange(counts[-1]), x, None, nothing, blocks)
+    totals = {of: 101 + 2 * number for number, of in enumerate(facts.node_types)}
+    first = {of: 3 + number if of in facts.targets else 0 for number, of in enumerate(facts.node_types)}
+    every = {}
+    for number, of in enumerate(facts.edge_types, start=1):
+        degrees = _spread(1000 * number, totals[of[2]])
+        indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)]).int()
+        indices = torch.randint(totals[of[0]], (1000 * number,), generator=draw).int()
+        dim = facts.edge_dims.get(of, 0)
+        attr = torch.rand(1000 * number, dim, generator=draw) if dim else None
+        every[of] = Block(indptr, indices, totals[of[0]], attr)
+    return HeteroBatch(
+        step=0, key=1, num_seeds=first[facts.target], global_seeds=first[facts.target], target=facts.target,
+        n_id={of: torch.arange(count) for of, count in totals.items()},
+        x={of: torch.randn(totals[of], dim, generator=draw) for of, dim in facts.in_dims.items()},
+        y=None, input_id=nothing, blocks=(every,) * layers,
+        num_nodes={of: (first[of], *[totals[of]] * layers) for of in totals},
+    )  # fmt: skip
+
+
+def _spread(total: int, count: int) -> Tensor:
+    """Return ``count`` numbers that add up to ``total`` and differ by at most 1."""
+    each = torch.full((count,), total // count)
+    each[: total % count] += 1
+    return each

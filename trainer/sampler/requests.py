@@ -230,9 +230,6 @@ class HasEdges(GraphRequest[npt.NDArray[np.bool_]], frozen=True):
         if len(self.src) != len(self.dst):
             raise WireError(f"the request has {len(self.src)} sources, {len(self.dst)} targets; expected equal numbers")
 
-    def reply(self, message: Message, answer: npt.NDArray[np.bool_], form_of: FormOf) -> Message:
-        return message.reply([answer])
-
     def read_reply(self, message: Message) -> npt.NDArray[np.bool_]:
         found = [(str(array.dtype), array.shape) for array in message.arrays]
         if found != [("bool", self.dst.shape)]:

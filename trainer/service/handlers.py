@@ -64,20 +64,6 @@ _LEAST_ROW = 8  # bytes that a row counts at least, as even rows without values 
 _IN_BATCH = 16  # bytes per edge of a batch, besides ids: batch position, id and tree of a node that may be new
 
 
-def check_rows(store: PartStore, requests: Sequence[RowRequest], limit: int) -> None:
-    """Raise ``ServiceError`` if the answer to these requests is larger than ``limit`` bytes.
-
-    Raises ``PartitionError`` for unknown attributes.
-    """
-    total = 0
-    for request in requests:
-        for name in request.attrs:
-            dtype, shape = row_spec(store, request.of, name)
-            total += len(request.ids) * max(math.prod(shape) * dtype.itemsize, _LEAST_ROW)
-    if total > limit:
-        raise ServiceError(f"the answer takes {total} bytes, over the limit of {limit}; ask for fewer nodes at once")
-
-
 class BoundedGraph(GraphAccess):
     """Access to a graph for one request, whose memory and work are limited before they are spent.
 
@@ -114,7 +100,15 @@ class BoundedGraph(GraphAccess):
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
         self._check(0)
         if isinstance(self._served, LocalGraph):
-            check_rows(self._served.store, requests, self._limit - self._used)
+            total, limit = 0, self._limit - self._used
+            for request in requests:
+                for name in request.attrs:
+                    dtype, shape = row_spec(self._served.store, request.of, name)
+                    total += len(request.ids) * max(math.prod(shape) * dtype.itemsize, _LEAST_ROW)
+            if total > limit:
+                raise ServiceError(
+                    f"the answer takes {total} bytes, over the limit of {limit}; ask for fewer nodes at once"
+                )
         return self._graph.gather(requests)
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
@@ -230,13 +224,6 @@ REQUESTS: Mapping[Kind, type[Request[Any]]] = {
 }  # fmt: skip
 
 
-def read_request(message: Message) -> Request[Any]:
-    """Decode a request. Raises ``WireError`` if it is invalid, ``ServiceError`` if it has no reply."""
-    if message.kind not in REQUESTS:
-        raise ServiceError(f"{message.kind.name.lower()} is not a kind of request")
-    return REQUESTS[message.kind].read(message)
-
-
 def is_long(message: Message) -> bool:
     # These may have to wait for other servers.
     asked = REQUESTS.get(message.kind, Hello)
@@ -276,8 +263,9 @@ class Handlers:
         return request.reply(message, sampler.sample(work.seeds, work.key), self._forms(message))
 
     def _answer(self, message: Message, graph: GraphAccess, is_open: Callable[[], bool]) -> Message:
-        request = read_request(message)
-        answer: Any
+        if message.kind not in REQUESTS:
+            raise ServiceError(f"{message.kind.name.lower()} is not a kind of request")
+        request, answer = REQUESTS[message.kind].read(message), None
         if isinstance(request, GraphRequest):
             limit = self._sample_limit if isinstance(request, SampleHops) else self._limit
             answer = request.answer(BoundedGraph(graph, self._graph, limit, is_open))

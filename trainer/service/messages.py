@@ -97,9 +97,6 @@ class SharedSlice(Request[Array], frozen=True):
         if not 0 <= self.first <= _MAX_SLOT or not 0 <= self.count <= _MAX_SLOT:
             raise WireError(f"the request asks for an invalid range of rows, {self.first} to {self.first + self.count}")
 
-    def reply(self, message: Message, answer: Array, form_of: FormOf) -> Message:
-        return message.reply([answer])
-
     def read_reply(self, message: Message) -> Array:
         rows = [array.shape[0] if array.ndim else 1 for array in message.arrays]
         if rows != [self.count]:
@@ -113,9 +110,6 @@ class ToGlobal(Request[Ids], frozen=True):
     kind: ClassVar = Kind.TO_GLOBAL
     of: NodeType
     ids: Ids
-
-    def reply(self, message: Message, answer: Ids, form_of: FormOf) -> Message:
-        return message.reply([answer])
 
     def read_reply(self, message: Message) -> Ids:
         if len(message.arrays) != 1 or message.arrays[0].shape != (len(self.ids),):

@@ -209,7 +209,7 @@ class Gateway(GraphAccess):
     def graph_attr(self, name: str) -> Array:
         spec: AttrSpec = self.manifest.graph_attrs[name]
         if not spec.shape:
-            return self._slice(SharedSlice(None, name, 0, 1)).reshape(())
+            return self._ask(SharedSlice(None, name, 0, 1)).reshape(())
         return self._shared(None, name, spec.shape[0])
 
     def to_global(self, of: NodeType, orig_ids: Ids) -> Ids:
@@ -323,11 +323,8 @@ class Gateway(GraphAccess):
     def _shared(self, of: NodeType | None, name: str, rows: int) -> Array:
         number = _AT_ONCE if of is not None else max(1, _BYTES_AT_ONCE // _width(self.manifest.graph_attrs[name]))
         starts = range(0, max(rows, 1), number)
-        pieces = [self._slice(SharedSlice(of, name, at, min(number, rows - at))) for at in starts]
+        pieces = [self._ask(SharedSlice(of, name, at, min(number, rows - at))) for at in starts]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def _slice(self, asked: SharedSlice) -> Array:
-        return self._ask(asked)
 
 
 def _pieces(ids: Ids) -> list[Ids]:

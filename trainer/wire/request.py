@@ -23,7 +23,7 @@ class Request(msgspec.Struct, Generic[A], frozen=True, array_like=True, eq=False
     """
 
     kind: ClassVar[Kind]
-    replies: ClassVar[Any] = None  #: type of the body of a reply, unless a reply is arrays only
+    replies: ClassVar[Any] = None  #: type of the body of a reply; None: a reply has arrays only
 
     def message(self, flags: Flag = Flag.NONE) -> Message:
         """Encode the request. The channel sets its id. Raises ``WireError`` if it exceeds a limit."""
@@ -46,7 +46,7 @@ class Request(msgspec.Struct, Generic[A], frozen=True, array_like=True, eq=False
         ``form_of``: in which form rows of attributes are sent. Raises ``DataError`` for rows that this form cannot
         represent.
         """
-        return message.reply(*pack(answer))
+        return message.reply(*pack(answer)) if self.replies else message.reply([answer])  # type: ignore[list-item]
 
     def read_reply(self, message: Message) -> A:
         """Decode the reply. Raises ``WireError`` if it does not fit the request."""

@@ -149,7 +149,7 @@ class Beat:
             peer = self.peers[self.place]
             if isinstance(peer, Hub):
                 _ = peer.table, peer.spare, peer.gone  # written to state.json
-            peer.report(report_of(peer.config.node_rank))
+            peer.report(report_of(peer.spec.node_rank))
             self.place = (self.place + 1) % len(self.peers)
 
 

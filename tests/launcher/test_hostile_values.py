@@ -280,6 +280,7 @@ LATER = (
     "data.source",
     "data.options",
     "train.resume",
+    "train.start.checkpoint",
     "run.files",
     "slurm_job",
 )  #: refused by what they name

@@ -270,7 +270,10 @@ def test_a_done_run_reports_accuracy_epoch_times_and_throughput_of_each_rank(tmp
     assert "test accuracy: 0.6543" in text and "val accuracy: 0.6100" in text
     assert any(line.split() == ["3", "2.00", "0.6667", "0.6000"] for line in text.splitlines())
     assert "node0/rank0 250, node1/rank1 250 seeds/s; total 500 (mean of epochs 2–3)" in text
-    assert f"run folder: {tmp_path}" in text
+    assert f"run folder: {tmp_path}" in text and "ended early" not in text
+    *lines, result = metrics()
+    early = printed(report("done", ranks, tmp_path, [*lines, {**result, "ended_early": "val loss has not improved"}]))
+    assert "ended early after epoch 3: val loss has not improved" in early
 
 
 def test_a_done_run_on_gpus_reports_their_use(tmp_path: Path) -> None:

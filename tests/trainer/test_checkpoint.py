@@ -51,7 +51,7 @@ def made(epoch: int = 3, best_epoch: int | None = 2, **settings: Any) -> Checkpo
         optimizer=optimizer.state_dict(),
         settings=settings_record(TrainSettings(**settings)),
         graph=GRAPH,
-        task={"kind": "classification", "outputs": 3},
+        task={"kind": "classification", "outputs": 3, "metrics": ["accuracy"]},
         step_loss=tuple(torch.rand(5, dtype=torch.float64) for _ in range(epoch)),
         best=best,
         embedding={"tables": tables, "optimizer_rows": {}, "optimizer_rest": {"step": epoch}},

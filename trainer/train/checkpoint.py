@@ -103,7 +103,7 @@ class Checkpoint:
     def of_content(cls, content: Mapping[str, Any]) -> Checkpoint:
         values = {entry.name: content[entry.name] for entry in fields(cls) if entry.name in content}
         best, partial = values.pop("best"), values.pop("partial", None)
-        values["step_loss"], values["scores"] = tuple(values["step_loss"]), tuple(values.get("scores", ()))
+        values["step_loss"], values["scores"] = tuple(values["step_loss"]), tuple(values["scores"])
         return cls(
             **values, best=BestEpoch(**best) if best else None, partial=PartialEpoch(**partial) if partial else None
         )
@@ -143,12 +143,11 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     """
     content = {"format": FORMAT, "version": VERSION, **checkpoint.content()}
     best = [checkpoint.best.epoch] if checkpoint.best else []
-    if "metrics" in checkpoint.task:
-        metric = metric_named(checkpoint.task["metrics"][0])
-        ranked = [score for score in checkpoint.scores if not math.isnan(score.get(metric.name, math.nan))]
-        ranked.sort(key=lambda score: score[metric.name], reverse=metric.better == "higher")
-        best += [int(score["epoch"]) for score in ranked]
-    return save_content(folder, checkpoint.position, content, best, checkpoint.settings.get("keep", 1))
+    metric = metric_named(checkpoint.task["metrics"][0])
+    ranked = [score for score in checkpoint.scores if not math.isnan(score.get(metric.name, math.nan))]
+    ranked.sort(key=lambda score: score[metric.name], reverse=metric.better == "higher")
+    best += [int(score["epoch"]) for score in ranked]
+    return save_content(folder, checkpoint.position, content, best, checkpoint.settings["keep"])
 
 
 def save_content(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from click.testing import CliRunner
 
 from launching import REPOSITORY
@@ -64,7 +66,7 @@ def typed_words(page: str, *beginning: str) -> list[str]:
 def test_own_model_trains_and_resumes(
     inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script, trimmed = blocks("own_model.md", "python")
+    own_class, load, script, trimmed = blocks("own_model.md", "python")
     assert partition(*typed_words("own_model.md", "python", "-m", "trainer", "partition"))[0] == 0
     run_script(script, typed_words("own_model.md", "python", "train_own.py"), monkeypatch)
     first = re.findall(r"val accuracy (0\.\d+)", capsys.readouterr().out)
@@ -75,6 +77,16 @@ def test_own_model_trains_and_resumes(
     names: dict[str, object] = {}
     exec(trimmed, names)
     assert 0 < int(names["right"]) < 400  # type: ignore[call-overload]
+
+    (inside / "models.py").write_text(own_class)
+    train = yaml.safe_load(blocks("own_model.md", "yaml")[0])["train"]
+    words = ["--model", train["model"], "--model-args", json.dumps(train["model_args"]), "--fanouts", "10,5"]
+    words += ["--hidden", "32", "--epochs", "2", "--batch-size", "256", "--run-dir", "runs/RUN"]
+    done = CliRunner().invoke(cli, ["train", "--parts", "parts/toy", *words])
+    assert done.exit_code == 0, f"{done.output}{done.exception or ''}"
+    names = {"x": torch.randn(3, 64), "edge_index": torch.tensor([[0, 1], [1, 2]])}
+    exec(load, names)
+    assert names["out"].shape == (3, 5)  # type: ignore[attr-defined]
 
 
 def test_types_and_links_give_the_shown_results() -> None:

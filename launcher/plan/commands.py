@@ -152,9 +152,10 @@ def train_flags(train: TrainConfig) -> list[str]:
         if field.name in _LEFT_OUT_AT_DEFAULT and value == field.default:
             continue
         flags.append("--" + field.name.replace("_", "-"))
-        if is_dataclass(value) or isinstance(value, Mapping):
-            items = value if isinstance(value, Mapping) else vars(value)
-            flags.append(json.dumps({key: item for key, item in items.items() if item is not None}))
+        if isinstance(value, Mapping):
+            flags.append(json.dumps(dict(value)))
+        elif is_dataclass(value):
+            flags.append(json.dumps({key: item for key, item in vars(value).items() if item is not None}))
         elif value is not True:
             flags.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
     return flags

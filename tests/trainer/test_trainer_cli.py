@@ -81,6 +81,7 @@ def test_flags_of_the_launcher_round_trip_to_its_settings(jobs: list[TrainJob]) 
     assert invoke(*train_flags(TrainConfig(**values, **keyed))).exit_code == 0
     expected = TrainSettings(**values, **{name: dataclasses.asdict(value) for name, value in keyed.items()})
     assert jobs == [TrainJob(expected, Path("parts"), Path("run"))]
+    assert train_flags(TrainConfig(model_args={"act": None}))[2:4] == ["--model-args", '{"act": null}']
 
 
 def test_flags_accept_underscores_and_comma_separated_lists(jobs: list[TrainJob]) -> None:

@@ -48,6 +48,17 @@ TYPED_LINKS = {
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("plain", "sage", {"device_cache": "30%"}),
     ("plain", "gat", {}),
+    (
+        "plain",
+        "sage",
+        {
+            "optimizer": "SGD",
+            "clip": 0.5,
+            "schedule": "cosine",
+            "class_weights": "balanced",
+            "label_smoothing": 0.1,
+        },
+    ),
     ("plain", "sage", {"task": "link", "negatives": 16, "batch_size": 1000}),
     ("typed", "rsage", {"edge_attr": "edge_weight"}),
 ]
@@ -176,11 +187,13 @@ def test_a_read_in_a_step_is_found(folders: dict[str, Path], tmp_path: Path, fak
         train_epoch(Reads(fit.model), fit.task, fit.optimizers, fit.loaders["train"], 1, fake, metrics)
 
 
-@pytest.mark.parametrize("task", ["classification", "regression", "link"])
+@pytest.mark.parametrize(
+    "task,more", [("classification", {"metrics": ("macro_f1", "accuracy")}), ("regression", {}), ("link", {})]
+)
 def test_an_evaluation_waits_only_at_its_end(
-    task: str, folders: dict[str, Path], tmp_path: Path, fake: RankGroup
+    task: str, more: dict[str, Any], folders: dict[str, Path], tmp_path: Path, fake: RankGroup
 ) -> None:
-    fit, _, _ = prepared(folders["plain"], tmp_path, task=task)
+    fit, _, _ = prepared(folders["plain"], tmp_path, task=task, **more)
     batches = Counted(fit.loaders["val" if "val" in fit.loaders else "train"])
     move_module(fit.model)
     with without_synchronisation(), pytest.raises(Synchronised, match="a copy to the host"):

@@ -53,13 +53,14 @@ class Jobs:
         return self.call("sbatch", "--parsable", "toy.sbatch")
 
     def begin_now(self, job: str) -> None:
-        """Start a requeued job at once. Slurm itself would wait two minutes."""
+        """Start a requeued job after three seconds. Slurm itself would wait two minutes."""
 
         def begins() -> bool:
             self.slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
             return self.state(job) != "PENDING"
 
         wait_until(lambda: self.state(job) == "PENDING")
+        time.sleep(3)  # slurmd refuses a job that starts in the second in which it was requeued
         wait_until(begins)
 
     def state(self, job: str) -> str:

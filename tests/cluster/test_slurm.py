@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,13 +89,16 @@ class Lab:
 
     @contextmanager
     def releasing(self) -> Iterator[None]:
-        """Let requeued jobs start at once; Slurm would wait two minutes."""
-        over = threading.Event()
+        """Let requeued jobs start after three seconds; Slurm would wait two minutes."""
+        # slurmd refuses a job that starts in the second in which it was requeued: "Job credential revoked".
+        over, seen = threading.Event(), dict[str, float]()
 
         def release() -> None:
             while not over.wait(0.5):
                 for job in self.slurm.jobs():
-                    if self.slurm.job(job).get("Reason") == "BeginTime":
+                    waits = self.slurm.job(job).get("Reason") == "BeginTime"
+                    if waits and time.monotonic() - seen.setdefault(job, time.monotonic()) > 3:
+                        del seen[job]
                         self.slurm.run("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
 
         thread = threading.Thread(target=release)

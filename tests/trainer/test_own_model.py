@@ -368,3 +368,8 @@ def test_batch_norm_is_said_to_depend_on_processes(homo: Path, tmp_path: Path, c
     args = {"norm": "batch_norm"}
     train(job(homo, tmp_path, model="torch_geometric.nn.GraphSAGE", model_args=args), Ranks())
     assert "BatchNorm normalises each process's share of a batch" in capsys.readouterr().out
+
+
+def test_arguments_of_a_class_have_names() -> None:
+    with pytest.raises(SettingsError, match="model_args is 'elu'; it must be keys with values"):
+        TrainSettings(model="models.py:Own", model_args="elu")  # type: ignore[arg-type]

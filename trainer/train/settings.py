@@ -246,7 +246,9 @@ def keyed_settings() -> dict[str, Any]:
 def _with_keys(name: str, kind: Any, value: Any) -> Any:
     """Return a setting with keys of its own, made from a mapping; any other value stands for its first key."""
     if kind is Mapping:
-        return value if isinstance(value, Mapping) else {"name": value}
+        if isinstance(value, Mapping) or name == "optimizer":
+            return value if isinstance(value, Mapping) else {"name": value}
+        raise SettingsError(f"{name} is {value!r}; it must be keys with values")
     if isinstance(value, kind):
         return value
     known = [entry.name for entry in fields(kind)]

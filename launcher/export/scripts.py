@@ -46,10 +46,10 @@ _WIDTH = 100  # characters of a line with a command
 _PORTS = range(20000, 32000)  # below the ephemeral ports of Linux
 
 #: Placeholders in the plan. No value of a config contains NUL.
-_PYTHON, _PARTS, _RUNS = "\0PYTHON\0", "\0PARTS\0", "\0RUNS\0"
+_PYTHON, _PARTS, _RUNS, _HERE = "\0PYTHON\0", "\0PARTS\0", "\0RUNS\0", "\0HERE\0"
 
 #: Placeholders, and what the script has in their place.
-_SHELL = {_PYTHON: "$PYTHON", _PARTS: "$PARTS"}
+_SHELL = {_PYTHON: "$PYTHON", _PARTS: "$PARTS", _HERE: "$HERE"}
 
 #: Options of the graph server that differ between nodes, and what the script has as their values.
 _SERVER_OPTIONS = {
@@ -352,6 +352,9 @@ def _trainer(plan: LaunchPlan, kind: str) -> str:
     rank = argv[argv.index("--") + 1 :]
     if not plan.own_command and "--parts" in rank:  # given as GNNFLEET_PARTS, which clients do not have
         del rank[rank.index("--parts") : rank.index("--parts") + 2]
+    if plan.train is not None and ":" in plan.train.model:  # the file of a class, which a launch would send
+        place = rank.index("--model") + 1
+        rank[place] = f"{_HERE}/{rank[place].removeprefix('files/')}"
     if kind == "torchrun":
         rank = rank[1:] if rank[0] == _PYTHON else ["--no-python", *rank]
     return _lines(rank)
@@ -397,6 +400,8 @@ def _notes(config: ResolvedConfig, plan: LaunchPlan) -> tuple[str, ...]:
         notes.append("a process sees one MIG instance only: set CUDA_VISIBLE_DEVICES for each rank in the script")
     if plan.own_command:
         notes.append("your script and run.files are not copied: the script runs in the folder of the exported file")
+    if plan.train is not None and ":" in plan.train.model:
+        notes.append("the file of the model class and run.files are not copied: every node needs them beside this file")
     return tuple(notes)
 
 

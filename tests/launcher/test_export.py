@@ -305,6 +305,14 @@ def test_a_file_of_the_user_is_not_taken_for_one_of_the_run(tmp_path: Path) -> N
     assert '"endpoint"' in made and "mine" not in made
 
 
+@pytest.mark.parametrize("kind", ["bash", "torchrun", "slurm"])
+def test_a_model_class_is_read_beside_the_script(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "models.py").touch()
+    made = export_script(kind, request(TOY.replace("{hidden", '{model: "models.py:MyGNN", hidden'), tmp_path), {}, None)
+    assert '--model "$HERE/models.py:MyGNN"' in made.text
+    assert any("every node needs them beside this file" in note for note in made.notes)
+
+
 def run_node(config: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the script of node 0 of two nodes; what it does before its graph server starts."""
     (folder / "run.sh").write_text(export_script("bash", request(config, folder), {}, folder / "run.sh").text)

@@ -24,7 +24,7 @@ from trainer.loader.block_loader import BatchLoader
 from trainer.train.epoch import train_epoch
 from trainer.train.loaders import loader_settings
 from trainer.train.metrics import MetricsLog
-from trainer.train.model import make_model
+from trainer.train.model import make_model, model_facts
 from trainer.train.optimize import Optimizers
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.choose import node_task
@@ -59,7 +59,8 @@ def run(folder: Path, hosts: int, settings: TrainSettings) -> dict[str, float]:
         target = pick_target(graph)
         assert isinstance(target, str)
         task, _, _ = node_task(graph, target, TrainSettings(), ("train",), group)
-        model, _ = make_model(settings, graph.manifest, target, task.outputs)
+        facts = model_facts(graph.manifest, target, task.outputs)
+        model, _ = make_model(settings, facts, target, {})
         wanted = loader_settings(settings, target, "train", bool(getattr(model, "needs_degree", False)))
         batches = AllHosts([BatchLoader(graph, wanted, rank, layout) for rank in range(hosts)])
         optimizers, cpu, edges, rows = Optimizers.of(settings, model, None), 0.0, 0, 0

@@ -160,7 +160,7 @@ def test_a_notebook_reads_the_graph_and_scores_the_model(toy: ServingHosts, curv
     with trainer.connect(key=toy.folder / "ann.key", deadline=30, name="ann") as graph:
         batch = trainer.DistNeighborLoader(graph, [3, 3], range(40), batch_size=40)(range(40))
         assert batch.input_id.tolist() == list(range(40)) and batch.x.shape[1] == SYNTHETIC["num_features"]
-        model, _ = trained_model(saved, graph.manifest)
+        model, _ = trained_model(saved)
         settings = loader_settings(TrainSettings(**saved.settings), saved.graph["target"], "test", False)
         with torch.no_grad():
             right = [

@@ -21,6 +21,7 @@ from train_kit import REPOSITORY, command_line, environment, write_parts
 from trainer.cli import cli, main
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import Ranks, run_store
+from trainer.nn.models import HETERO_MODELS, HOMO_MODELS
 from trainer.store.part_store import open_parts
 from trainer.train import settings
 from trainer.train.settings import TrainJob, TrainSettings, keyed_settings
@@ -65,6 +66,7 @@ def test_settings_have_the_same_fields_as_the_launchers() -> None:
     helps = [dataclasses.fields(kind)[names.index("epochs")].metadata["help"] for kind in (TrainSettings, TrainConfig)]
     assert helps[0] == helps[1]
     assert METRICS == schema.METRICS and settings.SCHEDULES == schema.SCHEDULES
+    assert settings.MODELS == schema.MODELS == (*HOMO_MODELS, *HETERO_MODELS)
 
 
 def test_flags_of_the_launcher_round_trip_to_its_settings(jobs: list[TrainJob]) -> None:

@@ -20,7 +20,7 @@ from launcher.manage.node_views import OpenRun
 from launcher.report.events import EventLog
 from launcher.report.report import RunReport
 from launcher.run.interrupts import Interrupts, OnInterrupt
-from launcher.run.lifecycle import FollowContext, conduct
+from launcher.run.lifecycle import RunContext, conduct
 from launcher.text import count
 from launcher.transport import open_transport
 from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
@@ -55,7 +55,8 @@ def follow(
         console.print(Text(f"run {plan.run_id}: following it on {count(len(plan.nodes), 'node')}"), soft_wrap=True)
         limits = replace(config.run, on_interrupt=on_interrupt)
         try:
-            return conduct(FollowContext(plan, transports, limits, folder, started, events, console, plain), interrupts)
+            context = RunContext(limits, folder, started, events, console, plain)
+            return conduct(context, plan, transports, interrupts)
         except KeyboardInterrupt:
             raise Interrupted(interrupts.message) from None
 

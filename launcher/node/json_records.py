@@ -315,7 +315,7 @@ METRIC = Record(
     {},
     {},
     {
-        **dict.fromkeys(("kind", "split", "metric", "better", "baseline", "ended_early"), text),
+        **dict.fromkeys(("kind", "split", "metric", "metric_title", "better", "baseline", "ended_early"), text),
         **dict.fromkeys(("rank", *_PROGRESS), natural),
         **{name: none_or(real) for name in ("loss", "accuracy", "val_accuracy", "test_accuracy", "seeds_per_s")},
         **dict.fromkeys(("t", "seconds", "seeds"), number),

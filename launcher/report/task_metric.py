@@ -7,27 +7,14 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal
 
-_TITLES = {
-    "mae": "MAE",
-    "rmse": "RMSE",
-    "mrr": "MRR",
-    "auc": "AUC",
-    "micro_f1": "micro-F1",
-    "macro_f1": "macro-F1",
-    "roc_auc": "ROC-AUC",
-}
-
 
 @dataclass(frozen=True)
 class TaskMetric:
     """The metric by which a run chooses its best epoch."""
 
-    name: str = "accuracy"  #: as in metrics lines
+    name: str = "accuracy"  #: its field in metrics lines
+    title: str = "accuracy"
     better: Literal["more", "less"] = "more"
-
-    @property
-    def title(self) -> str:
-        return _TITLES.get(self.name, self.name.replace("hits@", "Hits@"))
 
     def of(self, line: Mapping[str, Any], split: str = "") -> float | None:
         """Return the value in an ``eval`` or, with ``split``, a ``result`` line; None if missing or not finite."""
@@ -53,7 +40,9 @@ def metric_of(lines: Iterable[Mapping[str, Any]]) -> TaskMetric:
     for line in lines:
         name = line.get("metric")
         if isinstance(name, str) and name:
-            return TaskMetric(name, "less" if line.get("better") == "lower" else "more")
+            title = line.get("metric_title")
+            title = title if isinstance(title, str) and title else name
+            return TaskMetric(name, title, "less" if line.get("better") == "lower" else "more")
     return TaskMetric()
 
 

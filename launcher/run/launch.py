@@ -39,7 +39,7 @@ from launcher.report.run_folder import clear, register
 from launcher.run.batch_job import JobWarning, batch_job, in_batch_job, request_checkpoint, requeue_job
 from launcher.run.check import preflight_of_draft, show_findings
 from launcher.run.interrupts import Interrupts
-from launcher.run.lifecycle import FollowContext, conduct
+from launcher.run.lifecycle import RunContext, conduct
 from launcher.run.options import LaunchOptions, choose_run_id, run_folder
 from launcher.run.tmux_session import start_session
 from launcher.sync.parts_store import held_parts
@@ -68,8 +68,8 @@ class Attachment:
 Attach = Callable[[str], AbstractContextManager[Attachment]]
 
 
-class LaunchContext:
-    """State shared by all stages of one launch.
+class LaunchContext(RunContext):
+    """A run in the process that launches it: what was asked for, and what all stages of the launch share.
 
     Its constructor creates and registers the run folder, and writes ``config.yml`` and ``launch.json``.
     """
@@ -78,9 +78,8 @@ class LaunchContext:
         self.config, self.options, self.run_id, self.console = config, options, run_id, console
         self.folder = run_folder(config, run_id)
         self.file = options.launch_file(run_id, config.name, job=batch_job(config))
-        self.started = self.file.started
         self.notes: tuple[str, ...] = ()  #: findings that block the launch, for result.json
-        self.events = self._open_folder()
+        super().__init__(config.run, self.folder, self.file.started, self._open_folder(), console, options.plain)
         self.held = ExitStack()  #: closed when the parts have been sent: until then nobody replaces them
 
     def parts(self, config: ResolvedConfig) -> PartitionFiles | None:
@@ -208,23 +207,15 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
                 context.enter_stage("start")
                 timeout = resolved.run.start_timeout
                 report = conduct(
-                    FollowContext(
-                        plan,
-                        transports,
-                        resolved.run,
-                        context.folder,
-                        context.started,
-                        context.events,
-                        console,
-                        options.plain,
-                        offsets={k: fact.clock_offset for k, fact in facts.items()},
-                        at_stage=context.enter_stage,
-                    ),
+                    context,
+                    plan,
+                    transports,
                     interrupts,
                     starts={
                         node.node_rank: partial(start_session, transports[node.node_rank], node, start_timeout=timeout)
                         for node in plan.nodes
                     },
+                    offsets={k: fact.clock_offset for k, fact in facts.items()},
                     leave_when_trained=options.detach,
                 )
                 detached = report.state == "detached"

@@ -31,58 +31,61 @@ _TAIL = 10  # lines of each log shown first by ``gnnfleet follow``
 Starts = Mapping[int, Callable[[], None]]
 
 
-@dataclass(frozen=True)
-class FollowContext:
-    """What is needed to follow a run, to collect its files and to write its report."""
+@dataclass
+class RunContext:
+    """A run in the process that launches it (``launch.LaunchContext``) or only follows it."""
 
-    plan: LaunchPlan
-    transports: Mapping[int, Transport]
-    run: RunConfig  #: time limits, and what the first Ctrl-C does
+    limits: RunConfig  #: time limits, and what the first Ctrl-C does
     folder: Path  #: run folder on this machine
     started: float  #: seconds since the epoch, by this machine's clock
     events: EventLog
     console: Console
     plain: bool = False  #: no live view
-    offsets: Mapping[int, float] | None = None  #: node clock minus this machine's, seconds, as preflight measured
-    at_stage: Callable[[Stage], None] = lambda stage: None  #: called when the run enters a stage
+
+    def enter_stage(self, stage: Stage, *, detached: bool = False) -> None:
+        """Record that ``stage`` begins; the launcher does, and others who follow the run do not."""
 
 
 def conduct(
-    context: FollowContext,
+    context: RunContext,
+    plan: LaunchPlan,
+    transports: Mapping[int, Transport],
     interrupts: Interrupts,
     *,
     starts: Starts | None = None,
+    offsets: Mapping[int, float] | None = None,
     leave_when_trained: bool = False,
 ) -> RunReport:
     """Follow a run to its end, collect its files, and print and return its report.
 
     ``starts``: functions that start the nodes, by node_rank; None if this process only views a run that has been
     started before. Then an exception in this process, such as a closed output, does not end the run.
+    ``offsets``: clock of each node minus this machine's, in seconds, as preflight measured them.
     ``leave_when_trained``: detach once training has begun.
 
     The report of a detached run has the state ``detached``. Raises OutOfReach when no node has answered for
     ``run.lost_after`` seconds.
     """
     interrupts.exit_message = "\n  ".join(
-        ["exited immediately; processes of the run may still be running.", *map(how_to_stop, context.plan.nodes)]
+        ["exited immediately; processes of the run may still be running.", *map(how_to_stop, plan.nodes)]
     )
-    report = RunReport(context.plan.run_id, context.folder)
-    board = Board.of(context.plan, time.time() - context.started)
-    with LiveLog(context.console, context.plan, plain=context.plain, board=board) as live:
+    report = RunReport(plan.run_id, context.folder)
+    board = Board.of(plan, time.time() - context.started)
+    with LiveLog(context.console, plan, plain=context.plain, board=board) as live:
         follower = RunFollower(
-            context.plan,
-            context.transports,
-            context.run,
+            plan,
+            transports,
+            context.limits,
             live,
             context.events,
             report,
             starts=starts,
             leave_when_trained=leave_when_trained,
             tail=None if starts else _TAIL,
-            on_training=lambda: context.at_stage("train"),
+            on_training=lambda: context.enter_stage("train"),
         )
         try:
-            follower.follow(interrupts, InterruptPrompt(live, context.run.on_interrupt, viewer=starts is None))
+            follower.follow(interrupts, InterruptPrompt(live, context.limits.on_interrupt, viewer=starts is None))
         except BaseException:
             follower.leave() if starts is None else follower.abandon()
             raise
@@ -90,8 +93,8 @@ def conduct(
     if report.detached:
         context.events.add("detached", why=report.detached)
         if report.detached == "unreachable":
-            raise OutOfReach(_out_of_reach(context, report))
-        run_id, verb = context.plan.run_id, "trains" if report.detached == "trained" else "goes on"
+            raise OutOfReach(_out_of_reach(context.limits.lost_after, plan, report))
+        run_id, verb = plan.run_id, "trains" if report.detached == "trained" else "goes on"
         for line in (
             f"\nDetached: run {run_id} {verb} ({board.summary()}).",
             f"  gnnfleet follow {run_id}    follow the run to its end",
@@ -105,25 +108,25 @@ def conduct(
     interrupts.ignore_hangup = True
     interrupts.message = interrupts.exit_message = (
         "interrupted while collecting; the run has ended on all nodes. "
-        f"`gnnfleet collect {context.plan.run_id}` fetches the remaining files"
+        f"`gnnfleet collect {plan.run_id}` fetches the remaining files"
     )
-    context.at_stage("collect")
+    context.enter_stage("collect")
     try:
-        collect(report, context.plan, context.transports, checkpoint_node(report.results, context.plan.lead))
+        collect(report, plan, transports, checkpoint_node(report.results, plan.lead))
     except KeyboardInterrupt:
         report.notes.append(interrupts.message)
         raise
     finally:
-        conclude(report, context.plan, time.time() - context.started, context.offsets)
+        conclude(report, plan, time.time() - context.started, offsets)
         write_report(report)
     context.events.add("end", state=report.state, exit_status=report.exit_status, seconds=report.seconds)
     print_report(report, context.console)
     return report
 
 
-def _out_of_reach(context: FollowContext, report: RunReport) -> str:
+def _out_of_reach(lost_after: float, plan: LaunchPlan, report: RunReport) -> str:
     # With ``run.restarts``, a node may have ended because it could not reach the others either.
-    run_id, waited = context.plan.run_id, f"for {context.run.lost_after:g} s (run.lost_after)"
+    run_id, waited = plan.run_id, f"for {lost_after:g} s (run.lost_after)"
     follow = f"gnnfleet follow {run_id}"
     ended = [k for k, result in report.results.items() if result.get("no_restart")]
     if not ended:
@@ -131,11 +134,11 @@ def _out_of_reach(context: FollowContext, report: RunReport) -> str:
             f"no node of {run_id} has been reachable {waited}; the run goes on without this machine. "
             f"When the nodes can be reached again: {follow}"
         )
-    others = [node for node in context.plan.nodes if node.node_rank not in {*report.results, *report.lost}]
+    others = [node for node in plan.nodes if node.node_rank not in {*report.results, *report.lost}]
     names = ", ".join(node.label for node in others)
-    away = excluded_names(context.plan.nodes, [node.node_rank for node in others])
+    away = excluded_names(plan.nodes, [node.node_rank for node in others])
     why = report.results[ended[0]]["no_restart"]
-    first = context.plan.nodes[ended[0]].label
+    first = plan.nodes[ended[0]].label
     return (
         f"no other node of {run_id} has been reachable {waited}; {first} has ended ({why}). If {names} "
         f"{'go' if len(others) > 1 else 'goes'} on: {follow}; if switched off: {resume_command(run_id, away)}"

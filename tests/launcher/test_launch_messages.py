@@ -27,7 +27,7 @@ from launcher.run import lifecycle, node_stream
 from launcher.run import monitor as follow_module
 from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.launch import LaunchContext
-from launcher.run.lifecycle import FollowContext, conduct
+from launcher.run.lifecycle import RunContext, conduct
 from launcher.run.live_state import Board
 from launcher.run.options import LaunchOptions
 from launcher.run.start_progress import StartProgress
@@ -165,7 +165,7 @@ def detaching_early(folder: Path) -> str:
 def detached(folder: Path, why: str) -> str:
     console = Console(file=io.StringIO(), width=200)
     scene = Scene(folder, FakeNode(0))
-    context = FollowContext(scene.plan, {}, RunConfig(), folder, 0.0, EventLog(folder / "e.jsonl"), console)
+    context = RunContext(RunConfig(), folder, 0.0, EventLog(folder / "e.jsonl"), console)
     board = Board.of(dataclasses.replace(scene.plan, train=TrainConfig(epochs=10)))
     board.metric({"kind": "step", "rank": 0, "epoch": 1, "step": 0, "steps": 50})
     try:
@@ -175,7 +175,7 @@ def detached(folder: Path, why: str) -> str:
             patch.object(lifecycle, "RunReport", return_value=report),
             patch.object(Board, "of", return_value=board),
         ):
-            conduct(context, Interrupts())
+            conduct(context, scene.plan, {}, Interrupts())
     except OutOfReach as error:
         return f"error: {error}"
     assert isinstance(console.file, io.StringIO)

@@ -29,7 +29,7 @@ def made_run(top: Path, run_id: str, errors: tuple[float, ...], **changes: Any) 
     folder = top / "runs" / run_id
     replace(LaunchFile.mine(run_id, "toy", config="cluster.yml").at("end"), started=1.0).write(folder)
     (folder / "config.yml").write_text(to_yaml(ClusterConfig((NodeConfig("a"),), DataConfig("synthetic"))))
-    named = {"metric": "mae", "better": "lower", **changes}
+    named = {"metric": "mae", "metric_title": "MAE", "better": "lower", **changes}
     ended = {**named, "test_mae": errors[-1], "test_rmse": 2 * errors[-1], "val_mae": min(errors)}
     result = {"run_id": run_id, "state": "done", "seconds": 5.0, "nodes": [], "notes": [], "first_failure": None}
     (folder / "result.json").write_text(json.dumps({**result, "metrics": ended}))
@@ -71,8 +71,9 @@ def test_runs_and_the_page_name_the_metric(tmp_path: Path) -> None:
     [
         ({}, "accuracy", "accuracy", "more"),
         ({"metric": 5}, "accuracy", "accuracy", "more"),
-        ({"metric": "rmse", "better": "lower"}, "rmse", "RMSE", "less"),
-        ({"metric": "hits@10", "better": "higher"}, "hits@10", "Hits@10", "more"),
+        ({"metric": "rmse", "metric_title": "RMSE", "better": "lower"}, "rmse", "RMSE", "less"),
+        ({"metric": "hits@10", "better": "higher"}, "hits@10", "hits@10", "more"),
+        ({"metric": "mrr", "metric_title": 7}, "mrr", "mrr", "more"),
     ],
 )
 def test_lines_without_a_metric_have_the_accuracy(line: dict[str, Any], name: str, title: str, better: str) -> None:
@@ -88,7 +89,7 @@ def test_a_value_that_is_no_finite_number_is_unknown() -> None:
 
 
 BESIDE = {
-    "kind": "result", "metric": "mrr", "better": "higher", "test_mrr": 0.056, "val_mrr": 0.2,
+    "kind": "result", "metric": "mrr", "metric_title": "MRR", "better": "higher", "test_mrr": 0.056, "val_mrr": 0.2,
     "baseline": "the targets with most links", "baseline_test_mrr": 0.102, "baseline_val_mrr": 0.1,
 }  # fmt: skip
 

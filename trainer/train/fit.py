@@ -218,8 +218,8 @@ class Fit:
         score = evaluate(self.model, self.task, batches, self.group)
         if self.group.rank == 0:
             self.metrics.write(
-                "eval", epoch=epoch, split=split, metric=metric.name, better=metric.better, **score.metrics,
-                loss=score.loss,
+                "eval", epoch=epoch, split=split, metric=metric.name, metric_title=metric_title(metric.name),
+                better=metric.better, **score.metrics, loss=score.loss,
             )  # fmt: skip
         return score
 
@@ -305,7 +305,8 @@ class Fit:
             none: Mapping[str, float | None] = {metric.name: None}
             found = {"test": test or none, "val": val or none}
             self.metrics.write(
-                "result", epochs=result.epochs, best_epoch=best_epoch, metric=metric.name, better=metric.better,
+                "result", epochs=result.epochs, best_epoch=best_epoch, metric=metric.name,
+                metric_title=metric_title(metric.name), better=metric.better,
                 **{f"{split}_{name}": value for split, values in found.items() for name, value in values.items()},
                 epoch_seconds=[round(value, 3) for value in at.seconds], checkpoint=path and str(path),
                 **({"ended_early": why} if why else {}), **(self.baseline.fields() if self.baseline else {}),

@@ -190,16 +190,14 @@ def plan(ctx: click.Context, **values: Any) -> None:
 
 @gnnfleet.command(epilog=examples("check --config cluster.yml"))
 @config_options
+@click.option("--notify", is_flag=True, help="Send a test message to run.notify.")
 @click.pass_context
-def check(ctx: click.Context, **values: Any) -> None:
-    """Run preflight only: connect, check every node, list problems.
-
-    It does not read the graph. Of your own script it reads only the imports.
-    """
+def check(ctx: click.Context, notify: bool, **values: Any) -> None:
+    """Run preflight only: connect, check every node, list problems. Neither the graph nor your script is run."""
     from launcher.run.check import run_check
 
     options = options_of(ctx, values)
-    ctx.exit(run_check(read_config(options), options, console_of(options.as_json)))
+    ctx.exit(run_check(read_config(options), options, console_of(options.as_json), notify=notify))
 
 
 for _param in check.params:

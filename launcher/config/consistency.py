@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import fields
 
 from launcher.config.cache_size import parse_bytes
@@ -52,6 +53,17 @@ def check(config: ClusterConfig, reader: Reader) -> None:
     check_training(config, reader)
     _ports(config, reader)
     _restarts(config, reader)
+    _notify(config, reader)
+
+
+def _notify(config: ClusterConfig, reader: Reader) -> None:
+    for number, target in enumerate(config.run.notify):
+        try:
+            wrong = "" if shlex.split(target) else "expected a URL, a command or $NAME, found an empty text"
+        except ValueError as error:
+            wrong = f"`{target}`: {error}"
+        if wrong:
+            reader.report(("run", "notify", number), f"run.notify: {wrong}")
 
 
 def _restarts(config: ClusterConfig, reader: Reader) -> None:

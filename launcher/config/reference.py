@@ -133,7 +133,8 @@ def type_in_words(hint: Any) -> str:
     if kind is tuple and get_origin(inside[0]) in (Union, UnionType):
         return "list of " + " or ".join(f"{type_in_words(one)}s" for one in get_args(inside[0]))
     if kind is tuple:
-        return "list of nodes" if is_dataclass(inside[0]) else f"list of {type_in_words(inside[0])}s"
+        plural = "" if get_origin(inside[0]) is Literal else "s"
+        return "list of nodes" if is_dataclass(inside[0]) else f"list of {type_in_words(inside[0])}{plural}"
     return "section"
 
 

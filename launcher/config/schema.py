@@ -75,6 +75,8 @@ HostKeys = Literal["auto", "strict", "accept-new", "insecure"]
 
 Role = Literal["worker", "server", "client"]
 
+Event = Literal["end", "failure", "restart", "stall", "nan", "lost"]
+
 
 def login_text(user: str | None, host: str, port: int | None) -> str:
     """Return ``user@host:port``. A user or port that is None is left out.
@@ -618,6 +620,12 @@ class RunConfig:
         "Encrypt the graph service (TLS 1.3); auto: on, except with `transport: local`.", "auto"
     )
     files: tuple[str, ...] = setting("Files and folders of this machine to send along with your own script.", ())
+    notify: tuple[str, ...] = setting(
+        "Whom the lead node tells what happens to the run: URLs, which get JSON by POST, and commands, which get it on "
+        "stdin; $NAME is a variable of that node.",
+        (),
+    )
+    notify_on: tuple[Event, ...] = setting("The events that `notify` is told of; default: all.", ())
 
 
 @dataclass(frozen=True)

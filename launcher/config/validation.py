@@ -247,6 +247,8 @@ class Reader:
     def _tuple(self, kind: Any, tree: Tree, path: KeyPath) -> tuple[Any, ...]:
         if isinstance(tree, Scalar) and kind is str and not tree.empty:
             return (tree.text,)
+        if isinstance(tree, Scalar) and get_origin(kind) is Literal and not tree.empty:
+            return (_choice(get_args(kind), tree),)
         from_shell = isinstance(tree, Scalar) and tree.tag == "int" and not tree.origin.line
         if isinstance(tree, Scalar) and kind in (int, int | str) and ("," in tree.text or from_shell):
             tree = YamlSequence(
@@ -264,6 +266,8 @@ class Reader:
             return self._value(kind, tree, path)
         except _Wrong as wrong:
             self.report(path, f"{dotted(path)}: {wrong}")
+            if get_origin(kind) is Literal:
+                return get_args(kind)[0]
             return NodeConfig(host="") if kind is NodeConfig else 0 if kind == int | str else kind()
 
     def _mapping(self, kind: Any, tree: Tree) -> dict[str, Any]:

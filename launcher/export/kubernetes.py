@@ -290,7 +290,7 @@ def _store_notes(config: ResolvedConfig, cluster: Cluster, left_out: Sequence[st
     """Return notes about parts in ``data.store``. ``left_out``: variables with credentials that the nodes had."""
     notes, store = [], config.data.store
     if left_out:
-        notes.append(f"credentials in `env` are left out ({', '.join(left_out)}), as manifests are not secret")
+        notes.append(f"credentials are left out ({', '.join(left_out)}), as manifests are not secret")
     if store is None:
         return notes
     notes.append(

@@ -66,12 +66,17 @@ def check_exportable(config: ResolvedConfig, kind: str) -> None:
 
 
 def without_credentials(config: ResolvedConfig) -> tuple[ResolvedConfig, tuple[str, ...]]:
-    """Return (the config without those variables in ``env`` whose names say that they are secret, their names)."""
+    """Return (the config without what is or may be secret, the names of what was left out).
+
+    That are variables in ``env`` whose names say so, and addresses in ``run.notify`` that are no variables.
+    """
     found = sorted({name for node in config.nodes for name in node.env if is_secret(name)})
+    told = tuple(target for target in config.run.notify if "://" not in target)
     nodes = (
         replace(node, env={name: text for name, text in node.env.items() if name not in found}) for node in config.nodes
     )
-    return replace(config, nodes=tuple(nodes)), tuple(found)
+    addresses = ("run.notify",) if told != config.run.notify else ()
+    return replace(config, nodes=tuple(nodes), run=replace(config.run, notify=told)), (*found, *addresses)
 
 
 def parts_name(config: ResolvedConfig) -> str:

@@ -409,9 +409,7 @@ def _store_notes(config: ResolvedConfig, left_out: Sequence[str]) -> list[str]:
     """Return notes about parts in ``data.store``. ``left_out``: variables with credentials that the nodes had."""
     notes, data = [], config.data
     if left_out:
-        notes.append(
-            f"credentials in `env` are left out ({', '.join(left_out)}); set them in the environment of the script"
-        )
+        notes.append(f"credentials are left out ({', '.join(left_out)}); set them in the environment of the script")
     if data.store is not None:
         notes.append(
             f"each node fetches its parts from {data.store}; upload them before: gnnfleet partition push --config FILE"

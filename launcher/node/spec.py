@@ -109,6 +109,8 @@ class NodeSpec:
     restarts: int = 0  #: how often the run may start again after a failure
     min_nodes: int = 1  #: training nodes that a restart needs
     lost_after: float = 60.0  #: seconds in which a node that was cut off tries to find the others again
+    notify: tuple[str, ...] = ()  #: URLs and command lines that get messages about the run
+    notify_on: tuple[str, ...] = ()  #: events about which there are messages; (): all
     data_dir: str = ""  #: with restarts: the partition folder, if not sent by the launcher; may have all parts
     generation: int = 0  #: number of the attempt; node.json describes the first one
 

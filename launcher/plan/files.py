@@ -188,6 +188,8 @@ def _node_spec(context: PlanContext, node: NodePlan) -> NodeSpec:
         restarts=restarts,
         min_nodes=run.min_nodes,
         lost_after=run.lost_after,
+        notify=run.notify if context.world.size else (),
+        notify_on=run.notify_on,
         data_dir=node.data_dir if restarts and config.data.mode == "verify" else "",
     )
 

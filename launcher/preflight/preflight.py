@@ -20,6 +20,7 @@ from launcher.preflight.check_packages import package_findings
 from launcher.preflight.check_storage import storage_findings
 from launcher.preflight.connectivity import ConnectivityTest, interface_of
 from launcher.preflight.finding import Finding, Survey, connect_finding
+from launcher.preflight.notices import notice_findings
 from launcher.preflight.preflight_report import PreflightReport
 from launcher.preflight.shared_folder import SharedFolderTest
 from launcher.preflight.store_access import store_findings
@@ -54,6 +55,7 @@ def run_preflight(
     own_command: bool = False,
     bytes_needed: Mapping[int, int] | None = None,
     run_id: str = "",
+    notify: bool = False,
 ) -> PreflightReport:
     """Check all nodes in parallel.
 
@@ -62,6 +64,7 @@ def run_preflight(
         own_command: the run starts a user's command instead of the bundled trainer.
         bytes_needed: bytes that the plan will store on each node, by node_rank.
         run_id: id of the run; a node that already has a run of this id gets a blocking finding.
+        notify: also send a message to each target of ``run.notify``.
 
     A node that cannot be reached, or whose checks fail, is reported as a finding; no exception is raised.
     """
@@ -81,6 +84,8 @@ def run_preflight(
         working = {k: agents[k] for k in facts}
         if config.data.store is not None:
             findings += store_findings(survey, working)
+        if notify:
+            findings += notice_findings(survey, working)
         if config.data.mode == "verify":
             findings += SharedFolderTest(survey, working).findings()
         if config.transport != "local" and len(facts) > 1:

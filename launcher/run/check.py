@@ -28,12 +28,15 @@ from launcher.transport import Opened, close_all, connect_all
 from launcher.transport.base import Transport
 
 
-def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
-    """Run preflight and print the findings; return the exit status: 0, or 3 if a finding blocks the run."""
+def run_check(config: ClusterConfig, options: LaunchOptions, console: Console, *, notify: bool = False) -> int:
+    """Run preflight and print the findings; return the exit status: 0, or 3 if a finding blocks the run.
+
+    notify: also send a test message to ``run.notify``.
+    """
     resolved, draft = _drafted(config, options)
     attempts = connect_all(resolved)
     try:
-        report = preflight_of_draft(resolved, attempts, draft, run_id=options.run_id or "")
+        report = preflight_of_draft(resolved, attempts, draft, run_id=options.run_id or "", notify=notify)
         if resolved.data.mode == "verify" and not resolved.data.serving and not report.blocked:
             with console.status("comparing the files of the parts with their manifest"):
                 found = _compared_parts(resolved, options, report, attempts)
@@ -83,6 +86,7 @@ def preflight_of_draft(
     draft: LaunchPlan,
     *,
     run_id: str,
+    notify: bool = False,
 ) -> PreflightReport:
     """Run preflight for the nodes of the plan ``draft``.
 
@@ -95,6 +99,7 @@ def preflight_of_draft(
         own_command=bool(draft.own_command),
         bytes_needed={node.node_rank: draft.sent_bytes(node) for node in draft.nodes},
         run_id=run_id,
+        notify=notify,
     )
 
 

@@ -178,7 +178,7 @@ def test_an_init_container_fetches_parts_from_the_store(tmp_path: Path) -> None:
     assert folder.startswith("/parts/ogbn-products-") and folder in nodes[1]["spec"]["server"]["argv"]
     assert nodes[2]["fetch"] is None and nodes[0]["env"]["AWS_DEFAULT_REGION"] == "north"
     assert "hush" not in made.text() + made.secret_text()
-    assert "credentials in `env` are left out (AWS_SECRET_ACCESS_KEY)" in made.notes[0]
+    assert "credentials are left out (AWS_SECRET_ACCESS_KEY)" in made.notes[0]
     claimed = yaml.safe_load_all(kubernetes(STORE, tmp_path, claims=(("fast", "/parts"),), kind="job").text())
     volumes = next(each for each in claimed if each["kind"] == "Job")["spec"]["template"]["spec"]["volumes"]
     assert [volume["persistentVolumeClaim"]["claimName"] for volume in volumes[2:4]] == ["products-1", "fast"]

@@ -30,6 +30,7 @@ from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.attempt import read_returns, standing_of
 from launcher.node.supervisor.health import DepartedNodes, Health
 from launcher.node.supervisor.journal import Journal, stop_request
+from launcher.node.supervisor.notifier import Notifier
 from launcher.node.supervisor.outcomes import MAILBOX, Ended, Mailbox, OutcomeBook
 from launcher.node.supervisor.processes import RankRunners, complete_outcomes, end_processes
 from launcher.node.supervisor.rendezvous import Restarts, connect
@@ -55,6 +56,7 @@ class Supervisor:
         self.journal = Journal(spec.run_dir, spec.node_rank)
         self.loop = Loop(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         self.restarts = Restarts(self.first, self.loop, self.journal)
+        self.notifier = Notifier(self.first, self.loop, self.journal, self.idle)
         self.state, self.final = "starting", ""
         self.token = procs.node_token(spec.token, spec.node_rank)
         me = procs.look(os.getpid())
@@ -197,6 +199,7 @@ class Supervisor:
         self.mailbox.close()
         self.begin(spec, self.peers)
         self.health.findings += [*found, self.restarts.finding]
+        self.notifier.restarted(spec, self.restarts.records[-1])
         self.set_state("starting")
 
     def leaves(self) -> bool:
@@ -392,14 +395,19 @@ class Supervisor:
         deadline = time.monotonic() + self.spec.grace + _LEAVING
         while not self.peers.may_leave() and time.monotonic() < deadline:
             self.idle(0.05)
+        cause = self.peers.cause or self.cause
+        if not self.restarts.left:
+            self.notifier.ended(self.spec, self.peers, cause)
         self.journal.event("node-end", state=end.state, reason=end.reason)
         self.set_state(end.state)
         self.journal.settle(_LEAVING)
-        cause = self.peers.cause or self.cause
         result = {**end.result(self.spec.node_rank, cause), "outcomes": list(self.book.outcomes.values())}
         lost = {**self.restarts.lost, **self.peers.lost}
         result |= {"clock_offset": self.peers.offset, "lost": lost, "gone": self.peers.gone}
-        result |= {"findings": self.health.findings, **self.restarts.state(self.spec, self.peers)}
+        result |= {
+            "findings": [*self.health.findings, *self.notifier.findings],
+            **self.restarts.state(self.spec, self.peers),
+        }
         self.journal.put_last("result.json", result)
         self.peers.close()
         self.mailbox.close()
@@ -408,6 +416,7 @@ class Supervisor:
             leases.release(self.spec.run_id, self.spec.node_rank)
         except leases.LeaseError as error:
             self.journal.log(f"leases could not be released: {error}")
+        self.notifier.leave(self.peers)
 
     # State shown to other programs.
 
@@ -418,6 +427,7 @@ class Supervisor:
     def heartbeat(self) -> None:
         self._next_heartbeat = time.monotonic() + HEARTBEAT
         self.oom.look()
+        self.notifier.look(self.peers, self.health.findings)
         state = {
             "state": self.state,
             "time": time.time(),
@@ -429,7 +439,7 @@ class Supervisor:
             "spare": self.peers.spare,
             "gone": self.peers.gone,
             "ranks": self.health.ranks,
-            "findings": self.health.newest,
+            "findings": [*self.health.newest, *self.notifier.findings],
             **self.restarts.state(self.spec, self.peers),
         }
         self.journal.put_state(state)

@@ -1,0 +1,114 @@
+"""Sends a message about a run to a URL or a command (``run.notify``). Python 3.8, standard library only.
+
+The supervisor that speaks for the run starts it as a program, with what ``main`` takes as JSON in the variable
+GNNFLEET_NOTICE; it prints why a message did not arrive, and ends with status 1. ``gnnfleet check --notify`` calls
+``main``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import urlsplit
+
+NOTICE = "GNNFLEET_NOTICE"
+
+_WAIT = 10.0  # seconds until an address must have answered
+
+_RUN_FOR = 30.0  # seconds that a command may take
+
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+
+_URL = re.compile(r"https?://\S+", re.IGNORECASE)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: urllib would follow one with GET, without the message."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def main(request: dict[str, Any]) -> dict[str, Any]:
+    """Send a message to each target.
+
+    request: {"targets": [URL or command line], "message": JSON object, "env": more variables, "pauses": [seconds before
+    each further attempt]}. Returns {"errors": {number of the target: why the message did not arrive}}.
+    """
+    env = dict(os.environ, **request["env"])
+    env.pop(NOTICE, None)
+    body = json.dumps(request["message"]).encode()
+    errors = {}
+    for number, target in enumerate(request["targets"]):
+        for pause in [0.0, *request["pauses"]]:
+            time.sleep(pause)
+            error, again = _send(target, body, env)
+            if not (error and again):
+                break
+        if error:
+            errors[number] = error
+    return {"errors": errors}
+
+
+def label(target: str) -> str:
+    """Return a target for messages, without what may be secret: the server of a URL, the program of a command."""
+    if _URL.fullmatch(target):
+        return urlsplit(target).hostname or "URL"
+    return target if target.startswith("$") else (target.split() or [""])[0]
+
+
+def _send(target: str, body: bytes, env: dict[str, str]) -> tuple[str, bool]:
+    """Return why ``body`` did not reach ``target``, '' if it did; and whether another attempt may succeed."""
+    if not target.startswith("$") and not _URL.match(target):
+        return _run(shlex.split(target), body, env)
+    names = [match.group(1) or match.group(2) for match in _VARIABLE.finditer(target)]
+    unset = [name for name in names if name not in env]
+    if unset:
+        words = "%s: the variable %s is not set on this host; `env` of the node can set it"
+        return words % (label(target), unset[0]), False
+    url = _VARIABLE.sub(lambda match: env[match.group(1) or match.group(2)], target)
+    if not _URL.fullmatch(url):
+        return "%s is no http:// or https:// address" % label(target), False
+    return _post(url, body, label(target))
+
+
+def _post(url: str, body: bytes, name: str) -> tuple[str, bool]:
+    head = {"Content-Type": "application/json", "User-Agent": "gnnfleet"}
+    try:
+        post = urllib.request.Request(url, body, head, method="POST")
+        with urllib.request.build_opener(_NoRedirect).open(post, timeout=_WAIT):
+            return "", False
+    except urllib.error.HTTPError as error:
+        said = " ".join(error.read(300).decode("utf-8", "replace").split())
+        words = "%s answered %d %s" % (name, error.code, error.reason)
+        return words + (": %s" % said if said else ""), error.code >= 500 or error.code == 429
+    except (OSError, ValueError) as error:  # URLError is an OSError
+        return "%s: %s" % (name, getattr(error, "reason", error)), isinstance(error, OSError)
+
+
+def _run(argv: list[str], body: bytes, env: dict[str, str]) -> tuple[str, bool]:
+    try:
+        ended = subprocess.run(
+            argv, input=body, env=env, timeout=_RUN_FOR, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+    except subprocess.TimeoutExpired:
+        return "%s did not end within %d s" % (argv[0], _RUN_FOR), False
+    except OSError as error:
+        return "%s: %s" % (argv[0], error.strerror), False
+    lines = ended.stdout.decode("utf-8", "replace").strip().splitlines()
+    words = "%s ended with exit status %d" % (argv[0], ended.returncode)
+    return (words + (": %s" % lines[-1] if lines else "") if ended.returncode else ""), False
+
+
+if __name__ == "__main__":
+    wrong = main(json.loads(os.environ[NOTICE]))["errors"]
+    print("\n".join(wrong.values()))
+    sys.exit(1 if wrong else 0)

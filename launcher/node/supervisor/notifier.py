@@ -1,0 +1,151 @@
+"""Tells the people of a run what happens to it (``run.notify``): from the nodes, so that it needs no launcher.
+
+One supervisor speaks for the run: the hub. If the hub is lost, and with it the run, the remaining node with the lowest
+node_rank does. Each message is sent by a process of its own, which the run never waits for before its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.node import procs
+from launcher.node.child_process import Child, Loop
+from launcher.node.json_reader import loads
+from launcher.node.peers.member import Member
+from launcher.node.peers.model import Cause, Peers, sentence
+from launcher.node.programs import notify
+from launcher.node.spec import NodeSpec
+from launcher.node.supervisor.journal import Journal
+
+#: What is told of findings; one that ends the run is told as the failure.
+_FINDINGS = {"nan": "nan", "stall": "stall", "node-lost": "lost", "server-lost": "lost"}
+
+_PAUSES = (2.0, 8.0)  # seconds before the second and the third attempt to send a message
+
+_AT_THE_END = 5.0  # seconds in which the last message should arrive before the end of the node is recorded
+
+_LEAVING = 40.0  # seconds that a supervisor stays for messages that still wait for an answer
+
+_SPLITS = ("train_", "val_", "test_")
+
+_TAIL = 1 << 16  # bytes at the end of the metrics in which the result stands
+
+
+class Notifier:
+    """Sends the messages of one node; none unless this node speaks for the run.
+
+    first: content of node.json. loop: copies the output of the processes that send. idle: waits for so many seconds.
+    """
+
+    def __init__(self, first: NodeSpec, loop: Loop, journal: Journal, idle: Callable[[float], None]) -> None:
+        self._spec, self._loop, self._journal, self._idle = first, loop, journal, idle
+        self._sending: list[tuple[str, Child]] = []  # event and process of each message under way
+        self._told: set[tuple[str, Any]] = set()
+        self._told_until = 0.0  # time of the last restart: findings before it have been told
+        self.findings: list[dict[str, Any]] = []  #: about messages that did not arrive
+
+    def look(self, peers: Peers, findings: list[dict[str, Any]]) -> None:
+        """Send a message about each new finding on any node; note messages that did not arrive."""
+        for event, child in [one for one in self._sending if not one[1].running()]:
+            self._sending.remove((event, child))
+            self._loop.forget(child)
+            if child.status[0]:
+                why = "; ".join(child.log.tail) or "its process was killed"
+                self._journal.event("not-notified", event=event, reason=why)
+                text = f"the message `{event}` did not arrive: {why}"
+                about = {"t": time.time(), "kind": "notify", "node_rank": self._spec.node_rank, "rank": None}
+                self.findings.append({**about, "text": text, "stop": False})
+        for one in findings if self._speaks(peers) else ():
+            told = _FINDINGS.get(one["kind"])
+            # A NaN reaches all ranks, and a stall all nodes: the first is told.
+            key = (one["kind"], one["node_rank"] if told == "lost" else None)
+            if told and not one["stop"] and one["t"] > self._told_until and key not in self._told:
+                self._told.add(key)
+                self._tell(told, "running", one["text"], {"node_rank": one["node_rank"], "rank": one["rank"]})
+
+    def restarted(self, spec: NodeSpec, record: Mapping[str, Any]) -> None:
+        """Send the message about an automatic restart, if this node is the hub of the new attempt."""
+        self._told.clear()
+        self._told_until = record["t"]
+        if spec.hub == spec.node_rank:
+            cause = {"node_rank": record["cause_node"], "reason": record["reason"]}
+            self._tell("restart", "running", record["text"], {"cause": cause, "restarts": spec.generation})
+
+    def ended(self, spec: NodeSpec, peers: Peers, cause: Cause | None) -> None:
+        """Send the message about the end of the run; wait briefly until it has arrived.
+
+        cause: first cause of the end, None if the run is done.
+        """
+        if not self._speaks(peers):
+            return
+        state = "done" if cause is None else "stopped" if cause["kind"] == "stop" else "failed"
+        result = _result(spec)
+        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items())
+        text = f"{state}: {sentence(cause, spec.labels) if cause else shown}".rstrip(": ")
+        more = {"cause": cause, "restarts": spec.generation, "result": result}
+        self._tell("failure" if state == "failed" else "end", state, text, more)
+        self._wait(_AT_THE_END, peers)
+
+    def leave(self, peers: Peers) -> None:
+        """Wait for the messages that are still being sent, at most ``_LEAVING`` seconds."""
+        self._wait(_LEAVING, peers)
+
+    def _wait(self, seconds: float, peers: Peers) -> None:
+        until = time.monotonic() + seconds
+        while self._sending and time.monotonic() < until:
+            self._idle(0.05)
+            self.look(peers, [])
+
+    def _speaks(self, peers: Peers) -> bool:
+        if isinstance(peers, Member):
+            remaining = (k for k in peers.spec.active if str(k) not in peers.lost)
+            return str(peers.spec.hub) in peers.lost and self._spec.node_rank == next(remaining)
+        return True
+
+    def _tell(self, event: str, state: str, text: str, more: Mapping[str, Any]) -> None:
+        spec = self._spec
+        if not spec.notify or (spec.notify_on and event not in spec.notify_on):
+            return
+        message = {
+            "text": f"gnnfleet {spec.run_id}: {text}",
+            "event": event,
+            "run_id": spec.run_id,
+            "state": state,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "operator": spec.operator,
+            "from": socket.gethostname(),
+            "nodes": list(spec.labels),
+            **more,
+        }
+        command = spec.trainer or spec.server or {}
+        request = {"targets": spec.notify, "message": message, "env": command.get("env", {}), "pauses": _PAUSES}
+        env = {**os.environ, notify.NOTICE: json.dumps(request)}  # not in argv, which all users can read
+        env.pop(procs.TOKEN, None)  # the end of an attempt is not its end
+        self._journal.event("notify", event=event, text=text)
+        try:
+            argv = [sys.executable, str(Path(notify.__file__).resolve())]
+            child = Child("notify", argv, self._journal.path("logs", "notify.log"), env=env)
+        except OSError as error:
+            return self._journal.event("not-notified", event=event, reason=str(error))
+        self._loop.add(child)
+        self._sending.append((event, child))
+
+
+def _result(spec: NodeSpec) -> dict[str, float]:
+    """Return the numbers of each split in the result of rank 0's metrics; {} if this node does not have them."""
+    try:
+        with open(os.path.join(spec.run_dir, "metrics-rank0.jsonl"), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            lines = [line for line in file.read().splitlines() if b'"result"' in line]
+        found = loads(lines[-1].decode()) if lines else {}
+    except (OSError, ValueError):
+        return {}
+    numbers = found.items() if isinstance(found, dict) else ()
+    return {name: value for name, value in numbers if name.startswith(_SPLITS) and isinstance(value, float)}

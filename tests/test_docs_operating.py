@@ -92,7 +92,7 @@ def test_commands_of_the_page(inside: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_settings_of_the_page_are_the_defaults() -> None:
-    shown = re.search(r"^```yaml\n(run:.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    shown = re.search(r"^```yaml\n(run:\n  on_interrupt:.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert shown is not None
     for key, value in yaml.safe_load(shown[1])["run"].items():
         assert getattr(RunConfig(), key) == value, key

@@ -107,13 +107,16 @@ with open("metrics-rank0.jsonl", "w") as file:
     for line in ({"kind": "step", "loss": float("nan"), "epoch": 1, "step": 0, "steps": 1, "seeds": 1},
                  {"kind": "result", "test_accuracy": 0.5, "epochs": 2}):
         file.write(json.dumps({"t": time.time(), **line}) + "\\n")
-time.sleep(1.5)
+while not os.path.exists("go"): time.sleep(0.05)
 """
 
 
 def test_a_nan_and_the_end_are_told_once_each(folder: MakeFolder, hook: Hook) -> None:
     run = folder(notify=[hook.url]).rank(python(RESULT))
-    assert run.run()["findings"][0]["kind"] == "nan"
+    run.start()
+    wait_until(lambda: hook.got)
+    (run.path / "go").touch()
+    assert run.end()["findings"][0]["kind"] == "nan"
     nan, end = hook.got
     assert (nan["event"], nan["state"], nan["rank"]) == ("nan", "running", 0) and "epoch 1" in nan["text"]
     assert (end["event"], end["text"]) == ("end", "gnnfleet test: done: test accuracy 0.5000")
@@ -179,7 +182,8 @@ def test_mistakes_in_the_config(tmp_path: Path) -> None:
     assert str(raised.value).splitlines()[-3:] == [
         f'{file}:5: run.notify: `tell "x`: No closing quotation',
         f"{file}:5: run.notify: expected a URL, a command or $NAME, found an empty text",
-        f"{file}:6: run.notify_on.1: expected one of end, failure, restart, stall, nan, lost, found the text `fail`; did you mean `failure`?",
+        f"{file}:6: run.notify_on.1: expected one of end, failure, restart, stall, nan, lost, found the text `fail`; "
+        "did you mean `failure`?",
     ]
     file.write_text(
         "transport: local\nnodes: 1\ndata: {dataset: synthetic}\nrun: {notify: $HOOK, notify_on: failure}\n"

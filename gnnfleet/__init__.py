@@ -27,6 +27,8 @@ from gnnfleet.shadow import check_not_shadowed
 if TYPE_CHECKING:
     from gnnfleet import nn, tasks
     from launcher import __version__
+    from launcher.errors import FleetError
+    from launcher.manage.from_python import LaunchedRun, RunFailed, launch
     from trainer import (
         DistClusterLoader,
         DistGraphSAINTEdgeSampler,
@@ -76,13 +78,16 @@ __all__ = [
     "DistNeighborLoader",
     "DistShaDowKHopSampler",
     "DistZipLoader",
+    "FleetError",
     "Graph",
+    "LaunchedRun",
     "LoaderSettings",
     "PartitionError",
     "RankGroup",
     "RankLayout",
     "Ranks",
     "RowRequest",
+    "RunFailed",
     "ServiceError",
     "SettingsError",
     "StepLog",
@@ -92,6 +97,7 @@ __all__ = [
     "__version__",
     "connect",
     "decode_texts",
+    "launch",
     "load_checkpoint",
     "load_model",
     "loader_settings",
@@ -106,6 +112,8 @@ __all__ = [
 #: Names of ``__all__`` by the module that defines them; ``trainer`` defines the names not listed here.
 _DEFINED_IN = {
     "launcher": ("__version__",),
+    "launcher.errors": ("FleetError",),
+    "launcher.manage.from_python": ("LaunchedRun", "RunFailed", "launch"),
     "trainer.core.errors": (
         "CheckpointError", "DataError", "PartitionError", "ServiceError", "SettingsError", "TrainerError",
     ),
@@ -138,7 +146,7 @@ if not TYPE_CHECKING:  # type checkers use the imports above and report unknown 
             nearest = difflib.get_close_matches(name, __all__, 1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise AttributeError(f"module 'gnnfleet' has no attribute {name!r}{hint}")
-        if name == "__version__":
+        if _MODULE_OF.get(name, "").startswith("launcher"):
             check_not_shadowed("launcher")
         value = globals()[name] = getattr(importlib.import_module(_MODULE_OF.get(name, "trainer")), name)
         return value

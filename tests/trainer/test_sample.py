@@ -10,12 +10,14 @@ import scipy
 
 from partitions import random_graph, store_of
 from plain_sampler import Rule, pick
-from sample_kit import CITES, HOLDS, KINDS, LIKES, WRITES, typed_graph
+from sample_kit import CITES, HOLDS, KINDS, LIKES, WRITES, random_seeds, random_settings, to_global, typed_graph
 from trainer.core.errors import DataError, PartitionError
 from trainer.core.rng import batch_key, mix, shuffled
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, edge_salt
 from trainer.sampler import neighbor_kernels, relabel, weighted_temporal
 from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.multi_hop import sample_multi_hop
+from trainer.sampler.relabel import RelabelTables
 from trainer.sampler.types import HopRequest, RowRequest, TimeBound
 
 
@@ -248,6 +250,23 @@ def test_hub(more):
         assert picks.max() < 50_000
     if "exclude" in more:
         assert picks.min() >= 1000
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_original_ids_of_edges_are_those_of_their_global_ids(num_parts):
+    graph, rng = typed_graph(4), np.random.default_rng(num_parts)
+    store, types = graph.store(num_parts), tuple(graph.edges)
+    access, tables = LocalGraph(store), RelabelTables(store.manifest)
+    for kind in (*KINDS.values(), {"induced": True}):
+        settings = random_settings(rng, types, **kind)
+        seeds = to_global(store, random_seeds(rng, graph, exclude=True))
+        for_ids, original = (
+            sample_multi_hop(access, store.manifest, seeds, settings, 7, tables, asked) for asked in ((), types)
+        )
+        for of in types:
+            (rows,) = access.gather([RowRequest(of, for_ids.edges[of].edge, ("orig_id",))])
+            assert np.array_equal(original.edges[of].edge, rows["orig_id"])
+            assert np.array_equal(original.edges[of].src, for_ids.edges[of].src)
 
 
 def test_unknown_types_and_foreign_nodes_are_refused():

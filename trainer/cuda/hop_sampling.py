@@ -63,6 +63,7 @@ class DeviceHops:
     def _counted(self, request: HopRequest) -> _Hop:
         """Count for each node the edges to draw, ignoring conditions, and the work memory that it needs."""
         assert request.sources is None, "induced subgraphs are sampled by the CPU"
+        assert not request.orig_edge, "original ids of edges are sampled by the CPU"
         nodes: Any = request.nodes
         size = len(nodes)
         trees: Any = self._no_ids if request.trees is None else request.trees

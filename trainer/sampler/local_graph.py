@@ -112,6 +112,8 @@ class LocalGraph(GraphAccess):
             if request.bound is not None:
                 times = edges.src_times if request.bound.on == "node" else edges.attrs
                 of_edges += [times[request.bound.attr]] if request.bound.attr in times else []
+            if request.with_edge and request.orig_edge:
+                of_edges.append(edges.orig_id)
             touch_rows([(nodes.orig_id, placed.rows)])
             touch_neighbours(edges.indptr, of_edges, placed.rows)
 

@@ -7,7 +7,7 @@ neighbours of the earlier answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,13 +52,15 @@ class HopSource(Protocol):
 
 
 def sample_multi_hop(
-    graph: HopSource, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: Relabelling
-) -> SampledSubgraph:
+    graph: HopSource, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: Relabelling,
+    orig_edges: Collection[EdgeType] = (),
+) -> SampledSubgraph:  # fmt: skip
     """Sample a subgraph around ``seeds``, which has numpy arrays.
 
     ``tables``: maps global ids to batch positions, and can be reused. Tables on the CPU must be all zeros before the
     call, and are reset to zeros after it. ``tables.ops`` decides whether requests, answers and the result have numpy
-    arrays or tensors.
+    arrays or tensors. ``orig_edges``: edge types whose edge ids, if requested, are returned as original ids. Not
+    possible on a device.
 
     Raises:
         ServiceError: A host that is needed does not answer.
@@ -67,7 +69,7 @@ def sample_multi_hop(
     """
     check_settings(schema, settings)
     _check_seeds(schema, seeds, settings)
-    growth = _SubgraphGrowth(schema, seeds, settings, key, tables)
+    growth = _SubgraphGrowth(schema, seeds, settings, key, tables, orig_edges)
     try:
         for hop in range(settings.num_hops):
             growth.grow(graph, hop)
@@ -130,9 +132,16 @@ class _HopQuery:
 
 class _SubgraphGrowth:
     def __init__(
-        self, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: Relabelling
+        self, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: Relabelling,
+        orig_edges: Collection[EdgeType],
     ):  # fmt: skip
-        self._schema, self._settings, self._seeds, self._key = schema, settings, seeds, key
+        self._orig_edges, self._schema, self._settings, self._seeds, self._key = (
+            orig_edges,
+            schema,
+            settings,
+            seeds,
+            key,
+        )
         self._ops, ops = tables.ops, tables.ops
         disjoint = settings.disjoint or settings.time is not None
         self._nodes = {of: tables.growth(of, disjoint) for of in schema.nodes}
@@ -162,7 +171,7 @@ class _SubgraphGrowth:
         requests = [
             HopRequest(
                 of, ids[of[2]], -1, 0, self._key_of(of), with_edge=self._settings.edge_ids,
-                exclude=self._seeds.exclude.get(of), sources=distinct[of[0]],
+                orig_edge=of in self._orig_edges, exclude=self._seeds.exclude.get(of), sources=distinct[of[0]],
             )
             for of in asked
         ]  # fmt: skip
@@ -228,6 +237,7 @@ class _SubgraphGrowth:
             key=self._key_of(of),
             replace=settings.replace,
             with_edge=settings.edge_ids,
+            orig_edge=of in self._orig_edges,
             trees=None if trees is None or self._tree_keys is None else self._tree_keys[trees],
             bound=bound,
             weight=settings.weight if settings.weight in self._schema.edges[of].attrs else None,

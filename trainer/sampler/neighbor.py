@@ -47,10 +47,14 @@ def _plain(nodes: NodePart, edges: EdgePart, request: HopRequest) -> HopSample:
     if total > MOST_EDGES:
         raise too_many_edges(request)
     src = slabs.empty(total, edges.indices.dtype)
-    edge = slabs.empty(total if request.with_edge else 0, _edge_dtype(edges))
+    orig_edge = read_only(edges.orig_id if request.orig_edge else edges.orig_id[:0])
+    edge = slabs.empty(
+        total if request.with_edge else 0, edges.orig_id.dtype if request.orig_edge else _edge_dtype(edges)
+    )
     neighbor_kernels.draw_edges(
         indptr, read_only(edges.indices), asked, nodes.start, read_only(nodes.orig_id), _trees(request), counts,
-        request.replace, request.fanout, request.shuffle, np.uint64(request.key), longest, edges.start, src, edge,
+        request.replace, request.fanout, request.shuffle, np.uint64(request.key), longest, edges.start, orig_edge,
+        src, edge,
     )  # fmt: skip
     return HopSample(counts, src, edge if request.with_edge else None)
 
@@ -84,7 +88,11 @@ def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sour
         raise too_many_edges(request)
     if wrong >= 0:
         raise invalid_weight(request, edges, wrong)
-    edge = np.add(picks, edges.start, dtype=_edge_dtype(edges), casting="unsafe") if request.with_edge else None
+    edge = None
+    if request.with_edge and request.orig_edge:
+        edge = edges.orig_id[picks]
+    elif request.with_edge:
+        edge = np.add(picks, edges.start, dtype=_edge_dtype(edges), casting="unsafe")
     return HopSample(counts, edges.indices[picks], edge)
 
 

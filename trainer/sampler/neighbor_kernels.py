@@ -65,11 +65,12 @@ def count_picks(indptr: Any, nodes: Any, first_node: int, fanout: int, replace: 
 @_jit
 def draw_edges(
     indptr: Any, indices: Any, nodes: Any, first_node: int, orig_id: Any, trees: Any, counts: Any, replace: bool,
-    fanout: int, shuffle: int, key: Any, longest: int, first_edge: int, src: Any, edge: Any,
+    fanout: int, shuffle: int, key: Any, longest: int, first_edge: int, orig_edge: Any, src: Any, edge: Any,
 ) -> None:  # fmt: skip
     """Draw ``counts[i]`` in-edges of each node ``nodes[i]``, and write their sources to ``src``.
 
-    Writes the edge ids to ``edge``, unless ``edge`` is empty. Without replacement, the edges drawn for a smaller count
+    Writes the edge ids to ``edge``, unless ``edge`` is empty: original ids if ``orig_edge``, those of the part's edges,
+    is not empty, else global ids. Without replacement, the edges drawn for a smaller count
     are a prefix of those drawn for a larger count. If all edges of a node are taken, only the first ``shuffle`` of them
     are in random order. ``indptr`` and ``indices``: CSC of the part. ``first_node`` and ``first_edge``: first ids
     of the part's nodes and edges. ``longest``: highest degree of a node. ``trees``: int64 [n], tree of each node in
@@ -103,11 +104,16 @@ def draw_edges(
             _shuffle(picks, begin, degree, count if count < degree else min(shuffle, degree - 1), drawn, order, moved)
         for j in range(count):
             prefetch(indices, picks[j])
+            if len(orig_edge):
+                prefetch(orig_edge, picks[j])
         waiting += count
         if waiting >= _AT_ONCE or i == len(nodes) - 1:
             for k in range(waiting):
                 src[done + k] = indices[slots[k]]
-            if len(edge):
+            if len(edge) and len(orig_edge):
+                for k in range(waiting):
+                    edge[done + k] = orig_edge[slots[k]]
+            elif len(edge):
                 for k in range(waiting):
                     edge[done + k] = first_edge + slots[k]
             done += waiting
@@ -250,12 +256,13 @@ def write_ends(src: Any, counts: Any, ends: Any) -> None:
 
     Edges are grouped by target; ``counts`` is the number of edges of each target.
     """
-    cursor = 0
+    sources, targets, cursor = ends[0], ends[1], np.uint64(0)  # two passes, as the first needs no loop over targets
+    for i in range(len(src)):
+        sources[i] = src[i]
     for target in range(len(counts)):
         for _ in range(counts[target]):
-            ends[0, cursor] = src[cursor]
-            ends[1, cursor] = target
-            cursor += 1
+            targets[cursor] = target
+            cursor += np.uint64(1)
 
 
 @_jit

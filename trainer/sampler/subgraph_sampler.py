@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from trainer.core.arrays import Array, Columns, Ids
 from trainer.core.batch_cost import Cost
-from trainer.core.schema import AnyType, NodeType
+from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.multi_hop import sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
 from trainer.sampler.requests import GraphAccess
@@ -57,6 +58,11 @@ class SubgraphSampler:
     kept: Mapping[NodeType, Array] = field(default_factory=dict)
     _local: threading.local = field(default_factory=threading.local, repr=False)
 
+    @cached_property
+    def _orig_edges(self) -> tuple[EdgeType, ...]:
+        """Edge types of which only ids are needed, if at all: they are sampled with original ids."""
+        return tuple(of for of in self.schema.edges if not self.attrs.get(of))
+
     def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
         access = self.access
         access.take_cost()  # what this thread has asked for before does not count
@@ -67,6 +73,9 @@ class SubgraphSampler:
         requests, labels = self._requests(subgraph, kept), self._label_requests(seeds)
         answers = access.gather([*requests, *labels])
         rows: dict[AnyType, dict[str, Array]] = {request.of: {} for request in requests}
+        for of in self._orig_edges:
+            if (edge := subgraph.edges[of].edge) is not None:
+                rows[of] = {"orig_id": edge}
         for request, answer in zip(requests, answers, strict=False):
             rows[request.of] |= answer
         found = answers[-1] if labels else {}
@@ -88,7 +97,7 @@ class SubgraphSampler:
     def multi_hop(self, seeds: SeedSet, settings: SampleSettings, key: int) -> SampledSubgraph:
         if not hasattr(self._local, "tables"):
             self._local.tables = RelabelTables(self.schema)
-        return sample_multi_hop(self.access, self.schema, seeds, settings, key, self._local.tables)
+        return sample_multi_hop(self.access, self.schema, seeds, settings, key, self._local.tables, self._orig_edges)
 
     def _slots(self, subgraph: SampledSubgraph) -> dict[NodeType, Array]:
         return {of: slots[subgraph.nodes[of].ids] for of, slots in self.kept.items()}
@@ -98,7 +107,9 @@ class SubgraphSampler:
 
     def _requests(self, subgraph: SampledSubgraph, kept: Mapping[NodeType, Array]) -> list[RowRequest]:
         found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
-        found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
+        for edge_type, edges in subgraph.edges.items():
+            if edges.edge is not None and edge_type not in self._orig_edges:
+                found[edge_type] = edges.edge
         plain = []
         for of, ids in found.items():
             names = (name for name in self.attrs.get(of, ()) if name != "x" or of not in self.kept)

@@ -63,6 +63,7 @@ class HopRequest:
     weight: str | None = None  #: float or integer edge attribute; an edge's chance is proportional to it
     exclude: tuple[Ids, Ids] | None = None  #: (targets, sources), int64 [m] each: edges between them are not candidates
     sources: Ids | None = None  #: int64, ascending: only edges from these nodes (induced subgraphs)
+    orig_edge: bool = False  #: edge ids are original ids, not global ids
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class HopSample:
 
     counts: npt.NDArray[np.int32]  #: int32 [n] number of edges per node
     src: Array  #: int32|int64 [counts.sum()] global ids of sources
-    edge: Array | None  #: int32|int64 [counts.sum()] global ids of edges, if requested
+    edge: Array | None  #: int32|int64 [counts.sum()] ids of edges, if requested
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class EdgeSet:
     row_begin: npt.NDArray[np.int64]  #: int64 [targets] where each target's edges begin
     row_count: Positions  #: int32 [targets]
     src: Positions  #: int32 [e]
-    edge: Ids | None  #: int64 [e] global edge ids, if requested
+    edge: Ids | None  #: int64 [e] edge ids, if requested: global ids, unless original ids were
     per_hop: tuple[int, ...]  #: [hops] number of edges per hop; () if nodes were requested again, or induced
     #: Rows of hops that take all neighbours, stored separately if other hops draw with replacement: such draws are not
     #: a prefix of the whole row.

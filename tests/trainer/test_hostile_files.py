@@ -63,6 +63,14 @@ def test_an_odd_npz_is_one_message(tmp_path: Path) -> None:
             load_dataset("file", str(path))
 
 
+def test_an_npz_that_unpacks_to_more_than_the_memory_is_refused_unread(tmp_path: Path, monkeypatch) -> None:
+    np.savez_compressed(tmp_path / "graph.npz", edge_index=np.zeros((2, 3), np.int64), x=np.zeros((1 << 18, 32)))
+    assert os.path.getsize(tmp_path / "graph.npz") < 1 << 20
+    monkeypatch.setattr("trainer.sources.file.available_memory", lambda: 32_000_000)
+    with pytest.raises(DataError, match=r"graph\.npz: its arrays take 67 MB when unpacked, but only 32 MB.* as \.npy"):
+        load_dataset("file", str(tmp_path / "graph.npz"))
+
+
 def test_deep_json_is_one_message(tmp_path: Path) -> None:
     for name in ("manifest.json", "META.json", "num_nodes.json"):
         (tmp_path / name).write_text(DEEP)

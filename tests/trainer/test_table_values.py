@@ -370,7 +370,7 @@ CSV: dict[str, tuple[str | bytes, dict[str, Any], list[str] | str]] = {
     "one name twice": (NODES.replace("x", "NAME"), {}, "called 'name' and 'NAME', which is the same name"),
     "an unused name twice": (NODES.replace(",", ",y,"), {}, READ),
     "no header": (NODES.split("\n", 1)[1], {}, r"'id' is not a column.*first line of n\.csv seems to contain values"),
-    "empty": ("", {}, r"n\.csv is empty; expected a line of column names"),
+    "empty": ("", {}, r"n\.csv is empty, or damaged; expected a line of column names"),
     "a column called rowid": (NODES.replace("name", "rowid"), {"categories": ["rowid"]}, "cannot be called 'rowid'"),
     "bars": (NODES.replace(",", "|"), {}, READ),
     "another delimiter": (NODES.replace(",", "~"), {"delimiter": "~"}, READ),

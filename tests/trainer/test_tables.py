@@ -294,6 +294,23 @@ def test_compressed_files_and_many_columns(tmp_path: Path) -> None:
     assert load(tmp_path, options, tmp_path / "work").nodes["user"].attrs["x"].shape == (5, 300)
 
 
+@pytest.mark.parametrize("packed", ["gz", "zst"])
+def test_damaged_compressed_files_are_named_and_no_row_is_lost(tmp_path: Path, packed: str) -> None:
+    options, csv = with_keys(user={"files": f"users.csv.{packed}"}), tmp_path / f"users.csv.{packed}"
+    shop(tmp_path, users__csv=USERS + "".join(f"v{k},{k},1.5,a,,2024-01-01,at\n" for k in range(20_000)))
+    sql(
+        f"COPY (FROM read_csv('{tmp_path}/users.csv', all_varchar = true)) TO '{csv}' (FORMAT csv, COMPRESSION "
+        f"{'gzip' if packed == 'gz' else 'zstd'})"
+    )
+    whole = csv.read_bytes()
+    assert load(tmp_path, options, tmp_path / "work").nodes["user"].num_nodes == 20_005
+    half = len(whole) // 2
+    for number, content in enumerate((whole[:half], whole[: half + 7], whole[:-1], b"user_id\nu1\n", whole[:9])):
+        csv.write_bytes(content)
+        with pytest.raises(DataError, match=rf"users\.csv\.{packed}: is (cut off|no \.?\w+ file)"):
+            load(tmp_path, options, tmp_path / f"work{number}")
+
+
 def test_a_column_that_one_file_of_a_glob_lacks_is_named_with_the_file(tmp_path: Path) -> None:
     shop(tmp_path)
     (tmp_path / "users2.csv").write_text("user_id,height,segment,fold,joined,country\nu8,1,a,train,5,at\n")

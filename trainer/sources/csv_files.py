@@ -7,6 +7,7 @@ import csv
 import gzip
 import io
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def has_header(rows: Sequence[Sequence[str]]) -> bool:
 def copy_as_utf8(path: Path, encoding: str, target: Path) -> None:
     """Write the text of a file to ``target`` as UTF-8, with line feeds as line ends.
 
-    Raises ``DataError`` that names the line which is not in the encoding.
+    Raises ``DataError`` that names the line which is not in the encoding, or if the file cannot be read or unpacked.
     """
     if path.suffix.lower() == ".zst":
         raise DataError(f"{path}: `encoding` is not possible with .zst; unpack the file")
@@ -85,7 +86,10 @@ def copy_as_utf8(path: Path, encoding: str, target: Path) -> None:
     opened = gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")
     with opened as source, target.open("w", encoding="utf-8", newline="") as out:
         while True:
-            chunk = source.read(1 << 20)
+            try:
+                chunk = source.read(1 << 20)
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                raise DataError(f"{path}: is no gzip file, or a damaged one ({error}); copy or pack it again") from None
             try:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeError as error:
@@ -96,3 +100,35 @@ def copy_as_utf8(path: Path, encoding: str, target: Path) -> None:
             out.write(text)
             if not chunk:
                 return
+
+
+def check_zst(path: Path) -> None:
+    """Raise ``DataError`` if a .zst file is cut off: DuckDB would read the rows that are there without an error.
+
+    Reads the headers of all blocks only (RFC 8878).
+    """
+    with path.open("rb") as file:
+        size, place = path.stat().st_size, 0
+        while place < size:
+            file.seek(place)
+            head = file.read(18)
+            magic, then = int.from_bytes(head[:4], "little"), int.from_bytes(head[4:8], "little")
+            if magic & 0xFFFFFFF0 == 0x184D2A50:  # a frame to be skipped
+                place += 8 + then
+                continue
+            if magic != 0xFD2FB528:
+                raise DataError(f"{path}: is no .zst file, or a damaged one; copy or pack it again")
+            flags = then & 255
+            single = flags >> 5 & 1
+            place += 5 + (1 - single) + (0, 1, 2, 4)[flags & 3] + (single, 2, 4, 8)[flags >> 6]
+            is_last = False
+            while not is_last and place < size:
+                file.seek(place)
+                block = int.from_bytes(file.read(3), "little")
+                is_last = bool(block & 1)
+                place += 3 + (1 if block >> 1 & 3 == 1 else block >> 3)
+            place += 4 * (flags >> 2 & 1)
+            if not is_last:
+                place = size + 1
+        if place != size:
+            raise DataError(f"{path}: is cut off, its end is missing; copy it again")

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from trainer.core.errors import DataError
 from trainer.core.memory import size_text
 from trainer.core.progress import progress
-from trainer.sources.csv_files import copy_as_utf8, has_header, split_rows
+from trainer.sources.csv_files import check_zst, copy_as_utf8, has_header, split_rows
 from trainer.sources.table_files import is_parquet
 from trainer.sources.table_options import Table
 
@@ -88,7 +88,7 @@ class Database:
                     f"{where}: {size_text(self._memory or 0)} of memory is too little for reading tables; raise data"
                     ".partition.memory (--memory), or store thousands of columns as one list column of Parquet"
                 ) from None
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            lines = [line.strip() for line in str(error).partition("\nLINE ")[0].splitlines() if line.strip()]
             raise DataError(f"{where}: {' '.join(lines[:6])[:600]}") from None
         finally:
             over.set()
@@ -195,6 +195,8 @@ class Scan:
 
     def _header(self, path: Path) -> _Header:
         if path not in self._headers:
+            if path.suffix.lower() == ".zst":
+                check_zst(path)
             lines = self._query_csv(
                 path,
                 f"SELECT line FROM read_csv({_FILE}, auto_detect = false, header = false, delim = '\1', quote = '', "
@@ -203,7 +205,9 @@ class Scan:
             )
             delimiter, rows = split_rows((f"{line}\n" for (line,) in lines if line), self.options.delimiter)
             if not rows:
-                raise DataError(f"{self.where}: {path} is empty; expected a line of column names, and lines of values")
+                raise DataError(
+                    f"{self.where}: {path} is empty, or damaged; expected a line of column names, and lines of values"
+                )
             columns: dict[str, str] = {}  # name in lower case, as DuckDB compares names -> name
             for k, cell in enumerate(rows[0]):
                 column = cell.removeprefix("\ufeff").strip() or f"column{k}"
@@ -236,8 +240,10 @@ class Scan:
             faults = self.database.rows(
                 "SELECT line, error_type, csv_line FROM reject_errors ORDER BY line", self.where
             )
-        except DataError:
-            if file is not path or path.suffix.lower() == ".zst":
+        except DataError as error:
+            if path.suffix.lower() == ".zst":
+                raise DataError(f"{error} (in {path})") from None
+            if file is not path:
                 raise
             faults = [(0, "", "")]
         finally:

@@ -7,7 +7,7 @@ import hashlib
 import os
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -70,14 +70,10 @@ def decompress(data: bytes, most: int) -> bytes:
 
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content, as 64 hex digits."""
-    with path.open("rb") as file:
-        return _hex(iter(lambda: file.read(1 << 20), b""))
-
-
-def _hex(chunks: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 

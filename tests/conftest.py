@@ -37,6 +37,10 @@ KERNELS = Path(os.environ.setdefault("GNNFLEET_KERNELS", str(REPOSITORY / ".gnnf
 for name in ("COLUMNS", "LINES"):  # independent of the terminal; readline also sets them in parallel workers
     os.environ.pop(name, None)
 
+# What tests write need not survive a power cut: thousands of flushes to the disk would take a third of the time of
+# tests that write partition folders. Other processes than the workers flush as always.
+os.fsync = lambda _: None  # type: ignore[assignment]
+
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
     # Under `nohup make test &` these signals are ignored, and child processes would inherit that. A handler
     # that does nothing has the same effect on the tests, but is not inherited.

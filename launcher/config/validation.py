@@ -206,7 +206,8 @@ class Reader:
         place = f"in {dotted(path)}" if path else "at the top level"
         known = [item.name for item in settings(cls)] + ([] if path else ["defaults"])
         near = difflib.get_close_matches(name[:_MAX_NUMBER_CHARS], known, 1)
-        elsewhere = [where for where, section in sections().items() if section is not cls and name in _names(section)]
+        others = {where: section for where, section in sections().items() if section is not cls}
+        elsewhere = [where for where, section in others.items() if any(item.name == name for item in settings(section))]
         elsewhere = [where for where in elsewhere if not where.startswith("train.")]  # few users mean these
         if elsewhere:
             hint = "it belongs " + " or ".join(map(_place_of, elsewhere))
@@ -475,10 +476,6 @@ def _placeholder(item: Field[Any]) -> Any:
     if _has_default(item):
         return _default(item)
     return {"nodes": (), "data": _hints(ClusterConfig)["data"](dataset="")}.get(item.name, "")
-
-
-def _names(section: type) -> set[str]:
-    return {item.name for item in settings(section)}
 
 
 def _help(item: Field[Any]) -> str:

@@ -102,7 +102,8 @@ def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, 
         else:
             remote.append(k)
     if remote:
-        views = _query(run, wanted, remote)
+        offsets = _clock_offsets(run, wanted, remote)
+        views = run.views(remote, lambda k: _options(wanted, wanted.last, offsets.get(k, 0.0)))
         hub = last_hub([*views.values()], plan.lead)
         missing = {k: view.unreachable for k, view in views.items() if view.unreachable}
         sources += [lines for view in views.values() for lines in _lines_of(view, views.get(hub))]
@@ -206,11 +207,6 @@ def collected_logs(found: FoundRun, node_rank: int) -> Path | None:
 
 def all_collected(found: FoundRun) -> bool:
     return found.plan is not None and all(collected_logs(found, node.node_rank) for node in found.plan.nodes)
-
-
-def _query(run: OpenRun, wanted: Wanted, ranks: Sequence[int]) -> dict[int, NodeView]:
-    offsets = _clock_offsets(run, wanted, ranks)
-    return run.views(ranks, lambda k: _options(wanted, wanted.last, offsets.get(k, 0.0)))
 
 
 def _clock_offsets(run: OpenRun, wanted: Wanted, ranks: Sequence[int]) -> dict[int, float]:

@@ -58,7 +58,10 @@ class RemoteFolder:
             settings = {**_defaults(scheme), **options}
             self._fs, self._path = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, **settings)
         except ImportError as error:
-            raise StoreError(_missing_package(self.url, scheme, error)) from None
+            package = PACKAGES.get(scheme, error.name or "fsspec")
+            raise StoreError(
+                f"{self.url}: the package {package} is not installed on this machine; install it: pip install {package}"
+            ) from None
         except Exception as error:  # every file system has exceptions of its own
             raise StoreError(
                 f"{self.url} cannot be opened ({_text(error)}); check data.store and data.store_options"
@@ -150,11 +153,6 @@ def _defaults(scheme: str) -> dict[str, Any]:
         return {"auto_mkdir": True}
     # Sizes of files are asked for again, as other machines write to the store.
     return {"use_listings_cache": False, **({"config_kwargs": _S3_CLIENT} if scheme == "s3" else {})}
-
-
-def _missing_package(url: str, scheme: str, error: ImportError) -> str:
-    package = PACKAGES.get(scheme, error.name or "fsspec")
-    return f"{url}: the package {package} is not installed on this machine; install it: pip install {package}"
 
 
 def _text(error: Exception) -> str:

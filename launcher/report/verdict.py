@@ -191,7 +191,8 @@ def _cannot_know(found: FoundRun, everyone: list[NodeView], unreachable: list[No
         sentence = f"run {found.run_id} may still run: none of its nodes can be reached from here"
     else:
         rest = "the other nodes have" if len(reached) > 1 else f"node{reached[0].node.node_rank} has"
-        sentence = f"run {found.run_id} may still run: {_names(unreachable)} cannot be reached from here; {rest} ended"
+        names = ", ".join(view.node.label for view in unreachable)
+        sentence = f"run {found.run_id} may still run: {names} cannot be reached from here; {rest} ended"
     hub = last_hub(everyone, found.needed_plan.lead)
     notes = [*_unreachable_notes(unreachable, reached), *(_ended_note(view) for view in reached), launcher_words(found)]
     lead_has_result = any(view.result is not None and view.node.node_rank == hub for view in reached)
@@ -424,10 +425,6 @@ def _unreachable_notes(unreachable: Sequence[NodeView], others: Sequence[NodeVie
             note += f"; node{heard[0].node.node_rank} last heard from it {peer['age']:.1f} s ago ({peer['state']})"
         notes.append(note)
     return notes
-
-
-def _names(views: Sequence[NodeView]) -> str:
-    return ", ".join(view.node.label for view in views)
 
 
 def seconds_words(seconds: float) -> str:

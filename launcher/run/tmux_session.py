@@ -139,7 +139,9 @@ def _why_not_started(transport: Transport, node: NodePlan, done: Completed, star
     if done.returncode == _NO_TMUX:
         return "tmux is not installed on the node; install it (apt install tmux) and launch again"
     if done.returncode == _TMUX_FAILED and b"duplicate session" in done.stderr:
-        return _session_exists(transport, node)
+        stop = f"tmux kill-session -t '={node.session}'"  # in zsh a plain =name is the path of a program
+        where = "" if transport.target == "local" else f" (on {node.target})"
+        return f"tmux session {node.session} exists already; end it with `{stop}`{where}, or choose another --run-id"
     if done.returncode not in (_ENDED, _LATE):
         return f"tmux could not start session {node.session}: {_text(done.stderr)}"
     late = f"the supervisor did not start within {start_timeout:g} s (run.start_timeout)"
@@ -183,12 +185,6 @@ def watch_command(node: NodePlan, offsets: dict[str, int], *, tail: int | None =
     words = ["--offsets", json.dumps(offsets), "--only", "*.jsonl,logs/rank*.log"]
     words += ["--tail", str(tail)] if tail is not None else []
     return node.program("watch", node.run_dir, *words)
-
-
-def _session_exists(transport: Transport, node: NodePlan) -> str:
-    stop = f"tmux kill-session -t '={node.session}'"  # in zsh a plain =name is the path of a program
-    where = "" if transport.target == "local" else f" (on {node.target})"
-    return f"tmux session {node.session} exists already; end it with `{stop}`{where}, or choose another --run-id"
 
 
 def _text(data: bytes) -> str:

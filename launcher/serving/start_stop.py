@@ -8,12 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from launcher.command import Command
 from launcher.config.schema import RunConfig
-from launcher.errors import FleetError, TransportError
+from launcher.errors import FleetError
 from launcher.manage.node_views import if_run_exists, node_view, run_was_absent
 from launcher.node import procs
 from launcher.plan.model import LaunchPlan, NodePlan
@@ -163,7 +163,8 @@ def start_lock(plan: LaunchPlan, transports: Mapping[int, Transport]) -> Iterato
         yield
     finally:
         over.set()
-        on_nodes(locked, lambda k: _unlock(nodes[k], transports[k]))
+        # a lock that cannot be removed becomes void, as it is no longer updated
+        on_nodes(locked, lambda k: remove_files(transports[k], [_lock_file(nodes[k])]))
 
 
 def _lock_file(node: NodePlan) -> str:
@@ -204,8 +205,3 @@ def _is_dead(owner: str) -> bool:
     if match is None or match["boot_id"] != procs.boot_id() or not match["who"].endswith(f"@{socket.gethostname()}"):
         return False
     return not procs.alive(int(match["pid"]), int(match["start_ticks"]))
-
-
-def _unlock(node: NodePlan, transport: Transport) -> None:
-    with suppress(TransportError, FleetError):  # a lock that is not updated becomes void
-        remove_files(transport, [_lock_file(node)])

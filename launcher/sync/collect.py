@@ -76,7 +76,8 @@ def _collect_node(
             continue
         dest = folder / _local_path(node.node_rank, path)
         try:
-            if not _is_wanted(path) or not dest.parent.resolve().is_relative_to(folder.resolve()):
+            requested = is_plain_path(path) and re.fullmatch(_WANTED, path)  # nodes may reply with others
+            if not requested or not dest.parent.resolve().is_relative_to(folder.resolve()):
                 notes.append(f"{where[path]}: ignored a file that was not requested, or whose name cannot be used here")
                 continue
             if file.data is None:
@@ -116,11 +117,6 @@ def _request_files(node: NodePlan, transport: Transport, folder: Path) -> _Files
     except ValueError as error:
         message = f"invalid reply, expected a list of files: {error}"
         raise NodeCallError(message, host=transport.target, node_rank=transport.node_rank) from None
-
-
-def _is_wanted(path: str) -> bool:
-    # The node may reply with files that were not requested.
-    return is_plain_path(path) and re.fullmatch(_WANTED, path) is not None
 
 
 def _local_files(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:

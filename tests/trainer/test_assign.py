@@ -223,7 +223,7 @@ def test_parts_by_hash_are_about_equal():
 
 @pytest.mark.parametrize("method", RUN)
 def test_equal_arguments_give_equal_parts(tmp_path, method):
-    graph, scratch = skewed(300, 9000), Scratch(tmp_path, 2000)
+    graph, scratch = skewed(300, 9000), Scratch(tmp_path, 20_000)
     one, same = (assign_parts(graph, 3, method, seed=5, scratch=scratch).parts[HOMO_NODE] for _ in range(2))
     assert np.array_equal(one, same)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from forked import fork
 from graphs import graph
 from ports import free_port
 from train_kit import finish_all, infer_words, job, metrics, start_words, write_parts
@@ -185,13 +184,12 @@ def test_tables_of_hosts_with_their_own_folders_become_one(tmp_path: Path) -> No
             folder.mkdir(parents=True)
             write_table(folder / "predictions", columns, [[[part, part], [f"host {host}", "ü"]]], True)
     (tmp_path / "host0/predictions.csv").write_text("id\n")
-    words = [sys.executable, "-c", MERGE, str(tmp_path), "0", "1 2", "10"]
-    env = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = [
-        subprocess.Popen(words, env={**os.environ, **env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in range(3)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=200)[0] for process in started]
+        fork(["-c", MERGE, str(tmp_path), "0", "1 2", "10"], {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(3)
+    ]
+    outputs = [process.communicate()[0] for process in started]
     assert [process.returncode for process in started] == [0, 0, 0], outputs
     assert outputs[0].strip().endswith(f"{tmp_path}/host0/predictions.csv and .parquet")
     expected = [(part, text) for part, host in ((0, 0), (1, 1), (2, 1), (10, 2)) for text in (f"host {host}", "ü")]

@@ -84,7 +84,7 @@ def mapped(path: Path, values):
     np.save(path, values)
     array = map_array(path)
     with open(path, "rb") as file:
-        os.fsync(file.fileno())
+        os.fdatasync(file.fileno())  # tests/conftest.py replaces fsync
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return array
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -35,7 +36,7 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return self.dtype.itemsize * prod(self.shape)
 
     @classmethod
     def of(cls, values: Array) -> Column:
@@ -147,6 +148,7 @@ class _Ranges:
     def _values(self, number: int, which: int) -> Array:
         """Return the values of a column in a range, in the original order of the records."""
         column = self._columns[which]
+        row_bytes = column.row_bytes
         spans = [
             (offsets[which], int(ends[number - 1]) if number else 0, int(ends[number]))
             for offsets, ends in self._batches
@@ -154,11 +156,12 @@ class _Ranges:
         values = np.empty((sum(end - begin for _, begin, end in spans), *column.shape), column.dtype)
         raw, at = values.reshape(-1).view(np.uint8).data, 0
         for offset, begin, end in spans:
-            self._file.seek(offset + begin * column.row_bytes)
-            size = (end - begin) * column.row_bytes
-            if size and self._file.readinto(raw[at : at + size]) != size:
-                raise OSError(f"{self._file.name} has been cut")
-            at += size
+            if end > begin:
+                size = (end - begin) * row_bytes
+                self._file.seek(offset + begin * row_bytes)
+                if self._file.readinto(raw[at : at + size]) != size:
+                    raise OSError(f"{self._file.name} has been cut")
+                at += size
         return values
 
 

@@ -110,11 +110,17 @@ class Hub:
         pause = now - self._looked
         self._looked = now
         if pause > _LATE:  # this supervisor could not receive anything meanwhile
-            self._excuse(pause)
+            for member in self.members.values():
+                member.heard = excused(member.heard, pause, now)
+                member.gone = excused(member.gone, pause, now)
             self.suspended = True
         if now - self._checked >= min(0.2, len(self.members) / _LOOKS):
             self._checked = now
-            self._lose_overdue(now)
+            for member in self._expected():
+                why, since = self._overdue(member, now)
+                if why:
+                    member.lost, member.state = True, "lost"
+                    self._end_or_leave(member, make_cause(member.node_rank, "node", "lost", why, since))
         if self._listens_at is not None and now >= self._listens_at and self._listener is not None:
             self._listens_at = None
             self._loop.watch(self._listener, selectors.EVENT_READ, self._accept)
@@ -122,16 +128,11 @@ class Hub:
             if now - since > _GREETING_TIME:
                 self._drop(link, "did not authenticate in time")
 
-    def _lose_overdue(self, now: float) -> None:
-        for member in self._expected():
-            why, since = self._overdue(member, now)
-            if why:
-                self._lose(member, why, since)
-
     @property
     def table(self) -> dict[str, dict[str, Any]]:
         now = time.monotonic()
-        return {str(k): self._row(member, now) for k, member in self.members.items()}
+        ages = {k: None if one.heard is None else round(now - one.heard, 1) for k, one in self.members.items()}
+        return {str(k): {"state": one.state, "age": ages[k]} for k, one in self.members.items()}
 
     @property
     def spare(self) -> list[int]:
@@ -265,7 +266,10 @@ class Hub:
 
     def _take_report(self, member: MemberStatus, message: Message) -> None:
         if "ping" in message:
-            return self._pong(member)
+            member.heard = time.monotonic()
+            if member.link is not None and not member.link.waiting:
+                member.link.send({"pong": 1})
+            return
         if "away" in message:
             member.away = True
             return
@@ -299,11 +303,6 @@ class Hub:
             self.stop_asked = self.stop_asked or cause["kind"] == "stop"
             self._end_or_leave(member, cause)
         self._finish()
-
-    def _pong(self, member: MemberStatus) -> None:
-        member.heard = time.monotonic()
-        if member.link is not None and not member.link.waiting:
-            member.link.send({"pong": 1})
 
     def _orders(self, member: MemberStatus, *, with_peers: bool = False) -> Message:
         """Return the message to a member, with the current orders of the hub.
@@ -377,10 +376,6 @@ class Hub:
             return f"{silence(spec)}; its machine or its network is down", since
         return "", 0.0
 
-    def _lose(self, member: MemberStatus, why: str, since: float) -> None:
-        member.lost, member.state = True, "lost"
-        self._end_or_leave(member, make_cause(member.node_rank, "node", "lost", why, since))
-
     def _end_or_leave(self, member: MemberStatus, cause: Cause) -> None:
         if member.left is not None:
             return
@@ -414,18 +409,7 @@ class Hub:
 
     @property
     def _gone(self) -> set[int]:
-        return {member.node_rank for member in self._left()}
-
-    def _left(self) -> Iterator[MemberStatus]:
-        return (member for member in self.members.values() if member.left is not None)
-
-    def _excuse(self, pause: float) -> None:
-        for member in self.members.values():
-            member.heard = excused(member.heard, pause, self._looked)
-            member.gone = excused(member.gone, pause, self._looked)
-
-    def _row(self, member: MemberStatus, now: float) -> dict[str, Any]:
-        return {"state": member.state, "age": None if member.heard is None else round(now - member.heard, 1)}
+        return {member.node_rank for member in self.members.values() if member.left is not None}
 
 
 def excused(when: float | None, pause: float, now: float) -> float | None:

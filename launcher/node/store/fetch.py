@@ -56,7 +56,8 @@ def fetch(store: RemoteFolder, folder: str, files: list[Wanted], lines: Progress
     os.makedirs(folder, exist_ok=True)
     with _locked(folder, lines):
         states = inventory([_entry(folder, file) for file in files])
-        todo = [(file, _have(state)) for file, state in zip(files, states, strict=True) if state["state"] != "present"]
+        missing = [(file, state) for file, state in zip(files, states, strict=True) if state["state"] != "present"]
+        todo = [(file, int(state["have"]) if state["state"] == "partial" else 0) for file, state in missing]
         todo.sort(key=lambda item: item[0].path == MANIFEST)
         need = sum(file.bytes - have for file, have in todo)
         lines.put("start", bytes=need, present=sum(file.bytes for file in files) - need)
@@ -66,15 +67,11 @@ def fetch(store: RemoteFolder, folder: str, files: list[Wanted], lines: Progress
             for file, error in _Transfer(store, folder, lines).run(group):
                 lines.add(-file.bytes)
                 for _, again in _Transfer(store, folder, lines).run([(file, 0)]):
-                    raise StoreError(_damaged(f"{store.url}/{file.path}", again or error))
+                    raise StoreError(
+                        f"{store.url}/{file.path}: {again or error}, in two transfers: the file in the store is "
+                        "damaged; push the parts again with `gnnfleet partition push --config FILE --force`"
+                    )
         return len(todo)
-
-
-def _damaged(where: str, error: str) -> str:
-    return (
-        f"{where}: {error}, in two transfers: the file in the store is damaged; push the parts again with `gnnfleet "
-        "partition push --config FILE --force`"
-    )
 
 
 class _Transfer:
@@ -133,7 +130,12 @@ class _Transfer:
             try:
                 data = self.store.read(chunk.file.path, chunk.start, chunk.end)
                 if len(data) != chunk.end - chunk.start:
-                    raise StoreError(_cut_off(self.store, chunk, len(data)), retry=True)
+                    raise StoreError(
+                        f"{self.store.url}/{chunk.file.path} has fewer bytes than its manifest says "
+                        f"({chunk.start + len(data)} of {chunk.file.bytes}); push the parts again with `gnnfleet "
+                        "partition push --config FILE --force`",
+                        retry=True,
+                    )
                 self.lines.add(len(data))
                 return data
             except NotStored:
@@ -171,19 +173,8 @@ def _chunks(files: list[tuple[Wanted, int]]) -> Iterator[_Chunk]:
             yield _Chunk(file, start, min(start + CHUNK, file.bytes))
 
 
-def _cut_off(store: RemoteFolder, chunk: _Chunk, count: int) -> str:
-    return (
-        f"{store.url}/{chunk.file.path} has fewer bytes than its manifest says ({chunk.start + count} of "
-        f"{chunk.file.bytes}); push the parts again with `gnnfleet partition push --config FILE --force`"
-    )
-
-
 def _entry(folder: str, file: Wanted) -> dict[str, Any]:
     return {"path": f"{folder}/{file.path}", "bytes": file.bytes, "sha256": file.sha256}
-
-
-def _have(state: dict[str, Any]) -> int:
-    return int(state["have"]) if state["state"] == "partial" else 0
 
 
 def _check_room(folder: str, need: int) -> None:

@@ -85,7 +85,8 @@ class Health:
         self._read_waits()
         if not isinstance(self._peers, Member):
             found = [*found, *self._detected(), *self._expired()]
-            self._take_from_members()
+            for member in self._peers.members.values() if isinstance(self._peers, Hub) else ():
+                self.findings += [finding for finding in member.findings if finding not in self.findings]
         for finding in found:
             self._add(finding)
         return next((finding for finding in found if finding["stop"]), None)
@@ -109,7 +110,8 @@ class Health:
         if finding["kind"] == "stall" and "stacks" not in finding:
             known = self._stacks_of_all()
             finding["stacks"] = [*known.folded(), *server_lines(known, None)]
-            finding |= self._detector.without(_exiting(known)) or {}
+            exiting = {rank for rank, line in known.ranks.items() if line == stacks.NO_FRAME}  # as is their interpreter
+            finding |= self._detector.without(exiting) or {}
             culprit = next(known.held_up(), None)
             if culprit is not None:
                 self._attribute(finding, Culprit(culprit.node_rank, culprit.rank, f"{culprit.text}: {finding['text']}"))
@@ -165,10 +167,6 @@ class Health:
             finding["t"] += members[finding["node_rank"]].ahead if finding["node_rank"] in members else 0.0
         return found
 
-    def _take_from_members(self) -> None:
-        for member in self._peers.members.values() if isinstance(self._peers, Hub) else ():
-            self.findings += [finding for finding in member.findings if finding not in self.findings]
-
     def _stacks_of_all(self) -> Processes:
         # Without nodes that do not answer within ``_OTHERS_WAIT`` seconds.
         hub = self._peers if isinstance(self._peers, Hub) else None
@@ -180,7 +178,8 @@ class Health:
             self._idle(0.05)
         members = hub.members if hub is not None else {}
         found |= {k: {name: each[0] for name, each in (one.stacks or {}).items() if each} for k, one in members.items()}
-        ended = {rank for rank, entry in self._entries().items() if entry["ended"]}
+        others = {int(rank): entry for member in members.values() for rank, entry in member.ranks.items()}
+        ended = {rank for rank, entry in {**self._vitals.ranks, **others}.items() if entry["ended"]}
         nodes = dict.fromkeys(self._spec.ranks, self._spec.node_rank)
         nodes |= {rank: k for k, member in members.items() for rank in member.own_ranks or ()}
         return Processes(
@@ -189,11 +188,6 @@ class Health:
             {int(name): line for own in found.values() for name, line in own.items() if name != _SERVER},
             {node: own[_SERVER] for node, own in found.items() if _SERVER in own},
         )
-
-    def _entries(self) -> dict[int, dict[str, Any]]:
-        members = self._peers.members if isinstance(self._peers, Hub) else {}
-        others = {int(rank): entry for member in members.values() for rank, entry in member.ranks.items()}
-        return {**self._vitals.ranks, **others}
 
     def _collect(self) -> dict[int, list[str]]:
         server = self._server_pid()
@@ -206,11 +200,6 @@ _SERVER = "server"  # the graph server among the stacks of a node, by name
 
 def _key(rank: int) -> str:
     return _SERVER if rank == stacks.SERVER else str(rank)
-
-
-def _exiting(known: Processes) -> set[int]:
-    # A rank without a Python frame: its interpreter is exiting.
-    return {rank for rank, line in known.ranks.items() if line == stacks.NO_FRAME}
 
 
 class DepartedNodes:

@@ -181,9 +181,7 @@ class Journal:
 
     def _note(self, name: str, error: OSError) -> None:
         self.trouble = why_unwritten(self.path(name), error)
-        self._log_once(f"cannot write {self.path(name)}: {error.strerror}")
-
-    def _log_once(self, text: str) -> None:
+        text = f"cannot write {self.path(name)}: {error.strerror}"
         if text not in self._logged:
             self._logged.add(text)
             self.log(text)

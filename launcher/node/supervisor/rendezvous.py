@@ -134,7 +134,8 @@ class Rendezvous:
 
     def _end(self, peers: Hub, own: Standing) -> AttemptEnd:
         members = peers.members.values()
-        standings = {one.node_rank: Standing.of(one.standing) for one in members if one.standing and _stays(one)}
+        staying = [one for one in members if not (one.lost or one.final or one.away or one.left)]
+        standings = {one.node_rank: Standing.of(one.standing) for one in staying if one.standing}
         guests = {k: Standing.of(one.standing) for k, one in peers.guests.items() if one.standing}
         why = {int(k): str(lost["why"]) for k, lost in peers.lost.items()}
         cause = peers.cause or self._cause
@@ -151,10 +152,6 @@ class Rendezvous:
             away={one.node_rank for one in members if one.away or (one.lost and peers.suspended)},
             stop=self.stop or peers.stop_asked,
         )
-
-
-def _stays(member: Any) -> bool:
-    return not (member.lost or member.final or member.away or member.left)
 
 
 class Guest:

@@ -51,8 +51,8 @@ def loss_chart(record: RunRecord) -> Chart | None:
     """
     own, begin = record.metrics.series, resumed_at(record)
     data = [
-        _line("earlier run", thinned_before(_loss(one.metrics.series), begin), colour=_EARLIER)
-        for one in record.earlier[-1:]
+        _line("earlier run", thinned_before(series.step_loss or series.epoch_loss, begin), colour=_EARLIER)
+        for series in (one.metrics.series for one in record.earlier[-1:])
     ]
     data += [
         _line("each step", own.step_loss, colour="#56b4e9", width=1),
@@ -177,10 +177,6 @@ def resumed_at(record: RunRecord) -> float | None:
 def thinned_before(points: Sequence[Point], end: float | None) -> list[Point]:
     """Return the points whose x is at most ``end`` (None: all). ``points`` are already thinned."""
     return [point for point in points if end is None or point[0] <= end]
-
-
-def _loss(series: Series) -> tuple[Point, ...]:
-    return series.step_loss or series.epoch_loss
 
 
 def _resume_mark(record: RunRecord) -> dict[str, Any]:

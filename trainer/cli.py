@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import io
 import os
 import shutil
 import sys
@@ -49,7 +50,15 @@ def main(argv: list[str] | None = None) -> None:
     traceback. A rank first reports the error to its supervisor.
     """
     try:
-        cli.main(args=argv, prog_name="python -m trainer")
+        done = cli.main(args=argv, prog_name="python -m trainer", standalone_mode=False)
+    except click.ClickException as error:
+        shown = io.StringIO()  # click would break nothing but its usage line
+        error.show(shown)
+        print(_between_words(shown.getvalue().rstrip("\n")), file=sys.stderr, flush=True)
+        _leave(error.exit_code)
+    except click.Abort:
+        print("Aborted!", file=sys.stderr, flush=True)
+        _leave(1)
     except TrainerError as error:
         more = f"\nExplain: gnnfleet explain {error.code}" if error.code else ""
         print(_between_words(f"error: {error}{more}"), file=sys.stderr, flush=True)
@@ -61,6 +70,7 @@ def main(argv: list[str] | None = None) -> None:
             report_error(error)
             _leave(1)
         raise
+    sys.exit(done if isinstance(done, int) else 0)
 
 
 def _between_words(text: str) -> str:

@@ -139,10 +139,22 @@ def test_too_little_memory_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_limit_of_memory_does_not_change_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_partition(spec(tmp_path / "one", method="metis"), say=str)
+    make_partition(spec(tmp_path / "one", method="random"), say=str)
     monkeypatch.setattr(make, "_memory_of_steps", lambda *_: 1 << 16)
-    make_partition(spec(tmp_path / "two", method="metis", memory="1GB"), say=str)
+    make_partition(spec(tmp_path / "two", method="random", memory="1GB"), say=str)
     assert manifest_digest(tmp_path / "one") == manifest_digest(tmp_path / "two")
+
+
+@pytest.mark.parametrize("how", [{"method": "metis"}, {"method": "frequency"}, {"method": "random", "clusters": 4}])
+def test_metis_is_not_called_with_more_than_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, object]
+) -> None:
+    monkeypatch.setattr(make, "_memory_of_steps", lambda *_: 1 << 20)
+    with pytest.raises(
+        PartitionError, match=r"needs about \d+ MB.*but data\.partition\.memory \(--memory\) leaves 1 MB"
+    ):
+        make_partition(spec(tmp_path / "parts", memory="1GB", **how), say=str)
+    assert os.listdir(tmp_path) == []
 
 
 KILLED = """

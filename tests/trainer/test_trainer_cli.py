@@ -256,9 +256,10 @@ def test_a_destructor_that_aborts_at_exit_does_not_fail_a_finished_rank(tmp_path
     assert done.returncode == 0 and "test accuracy" in done.stdout, done.stderr
 
 
-def test_errors_break_between_words_on_a_terminal(monkeypatch, capsys, tmp_path) -> None:
+@pytest.mark.parametrize("words", [["inspect"], ["train", "--topology", "whole", "--parts"]], ids=["run", "usage"])
+def test_errors_break_between_words_on_a_terminal(monkeypatch, capsys, tmp_path, words) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    words = ["inspect", str(tmp_path / "parts-that-are-not-there")]
+    words = [*words, str(tmp_path / "parts-that-are-not-there")]
     with pytest.raises(SystemExit):
         main(words)
     piped = capsys.readouterr().err
@@ -266,6 +267,6 @@ def test_errors_break_between_words_on_a_terminal(monkeypatch, capsys, tmp_path)
     with pytest.raises(SystemExit):
         main(words)
     shown = capsys.readouterr().err
-    assert shown.split() == piped.split() and len(piped.splitlines()[0]) > 40
+    assert shown.split() == piped.split() and max(map(len, piped.splitlines())) > 40
     path = str(tmp_path / "parts-that-are-not-there")
     assert all(len(line) <= 40 or line.lstrip("(").startswith(path) for line in shown.splitlines()), shown

@@ -10,19 +10,24 @@ import numpy as np
 from trainer.core.arrays import Array, Ids
 from trainer.core.compiled import njit
 from trainer.core.errors import PartitionError
+from trainer.core.memory import size_text
 from trainer.core.schema import NodeType
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.partition.cut import Relabelling, relabel
 from trainer.partition.methods.assign import PartitionAssignment, assign_parts
+from trainer.partition.methods.metis import metis_memory
 
 CLUSTER = "cluster"  #: name of the node attribute
 
 
-def with_clusters(dataset: Dataset, assignment: PartitionAssignment, clusters: int) -> Dataset:
+def with_clusters(
+    dataset: Dataset, assignment: PartitionAssignment, clusters: int, memory: int | None = None
+) -> Dataset:  # fmt: skip
     """Divide each part into ``clusters`` clusters, and add the cluster of each node as attribute `cluster`, int32 [N].
 
     Part p has the clusters p * clusters to (p + 1) * clusters - 1, some of which may be empty. Raises
-    ``PartitionError`` when a node type already has an attribute of this name.
+    ``PartitionError`` when a node type already has an attribute of this name, and when METIS needs more than ``memory``
+    bytes for the edges within a part.
     """
     for of, nodes in dataset.nodes.items():
         if CLUSTER in nodes.attrs:
@@ -30,7 +35,7 @@ def with_clusters(dataset: Dataset, assignment: PartitionAssignment, clusters: i
     found = {of: np.zeros(nodes.num_nodes, np.int32) for of, nodes in dataset.nodes.items()}
     labels = {of: relabel(part, assignment.num_parts) for of, part in assignment.parts.items()}
     for part_id in range(assignment.num_parts):
-        inner = _inner_graph(dataset, labels, part_id)
+        inner = _inner_graph(dataset, labels, part_id, memory)
         if inner.num_nodes:
             divided = assign_parts(inner, min(clusters, inner.num_nodes), "metis", assignment.seed, balance="nodes")
             for of, cluster in divided.parts.items():
@@ -39,14 +44,22 @@ def with_clusters(dataset: Dataset, assignment: PartitionAssignment, clusters: i
     return replace(dataset, nodes=more)
 
 
-def _inner_graph(dataset: Dataset, labels: Mapping[NodeType, Relabelling], part_id: int) -> Dataset:
+def _inner_graph(
+    dataset: Dataset, labels: Mapping[NodeType, Relabelling], part_id: int, memory: int | None
+) -> Dataset:  # fmt: skip
     nodes = {of: NodeData(len(label.owned(part_id))) for of, label in labels.items()}
-    edges = {}
+    edges, num_nodes, num_edges = {}, sum(data.num_nodes for data in nodes.values()), 0
     for of, data in dataset.edges.items():
         source, target = (labels[end].global_id for end in (of[0], of[2]))
         source_range, target_range = (labels[end].offsets[part_id : part_id + 2] for end in (of[0], of[2]))
         sources, targets = data.edge_index
         count = _count_inner(sources, targets, source, target, source_range, target_range)
+        num_edges += count
+        if memory is not None and (needed := metis_memory(num_nodes, num_edges)) > memory:
+            raise PartitionError(
+                f"dataset {dataset.name}: METIS needs about {size_text(needed)} to divide part {part_id} into clusters,"
+                f" but data.partition.memory (--memory) leaves {size_text(memory)}; raise it, or make more parts"
+            )
         inner = np.empty((2, count), source.dtype)
         _fill_inner(sources, targets, source, target, source_range, target_range, inner)
         edges[of] = EdgeData(inner)

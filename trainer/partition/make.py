@@ -37,6 +37,7 @@ from trainer.partition.methods.assign import (
     store_assignment,
 )
 from trainer.partition.methods.frequency import Fanouts
+from trainer.partition.methods.metis import metis_memory
 from trainer.partition.restore import PartitionedGraph
 from trainer.partition.source import DATASET, PartitionSource, open_source
 from trainer.partition.work_folder import WorkFolder, locked, work_folder
@@ -181,7 +182,7 @@ def _make(
     if spec.clusters:
         from trainer.partition.clusters import with_clusters
 
-        dataset = with_clusters(dataset, assignment, spec.clusters)
+        dataset = with_clusters(dataset, assignment, spec.clusters, None if spec.memory is None else memory)
         assignment = replace(assignment, options=spec.method_record())
         stages.end("divide", f"each part into {spec.clusters} clusters")
     manifest = write_partition(dataset, assignment, folder, spec.rows, min(memory, SORT_MEMORY), work, fingerprint)
@@ -226,6 +227,14 @@ def _assigned(
 
     def assign() -> str:
         method, reason = (spec.method, "") if spec.method != "auto" else choose_method(dataset, memory)
+        if spec.memory is not None and method in ("metis", "frequency") and spec.num_parts > 1:
+            chances = (4 * spec.num_parts + 24) * dataset.num_nodes + 8 * dataset.num_edges
+            needed = max(metis_memory(dataset.num_nodes, dataset.num_edges), chances if method == "frequency" else 0)
+            if needed > memory:
+                raise PartitionError(
+                    f"method {method} needs about {size_text(needed)}, but data.partition.memory (--memory) leaves "
+                    f"{size_text(memory)}; raise it, or take method streaming, which keeps the edges on disk"
+                )
         scratch = Scratch(work.emptied("sort"), memory) if method == "streaming" else None
         options = {"balance": spec.balance, "fanouts": spec.fanouts}
         assignment = assign_parts(dataset, spec.num_parts, method, spec.seed, scratch, **options)

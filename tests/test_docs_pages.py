@@ -34,6 +34,7 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GNNFLEET_RUN_DIR", str(tmp_path))
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # as tests/trainer/conftest.py
     return tmp_path
 
 

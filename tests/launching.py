@@ -76,7 +76,7 @@ def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, *
     """
     # ports are reserved: two runs that choose ports with `auto` at the same moment may choose the same ones
     state = workdirs or folder
-    # one thread: beside other tests, the threads of an operation of torch spend most of their time waiting for each other
+    # one thread: beside other tests, those of an operation of torch spend most of their time waiting for each other
     env = {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"], "OMP_NUM_THREADS": "1"}
     own = {"python": sys.executable, "env": env}
     nodes = [

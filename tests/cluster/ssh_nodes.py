@@ -25,7 +25,7 @@ def ssh_nodes(cluster: NetCluster, procs: Sequence[int] = (), pythons: Sequence[
             "procs": procs[k] if procs else 1,
             "python": pythons[k] if pythons else sys.executable,
             "workdir": WORKDIR,
-            "env": {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"]},
+            "env": {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"], "OMP_NUM_THREADS": "1"},
         }
         for k, host in enumerate(cluster.hosts[: len(procs) or None])
     ]

@@ -48,7 +48,7 @@ class Lab:
         path.parent.mkdir()
         defaults = {
             "workdir": f"{self.folder}/nodes/node{{node_rank}}",
-            "env": {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"]},
+            "env": {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"], "OMP_NUM_THREADS": "1"},
         }
         data = {"dataset": "synthetic", "options": SYNTHETIC, "folder": str(self.folder / "parts")}
         tree = {"transport": "slurm", "defaults": defaults, "data": data, "train": TRAIN, **sections}

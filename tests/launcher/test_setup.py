@@ -327,6 +327,7 @@ GPU_WHEELS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_host_whose_gpus_are_used_gets_numba_cuda_for_the_cuda_of_its_torch(
     config: Path, cuda_index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

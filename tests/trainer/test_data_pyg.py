@@ -9,13 +9,16 @@ import types
 import numpy as np
 import pytest
 import torch
+import torch_geometric.datasets
 import torch_geometric.transforms as T
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
 
 import trainer
+from launcher.config.dataset_names import OWN, TORCH_GEOMETRIC
 from trainer import DistLinkNeighborLoader
 from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_EDGE
+from trainer.data.options import OWN_DATASETS
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sources.load import load_dataset
 
@@ -287,3 +290,8 @@ def test_ogb_cache_that_would_run_code_is_refused(tmp_path, monkeypatch):
     with_ogb(monkeypatch, Tampered)
     with pytest.raises(DataError, match=r"a file in .* is refused, as reading it could run code .*subprocess.Popen"):
         load_dataset("ogbn-arxiv", str(tmp_path))
+
+
+def test_the_launcher_knows_the_names_of_all_datasets() -> None:
+    names = {name for name in torch_geometric.datasets.__all__ if name[0].isupper()}
+    assert tuple(OWN_DATASETS) == OWN and names <= set(TORCH_GEOMETRIC)

@@ -145,7 +145,7 @@ def infer_job(alone: Path, folder: Path, name: str) -> InferJob:
     return InferJob(alone / name / "checkpoints" / "last.pt", alone / f"{name}-parts", folder / f"{name}-out")
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_without_seeds_train_score_and_infer_as_one_process(world: int, alone: Path, tmp_path: Path) -> None:
     lines = []
     for name, (_, how) in RUNS.items():

@@ -22,7 +22,7 @@ ORDER = {
     ),
     "trainer": (
         "core", "wire", "store", "data", "sources", "partition", "sampler", "cuda", "service", "graph", "loader", "nn",
-        "own", "train", "infer", "cli",
+        "own", "track", "train", "infer", "cli",
     ),
     "gnnfleet": ("shadow", "nn", "tasks"),
 }  # fmt: skip

@@ -26,7 +26,7 @@ from trainer.train.settings import F, InferJob, Keyed, NumberList, TrainJob, Tra
 #: Commands of other modules: name -> (module, attribute). Imported on use, because importing torch takes seconds.
 _LAZY_COMMANDS = {name: ("trainer.partition.cli", name) for name in ("partition", "inspect", "verify")}
 
-_LAZY_COMMANDS["profile"] = ("trainer.train.profile", "profile")
+_LAZY_COMMANDS |= {"profile": ("trainer.train.profile", "profile"), "track": ("trainer.track.follow", "track")}
 
 
 class _LazyGroup(click.Group):

@@ -19,7 +19,7 @@ import yaml
 from launcher.config.allocation import decides_nodes, with_allocation
 from launcher.config.consistency import check, check_nodes
 from launcher.config.schema import ClusterConfig, NodeConfig, TrainConfig
-from launcher.config.validation import KeyPath, Reader, dotted, has_keys, short_form
+from launcher.config.validation import KeyPath, Reader, dotted, has_keys, short_form, without_options
 from launcher.errors import ConfigError, Problem
 from launcher.files import read_text
 from launcher.hostlist import RangeError, fold
@@ -106,6 +106,8 @@ def _long_form(tree: Tree, path: str, word: str) -> Tree:
         return expand_nodes(tree)
     if path.startswith("nodes.") and path.count(".") == 1 and isinstance(tree, Scalar) and not tree.empty:
         return Section(tree.origin, {"host": tree}, {"host": tree.origin})
+    if path == "train.track":
+        return without_options(tree)
     if path.startswith("train.") and isinstance(tree, Scalar) and not tree.empty:
         kinds = get_args(get_type_hints(TrainConfig).get(path.removeprefix("train.")))
         return short_form(kinds[0], tree) if kinds and has_keys(kinds[0]) else tree

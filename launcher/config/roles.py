@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.config.schema import ClusterConfig, NodeConfig
+from launcher.config.schema import TRACKERS, ClusterConfig, NodeConfig
 from launcher.errors import node_label
 from launcher.node.remote_folder import PACKAGES, scheme_of
 
@@ -52,6 +52,12 @@ def store_packages(config: ClusterConfig) -> tuple[str, ...]:
         return ()
     special = PACKAGES.get(scheme_of(config.data.store))
     return ("fsspec", special) if special else ("fsspec",)
+
+
+def tracker_packages(config: ClusterConfig, k: int) -> tuple[str, ...]:
+    """Return the packages that node ``k`` needs for ``train.track``, which is the work of the node with rank 0."""
+    may_lead = k == lead(config) or (config.run.restarts and config.nodes[k].trains)
+    return tuple(TRACKERS[name][1] for name in config.train.track or ()) if may_lead else ()
 
 
 def device_packages(node: NodeConfig) -> tuple[str, ...]:

@@ -314,6 +314,14 @@ OPTIMIZERS: Mapping[str, str] = {
 }
 
 
+#: The trackers with their options, and the Python package that the lead node needs for each.
+TRACKERS: Mapping[str, tuple[str, str]] = {
+    "tensorboard": ("", "tensorboard"),
+    "wandb": ("project entity mode", "wandb"),
+    "mlflow": ("experiment uri", "mlflow_skinny"),
+}
+
+
 @dataclass(frozen=True)
 class EarlyStop:
     """When a run ends before `train.epochs`. `early_stop: 3` is short for `early_stop: {patience: 3}`."""
@@ -498,7 +506,12 @@ class TrainConfig:
     checkpoint_seconds: float = setting(
         "Seconds between checkpoints within an epoch; 0: none.", 60.0, at_least=0, below=1_000_000
     )
-    tensorboard: bool = setting("Write scalars for TensorBoard; each host needs the package tensorboard.", False)
+    track: Mapping[str, Any] | None = setting(
+        "Trackers that the lead node sends the run to: `[tensorboard, wandb, mlflow]`, or each with its options, as "
+        "`{wandb: {project: gnn, mode: offline}}`; also for your own command.",
+        None,
+        form=ANY,
+    )
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
     prefetch: int = setting(
         "Batches in memory per process, including the one in use; at least sampler_threads + 1.", 2, at_least=1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from launcher.config.cache_size import CacheSize
 from launcher.config.schema import (
@@ -12,6 +13,7 @@ from launcher.config.schema import (
     MODELS,
     OPTIMIZERS,
     SCHEDULES,
+    TRACKERS,
     ClusterConfig,
     Schedule,
     TrainConfig,
@@ -45,6 +47,8 @@ def check_training(config: ClusterConfig, reader: Reader) -> None:
         _schedule(train.schedule, train, reader)
     if train.early_stop is not None and reader.good(("train", "early_stop")):
         _evaluated(("train", "early_stop"), train.early_stop.metric, train, reader)
+    for name, options in (train.track or {}).items() if reader.good(("train", "track")) else ():
+        _tracker(name, options, reader)
     for name in train.metrics if reader.good(("train", "metrics")) else ():
         _metric(("train", "metrics"), name, train, reader)
     if reader.good(("nodes",), ("train", "batch_size")) and train.batch_size < config.world_size:
@@ -181,6 +185,32 @@ def _schedule(schedule: Schedule, train: TrainConfig, reader: Reader) -> None:
         reader.report(place, "train.schedule.warmup_epochs: one-cycle has its own, `rise`")
     if schedule.name == "plateau":
         _evaluated(("train", "schedule"), schedule.metric, train, reader)
+
+
+def _tracker(name: str, options: Any, reader: Reader) -> None:
+    """Report an unknown tracker, and options that it does not have."""
+    place = ("train", "track", name)
+    if name not in TRACKERS:
+        near = difflib.get_close_matches(name[:40], TRACKERS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"the trackers are {', '.join(TRACKERS)}"
+        reader.report(place, f"train.track: there is no tracker `{shortened(name)}`; {hint}")
+        return
+    known = TRACKERS[name][0].split()
+    if not isinstance(options or {}, Mapping):
+        reader.report(place, f"{dotted(place)}: expected options of {name}, found {shortened(str(options))}")
+        return
+    for key, value in (options or {}).items():
+        at = (*place, key)
+        if key not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            reader.report(at, f"{dotted(place)}: {name} has no option `{shortened(key)}`; {has}")
+        elif not isinstance(value, str) or not value:
+            reader.report(at, f"{dotted(at)}: expected text, found {shortened(str(value))}")
+        elif key == "mode" and value not in ("online", "offline"):
+            reader.report(at, f"{dotted(at)}: expected online or offline, found {shortened(value)}")
+        elif key == "uri" and "@" in urlsplit(value).netloc:
+            text = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the host instead of writing them here"
+            reader.report(at, f"{dotted(at)}: {text}")
 
 
 def _evaluated(section: KeyPath, name: str | None, train: TrainConfig, reader: Reader) -> None:

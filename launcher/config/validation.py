@@ -231,6 +231,8 @@ class Reader:
         return plain_value(tree) if wanted is Any else _scalar(wanted, tree)
 
     def _one_of_types(self, kinds: list[Any], tree: Tree, path: KeyPath) -> Any:
+        if path == ("train", "track"):
+            tree = without_options(tree)
         words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
         if has_keys(kinds[0]) and isinstance(tree, Scalar) and not tree.empty:
             tree = short_form(kinds[0], tree)
@@ -289,6 +291,15 @@ def short_form(section: type, tree: Scalar) -> Section:
     """
     name = settings(section)[0].name if is_dataclass(section) else "name"
     return Section(tree.origin, {name: tree}, {name: tree.origin})
+
+
+def without_options(tree: Tree) -> Tree:
+    """Return the section for which a name or a list of names is short, as ``{wandb: {}}`` for ``[wandb]``."""
+    names = tree.items if isinstance(tree, YamlSequence) else (tree,) if isinstance(tree, Scalar) else ()
+    texts = {name.text: Section(name.origin, {}, {}) for name in names if isinstance(name, Scalar) and not name.empty}
+    if not texts or len(texts) < len(names):
+        return tree
+    return Section(tree.origin, texts, dict.fromkeys(texts, tree.origin))
 
 
 def dotted(path: KeyPath) -> str:

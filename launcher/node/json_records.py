@@ -194,6 +194,9 @@ _CHECKPOINT = Record(
 #: What a node can contribute to a restart.
 _STANDING = Record({"checkpoint": none_or(_CHECKPOINT), "parts": items(natural), "stepped": flag}, {}, {})
 
+#: ``track/<tracker>.json``: where a tracker shows the run.
+TRACKED = Record({"id": text, "url": text, "folder": matching(r"[\w.-]*(/[\w.-]+)*")}, {}, {})
+
 #: A member's report to the hub (``launcher.node.peers.model.Report``).
 MEMBER_REPORT = Record(
     {
@@ -208,7 +211,12 @@ MEMBER_REPORT = Record(
         "stacks": none_or(table(_TEXTS, r"\d{1,9}|server")),
         "own_ranks": items(natural),
     },
-    {"waits": (table(WAIT), dict), "generation": (natural, 0), "standing": (none_or(_STANDING), None)},
+    {
+        "waits": (table(WAIT), dict),
+        "host": (table(number, r"\w{1,40}"), dict),
+        "generation": (natural, 0),
+        "standing": (none_or(_STANDING), None),
+    },
     {},
 )
 
@@ -291,7 +299,10 @@ REPORT = Record(
         "stopped_by": (text, ""),
         "exit_status": (natural, 1),
     },
-    {"restarts": items(RESTART)},
+    {
+        "restarts": items(RESTART),
+        "trackers": items(Record(dict.fromkeys(("tracker", "id", "url", "path"), text), {}, {})),
+    },
 )
 
 #: A line of ``events.jsonl``, a node's or the launcher's.

@@ -29,6 +29,7 @@ from launcher.plan.precision import precision_notes
 from launcher.plan.serialize import run_json
 from launcher.plan.service_key import new_key_pair
 from launcher.plan.topology import decide
+from launcher.plan.tracking import earlier_files
 from launcher.plan.trainable import check_trainable
 from launcher.text import count, spans
 
@@ -78,6 +79,7 @@ def make_plan(
     nodes = place_nodes(config, run_id, inputs.facts, code_digest, inputs.parts, serving, running, own is not None)
     resumed = config.train.resume if not config.serve_only else None
     started = config.train.start if resumed is None and not (own or config.serve_only) else None
+    checkpoint = checkpoint_file("resume", resumed, config, cwd) if resumed is not None else None
     context = PlanContext(
         config=config,
         facts=inputs.facts,
@@ -88,7 +90,8 @@ def make_plan(
         lead=lead(config),
         own=own,
         model=model,
-        resume=checkpoint_file("resume", resumed, config, cwd) if resumed is not None else None,
+        resume=checkpoint,
+        tracked=earlier_files(checkpoint.source) if config.train.track and checkpoint else (),
         start=checkpoint_file("start", started.checkpoint, config, cwd) if started is not None else None,
         serving=serving,
         version=before.version + 1 if before else 1,

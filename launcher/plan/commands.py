@@ -29,6 +29,7 @@ class PlanContext:
     own: OwnCommand | None  #: the user's own command; None: the bundled trainer
     model: OwnCommand | None  #: the file of the user's own model class as a command, with the modules it imports
     resume: PlannedFile | None  #: checkpoint to resume from
+    tracked: tuple[PlannedFile, ...] = ()  #: files of the trackers of the run that is resumed
     start: PlannedFile | None = None  #: checkpoint whose weights the run starts from
     serving: ServingCluster | None = None  #: the serving cluster to which the run attaches
     version: int = 1  #: version of cluster.json
@@ -129,6 +130,15 @@ def _train_argv(context: PlanContext, node: NodePlan) -> list[str]:
     return [*argv, "--resume", f"{node.run_dir}/{context.resume.dest}"] if context.resume else argv
 
 
+def tracker_command(context: PlanContext, node: NodePlan) -> Command | None:
+    """Build the command that sends the run to its trackers; None without any. The node with rank 0 runs it."""
+    if not context.config.train.track or not node.ranks:  # nodes that do not run it report their load to the lead node
+        return None
+    argv = [*node.python.argv, "-m", "trainer", "track", node.run_dir]
+    env = _with_user_env(context, node, {"PYTHONPATH": node.code_dir, "CUDA_VISIBLE_DEVICES": ""})
+    return Command(tuple(argv), env, node.run_dir)
+
+
 _LEFT_OUT_AT_DEFAULT = (  # keeps the shown command short
     "precision", "device_cache", "sampling", "checkpoint_seconds", "label_smoothing", "keep"
 )  # fmt: skip
@@ -141,13 +151,13 @@ def train_flags(train: TrainConfig) -> list[str]:
     made for
 
     - a setting that is None, false or an empty list
-    - ``resume`` and ``start``, as their paths differ between nodes
+    - ``resume`` and ``start``, as their paths differ between nodes, and ``track``, as supervisors start trackers
     - a setting in ``_LEFT_OUT_AT_DEFAULT`` that has its default value
     """
     flags: list[str] = []
     for field in fields(train):
         value = getattr(train, field.name)
-        if field.name in ("resume", "start") or value is None or value is False or value == ():
+        if field.name in ("resume", "start", "track") or value is None or value is False or value == ():
             continue
         if field.name in _LEFT_OUT_AT_DEFAULT and value == field.default:
             continue

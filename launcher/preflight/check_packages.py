@@ -25,7 +25,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from launcher.config.roles import store_packages
+from launcher.config.roles import store_packages, tracker_packages
+from launcher.config.schema import TRACKERS
 from launcher.node.programs import packages
 from launcher.preflight.finding import Finding, Severity, Survey, listed
 from launcher.text import OWN_VENV, index, new_venv
@@ -61,6 +62,7 @@ RULES = (
     Rule("fsspec", 0),
     Rule("s3fs", 0),
     Rule("gcsfs", 0),
+    *(Rule(package, 0) for _, package in TRACKERS.values()),
 )
 
 _SPOKEN = {"cuda": "torch's CUDA", "nccl": "NCCL", "build": "torch build", "arch": "processor"}
@@ -185,7 +187,8 @@ def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Fin
 
 
 def _needed(survey: Survey, k: int) -> tuple[str, ...]:
-    return (*packages.PACKAGES, *(store_packages(survey.config) if survey.config.nodes[k].holds else ()))
+    more = store_packages(survey.config) if survey.config.nodes[k].holds else ()
+    return (*packages.PACKAGES, *more, *tracker_packages(survey.config, k))
 
 
 def _has_system_python(survey: Survey, k: int) -> bool:
@@ -219,14 +222,14 @@ def _breaks(
     For the bundled trainer and graph servers every problem blocks. For a user's own command, two kinds of problems
     block:
 
-    - torch, or a package that reads ``data.store``, is missing.
+    - torch, or a package that reads ``data.store``, is missing, or one of a tracker.
     - A package that every command needs (``Rule.needed_by``) has a differing version.
 
     missing: packages that are not installed. without_cuda: packages built without CUDA on a node with ``devices``.
     """
     if not survey.own_command or survey.config.nodes[k].role == "server":
         return any([*missing, *differing, *without_cuda])
-    needed = (*_OWN_NEEDS, *store_packages(survey.config))
+    needed = (*_OWN_NEEDS, *store_packages(survey.config), *tracker_packages(survey.config, k))
     return any(name in needed for name in missing) or any(one.rule.needed_by == "all" for one in differing)
 
 
@@ -270,7 +273,7 @@ def _launcher_version(survey: Survey, k: int, name: str) -> str:
 
 @cache
 def _own() -> dict[str, str]:
-    return packages.versions(("fsspec", "s3fs", "gcsfs"))
+    return packages.versions(("fsspec", "s3fs", "gcsfs", *(package for _, package in TRACKERS.values())))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

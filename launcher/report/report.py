@@ -23,6 +23,7 @@ from launcher.report.metrics import Metrics, _by_node
 from launcher.report.outcome import Outcome, aftermath_of
 from launcher.report.profile import print_profile
 from launcher.report.task_metric import metric_of, score_text
+from launcher.report.trackers import tracked_runs, tracked_words
 from launcher.text import count, spans
 
 _SHOWN = 8  # files of the output folder that are listed
@@ -137,6 +138,7 @@ class RunReport:
             "findings": [dict(finding) for finding in self.findings],
             "metrics": self._summary(),
             "notes": list(self.notes),
+            **({"trackers": [*found]} if (found := tracked_runs(self.folder)) else {}),
             **({"restarts": [dict(one) for one in self.restarts]} if self.restarts else {}),
         }
 
@@ -192,6 +194,8 @@ def print_report(report: RunReport, console: Console) -> None:
         console.print(Text(f"checkpoint: {report.checkpoint}{at and f' ({at})'}{go_on}"), soft_wrap=True)
         if report.state == "done" and report.bundled:
             console.print(Text(f"predictions of all nodes: gnnfleet infer {report.run_id}"), soft_wrap=True)
+    for run in tracked_runs(report.folder):
+        console.print(Text(tracked_words(run)), soft_wrap=True)
     for note in report.notes:
         console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
     if (report.folder / "report.html").exists():

@@ -27,6 +27,7 @@ from launcher.report.run_folder import (
     registry_folder,
 )
 from launcher.report.task_metric import metric_of
+from launcher.report.trackers import Tracked, tracked_runs
 from launcher.report.verdict import known_without_nodes, result_words, seconds_words
 from launcher.text import Column, FittedTable, count
 
@@ -142,6 +143,8 @@ _COLUMNS = (
     Column("result", 7, cut_to=20),
 )
 
+_TRACKERS = Column("trackers", 1, cut_to=15)
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -159,6 +162,7 @@ class Entry:
     why: str  #: result, or why the run ended, in one line
     resumed_from: str | None  #: id of the run that was resumed
     nan: bool = False  #: a loss was NaN or infinite
+    trackers: tuple[Tracked, ...] = ()  #: where trackers show it
 
 
 def history(runs_dirs: Sequence[Path], limit: int | None = None) -> list[Entry]:
@@ -187,6 +191,7 @@ def entry_of(folder: Path) -> Entry:
         test=metric.of(metrics, "test"),
         why=why,
         resumed_from=launch.resumed_from if launch else None,
+        trackers=tuple(tracked_runs(folder)),
         nan=nan_finding((result or {}).get("findings") or ()) is not None,
     )
 
@@ -197,7 +202,11 @@ def to_json(entries: Sequence[Entry]) -> str:
 
 
 def rendered(entries: Sequence[Entry]) -> FittedTable:
-    return FittedTable(_COLUMNS, [_row(entry) for entry in entries])
+    rows = [_row(entry) for entry in entries]
+    if not any(entry.trackers for entry in entries):
+        return FittedTable(_COLUMNS, rows)
+    tracked = (", ".join(f"{run['tracker']} {run['id']}" for run in entry.trackers) for entry in entries)
+    return FittedTable((*_COLUMNS, _TRACKERS), [(*row, text) for row, text in zip(rows, tracked, strict=True)])
 
 
 def _row(entry: Entry) -> tuple[Text | str, ...]:

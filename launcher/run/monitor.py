@@ -322,6 +322,8 @@ class RunFollower:
                 name = event.get("name", "a process")
                 text = f"a process failed: {name} of {self._nodes[k].plan.label}"
                 self._handle_failure(k, text, f"{name} of node{k} failed")
+        elif event["kind"] == "tracker":
+            self.live.say(str(event.get("text")), "dim")
         elif event["kind"] == "restart":
             self.live.board.forget_ends(k)
         else:

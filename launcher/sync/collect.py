@@ -1,4 +1,4 @@
-"""Fetches logs, outcomes, metrics, the last checkpoint, TensorBoard events and a script's output from the nodes."""
+"""Fetches logs, outcomes, metrics, the last checkpoint, files of trackers and a script's output from the nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _ROOM = 32 << 20  # bytes of small files in one reply
 
 #: Files to fetch: pattern of paths below a node's run folder.
 _WANTED = (
-    r"(?s:logs/[^/]+\.log|outcomes/[^/]+\.json|metrics-rank\d+\.jsonl|checkpoints/last\.pt|output/.+|tensorboard/.+|"
+    r"(?s:logs/[^/]+\.log|outcomes/[^/]+\.json|metrics-rank\d+\.jsonl|checkpoints/last\.pt|output/.+|"
+    r"track/(tensorboard|wandb|mlflow)\.json|track/(tensorboard|wandb|mlruns)/.+|"
     r"events\.jsonl|state\.json|result\.json)"
 )
 
@@ -63,16 +64,15 @@ def collect(
     report.records = {k: _outcomes(folder / "outcomes" / f"node{k}") for k in nodes}
 
 
-def _collect_node(
-    node: NodePlan, transport: Transport | TransportError, folder: Path, with_checkpoint: bool
-) -> list[str]:
+def _collect_node(node: NodePlan, transport: Transport | TransportError, folder: Path, first: bool) -> list[str]:
+    """first: whether this is the node whose checkpoint, and place in the trackers, are fetched."""
     if isinstance(transport, TransportError):
         raise transport
     answer, room = _request_files(node, transport, folder), _ROOM
     where = {path: f"{node.label}: {node.run_dir}/{path}" for path in (*answer.errors, *answer.files)}
     notes = [f"{where[path]} could not be read ({why})" for path, why in answer.errors.items()]
     for path, file in answer.files.items():
-        if path == _CHECKPOINT and not with_checkpoint:
+        if not first and (path == _CHECKPOINT or os.path.dirname(path) == "track"):
             continue
         dest = folder / _local_path(node.node_rank, path)
         try:
@@ -125,7 +125,7 @@ def _local_files(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:
         f"logs/node{node_rank}": "logs",
         f"outcomes/node{node_rank}": "outcomes",
         f"output/node{node_rank}": "output",
-        "tensorboard": "tensorboard",  # has one folder per rank
+        "track": "track",
     }
     found = {}
     for top, on_node in tops.items():
@@ -145,7 +145,7 @@ def _local_path(node_rank: int, path: str) -> str:
     if path.startswith("output/"):
         return f"output/node{node_rank}/{path.removeprefix('output/')}"
     top, _, name = path.rpartition("/")
-    return path if path.startswith(("checkpoints/", "tensorboard/")) else f"{top or 'logs'}/node{node_rank}/{name}"
+    return path if path.startswith(("checkpoints/", "track/")) else f"{top or 'logs'}/node{node_rank}/{name}"
 
 
 def _outcomes(folder: Path) -> tuple[Mapping[str, Any], ...]:

@@ -31,7 +31,8 @@ from trainer.nn.models import is_own
 from trainer.service.cluster import read_cluster
 from trainer.store.digest_check import checked_digests
 from trainer.store.part_store import open_parts
-from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
+from trainer.track.start import tracked
+from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint, settings_record
 from trainer.train.checkpoint_writer import checkpoint_writers
 from trainer.train.device_sampling import choose_sampling, plan_sampling
 from trainer.train.fit import Fit, FitResult
@@ -186,9 +187,11 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
         warnings.warn(reason, stacklevel=2)
     damage = find_damage(job, ranks)
     with ExitStack() as stack, join_ranks(ranks, device, settings.backend, settings.timeout) as group:
+        if settings.track and group.rank == 0:  # under a launcher, the supervisor does this
+            stack.enter_context(tracked(job.run_dir, settings.track, {"train": settings_record(settings)}))
         graph = group.agree(lambda: stack.enter_context(open_job_graph(job, ranks, damage)))
         check_same_partition(graph, group)
-        metrics = group.agree(lambda: stack.enter_context(MetricsLog(job.run_dir, ranks.rank, settings.tensorboard)))
+        metrics = group.agree(lambda: stack.enter_context(MetricsLog(job.run_dir, ranks.rank)))
         with memory_errors(group, settings):
             result = _prepare(job, graph, group, metrics).run()
         group.barrier()  # keeps this node's graph server alive until the slowest rank has finished

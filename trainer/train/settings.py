@@ -18,6 +18,7 @@ import msgspec
 
 from trainer.core.errors import SettingsError
 from trainer.core.remote_settings import CacheSize, RemoteAccess
+from trainer.track.tracker import TRACKERS
 
 MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage")  #: names of the bundled models
 
@@ -168,7 +169,11 @@ class TrainSettings:
     checkpoint_seconds: float = setting(
         "Seconds between checkpoints within an epoch; 0: none.", 60.0, at_least=0, below=1_000_000
     )
-    tensorboard: bool = setting("Write scalars for TensorBoard; needs the package tensorboard.", False)
+    track: Mapping[str, Any] | None = setting(
+        "Trackers that the run is sent to: tensorboard, wandb, mlflow; several and their options as JSON, "
+        '{"wandb": {"project": "gnn"}, "mlflow": {}}.',
+        None,
+    )
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
     prefetch: int = setting(
         "Batches in memory per process, including the one in use; at least sampler_threads + 1.", 2, at_least=1
@@ -194,7 +199,9 @@ class TrainSettings:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _with_keys(name, kind, value))
         problems = [
-            *_bad_model(self), *_beyond_limits(self), *_bad_fanouts(self), *_bad_cache(self), *_bad_schedule(self)
+            *_bad_model(self), *_beyond_limits(self), *_bad_fanouts(self), *_bad_cache(self), *_bad_schedule(self),
+            *(f"track: there is no tracker {name!r}; the trackers are {', '.join(TRACKERS)}"
+              for name in self.track or () if name not in TRACKERS),
         ]  # fmt: skip
         if problems:
             raise SettingsError("\n".join(problems))
@@ -246,8 +253,10 @@ def keyed_settings() -> dict[str, Any]:
 def _with_keys(name: str, kind: Any, value: Any) -> Any:
     """Return a setting with keys of its own, made from a mapping; any other value stands for its first key."""
     if kind is Mapping:
-        if isinstance(value, Mapping) or name == "optimizer":
-            return value if isinstance(value, Mapping) else {"name": value}
+        if isinstance(value, Mapping):
+            return value
+        if name in ("optimizer", "track"):
+            return {"name": value} if name == "optimizer" else {value: {}}
         raise SettingsError(f"{name} is {value!r}; it must be keys with values")
     if isinstance(value, kind):
         return value

@@ -37,7 +37,6 @@ class StepLog:
         optimizer: Its optimizer; a hook on it marks the end of a step.
         loader: A loader of gnnfleet, for the time and traffic of batches.
         environ: Environment variables of the launcher.
-        tensorboard: Also write TensorBoard scalars, which the launcher collects in ``runs/<run_id>/tensorboard``.
         checkpoint_seconds: Seconds between checkpoints within an epoch; 0: only after epochs.
 
     Example:
@@ -68,11 +67,11 @@ class StepLog:
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: HasCost | None = None,
-        environ: Mapping[str, str] = os.environ, *, tensorboard: bool = False, checkpoint_seconds: float = 60.0,
+        environ: Mapping[str, str] = os.environ, *, checkpoint_seconds: float = 60.0,
     ):  # fmt: skip
         run_dir = environ.get("GNNFLEET_RUN_DIR")
         report_uncaught(environ)
-        self._log = MetricsLog(Path(run_dir), Ranks.from_env(environ).rank, tensorboard) if run_dir else None
+        self._log = MetricsLog(Path(run_dir), Ranks.from_env(environ).rank) if run_dir else None
         self._timer = StepTimer(model, optimizer)
         self._model_device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self._monitor = DeviceMonitor(self._model_device)

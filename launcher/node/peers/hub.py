@@ -66,6 +66,7 @@ class MemberStatus:
     ranks: dict[str, Any] = field(default_factory=dict)  #: last metrics of its ranks (``Vitals.ranks``)
     findings: list[Any] = field(default_factory=list)
     stacks: dict[str, Any] | None = None  #: stack summaries by rank; None until reported
+    host: dict[str, float] = field(default_factory=dict)  #: load of its machine (``HostLoad``), for trackers
     waits: dict[str, Any] = field(default_factory=dict)  #: its ranks' expired waits by rank
     ahead: float = 0.0  #: the member's clock minus this clock, seconds
     beats: int = 0  #: reports received
@@ -295,6 +296,7 @@ class Hub:
         cause, member.ahead = received_cause(report["cause"], ahead, len(self.spec.nodes)), ahead
         member.state, member.trained = report["state"][:20], report["trained"]
         member.ranks, member.findings = report["ranks"], report["findings"]
+        member.host = report["host"]
         member.stacks, member.waits, member.standing = report["stacks"], report["waits"], report["standing"]
         member.own_ranks, member.final = tuple(report["own_ranks"]), report["final"] in _ENDS
         if cause is None and member.final and report["final"] != "done" and self.order is None:  # it lost this hub

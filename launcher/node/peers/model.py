@@ -33,8 +33,8 @@ Cause = dict[str, Any]
 
 #: State of a node, sent to the hub: ``{"state", "trained": None on a node without ranks, "final": state of result.json,
 #: "cause", "ranks", "findings", "stacks": {rank, or "server": [summary]} once requested, "own_ranks": [ranks of the
-#: node], "waits": {rank: content of procs/wait-rank<r>.json}}``; with ``run.restarts`` also "generation" and "standing"
-#: (launcher.node.supervisor.restart)
+#: node], "waits": {rank: content of procs/wait-rank<r>.json}, "host": ``HostLoad.look``, if trackers want it}``; with
+#: ``run.restarts`` also "generation" and "standing" (launcher.node.supervisor.restart)
 Report = dict[str, Any]
 
 #: Decision of the hub after an attempt, for all nodes: ``{"generation": number of the next attempt, "restart": whether

@@ -57,13 +57,15 @@ Idle = Callable[[float], object]
 
 
 def end_processes(
-    children: list[Child], book: OutcomeBook, token: str, grace: float, idle: Idle, *, done: bool = False
-) -> list[procs.Process]:
+    children: list[Child], book: OutcomeBook, token: str, grace: float, idle: Idle, *, done: bool = False,
+    spared: str = "",
+) -> list[procs.Process]:  # fmt: skip
     """End all processes of the run on this node; return those that still run after SIGKILL.
 
     children: the supervisor's child processes. token: marks all processes of the run, in their environment. grace:
     seconds between SIGTERM and SIGKILL. ``idle(seconds)`` waits and keeps the supervisor's heartbeat running. done: no
-    rank of the run needs a graph server any more.
+    rank of the run needs a graph server any more. spared: variable and value (``NAME=value``) in the environment of
+    processes that go on.
     """
     book.stopping = True
     for child in children:  # SIGINT ends a graph server at once, see ``trainer.service.serve``
@@ -77,8 +79,14 @@ def end_processes(
     if stubborn:
         _kill_groups(children, book)
         _wait(ended, _MARGIN, idle)
+
+    def running() -> list[procs.Process]:
+        found = procs.run_processes(f"{procs.TOKEN}={token}", os.getpid())
+        kept = procs.with_variable(spared, found) if spared else []
+        return [process for process in found if process not in kept]
+
     left = procs.end(
-        lambda: procs.run_processes(f"{procs.TOKEN}={token}", os.getpid()),
+        running,
         0.0 if stubborn else min(grace, _LEFTOVER_GRACE),
         lambda: idle(0.05),
     )

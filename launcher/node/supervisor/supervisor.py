@@ -20,6 +20,7 @@ if not __package__:  # run as a file: make the package above importable
 
 from launcher.node import leases, procs
 from launcher.node.child_process import Child, Loop, outcome, signal_name
+from launcher.node.diagnostics.host_load import HostLoad
 from launcher.node.diagnostics.oom import OomWatch
 from launcher.node.environment import process_environment
 from launcher.node.exit_description import describe, describe_stop
@@ -35,6 +36,7 @@ from launcher.node.supervisor.outcomes import MAILBOX, Ended, Mailbox, OutcomeBo
 from launcher.node.supervisor.processes import RankRunners, complete_outcomes, end_processes
 from launcher.node.supervisor.rendezvous import Restarts, connect
 from launcher.node.supervisor.server_keeper import ServerKeeper
+from launcher.node.supervisor.tracking import Tracking
 
 HEARTBEAT = 1.0  #: seconds between two writes of state.json
 
@@ -57,6 +59,9 @@ class Supervisor:
         self.loop = Loop(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         self.restarts = Restarts(self.first, self.loop, self.journal)
         self.notifier = Notifier(self.first, self.loop, self.journal, self.idle)
+        self.tracking = Tracking(self.journal, self.loop, self.idle)
+        self.load, self.began = HostLoad(spec.run_dir), time.monotonic()
+        self.host: dict[str, float] = {}  # load of this machine, for trackers
         self.state, self.final = "starting", ""
         self.token = procs.node_token(spec.token, spec.node_rank)
         me = procs.look(os.getpid())
@@ -112,6 +117,8 @@ class Supervisor:
                     why = f"it cannot listen for the other nodes at {place}: {error.strerror}"
                     raise self.failed("node", why) from error
                 self.set_state("starting")
+
+            self.tracking.begin(spec)
 
             # Start the graph server and the rank runners. A user's own command is started only once the graph server is
             # ready; ranks of the bundled trainer wait for it themselves.
@@ -380,7 +387,9 @@ class Supervisor:
             grace = 0.0
         elif self.peers.lost or (cause is not None and cause["kind"] == "lost"):
             grace = min(grace, _LOST_GRACE)
-        left = end_processes(self.children, self.book, self.token, grace, self.idle, done=done)
+        left = end_processes(
+            self.children, self.book, self.token, grace, self.idle, done=done, spared=self.tracking.mark
+        )
         if left:
             self.journal.log(f"could not kill: {', '.join(f'{p.pid} {procs.command_line(p.pid)}' for p in left)}")
         complete_outcomes(self.children, self.keeper, self.runners, self.book, self.loop)
@@ -389,6 +398,16 @@ class Supervisor:
         if self.spec.restarts and self.leaves():
             self.restarts.leave(self.peers, self.spec.generation)
         self.final = end.state
+        first = self.peers.cause or self.cause
+        asked = first and first["asked"] and first["asked"]["now"]
+        restarts = self.restarts.state(self.spec, self.peers).get("restarts") or ()
+        report = {
+            "seconds": round(time.monotonic() - self.began, 1),
+            "reason": sentence(first, self.spec.labels) if first and end.state != "done" else end.reason,
+            "restarts": len(restarts),
+            "findings": [f"{finding['kind']}: {finding['text']}" for finding in self.health.newest],
+        }
+        self.tracking.conclude(end.state, report, now=bool(asked or self.leaves()))
 
         # Wait until the hub has acknowledged this node's end; as the hub, for the end of all members.
         self.report()
@@ -398,6 +417,7 @@ class Supervisor:
         cause = self.peers.cause or self.cause
         if not self.restarts.left:
             self.notifier.ended(self.spec, self.peers, cause)
+        self.take_findings(self.tracking.close())
         self.journal.event("node-end", state=end.state, reason=end.reason)
         self.set_state(end.state)
         self.journal.settle(_LEAVING)
@@ -428,6 +448,7 @@ class Supervisor:
         self._next_heartbeat = time.monotonic() + HEARTBEAT
         self.oom.look()
         self.notifier.look(self.peers, self.health.findings)
+        self.look_at_trackers()
         state = {
             "state": self.state,
             "time": time.time(),
@@ -445,6 +466,20 @@ class Supervisor:
         self.journal.put_state(state)
         self.report()
 
+    def look_at_trackers(self) -> None:
+        if self.spec.tracker is None:
+            return
+        self.host = self.load.look()
+        members = self.peers.members if isinstance(self.peers, Hub) else {}
+        nodes = {k: member.host for k, member in members.items()} | {self.spec.node_rank: self.host}
+        ranks = {int(rank): one for member in members.values() for rank, one in member.ranks.items()}
+        self.take_findings(self.tracking.look(nodes, {**ranks, **self.health.ranks}))
+
+    def take_findings(self, found: list[dict[str, Any]]) -> None:
+        self.health.findings += found
+        for finding in found:
+            self.journal.event("finding", finding=finding)
+
     def report(self) -> None:
         own = {"state": self.state, "trained": self.trained, "final": self.final or None, "cause": self.cause}
         signs: dict[str, Any] = {
@@ -453,6 +488,7 @@ class Supervisor:
             "stacks": self.health.stacks,
             "waits": self.health.waits,
             "own_ranks": list(self.spec.ranks),
+            "host": self.host,
         }
         if self.spec.restarts:
             standing = self.restarts.standing and self.restarts.standing.to_json()

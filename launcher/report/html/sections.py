@@ -30,6 +30,7 @@ from launcher.report.outcome import aftermath_of
 from launcher.report.profile import RankTraffic, rank_name
 from launcher.report.series import number
 from launcher.report.task_metric import metric_of, score_text
+from launcher.report.trackers import tracked_runs
 from launcher.report.verdict import from_here, seconds_words
 from launcher.text import count, spans
 
@@ -178,6 +179,8 @@ def _facts(record: RunRecord) -> Iterator[Fact]:
     speeds = [value for each in (metrics.get("seeds_per_s") or {}).values() if (value := number(each)) is not None]
     if speeds:
         yield Fact("seeds/s", f"{sum(speeds):,.0f}")
+    for run in tracked_runs(record.folder):
+        yield Fact(run["tracker"], f"{run['id']}, {run['url'] or run['path']}")
     if record.started:
         yield Fact("launched", time.strftime("%Y-%m-%d %H:%M", time.localtime(record.started)))
 

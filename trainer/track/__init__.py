@@ -1,0 +1,1 @@
+"""Sends what a run reports to experiment trackers: TensorBoard, Weights & Biases, MLflow."""

@@ -1,0 +1,193 @@
+"""Follows a run and sends its metrics to trackers: ``python -m trainer track RUN_DIR``, a process of its own.
+
+It only reads files that others write, so it can neither stop nor slow a step. Each tracker has a thread: one that is
+slow falls behind, one that fails is tried again, and at the end the process waits for all of them for a bounded time.
+docs/ARCHITECTURE.md, "Trackers", describes the files in RUN_DIR/track/.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import click
+
+from trainer.core.errors import SettingsError
+from trainer.core.files import read_json, write_whole
+from trainer.track.points import new_points, system_point
+from trainer.track.tracker import Job, make_tracker
+
+FOLDER = "track"  #: folder in the run folder
+
+PATIENCE = 10.0  #: seconds that trackers get once the run has ended
+
+_PAUSE = 1.0  # seconds between two looks at the files
+
+_AGAIN = 30.0  # seconds after a failure before a tracker is tried again
+
+_SYSTEM = 10.0  # seconds between two points of the nodes' figures
+
+_AT_ONCE = 500  # points that are logged before the tracker's place is saved
+
+_NICE = 10  # ranks come first on a busy machine
+
+
+class Following:
+    """One tracker of a run. ``track/<tracker>.json`` has its place in the curves, from which a resumed run goes on."""
+
+    def __init__(self, run_dir: Path, name: str, job: Mapping[str, Any], ended: threading.Event) -> None:
+        self.name, self._job, self._ended = name, job, ended
+        self._run_dir, self._folder = run_dir, run_dir / FOLDER
+        self._path = self._folder / f"{name}.json"
+        known = _read(self._path)
+        runs = [run for run in known.get("runs", ()) if run != job["run_id"]]
+        fresh = {"id": "", "url": "", "folder": "", "began": time.time(), "done": {}}
+        now = {"runs": [*runs, job["run_id"]], "problem": "", "complete": False}
+        self.state: dict[str, Any] = {**fresh, **known, **now}  #: content of the file
+        self._lock = threading.Lock()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while True:
+            last = self._ended.is_set()
+            try:
+                return self._follow()
+            except SettingsError as error:  # another attempt would not help
+                return self.complain(str(error))
+            except Exception as error:
+                self.complain(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            if last:
+                return
+            self._ended.wait(_AGAIN)
+
+    def _follow(self) -> None:
+        """Open the run, log what is new until the run has ended, and close it."""
+        state, job = self.state, self._job
+        about = Job(job["run_id"], self._folder, job["config"], state["runs"][:-1])
+        tracker = make_tracker(self.name, about, job["trackers"][self.name] or {}, state["id"])
+        self.save(**tracker.place._asdict())
+        tail, shown = _Tail(self._run_dir / "metrics-rank0.jsonl"), 0.0
+        result: dict[str, Any] = {}
+        while True:
+            last = self._ended.is_set()  # looked at before the files, which are complete by then
+            lines = tail.lines()
+            result = next((line for line in reversed(lines) if line.get("kind") == "result"), result)
+            points = new_points(lines, done := dict(state["done"]))
+            while some := list(islice(points, _AT_ONCE)):
+                tracker.log(some)
+                self.save(done=dict(done), problem="")
+            found = _read(self._folder / "nodes.json")
+            if found and found["t"] - shown >= (0 if last else _SYSTEM):
+                tracker.log([system_point(found, state["began"])])
+                shown = found["t"]
+            if last:
+                break
+            self._ended.wait(_PAUSE)
+        end = _read(self._folder / "end.json")
+        named = {name: value for name, value in result.items() if name not in ("t", "kind", "rank", "epoch_seconds")}
+        tracker.end(end.get("state", "failed"), {**named, **end.get("report", {})})
+        self.save(complete=True, problem="")
+
+    def complain(self, why: str) -> None:
+        """Print why the tracker lacks something, once while it lasts."""
+        if not self.state["problem"]:
+            print(f"{self.name}: {why}", flush=True)
+        self.save(problem=why)
+
+    def save(self, **values: Any) -> None:
+        with self._lock:
+            self.state |= values
+            with suppress(OSError):  # a full disk, which the run itself reports
+                write_whole(self._path, json.dumps(self.state))
+
+    def give_up(self, why: str) -> None:
+        """Record that the process ends before the tracker is ready; from now on its thread saves nothing."""
+        self.complain(why)
+        self._lock.acquire()
+
+
+class _Tail:
+    """Reads the whole lines of JSON that are appended to a file, which need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def lines(self) -> list[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return list(_parsed(whole))
+
+
+def _parsed(lines: bytes) -> Iterator[dict[str, Any]]:
+    for text in lines.splitlines():
+        with suppress(ValueError):  # cut off by a full disk
+            line = json.loads(text)
+            if isinstance(line, dict):
+                yield line
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return an object from a JSON file; {} if it does not exist (yet) or is damaged."""
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def follow(run_dir: Path) -> None:
+    """Follow a run until ``track/end.json`` exists, or until the process that started this one has ended.
+
+    Never returns: threads that wait for a tracker would keep the process.
+    """
+    folder, parent = run_dir / FOLDER, os.getppid()
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a job, whose end is still to be recorded
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICE)
+    lock = open(folder / "lock", "w")  # noqa: SIM115
+    fcntl.flock(lock, fcntl.LOCK_EX)  # an earlier process may still be ending
+    if (before := folder / "before").is_dir():  # of the run that this one resumes
+        shutil.copytree(before, folder, ignore=shutil.ignore_patterns(".gnnfleet-*"), dirs_exist_ok=True)
+        shutil.rmtree(before)
+    job, ended = _read(folder / "job.json"), threading.Event()
+    trackers = [Following(run_dir, name, job, ended) for name in job["trackers"]]
+    for one in trackers:
+        one.thread.start()
+    while not (folder / "end.json").exists() and any(one.thread.is_alive() for one in trackers):
+        if os.getppid() != parent:
+            words = {"state": "failed", "report": {"reason": "its supervisor has ended"}}
+            write_whole(folder / "end.json", json.dumps(words))
+        time.sleep(0.2)
+    ended.set()
+    patience = float(_read(folder / "end.json").get("patience", PATIENCE))
+    deadline = time.monotonic() + patience
+    for one in trackers:
+        one.thread.join(max(0.0, deadline - time.monotonic()))
+        if one.thread.is_alive():
+            one.give_up(f"it was not ready {patience:g} s after the end of the run, and lacks its last values")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+def track(run_dir: Path) -> None:
+    """Send the metrics of a run to its trackers; rank 0 or its supervisor starts this."""
+    follow(run_dir)

@@ -355,6 +355,8 @@ def _trainer(plan: LaunchPlan, kind: str) -> str:
     if plan.train is not None and ":" in plan.train.model:  # the file of a class, which a launch would send
         place = rank.index("--model") + 1
         rank[place] = f"{_HERE}/{rank[place].removeprefix('files/')}"
+    if plan.train is not None and plan.train.track:
+        rank += ["--track", json.dumps(plan.train.track)]  # without a supervisor, rank 0 starts the trackers
     if kind == "torchrun":
         rank = rank[1:] if rank[0] == _PYTHON else ["--no-python", *rank]
     return _lines(rank)
@@ -398,6 +400,8 @@ def _notes(config: ResolvedConfig, plan: LaunchPlan) -> tuple[str, ...]:
         notes.append(f"node{different[0]} uses another Python or setup than node0: change the script on that node")
     if any(str(device).startswith("MIG") for node in config.nodes for device in node.devices):
         notes.append("a process sees one MIG instance only: set CUDA_VISIBLE_DEVICES for each rank in the script")
+    if plan.own_command and config.train.track:
+        notes.append("train.track is left out: for your own command, trackers need gnnfleet's supervisors")
     if plan.own_command:
         notes.append("your script and run.files are not copied: the script runs in the folder of the exported file")
     if plan.train is not None and ":" in plan.train.model:

@@ -112,7 +112,7 @@ class NodeSpec:
     notify: tuple[str, ...] = ()  #: URLs and command lines that get messages about the run
     notify_on: tuple[str, ...] = ()  #: events about which there are messages; (): all
     data_dir: str = ""  #: with restarts: the partition folder, if not sent by the launcher; may have all parts
-    tracker: Mapping[str, Any] | None = None  #: sends the run to its trackers; where rank 0 is
+    tracker: Mapping[str, Any] | None = None  #: sends the run to its trackers, if rank 0 is here
     generation: int = 0  #: number of the attempt; node.json describes the first one
 
     @staticmethod

@@ -17,7 +17,7 @@ from launcher.plan.commands import PlanContext, tracker_command
 from launcher.plan.model import NodePlan, PlannedFile, copied, generated
 from launcher.plan.partition import PartFile, PartitionFiles
 from launcher.plan.placement import endpoint
-from launcher.plan.tracking import job_file
+from launcher.plan.tracking import tracking_job
 
 FETCH_SPEC = "fetch.json"  #: file of a run folder: what ``launcher/node/store/fetch_parts.py`` fetches
 
@@ -90,8 +90,8 @@ def node_files(
     if node.ranks and (own := context.own or context.model):
         files += [_below(f"{node.run_dir}/files", file) for file in own.files]
     files += [_below(node.run_dir, file) for file in (context.resume, context.start) if file and node.ranks]
-    if context.config.train.track and node.ranks and (node.node_rank == context.lead or context.config.run.restarts):
-        files += [_below(node.run_dir, file) for file in (job_file(context), *context.tracked)]
+    if node.node_rank == context.lead or (node.ranks and context.config.run.restarts):
+        files += [_below(node.run_dir, file) for file in context.tracked]
     return (*files, *_generated(context, node, shared))
 
 
@@ -169,6 +169,7 @@ def _node_spec(context: PlanContext, node: NodePlan) -> NodeSpec:
     """Return the content of the node's node.json, without the list of nodes."""
     run, config = context.config.run, context.config
     restarts = run.restarts if context.world.size else 0
+    command = tracker_command(context, node)
     return NodeSpec(
         run_id=context.run_id,
         token=context.token.reveal(),
@@ -194,7 +195,7 @@ def _node_spec(context: PlanContext, node: NodePlan) -> NodeSpec:
         notify=run.notify if context.world.size else (),
         notify_on=run.notify_on,
         data_dir=node.data_dir if restarts and config.data.mode == "verify" else "",
-        tracker=_process(command) if (command := tracker_command(context, node)) else None,
+        tracker={**_process(command), "job": tracking_job(context)} if command else None,
     )
 
 

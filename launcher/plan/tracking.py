@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from launcher.config.schema import TRACKERS
 from launcher.hostlist import fold
 from launcher.plan.commands import PlanContext
-from launcher.plan.model import PlannedFile, copied, generated
+from launcher.plan.model import PlannedFile, copied
 
 #: Their files that a resumed run needs, below ``track/`` in the folder of the run before: where each one was, and the
 #: local ones that it adds to. What W&B has sent is left out.
 _NEEDED = (*(f"{name}.json" for name in TRACKERS), "tensorboard/**/*", "mlruns/**/*", "wandb/offline-run-*/**/*")
 
 
-def job_file(context: PlanContext) -> PlannedFile:
+def tracking_job(context: PlanContext) -> Mapping[str, Any]:
     """Return ``track/job.json``: the trackers, and the run's settings without those that may hold credentials.
 
     Left out are ``env``, options of datasets and stores, and all that says how hosts are reached.
     """
     config, lead = context.config, context.facts.get(context.lead)
     train, data = context.train, config.data
-    shown = {
+    shown: dict[str, Any] = {
         **({"command": " ".join(context.own.argv)} if context.own else {"train": msgspec.to_builtins(train)}),
         "data": {
             "dataset": data.dataset,
@@ -46,9 +47,8 @@ def job_file(context: PlanContext) -> PlannedFile:
     }
     for name in ("track", "resume", "start"):
         shown.get("train", {}).pop(name, None)
-    trackers = {name: options or {} for name, options in (config.train.track or {}).items()}
-    job = {"run_id": context.run_id, "trackers": trackers, "config": shown}
-    return generated("track/job.json", json.dumps(job, indent=1), mode=0o600)
+    trackers = {name: options or {} for name, options in (train.track or {}).items()}
+    return {"run_id": context.run_id, "trackers": trackers, "config": shown}
 
 
 def earlier_files(checkpoint: str) -> tuple[PlannedFile, ...]:

@@ -57,7 +57,7 @@ def plan(tmp_path: Path):
             f"logs/rank{node.node_rank}.log": f"2026-11-20T21:00:00.000Z hello of {node.node_rank}\n",
             f"metrics-rank{node.node_rank}.jsonl": '{"t": 1.0, "kind": "result", "test_accuracy": 0.5}\n',
             f"outcomes/rank{node.node_rank}.json": f'{{"name": "rank{node.node_rank}", "node_rank": 1}}',
-            f"tensorboard/rank{node.node_rank}/events.out.tfevents.1": "scalars",
+            f"track/tensorboard/events.{node.node_rank}": "scalars",
             "result.json": '{"state": "done"}',
             "node.json": '{"token": "secret"}',
             "service.key": "secret",
@@ -81,7 +81,7 @@ def test_small_files_come_in_one_call_per_node_and_large_ones_alone(plan, tmp_pa
     assert lines[0].downloads == [f"{plan.nodes[0].run_dir}/checkpoints/last.pt"] and lines[1].downloads == []
     assert (here / "logs/node1/rank1.log").read_text().endswith("hello of 1\n")
     assert (here / "output/node0/deep/299.txt").read_text() == "299"
-    assert (here / "tensorboard/rank1/events.out.tfevents.1").read_text() == "scalars"
+    assert (here / "track/tensorboard/events.1").read_text() == "scalars"
     assert read_metrics(metrics_files(here)).result["test_accuracy"] == 0.5
     assert [record["name"] for record in collected.records[1]] == ["rank1"]
     assert "secret" not in "".join(path.read_text() for path in here.rglob("*.*") if path.suffix != ".pt")

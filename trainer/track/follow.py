@@ -88,7 +88,7 @@ class Following:
                 tracker.log(some)
                 self.save(done=dict(done), problem="")
             found = _read(self._folder / "nodes.json")
-            if found and found["t"] - shown >= (0 if last else _SYSTEM):
+            if found and found["t"] > shown + (0 if last else _SYSTEM):
                 tracker.log([system_point(found, state["began"])])
                 shown = found["t"]
             if last:
@@ -155,12 +155,9 @@ def _read(path: Path) -> dict[str, Any]:
 def follow(run_dir: Path) -> None:
     """Follow a run until ``track/end.json`` exists, or until the process that started this one has ended.
 
-    Never returns: threads that wait for a tracker would keep the process.
+    Threads of trackers that were not ready go on, but save nothing any more.
     """
     folder, parent = run_dir / FOLDER, os.getppid()
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a job, whose end is still to be recorded
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICE)
     lock = open(folder / "lock", "w")  # noqa: SIM115
     fcntl.flock(lock, fcntl.LOCK_EX)  # an earlier process may still be ending
     if (before := folder / "before").is_dir():  # of the run that this one resumes
@@ -182,12 +179,15 @@ def follow(run_dir: Path) -> None:
         one.thread.join(max(0.0, deadline - time.monotonic()))
         if one.thread.is_alive():
             one.give_up(f"it was not ready {patience:g} s after the end of the run, and lacks its last values")
-    sys.stdout.flush()
-    os._exit(0)
 
 
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
 def track(run_dir: Path) -> None:
     """Send the metrics of a run to its trackers; rank 0 or its supervisor starts this."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a job, whose end is still to be recorded
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICE)
     follow(run_dir)
+    sys.stdout.flush()
+    os._exit(0)  # does not wait for threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -25,7 +26,8 @@ def tracked(run_dir: Path, trackers: Mapping[str, Any], config: Mapping[str, Any
     folder, began = run_dir / FOLDER, time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "end.json").unlink(missing_ok=True)
-    job = {"run_id": run_dir.resolve().name, "trackers": trackers, "config": config}
+    run_id = os.environ.get("GNNFLEET_RUN_ID") or run_dir.resolve().name
+    job = {"run_id": run_id, "trackers": trackers, "config": config}
     write_whole(folder / "job.json", json.dumps(job), mode=0o600)
     process = subprocess.Popen(
         [sys.executable, "-m", "trainer", "track", str(run_dir.absolute())], stdin=subprocess.DEVNULL,

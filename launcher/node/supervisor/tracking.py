@@ -49,16 +49,18 @@ class Tracking:
         if self._child is not None and not self._deadline:
             return
         self.close()
-        self._names = list(read_json(self._journal.path("track", "job.json"))["trackers"])
+        self._names = list(spec.tracker["job"]["trackers"])
         # Without the variable of other processes: these end earlier.
         value = procs.node_token(spec.token, spec.node_rank)
         env = {name: text for name, text in os.environ.items() if name != procs.TOKEN}
         env |= {**spec.tracker["env"], _MARK: value}
         self.mark = f"{_MARK}={value}"
-        for name in ("end.json", "nodes.json"):
-            if os.path.exists(path := self._journal.path("track", name)):
-                os.unlink(path)
         try:
+            os.makedirs(self._journal.path("track"), exist_ok=True)
+            for name in ("end.json", "nodes.json"):
+                if os.path.exists(path := self._journal.path("track", name)):
+                    os.unlink(path)
+            write_json(self._journal.path("track", "job.json"), spec.tracker["job"])
             log = self._journal.path("logs", "track.log")
             self._child = Child("track", spec.tracker["argv"], log, env=env, cwd=spec.tracker["cwd"])
         except OSError as error:

@@ -152,6 +152,17 @@ MISTAKES = {
         "5: train.early_stop.patience: must be at least 1; found 0",
         "6: unknown key `wait` in train.early_stop; the keys here are patience, metric, min_delta",
     ],
+    TWO + "train: {track: [tensorbord]}\n": [
+        "3: train.track: there is no tracker `tensorbord`; did you mean tensorboard?"
+    ],
+    TWO
+    + "train:\n  track:\n    wandb: {key: 1, mode: of}\n    mlflow: {uri: https://me:pw@host}\n    tensorboard: 3\n": [
+        "4: train.track.wandb: wandb has no option `key`; it has project, entity, mode",
+        "4: train.track.wandb.mode: expected online or offline, found of",
+        "4: train.track.mlflow.uri: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the host instead of "
+        "writing them here",
+        "4: train.track.tensorboard: expected options of tensorboard, found 3",
+    ],
     TWO + "train: {optimizer: Adamm}\n": [
         "3: train.optimizer: no optimizer `Adamm` of torch.optim; did you mean Adam?"
     ],
@@ -344,6 +355,14 @@ def test_oversized_input_is_refused_within_seconds(load: Load, text: str) -> Non
     began = time.monotonic()
     assert problems(load, text) == [HUGE[text]]
     assert time.monotonic() - began < 20
+
+
+def test_a_list_of_trackers_is_short_for_keys(load: Load) -> None:
+    assert load(TWO + "train: {track: [wandb, mlflow]}\n").train.track == {"wandb": {}, "mlflow": {}}
+    assert load(TWO + "train: {track: mlflow}\n").train.track == {"mlflow": {}}
+    offline = load(TWO + "train: {track: [wandb, mlflow]}\n", ["train.track.wandb.mode=offline"]).train.track
+    assert offline == {"wandb": {"mode": "offline"}, "mlflow": {}}
+    assert load(TWO + "train: {track: {wandb: , mlflow: {uri: file:/m}}}\n").train.track is not None
 
 
 def test_all_mistakes_of_a_file_are_reported_together(load: Load) -> None:

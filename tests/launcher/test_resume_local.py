@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from launching import REPOSITORY, Launched, Running, launch, local_config
+from tracked_runs import tensorboard_curves
 from waiting import DEADLINE
 
 TRAIN = {"epochs": 30, "batch_size": 60, "checkpoint_seconds": 0.05, "eval_every": 10, "hidden": 16}
+TRACK = {"track": {"tensorboard": {}}}
 
 #: As docs/own_model.md: a loop that restores, and writes the loss of every step over all ranks.
 SCRIPT = """
@@ -76,7 +78,7 @@ def epochs(run_dir: Path) -> dict[int, list[float]]:
 def test_the_bundled_trainer_continues_at_the_step(
     change: tuple[str, ...], tmp_path: Path, local_workdirs: Path
 ) -> None:
-    config = local_config(tmp_path, [1, 1], local_workdirs, train=TRAIN)
+    config = local_config(tmp_path, [1, 1], local_workdirs, train=TRAIN | TRACK)
     running = Running(config, "--run-id", f"killed{len(change)}")
     running.await_epoch(13)
     kill_rank(local_workdirs / "node1", f"killed{len(change)}", 1)
@@ -92,6 +94,16 @@ def test_the_bundled_trainer_continues_at_the_step(
     for epoch, losses in ours.items():
         assert losses == pytest.approx(theirs[epoch], rel=1e-4), epoch
 
+    # A tracker shows one run, with each epoch once.
+    again_dir = tmp_path / "runs" / f"again{len(change)}"
+    (tracked,) = json.loads((again_dir / "result.json").read_text())["trackers"]
+    assert tracked["id"] == f"killed{len(change)}" and tracked["path"] == str(again_dir / "track/tensorboard")
+    assert f"tensorboard: run killed{len(change)}, " in again.output
+    curves = tensorboard_curves(again_dir / "track/tensorboard")
+    assert [epoch for epoch, _ in curves["epoch/loss"]] == [*range(1, 31)]
+    assert len(curves["step/loss_of_all_ranks"]) == sum(map(len, theirs.values()))
+    assert {f"system/{name}" for name in ("node1/memory_bytes", "rank1/seeds_per_s")} <= curves.keys()
+
 
 def losses(run_dir: Path) -> dict[tuple[int, int], float]:
     text = (run_dir / "logs/node0/rank0.log").read_text()
@@ -102,7 +114,7 @@ def losses(run_dir: Path) -> dict[tuple[int, int], float]:
 @pytest.mark.slow
 def test_an_own_script_continues_at_the_step(tmp_path: Path, local_workdirs: Path) -> None:
     (tmp_path / "own.py").write_text(SCRIPT)
-    config = local_config(tmp_path, [1, 1], local_workdirs)
+    config = local_config(tmp_path, [1, 1], local_workdirs, train=TRACK)
     running = Running(config, "--run-id", "own", "--", "python", "own.py")
     running.await_line("loss 5 ")
     kill_rank(local_workdirs / "node1", "own", 1)

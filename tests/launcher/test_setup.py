@@ -520,7 +520,9 @@ def test_hosts_get_what_reads_the_store() -> None:
 def test_hosts_get_what_the_trainer_imports() -> None:
     trainer = Path(__file__).resolve().parents[2] / "trainer"
     files = [
-        path for path in trainer.rglob("*.py") if path.parts[len(trainer.parts)] not in ("partition", "sources", "data", "track")
+        path
+        for path in trainer.rglob("*.py")
+        if path.parts[len(trainer.parts)] not in ("partition", "sources", "data", "track")
     ]
     imported = {
         name.partition(".")[0]

@@ -55,7 +55,8 @@ block = Block(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0], dtype=t
 spmm.aggregate(block, torch.ones(1, 2, requires_grad=True), "mean").sum().backward()
 with MetricsLog(pathlib.Path(sys.argv[1]), 0) as log:
     log.write("step", epoch=1, step=0, steps=1, loss=1.0)
-unwanted = [name for name in sys.modules if name.startswith(("numba_cuda", "numba.cuda", "tensorboard", "wandb", "mlflow"))]
+packages = ("numba_cuda", "numba.cuda", "tensorboard", "wandb", "mlflow")
+unwanted = [name for name in sys.modules if name.startswith(packages)]
 assert not unwanted, f"a step on the CPU that writes a metrics line imports {unwanted}"
 """
 

@@ -17,6 +17,7 @@ from launcher.plan.tracking import earlier_files
 from tracked_runs import mlflow_run, tensorboard_curves, tensorboard_text, wandb_curves, wandb_run
 from trainer.track import follow, tensorboard
 from trainer.track.tracker import TRACKERS, Job, Place, Point
+from waiting import DEADLINE
 
 CONFIG = {"train": {"lr": 0.1, "epochs": 2}, "cluster": {"nodes": 2}}
 
@@ -113,8 +114,8 @@ def test_a_resumed_run_continues_the_run_of_each_tracker(tmp_path: Path) -> None
             (later / file.dest).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file.source, later / file.dest)
             (later / file.dest).with_name(".gnnfleet-digests.json").touch()  # as sending leaves it
-        write_run(run_dir, run_dir.name, first, first + 1, trackers, patience=60.0)
-        subprocess.run([sys.executable, "-m", "trainer", "track", str(run_dir)], check=True, timeout=120)
+        write_run(run_dir, run_dir.name, first, first + 1, trackers, patience=DEADLINE)
+        subprocess.run([sys.executable, "-m", "trainer", "track", str(run_dir)], check=True, timeout=DEADLINE)
 
     epochs = [(k, pytest.approx(1 / k)) for k in (1, 2, 3)]
     steps = [(k, pytest.approx(1 / ((k + 1) // 2))) for k in range(1, 7)]

@@ -40,7 +40,7 @@ _SYSTEM = 10.0  # seconds between two points of the nodes' figures
 
 _AT_ONCE = 500  # points that are logged before the tracker's place is saved
 
-_NICE = 10  # ranks come first on a busy machine
+_NICE = 5  # ranks come first on a busy machine
 
 
 class Following:

@@ -40,6 +40,9 @@ class Mlflow:
         number = experiment.experiment_id if experiment else self._client.create_experiment(name)
         local = _is_in(uri, job.folder)
         tags = {"gnnfleet.run_id": job.run_id, "gnnfleet.runs": ", ".join([*job.before, job.run_id])}
+        if not known:  # after a restart on another node
+            same = self._client.search_runs([number], f"tags.`gnnfleet.run_id` = '{job.run_id}'", max_results=1)
+            known = same[0].info.run_id if same else ""
         if known:
             self._id = known
             self._client.update_run(known, status="RUNNING")

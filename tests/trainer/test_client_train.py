@@ -31,7 +31,7 @@ def servers(parts):
         yield servers
 
 
-def cluster_file(path: Path, servers, clients: dict[int, list[int]]) -> Path:
+def cluster_file(path: Path, servers, clients: dict[int, list[int]], num_parts: int = 4) -> Path:
     """Write a cluster.json with the nodes of ``servers`` and with client nodes.
 
     clients: ranks by node_rank.
@@ -45,7 +45,7 @@ def cluster_file(path: Path, servers, clients: dict[int, list[int]]) -> Path:
         {"node_rank": node, "host": f"c{node}", "role": "client", "endpoint": None, "parts": [], "ranks": ranks}
         for node, ranks in clients.items()
     ]
-    path.write_text(json.dumps({"run_id": "r", "num_parts": 4, "nodes": nodes}))
+    path.write_text(json.dumps({"run_id": "r", "num_parts": num_parts, "nodes": nodes}))
     return path
 
 

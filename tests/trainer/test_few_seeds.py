@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from gateway_kit import serving_parts
 from graphs import graph, hetero
 from ports import free_port
+from test_client_train import cluster_file
 from train_kit import command_line, curve, finish_all, infer_words, job, metrics, start_words, write_parts
 from trainer.core.errors import DataError
 from trainer.core.ranks import RankGroup, Ranks
@@ -145,15 +148,38 @@ def infer_job(alone: Path, folder: Path, name: str) -> InferJob:
     return InferJob(alone / name / "checkpoints" / "last.pt", alone / f"{name}-parts", folder / f"{name}-out")
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_ranks_without_seeds_train_score_and_infer_as_one_process(world: int, alone: Path, tmp_path: Path) -> None:
-    lines = []
-    for name, (_, how) in RUNS.items():
-        lines.append(command_line(job(alone / f"{name}-parts", tmp_path / name, **{**SETTINGS, **how})))
-        lines.append(infer_words(infer_job(alone, tmp_path, name)))
-    port = free_port(len(lines))
-    for ended in finish_all([start_words(lines, rank, world, port) for rank in range(world)], 600):
-        assert ended.returncode == 0, ended.output
+@pytest.mark.parametrize(
+    ("world", "place"),
+    [
+        pytest.param(2, "worker", marks=pytest.mark.slow), (3, "worker"),
+        pytest.param(3, "client", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_ranks_without_seeds_train_score_and_infer_as_one_process(
+    world: int, place: str, alone: Path, tmp_path: Path
+) -> None:
+    lines: list[list[list[str]]] = [[] for _ in range(world)]
+    with ExitStack() as open_servers:
+        for name, (_, how) in RUNS.items():
+            trained = job(alone / f"{name}-parts", tmp_path / name, **{**SETTINGS, **how})
+            inferred = infer_job(alone, tmp_path, name)
+            words, where = [command_line(trained), infer_words(inferred)], []
+            if place == "client":
+                servers = open_servers.enter_context(serving_parts(alone / f"{name}-parts", ((0,), (1,))))
+                ranks = {2 + rank: [rank] for rank in range(world)}
+                where = ["--cluster", str(cluster_file(tmp_path / f"{name}.json", servers, ranks, 2))]
+                for command in words:
+                    at = command.index("--parts")
+                    del command[at : at + 2]
+            for own in lines:
+                own.extend([*command, *where] for command in words)
+        variables = [
+            {"NODE_RANK": str(2 + rank), "GNNFLEET_PART_IDS": ""} if place == "client" else {} for rank in range(world)
+        ]
+        port = free_port(len(lines[0]))
+        started = [start_words(lines[rank], rank, world, port, **variables[rank]) for rank in range(world)]
+        for ended in finish_all(started, 600):
+            assert ended.returncode == 0, ended.output
     for name in RUNS:
         np.testing.assert_allclose(curve(tmp_path / name), curve(alone / name), rtol=1e-4, err_msg=name)
         for ours, theirs in zip(metrics(tmp_path / name, "eval"), metrics(alone / name, "eval"), strict=True):

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import io
 import os
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from trainer.core.errors import DataError, PartitionError, SettingsError
 from trainer.partition.foreign.dgl import DGL
 from trainer.partition.foreign.pyg import PYG
+from trainer.partition.foreign.tensor_files import load_tensors
 from trainer.partition.source import open_source
 from trainer.service.cluster import read_cluster
 from trainer.sources.load import load_dataset
+from trainer.sources.pyg import read_pt
 from trainer.store.manifest import read_manifest
 from trainer.store.npy import map_npy
 
@@ -66,9 +70,26 @@ def test_an_odd_npz_is_one_message(tmp_path: Path) -> None:
 def test_an_npz_that_unpacks_to_more_than_the_memory_is_refused_unread(tmp_path: Path, monkeypatch) -> None:
     np.savez_compressed(tmp_path / "graph.npz", edge_index=np.zeros((2, 3), np.int64), x=np.zeros((1 << 18, 32)))
     assert os.path.getsize(tmp_path / "graph.npz") < 1 << 20
-    monkeypatch.setattr("trainer.sources.file.available_memory", lambda: 32_000_000)
+    monkeypatch.setattr("trainer.core.memory.available_memory", lambda: 32_000_000)
     with pytest.raises(DataError, match=r"graph\.npz: its arrays take 67 MB when unpacked, but only 32 MB.* as \.npy"):
         load_dataset("file", str(tmp_path / "graph.npz"))
+
+
+def test_a_pt_file_that_was_packed_again_has_the_same_values(tmp_path: Path, monkeypatch) -> None:
+    noise = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 400_000, np.uint8))  # does not get smaller
+    torch.save({"noise": noise, "zeros": torch.zeros(1 << 20)}, tmp_path / "stored.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "stored.pt") as old,
+        zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert torch.equal(load_tensors(tmp_path / "x.pt")["noise"], noise)
+    monkeypatch.setattr("trainer.core.memory.available_memory", lambda: 1 << 20)
+    assert torch.equal(load_tensors(tmp_path / "stored.pt")["noise"], noise), "it is mapped"
+    for read in (load_tensors, read_pt):
+        with pytest.raises(DataError, match=r"x\.pt: its arrays take 5 MB when unpacked, but only 1 MB"):
+            read(tmp_path / "x.pt")
 
 
 def test_deep_json_is_one_message(tmp_path: Path) -> None:

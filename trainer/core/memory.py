@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.core.errors import SettingsError
+from trainer.core.errors import DataError, SettingsError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *(B|[KMGT]B?)", re.IGNORECASE)
 
@@ -44,6 +45,23 @@ def available_memory() -> int | None:
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
     return None if free is None else max(0, min([free, *_from_groups()]))
+
+
+def check_unpacked(path: Path, advice: str) -> None:
+    """Raise ``DataError`` if the files in a zip archive take more than the available memory when they are unpacked.
+
+    A small archive can unpack to a thousand times its size. ``advice``: what to do, for the message. Files that are no
+    zip archives pass. Raises ``OSError`` if the file cannot be read, and ``BadZipFile`` if it is damaged.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        needed, free = sum(member.file_size for member in archive.infolist()), available_memory()
+    if free is not None and needed > free:
+        raise DataError(
+            f"{path}: its arrays take {size_text(needed)} when unpacked, but only {size_text(free)} of memory are "
+            f"available; {advice}"
+        )
 
 
 def _from_groups() -> Iterator[int]:

@@ -16,7 +16,7 @@ import numpy as np
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
 from trainer.core.files import read_json
-from trainer.core.memory import available_memory, size_text
+from trainer.core.memory import check_unpacked
 from trainer.core.schema import EdgeType, NodeType, check_word
 from trainer.data.options import SourceOptions
 from trainer.data.raw_arrays import RawArray, RawArrays, RawGraph, by_name
@@ -114,13 +114,8 @@ def _read(path: Path) -> dict[str, Array]:
     try:
         if path.suffix == ".npy":
             return {path.stem: map_npy(path).view(np.ndarray)}
+        check_unpacked(path, "save large arrays as .npy files, which need no memory")
         with np.load(path, allow_pickle=False) as loaded:
-            needed, free = sum(member.file_size for member in loaded.zip.infolist()), available_memory()
-            if free is not None and needed > free:  # a small file can unpack to a thousand times its size
-                raise DataError(
-                    f"{path}: its arrays take {size_text(needed)} when unpacked, but only {size_text(free)} of memory "
-                    "are available; save large arrays as .npy files, which need no memory"
-                )
             return {name: loaded[name] for name in loaded.files}
     except DataError:
         raise

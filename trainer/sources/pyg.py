@@ -7,6 +7,7 @@ import difflib
 import inspect
 import pickle
 import re
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from unittest import mock
 import numpy as np
 
 from trainer.core.errors import DataError
+from trainer.core.memory import check_unpacked
 from trainer.core.schema import HOMO_NODE, EdgeType, NodeType
 from trainer.data.memory import shared_array
 from trainer.data.options import OWN_DATASETS
@@ -34,9 +36,12 @@ def read_pt(path: Path) -> RawGraph:
     import torch
 
     try:
+        check_unpacked(path, "save its tensors as .npy files, which need no memory")
         with safe_unpickling():
             loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError) as error:
+    except (
+        pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError, zipfile.BadZipFile
+    ) as error:  # fmt: skip
         raise DataError(
             f"{path} cannot be loaded safely; if you trust the file, load it yourself and re-save plain tensors: "
             f"torch.save(data.to_dict(), path) ({_unsafe_class(error)})"

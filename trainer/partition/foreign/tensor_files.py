@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from trainer.core.errors import DataError
 from trainer.core.files import read_regular
+from trainer.core.memory import check_unpacked
 from trainer.data.memory import shared_array
 from trainer.data.raw_arrays import RawArray
 from trainer.sources.pyg import first_line, safe_unpickling
@@ -27,12 +29,22 @@ def load_tensors(path: Path) -> Any:
     import torch
 
     with _errors(path), safe_unpickling():
+        if _is_compressed(path):  # torch would map the compressed bytes as values
+            check_unpacked(path, "unpack it, and pack it again without compression (zip -0)")
+            return torch.load(path, map_location="cpu", weights_only=True)
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
             return torch.load(path, map_location="cpu", weights_only=True)  # of torch before 1.6
+
+
+def _is_compressed(path: Path) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist())
 
 
 def load_array(path: Path) -> RawArray:

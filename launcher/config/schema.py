@@ -280,6 +280,14 @@ class DataConfig:
 #: Names of the bundled models.
 MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage")
 
+#: Settings of `train` that only some bundled models read, and no class.
+OF_MODELS: Mapping[str, tuple[str, ...]] = {
+    "output_heads": ("gat",),
+    "activation": tuple(name for name in MODELS if name != "hgt"),
+    "input_dropout": MODELS,
+    "attention_dropout": ("gat",),
+}
+
 
 def is_own_model(model: str) -> bool:
     """Return whether ``train.model`` names a class, as ``FILE.py:CLASS`` or ``PACKAGE.CLASS``, not a bundled model."""
@@ -418,7 +426,13 @@ class TrainConfig:
         "Number of layers; default, and the only valid value: the number of fanouts.", None, at_least=1
     )
     heads: int = setting("Number of attention heads (gat and hgt).", 4, at_least=1)
-    dropout: float = setting("Dropout probability.", 0.3, at_least=0, below=1)
+    output_heads: int | None = setting(
+        "Number of attention heads of the last layer (gat); default: those of the others.", None, at_least=1
+    )
+    activation: Literal["relu", "elu"] = setting("Function between layers, except in hgt.", "relu")
+    dropout: float = setting("Dropout probability between layers.", 0.3, at_least=0, below=1)
+    input_dropout: float = setting("Dropout probability of the features of vertices.", 0.0, at_least=0, below=1)
+    attention_dropout: float = setting("Dropout probability of attention weights (gat).", 0.0, at_least=0, below=1)
     fanouts: tuple[int, ...] = setting(
         "Neighbours sampled per vertex, one number per hop, first hop first; -1: all neighbours.", (15, 10, 5)
     )

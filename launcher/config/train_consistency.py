@@ -11,6 +11,7 @@ from launcher.config.cache_size import CacheSize
 from launcher.config.schema import (
     METRICS,
     MODELS,
+    OF_MODELS,
     OPTIMIZERS,
     SCHEDULES,
     TRACKERS,
@@ -121,6 +122,12 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
     if train.model_args and not own and reader.good(("train", "model_args")):
         text = f"train.model_args: {train.model} is a bundled model, which takes no further arguments; leave them out"
         reader.report(("train", "model_args"), text)
+    for name, models in OF_MODELS.items():
+        given = getattr(train, name) != getattr(TrainConfig(), name)
+        if given and train.model not in models and reader.good(("train", name)):
+            hint = "pass it to your class by train.model_args" if own else f"use {' or '.join(models)}"
+            text = f"train.{name}: model {train.model} does not read it; {hint}"
+            reader.report(("train", name), text)
     if train.model in ("gat", "hgt") and train.hidden % train.heads and reader.good(("train", "heads")):
         reader.report(
             ("train", "heads"),

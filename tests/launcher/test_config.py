@@ -199,6 +199,9 @@ MISTAKES = {
         "5: train.label_smoothing: is for task classification, not link",
         "6: train.class_weights: expected a list or `balanced`, found the text `balance`",
     ],
+    TWO + "train:\n  attention_dropout: 0.6\n  activation: elu\n": [
+        "4: train.attention_dropout: model sage does not read it; use gat"
+    ],
     TWO + "train: {class_weights: [1, -1]}\n": ["3: train.class_weights: must be at least 0; found -1.0"],
     TWO + "train:\n  task: multilabel\n  metrics: [macro_f1, mrr]\n": [
         "5: train.metrics: no metric 'mrr'; the metrics of task multilabel are micro_f1, accuracy, macro_f1, roc_auc, "

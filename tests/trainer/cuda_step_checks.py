@@ -157,7 +157,7 @@ STEPS: list[tuple[str, dict[str, Any]]] = [
     ("sage", {"dropout": 0.5}),
     ("sage", {"precision": "bfloat16"}),
     ("gcn", {}),
-    ("gat", {"hidden": 4, "heads": 2}),
+    ("gat", {"hidden": 4, "heads": 2, "attention_dropout": 0.5, "input_dropout": 0.3, "activation": "elu"}),
     ("hgt", {"hidden": 4, "heads": 2}),
 ]
 

@@ -26,7 +26,11 @@ class Config:
     model: str = "sage"
     hidden: int = 16
     heads: int = 4
+    output_heads: int | None = None
+    activation: str = "relu"
     dropout: float = 0.3
+    input_dropout: float = 0.0
+    attention_dropout: float = 0.0
     fanouts: tuple[int, ...] = (15, 10, 5)
     seed: int = 0
     precision: str = "float32"

@@ -45,6 +45,15 @@ def test_folder_of_arrays(tmp_path):
     )
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.int64])
+def test_features_are_normalized_when_asked(dtype, tmp_path):
+    x = np.array([[0, 0], [1, 3], [-1, 1], [2, 0], [0, 5], [8, 8]], dtype)
+    dataset = load_dataset("file", save_graph(tmp_path, x=x), {"normalize_features": True})
+    found = nodes_of(dataset).attrs["x"]
+    assert found.dtype == (dtype if dtype == np.float16 else np.float32)
+    assert found.tolist() == [[0, 0], [0.25, 0.75], [-0.5, 0.5], [1, 0], [0, 1], [0.5, 0.5]]
+
+
 def test_attributes_go_to_nodes_edges_or_the_graph_by_their_rows(tmp_path):
     arrays = {
         "edge_attr": np.ones((5, 2, 3), np.complex64), "kind": np.arange(5, dtype=np.uint8),

@@ -47,7 +47,7 @@ TYPED_LINKS = {
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("plain", "sage", {"device_cache": "30%"}),
-    ("plain", "gat", {}),
+    ("plain", "gat", {"attention_dropout": 0.5, "input_dropout": 0.3, "activation": "elu"}),
     (
         "plain",
         "sage",

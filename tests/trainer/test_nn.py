@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -80,6 +82,21 @@ def test_gat_equals_torch_geometric(concat: bool, kind: str) -> None:
     expected.square().sum().backward()
     for name, weight in ours.named_parameters():
         torch.testing.assert_close(weight.grad, theirs.get_parameter(name).grad, atol=1e-3, rtol=1e-4)
+
+
+def test_attention_dropout_depends_on_the_edge_and_not_on_the_batch() -> None:
+    layer, x, n_id = layers.GATConv(8, 5, 3, True, dropout=0.5), torch.randn(60, 8), torch.randperm(900)[:60]
+    whole = whole_graph_block(60, graph_of("loops"))
+    first = Block(whole.indptr[:21], whole.indices[: whole.indptr[20]], 60)  # the first 20 targets alone
+    draw = layers.EdgeDraw(n_id, 7, 1)
+    out = layer.without_bias(whole, x, draw=draw)
+    torch.testing.assert_close(layer.without_bias(first, x, draw=draw), out[:20])
+    other, layer.dropout = layer.without_bias(whole, x, draw=replace(draw, key=8)), 0.0
+    certain = layer.without_bias(whole, x)
+    assert not torch.allclose(out, other) and not torch.allclose(out, certain)
+    torch.testing.assert_close(layer.eval().without_bias(whole, x, draw=draw), certain)
+    kept = draw.dropped(torch.ones(len(whole.indices), 3), whole, 0.5, True)
+    assert 0.4 < (kept == 2).float().mean() < 0.6 and set(kept.unique().tolist()) == {0, 2}
 
 
 @pytest.mark.parametrize("name", ["sage", "gcn"])

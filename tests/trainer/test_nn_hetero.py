@@ -143,7 +143,7 @@ def test_a_batch_without_seeds_gives_zero_gradients(model: str) -> None:
 def test_rows_of_a_seed_do_not_depend_on_the_other_seeds(model: str) -> None:
     # With dropout on, two halves of the seeds give the same logits as the whole batch.
     torch.manual_seed(0)
-    net = build_model(Config(model, fanouts=(-1, -1), dropout=0.4), FACTS)
+    net = build_model(Config(model, fanouts=(-1, -1), dropout=0.4, input_dropout=0.3), FACTS)
     whole = net(typed_batch(typed_edges(), [5, 9, 1, 28], (-1, -1)))
     halves = [net(typed_batch(typed_edges(), seeds, (-1, -1))) for seeds in ([5, 9], [1, 28])]
     torch.testing.assert_close(torch.cat(halves), whole, atol=1e-5, rtol=1e-5)
@@ -154,7 +154,7 @@ def test_types_with_equal_ids_do_not_share_dropout_masks() -> None:
     assert len({node_salt(of) for of in NUM_NODES}) == len(NUM_NODES)
     net = build_model(Config("rsage", hidden=400, fanouts=(-1,), dropout=0.5), FACTS)
     batch = replace(typed_batch(typed_edges(), [0, 1], (-1,)), n_id={of: torch.zeros(40).long() for of in NUM_NODES})
-    rows = net._dropped({of: torch.ones(1, 400) for of in ("paper", "author")}, batch, 1)
+    rows = net._dropped({of: torch.ones(1, 400) for of in ("paper", "author")}, batch, 1, 0.5)
     assert 0.3 < (rows["paper"] == rows["author"]).float().mean() < 0.7
 
 

@@ -202,6 +202,13 @@ def test_a_schedule_of_weights_and_trainable_rows(schedule: Schedule, tmp_path: 
     assert len(set(rates[0])) > 1 and rates[1] == rates[0] and rates[2] == rates[0][-len(rates[2]) :]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model,more", [("gat", {"attention_dropout": 0.4, "output_heads": 1}), ("gcn", {})])
+def test_dropout_of_features_and_attention(model: str, more: dict[str, Any], parts: Path, tmp_path: Path) -> None:
+    wanted: dict[str, Any] = {"epochs": 3, "model": model, "activation": "elu", "input_dropout": 0.4, **more}
+    assert_equal_on_any_number_of_processes(parts, tmp_path, **wanted)
+
+
 @pytest.mark.parametrize(
     "settings,message",
     [
@@ -209,6 +216,7 @@ def test_a_schedule_of_weights_and_trainable_rows(schedule: Schedule, tmp_path: 
         ({"metrics": ("accuracy", "f1")}, "task classification has no metric 'f1'; it has accuracy, macro_f1,"),
         ({"label_smoothing": 0.1, "task": "regression"}, "label_smoothing is for task classification, not regression"),
         ({"schedule": "plateau", "eval_every": 0}, "schedule needs evaluations on val, but eval_every is 0"),
+        ({"attention_dropout": 0.5}, "attention_dropout: model sage does not read it; use gat"),
         ({"early_stop": 3, "eval_every": 0}, "early_stop needs evaluations on val, but eval_every is 0"),
     ],
 )  # fmt: skip

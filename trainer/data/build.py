@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.options import SourceOptions
 from trainer.data.raw_arrays import EDGE_NAMES, RawArray, RawArrays, RawGraph, link_arrays, sort_arrays, split_prefix
 from trainer.data.undirected import both_ways
+from trainer.data.work_arrays import mapped_file, slices
 from trainer.store.manifest import NAME_PATTERN
 
 _SPLIT_NAMES = {"valid": "val", "validation": "val"}  #: aliases of split names
@@ -41,7 +43,7 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scrat
             check_word(word, raw.name)
     graph = sort_arrays(_native(raw), options)
     notes = [*graph.notes]
-    nodes = {of: _node_data(of, graph, options, notes) for of in graph.node_types}
+    nodes = {of: _node_data(of, graph, options, notes, scratch) for of in graph.node_types}
     for name in options.times:
         if name != "time" and not any(name in data.attrs for data in nodes.values()):
             raise DataError(f"{raw.name}: option time_attrs names {name!r}, but no node type has this attribute")
@@ -90,7 +92,9 @@ def _native(raw: RawGraph) -> RawGraph:
     return replace(raw, plain=converted(raw.plain), nodes=nodes, edges=edges)
 
 
-def _node_data(of: NodeType, graph: RawGraph, options: SourceOptions, notes: list[str]) -> NodeData:
+def _node_data(
+    of: NodeType, graph: RawGraph, options: SourceOptions, notes: list[str], scratch: Scratch | None
+) -> NodeData:  # fmt: skip
     num_nodes, arrays = graph.num_nodes[of], dict(graph.nodes.get(of, {}))
     splits = _splits(arrays, num_nodes, options)
     kept = _attrs(arrays, ("x", "y", *(options.time_attrs or ())), num_nodes, "nodes" + _of(of), notes)
@@ -99,12 +103,29 @@ def _node_data(of: NodeType, graph: RawGraph, options: SourceOptions, notes: lis
         checks.check_features(x.values, x.bfloat16, x.place)
         if x.values.ndim > 2:
             notes.append(f"{x.place}: shape is {list(x.values.shape)}; the bundled models need [nodes, features]")
+        if options.normalize_features:
+            kept["x"] = _normalized(x, None if scratch is None else scratch.folder / f"normalized-{of}.npy")
     for name in {*options.times} & {*kept}:
         kept[name] = _time(kept[name], options.time_attrs is not None, notes)
     requested = options.num_classes if of == _num_classes_type(graph, options) else None
     num_classes = _classes(kept, splits, requested, notes)
     attrs = {name: array.values for name, array in kept.items()}
     return NodeData(num_nodes, attrs, splits, num_classes, _bfloat16(kept))
+
+
+def _normalized(x: RawArray, path: Path | None) -> RawArray:
+    """Divide each row by the sum of its absolute values, unless that is 0. Returns floats.
+
+    The result is a memory-mapped file ``path``, or an array in memory.
+    """
+    dtype = x.values.dtype if x.values.dtype.kind == "f" else np.dtype(np.float32)
+    out = np.empty(x.values.shape, dtype) if path is None else mapped_file(path, x.values.shape, dtype)
+    for piece in slices(len(out), 8 * (out.size // max(1, len(out)))):
+        rows = x.values[piece]
+        rows = (rows.astype(np.uint32) << 16).view(np.float32) if x.bfloat16 else rows
+        sums = np.abs(rows.astype(np.float64)).sum(axis=tuple(range(1, rows.ndim)), keepdims=True)
+        out[piece] = rows / np.where(sums == 0, 1, sums)
+    return replace(x, values=out, bfloat16=False)
 
 
 def _time(array: RawArray, required: bool, notes: list[str]) -> RawArray:

@@ -70,6 +70,7 @@ class SourceOptions:
     num_nodes: int | None = None  #: number of nodes of a homogeneous graph without x and y
     num_classes: int | None = None  #: number of classes if labels do not use all of them; 0: y is not class labels
     undirected: bool = False  #: add the reverse of every edge, without duplicates
+    normalize_features: bool = False  #: divide each row of x by the sum of its absolute values
     split: int | None = None  #: column of the masks, if they have several
     time_attrs: tuple[str, ...] | None = None  #: node attributes that are times; None: `time` if it is one integer
     hetero: bool | None = (

@@ -28,6 +28,7 @@ from trainer.graph.seed_order import RankLayout, SeedShare
 from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings, block_of, edge_attrs, edge_rows
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_models import HeteroModel
+from trainer.nn.kernels.activation import FUNCTIONS
 from trainer.nn.link_model import LinkModel
 from trainer.nn.models import BlockModel
 from trainer.sampler.multi_hop import sample_multi_hop
@@ -145,7 +146,7 @@ class BlockStack:
         self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int], degree: Tensor | None
     ) -> TypeRows:
         h = self.model.layers[number](blocks[HOMO_EDGE], rows[HOMO_NODE], degree)
-        return {HOMO_NODE: h if number + 1 == len(self.model.layers) else h.relu()}
+        return {HOMO_NODE: h if number + 1 == len(self.model.layers) else FUNCTIONS[self.model.activation](h)}
 
 
 class HeteroStack:
@@ -165,7 +166,7 @@ class HeteroStack:
     ) -> TypeRows:
         if number < len(self.model.layers):
             rows = self.model.layers[number](blocks, rows, num_dst)
-            rows = {of: h.relu() if self.model.shape.relu else h for of, h in rows.items()}
+            rows = self.model.shape.activated(rows)
         if number + 1 < len(self.needs):
             return rows
         return {of: self.model.head(rows[of]) for of in self.model.targets}

@@ -15,6 +15,7 @@ from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, NodeType
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, NodeTensors, RGCNConv
+from trainer.nn.kernels.activation import FUNCTIONS
 from trainer.nn.kernels.dropout import hash_dropout, node_salt
 from trainer.nn.kernels.precision import in_own_precision, product_dtype
 from trainer.nn.sharded_embedding import Embeddings
@@ -25,8 +26,12 @@ class HeteroShape:
     hidden: int  #: width of all rows but the logits
     num_layers: int
     dropout: float = 0.0
-    relu: bool = True  #: ReLU after each layer (HGT layers have their own activation)
+    activation: str | None = "relu"  #: name of the function after each layer; None: HGT layers have their own
     precision: torch.dtype = torch.float32  #: dtype of dense products
+    input_dropout: float = 0.0  #: dropout probability of features
+
+    def activated(self, rows: Mapping[NodeType, Tensor]) -> dict[NodeType, Tensor]:
+        return {of: h if self.activation is None else FUNCTIONS[self.activation](h) for of, h in rows.items()}
 
 
 class InputRows(nn.Module):
@@ -86,19 +91,21 @@ class HeteroModel(nn.Module):
         """Return the rows of the seed nodes before the output layer, for each of ``targets``: float [n, hidden]."""
         typed = as_hetero(batch) if isinstance(batch, Batch) else batch
         assert len(typed.blocks) == self.shape.num_layers, "one block per layer"
-        rows = self._dropped(self.inputs(typed), typed, 0)
+        if self.shape.input_dropout:
+            x = self._dropped(typed.x, typed, self.shape.num_layers + 1, self.shape.input_dropout)
+            typed = replace(typed, x=x)
+        rows = self._dropped(self.inputs(typed), typed, 0, self.shape.dropout)
         for number, (layer, blocks) in enumerate(zip(self.layers, typed.blocks, strict=False), start=1):
             hop = self.shape.num_layers - number
             rows = layer(blocks, rows, {of: counts[hop] for of, counts in typed.num_nodes.items()})
-            rows = self._dropped({of: h.relu() if self.shape.relu else h for of, h in rows.items()}, typed, number)
+            rows = self._dropped(self.shape.activated(rows), typed, number, self.shape.dropout)
         return {of: rows[of][: typed.num_nodes[of][0]] for of in self.targets}
 
-    def _dropped(self, rows: NodeTensors, batch: HeteroBatch, number: int) -> NodeTensors:
-        p, training = self.shape.dropout, self.training
+    def _dropped(self, rows: Mapping[NodeType, Tensor], batch: HeteroBatch, number: int, p: float) -> NodeTensors:
         # The masks depend on node type and original id, and therefore not on the number of ranks.
         return {
             of: hash_dropout(
-                h.to(product_dtype(h)), batch.n_id[of][: len(h)], p, batch.key ^ node_salt(of), number, training
+                h.to(product_dtype(h)), batch.n_id[of][: len(h)], p, batch.key ^ node_salt(of), number, self.training
             )
             for of, h in rows.items()
         }
@@ -136,7 +143,7 @@ def rgcn(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddin
 def hgt(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
     """Build an HGT model. As in the paper, layers have skip connections, and no ReLU follows them."""
     layer = lambda need: HGTConv(need, widths(need, shape.hidden), shape.hidden, heads)  # noqa: E731
-    return HeteroModel(facts, replace(shape, relu=False), layer, embeddings)
+    return HeteroModel(facts, replace(shape, activation=None), layer, embeddings)
 
 
 def rsage(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:

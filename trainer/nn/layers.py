@@ -7,6 +7,7 @@ the output is the same, too.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn import functional
 from trainer.core.batch import Block
 from trainer.nn.kernels.activation import Activation
 from trainer.nn.kernels.device import runs_cuda_kernels
+from trainer.nn.kernels.dropout import edge_ids, hash_dropout, node_salt
 from trainer.nn.kernels.precision import product_dtype, sum_dtype
 from trainer.nn.kernels.sage import sage_rows
 from trainer.nn.kernels.spmm import aggregate, attend, edge_softmax, edge_targets
@@ -102,6 +104,8 @@ class SAGEConv(nn.Module):
         if linear_first(block, x.shape[1], len(of_mean), x.requires_grad):
             x = x if before is None else before.of(x)
             return x[: block.num_dst] @ of_self.t() + aggregate(block, x @ of_mean.t(), "mean")
+        if before is not None and before.function != "relu":
+            x, before = before.of(x), None
         if x.device.type == "cpu" or runs_cuda_kernels(x):
             return sage_rows(block, x, of_mean, of_self, before, product_dtype(x))
         x = x if before is None else before.of(x)
@@ -185,6 +189,22 @@ class GCNConv(nn.Module):
         return neighbours + x[: block.num_dst] * (own.square() - dst_scale * own * seen)[:, None]
 
 
+@dataclass(frozen=True)
+class EdgeDraw:
+    """Draws dropout masks of edges by the original ids of their ends, and so alike on any number of ranks."""
+
+    n_id: Tensor  #: int64 [>= num_src], original ids of the source nodes
+    key: int  #: uint64 key of the batch
+    layer: int  #: number of the layer
+
+    def dropped(self, weight: Tensor, block: Block, p: float, training: bool) -> Tensor:
+        """Return ``weight`` [num_edges, heads] with each element zeroed with probability ``p``, others scaled."""
+        if not training or p == 0:
+            return weight
+        ids = edge_ids(self.n_id[block.indices.long()], self.n_id[edge_targets(block)])
+        return hash_dropout(weight, ids, p, self.key ^ node_salt("edges"), self.layer, True)
+
+
 def _is_loop(block: Block) -> Tensor:
     """Return which edges of the block lead from a target to itself: bool [num_edges]."""
     return block.indices == edge_targets(block)
@@ -202,6 +222,7 @@ class GATConv(nn.Module):
         heads: Number of attention heads.
         concat: Concatenate the heads' outputs; else average them.
         negative_slope: Slope of the LeakyReLU of the attention scores for negative values.
+        dropout: Dropout probability of the attention weights in training mode.
 
     Shapes:
         - **input:** block, rows [num_src, in_dim].
@@ -219,9 +240,12 @@ class GATConv(nn.Module):
         ```
     """
 
-    def __init__(self, in_dim: int, out_dim: int, heads: int, concat: bool, negative_slope: float = 0.2):
+    def __init__(
+        self, in_dim: int, out_dim: int, heads: int, concat: bool, negative_slope: float = 0.2, dropout: float = 0.0
+    ):  # fmt: skip
         super().__init__()
         self.heads, self.out_dim, self.concat, self.negative_slope = heads, out_dim, concat, negative_slope
+        self.dropout = dropout
         self.lin = nn.Linear(in_dim, heads * out_dim, bias=False)
         self.att_src = nn.Parameter(torch.empty(1, heads, out_dim))
         self.att_dst = nn.Parameter(torch.empty(1, heads, out_dim))
@@ -234,15 +258,22 @@ class GATConv(nn.Module):
         return self.without_bias(block, x) + self.bias
 
     def without_bias(
-        self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
-    ) -> Tensor:
+        self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None,
+        draw: EdgeDraw | None = None,
+    ) -> Tensor:  # fmt: skip
         """Apply the activation ``before``, if given, to ``x``. Then compute ``forward`` without the bias.
 
-        On CPU the activation overwrites ``x``.
+        On CPU the activation overwrites ``x``. ``draw``: of what the dropout of the attention weights is drawn; without
+        it, torch's random numbers.
         """
         looped = with_self_loops(block)
         h = self.lin(x if before is None else before.of(x)).view(-1, self.heads, self.out_dim)
-        out: Tensor = attend(looped, h, self._attention(looped, h))
+        weight = self._attention(looped, h)
+        if draw is not None:
+            weight = draw.dropped(weight, looped, self.dropout, self.training)
+        elif self.dropout:
+            weight = functional.dropout(weight, self.dropout, self.training)
+        out: Tensor = attend(looped, h, weight)
         return out.flatten(1) if self.concat else out.mean(1)
 
     def _attention(self, block: Block, h: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from trainer.core.errors import DataError, SettingsError
 from trainer.core.schema import HOMO_NODE, NodeType
 from trainer.nn.graph_facts import GraphFacts
 from trainer.nn.kernels.activation import Activation
+from trainer.nn.kernels.dropout import hash_dropout
 from trainer.nn.kernels.precision import PRECISIONS, in_own_precision
-from trainer.nn.layers import GATConv, GCNConv, SAGEConv
+from trainer.nn.layers import EdgeDraw, GATConv, GCNConv, SAGEConv
 from trainer.nn.sharded_embedding import Embeddings
 
 
@@ -28,7 +29,15 @@ class ModelSettings(Protocol):
     @property
     def heads(self) -> int: ...
     @property
+    def output_heads(self) -> int | None: ...
+    @property
+    def activation(self) -> str: ...
+    @property
     def dropout(self) -> float: ...
+    @property
+    def input_dropout(self) -> float: ...
+    @property
+    def attention_dropout(self) -> float: ...
     @property
     def fanouts(self) -> tuple[int, ...]: ...
     @property
@@ -42,15 +51,16 @@ def precision_of(settings: ModelSettings) -> torch.dtype:
 
 
 class BlockModel(nn.Module):
-    """Model of a homogeneous graph: one layer per block, with ReLU and dropout in between."""
+    """Model of a homogeneous graph: one layer per block, with an activation function and dropout in between."""
 
     def __init__(
         self, layers: Sequence[nn.Module], dropout: float, needs_degree: bool = False,
-        precision: torch.dtype = torch.float32,
+        precision: torch.dtype = torch.float32, activation: str = "relu", input_dropout: float = 0.0,
     ):  # fmt: skip
         super().__init__()
         self.layers = nn.ModuleList(layers)
-        self.dropout = dropout
+        self.dropout, self.input_dropout = dropout, input_dropout
+        self.activation = activation  #: name of the function between layers, in ``FUNCTIONS``
         self.needs_degree = needs_degree  #: whether batches must have ``degree``
         self.precision = precision  #: dtype of dense products
 
@@ -58,13 +68,15 @@ class BlockModel(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Return logits, float [num_seeds, num_classes]."""
         assert len(batch.blocks) == len(self.layers), "one block per layer"
-        h, before, bias = batch.x, None, None
+        h = hash_dropout(batch.x, batch.n_id, self.input_dropout, batch.key, 0, self.training)
+        before, bias = None, None
         layer: Any  # a module with ``without_bias`` and ``bias``
         for number, (layer, block) in enumerate(zip(self.layers, batch.blocks, strict=True)):
             if bias is not None:
                 p = self.dropout if self.training else 0.0
-                before = Activation(bias, batch.n_id[: len(h)], p, batch.key, number)
-            h, bias = layer.without_bias(block, h, batch.degree, before), layer.bias
+                before = Activation(bias, batch.n_id[: len(h)], p, batch.key, number, self.activation)
+            draw = {"draw": EdgeDraw(batch.n_id, batch.key, number)} if isinstance(layer, GATConv) else {}
+            h, bias = layer.without_bias(block, h, batch.degree, before, **draw), layer.bias
         assert bias is not None, "a model has layers"
         return h + bias
 
@@ -78,26 +90,32 @@ Builder = Callable[[ModelSettings, int, int, int], nn.Module]
 def sage(settings: ModelSettings, in_dim: int, num_classes: int, edge_dim: int = 0) -> nn.Module:
     """Build a GraphSAGE model. ``edge_dim``: width of the edge features that the layers read; 0: none."""
     dims = _dims(settings, in_dim, num_classes)
-    layers = [SAGEConv(a, b, edge_dim) for a, b in dims]
-    return BlockModel(layers, settings.dropout, precision=precision_of(settings))
+    return _block_model(settings, [SAGEConv(a, b, edge_dim) for a, b in dims])
 
 
 def gcn(settings: ModelSettings, in_dim: int, num_classes: int, edge_dim: int = 0) -> nn.Module:
     dims = _dims(settings, in_dim, num_classes)
-    return BlockModel([GCNConv(a, b) for a, b in dims], settings.dropout, True, precision_of(settings))
+    return _block_model(settings, [GCNConv(a, b) for a, b in dims], needs_degree=True)
 
 
 def gat(settings: ModelSettings, in_dim: int, num_classes: int, edge_dim: int = 0) -> nn.Module:
     """Build a graph attention network.
 
-    Hidden layers concatenate heads of width hidden / heads; the last layer averages its heads.
+    Hidden layers concatenate heads of width hidden / heads; the last layer averages its heads, ``output_heads`` or as
+    many as hidden layers have.
     """
     if settings.hidden % settings.heads:
         raise SettingsError(f"hidden {settings.hidden} is no multiple of heads {settings.heads}; change one of them")
     dims = _dims(settings, in_dim, num_classes)
-    hidden = [GATConv(a, b // settings.heads, settings.heads, concat=True) for a, b in dims[:-1]]
-    last = GATConv(*dims[-1], settings.heads, concat=False)
-    return BlockModel([*hidden, last], settings.dropout, precision=precision_of(settings))
+    heads, p = settings.heads, settings.attention_dropout
+    hidden = [GATConv(a, b // heads, heads, concat=True, dropout=p) for a, b in dims[:-1]]
+    return _block_model(settings, [*hidden, GATConv(*dims[-1], settings.output_heads or heads, False, dropout=p)])
+
+
+def _block_model(settings: ModelSettings, layers: Sequence[nn.Module], needs_degree: bool = False) -> BlockModel:
+    return BlockModel(
+        layers, settings.dropout, needs_degree, precision_of(settings), settings.activation, settings.input_dropout
+    )
 
 
 HeteroBuilder = Callable[[ModelSettings, GraphFacts, Embeddings | None], nn.Module]
@@ -108,7 +126,10 @@ def _of_types(name: str) -> HeteroBuilder:
     def build(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
         from trainer.nn.hetero_models import BUILDERS, HeteroShape
 
-        shape = HeteroShape(settings.hidden, len(settings.fanouts), settings.dropout, precision=precision_of(settings))
+        shape = HeteroShape(
+            settings.hidden, len(settings.fanouts), settings.dropout, settings.activation, precision_of(settings),
+            settings.input_dropout,
+        )  # fmt: skip
         return BUILDERS[name](facts, shape, settings.heads, embeddings)
 
     return build

@@ -58,8 +58,3 @@ class KeyedDropout(TorchFunctionMode):
             return next((of for of, (rows, _) in self.rows.items() if rows == count), None)
         of = self.known[number]
         return of if of is not None and of in self.rows and self.rows[of][0] == count else None
-
-
-def edge_ids(src: Tensor, dst: Tensor) -> Tensor:
-    """Return an id for each edge from the original ids of its ends, int64 [E]."""
-    return src * -7046029254386353131 + dst  # an odd factor: edges of different ends rarely have the same id

@@ -20,12 +20,12 @@ from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.nn.graph_facts import GraphFacts, layer_needs
 from trainer.nn.hetero_models import InputRows, as_hetero
-from trainer.nn.kernels.dropout import node_salt
+from trainer.nn.kernels.dropout import edge_ids, node_salt
 from trainer.nn.kernels.precision import PRECISIONS, in_own_precision
 from trainer.nn.models import ModelSettings
 from trainer.nn.sharded_embedding import Embeddings
 from trainer.own.blockwise import BlockwiseStack, edge_index_of, prepare, runs_on_blocks
-from trainer.own.dropout import KeyedDropout, RowsOf, edge_ids
+from trainer.own.dropout import KeyedDropout, RowsOf
 from trainer.own.model_class import constructor_args, forward_names, in_words, load_class, takes_types
 
 Rows = dict[NodeType, Tensor]

@@ -78,6 +78,8 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
     record = asdict(parsed)
     if record.get("subset") is None:  # parts made before this option existed stay valid
         record.pop("subset", None)
+    if not record.get("normalize_features"):
+        record.pop("normalize_features", None)
     if isinstance(parsed, TablesOptions):
         record |= {"edges": {type_name(of): asdict(table) for of, table in parsed.edges.items()}}
     text = json.dumps([_GENERATION, name, record, files], sort_keys=True)

@@ -22,6 +22,14 @@ from trainer.track.tracker import TRACKERS
 
 MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage")  #: names of the bundled models
 
+#: Settings that only some bundled models read, and no class of your own.
+OF_MODELS: Mapping[str, tuple[str, ...]] = {
+    "output_heads": ("gat",),
+    "activation": tuple(name for name in MODELS if name != "hgt"),
+    "input_dropout": MODELS,
+    "attention_dropout": ("gat",),
+}
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
@@ -111,7 +119,11 @@ class TrainSettings:
     hidden: int = setting("Width of hidden layers.", 256, at_least=1)
     layers: int | None = setting("Number of layers; default, and only valid: the number of fanouts.", None, at_least=1)
     heads: int = setting("Attention heads (gat, hgt).", 4, at_least=1)
-    dropout: float = setting("Dropout probability.", 0.3, at_least=0, below=1)
+    output_heads: int | None = setting("Attention heads of the last layer (gat); default: heads.", None, at_least=1)
+    activation: Literal["relu", "elu"] = setting("Function between layers, except in hgt.", "relu")
+    dropout: float = setting("Dropout probability between layers.", 0.3, at_least=0, below=1)
+    input_dropout: float = setting("Dropout probability of the nodes' features.", 0.0, at_least=0, below=1)
+    attention_dropout: float = setting("Dropout probability of attention weights (gat).", 0.0, at_least=0, below=1)
     fanouts: tuple[int, ...] = setting("Neighbours per hop, from the seeds outward; -1: all.", (15, 10, 5))
     eval_fanouts: tuple[int, ...] | None = setting("Fanouts for evaluation; default: fanouts.", None)
     replace: bool = setting("Sample neighbours with replacement.", False)
@@ -199,7 +211,8 @@ class TrainSettings:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _with_keys(name, kind, value))
         problems = [
-            *_bad_model(self), *_beyond_limits(self), *_bad_fanouts(self), *_bad_cache(self), *_bad_schedule(self),
+            *_bad_model(self), *_unread(self), *_beyond_limits(self), *_bad_fanouts(self), *_bad_cache(self),
+            *_bad_schedule(self),
             *(f"track: there is no tracker {name!r}; the trackers are {', '.join(TRACKERS)}"
               for name in self.track or () if name not in TRACKERS),
         ]  # fmt: skip
@@ -363,6 +376,16 @@ def _bad_model(settings: TrainSettings) -> Iterator[str]:
             f"model is {settings.model!r}; it must be one of {', '.join(MODELS)}, or a class: FILE.py:CLASS or "
             "PACKAGE.CLASS"
         )
+
+
+def _unread(settings: TrainSettings) -> Iterator[str]:
+    """Report settings that the model does not read."""
+    defaults = {entry.name: entry.default for entry in fields(settings)}
+    for name, models in OF_MODELS.items():
+        if getattr(settings, name) != defaults[name] and settings.model not in models:
+            own = settings.model not in MODELS
+            hint = "pass it to your class by model_args" if own else f"use {' or '.join(models)}"
+            yield f"{name}: model {settings.model} does not read it; {hint}"
 
 
 def _bad_cache(settings: TrainSettings) -> Iterator[str]:

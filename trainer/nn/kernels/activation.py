@@ -1,13 +1,15 @@
-"""Bias, ReLU and dropout between two layers, in one pass over the rows."""
+"""Bias, activation function and dropout between two layers; with ReLU in one pass over the rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trainer.core.compiled import njit
 from trainer.core.rng import LOW_A, LOW_B, STRIDE, mix
@@ -19,16 +21,20 @@ _STRIDE, _LOW_A, _LOW_B = np.uint32(STRIDE), np.uint32(LOW_A), np.uint32(LOW_B)
 
 _S15, _S16 = np.uint32(15), np.uint32(16)
 
+#: Functions between layers by name.
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "elu": functional.elu}
+
 
 @dataclass(frozen=True)
 class Activation:
-    """The function ``dropout(relu(h + bias))``, with the masks of ``hash_dropout``."""
+    """The function ``dropout(relu(h + bias))``, or with another function than ReLU; masks are of ``hash_dropout``."""
 
     bias: Tensor  #: float [f], bias of the layer that computed ``h``
     n_id: Tensor  #: int64 [n], original ids of the rows
     p: float  #: dropout probability, 0 in evaluation
     key: int  #: uint64 key of the batch
     layer: int  #: number of the layer that follows
+    function: str = "relu"  #: a name in ``FUNCTIONS``; kernels know only ReLU
 
     @property
     def scale(self) -> float:
@@ -37,8 +43,9 @@ class Activation:
 
     def of(self, h: Tensor) -> Tensor:
         """Return ``dropout(relu(h + bias))``, with gradients. h: float [n, f]; kernels overwrite it with the result."""
-        if h.device.type != "cpu" and not runs_cuda_kernels(h):
-            return hash_dropout((h + self.bias).relu().to(h.dtype), self.n_id, self.p, self.key, self.layer, self.p > 0)
+        if self.function != "relu" or (h.device.type != "cpu" and not runs_cuda_kernels(h)):
+            rows = FUNCTIONS[self.function](h + self.bias).to(h.dtype)
+            return hash_dropout(rows, self.n_id, self.p, self.key, self.layer, self.p > 0)
         return _Activate.apply(h, self.bias, self)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a pure function of batch key, layer, original node id and column.
+"""Dropout whose mask is a pure function of batch key, layer, original id of the node or edge, and column.
 
 The loss therefore does not depend on the number of ranks.
 """
@@ -27,8 +27,8 @@ MASK32 = 0xFFFFFFFF
 def hash_dropout(h: Tensor, n_id: Tensor, p: float, key: int, layer: int, training: bool) -> Tensor:
     """Zero each element of ``h`` (float [n, f]) with probability ``p``, and scale the others by 1/(1-p).
 
-    n_id: int64 [n], original ids; key: uint64, random key of the batch. Returns ``h`` itself if not ``training`` or
-    ``p`` is 0.
+    n_id: int64 [n], original ids of nodes, or ``edge_ids``; key: uint64, random key of the batch. Returns ``h`` itself
+    if not ``training`` or ``p`` is 0.
     """
     if not training or p == 0:
         return h
@@ -49,6 +49,11 @@ def node_salt(node_type: NodeType) -> int:
     if node_type == HOMO_NODE:
         return 0
     return int.from_bytes(hashlib.sha256(node_type.encode()).digest()[:8], "little")
+
+
+def edge_ids(src: Tensor, dst: Tensor) -> Tensor:
+    """Return an id for each edge from the original ids of its ends, int64 [E]."""
+    return src * -7046029254386353131 + dst  # an odd factor: edges of different ends rarely have the same id
 
 
 class _HashDropout(torch.autograd.Function):

@@ -7,6 +7,7 @@
   ``BatchLoader`` batch (``batch.blocks``); ``build_model``: the bundled trainer's models made of these layers.
 - ``facts_of``: types of a graph and widths of their features, for ``build_model``; ``layer_needs``: the node and edge
   types that each layer of a model needs.
+- ``CategoryEmbeddings``, ``categories_of``: trainable embeddings of columns of categories, beside the features.
 - ``ShardedEmbedding``, ``embedding_state``, ``load_embedding_state``: trainable embeddings of nodes, sharded over the
   ranks.
 - ``DotProduct``, ``DistMult``, ``MLPDecoder``: decoders that score links, with ``score_edges``, ``score_triplets``.
@@ -16,6 +17,7 @@
 
 from __future__ import annotations
 
+from trainer.nn.categories import Category, CategoryEmbeddings, categories_of
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, facts_of, layer_needs
 from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, RGCNConv
 from trainer.nn.inference import inference
@@ -40,6 +42,8 @@ from trainer.nn.sharded_embedding import ShardedEmbedding, embedding_state, load
 from trainer.nn.trim import Trimmed, TrimmedHetero, TrimToLayer, to_hetero
 
 __all__ = [
+    "Category",
+    "CategoryEmbeddings",
     "DistMult",
     "DotProduct",
     "GATConv",
@@ -62,6 +66,7 @@ __all__ = [
     "bce_loss",
     "bpr_loss",
     "build_model",
+    "categories_of",
     "embedding_state",
     "facts_of",
     "hits_at",

@@ -447,6 +447,12 @@ class TrainConfig:
         None,
         form=WORD,
     )
+    category_dims: Mapping[str, Any] | None = setting(
+        "Width of the embeddings of columns of categories, by name, as `{region: 8, customer.plan: 0}`; 0: the column "
+        "is not read. Default: half the number of categories, rounded up, at most 50.",
+        None,
+        form=ANY,
+    )
     time_attr: str | None = setting(
         "Integer attribute used as time, of vertices or, for task link, of edges (`tables` calls it `edge_time`); "
         "neighbours later than their seed are never sampled.",

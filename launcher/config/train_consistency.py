@@ -122,6 +122,10 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
     if train.model_args and not own and reader.good(("train", "model_args")):
         text = f"train.model_args: {train.model} is a bundled model, which takes no further arguments; leave them out"
         reader.report(("train", "model_args"), text)
+    for name, dim in (train.category_dims or {}).items() if reader.good(("train", "category_dims")) else ():
+        if isinstance(dim, bool) or not isinstance(dim, int) or not 0 <= dim <= 1024:
+            text = f"train.category_dims.{name}: expected a whole number from 0 to 1024, found {shortened(str(dim))}"
+            reader.report(("train", "category_dims"), text)
     for name, models in OF_MODELS.items():
         given = getattr(train, name) != getattr(TrainConfig(), name)
         if given and train.model not in models and reader.good(("train", name)):

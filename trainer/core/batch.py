@@ -110,6 +110,7 @@ class Batch:
     kept: KeptRows | None = None  #: rows that are cached on the device and not copied
     cost: Cost = Cost()  #: bytes, rows and seconds spent on making the batch
     links: LinkEnds | None = None  #: in link prediction; seeds are then links, and ``y`` is None
+    categories: Tensor | None = None  #: int64 [n, columns], codes of columns of categories, -1 for missing values
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Return the batch with all tensors on ``device``, and with the cached rows in ``x``."""
@@ -128,6 +129,7 @@ class Batch:
             input_id=moved(self.input_id),
             blocks=tuple(block.to(device, non_blocking) for block in self.blocks),
             degree=None if self.degree is None else moved(self.degree),
+            categories=None if self.categories is None else moved(self.categories),
             links=self.links and self.links.to(device, non_blocking),
         )
 
@@ -154,6 +156,8 @@ class HeteroBatch:
     kept: Mapping[NodeType, KeptRows] = field(default_factory=dict)  #: rows that are cached on the device
     cost: Cost = Cost()  #: bytes, rows and seconds spent on making the batch
     links: LinkEnds | None = None  #: in link prediction; seeds are then links, and ``y`` is None
+    #: int64 [n_t, columns], codes of columns of categories, -1 for missing values, for types that have some
+    categories: Mapping[NodeType, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> HeteroBatch:
         """Return the batch with all tensors on ``device``, and with the cached rows in ``x``."""
@@ -171,6 +175,7 @@ class HeteroBatch:
                 for of, rows in self.x.items()
             },
             kept={},
+            categories={of: moved(codes) for of, codes in self.categories.items()},
             y=None if self.y is None else moved(self.y),
             input_id=moved(self.input_id),
             blocks=tuple({of: block.to(device, non_blocking) for of, block in layer.items()} for layer in self.blocks),

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+CATEGORIES = "categories"  #: last word of graph attributes with the texts of codes, uint8 [number of codes, bytes]
+
 
 def encode_texts(texts: Sequence[str], width: int | None = None) -> npt.NDArray[np.uint8]:
     """Return the UTF-8 bytes of each text in a row, uint8 [n, width], padded with zeros.

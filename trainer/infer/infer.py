@@ -35,7 +35,7 @@ from trainer.train.job import (
     read_on_first,
 )
 from trainer.train.loaders import loader_settings
-from trainer.train.model import model_facts, reads_types, source_folders, trained_model
+from trainer.train.model import model_facts, read_categories, reads_types, source_folders, trained_model
 from trainer.train.settings import InferJob, TrainSettings
 from trainer.train.tasks.choose import of_record
 
@@ -85,13 +85,16 @@ def _infer(
     target, epoch = type_of(saved.graph["target"]), saved.best.epoch if saved.best else saved.epoch
     task, edge_attr = of_record(saved.task), saved.settings.get("edge_attr")
     layout = layout_of(graph, group) if job.cluster is None else one_host_layout(graph, group)
-    whole = WholeGraph(graph, layout, group, scratch, job.nodes_at_once, saved.settings["weight_attr"], edge_attr)
+    columns = group.agree(lambda: read_categories(model, graph))
+    whole = WholeGraph(
+        graph, layout, group, scratch, job.nodes_at_once, saved.settings["weight_attr"], edge_attr, columns
+    )
     stack = stack_of(model, model_facts(graph.manifest, target, task.outputs, edge_attr))
     how = ""
     if stack is None:
         fanouts = settings.eval_fanouts or settings.fanouts
         how = f"; {settings.model} was run on sampled neighbours ({', '.join(map(str, fanouts))}), as in evaluation"
-        sampling = loader_settings(settings, HOMO_NODE, "val", False)
+        sampling = loader_settings(settings, HOMO_NODE, "val", False, columns)
         rows = whole.run_sampled(getattr(model, "encoder", model), replace(sampling, global_batch=job.nodes_at_once))
     else:
         rows = whole.run(stack)

@@ -25,7 +25,15 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout, SeedShare
-from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings, block_of, edge_attrs, edge_rows
+from trainer.loader.block_loader import (
+    BatchLoader,
+    BlockLoader,
+    LoaderSettings,
+    block_of,
+    category_codes,
+    edge_attrs,
+    edge_rows,
+)
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_models import HeteroModel
 from trainer.nn.kernels.activation import FUNCTIONS
@@ -140,7 +148,7 @@ class BlockStack:
         self.needs = (LayerNeed((HOMO_NODE,), (HOMO_NODE,), (HOMO_EDGE,)),) * len(model.layers)
 
     def begin(self, batch: HeteroBatch) -> TypeRows:
-        return {HOMO_NODE: batch.x[HOMO_NODE]}
+        return {HOMO_NODE: self.model.categories(batch).x[HOMO_NODE]}
 
     def layer(
         self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int], degree: Tensor | None
@@ -159,7 +167,7 @@ class HeteroStack:
         self.needs = tuple(need for need in needs if need.edge_types) or (alone,)
 
     def begin(self, batch: HeteroBatch) -> TypeRows:
-        return self.model.inputs(batch)  # type: ignore[no-any-return]
+        return self.model.inputs(self.model.categories(batch))  # type: ignore[no-any-return]
 
     def layer(
         self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int], degree: Tensor | None
@@ -230,6 +238,7 @@ class WholeGraph:
         nodes_at_once: Number of nodes computed at a time; bounds memory.
         weight: Edge attribute; edges of weight 0 are left out, as in weighted sampling.
         edge_attr: Edge attribute that the layers read as features of edges.
+        categories: Node attributes that the layers read as columns of categories, by node type.
     """
 
     graph: Graph
@@ -239,6 +248,7 @@ class WholeGraph:
     nodes_at_once: int = 4096
     weight: str | None = None
     edge_attr: str | None = None
+    categories: Mapping[NodeType, tuple[str, ...]] = field(default_factory=dict)
     shares: dict[NodeType, NodeShares] = field(init=False)
     _tables: RelabelTables = field(init=False)
 
@@ -334,7 +344,7 @@ class WholeGraph:
     def _features(self, chunk: NodeChunk) -> HeteroBatch:
         specs = self.graph.manifest.nodes
         wanted = [
-            RowRequest(of, ids, ("orig_id", "x") if "x" in specs[of].attrs else ("orig_id",))
+            RowRequest(of, ids, ("orig_id", *(["x"] if "x" in specs[of].attrs else []), *self.categories.get(of, ())))
             for of, ids in chunk.ids.items()
         ]
         found = dict(zip(chunk.ids, self.graph.access.gather(wanted), strict=True))
@@ -345,6 +355,7 @@ class WholeGraph:
             x={of: as_tensor(rows["x"], specs[of].attrs["x"]).float() for of, rows in found.items() if "x" in rows},
             y=None, input_id=torch.empty(0, dtype=torch.int64), blocks=(chunk.blocks,),
             num_nodes={of: (chunk.num_dst[of], len(ids)) for of, ids in chunk.ids.items()},
+            categories=category_codes(self.categories, found),
         )  # fmt: skip
 
     def _degree(self, chunk: NodeChunk, need: LayerNeed) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType
-from trainer.core.texts import decode_texts
+from trainer.core.texts import CATEGORIES, decode_texts
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
 from trainer.infer.layerwise_inference import LayerRows
@@ -29,7 +29,7 @@ from trainer.infer.prediction_files import (
 )
 from trainer.loader.block_loader import as_label
 from trainer.sampler.types import RowRequest
-from trainer.sources.read_tables import CATEGORIES, COLUMNS
+from trainer.sources.read_tables import COLUMNS
 from trainer.store.npy import map_npy
 from trainer.train.tasks.ranking import SplitScores, in_order
 from trainer.train.tasks.regression import Regression

@@ -7,14 +7,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.core.arrays import Array, Ids
+from trainer.core.arrays import Array, Columns, Ids
 from trainer.core.batch import Batch, Block, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType, type_name
@@ -55,6 +55,7 @@ class LoaderSettings:
         last: With ``time_attr``: take the latest neighbours instead of drawing.
         disjoint: Sample a separate subgraph for each seed. Implied by ``time_attr``.
         edge_attr: Edge attribute [E] or [E, d] that blocks get as ``edge_attr``, for the edge types that have it.
+        categories: Integer node attributes [N] that batches get side by side as ``categories``, by node type.
     """
 
     split: str
@@ -73,6 +74,7 @@ class LoaderSettings:
     last: bool = False
     disjoint: bool = False
     edge_attr: str | None = None
+    categories: Mapping[NodeType, tuple[str, ...]] = field(default_factory=dict)
 
 
 class BlockLoader(ABC):
@@ -193,6 +195,7 @@ class BlockLoader(ABC):
             degree=tensor_of(rows[LOOPLESS_DEGREE]) if LOOPLESS_DEGREE in rows else None,
             kept=self._kept_rows(sampled).get(HOMO_NODE),
             cost=sampled.cost,
+            categories=category_codes(self.settings.categories, sampled.rows).get(HOMO_NODE),
         )
 
     def _hetero(self, share: SeedShare, sampled: SampledBatch) -> HeteroBatch:
@@ -211,6 +214,7 @@ class BlockLoader(ABC):
             num_nodes={of: tuple(np.cumsum(found.per_hop).tolist()) for of, found in nodes.items()},
             kept=self._kept_rows(sampled),
             cost=sampled.cost,
+            categories=category_codes(self.settings.categories, sampled.rows),
         )
 
     def _kept_rows(self, sampled: SampledBatch) -> dict[NodeType, KeptRows]:
@@ -304,6 +308,8 @@ def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[st
     }
     if settings.want_degree and not graph.manifest.hetero:
         wanted[HOMO_NODE] = (*wanted.get(HOMO_NODE, ()), LOOPLESS_DEGREE)
+    for of, names in settings.categories.items():
+        wanted[of] = (*wanted.get(of, ()), *names)
     if settings.edge_attr is not None:
         wanted |= dict.fromkeys(edge_attrs(graph.manifest, settings.edge_attr), (settings.edge_attr,))
     return wanted
@@ -330,6 +336,20 @@ def edge_attrs(manifest: Manifest, name: str) -> dict[EdgeType, AttrSpec]:
 def edge_rows(rows: Array | Tensor, spec: AttrSpec) -> Tensor:
     values = rows if isinstance(rows, Tensor) else np.ascontiguousarray(rows)
     return as_tensor(values, spec).float().reshape(len(rows), math.prod(spec.shape[1:]))
+
+
+def category_codes(
+    names: Mapping[NodeType, tuple[str, ...]], rows: Mapping[Any, Columns]
+) -> dict[NodeType, Tensor]:  # fmt: skip
+    """Return the codes of columns of categories side by side, int64 [n, columns], by node type.
+
+    ``names``: the columns by node type. ``rows``: gathered attributes by type.
+    """
+    return {
+        of: torch.stack([torch.from_numpy(np.asarray(rows[of][name], np.int64)) for name in columns], 1)
+        for of, columns in names.items()
+        if of in rows
+    }
 
 
 def labels_of(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[str, ...]]:

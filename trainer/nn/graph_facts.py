@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_NODE, EdgeType, NodeType
+from trainer.nn.categories import Categories, Category
 from trainer.store.manifest import Manifest
 
 
@@ -19,11 +20,13 @@ class GraphFacts:
         target: Node type of the seeds.
         node_types: All node types.
         edge_types: All edge types, (source type, relation, target type).
-        in_dims: Width of ``x`` by node type, only of types with features.
+        in_dims: Width of a model's input by node type, only of types with features: of ``x``, and of the embeddings of
+            ``categories``.
         num_classes: Width of the model's output. 0: a heterogeneous model has no output layer and returns hidden rows.
         edge_dims: Width of the edge features by edge type, only of types with features.
         further: Further node types for which a model computes outputs, such as the source type of links.
         degrees: Number of nodes by in-degree, from 0, for models that need it (PNA); empty: not counted.
+        categories: Columns of categories that the model embeds, by node type.
 
     Example:
         ```python
@@ -38,16 +41,24 @@ class GraphFacts:
     target: NodeType  #: type of the seeds
     node_types: tuple[NodeType, ...]
     edge_types: tuple[EdgeType, ...]
-    in_dims: Mapping[NodeType, int]  #: width of ``x``, only of types with features
+    in_dims: Mapping[NodeType, int]  #: width of ``x`` and of embeddings beside it, only of types with features
     num_classes: int
     further: tuple[NodeType, ...] = ()
     edge_dims: Mapping[EdgeType, int] = field(default_factory=dict)
     degrees: tuple[int, ...] = ()
+    categories: Categories = field(default_factory=dict)
 
     @property
     def targets(self) -> tuple[NodeType, ...]:
         """Node types for which a model computes outputs: ``target`` and ``further``."""
         return (self.target, *self.further)
+
+
+def with_categories(facts: GraphFacts, categories: Mapping[NodeType, Sequence[Category]]) -> GraphFacts:
+    """Return facts of a model that also embeds columns of categories."""
+    wide = {of: facts.in_dims.get(of, 0) + sum(each.dim for each in columns) for of, columns in categories.items()}
+    chosen = {of: tuple(columns) for of, columns in categories.items()}
+    return replace(facts, in_dims={**facts.in_dims, **wide}, categories=chosen)
 
 
 def facts_of(manifest: Manifest, target: NodeType = HOMO_NODE) -> GraphFacts:

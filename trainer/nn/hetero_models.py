@@ -13,6 +13,7 @@ from torch_geometric.nn.parameter_dict import ParameterDict
 from trainer.core.batch import Batch, HeteroBatch
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, NodeType
+from trainer.nn.categories import CategoryEmbeddings
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, NodeTensors, RGCNConv
 from trainer.nn.kernels.activation import FUNCTIONS
@@ -77,6 +78,8 @@ class HeteroModel(nn.Module):
         # If no edge type ends in the target, no layer has an input, and the model has no layers.
         self.layers = nn.ModuleList(make_layer(need) for need in needs if need.edge_types)
         self.head = nn.Linear(shape.hidden, facts.num_classes) if facts.num_classes else nn.Identity()
+        read = needs[0].sources
+        self.categories = CategoryEmbeddings({of: some for of, some in facts.categories.items() if of in read})
 
     def forward(self, batch: HeteroBatch | Batch) -> Tensor:
         """Return logits, float [num_seeds, num_classes]."""
@@ -89,7 +92,7 @@ class HeteroModel(nn.Module):
     @in_own_precision
     def seed_rows(self, batch: HeteroBatch | Batch) -> NodeTensors:
         """Return the rows of the seed nodes before the output layer, for each of ``targets``: float [n, hidden]."""
-        typed = as_hetero(batch) if isinstance(batch, Batch) else batch
+        typed = self.categories(as_hetero(batch) if isinstance(batch, Batch) else batch)
         assert len(typed.blocks) == self.shape.num_layers, "one block per layer"
         if self.shape.input_dropout:
             x = self._dropped(typed.x, typed, self.shape.num_layers + 1, self.shape.input_dropout)
@@ -128,6 +131,7 @@ def as_hetero(batch: Batch) -> HeteroBatch:
         num_nodes={HOMO_NODE: (*sizes, len(batch.n_id))},
         cost=batch.cost,
         links=batch.links,
+        categories={} if batch.categories is None else {HOMO_NODE: batch.categories},
     )
 
 

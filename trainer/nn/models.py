@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainer.core.batch import Batch
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.schema import HOMO_NODE, NodeType
+from trainer.nn.categories import CategoryEmbeddings
 from trainer.nn.graph_facts import GraphFacts
 from trainer.nn.kernels.activation import Activation
 from trainer.nn.kernels.dropout import hash_dropout
@@ -63,11 +64,13 @@ class BlockModel(nn.Module):
         self.activation = activation  #: name of the function between layers, in ``FUNCTIONS``
         self.needs_degree = needs_degree  #: whether batches must have ``degree``
         self.precision = precision  #: dtype of dense products
+        self.categories = CategoryEmbeddings({})
 
     @in_own_precision
     def forward(self, batch: Batch) -> Tensor:
         """Return logits, float [num_seeds, num_classes]."""
         assert len(batch.blocks) == len(self.layers), "one block per layer"
+        batch = self.categories(batch)
         h = hash_dropout(batch.x, batch.n_id, self.input_dropout, batch.key, 0, self.training)
         before, bias = None, None
         layer: Any  # a module with ``without_bias`` and ``bias``
@@ -184,7 +187,9 @@ def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddin
         (edge_dim,) = facts.edge_dims.values() or (0,)
         if facts.target not in facts.in_dims:
             raise DataError(f"nodes have no x; only the models {', '.join(HETERO_MODELS)} work without features")
-        return HOMO_MODELS[settings.model](settings, facts.in_dims[facts.target], facts.num_classes, edge_dim)
+        model = HOMO_MODELS[settings.model](settings, facts.in_dims[facts.target], facts.num_classes, edge_dim)
+        model.categories = CategoryEmbeddings(facts.categories)
+        return model
 
 
 def is_own(model: str) -> bool:

@@ -18,6 +18,7 @@ from torch_geometric.data import Data, HeteroData
 from trainer.core.batch import Batch, Block, HeteroBatch
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.nn.categories import CategoryEmbeddings
 from trainer.nn.graph_facts import GraphFacts, layer_needs
 from trainer.nn.hetero_models import InputRows, as_hetero
 from trainer.nn.kernels.dropout import edge_ids, node_salt
@@ -72,6 +73,8 @@ class OwnModel(nn.Module):
         self.own, self.call, self.inputs, self.precision = own, call, inputs, precision
         self.targets, self.target, self.outputs = facts.targets, facts.target, facts.num_classes
         self.embeddings = None if inputs is not None else embeddings
+        read = {of: some for of, some in facts.categories.items() if of in call.node_types}
+        self.categories = CategoryEmbeddings(read)
         self.unused: list[str] = []  #: weights that the test batch has given no gradient
         self._drops: list[RowsOf | None] | None = None
 
@@ -96,6 +99,7 @@ class OwnModel(nn.Module):
 
     def input_rows(self, batch: HeteroBatch) -> Rows:
         """Return the input of the model for each node type, float [n, f]. Collective if nodes have trainable rows."""
+        batch = self.categories(batch)
         if self.inputs is not None:
             return self.inputs(batch)  # type: ignore[no-any-return]
         rows = {of: x for of, x in batch.x.items() if of in self.call.node_types}
@@ -106,7 +110,7 @@ class OwnModel(nn.Module):
     @property
     def reads_tensors(self) -> bool:
         """Whether the user's own module can be called without this one, with the features and edges of a graph."""
-        return not self.call.typed and self.embeddings is None
+        return not self.call.typed and self.embeddings is None and not self.categories.categories
 
     def layer_stack(self) -> BlockwiseStack | None:
         """Return the model's layers, for inference layer by layer; None if it cannot say them."""
@@ -408,8 +412,10 @@ def small_batch(facts: GraphFacts, layers: int, typed: bool) -> Batch | HeteroBa
             )
             for hop in reversed(range(layers))
         )  # fmt: skip
-        x = torch.randn(counts[-1], facts.in_dims.get(facts.target, 0), generator=draw)
-        return Batch(0, 1, counts[0], counts[0], torch.arange(counts[-1]), x, None, nothing, blocks)
+        x = torch.randn(counts[-1], _width_of_x(facts, facts.target), generator=draw)
+        codes = _codes(facts, {facts.target: counts[-1]}).get(facts.target)
+        n_id = torch.arange(counts[-1])
+        return Batch(0, 1, counts[0], counts[0], n_id, x, None, nothing, blocks, categories=codes)
     totals = {of: 101 + 2 * number for number, of in enumerate(facts.node_types)}
     first = {of: 3 + number if of in facts.targets else 0 for number, of in enumerate(facts.node_types)}
     every = {}
@@ -423,10 +429,21 @@ def small_batch(facts: GraphFacts, layers: int, typed: bool) -> Batch | HeteroBa
     return HeteroBatch(
         step=0, key=1, num_seeds=first[facts.target], global_seeds=first[facts.target], target=facts.target,
         n_id={of: torch.arange(count) for of, count in totals.items()},
-        x={of: torch.randn(totals[of], dim, generator=draw) for of, dim in facts.in_dims.items()},
+        x={of: torch.randn(totals[of], _width_of_x(facts, of), generator=draw) for of in facts.in_dims},
         y=None, input_id=nothing, blocks=(every,) * layers,
-        num_nodes={of: (first[of], *[totals[of]] * layers) for of in totals},
+        num_nodes={of: (first[of], *[totals[of]] * layers) for of in totals}, categories=_codes(facts, totals),
     )  # fmt: skip
+
+
+def _width_of_x(facts: GraphFacts, of: NodeType) -> int:
+    return facts.in_dims.get(of, 0) - sum(column.dim for column in facts.categories.get(of, ()))
+
+
+def _codes(facts: GraphFacts, counts: Mapping[NodeType, int]) -> Rows:
+    return {
+        of: torch.stack([torch.arange(counts[of]) % (column.count + 1) - 1 for column in columns], 1)
+        for of, columns in facts.categories.items()
+    }
 
 
 def _spread(total: int, count: int) -> Tensor:

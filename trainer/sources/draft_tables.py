@@ -25,6 +25,8 @@ _FEW = 1000  #: most texts of a column that are looked at
 
 _MOST_ONE_HOT = 64  #: most texts of a column that is drafted as 0/1 columns
 
+_MOST_CATEGORIES = 10_000  #: most texts of a column of nodes that is drafted as categories
+
 _BINARY = {"0", "1", "0.0", "1.0", "false", "true"}
 
 _MOST_CLASSES = 50  #: most values of a column that is drafted as the label without being called so
@@ -299,7 +301,7 @@ def _node_table(table: _Found) -> Drafted:
             drafted[key] = column.name
     if label is not None and split is None:
         drafted["split"] = {"train": 0.8, "val": 0.1, "test": 0.1}
-    more, of_others = _others(table, [one for one in rest if one is not label and one is not split])
+    more, of_others = _others(table, [one for one in rest if one is not label and one is not split], True)
     return drafted | more, notes + of_others
 
 
@@ -315,12 +317,16 @@ def _edge_table(table: _Found, ends: list[tuple[_Column, _Found]]) -> Drafted:
     weight = next((one for one in rest if one.name.lower() == "weight" and one.kind == "number"), None)
     if weight is not None:
         drafted["weight"] = weight.name
-    more, notes = _others(table, [one for one in rest if one is not weight])
+    more, notes = _others(table, [one for one in rest if one is not weight], False)
     return drafted | more, notes
 
 
-def _others(table: _Found, rest: list[_Column]) -> Drafted:
-    """Draft the use of all columns but id, label, split, ends and weight. Each is used, or named in the comments."""
+def _others(table: _Found, rest: list[_Column], of_nodes: bool) -> Drafted:
+    """Draft the use of all columns but id, label, split, ends and weight. Each is used, or named in the comments.
+
+    Texts become 0/1 columns if there are few. If there are more, they become categories ``of_nodes``, whose embeddings
+    the trainer learns, unless most of them occur only once.
+    """
     drafted: dict[str, Any] = {}
     time = next((one for one in rest if one.kind == "time" or (one.whole and one.name.lower() in _TIMES)), None)
     if time is not None:
@@ -340,5 +346,10 @@ def _others(table: _Found, rest: list[_Column]) -> Drafted:
     few = [one for one in texts if one.texts and len(one.texts) <= most]
     if few:
         drafted["one_hot"] = [one.name for one in few]
-    unused = [one for one in rest if one is not time and one not in numbers and one not in few]
+    many = [
+        one for one in texts if of_nodes and one not in few and one.distinct <= min(_MOST_CATEGORIES, one.rows // 2)
+    ]
+    if many:
+        drafted["categories"] = [one.name for one in many]
+    unused = [one for one in rest if one is not time and one not in (*numbers, *few, *many)]
     return drafted, notes + [f"{one.name} is not used: {one.why_unused(most)}" for one in unused]

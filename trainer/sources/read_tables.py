@@ -16,7 +16,7 @@ from trainer.core.arrays import Array
 from trainer.core.errors import DataError
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
-from trainer.core.texts import encode_texts
+from trainer.core.texts import CATEGORIES, encode_texts
 from trainer.data.raw_arrays import RawArray, RawGraph
 from trainer.sources.table_arrays import ArrayColumn, TableArrays, number_array, row_ranges
 from trainer.sources.table_columns import (
@@ -45,8 +45,6 @@ from trainer.sources.table_options import SPLITS, EdgeTable, NodeTable, Table, T
 _MOST_ONE_HOT = 1024  #: most texts of a column of ``one_hot``
 
 COLUMNS = "columns"  #: last word of graph attributes with the names of the columns of ``y``, uint8 [columns, bytes]
-
-CATEGORIES = "categories"  #: last word of graph attributes with the texts of codes, uint8 [number of codes, bytes]
 
 
 def read_tables(source: str | None, options: TablesOptions, scratch: Scratch) -> RawGraph:

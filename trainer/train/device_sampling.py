@@ -77,6 +77,8 @@ def _place(
 ) -> tuple[Literal["device", "pinned"] | None, str]:
     if why := why_not(graph, device):
         return None, why
+    if any(loader.settings.categories for loader in loaders.values()):
+        return None, "columns of categories are gathered by the CPU"
     from trainer.cuda.topology import TopologyPlan  # imports numba-cuda
 
     found = TopologyPlan.of(graph.store, _settings(loaders), device, reserved)

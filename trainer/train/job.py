@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +37,15 @@ from trainer.train.device_sampling import choose_sampling, plan_sampling
 from trainer.train.fit import Fit, FitResult
 from trainer.train.loaders import SPLITS, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
-from trainer.train.model import embedded_nodes, in_degrees, keep_sources, make_model, model_facts
+from trainer.train.model import (
+    embedded_nodes,
+    embeddings_of,
+    graph_facts,
+    in_degrees,
+    keep_sources,
+    make_model,
+    same_categories,
+)
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from trainer.train.start import start_from
 from trainer.train.tasks.baseline import Baseline, link_baseline
@@ -219,7 +226,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     # The model.
     folders = (Path(), job.run_dir)
     degrees = in_degrees(graph, settings, folders, group)
-    facts = group.agree(lambda: model_facts(manifest, target, task.outputs, settings.edge_attr, degrees))
+    facts = group.agree(lambda: graph_facts(graph, settings, target, task.outputs, degrees))
     rows, left_out = group.agree(lambda: embedded_nodes(settings, manifest, target, task.outputs, folders))
     model, embedding = group.agree(lambda: make_model(settings, facts, target, rows, group.device, folders))
     if left_out and is_first:
@@ -231,7 +238,8 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
 
     # The batches of each split.
     loaders: dict[str, BlockLoader]
-    shared = bool(getattr(model, "needs_degree", False)), group.rank, layout_of(graph, group)
+    needs_degree, columns = bool(getattr(model, "needs_degree", False)), embeddings_of(model).names
+    shared = needs_degree, group.rank, layout_of(graph, group), columns
     if isinstance(target, str):
         loaders = group.agree(lambda: node_loaders(settings, graph, target, splits, *shared))
     else:
@@ -267,7 +275,11 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     if filled := fill_cache(graph.access, graph.store, of_train, node, cache, job.run_dir / "cache", group):
         fit.log_prediction(filled)
     if path := os.environ.get("GNNFLEET_RESUME") or settings.resume:
-        check = partial(check_fits, settings=settings, graph=record, path=path, kind=task.kind)
+
+        def check(saved: Checkpoint) -> None:
+            check_fits(saved, settings=settings, graph=record, path=path, kind=task.kind)
+            same_categories(saved, facts, path)
+
         fit.restore(read_on_first(path, check, group))
     elif settings.start is not None:
         started = start_from(settings.start, model, embedding, group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,20 +28,20 @@ SPLITS = ("train", "val", "test")
 
 def node_loaders(
     settings: TrainSettings, graph: Graph, target: NodeType, splits: Sequence[str], want_degree: bool, rank: int,
-    layout: RankLayout,
+    layout: RankLayout, categories: Mapping[NodeType, tuple[str, ...]] | None = None,
 ) -> dict[str, BlockLoader]:  # fmt: skip
-    wanted = {split: loader_settings(settings, target, split, want_degree) for split in splits}
+    wanted = {split: loader_settings(settings, target, split, want_degree, categories) for split in splits}
     return {split: BatchLoader(graph, want, rank, layout) for split, want in wanted.items()}
 
 
 def link_loaders(
     settings: TrainSettings, graph: Graph, edge_type: EdgeType, splits: Sequence[str], want_degree: bool, rank: int,
-    layout: RankLayout,
+    layout: RankLayout, categories: Mapping[NodeType, tuple[str, ...]] | None = None,
 ) -> dict[str, LinkBlockLoader]:  # fmt: skip
     """Return a loader of links for each of ``splits``: all edges for ``train``, else the split's held-out links.
 
     With ``time_attr``, an attribute of the links' edge type, neighbours later than a link are not sampled for it.
-    ``want_degree``: whether batches contain the in-degrees of nodes.
+    ``want_degree``: whether batches contain the in-degrees of nodes. ``categories``: columns of categories in batches.
 
     Raises ``SettingsError`` for disjoint sampling without times, and if the links lack the attribute ``time_attr``.
     Raises ``DataError`` if there are no edges of the type, if the held-out links are of another type, or if they were
@@ -65,7 +65,7 @@ def link_loaders(
         training = split == "train"
         count = settings.negatives if training else settings.eval_negatives
         loaders[split] = LinkBlockLoader(
-            graph, loader_settings(settings, edge_type[2], split, want_degree), links,
+            graph, loader_settings(settings, edge_type[2], split, want_degree, categories), links,
             LinkBlockSettings(count, hide=training), rank, layout,
         )  # fmt: skip
     return loaders
@@ -112,7 +112,10 @@ def _check_link_times(settings: TrainSettings, attr: str, graph: Graph, edge_typ
         )
 
 
-def loader_settings(settings: TrainSettings, target: NodeType, split: str, want_degree: bool) -> LoaderSettings:
+def loader_settings(
+    settings: TrainSettings, target: NodeType, split: str, want_degree: bool,
+    categories: Mapping[NodeType, tuple[str, ...]] | None = None,
+) -> LoaderSettings:  # fmt: skip
     """Return the settings of the loader that the bundled trainer uses for a split.
 
     Args:
@@ -120,6 +123,7 @@ def loader_settings(settings: TrainSettings, target: NodeType, split: str, want_
         target: Node type of the seeds.
         split: Name of the split; ``"train"`` gets the fanouts, the batch size and the shuffling of training.
         want_degree: Whether batches contain the in-degrees of nodes, which GCN needs.
+        categories: Columns of categories that the model embeds, by node type: ``model.categories.names``.
     """
     training = split == "train"
     return LoaderSettings(
@@ -134,6 +138,7 @@ def loader_settings(settings: TrainSettings, target: NodeType, split: str, want_
         last=settings.temporal_strategy == "last",
         disjoint=settings.disjoint,
         edge_attr=settings.edge_attr,
+        categories=categories or {},
         shuffle=training,
         threads=settings.sampler_threads,
         prefetch=max(settings.prefetch, settings.sampler_threads + 1),

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.arrays import Ids
-from trainer.core.errors import SettingsError
+from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import HOMO_NODE, NodeType
+from trainer.core.texts import decode_texts
 from trainer.graph.open import Graph
 from trainer.loader.block_loader import edge_attrs
-from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs
+from trainer.nn.categories import Categories, Category, CategoryEmbeddings, categories_of, texts_name
+from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs, with_categories
 from trainer.nn.link_model import build_link_model, link_facts
 from trainer.nn.models import HETERO_MODELS, build_model, is_own
 from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
@@ -34,19 +36,75 @@ _MOST_ROWS = 1 << 30
 
 
 def model_facts(
-    manifest: Manifest, target: Target, outputs: int, edge_attr: str | None = None, degrees: tuple[int, ...] = ()
+    manifest: Manifest, target: Target, outputs: int, edge_attr: str | None = None, degrees: tuple[int, ...] = (),
+    categories: Categories | None = None,
 ) -> GraphFacts:  # fmt: skip
     """Return the types and widths from which a model is built.
 
     ``target``: node type of the seeds, or edge type of the links. ``outputs``: numbers that the model predicts per
     seed. ``edge_attr``: edge attribute that the model reads. ``degrees``: number of nodes by in-degree, if the model
-    needs it. Raises ``SettingsError`` if no edge type has the attribute.
+    needs it. ``categories``: columns that the model embeds. Raises ``SettingsError`` if no edge type has the attribute.
     """
     facts = replace(facts_of(manifest, target if isinstance(target, str) else target[2]), degrees=degrees)
     if edge_attr is not None:
         specs = edge_attrs(manifest, edge_attr)
         facts = replace(facts, edge_dims={of: math.prod(spec.shape[1:]) for of, spec in specs.items()})
+    facts = with_categories(facts, categories or {})
     return replace(facts, num_classes=outputs) if isinstance(target, str) else link_facts(facts, target)
+
+
+def graph_facts(
+    graph: Graph, settings: TrainSettings, target: Target, outputs: int, degrees: tuple[int, ...]
+) -> GraphFacts:
+    """As ``model_facts``, with the columns of categories of an opened graph and their texts."""
+    found = categories_of(graph.manifest, settings.category_dims)
+    read = {of: tuple(replace(column, texts=_texts(graph, of, column.name)) for column in columns)
+            for of, columns in found.items()}  # fmt: skip
+    return model_facts(graph.manifest, target, outputs, settings.edge_attr, degrees, read)
+
+
+def _texts(graph: Graph, of: NodeType, name: str) -> tuple[str, ...]:
+    return tuple(decode_texts(np.asarray(graph.store.graph_attrs[texts_name(graph.manifest, of, name)])))
+
+
+def embeddings_of(model: nn.Module) -> CategoryEmbeddings:
+    """Return the embeddings of categories of a run's model."""
+    found: Any = getattr(model, "encoder", model).categories
+    return found  # type: ignore[no-any-return]
+
+
+def read_categories(model: nn.Module, graph: Graph) -> dict[NodeType, tuple[str, ...]]:
+    """Make a trained model read the columns of categories of ``graph``, and return their names by node type.
+
+    Raises ``SettingsError`` if the graph lacks one.
+    """
+    embeddings, known = embeddings_of(model), categories_of(graph.manifest)
+    for of, names in embeddings.names.items():
+        there = [column.name for column in known.get(of, ())]
+        if missing := [name for name in names if name not in there]:
+            raise SettingsError(f"the model reads the categories {missing[0]} of {of}, which this graph does not have")
+    embeddings.adopt({of: [_texts(graph, of, name) for name in names] for of, names in embeddings.names.items()})
+    return embeddings.names
+
+
+def same_categories(saved: Checkpoint, facts: GraphFacts, path: str | Path) -> None:
+    """Raise ``CheckpointError`` unless a checkpoint's model embeds the same categories as one of ``facts``."""
+    before = _facts(saved.built_from["facts"]).categories
+    for of in {*before, *facts.categories}:
+        if before.get(of, ()) != facts.categories.get(of, ()):
+            raise CheckpointError(
+                f"{path} cannot be continued: the categories of {of}, or the widths of their embeddings, are others"
+            )
+
+
+def _facts(plain: Mapping[str, Any]) -> GraphFacts:
+    """Return the facts that a checkpoint has as plain values."""
+    found = plain.get("categories", {})
+    return GraphFacts(**{**plain, "categories": {of: tuple(map(_category, some)) for of, some in found.items()}})
+
+
+def _category(plain: Mapping[str, Any]) -> Category:
+    return Category(**{**plain, "texts": tuple(plain["texts"])})
 
 
 def make_model(
@@ -70,7 +128,11 @@ def make_model(
         model = build(settings, facts, embedding)
     else:
         model = build_link_model(settings, facts, target, embedding, build)
-    plain = {"in_dims": dict(facts.in_dims), "edge_dims": dict(facts.edge_dims)}
+    plain = {
+        "in_dims": dict(facts.in_dims), "edge_dims": dict(facts.edge_dims),
+        "categories": {of: [{**vars(each), "texts": [*each.texts]} for each in columns]
+                       for of, columns in facts.categories.items()},
+    }  # fmt: skip
     model.built_from = {"facts": {**vars(facts), **plain}, "target": target, "rows": dict(rows)}
     return model, embedding
 
@@ -83,7 +145,9 @@ def embedded_nodes(
     The choice depends on the graph and the settings only, and so not on the number of ranks. Raises ``SettingsError``
     if the settings demand rows of a model that has none.
     """
-    facts, own = model_facts(manifest, target, outputs, settings.edge_attr), is_own(settings.model)
+    categories = categories_of(manifest, settings.category_dims)
+    facts = model_facts(manifest, target, outputs, settings.edge_attr, categories=categories)
+    own = is_own(settings.model)
     if settings.model not in HETERO_MODELS and not own:
         other = f"model {settings.model} has no trainable rows of nodes; {', '.join(HETERO_MODELS)} have"
         if settings.embeddings == "all":
@@ -183,7 +247,7 @@ def trained_model(
         SettingsError: The file of an own class is missing, or the class does not fit any more.
     """
     settings, best, built = TrainSettings(**saved.settings), saved.best, saved.built_from
-    facts = GraphFacts(**built["facts"])
+    facts = _facts(built["facts"])
     model, embedding = make_model(settings, facts, built["target"], built["rows"], device, folders)
     model.load_state_dict(dict(best.model if best else saved.model))
     if embedding is not None:

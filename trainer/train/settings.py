@@ -131,6 +131,11 @@ class TrainSettings:
         "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None
     )
     edge_attr: str | None = setting("Edge attribute used as features of edges, by the models sage and rsage.", None)
+    category_dims: Mapping[str, Any] | None = setting(
+        "Width of the embeddings of columns of categories, by name (region, or customer.region); 0: the column is not "
+        "read. Default: half the number of categories, at most 50.",
+        None,
+    )
     time_attr: str | None = setting(
         "Integer attribute used as time, of nodes or, for task link, of edges; neighbours later than their seed are "
         "never sampled.",

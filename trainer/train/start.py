@@ -34,6 +34,7 @@ def start_from(start: Start, model: nn.Module, embedding: ShardedEmbedding | Non
         own |= {f"{ROWS}.{of}": (count, embedding.dim) for of, count in counts.items() if embedding is not None}
         chosen = {name: value for name, value in found.items() if _below(name, start.modules)}
         _check(start, found, chosen, own)
+        _check_categories(start, saved.built_from["facts"], model, chosen)
         rows = {of: chosen.pop(f"{ROWS}.{of}") for of in counts if f"{ROWS}.{of}" in chosen}
         return chosen, rows, saved.best.epoch if saved.best else saved.epoch
 
@@ -44,6 +45,22 @@ def start_from(start: Start, model: nn.Module, embedding: ShardedEmbedding | Non
         whole = gather_tables(embedding, embedding.weight)
         embedding.weight.data.copy_(scatter_tables(embedding, None if whole is None else {**whole, **tables}))
     return f"starting from {count} tensors of {start.checkpoint} (epoch {epoch})"
+
+
+def _check_categories(start: Start, saved: Mapping[str, Any], model: Any, chosen: Mapping[str, Tensor]) -> None:
+    """Raise ``CheckpointError`` if embeddings of categories are chosen that stand for others in the checkpoint."""
+    texts = [
+        {of: [column["texts"] for column in columns] for of, columns in facts.get("categories", {}).items()}
+        for facts in (saved, model.built_from["facts"])
+    ]
+    for name in chosen:
+        _, found, table = name.rpartition("categories.tables.")
+        of = table.partition("__")[0]
+        if found and texts[0].get(of) != texts[1].get(of):
+            raise CheckpointError(
+                f"start: the categories of {of} are others than in {start.checkpoint}; leave their embeddings out by "
+                "start.modules"
+            )
 
 
 def _below(name: str, modules: Sequence[str]) -> bool:

@@ -346,9 +346,8 @@ def _others(table: _Found, rest: list[_Column], of_nodes: bool) -> Drafted:
     few = [one for one in texts if one.texts and len(one.texts) <= most]
     if few:
         drafted["one_hot"] = [one.name for one in few]
-    many = [
-        one for one in texts if of_nodes and one not in few and one.distinct <= min(_MOST_CATEGORIES, one.rows // 2)
-    ]
+    limit = min(_MOST_CATEGORIES, table.rows // 2) if of_nodes else 0
+    many = [one for one in texts if one not in few and one.distinct <= limit]
     if many:
         drafted["categories"] = [one.name for one in many]
     unused = [one for one in rest if one is not time and one not in (*numbers, *few, *many)]

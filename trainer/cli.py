@@ -21,7 +21,7 @@ import click
 from trainer.core.errors import SettingsError, TrainerError
 from trainer.core.remote_settings import SERVER_WAIT, CacheSize, RemoteAccess, Topology, WireRows
 from trainer.core.waits import report_error
-from trainer.train.settings import F, InferJob, Keyed, NumberList, TrainJob, TrainSettings, settings_options
+from trainer.train.settings import F, InferJob, NumberList, TrainJob, TrainSettings, settings_options
 
 #: Commands of other modules: name -> (module, attribute). Imported on use, because importing torch takes seconds.
 _LAZY_COMMANDS = {name: ("trainer.partition.cli", name) for name in ("partition", "inspect", "verify")}
@@ -218,13 +218,21 @@ def train(
 
 
 @cli.command("check-model")
-@click.option("--model", required=True, help="FILE.py:CLASS or PACKAGE.CLASS.")
-@click.option("--model-args", type=Keyed(), default="{}", help="Further arguments of the class, a JSON object.")
-def check_model(model: str, model_args: dict[str, Any]) -> None:
-    """Check that `train` can make and call a model class of your own, without a graph."""
+@click.option("--parts", type=_FOLDER, help="Partition folder; default: the class is checked without a graph.")
+@settings_options
+def check_model(parts: Path | None, **values: Any) -> None:
+    """Check that `train` can make and call a model class of your own. Takes the settings of `train`.
+
+    With --parts, also makes the model for that graph, and runs it once on a small batch of random numbers.
+    """
+    settings = TrainSettings(**values)
     from trainer.own.model_class import check_class
 
-    check_class(model, model_args)
+    check_class(settings.model, settings.model_args or {})
+    if parts is not None:
+        from trainer.train.model import check_on_graph
+
+        check_on_graph(settings, parts)
 
 
 @cli.command()
@@ -253,6 +261,10 @@ def check_model(model: str, model_args: dict[str, Any]) -> None:
 @click.option(
     "--probabilities", is_flag=True, help="Task classification: add a column with the probability of each class."
 )
+@click.option(
+    "--fanouts", type=NumberList(),
+    help="For a model class that cannot be run layer by layer: neighbours per hop, -1: all; default: as in evaluation.",
+)  # fmt: skip
 def infer(**options: Any) -> None:
     """Compute a trained model's output for every node, using all neighbours.
 

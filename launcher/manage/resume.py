@@ -99,6 +99,8 @@ def prepare_offline(found: FoundRun, options: LaunchOptions, notes: tuple[str, .
     )
     sends_files = own or ":" in found.needed_config.train.model  # of the folder of the first launch
     cwd = Path(found.launch.cwd) if sends_files and found.launch else None
+    if cwd is not None and not own and (changed := _changed_since_kept(folder / "files", cwd)):
+        notes += (f"{', '.join(changed)}: changed since run {found.run_id}; the new version is sent",)
     return PreparedResume(resumed, cwd, message, notes)
 
 
@@ -175,6 +177,15 @@ def _files_changed(found: FoundRun, own: Sequence[str]) -> bool:
         return any(Path(file.source).stat().st_mtime > began_at for file in sent)
     except (UsageError, OSError):
         return True  # the launch reports what is missing
+
+
+def _changed_since_kept(kept: Path, cwd: Path) -> list[str]:
+    """Return the files of a model class in ``cwd`` that differ from those that are kept with a run."""
+    names = sorted(path.relative_to(kept) for path in kept.rglob("*.py"))
+    return [
+        str(name) for name in names
+        if (cwd / name).is_file() and (cwd / name).read_bytes() != (kept / name).read_bytes()
+    ]  # fmt: skip
 
 
 def own_command_of(found: FoundRun) -> tuple[str, ...]:

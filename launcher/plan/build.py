@@ -22,7 +22,7 @@ from launcher.plan.commands import PlanContext, own_argv, with_commands
 from launcher.plan.device_sampling import sampling_line
 from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
 from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated
-from launcher.plan.own_script import check_model_class, checkpoint_file, own_command_files, own_model_files
+from launcher.plan.own_script import checkpoint_file, own_command_files, own_model_files
 from launcher.plan.partition import PartitionFiles, outdated, partitioning, read_partition_files
 from launcher.plan.placement import place_nodes
 from launcher.plan.precision import precision_notes
@@ -30,7 +30,7 @@ from launcher.plan.serialize import run_json
 from launcher.plan.service_key import new_key_pair
 from launcher.plan.topology import decide
 from launcher.plan.tracking import earlier_files
-from launcher.plan.trainable import check_trainable
+from launcher.plan.trainable import check_model_class, check_trainable
 from launcher.text import count, spans
 
 _LISTED = 4  # number of hosts or servers that the notes list one by one
@@ -290,7 +290,7 @@ def offline_plan(
         manifest = read_partition_files(Path(config.data.folder).expanduser())
     if to_train and not own_command:
         check_trainable(config, manifest)
-        check_model_class(config.train)
+        check_model_class(config.train, manifest)
     return make_plan(
         config,
         run_id=run_id,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.config.schema import ClusterConfig, TrainConfig, is_own_model
+from launcher.config.schema import ClusterConfig
 from launcher.errors import UsageError
 from launcher.plan.model import PlannedFile, copied
-from launcher.plan.partition import trainer_output
-from launcher.plan.script_imports import imported_modules
+from launcher.plan.script_imports import imported_modules, package_top
 
 _MOST_MODULES, _MOST_BYTES = 2000, 64 << 20  # of modules that are sent because a script imports them
 
@@ -26,10 +24,12 @@ class OwnCommand:
     notes: tuple[str, ...]  #: notes for the user
 
 
-def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> OwnCommand:
+def own_command_files(
+    argv: Sequence[str], extra: Sequence[str], cwd: Path, as_module: bool = False
+) -> OwnCommand:  # fmt: skip
     """Collect the files that the user's command ``argv`` names, modules that its script imports, and ``extra``.
 
-    ``SCRIPT.py ARGS`` becomes ``python SCRIPT.py ARGS``.
+    ``SCRIPT.py ARGS`` becomes ``python SCRIPT.py ARGS``. ``as_module``: as for ``imported_modules``.
 
     Files below ``cwd`` keep their relative paths on the nodes; other files and folders are stored under their names.
     Raises UsageError for a missing file, for two files that would have the same path on the nodes, and for imported
@@ -56,7 +56,7 @@ def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> O
     for dest, path in _walk(extra, cwd):
         _add(files, dest, path)
     _check_script(argv, files, cwd)
-    _add_modules(files, argv, extra, cwd)
+    _add_modules(files, argv, extra, cwd, as_module)
     planned = tuple(
         copied(dest, path, mode=0o755 if os.access(path, os.X_OK) else 0o644) for dest, path in sorted(files.items())
     )
@@ -76,25 +76,20 @@ def own_model_files(config: ClusterConfig, cwd: Path) -> OwnCommand | None:
         raise UsageError(
             f"train.model: there is no file `{name}` in {cwd.absolute()}, the folder from which files are sent"
         )
-    return own_command_files(("python", name), config.run.files, cwd)
+    top = package_top(cwd / name)
+    if top != (cwd / name).parent and not top.resolve().is_relative_to(cwd.resolve()):
+        raise UsageError(
+            f"train.model: the package of `{name}` is not in {cwd.absolute()}, the folder from which files are sent; "
+            "start from the folder that contains the package"
+        )
+    return own_command_files(("python", name), config.run.files, cwd, as_module=True)
 
 
-def check_model_class(train: TrainConfig) -> None:
-    """Check that the trainer can make and call the user's model class, by ``trainer check-model`` on this machine.
-
-    Raises UsageError with what the class lacks. Does nothing for a bundled model.
-    """
-    if not is_own_model(train.model):
-        return
-    try:
-        trainer_output("check-model", "--model", train.model, "--model-args", json.dumps(train.model_args or {}))
-    except UsageError as error:
-        raise UsageError(f"train.{error}; nothing was sent") from None
-
-
-def _add_modules(files: dict[str, Path], argv: Sequence[str], extra: Sequence[str], cwd: Path) -> None:
+def _add_modules(
+    files: dict[str, Path], argv: Sequence[str], extra: Sequence[str], cwd: Path, as_module: bool
+) -> None:  # fmt: skip
     """Add the modules that the script imports to ``files``, each at its place beside the script."""
-    folder, modules = imported_modules(argv, cwd)
+    folder, modules = imported_modules(argv, cwd, as_module)
     sent = {path.resolve() for path in files.values()}
     modules = [path for path in modules if path.resolve() not in sent]
     size = sum(path.stat().st_size for path in modules)
@@ -104,7 +99,10 @@ def _add_modules(files: dict[str, Path], argv: Sequence[str], extra: Sequence[st
             "with each run. Install them on the hosts, or start from a folder that has only what the script needs"
         )
     script = next((path for word in argv if (path := cwd / word).suffix == ".py" and path.is_file()), None)
-    top = Path(_inside(script, extra, cwd) or _dest(script, cwd)).parent if script else Path()
+    top = Path()
+    if script is not None:
+        dest = Path(_inside(script, extra, cwd) or _dest(script, cwd))
+        top = dest.parents[len(script.relative_to(folder).parts) - 1 if as_module else 0]
     for path in modules:
         _add(files, (top / path.relative_to(folder)).as_posix(), path)
 

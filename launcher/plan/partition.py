@@ -74,6 +74,20 @@ _HELD_OUT = "held_out_type"  # graph attribute that the partitioner writes with 
 MOST_MANIFEST = 1 << 28  #: maximum bytes of a manifest.json; a thousand parts need about ten million
 
 
+class NodesSpec(msgspec.Struct):
+    """What a manifest says of the nodes of a type."""
+
+    splits: dict[str, int] = {}  #: number of seeds by split
+    attrs: dict[str, Any] = {}
+    num_classes: int | None = None  #: 0: no class labels; None: unknown
+
+
+class EdgesSpec(msgspec.Struct):
+    """What a manifest says of the edges of a type."""
+
+    attrs: dict[str, Any] = {}
+
+
 @dataclass(frozen=True)
 class PartFile:
     path: str  #: relative, begins with ``shared/`` or ``part<p>/``; or ``manifest.json``
@@ -91,7 +105,8 @@ class PartitionFiles:
     fingerprint: str
     num_parts: int
     files: tuple[PartFile, ...]  #: manifest.json included, last
-    train_seeds: Mapping[str, int] = field(default_factory=dict)  #: number by node type; empty: unknown
+    nodes: Mapping[str, NodesSpec] = field(default_factory=dict)  #: by node type; empty: unknown
+    edges: Mapping[str, EdgesSpec] = field(default_factory=dict)  #: by edge type
     links_held_out: bool = False  #: whether links are held out to be predicted (dataset option ``hold_out``)
     hetero: bool | None = None  #: whether the graph is heterogeneous; None: unknown
 
@@ -171,11 +186,10 @@ def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
         for file in manifest.files
     ]
     files.append(PartFile("manifest.json", len(raw), hashlib.sha256(raw).hexdigest()))
-    seeds = {name: spec.splits.get("train", 0) for name, spec in manifest.nodes.items()}
     held_out = _HELD_OUT in manifest.graph_attrs
     return PartitionFiles(
-        folder, manifest.dataset, manifest.fingerprint, manifest.num_parts, tuple(files), seeds, held_out,
-        manifest.hetero,
+        folder, manifest.dataset, manifest.fingerprint, manifest.num_parts, tuple(files), manifest.nodes,
+        manifest.edges, held_out, manifest.hetero,
     )  # fmt: skip
 
 
@@ -191,10 +205,6 @@ class _ManifestFile(msgspec.Struct):
     shape: tuple[int, ...] = ()
 
 
-class _ManifestNodes(msgspec.Struct):
-    splits: dict[str, int] = {}
-
-
 class _Manifest(msgspec.Struct):
     """The fields of a manifest that the launcher uses."""
 
@@ -202,7 +212,8 @@ class _Manifest(msgspec.Struct):
     fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z]{1,128}$")]
     num_parts: Annotated[int, msgspec.Meta(ge=1)]
     files: tuple[_ManifestFile, ...]
-    nodes: dict[str, _ManifestNodes] = {}
+    nodes: dict[str, NodesSpec] = {}
+    edges: dict[str, EdgesSpec] = {}
     graph_attrs: dict[str, Any] = {}
     hetero: bool | None = None
 

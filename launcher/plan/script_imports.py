@@ -11,13 +11,18 @@ from launcher.files import CODE_ROOT
 _OUR_CODE = tuple(CODE_ROOT / name for name in ("gnnfleet", "launcher", "trainer"))  # sent, or not for scripts
 
 
-def imported_modules(argv: Sequence[str], cwd: Path) -> tuple[Path, list[Path]]:
+def imported_modules(argv: Sequence[str], cwd: Path, as_module: bool = False) -> tuple[Path, list[Path]]:
     """Return the folder where the script in ``argv`` finds its modules, and the files of those that it imports there.
 
     Examines ``python SCRIPT``, ``SCRIPT.py`` and ``python -m MODULE``, whose own files are among those returned. Of a
-    package with ``__init__.py`` all modules are returned, as it may import some of them by name.
+    package with ``__init__.py`` all modules are returned, as it may import some of them by name. ``as_module``: whether
+    the script is imported, as a module of the package in whose folder it is.
     """
     found = _script(argv, cwd)
+    if found is not None and as_module:
+        folder = package_top(found[1][0][1])
+        module = ".".join(found[1][0][1].relative_to(folder).with_suffix("").parts)
+        found = folder, [*_files_of(module, folder)]
     if found is None:
         return cwd, []
     folder, waiting = found
@@ -33,6 +38,14 @@ def imported_modules(argv: Sequence[str], cwd: Path) -> tuple[Path, list[Path]]:
                 waiting += ((".".join(rest.parts), file) for file, rest in _of_package(path.parent, folder))
         waiting += _imported(path, folder)
     return folder, [*modules]
+
+
+def package_top(path: Path) -> Path:
+    """Return the folder of a file, or the folder that contains the package of a file."""
+    folder = path.parent
+    while (folder / "__init__.py").is_file():
+        folder = folder.parent
+    return folder
 
 
 def _of_package(package: Path, folder: Path) -> Iterator[tuple[Path, Path]]:

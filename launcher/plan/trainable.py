@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.config.schema import ClusterConfig, DataConfig
+from launcher.config.schema import METRICS, ClusterConfig, DataConfig, TrainConfig, is_own_model
 from launcher.errors import FleetError, UsageError
 from launcher.node.json_reader import loads
-from launcher.plan.partition import PartitionFiles, read_partition_files
+from launcher.plan.commands import train_flags
+from launcher.plan.partition import NodesSpec, PartitionFiles, read_partition_files, trainer_output
 
 #: Models that train on homogeneous graphs only; the other models train on any graph.
 HOMOGENEOUS_MODELS = ("sage", "gcn", "gat")
@@ -22,7 +23,8 @@ _HETERO = {"synthetic-hetero": True, "synthetic": False, "ogbn-mag": True}  #: d
 def check_trainable(config: ClusterConfig, parts: PartitionFiles | None) -> None:
     """Raise UsageError if the bundled trainer would refuse the graph.
 
-    It refuses a graph of a kind that ``train.model`` does not support, and a graph without train seeds.
+    It refuses a graph of a kind that ``train.model`` does not support, a graph without train seeds, and settings that
+    name what the graph does not have: types, attributes, classes, metrics of its task, a val split.
 
     ``parts``: None if the parts are not made yet, or belong to a serving cluster. Then the graph is checked only as far
     as the config describes it: its types, and the splits of its tables.
@@ -31,8 +33,26 @@ def check_trainable(config: ClusterConfig, parts: PartitionFiles | None) -> None
     if _needs_seeds(config, parts):
         if parts is not None:
             _check_train_seeds(config, parts)
+            _check_labels(config, parts)
         elif config.data.dataset == "tables" and not config.data.serving:
             _check_splits(config.data)
+    if parts is not None:
+        _check_attrs(config, parts)
+
+
+def check_model_class(train: TrainConfig, parts: PartitionFiles | None) -> None:
+    """Check that the trainer can make and call the user's model class, by ``trainer check-model`` on this machine.
+
+    ``parts``: the graph for which it is made, if its parts are on this machine. Raises UsageError with what the class
+    lacks. Does nothing for a bundled model.
+    """
+    if not is_own_model(train.model):
+        return
+    here = parts is not None and (Path(parts.folder) / "manifest.json").is_file()
+    try:
+        trainer_output("check-model", *(("--parts", parts.folder) if parts and here else ()), *train_flags(train))
+    except UsageError as error:
+        raise UsageError(f"train.{error}; nothing was sent") from None
 
 
 def _check_model(config: ClusterConfig, parts: PartitionFiles | None) -> None:
@@ -93,11 +113,14 @@ def _check_splits(data: DataConfig) -> None:
 def _check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
     """Raise UsageError if the parts have no train seeds. If ``train.target`` is set, only its train seeds count."""
     target = config.train.target
-    if target is not None and target in parts.train_seeds:
-        seeds, whose, where = parts.train_seeds[target], f"node type {target} has", f" of {target}"
-    else:  # the trainer refuses an unknown type and lists the existing ones
-        seeds, whose, where = sum(parts.train_seeds.values()), "the graph has", ""
-    if seeds or not parts.train_seeds:
+    if target is not None and parts.nodes and target not in {**parts.nodes, **parts.edges}:
+        raise UsageError(f"train.target: there is no {target} in {parts.dataset}; it has {', '.join(parts.nodes)}")
+    trained = {name: spec.splits.get("train", 0) for name, spec in parts.nodes.items()}
+    if target is not None and target in trained:
+        seeds, whose, where = trained[target], f"node type {target} has", f" of {target}"
+    else:
+        seeds, whose, where = sum(trained.values()), "the graph has", ""
+    if seeds or not trained:
         return
     raise UsageError(
         f"{config.data.source or parts.dataset}: {whose} no train split, which the bundled trainer needs (parts in "
@@ -105,3 +128,55 @@ def _check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
         "train.task to link to predict links, or run a script of your own on these parts: gnnfleet launch -- python "
         "SCRIPT"
     )
+
+
+def _check_labels(config: ClusterConfig, parts: PartitionFiles) -> None:
+    """Raise UsageError for a setting of the task that does not fit the labels of the nodes that are trained on."""
+    train, problem = config.train, ""
+    able = {name: spec for name, spec in parts.nodes.items() if "y" in spec.attrs and spec.splits.get("train")}
+    names = [train.target] if train.target is not None else [*able]
+    if len(names) != 1 or names[0] not in able or able[names[0]].num_classes is None:
+        return  # the trainer explains which types can be trained on
+    (name,), spec, classes = names, able[names[0]], able[names[0]].num_classes
+    of = f"{parts.dataset} ({name})" if parts.hetero else parts.dataset
+    kinds = ["classification"] if classes else ["multilabel", "regression"]
+    tasks = kinds if train.task == "auto" else [train.task]
+    known = list(dict.fromkeys(metric for task in tasks for metric in METRICS.get(task, ())))
+    chosen = [*train.metrics, *(each.metric for each in (train.early_stop, train.schedule) if each and each.metric)]
+    if train.task == "classification" and not classes:
+        problem = f"train.task: y of {of} are no classes"
+    for key, given in (("class_weights", train.class_weights), ("label_smoothing", train.label_smoothing)):
+        if given and "classification" not in tasks:
+            problem = f"train.{key}: is for task classification, and y of {of} are no classes"
+    if isinstance(train.class_weights, list | tuple) and classes and len(train.class_weights) != classes:
+        problem = f"train.class_weights: {len(train.class_weights)} numbers, but {of} has {classes} classes"
+    if wrong := [metric for metric in chosen if metric not in (*known, "loss")]:
+        problem = f"train: no metric {wrong[0]!r} for y of {of}; there are {', '.join(known)}"
+    problem = problem or _without_val(config, spec, of)
+    if problem:
+        raise UsageError(f"{problem}; nothing was sent")
+
+
+def _without_val(config: ClusterConfig, spec: NodesSpec, of: str) -> str:
+    train = config.train
+    plateau = train.schedule is not None and train.schedule.name == "plateau"
+    for key, given in (("early_stop", train.early_stop is not None), ("schedule", plateau)):
+        if given and not spec.splits.get("val"):
+            return f"train.{key}: needs evaluations on val, but {of} has no val split"
+    return ""
+
+
+def _check_attrs(config: ClusterConfig, parts: PartitionFiles) -> None:
+    """Raise UsageError for an attribute of edges or nodes that the graph does not have."""
+    of_edges = {name for spec in parts.edges.values() for name in spec.attrs}
+    of_nodes = {name for spec in parts.nodes.values() for name in spec.attrs}
+    train = config.train
+    for key, name, known in (
+        ("edge_attr", train.edge_attr, of_edges), ("weight_attr", train.weight_attr, of_edges),
+        ("time_attr", train.time_attr, of_edges | of_nodes),
+    ):  # fmt: skip
+        if name is not None and parts.edges and name not in known:
+            there = ", ".join(sorted(known)) or "none"
+            raise UsageError(
+                f"train.{key}: {parts.dataset} has no attribute {name!r} there; it has {there}; nothing was sent"
+            )

@@ -31,9 +31,10 @@ from launcher.transport.base import Transport
 def run_check(config: ClusterConfig, options: LaunchOptions, console: Console, *, notify: bool = False) -> int:
     """Run preflight and print the findings; return the exit status: 0, or 3 if a finding blocks the run.
 
-    notify: also send a test message to ``run.notify``.
+    notify: also send a test message to ``run.notify``. Raises UsageError, before any connection, if the bundled trainer
+    would refuse the graph or the user's model class.
     """
-    resolved, draft = _drafted(config, options)
+    resolved, draft = _drafted(config, options, to_train=not resolve(config).serve_only)
     attempts = connect_all(resolved)
     try:
         report = preflight_of_draft(resolved, attempts, draft, run_id=options.run_id or "", notify=notify)
@@ -75,9 +76,11 @@ def check_over(config: ClusterConfig, options: LaunchOptions, attempts: Opened) 
     return preflight_of_draft(resolved, attempts, draft, run_id=options.run_id or "")
 
 
-def _drafted(config: ClusterConfig, options: LaunchOptions) -> tuple[ResolvedConfig, LaunchPlan]:
+def _drafted(
+    config: ClusterConfig, options: LaunchOptions, to_train: bool = False
+) -> tuple[ResolvedConfig, LaunchPlan]:  # fmt: skip
     resolved = resolve(config)
-    return resolved, offline_plan(resolved, options.run_id or "check", options.own_command)
+    return resolved, offline_plan(resolved, options.run_id or "check", options.own_command, to_train=to_train)
 
 
 def preflight_of_draft(

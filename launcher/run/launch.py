@@ -29,7 +29,7 @@ from launcher.plan.model import LaunchPlan, NodeFacts
 from launcher.plan.partition import PartitionFiles
 from launcher.plan.render import print_placement
 from launcher.plan.serialize import run_json
-from launcher.plan.trainable import check_trainable
+from launcher.plan.trainable import check_model_class, check_trainable
 from launcher.preflight.preflight import without_busy_ports
 from launcher.preflight.preflight_report import node_ranges
 from launcher.report.events import EventLog
@@ -177,6 +177,8 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
                     facts = without_busy_ports(resolved, facts, transports)
                 if manifest is not None and not options.own_command:
                     check_trainable(resolved, manifest)
+                    if manifest.fingerprint not in draft.nodes[draft.lead].data_dir:  # made since the draft
+                        check_model_class(resolved.train, manifest)
                 plan = final_plan(
                     resolved,
                     run_id=run_id,

@@ -1,4 +1,4 @@
-"""Fetches logs, outcomes, metrics, the last checkpoint, files of trackers and a script's output from the nodes."""
+"""Fetches logs, outcomes, metrics, checkpoints, files of trackers and a script's output from the nodes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ _ROOM = 32 << 20  # bytes of small files in one reply
 
 #: Files to fetch: pattern of paths below a node's run folder.
 _WANTED = (
-    r"(?s:logs/[^/]+\.log|outcomes/[^/]+\.json|metrics-rank\d+\.jsonl|checkpoints/last\.pt|output/.+|"
-    r"track/(tensorboard|wandb|mlflow)\.json|track/(tensorboard|wandb|mlruns)/.+|"
-    r"events\.jsonl|state\.json|result\.json)"
+    r"(?s:logs/[^/]+\.log|outcomes/[^/]+\.json|metrics-rank\d+\.jsonl|output/.+|track/(tensorboard|wandb|mlruns)/.+|"
+    r"events\.jsonl|state\.json|result\.json{})"
 )
 
+#: Of one node: its last checkpoint, and the place in the trackers.
+_OF_FIRST = r"|checkpoints/last\.pt|track/(tensorboard|wandb|mlflow)\.json"
 
-_CHECKPOINT = "checkpoints/last.pt"
+_EPOCHS = r"|checkpoints/epoch-\d{4,}\.pt"  #: with ``train.keep``: after whole epochs, the best ones and the newest two
 
 
 def collect(
@@ -50,11 +51,13 @@ def collect(
 
     Nodes that fail are listed in its notes. first: node whose checkpoint is fetched (with ``run.restarts`` several
     nodes have checkpoints); None: any node. A file that the folder has with the same size and time is not fetched
-    again. Files are written atomically.
+    again. Files are written atomically. With ``train.keep``, checkpoints that the node no longer has are deleted.
     """
     folder = report.folder
     nodes = {node.node_rank: node for node in plan.nodes}
-    answers = on_nodes(nodes, lambda k: _collect_node(nodes[k], transports[k], folder, first in (None, k)))
+    checkpoints = _OF_FIRST + (_EPOCHS if plan.train is not None and plan.train.keep > 1 else "")
+    wanted = {k: _WANTED.format(checkpoints if first in (None, k) else "") for k in nodes}
+    answers = on_nodes(nodes, lambda k: _collect_node(nodes[k], transports[k], folder, wanted[k]))
     report.notes += [
         f"{nodes[k].label}: its files could not be fetched ({reason_of(answers.errors[k])}); "
         f"they are still on the node, in {nodes[k].run_dir}"
@@ -64,19 +67,17 @@ def collect(
     report.records = {k: _outcomes(folder / "outcomes" / f"node{k}") for k in nodes}
 
 
-def _collect_node(node: NodePlan, transport: Transport | TransportError, folder: Path, first: bool) -> list[str]:
-    """first: whether this is the node whose checkpoint, and place in the trackers, are fetched."""
+def _collect_node(node: NodePlan, transport: Transport | TransportError, folder: Path, wanted: str) -> list[str]:
     if isinstance(transport, TransportError):
         raise transport
-    answer, room = _request_files(node, transport, folder), _ROOM
+    have = {path: found for path, found in _local_files(node.node_rank, folder).items() if re.fullmatch(wanted, path)}
+    answer, room = _request_files(node, transport, wanted, have), _ROOM
     where = {path: f"{node.label}: {node.run_dir}/{path}" for path in (*answer.errors, *answer.files)}
     notes = [f"{where[path]} could not be read ({why})" for path, why in answer.errors.items()]
     for path, file in answer.files.items():
-        if not first and (path == _CHECKPOINT or os.path.dirname(path) == "track"):
-            continue
         dest = folder / _local_path(node.node_rank, path)
         try:
-            requested = is_plain_path(path) and re.fullmatch(_WANTED, path)  # nodes may reply with others
+            requested = is_plain_path(path) and re.fullmatch(wanted, path)  # nodes may reply with others
             if not requested or not dest.parent.resolve().is_relative_to(folder.resolve()):
                 notes.append(f"{where[path]}: ignored a file that was not requested, or whose name cannot be used here")
                 continue
@@ -94,6 +95,10 @@ def _collect_node(node: NodePlan, transport: Transport | TransportError, folder:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
             notes.append(f"{where[path]} cannot be stored as {dest} ({error.strerror}); it stays on the node")
+    if any(path.startswith("checkpoints/") for path in (*answer.files, *answer.same)):
+        for path in have.keys() - {*answer.files, *answer.same, *answer.errors}:
+            if path.startswith("checkpoints/epoch-"):
+                (folder / path).unlink(missing_ok=True)
     return [printable(note).replace("\n", " ") for note in notes]
 
 
@@ -106,11 +111,13 @@ class _File(msgspec.Struct):
 class _Files(msgspec.Struct):
     files: dict[str, _File]
     errors: dict[str, str]
+    same: list[str] = []  #: files that are here already
 
 
-def _request_files(node: NodePlan, transport: Transport, folder: Path) -> _Files:
-    have = _local_files(node.node_rank, folder)
-    request = {"path": node.run_dir, "wanted": _WANTED, "have": have, "small": _SMALL}
+def _request_files(
+    node: NodePlan, transport: Transport, wanted: str, have: Mapping[str, tuple[int, int]]
+) -> _Files:  # fmt: skip
+    request = {"path": node.run_dir, "wanted": wanted, "have": have, "small": _SMALL}
     answer = call(transport, node.python, "collect_files", request | {"room": _ROOM}, _TIMEOUT)
     try:
         return msgspec.convert(answer, _Files)
@@ -126,6 +133,7 @@ def _local_files(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:
         f"outcomes/node{node_rank}": "outcomes",
         f"output/node{node_rank}": "output",
         "track": "track",
+        "checkpoints": "checkpoints",
     }
     found = {}
     for top, on_node in tops.items():
@@ -135,9 +143,6 @@ def _local_files(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:
                 name = path.relative_to(folder / top).as_posix()
                 is_top_level = on_node == "logs" and not name.endswith(".log")
                 found[name if is_top_level else f"{on_node}/{name}"] = (stat.st_size, stat.st_mtime_ns)
-    checkpoint = folder / _CHECKPOINT
-    if checkpoint.is_file():
-        found[_CHECKPOINT] = (checkpoint.stat().st_size, checkpoint.stat().st_mtime_ns)
     return found
 
 

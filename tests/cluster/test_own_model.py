@@ -8,49 +8,94 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from launching import REPOSITORY, Running, launch, local_config, write_config
+import gnnfleet as gf
+from launching import REPOSITORY, TRAIN, Running, json_lines, write_config
 from netns import NetCluster
 from own_models_kit import write_models
 from ssh_nodes import ssh_nodes
+from trainer.core.ranks import Ranks
+from trainer.train.checkpoint import load_checkpoint
+from trainer.train.job import train
+from trainer.train.settings import TrainJob, TrainSettings
 from waiting import DEADLINE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+OPTIONS = {"num_nodes": 1500, "avg_degree": 8, "num_classes": 5, "num_features": 16, "homophily": 0.8}
+#: Model, dataset and more settings. GIN and PNA amplify the rounding of sums, which differs between numbers of ranks.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sage": (
+        "torch_geometric.nn.GraphSAGE",
+        "synthetic",
+        {"early_stop": {"patience": 3, "metric": "loss"}, "epochs": 40},
+    ),
+    "gat": ("torch_geometric.nn.GAT", "synthetic", {}),
+    "gin": ("torch_geometric.nn.GIN", "synthetic", {"lr": 0.001}),
+    "pna": ("torch_geometric.nn.PNA", "synthetic", {"lr": 0.001}),
+    "own": ("own_models.py:Own", "synthetic", {"keep": 3}),
+}
 
 
-# The dropout of these does not amplify the rounding of sums, which differs between processes.
-@pytest.mark.parametrize(("model", "dropout"), [("own", 0.0), ("torch_geometric.nn.GraphSAGE", 0.3)])
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for the parts of all tests: the first launch of each graph makes them."""
+    return tmp_path_factory.mktemp("graphs")
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_class_trains_on_three_hosts_as_in_one_process_through_a_kill(
-    model: str, dropout: float, cluster: NetCluster, tmp_path: Path, local_workdirs: Path
+    case: str, cluster: NetCluster, graphs: Path, tmp_path: Path
 ) -> None:
-    folders = [tmp_path / "alone", tmp_path / "far"]
-    for folder in folders:
-        folder.mkdir()
-        name = write_models(folder)
-    train: dict[str, Any] = {"model": name if model == "own" else model, "dropout": dropout}
-    train |= {"epochs": 8, "batch_size": 64}
-    alone = launch(local_config(folders[0], [1], local_workdirs, train=train))
-    assert alone.status == 0, alone.output
+    model, dataset, more = CASES[case]
+    write_models(tmp_path)
+    settings: dict[str, Any] = {**TRAIN, "model": model, "dropout": 0.3, "heads": 2, "epochs": 10, "batch_size": 32}
+    settings |= {"fanouts": (3, 3), "hidden": 16, "lr": 0.02, **more}
+    data = {"dataset": dataset, "options": OPTIONS, "folder": str(graphs / dataset), "num_parts": 3}
 
-    running = Running(
-        write_config(
-            folders[1], ssh_nodes(cluster), train={**train, "checkpoint_seconds": 0.2}, run={"restarts": 1}
-        ),
-        env=cluster.environment(),
-    )  # fmt: skip
-    running.await_line("epoch 2/8")
+    def gnnfleet(*words: str) -> str:
+        argv = [sys.executable, str(REPOSITORY / "launch.py"), *words]
+        done = subprocess.run(
+            argv, cwd=tmp_path, env=cluster.environment(), capture_output=True, text=True, timeout=DEADLINE
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    # Three ranks, of which one is killed.
+    listed = {**settings, "fanouts": [*settings["fanouts"]], "checkpoint_seconds": 0.05}
+    config = write_config(tmp_path, ssh_nodes(cluster), data=data, train=listed, run={"grace": 2})
+    running = Running(config, "--run-id", f"{case}-killed", env=cluster.environment()).await_epoch(3, cluster.path_on)
     ranks = [process for process in cluster.hosts[2].processes() if "trainer train" in process.cmdline]
     cluster.hosts[2].kill(ranks[-1].pid)
-    done = running.end()
-    assert done.status == 0, done.output
-    assert [one["generation"] for one in done.result["restarts"]] == [1]
-    ours = {line["epoch"]: line["step_loss"] for line in done.metrics("epoch") if "step_loss" in line}
-    wanted = {epoch: alone.step_losses(epoch) for epoch in range(1, 9)}
-    assert ours[8] == pytest.approx(wanted[8], rel=1e-3), "the same steps after the restart"
-    kept = {path.name for path in (done.run_dir / "files").iterdir()} if model == "own" else set()
-    assert kept == ({"own_models.py", "helpers_of_mine.py"} if model == "own" else set())
-    argv = [sys.executable, str(REPOSITORY / "launch.py"), "infer", done.run_dir.name]
-    predicted = subprocess.run(argv, cwd=folders[1], capture_output=True, text=True, check=False, timeout=DEADLINE)
-    assert predicted.returncode == 0, predicted.stderr
-    assert ("sampled neighbours" in predicted.stdout) == (model == "own")
-    assert (done.run_dir / "predictions" / "predictions.csv").is_file()
+    killed = running.end()
+    assert killed.status != 0, killed.output
+    kept = {path.name for path in (killed.run_dir / "files").iterdir()} if model == "own_models.py:Own" else set()
+    assert kept == ({"own_models.py", "helpers_of_mine.py"} if kept else set())
+    checkpoints = {path.name for path in (killed.run_dir / "checkpoints").iterdir()}
+    assert "last.pt" in checkpoints and ("epoch-0001.pt" in checkpoints or len(checkpoints) > 3) == ("keep" in more)
+
+    # Two ranks continue after the last step that was saved.
+    saved = load_checkpoint(killed.run_dir / "checkpoints" / "last.pt")
+    gnnfleet("resume", f"{case}-killed", "--run-id", f"{case}-resumed", "--exclude", cluster.hosts[2].address)
+    run = tmp_path / "runs" / f"{case}-resumed"
+    lines = json_lines(run / "metrics.jsonl")
+    assert {line["rank"] for line in lines if line["kind"] == "step"} == {0, 1}
+    first = min((line["epoch"], line["step"]) for line in lines if line["kind"] == "step")
+    assert first == (saved.epoch + 1, saved.position[1])
+
+    # The curve, and the epoch in which it ends, are those of one process.
+    alone = TrainSettings(**{**settings, "model": f"{tmp_path}/{model}" if ":" in model else model})
+    wanted = train(TrainJob(alone, graphs / dataset, tmp_path / "alone"), Ranks())
+    assert bool(wanted.ended_early) == (case == "sage")
+    (result,) = (line for line in lines if line["kind"] == "result")
+    assert result["epochs"] == wanted.epochs
+    found = load_checkpoint(run / "checkpoints" / "last.pt").step_loss
+    torch.testing.assert_close(torch.cat(found), torch.cat(wanted.step_loss), rtol=2e-3, atol=1e-4)
+
+    # The run is used again.
+    told = gnnfleet("infer", f"{case}-resumed", "--parts", str(graphs / dataset))
+    assert ("was run on sampled neighbours (3, 3), as in evaluation" in told) == (":" in model)
+    assert len((run / "predictions" / "predictions.csv").read_text().splitlines()) == 1501
+    loaded = gf.load_model(run)
+    assert not loaded.training and loaded.built_from["settings"]["model"].endswith(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import os
 import tracemalloc
 import zlib
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from fake_transport import FakeTransport
+from launcher.config.schema import TrainConfig
 from launcher.errors import UnreachableError
 from launcher.node.programs import collect_files
 from launcher.report.metrics import metrics_files, read_metrics
@@ -99,6 +101,21 @@ def test_collecting_again_fetches_only_changed_files(plan, tmp_path) -> None:
     assert line.downloads == []
     assert [path.name for path in before if before[path] != after[path]] == ["rank1.log"]
     assert (here / "logs/node1/rank1.log").read_text().endswith("more\n")
+
+
+def test_checkpoints_of_the_best_epochs_come_with_keep_and_go_with_those_of_the_node(plan, tmp_path) -> None:
+    here, there = tmp_path / "here/checkpoints", Path(plan.nodes[0].run_dir) / "checkpoints"
+    names = ["epoch-0001.pt", "epoch-0002.pt", "epoch-0002-step-000003.pt"]
+    for name in names:
+        (there / name).write_text("state")
+    transports = {0: LocalTransport(), 1: LocalTransport()}
+    collect(plan, transports, tmp_path / "here")
+    assert [path.name for path in here.iterdir()] == ["last.pt"]
+    plan = dataclasses.replace(plan, train=TrainConfig(keep=2))
+    for kept in (names[:2], names[1:2]):
+        collect(plan, transports, tmp_path / "here")
+        assert {path.name for path in here.iterdir()} == {"last.pt", *kept}
+        (there / names[0]).unlink(missing_ok=True)
 
 
 def test_an_unreachable_node_is_noted_and_the_others_are_collected(plan, tmp_path) -> None:

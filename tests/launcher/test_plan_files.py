@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,20 @@ def test_a_module_that_is_run_is_sent_with_its_package(script: Path) -> None:
     assert sent_with(script, "python3", "-m", "deep.er")[1] == {"deep/er.py"}
     assert sent_with(script, "python3", "-m", "lib.layers")[1] == LIB
     assert sent_with(script, "python3", "-m", "torch.distributed.run")[1] == set()
+
+
+def test_a_model_class_is_sent_with_its_package(tmp_path: Path) -> None:
+    names = ("src/pkg/__init__.py", "src/pkg/layers.py", "src/pkg/deep/__init__.py", "src/pkg/deep/models.py")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("from ..layers import act\n" if name.endswith("models.py") else "")
+    config = cluster(NodeConfig("a", python="/py"), train=TrainConfig(model=f"{names[3]}:Net"))
+    node = plan_of(config, cwd=tmp_path).nodes[0]
+    assert f"files/{names[3]}:Net" in node.trainer.argv
+    files = {file.dest.partition("/files/")[2] for file in node.files if f"{node.run_dir}/files/" in file.dest}
+    assert files == set(names)
+    with pytest.raises(UsageError, match="the package of `deep/models.py` is not in .*start from the folder that"):
+        plan_of(replace(config, train=TrainConfig(model="deep/models.py:Net")), cwd=tmp_path / "src/pkg")
 
 
 def test_scripts_that_cannot_be_read_are_sent_alone(script: Path) -> None:

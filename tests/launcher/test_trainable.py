@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launcher.cli import main
-from launcher.config.schema import ClusterConfig, DataConfig, TrainConfig
+from launcher.config.schema import ClusterConfig, DataConfig, EarlyStop, Schedule, TrainConfig
 from launcher.errors import UsageError
 from launcher.plan.partition import read_partition_files
 from launcher.plan.trainable import check_trainable, is_hetero
 from plan_kit import cluster, parts_folder
 
 
-def config_of(folder: Path, **train: str) -> ClusterConfig:
+def config_of(folder: Path, **train: Any) -> ClusterConfig:
     return cluster(data=DataConfig(dataset="file", source="my.npz", folder=str(folder)), train=TrainConfig(**train))
 
 
@@ -37,7 +38,7 @@ def parts_with(folder: Path, **train_seeds: int) -> Path:
         ({"node": 0}, {}, "my.npz: the graph has no train split, which the bundled trainer needs (parts in "),
         ({"paper": 9, "author": 0}, {"target": "author"}, "my.npz: node type author has no train split"),
         ({"paper": 9, "author": 0}, {}, ""),
-        ({"paper": 9}, {"target": "odd"}, ""),
+        ({"paper": 9}, {"target": "odd"}, "train.target: there is no odd in synthetic; it has paper"),
         ({}, {}, ""),
     ],
 )
@@ -47,16 +48,48 @@ def test_parts_need_train_seeds(tmp_path: Path, seeds: dict[str, int], train: di
     if not told:
         check_trainable(config_of(tmp_path, **train), parts)
         return
-    with pytest.raises(UsageError, match="nothing was sent. Add train_idx or train_mask") as raised:
+    with pytest.raises(UsageError, match="nothing was sent. Add train_idx or train_mask|there is no odd") as raised:
         check_trainable(config_of(tmp_path, **train), parts)
     assert str(raised.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("classes", "train", "told"),
+    [
+        (3, {"class_weights": (1.0, 2.0, 1.0), "metrics": ("macro_f1",), "edge_attr": "w"}, ""),
+        (3, {"class_weights": (1.0, 2.0)}, "train.class_weights: 2 numbers, but synthetic has 3 classes"),
+        (0, {"class_weights": "balanced"}, "train.class_weights: is for task classification, and y of synthetic are"),
+        (0, {"label_smoothing": 0.1}, "train.label_smoothing: is for task classification, and y of synthetic are no"),
+        (0, {"task": "classification"}, "train.task: y of synthetic are no classes"),
+        (3, {"metrics": ("mae",)}, "train: no metric 'mae' for y of synthetic; there are accuracy, macro_f1, "),
+        (3, {"early_stop": EarlyStop(3, metric="rmse")}, "train: no metric 'rmse' for y of synthetic"),
+        (3, {"early_stop": EarlyStop(3)}, "train.early_stop: needs evaluations on val, but synthetic has no val split"),
+        (3, {"schedule": Schedule(name="plateau")}, "train.schedule: needs evaluations on val, but synthetic has no"),
+        (3, {"edge_attr": "weight"}, "train.edge_attr: synthetic has no attribute 'weight' there; it has w"),
+        (3, {"time_attr": "t"}, "train.time_attr: synthetic has no attribute 't' there; it has w, y"),
+    ],
+)
+def test_settings_fit_the_labels_and_attributes_of_the_parts(
+    classes: int, train: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    path = parts_with(tmp_path, node=9) / "manifest.json"
+    nodes = {"splits": {"train": 9}, "attrs": {"y": {}}, "num_classes": classes}
+    edges = {"node__to__node": {"attrs": {"w": {}}}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "nodes": {"node": nodes}, "edges": edges}))
+    found = ""
+    try:
+        check_trainable(config_of(tmp_path, **train), read_partition_files(tmp_path))
+    except UsageError as error:
+        found = str(error)
+    assert found.startswith(told) and found.endswith("nothing was sent" if told else "")
+    assert bool(found) == bool(told)
 
 
 def test_existing_parts_are_refused_before_any_connection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts_with(tmp_path / "parts", node=0)
     config = tmp_path / "c.yml"
     config.write_text(f"nodes: [nowhere1, nowhere2]\ndata: {{dataset: synthetic, folder: {tmp_path}/parts}}\n")
-    for words in (["launch"], ["launch", "--dry-run"]):
+    for words in (["launch"], ["launch", "--dry-run"], ["check"]):
         assert main.run([*words, "-c", str(config)]) == 2
         captured = capsys.readouterr()
         assert "no train split" in captured.err and "connecting" not in captured.out

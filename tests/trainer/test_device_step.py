@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import trainer.train.epoch as epoch_module
 from fake_device import DEVICE, Synchronised, move_module, on_device, read, without_synchronisation
 from oracle import assert_identical
+from own_models_kit import write_models
 from train_kit import job, write_parts
 from trainer.core.batch import LinkEnds
 from trainer.core.ranks import RankGroup, Ranks
@@ -45,6 +46,8 @@ TYPED_LINKS = {
     "embeddings": "featureless",
 }
 
+OWN = "own_models.py:Own"
+
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("plain", "sage", {"device_cache": "30%"}),
     ("plain", "gat", {"attention_dropout": 0.5, "input_dropout": 0.3, "activation": "elu"}),
@@ -61,6 +64,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("plain", "sage", {"task": "link", "negatives": 16, "batch_size": 1000}),
     ("typed", "rsage", {"edge_attr": "edge_weight"}),
+    ("plain", "torch_geometric.nn.GraphSAGE", {"dropout": 0.3}),
+    ("typed", OWN, {"dropout": 0.3}),
 ]
 
 SLOW_CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -72,12 +77,17 @@ SLOW_CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("typed", "rgcn", {}),
     ("typed", "hgt", {"device_cache": "30%"}),
     ("typed", "rsage", TYPED_LINKS),
+    ("plain", OWN, {"dropout": 0.3}),
+    ("plain", "torch_geometric.nn.GIN", {"dropout": 0.3}),
+    ("plain", "torch_geometric.nn.PNA", {"dropout": 0.3}),
+    ("typed", "torch_geometric.nn.PNA", {"dropout": 0.3}),
 ]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("graphs")
+    write_models(folder)
     return {name: write_parts(folder / name, **options) for name, options in GRAPHS.items()}
 
 
@@ -135,6 +145,7 @@ def test_a_training_step_does_not_wait_for_the_device(
     graph: str, model: str, more: dict[str, Any], folders: dict[str, Path], tmp_path: Path, fake: RankGroup,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    model = f"{folders[graph].parent}/{model}" if model == OWN else model
     fit, group, metrics = prepared(folders[graph], tmp_path, model=model, **more)
     settings, weights = fit.settings, {name: value.clone() for name, value in fit.model.state_dict().items()}
     with monkeypatch.context() as plain:

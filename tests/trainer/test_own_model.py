@@ -17,15 +17,16 @@ from nn_kit import homogeneous
 from own_models_kit import write_models
 from train_kit import curve, job, run_ranks, write_parts
 from trainer.core.batch import Batch
-from trainer.core.errors import SettingsError
+from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import Ranks
 from trainer.infer.infer import infer
 from trainer.own.blockwise import edge_index_of
-from trainer.own.model_class import check_class
+from trainer.own.model_class import check_class, load_class, relative_name, save_sources
 from trainer.own.own_model import build_own, small_batch
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.train.job import train
+from trainer.train.model import check_on_graph
 from trainer.train.settings import InferJob, TrainSettings
 
 MORE = """
@@ -92,6 +93,9 @@ class Wide(nn.Module):
         return self.lin(x)
 
 
+SIZE = 3
+
+
 class Broken(nn.Module):
     def __init__(self, in_channels):
         super().__init__()
@@ -102,7 +106,7 @@ class Broken(nn.Module):
 
 HOMO = ("Own", "torch_geometric.nn.GraphSAGE", "torch_geometric.nn.GAT", "torch_geometric.nn.GIN",
         "torch_geometric.nn.PNA")  # fmt: skip
-HETERO = ("Own", "Typed", "torch_geometric.nn.GraphSAGE")
+HETERO = ("Own", "Typed", "torch_geometric.nn.GraphSAGE", "torch_geometric.nn.PNA")
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +208,9 @@ def test_inference_layer_by_layer_equals_the_loaded_model_on_the_whole_graph(
 ) -> None:
     run = alone / "homo" / model
     result = infer(InferJob(run / "checkpoints" / "last.pt", homo, tmp_path, nodes_at_once=50))
-    assert "sampled" not in result.files
+    assert "sampled" not in result.files and result.fanouts is None
+    with pytest.raises(SettingsError, match="is run layer by layer, with all neighbours; leave them out"):
+        infer(InferJob(run / "checkpoints" / "last.pt", homo, tmp_path, fanouts=(-1, -1)))
     with gf.open(homo) as opened:
         x, edge_index = whole_graph(opened)
     with torch.no_grad():
@@ -238,6 +244,12 @@ def test_inference_of_other_classes_uses_sampled_neighbours_and_says_so(
     first, again = (infer(InferJob(saved, parts, tmp_path / str(size), nodes_at_once=size)) for size in (64, 1000))
     assert "was run on sampled neighbours (5, 5), as in evaluation" in first.files
     assert first.metrics == again.metrics
+    if case == "homo/Own":
+        every = infer(InferJob(saved, parts, tmp_path / "every", nodes_at_once=600, fanouts=(-1, -1)))
+        assert every.files.endswith("was run on all neighbours") and every.fanouts == (-1, -1)
+        with gf.open(homo) as opened, torch.no_grad():
+            expected = gf.load_model(alone / case)(*whole_graph(opened))
+        torch.testing.assert_close(written(tmp_path / "every", 2), expected, atol=1e-4, rtol=1e-4)
     if case != "links":
         torch.testing.assert_close(written(tmp_path / "64", 2), written(tmp_path / "1000", 2), atol=1e-5, rtol=1e-5)
         assert 0 < first.metrics["test"]["accuracy"] <= 1
@@ -277,7 +289,8 @@ def test_edge_features_reach_a_class_as_weights(sources: Path, tmp_path: Path) -
     [
         ("nothing.py:Own", {}, "there is no file nothing.py in "),
         ("Nothing", {}, r"Nothing in .*own_models.py does not exist; it has Own, Typed, "),
-        ("act", {}, r"act in .*own_models.py is no class of torch.nn.Module"),
+        ("act", {}, r"act in .*own_models.py is a function; give a class of torch.nn.Module whose constructor does"),
+        ("SIZE", {}, r"SIZE in .*own_models.py is no class of torch.nn.Module"),
         ("no_such_package.Model", {}, "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"),
         ("Lacks", {}, "Lacks needs the argument 'num_feats', which the trainer does not know; give it in model_args"),
         ("Strange", {}, "forward of Strange needs the argument 'features', which the trainer does not know"),
@@ -289,6 +302,139 @@ def test_a_class_that_does_not_fit_is_refused_without_a_graph(
 ) -> None:
     with pytest.raises(SettingsError, match=message):
         check_class(named(sources, model), args)
+
+
+NET = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.lin = nn.Linear(in_channels, out_channels)
+
+    def forward(self, x, edge_index):
+        return self.lin(x)
+"""
+PACKAGED = "from .layers import Linear\n" + NET.replace("nn.Linear", "Linear")
+LAYERS = "from torch.nn import Linear\n"
+KEYWORDS = """
+
+class All(nn.Module):
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.lin = nn.Linear(kwargs["in_channels"], kwargs["out_channels"])
+        assert kwargs["num_layers"] == 2 and "heads" in kwargs
+
+    forward = Net.forward
+
+
+class Sage(pyg.GraphSAGE):
+    def __init__(self, p=0.1, **kwargs):
+        super().__init__(**kwargs)
+        assert self.num_layers == 2
+
+
+class Lazy(Net):
+    def __init__(self, out_channels):
+        nn.Module.__init__(self)
+        self.lin = nn.LazyLinear(out_channels)
+
+
+class Unused(Lazy):
+    def __init__(self, out_channels):
+        super().__init__(out_channels)
+        self.other = nn.LazyLinear(3)
+
+
+class Pair(Net):
+    def forward(self, x, edge_index):
+        return self.lin(x), x
+
+
+class Frozen(Net):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels)
+        self.requires_grad_(False)
+"""
+
+#: Files of a user, by path, whose first one has the class ``Net``, and what is said about it ('': it works).
+FILES = [
+    ({"pkg/models.py": PACKAGED, "pkg/__init__.py": "", "pkg/layers.py": LAYERS}, ""),
+    ({"models.py": PACKAGED, "layers.py": LAYERS}, "ImportError: .*make its folder a package by an empty file __init"),
+    ({"models.py": NET + "\n  def (:"}, r"IndentationError: unindent does not match any .* level \(models.py:13\)$"),
+    (
+        {"models.py": "import not_there"},
+        r"No module named 'not_there' \(models.py:1\); install it here and on all hosts",
+    ),
+    ({"models.py": "import sys; sys.exit(4)"}, r"cannot be imported: SystemExit: 4 \(models.py:1\)"),
+    ({"my modèles.py": NET}, ""),
+    ({"torch.py": NET}, ""),
+    ({"models.py": NET, "torch.py": "raise ValueError", "queue.py": "raise ValueError"}, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"), FILES, ids=[f"{next(iter(files))}-{n}" for n, (files, _) in enumerate(FILES)]
+)
+def test_files_of_users_work_or_are_refused_in_one_line(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    model = f"{tmp_path / next(iter(files))}:Net"
+    if message:
+        with pytest.raises(SettingsError, match=message):
+            check_class(model, {})
+        return
+    check_class(model, {})
+    save_sources(load_class(model), tmp_path / "files")
+    wanted = {name for name in files if "raise" not in files[name]}
+    assert {path.relative_to(tmp_path / "files").as_posix() for path in (tmp_path / "files").rglob("*.py")} == wanted
+    settings = TrainSettings(model=relative_name(model), fanouts=(4, 3))
+    assert type(build_own(settings, homogeneous(), None, [tmp_path / "files"]).own) is not load_class(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("All", ""),
+        ("Sage", ""),
+        ("Lazy", ""),
+        ("Unused", "Unused never uses other.weight, so its shape is unknown; leave it out"),
+        ("Pair", r"forward of Pair must return rows of all nodes .*: \[n, 4\]; it returns tuple"),
+        ("Frozen", "the output of Frozen depends on no weights, so it cannot be trained"),
+    ],
+)
+def test_odd_classes_work_or_are_refused_in_one_line(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text("import torch_geometric.nn as pyg\n" + NET + KEYWORDS)
+    settings = TrainSettings(model=f"{tmp_path}/odd.py:{name}", fanouts=(4, 3), hidden=16)
+    if message:
+        with pytest.raises(SettingsError, match=message):
+            build_own(settings, homogeneous(), None)
+        return
+    assert build_own(settings, homogeneous(), None)(small_batch(homogeneous(), 2, False)).shape[1] == 4
+
+
+def test_each_version_of_a_file_has_its_own_modules(homo: Path, tmp_path: Path) -> None:
+    for version in ("1", "2"):
+        folder = tmp_path / version
+        folder.mkdir()
+        (folder / "models.py").write_text(NET + "    from versioned import value\n")
+        (folder / "versioned.py").write_text(f"value = {version}\n")
+    loaded = [load_class("models.py:Net", [tmp_path / version]) for version in ("1", "2", "1")]
+    assert [cls.value for cls in loaded] == [1, 2, 1]
+    train(job(homo, tmp_path / "run", model=f"{tmp_path}/1/models.py:Net"), Ranks())
+    (tmp_path / "2" / "models.py").write_text(
+        NET.replace("self.lin =", "self.other =").replace("self.lin(", "self.other(")
+    )
+    last = tmp_path / "run" / "checkpoints" / "last.pt"
+    assert type(gf.load_model(last)).value == 1
+    changed = job(homo, tmp_path / "two", model=f"{tmp_path}/2/models.py:Net", epochs=2, resume=str(last))
+    del sys.modules["models"]
+    with pytest.raises(
+        CheckpointError, match="the checkpoint does not fit the class .*: Missing key.*own.other.weight"
+    ):
+        train(changed, Ranks())
 
 
 @pytest.mark.parametrize(
@@ -313,14 +459,13 @@ def test_a_class_is_run_on_a_small_batch_before_training(
         train(one, Ranks())
 
 
-@pytest.mark.parametrize("name", ["GAT", "GIN", "PNA"])
+@pytest.mark.parametrize("name", ["GAT", "GIN"])
 def test_self_loops_cannot_be_added_between_types(name: str, hetero: Path, tmp_path: Path) -> None:
     one = job(hetero, tmp_path, model=f"torch_geometric.nn.{name}", heads=2)
-    message = {"GAT": "add self loops, which edges between two types", "PNA": "needs 'deg', which this graph does not"}
-    if name not in message:
+    if name == "GIN":
         train(one, Ranks())
         return
-    with pytest.raises(SettingsError, match=message[name]):
+    with pytest.raises(SettingsError, match="add self loops, which edges between two types"):
         train(one, Ranks())
 
 
@@ -349,6 +494,12 @@ def test_models_of_torch_geometric_on_blocks_equal_those_on_the_whole_batch(mode
     built.train()
     built(batch).square().sum().backward()
     assert all(weight.grad is not None for weight in built.parameters())
+
+
+def test_a_class_is_made_for_a_graph_without_training(sources: Path, homo: Path, hetero: Path) -> None:
+    check_on_graph(TrainSettings(model="torch_geometric.nn.PNA", fanouts=(3, 3), hidden=16), hetero)
+    with pytest.raises(SettingsError, match="forward of Wide must return"):
+        check_on_graph(TrainSettings(model=named(sources, "Wide"), fanouts=(3,)), homo)
 
 
 def test_a_typed_class_also_reads_a_graph_without_types(sources: Path, homo: Path, tmp_path: Path) -> None:

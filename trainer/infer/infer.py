@@ -50,6 +50,7 @@ class InferResult:
     metrics: Metrics  #: metrics by split and name
     nodes: int  #: number of nodes of the target type; for links, of the source and of the target type
     files: str  #: what was written, in words
+    fanouts: tuple[int, ...] | None  #: neighbours per hop of a model without layers; None: layer by layer, with all
 
 
 def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
@@ -90,12 +91,17 @@ def _infer(
         graph, layout, group, scratch, job.nodes_at_once, saved.settings["weight_attr"], edge_attr, columns
     )
     stack = stack_of(model, model_facts(graph.manifest, target, task.outputs, edge_attr))
-    how = ""
+    how, fanouts = "", None
     if stack is None:
-        fanouts = settings.eval_fanouts or settings.fanouts
-        how = f"; {settings.model} was run on sampled neighbours ({', '.join(map(str, fanouts))}), as in evaluation"
-        sampling = loader_settings(settings, HOMO_NODE, "val", False, columns)
+        fanouts = job.fanouts or settings.eval_fanouts or settings.fanouts
+        if len(fanouts) != len(settings.fanouts):
+            raise SettingsError(f"fanouts has {len(fanouts)} numbers, but the model has {len(settings.fanouts)} layers")
+        on = f"sampled neighbours ({', '.join(map(str, fanouts))})" if max(fanouts) > 0 else "all neighbours"
+        how = f"; {settings.model} was run on {on}{'' if job.fanouts else ', as in evaluation'}"
+        sampling = loader_settings(replace(settings, eval_fanouts=fanouts), HOMO_NODE, "val", False, columns)
         rows = whole.run_sampled(getattr(model, "encoder", model), replace(sampling, global_batch=job.nodes_at_once))
+    elif job.fanouts:
+        raise SettingsError(f"fanouts: {settings.model} is run layer by layer, with all neighbours; leave them out")
     else:
         rows = whole.run(stack)
     sizes = {of: spec.num_nodes for of, spec in graph.manifest.nodes.items()}
@@ -104,7 +110,7 @@ def _infer(
             job.out, graph, target, rows[target], task, parquet, group, probabilities=job.probabilities
         )
         metrics = node_metrics(graph, target, rows[target], task, group)
-        return InferResult(target, task.kind, epoch, metrics, sizes[target], files + how)
+        return InferResult(target, task.kind, epoch, metrics, sizes[target], files + how, fanouts)
     assert isinstance(model, LinkModel)
     links = LinkEmbeddings.of(graph, model, rows, scratch, group)
     count = number_of_targets(graph, links, job.top_k)
@@ -115,7 +121,8 @@ def _infer(
     if saved.settings["time_attr"] is not None:
         files += "; embeddings and scores are for a time after all edges of the graph"
     metrics = links.metrics(settings, task, layout)
-    return InferResult(target, task.kind, epoch, metrics, sum(sizes[of] for of in {target[0], target[2]}), files + how)
+    count = sum(sizes[of] for of in {target[0], target[2]})
+    return InferResult(target, task.kind, epoch, metrics, count, files + how, fanouts)
 
 
 def _check_graph(saved: Checkpoint, manifest: Manifest, path: Path) -> None:
@@ -151,7 +158,7 @@ def _scratch(out: Path, rank: int) -> Path:
 def _report(result: InferResult, job: InferJob) -> None:
     record = {
         "target": type_name(result.target), "task": result.task, "nodes": result.nodes, "epoch": result.epoch,
-        "metrics": {split: dict(values) for split, values in result.metrics.items()},
+        "metrics": {split: dict(values) for split, values in result.metrics.items()}, "fanouts": result.fanouts,
         "checkpoint": str(job.checkpoint),
     }  # fmt: skip
     (job.out / "infer.json").write_text(json.dumps(record, indent=1) + "\n")

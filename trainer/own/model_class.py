@@ -34,10 +34,15 @@ TYPED_NAMES = (
 )  # fmt: skip
 
 
+#: Folders from which classes have been loaded, the last one last. Their modules make way for those of other folders.
+_FOLDERS: list[Path] = []
+
+
 def load_class(model: str, folders: Sequence[Path] = ()) -> type[nn.Module]:
     """Import the class that ``model`` names: ``FILE.py:CLASS``, or ``PACKAGE.CLASS`` of an installed package.
 
-    ``folders``: where the file is looked for; default: the current folder. The file can import its siblings.
+    ``folders``: where the file is looked for; default: the current folder. The file can import the modules beside it,
+    and, in a package, relatively.
 
     Raises ``SettingsError`` if there is no such file, module or class, if it is no ``torch.nn.Module``, or if its
     import fails.
@@ -48,7 +53,7 @@ def load_class(model: str, folders: Sequence[Path] = ()) -> type[nn.Module]:
         path = next((path for path in paths if path.is_file()), None)
         if path is None:
             raise SettingsError(f"model: there is no file {name} in {paths[0].parent.absolute()}")
-        module = _imported(model, lambda: _module_of_file(path))
+        module = _imported(model, lambda: _module_of_file(path.resolve()))
     else:
         name, _, attribute = model.rpartition(".")
         module = _imported(model, lambda: importlib.import_module(name))
@@ -59,37 +64,72 @@ def load_class(model: str, folders: Sequence[Path] = ()) -> type[nn.Module]:
             if inspect.isclass(value) and issubclass(value, nn.Module) and value.__module__ == module.__name__
         ]  # fmt: skip
         known = f"; it has {', '.join(classes)}" if classes and ":" in model else ""
-        what = "is no class of torch.nn.Module" if found is not None else "does not exist"
+        what = "does not exist" if found is None else "is no class of torch.nn.Module"
+        if inspect.isfunction(found):
+            what = "is a function; give a class of torch.nn.Module whose constructor does what the function does"
         raise SettingsError(f"model: {attribute} in {name} {what}{known}")
     return found
 
 
+def relative_name(model: str) -> str:
+    """Return ``model`` with the path that its file has in a folder of kept sources, if it is an absolute one."""
+    name, _, attribute = model.rpartition(":")
+    if not Path(name).is_absolute():
+        return model
+    return f"{Path(name).relative_to(_top(Path(name))).as_posix()}:{attribute}"
+
+
+def _top(path: Path) -> Path:
+    """Return the folder of a file, or the folder that contains the package of a file."""
+    folder = path.parent
+    while (folder / "__init__.py").is_file():
+        folder = folder.parent
+    return folder
+
+
 def _module_of_file(path: Path) -> ModuleType:
-    folder, name = str(path.resolve().parent), path.stem
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
-        return known
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # as Python does for a script, so that it finds its siblings
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    if known is None:
-        sys.modules[name] = module
+    top = _top(path)
+    name = ".".join(path.relative_to(top).with_suffix("").parts)
+    for known, other in [*sys.modules.items()] if _FOLDERS[-1:] != [top] else ():
+        place, here = Path(getattr(other, "__file__", None) or "/"), top.joinpath(*known.split("."))
+        mine = (here.with_name(f"{here.name}.py"), here / "__init__.py")
+        if any(_is_inside(place, folder) for folder in _FOLDERS) and place not in mine:
+            if any(file.is_file() for file in mine):
+                del sys.modules[known]  # another version, such as one kept with a run; its classes stay as they are
+    _FOLDERS[:] = [*(folder for folder in _FOLDERS if folder != top), top]
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
+        name = f"{name}_of_user"  # the file has the name of a library
+    if getattr(sys.modules.get(name), "__file__", None) == str(path):
+        return sys.modules[name]
+    sys.path.insert(0, str(top))  # as Python does for a script, so that it finds its siblings
     try:
+        if "." in name:
+            return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        return module
     except BaseException:
-        if known is None:
-            del sys.modules[name]
+        sys.modules.pop(name, None)
         raise
-    return module
+    finally:
+        # Modules that libraries import later are not those beside the file.
+        sys.path.remove(str(top))
+        if str(top) not in sys.path:
+            sys.path.append(str(top))
 
 
 def _imported(model: str, load: Callable[[], ModuleType]) -> ModuleType:
     try:
         return load()
-    except Exception as error:  # the user's code runs
-        raise SettingsError(f"model: {model} cannot be imported: {in_words(error)}") from error
+    except (Exception, SystemExit) as error:  # the user's code runs
+        remedy = ""
+        if isinstance(error, ModuleNotFoundError):
+            remedy = "; install it here and on all hosts, or put it beside the file"
+        elif isinstance(error, ImportError) and error.name is None:  # a relative import
+            remedy = "; make its folder a package by an empty file __init__.py, or import the module by its name"
+        raise SettingsError(f"model: {model} cannot be imported: {in_words(error)}{remedy}") from error
 
 
 def in_words(error: BaseException) -> str:
@@ -98,13 +138,21 @@ def in_words(error: BaseException) -> str:
     own = [frame for frame in frames if "site-packages" not in frame.filename and not _is_ours(frame.filename)]
     own = [frame for frame in own if not frame.filename.startswith("<") and "/lib/python" not in frame.filename]
     where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    text = str(error)
     if isinstance(error, SyntaxError) and error.filename:
-        where = f" ({Path(error.filename).name}:{error.lineno})"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+        text, where = error.msg, f" ({Path(error.filename).name}:{error.lineno})"
+    return f"{type(error).__name__}: {' '.join(text.split())}{where}"
 
 
 def _is_ours(filename: str) -> bool:
-    return Path(filename).is_relative_to(Path(__file__).parents[2])
+    root = Path(__file__).parents[2]
+    return any(Path(filename).is_relative_to(root / name) for name in ("trainer", "launcher", "gnnfleet"))
+
+
+def _is_inside(file: Path, top: Path) -> bool:
+    """Return whether a module's file is one of a user below the folder ``top``."""
+    libraries = {"site-packages", ".venv"}.intersection(file.relative_to(top).parts) if file.is_relative_to(top) else 1
+    return file.suffix == ".py" and not libraries and not _is_ours(str(file))
 
 
 def save_sources(cls: type, folder: Path) -> None:
@@ -113,13 +161,12 @@ def save_sources(cls: type, folder: Path) -> None:
     Does nothing for a class of an installed package. Raises OSError.
     """
     file = getattr(sys.modules.get(cls.__module__), "__file__", None) or inspect.getfile(cls)
-    top = Path(file).resolve().parent
-    if "." in cls.__module__ or "site-packages" in top.parts or top.is_relative_to(folder.resolve()):
+    top = _top(Path(file).resolve())
+    if top not in _FOLDERS or top.is_relative_to(folder.resolve()):
         return
     for module in [*sys.modules.values()]:
         path = Path(getattr(module, "__file__", None) or "/")
-        inside = path.suffix == ".py" and path.is_relative_to(top)
-        if inside and not {"site-packages", ".venv"} & set(path.parts) and not _is_ours(str(path)):
+        if _is_inside(path, top):
             target = folder / path.relative_to(top)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
@@ -128,17 +175,21 @@ def save_sources(cls: type, folder: Path) -> None:
 def constructor_args(cls: type[nn.Module], offered: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments to construct ``cls``: those of ``offered`` that it names, and ``given``.
 
+    A class with ``**kwargs`` also gets those that its base class names; without a base class, all.
+
     Raises ``SettingsError`` for a required argument that is in neither, and for one in ``given`` that it lacks.
     """
-    parameters = _parameters(cls)
+    parameters = constructor_parameters(cls)
     any_name = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     unknown = [name for name in given if name not in parameters and not any_name]
     if unknown:
         raise SettingsError(f"model_args: {cls.__name__} has no argument {unknown[0]!r}; it has {_list(parameters)}")
     named = {*parameters, *_of_convolution(cls)}
+    if any_name and not any(base.__module__.startswith("torch_geometric.") for base in cls.__mro__):
+        named.update(CONSTRUCTOR_NAMES)  # torch_geometric's models pass them on to convolutions, which take others
     found = {name: value for name, value in offered.items() if name in named and value is not None} | dict(given)
     required = [
-        name for name, each in parameters.items()
+        name for name, each in _parameters(cls).items()
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]  # fmt: skip
     required += ["deg"] if "deg" in _of_convolution(cls) else []
@@ -170,7 +221,21 @@ def _of_convolution(cls: type) -> Collection[str]:
 
 def reads_degrees(cls: type[nn.Module]) -> bool:
     """Return whether a class is constructed with the numbers of nodes by in-degree (``deg``)."""
-    return "deg" in {*_parameters(cls), *_of_convolution(cls)}
+    return "deg" in {*constructor_parameters(cls), *_of_convolution(cls)}
+
+
+def constructor_parameters(cls: type[nn.Module]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a constructor, with those of base classes to which it passes ``**kwargs`` on."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        if "__init__" not in vars(base):
+            continue
+        own = inspect.signature(base.__init__).parameters  # type: ignore[misc]
+        found = {name: each for name, each in found.items() if each.kind is not each.VAR_KEYWORD}
+        found |= {name: each for name, each in list(own.items())[1:] if name not in found}
+        if not any(each.kind is each.VAR_KEYWORD for each in own.values()):
+            break
+    return found
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

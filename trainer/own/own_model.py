@@ -47,6 +47,7 @@ class OwnSettings(ModelSettings, Protocol):
 class Call:
     """How a model is called."""
 
+    name: str  #: of the user's class
     names: tuple[str, ...]  #: arguments of ``forward``
     typed: bool  #: whether its arguments are mappings by type
     converted: bool  #: whether it is a model for one type, converted by ``to_hetero``
@@ -123,7 +124,7 @@ class OwnModel(nn.Module):
 
         Raises ``SettingsError`` if the model fails, or its result has another shape than [n, outputs].
         """
-        name, before = type(self.own).__name__, {key: value.clone() for key, value in self.own.named_buffers()
+        name, before = self.call.name, {key: value.clone() for key, value in self.own.named_buffers()
                                                   if not isinstance(value, nn.UninitializedBuffer)}  # fmt: skip
         owner = self if self.inputs is None else self.inputs
         embeddings, owner.embeddings = owner.embeddings, owner.embeddings and _TestRows(owner.embeddings)
@@ -131,13 +132,21 @@ class OwnModel(nn.Module):
             self.train()
             with torch.enable_grad():
                 out = self.seed_rows(batch)
-                sum(rows.sum() for rows in out.values()).backward()  # type: ignore[union-attr]
+                total = torch.stack([rows.sum() for rows in out.values()]).sum()
+                if not total.requires_grad:
+                    raise SettingsError(f"model: the output of {name} depends on no weights, so it cannot be trained")
+                total.backward()  # type: ignore[no-untyped-call]
         except SettingsError:
             raise
-        except Exception as error:  # the user's code runs
+        except (Exception, SystemExit) as error:  # the user's code runs
             raise SettingsError(f"model: {name} fails on a small batch: {in_words(error)}") from error
         finally:
             owner.embeddings = embeddings
+        unknown = [key for key, weight in self.named_parameters() if isinstance(weight, nn.UninitializedParameter)]
+        if unknown:
+            raise SettingsError(
+                f"model: {name} never uses {unknown[0].removeprefix('own.')}, so its shape is unknown; leave it out"
+            )
         self.unused = [key for key, weight in self.named_parameters() if weight.grad is None]
         with torch.no_grad():
             for key, value in self.own.named_buffers():
@@ -152,7 +161,7 @@ class OwnModel(nn.Module):
             if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.shape[1] != self.outputs or len(rows) < count:
                 shape = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
                 raise SettingsError(
-                    f"model: forward of {type(self.own).__name__} must return rows of all nodes of the batch, or of "
+                    f"model: forward of {self.call.name} must return rows of all nodes of the batch, or of "
                     f"its seeds{f', by node type, also of {of}' if len(seeds) > 1 else ''}: [n, {self.outputs}]; it "
                     f"returns {shape}"
                 )
@@ -359,9 +368,9 @@ def _built(
             prepare(own)
     except SettingsError:
         raise
-    except Exception as error:  # the user's code runs
+    except (Exception, SystemExit) as error:  # the user's code runs
         raise SettingsError(f"model: {cls.__name__} cannot be made: {in_words(error)}") from error
-    call = Call(names, typed, converted, blocks, as_weight, types, edges)
+    call = Call(cls.__name__, names, typed, converted, blocks, as_weight, types, edges)
     model = OwnModel(own, call, facts, PRECISIONS[settings.precision], inputs, embeddings)
     model.check(small_batch(facts, layers, typed))
     return model
@@ -375,7 +384,22 @@ def _converted(own: nn.Module, types: Sequence[NodeType], edges: Sequence[EdgeTy
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about names of types; those that do not work raise an error
-        return pyg.to_hetero(own, (list(types), list(edges)))
+        made: nn.Module = pyg.to_hetero(own, (list(types), list(edges)))
+    for conv in made.modules():
+        if isinstance(conv, pyg.PNAConv):
+            conv.forward = partial(_on_pair, conv.forward)  # type: ignore[method-assign]
+    return made
+
+
+def _on_pair(forward: Callable[..., Tensor], x: Any, edge_index: Tensor, *more: Any, **named: Any) -> Tensor:
+    """Call a convolution for one type with the rows of a source type and of a target type, of equal width."""
+    if isinstance(x, Tensor):
+        return forward(x, edge_index, *more, **named)
+    sources, targets = x
+    src, dst = edge_index
+    return forward(torch.cat([targets, sources]), torch.stack([src + len(targets), dst]), *more, **named)[
+        : len(targets)
+    ]
 
 
 def _reads_weight(own: Any, names: Sequence[str], attr: str, dims: Sequence[int]) -> bool:

@@ -23,6 +23,7 @@ from trainer.core.errors import CheckpointError
 from trainer.core.files import write_whole
 from trainer.core.rng import DRAWS
 from trainer.core.schema import EdgeType, NodeType, type_name
+from trainer.own.model_class import relative_name
 from trainer.store.manifest import Manifest
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.task import metric_named
@@ -111,8 +112,8 @@ class Checkpoint:
 
 
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
-    """Return the settings as a dict of plain values, with ``layers`` always set."""
-    return {**asdict(settings), "layers": len(settings.fanouts)}
+    """Return the settings as plain values, with ``layers`` always set, and the file of a class as it is kept."""
+    return {**asdict(settings), "model": relative_name(settings.model), "layers": len(settings.fanouts)}
 
 
 def graph_record(manifest: Manifest, target: NodeType | EdgeType) -> dict[str, Any]:

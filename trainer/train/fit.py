@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from trainer.core.batch_cost import Cost
+from trainer.core.errors import CheckpointError
 from trainer.core.ranks import RankGroup
 from trainer.core.slabs import give_back_freed_memory
 from trainer.graph.cache_fill import FilledCache
@@ -109,8 +110,15 @@ class Fit:
         self._starvation_printed = False
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint that has passed ``check_fits``. On rank 0 it must include the embedding tables."""
-        self.model.load_state_dict(dict(checkpoint.model))
+        """Continue from a checkpoint that has passed ``check_fits``. On rank 0 it must include the embedding tables.
+
+        Raises ``CheckpointError`` if its weights are not those of the model, as the user's class has changed.
+        """
+        try:
+            self.model.load_state_dict(dict(checkpoint.model))
+        except RuntimeError as error:
+            why = " ".join(str(error).split("\n\t")[1:2]).strip() or str(error)
+            raise CheckpointError(f"the checkpoint does not fit the class {self.settings.model}: {why}") from None
         self.optimizers.model.load_state_dict(dict(checkpoint.optimizer))
         tally = EpochSums.of(checkpoint.partial) if checkpoint.partial else None
         self.progress = Progress(

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from trainer.core.arrays import Ids
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup
-from trainer.core.schema import HOMO_NODE, NodeType
+from trainer.core.schema import NodeType
 from trainer.core.texts import decode_texts
-from trainer.graph.open import Graph
+from trainer.graph.open import Graph, open_graph
 from trainer.loader.block_loader import edge_attrs
 from trainer.nn.categories import Categories, Category, CategoryEmbeddings, categories_of, texts_name
 from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs, with_categories
@@ -29,7 +29,7 @@ from trainer.sampler.types import RowRequest
 from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, load_checkpoint
 from trainer.train.settings import TrainSettings
-from trainer.train.tasks.choose_target import Target
+from trainer.train.tasks.choose_target import Target, pick_target
 
 #: Bytes of trainable rows that nodes with features get without being asked for.
 _MOST_ROWS = 1 << 30
@@ -177,6 +177,22 @@ def embedded_nodes(
     return {of: count for of, count in counts.items() if of in bare or of == target[2]}, ""
 
 
+def check_on_graph(settings: TrainSettings, parts: Path) -> None:
+    """Make the own class of ``settings`` for a partitioned graph, and run it on a small batch of random numbers.
+
+    Raises ``SettingsError`` if it fails, and the errors of ``open_graph`` and ``pick_target``.
+    """
+    with open_graph(parts) as graph:
+        target, manifest, outputs = pick_target(graph, settings.target, settings.task), graph.manifest, settings.hidden
+    if isinstance(target, str) and "y" in manifest.nodes[target].attrs:
+        spec = manifest.nodes[target]
+        of_classes = spec.num_classes and settings.task in ("auto", "classification")
+        outputs = spec.num_classes if of_classes else math.prod(spec.attrs["y"].shape[1:])
+    facts = model_facts(manifest, target, outputs, settings.edge_attr, degrees=(1, 1))
+    rows, _ = embedded_nodes(settings, manifest, target, outputs)
+    make_model(settings, facts, target, dict.fromkeys(rows, 1))
+
+
 def reads_types(model: str, folders: Sequence[Path]) -> bool:
     """Return whether the own class ``model`` reads a typed graph as it is; if not, ``to_hetero`` converts it."""
     from trainer.own.model_class import load_class, takes_types  # imported here because it imports torch_geometric
@@ -200,7 +216,8 @@ def keep_sources(model: str, folders: Sequence[Path], target: Path) -> None:
 def in_degrees(graph: Graph, settings: TrainSettings, folders: Sequence[Path], group: RankGroup) -> tuple[int, ...]:
     """Return the number of nodes by in-degree, from 0, if the model is an own class that needs it. Collective.
 
-    Returns () for any other model, and for a graph with types.
+    In a graph with types, counts the nodes of all types in which edges end, by their edges of all types. Returns () for
+    any other model.
     """
 
     def needed() -> bool:
@@ -208,14 +225,17 @@ def in_degrees(graph: Graph, settings: TrainSettings, folders: Sequence[Path], g
 
         return reads_degrees(load_class(settings.model, folders))
 
-    if not is_own(settings.model) or graph.manifest.hetero or not group.agree(needed):
+    if not is_own(settings.model) or not group.agree(needed):
         return ()
-    ids = np.arange(graph.manifest.nodes[HOMO_NODE].num_nodes)[group.rank :: group.size]
+    nodes = graph.manifest.nodes
 
     def own_counts() -> Tensor:
-        pieces = [graph.access.gather([RowRequest(HOMO_NODE, some, ("in_degree",))])[0] for some in _pieces(ids)]
-        degrees = np.concatenate([np.asarray(piece["in_degree"]) for piece in pieces] or [np.empty(0, np.int64)])
-        return torch.from_numpy(np.bincount(degrees.astype(np.int64)))
+        degrees = [np.empty(0, np.int64)]
+        for of in {edge_type[2] for edge_type in graph.manifest.edges}:
+            for ids in _pieces(np.arange(nodes[of].num_nodes)[group.rank :: group.size]):
+                (rows,) = graph.access.gather([RowRequest(of, ids, ("in_degree",))])
+                degrees.append(np.asarray(rows["in_degree"], np.int64))
+        return torch.from_numpy(np.bincount(np.concatenate(degrees)))
 
     counts = group.agree(own_counts)
     longest = max(group.gather(len(counts)))

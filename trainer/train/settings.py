@@ -258,6 +258,11 @@ class InferJob:
     pairs: Path | None = None  #: task link: CSV file of pairs to score
     parquet: bool | None = None  #: also write Parquet files; None: if DuckDB is installed
     probabilities: bool = False  #: task classification: a column for the probability of each class
+    fanouts: tuple[int, ...] | None = None  #: of an own class without layers; -1: all; None: as in evaluation
+
+    def __post_init__(self) -> None:
+        if self.fanouts and any(fanout < 1 and fanout != -1 for fanout in self.fanouts):
+            raise SettingsError(f"fanouts is {list(self.fanouts)}; each must be at least 1, or -1 for all")
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Node program: packs the wanted files of a run folder into one reply, and lists large ones. Standard library only.
 
 ``main({"path", "wanted": regular expression, "have": {path: [bytes, mtime_ns]}, "small": bytes, "room": bytes})``
-replies ``{"files": {path: {"bytes", "mtime_ns", "data": base64 of zlib, or null}}, "errors": {path: why}}``. Files
-whose size and mtime are as in ``have`` are omitted. ``data`` is null for files larger than ``small``, and for files
-that would bring the sum of all packed files above ``room``.
+replies ``{"files": {path: {"bytes", "mtime_ns", "data": base64 of zlib, or null}}, "errors": {path: why}, "same":
+[path]}``. Files whose size and mtime are as in ``have`` are only named, in ``same``. ``data`` is null for files larger
+than ``small``, and for files that would bring the sum of all packed files above ``room``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     wanted = re.compile(request["wanted"])
     files: dict[str, Any] = {}
     errors: dict[str, str] = {}
+    same: list[str] = []
     room = request["room"]
     for path in sorted(_walk(top)):
         if not wanted.fullmatch(path):
@@ -28,6 +29,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         try:
             found = os.stat(os.path.join(top, path))
             if request["have"].get(path) == [found.st_size, found.st_mtime_ns]:
+                same.append(path)
                 continue
             small = found.st_size <= min(request["small"], room)
             data = _packed(os.path.join(top, path), found.st_size) if small else None
@@ -35,7 +37,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
             files[path] = {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "data": data}
         except OSError as error:
             errors[path] = error.strerror or str(error)
-    return {"files": files, "errors": errors}
+    return {"files": files, "errors": errors, "same": same}
 
 
 def _walk(top: str) -> list[str]:

@@ -5,19 +5,17 @@
     python launch.py --config templates/heterogeneous.yml -- python examples/hetero_classification.py
 
 Nodes without features get trainable rows. The rows are sharded over the ranks: each step fetches the rows of its batch
-and sends their gradients back. All other parameters are in the model; DistributedDataParallel averages their gradients.
+and sends their gradients back. All other parameters are in the model.
 """
 
 from __future__ import annotations
 
-import time
 import warnings
 
 import torch
-from common import arguments, divisor, numbers, opened, say, total
+from common import arguments, numbers
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import HeteroConv, SAGEConv
 from torch_geometric.nn.module_dict import ModuleDict
 
@@ -43,23 +41,24 @@ class Model(nn.Module):
 
 def main() -> None:
     options = arguments(__doc__, target="", embedding_lr=0.02).parse_args()
-    with opened(options.parts) as graph:
-        train(graph, options)
+    with gf.run(options.parts) as run:
+        train(run, options)
 
 
-def train(graph, options) -> None:
-    nodes = graph.manifest.nodes
+def train(run, options) -> None:
+    nodes = run.graph.manifest.nodes
     target = options.target or next(of for of, spec in nodes.items() if spec.splits.get("train"))
-    fanouts, facts = numbers(options.fanouts), gf.nn.facts_of(graph.manifest, target)
+    fanouts, facts = numbers(options.fanouts), gf.nn.facts_of(run.graph.manifest, target)
     needs = gf.nn.layer_needs(facts.node_types, facts.edge_types, target, len(fanouts))  # types per layer
     bare = {of: nodes[of].num_nodes for of in needs[0].sources if "x" not in nodes[of].attrs}
-    embedding = gf.nn.ShardedEmbedding(bare, options.hidden)
-    model = DistributedDataParallel(Model(facts, needs, options.hidden, options.dropout))
-    optimizers = [torch.optim.Adam(model.parameters(), lr=options.lr)]
-    optimizers += [torch.optim.SparseAdam([embedding.weight], lr=options.embedding_lr)] if bare else []
+    model = run.model(Model(facts, needs, options.hidden, options.dropout))
+    embedding = gf.nn.ShardedEmbedding(bare, options.hidden, device=run.device)
+    optimizers = {"optimizer": torch.optim.Adam(model.parameters(), lr=options.lr)}
+    if bare:
+        optimizers["row_optimizer"] = torch.optim.SparseAdam([embedding.weight], lr=options.embedding_lr)
     loaders = {
         split: gf.DistNeighborLoader(
-            graph, fanouts, (target, split), batch_size=options.batch_size, shuffle=split == "train"
+            run.graph, fanouts, (target, split), batch_size=options.batch_size, shuffle=split == "train"
         )
         for split in ("train", "val", "test")
     }
@@ -69,30 +68,21 @@ def train(graph, options) -> None:
         own = batch[target].batch_size
         return model(batch, rows)[:own], batch[target].y[:own]
 
-    @torch.no_grad()
-    def accuracy(split):
-        model.eval()
-        results = [(out.argmax(1) == y).float() for out, y in map(logits, loaders[split])]
-        right, count = total(sum(hit.sum() for hit in results), sum(map(len, results)))
-        return right / count
-
-    for epoch in range(options.epochs):
-        model.train()
-        begin, loss_sum, seeds = time.monotonic(), 0.0, 0
-        for batch in loaders["train"]:
+    def score(split):
+        for batch in run.evaluate(loaders[split]):
             out, y = logits(batch)
-            loss = cross_entropy(out, y, reduction="sum")
-            for optimizer in optimizers:
+            run.score(**{split: out.argmax(1) == y})
+
+    for _ in run.epochs(options.epochs, embedding=embedding, **optimizers):
+        for batch in run.train(loaders["train"]):
+            loss = cross_entropy(*logits(batch))
+            for optimizer in optimizers.values():
                 optimizer.zero_grad()
-            (loss / divisor(len(y))).backward()
-            embedding.sync_gradients()
-            for optimizer in optimizers:
+            run.backward(loss)
+            for optimizer in optimizers.values():
                 optimizer.step()
-            loss_sum, seeds = loss_sum + loss.item(), seeds + len(y)
-        seconds = time.monotonic() - begin
-        loss_sum, seeds = total(loss_sum, seeds)
-        say(f"epoch {epoch + 1}: loss {loss_sum / seeds:.4f}, val accuracy {accuracy('val'):.4f}, {seconds:.1f} s")
-    say(f"test accuracy {accuracy('test'):.4f}")
+        score("val")
+    score("test")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ import argparse
 import warnings
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import HeteroConv, SAGEConv
 from torch_geometric.nn.module_dict import ModuleDict
 
@@ -53,73 +51,42 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     warnings.filterwarnings("ignore", "There exist node types")  # not every type is the target of an edge type
-    alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo", **alone)
-    graph = gf.open(options.parts)
-    nodes = graph.manifest.nodes
-    target = next(of for of, spec in nodes.items() if spec.splits.get("train"))
-    facts = gf.nn.facts_of(graph.manifest, target)
-    bare = {of: spec.num_nodes for of, spec in nodes.items() if "x" not in spec.attrs}
-    torch.manual_seed(0)  # the same initial weights on all ranks
-    # the last layer also has weights for types that the target does not read
-    model = DistributedDataParallel(Model(facts, options.hidden), find_unused_parameters=True)
-    embedding = gf.nn.ShardedEmbedding(bare, options.hidden)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
-    row_optimizer = torch.optim.SparseAdam([embedding.weight], lr=0.02)
-    loaders = {
-        split: gf.DistNeighborLoader(
-            graph, [8, 4], (target, split), batch_size=options.batch_size, shuffle=split == "train"
+    with gf.run(options.parts) as run:
+        nodes = run.graph.manifest.nodes
+        target = next(of for of, spec in nodes.items() if spec.splits.get("train"))
+        facts = gf.nn.facts_of(run.graph.manifest, target)
+        bare = {of: spec.num_nodes for of, spec in nodes.items() if "x" not in spec.attrs}
+        model = run.model(Model(facts, options.hidden))
+        embedding = gf.nn.ShardedEmbedding(bare, options.hidden, device=run.device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
+        row_optimizer = torch.optim.SparseAdam([embedding.weight], lr=0.02)
+        train, val, test = (
+            gf.DistNeighborLoader(
+                run.graph, [8, 4], (target, split), batch_size=options.batch_size, shuffle=split == "train"
+            )
+            for split in ("train", "val", "test")
         )
-        for split in ("train", "val", "test")
-    }
 
-    def scores(network, batch):
-        rows = embedding.lookup({of: batch[of].n_id for of in bare})  # collective, as every rank has a batch
-        own = batch[target].batch_size
-        return network(batch, rows)[:own], batch[target].y[:own]
+        def scores(batch):
+            rows = embedding.lookup({of: batch[of].n_id for of in bare})  # collective, as every rank has a batch
+            own = batch[target].batch_size
+            return model(batch, rows)[:own], batch[target].y[:own]
 
-    @torch.no_grad()
-    def accuracy(split) -> float:
-        model.eval()
-        sums = torch.zeros(2)  # correct seeds, all seeds
-        for batch in loaders[split]:
-            out, y = scores(model.module, batch)
-            sums += torch.tensor([(out.argmax(1) == y).sum(), len(y)])
-        dist.all_reduce(sums)
-        return float(sums[0] / sums[1])
-
-    train = loaders["train"]
-    log = gf.StepLog(model, optimizer, train)
-    start = log.restore(embedding=embedding, row_optimizer=row_optimizer)  # continues after `gnnfleet resume`
-    for epoch in range(start.epoch, options.epochs + 1):
-        model.train()
-        sums = torch.zeros(2)  # losses and seeds
-        train.set_epoch(epoch - 1, start.first_step(epoch))
-        loaders["val"].set_epoch(epoch - 1)  # the same neighbours after a resume
-        for step, batch in enumerate(train, start.first_step(epoch)):
-            out, y = scores(model, batch)
-            loss = cross_entropy(out, y)
-            optimizer.zero_grad()
-            row_optimizer.zero_grad()
-            loss.backward()
-            embedding.sync_gradients()
-            optimizer.step()
-            row_optimizer.step()
-            log.step(epoch, step, len(train), loss, len(y))
-            sums += torch.tensor([float(loss.detach()) * len(y), len(y)])
-        dist.all_reduce(sums)
-        val = accuracy("val")
-        log.epoch(epoch, sums[0] / sums[1].clamp(min=1), val=val)
-        if dist.get_rank() == 0:
-            print(f"epoch {epoch}: val accuracy {val:.4f}", flush=True)
-    test = accuracy("test")
-    log.result(test=test)
-    if dist.get_rank() == 0:
-        print(f"test accuracy {test:.4f}", flush=True)
-    log.close()
-    dist.barrier()  # the graph server of this node must run until the slowest rank is done
-    graph.close()
-    dist.destroy_process_group()
+        kept = {"optimizer": optimizer, "embedding": embedding, "row_optimizer": row_optimizer}
+        for _ in run.epochs(options.epochs, **kept):  # continues after `gnnfleet resume`
+            for batch in run.train(train):
+                out, y = scores(batch)
+                optimizer.zero_grad()
+                row_optimizer.zero_grad()
+                run.backward(cross_entropy(out, y))  # of the model and of the rows, over all processes
+                optimizer.step()
+                row_optimizer.step()
+            for batch in run.evaluate(val):
+                out, y = scores(batch)
+                run.score(val=out.argmax(1) == y)
+        for batch in run.evaluate(test):  # with the best weights and rows
+            out, y = scores(batch)
+            run.score(test=out.argmax(1) == y)
 
 
 if __name__ == "__main__":

@@ -38,9 +38,11 @@ if TYPE_CHECKING:
         DistNeighborLoader,
         DistShaDowKHopSampler,
         DistZipLoader,
+        Run,
         StepLog,
         connect,
         open,
+        run,
     )
     from trainer.core.errors import (
         CheckpointError,
@@ -87,6 +89,7 @@ __all__ = [
     "RankLayout",
     "Ranks",
     "RowRequest",
+    "Run",
     "RunFailed",
     "ServiceError",
     "SettingsError",
@@ -104,6 +107,7 @@ __all__ = [
     "nn",
     "open",
     "read_manifest",
+    "run",
     "tasks",
     "trained_model",
     "type_of",

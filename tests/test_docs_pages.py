@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,8 +18,9 @@ import torch.distributed as dist
 import yaml
 from click.testing import CliRunner
 
-from launching import REPOSITORY
+from launching import REPOSITORY, launch, local_config
 from trainer.cli import cli
+from waiting import DEADLINE
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -64,22 +68,26 @@ def typed_words(page: str, *beginning: str) -> list[str]:
     return next(words[len(beginning) :] for words in lines if tuple(words[: len(beginning)]) == beginning)
 
 
-def test_own_model_trains_and_resumes(
+def test_own_model_trains(
     inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own_class, load, script, trimmed = blocks("own_model.md", "python")
+) -> None:  # fmt: skip
+    own_class, load, script, long_form, trimmed = blocks("own_model.md", "python")
+    (inside / "models.py").write_text(own_class)
+    monkeypatch.syspath_prepend(inside)
+    monkeypatch.setitem(sys.modules, "models", ModuleType("models"))  # removed again after the test
+    del sys.modules["models"]
     assert partition(*typed_words("own_model.md", "python", "-m", "trainer", "partition"))[0] == 0
+    assert len(script.splitlines()) <= 25
     run_script(script, typed_words("own_model.md", "python", "train_own.py"), monkeypatch)
-    first = re.findall(r"val accuracy (0\.\d+)", capsys.readouterr().out)
-    assert len(first) == 3 and float(first[-1]) > 0.5
-    run_script(script, ["--parts", "parts/toy", "--epochs", "1", "--start", "output/model.pt"], monkeypatch)
-    (again,) = re.findall(r"val accuracy (0\.\d+)", capsys.readouterr().out)
-    assert float(again) > float(first[0])
+    val, test = re.findall(r"(?:val|test) accuracy (0\.\d+)", capsys.readouterr().out)
+    assert float(val) > 0.5 and float(test) > 0.5
+    assert set(torch.load("output/model.pt")) == set(sys.modules["models"].MyGNN(64, 32, 5, 2).state_dict())
+    run_script(long_form, ["--parts", "parts/toy", "--epochs", "2"], monkeypatch)
+    assert len(re.findall(r"val accuracy (0\.\d+)", capsys.readouterr().out)) == 2
     names: dict[str, object] = {}
     exec(trimmed, names)
     assert 0 < int(names["right"]) < 400  # type: ignore[call-overload]
 
-    (inside / "models.py").write_text(own_class)
     train = yaml.safe_load(blocks("own_model.md", "yaml")[0])["train"]
     words = ["--model", train["model"], "--model-args", json.dumps(train["model_args"]), "--fanouts", "10,5"]
     words += ["--hidden", "32", "--epochs", "2", "--batch-size", "256", "--run-dir", "runs/RUN"]
@@ -88,6 +96,48 @@ def test_own_model_trains_and_resumes(
     names = {"x": torch.randn(3, 64), "edge_index": torch.tensor([[0, 1], [1, 2]])}
     exec(load, names)
     assert names["out"].shape == (3, 5)  # type: ignore[attr-defined]
+
+
+def under_torchrun(script: str, processes: int) -> str:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", script]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_short_script_runs_under_torchrun_and_under_the_launcher(inside: Path) -> None:
+    own_class, _, script, *_ = blocks("own_model.md", "python")
+    (inside / "models.py").write_text(own_class)
+    (inside / "train_own.py").write_text(script)
+    assert partition(*typed_words("own_model.md", "python", "-m", "trainer", "partition"))[0] == 0
+    assert re.search(r"^val accuracy 0\.\d+, test accuracy 0\.\d+$", under_torchrun("train_own.py", 3), re.MULTILINE)
+    config = local_config(inside, [1, 2], data={"folder": "cluster_parts"})
+    done = launch(config, "--", "python", "train_own.py")
+    assert done.status == 0, done.output
+    assert [line["epoch"] for line in done.metrics("eval")] == [1, 2, 3, 4, 5]
+    assert done.result["metrics"]["test_accuracy"] > 0.3
+    assert (done.run_dir / "output" / "node0" / "model.pt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning", "accelerate"])
+def test_other_training_loops_share_the_seeds(package: str, inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(package)
+    monkeypatch.delenv("GNNFLEET_RUN_DIR")
+    script = blocks("lightning.md", "python")[package == "accelerate"]
+    # counts the seeds of all batches: those of the split, however many processes there are
+    count = "batch = batch.to(" if package == "accelerate" else "return cross_entropy("
+    told = "print(batch.batch_size, file=open('seeds-' + os.environ['RANK'], 'a'))"
+    assert count in script
+    (inside / "own.py").write_text(script.replace(count, f"{told}; {count}", 1))
+    assert partition(*typed_words("lightning.md", "python", "-m", "trainer", "partition"))[0] == 0
+    output = under_torchrun("own.py", 2)
+    accuracies = re.findall(r"val accuracy (\d\.\d+)", output)
+    assert float(accuracies[-1]) > 0.6, output
+    assert sum(int(line) for rank in "01" for line in (inside / f"seeds-{rank}").read_text().split()) == 3 * 600
+    assert accuracies[0] == accuracies[-1] if package == "lightning" else len(accuracies) == 3
 
 
 def test_types_and_links_give_the_shown_results() -> None:

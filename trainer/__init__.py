@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainer.loader.neighbor_loader import DistNeighborLoader
     from trainer.loader.shadow import DistShaDowKHopSampler
     from trainer.loader.zip_loader import DistZipLoader
+    from trainer.train.script_run import Run, run
     from trainer.train.steplog import StepLog
 
 __all__ = [
@@ -38,9 +39,11 @@ __all__ = [
     "DistNeighborLoader",
     "DistShaDowKHopSampler",
     "DistZipLoader",
+    "Run",
     "StepLog",
     "connect",
     "open",
+    "run",
 ]
 
 #: Name -> module, imported on first use, so that ``import trainer`` does not import torch.
@@ -53,7 +56,9 @@ _LAZY = {
     "DistNeighborLoader": "trainer.loader.neighbor_loader",
     "DistShaDowKHopSampler": "trainer.loader.shadow",
     "DistZipLoader": "trainer.loader.zip_loader",
+    "Run": "trainer.train.script_run",
     "StepLog": "trainer.train.steplog",
+    "run": "trainer.train.script_run",
 }
 
 

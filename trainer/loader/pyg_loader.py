@@ -119,6 +119,8 @@ class RankLoader(ABC):
     input is its index.
     """
 
+    batch_sampler = None  #: as of a ``DataLoader`` without one; Lightning reads it
+
     def __init__(self, options: LoadOptions, order: SeedOrder, rank: int, layout: RankLayout, digest: str):
         self.options, self.order, self.rank, self.layout = options, order, rank, layout
         self.digest = hashlib.sha256(
@@ -126,6 +128,7 @@ class RankLoader(ABC):
         ).hexdigest()  #: equal on ranks with equal seeds and settings
         self._same = SameOnAllRanks(self.digest, rank, layout.world_size)
         self._epoch = self._first_step = 0
+        self.step_inputs = 0, 0  #: inputs of this rank and of all ranks in the batch that was yielded last
 
     @abstractmethod
     def part_of(self, positions: Ids) -> Ids:
@@ -142,6 +145,11 @@ class RankLoader(ABC):
     @property
     @abstractmethod
     def threads(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def cost(self) -> Cost:
+        """Cost of all batches made so far, also of batches made ahead: bytes, rows, and seconds of sampler threads."""
 
     @property
     @abstractmethod
@@ -220,12 +228,21 @@ class RankLoader(ABC):
 
     def _batches(self, epoch: int, first_step: int) -> Iterator[Any]:
         o = self.options
+
+        def work(item: Any) -> tuple[tuple[int, int], Any]:
+            share = self.share(item)
+            return (len(share.positions), share.global_seeds), self.work(share)
+
+        def finish(made: tuple[tuple[int, int], Any]) -> Any:
+            self.step_inputs = made[0]
+            return self.finish(made[1])
+
         ahead = ordered_ahead(
-            lambda item: self.work(self.share(item)), self.work_items(epoch, first_step), threads=self.threads,
-            ahead=o.prefetch, deadline=self.patience, thread_init=o.thread_init,
+            work, self.work_items(epoch, first_step), threads=self.threads, ahead=o.prefetch, deadline=self.patience,
+            thread_init=o.thread_init,
         )  # fmt: skip
         with closing(ahead):
-            yield from map(self.finish, ahead)  # keeps no reference to a yielded batch
+            yield from map(finish, ahead)  # keeps no reference to a yielded batch
 
 
 class PyGLoader(RankLoader):
@@ -248,7 +265,6 @@ class PyGLoader(RankLoader):
 
     @property
     def cost(self) -> Cost:
-        """Cost of all batches made so far, also of batches made ahead: bytes, rows, and seconds of sampler threads."""
         return self.costs.sum
 
     def make_sampler(self, attrs: Attrs) -> Sampler:

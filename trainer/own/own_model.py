@@ -21,12 +21,11 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.nn.categories import CategoryEmbeddings
 from trainer.nn.graph_facts import GraphFacts, layer_needs
 from trainer.nn.hetero_models import InputRows, as_hetero
-from trainer.nn.kernels.dropout import edge_ids, node_salt
 from trainer.nn.kernels.precision import PRECISIONS, in_own_precision
 from trainer.nn.models import ModelSettings
 from trainer.nn.sharded_embedding import Embeddings
 from trainer.own.blockwise import BlockwiseStack, edge_index_of, prepare, runs_on_blocks
-from trainer.own.dropout import KeyedDropout, RowsOf
+from trainer.own.dropout import KeyedDropout, RowsOf, edges_by_ends, salted, with_loops
 from trainer.own.model_class import constructor_args, forward_names, in_words, load_class, takes_types
 
 Rows = dict[NodeType, Tensor]
@@ -247,11 +246,7 @@ class _TestRows:
 
 
 def _ids_of_nodes(batch: HeteroBatch, of: NodeType, count: int) -> Callable[[], Tensor]:
-    return lambda: batch.n_id[of][:count] ^ _signed(node_salt(of))
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
+    return lambda: salted(batch.n_id[of][:count], of)
 
 
 def _edge_rows(
@@ -268,21 +263,14 @@ def _edge_rows(
         return found
     src, dst = edge_index_of(block)
 
-    def edges() -> Tensor:
-        return edge_ids(batch.n_id[source][src], batch.n_id[target][dst])
-
+    edges = partial(edges_by_ends, batch.n_id[source], batch.n_id[target], src, dst)
     if "edges" in wanted:
         found["edges", edge_type, layer] = len(src), edges
     for what in ("loops", "all loops"):
         if what in wanted and source == target:
             others, nodes = src != dst, batch.n_id[target][: block.num_dst if what == "loops" else block.num_src]
-            with_loops = partial(_with_loops, edges, others, nodes)
-            found[what, edge_type, layer] = int(others.sum()) + len(nodes), with_loops
+            found[what, edge_type, layer] = int(others.sum()) + len(nodes), partial(with_loops, edges, others, nodes)
     return found
-
-
-def _with_loops(edges: Callable[[], Tensor], others: Tensor, nodes: Tensor) -> Tensor:
-    return torch.cat([edges()[others], edge_ids(nodes, nodes)])
 
 
 def _steps(cumulative: Sequence[int]) -> list[int]:

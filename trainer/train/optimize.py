@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,34 +125,47 @@ SMALL = (1 << 20) // 4
 
 
 class MeanGradients:
-    """Averages a small model's gradients over ranks, in one all-reduce after each backward pass.
+    """Averages gradients over ranks after each backward pass: one all-reduce, or one per dtype.
 
-    Replaces DistributedDataParallel, which imports torch._dynamo and so doubles the time to start. The constructor
-    copies rank 0's weights to all ranks.
+    For small models it replaces DistributedDataParallel, which imports torch._dynamo and so doubles the time to start.
+    The constructor copies rank 0's weights to all ranks. ``group``: process group; None: the default one.
     """
 
-    def __init__(self, model: nn.Module, size: int):
-        self._weights, self._size = list(model.parameters()), size
-        values = torch.cat([weight.detach().reshape(-1) for weight in self._weights])
-        dist.broadcast(values, 0)
+    def __init__(self, weights: Iterable[Tensor], size: int, group: Any = None):
+        self.weights, self._size, self._group = list(weights), size, group
         with torch.no_grad():
-            for weight, first in zip(self._weights, self._split(values), strict=True):
-                weight.copy_(first)
+            for same in _by_dtype(weight.detach() for weight in self.weights):
+                flat = torch.cat([weight.reshape(-1) for weight in same])
+                dist.broadcast(flat, 0, group=group)
+                for weight, first in zip(same, _split(flat, same), strict=True):
+                    weight.copy_(first)
 
-    def __call__(self) -> None:
-        """Average the gradients over ranks, after ``backward``. Collective.
+    def __call__(self, *more: Tensor) -> None:
+        """Average the gradients, and the tensors ``more`` in place, over ranks. Collective.
 
-        Raises ``RuntimeError`` when another rank is lost.
+        A missing gradient counts as zero. Raises ``RuntimeError`` when another rank is lost.
         """
-        own = [torch.zeros_like(w) if w.grad is None else w.grad for w in self._weights]
-        flat = torch.cat([gradient.reshape(-1) for gradient in own]).mul_(1 / self._size)
-        dist.all_reduce(flat)
-        for weight, mean in zip(self._weights, self._split(flat), strict=True):
-            weight.grad = mean
+        for weight in self.weights:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        targets = [*(weight.grad for weight in self.weights if weight.grad is not None), *more]
+        for same in _by_dtype(targets):
+            flat = torch.cat([one.reshape(-1) for one in same]).mul_(1 / self._size)
+            dist.all_reduce(flat, group=self._group)
+            for one, mean in zip(same, _split(flat, same), strict=True):
+                one.data = mean
 
-    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = flat.split([weight.numel() for weight in self._weights])
-        return [part.view_as(weight) for part, weight in zip(parts, self._weights, strict=True)]
+
+def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.dtype, []).append(tensor)
+    return list(found.values())
+
+
+def _split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Cut a vector into tensors with the shapes of ``like``."""
+    return [part.view_as(one) for part, one in zip(flat.split([one.numel() for one in like]), like, strict=True)]
 
 
 def averaged(model: nn.Module, group: RankGroup) -> tuple[nn.Module, Callable[[], None] | None]:
@@ -164,7 +177,7 @@ def averaged(model: nn.Module, group: RankGroup) -> tuple[nn.Module, Callable[[]
         return model, None
     shapes = group.gather(_small_shapes(model))
     if shapes[0] and shapes == [shapes[0]] * group.size:
-        return model, MeanGradients(model, group.size)
+        return model, MeanGradients(model.parameters(), group.size)
     from torch.nn.parallel import DistributedDataParallel  # it also reports differences between ranks
 
     unused = any(getattr(module, "unused", None) for module in model.modules())  # of a model class of the user

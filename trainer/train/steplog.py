@@ -38,6 +38,8 @@ class StepLog:
         loader: A loader of gnnfleet, for the time and traffic of batches.
         environ: Environment variables of the launcher.
         checkpoint_seconds: Seconds between checkpoints within an epoch; 0: only after epochs.
+        metric: Name of the values that ``epoch`` and ``result`` record.
+        better: Which values of the metric are better, ``higher`` or ``lower``.
 
     Example:
         ```python
@@ -68,6 +70,7 @@ class StepLog:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: HasCost | None = None,
         environ: Mapping[str, str] = os.environ, *, checkpoint_seconds: float = 60.0,
+        metric: str = "accuracy", better: str = "higher",
     ):  # fmt: skip
         run_dir = environ.get("GNNFLEET_RUN_DIR")
         report_uncaught(environ)
@@ -75,7 +78,8 @@ class StepLog:
         self._timer = StepTimer(model, optimizer)
         self._model_device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self._monitor = DeviceMonitor(self._model_device)
-        self._loader, self._cost = loader, Cost()
+        self.loader, self._cost = loader, Cost()
+        self._metric, self._better = metric, better
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward),
@@ -166,11 +170,11 @@ class StepLog:
         self._next, self._evaluated = (epoch, step + 1), 0
         self._log.at(epoch, step + 1, "between" if step + 1 == steps else "load")
 
-    def epoch(self, epoch: int, loss: float | Tensor, **accuracy: float) -> None:
+    def epoch(self, epoch: int, loss: float | Tensor, **scores: float) -> None:
         """Record an epoch, for the launcher's table and reports. Must be called after each epoch, on all ranks.
 
-        ``loss``: mean over the seeds of all ranks. ``accuracy``: 0 to 1, by name of an evaluated split, such as
-        ``val=0.71``.
+        ``loss``: mean over the seeds of all ranks. ``scores``: value of the metric by name of an evaluated split, such
+        as ``val=0.71``; an accuracy is 0 to 1.
         """
         if self._log is None:
             return
@@ -183,18 +187,24 @@ class StepLog:
             "epoch", epoch=epoch, loss=float(loss), seconds=round(seconds, 3), seeds=self._all_seeds,
             seeds_per_s=round(self._all_seeds / seconds, 1), **more,
         )  # fmt: skip
-        for split, value in accuracy.items() if self._log.rank == 0 else ():
-            self._log.write("eval", epoch=epoch, split=split, accuracy=float(value))
+        for split, value in scores.items() if self._log.rank == 0 else ():
+            self._log.write("eval", epoch=epoch, split=split, **self._named, **{self._metric: float(value)})
         if self._checkpoints is not None:
             self._checkpoints.after_epoch(epoch)
         self._began = time.monotonic()
         self._log.at(epoch, self._next[1], "between")
         self._next, self._evaluated = (epoch + 1, 0), 0
 
-    def result(self, **accuracy: float) -> None:
-        """Record the run's final accuracy by split, such as ``test=0.70``."""
+    def result(self, **scores: float) -> None:
+        """Record the run's final value of the metric by split, such as ``test=0.70``."""
         if self._log is not None and self._log.rank == 0:
-            self._log.write("result", **{f"{split}_accuracy": float(value) for split, value in accuracy.items()})
+            values = {f"{split}_{self._metric}": float(value) for split, value in scores.items()}
+            self._log.write("result", **self._named, **values)
+
+    @property
+    def _named(self) -> dict[str, str]:
+        # lines without these fields have an accuracy
+        return {} if self._metric == "accuracy" else {"metric": self._metric, "better": self._better}
 
     def _before_forward(self, model: nn.Module, _: Any) -> None:
         if not model.training:
@@ -207,8 +217,8 @@ class StepLog:
         self._timer.enter(Phase.FORWARD)
         if self._waiting_since is not None:
             waited, cost = time.monotonic() - self._waiting_since, None
-            if self._loader is not None:
-                before, self._cost = self._cost, self._loader.cost
+            if self.loader is not None:
+                before, self._cost = self._cost, self.loader.cost
                 cost = self._cost - before
             self._timer.loaded(waited, cost)
             self._waiting_since = None

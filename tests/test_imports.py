@@ -35,7 +35,10 @@ FOREIGN = {
     "trainer.core.arrays": ["torch"],
 }
 #: Installed packages that a module of launcher.node may import.
-PACKAGES_ON_NODES = {"launcher.node.remote_folder": ["fsspec"]}
+PACKAGES_ON_NODES = {
+    "launcher.node.remote_folder": ["fsspec"],
+    "launcher.node.supervisor.prometheus": ["prometheus_client"],
+}
 #: Modules that users import or run; no other module imports them.
 ENTRIES = {"launcher.__main__", "trainer.__main__"}
 

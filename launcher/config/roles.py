@@ -54,10 +54,17 @@ def store_packages(config: ClusterConfig) -> tuple[str, ...]:
     return ("fsspec", special) if special else ("fsspec",)
 
 
-def tracker_packages(config: ClusterConfig, k: int) -> tuple[str, ...]:
-    """Return the packages that node ``k`` needs for ``train.track``, which is the work of the node with rank 0."""
+def extra_packages(config: ClusterConfig, k: int) -> tuple[str, ...]:
+    """Return the packages that node ``k`` needs for ``data.store``, ``train.track`` and ``run.prometheus``.
+
+    Trackers are the work of the node with rank 0, which may be another one after a restart.
+    """
     may_lead = k == lead(config) or (config.run.restarts and config.nodes[k].trains)
-    return tuple(TRACKERS[name][1] for name in config.train.track or ()) if may_lead else ()
+    return (
+        *(store_packages(config) if config.nodes[k].holds else ()),
+        *(TRACKERS[name][1] for name in config.train.track or () if may_lead),
+        *(("prometheus_client",) if config.run.prometheus else ()),
+    )
 
 
 def device_packages(node: NodeConfig) -> tuple[str, ...]:

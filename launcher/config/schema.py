@@ -653,6 +653,10 @@ class RunConfig:
         "Encrypt the graph service (TLS 1.3); auto: on, except with `transport: local`.", "auto"
     )
     files: tuple[str, ...] = setting("Files and folders of this machine to send along with your own script.", ())
+    prometheus: str | None = setting(
+        "Folder on each node in which node_exporter's textfile collector looks; the run's figures are written there.",
+        None,
+    )
     notify: tuple[str, ...] = setting(
         "Whom the lead node tells what happens to the run: URLs, which get JSON by POST, and commands, which get it on "
         "stdin; $NAME is a variable of that node.",

@@ -111,6 +111,7 @@ class NodeSpec:
     lost_after: float = 60.0  #: seconds in which a node that was cut off tries to find the others again
     notify: tuple[str, ...] = ()  #: URLs and command lines that get messages about the run
     notify_on: tuple[str, ...] = ()  #: events about which there are messages; (): all
+    prometheus: str = ""  #: folder of node_exporter's textfile collector; '' for none
     data_dir: str = ""  #: with restarts: the partition folder, if not sent by the launcher; may have all parts
     tracker: Mapping[str, Any] | None = None  #: sends the run to its trackers, if rank 0 is here
     generation: int = 0  #: number of the attempt; node.json describes the first one

@@ -194,6 +194,7 @@ def _node_spec(context: PlanContext, node: NodePlan) -> NodeSpec:
         lost_after=run.lost_after,
         notify=run.notify if context.world.size else (),
         notify_on=run.notify_on,
+        prometheus=run.prometheus or "",
         data_dir=node.data_dir if restarts and config.data.mode == "verify" else "",
         tracker={**_process(command), "job": tracking_job(context)} if command else None,
     )

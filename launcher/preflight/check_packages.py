@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from launcher.config.roles import store_packages, tracker_packages
+from launcher.config.roles import extra_packages
 from launcher.config.schema import TRACKERS
 from launcher.node.programs import packages
 from launcher.preflight.finding import Finding, Severity, Survey, listed
@@ -62,6 +62,7 @@ RULES = (
     Rule("fsspec", 0),
     Rule("s3fs", 0),
     Rule("gcsfs", 0),
+    Rule("prometheus_client", 0),
     *(Rule(package, 0) for _, package in TRACKERS.values()),
 )
 
@@ -187,8 +188,7 @@ def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Fin
 
 
 def _needed(survey: Survey, k: int) -> tuple[str, ...]:
-    more = store_packages(survey.config) if survey.config.nodes[k].holds else ()
-    return (*packages.PACKAGES, *more, *tracker_packages(survey.config, k))
+    return (*packages.PACKAGES, *extra_packages(survey.config, k))
 
 
 def _has_system_python(survey: Survey, k: int) -> bool:
@@ -222,14 +222,14 @@ def _breaks(
     For the bundled trainer and graph servers every problem blocks. For a user's own command, two kinds of problems
     block:
 
-    - torch, or a package that reads ``data.store``, is missing, or one of a tracker.
+    - torch, or a package of ``extra_packages``, is missing.
     - A package that every command needs (``Rule.needed_by``) has a differing version.
 
     missing: packages that are not installed. without_cuda: packages built without CUDA on a node with ``devices``.
     """
     if not survey.own_command or survey.config.nodes[k].role == "server":
         return any([*missing, *differing, *without_cuda])
-    needed = (*_OWN_NEEDS, *store_packages(survey.config), *tracker_packages(survey.config, k))
+    needed = (*_OWN_NEEDS, *extra_packages(survey.config, k))
     return any(name in needed for name in missing) or any(one.rule.needed_by == "all" for one in differing)
 
 
@@ -273,7 +273,8 @@ def _launcher_version(survey: Survey, k: int, name: str) -> str:
 
 @cache
 def _own() -> dict[str, str]:
-    return packages.versions(("fsspec", "s3fs", "gcsfs", *(package for _, package in TRACKERS.values())))
+    trackers = (package for _, package in TRACKERS.values())
+    return packages.versions(("fsspec", "s3fs", "gcsfs", "prometheus_client", *trackers))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.resolve import ResolvedConfig
-from launcher.config.roles import device_packages, store_packages, tracker_packages
+from launcher.config.roles import device_packages, extra_packages
 from launcher.config.schema import node_workdir
 from launcher.node.json_reader import read_json
 from launcher.node.programs.packages import size_of
@@ -63,11 +63,7 @@ class Inquiry:
             "ports": list(candidate_ports(config, k)),
             "manifest": f"{parts}/manifest.json" if config.data.mode == "verify" and node.holds else "",
             "devices": bool(node.devices),
-            "packages": [
-                *(store_packages(config) if node.holds else ()),
-                *tracker_packages(config, k),
-                *device_packages(node),
-            ],  # fmt: skip
+            "packages": [*extra_packages(config, k), *device_packages(node)],
             "names": [name for name in names if name and name != "auto" and not is_ip(name)],
             "code": self.code,
             "parts": f"{workdir}/data/{self.parts.fingerprint}" if self.parts and node.holds else "",

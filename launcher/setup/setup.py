@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from launcher.config.resolve import ResolvedConfig
-from launcher.config.roles import lead, store_packages, tracker_packages
+from launcher.config.roles import extra_packages
 from launcher.errors import FleetError, NodeError, TransportError, UsageError
 from launcher.preflight.preflight import open_agents
 from launcher.setup.apply import Connections, Result, apply
@@ -77,8 +77,9 @@ def set_up(config: ResolvedConfig, options: SetupOptions) -> int:
 
 
 def config_packages(config: ResolvedConfig, more: Sequence[str]) -> tuple[str, ...]:
-    """Return the packages for ``train.track`` and ``data.store``, if the config has these keys, and ``more``."""
-    return (*tracker_packages(config, lead(config)), *store_packages(config), *more)
+    """Return the packages that keys of the config need (``extra_packages``), and ``more``."""
+    found = (name for k in range(len(config.nodes)) for name in extra_packages(config, k))
+    return tuple(dict.fromkeys((*found, *more)))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,15 @@ from train_kit import curve, job, run_ranks, write_parts
 from trainer.core.batch import Batch
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import Ranks
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.graph.seed_order import RankLayout
 from trainer.infer.infer import infer
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.nn.hetero_models import as_hetero
 from trainer.own.blockwise import edge_index_of
 from trainer.own.model_class import check_class, load_class, relative_name, save_sources
 from trainer.own.own_model import build_own, small_batch
+from trainer.own.unrolled import unrolled
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.train.job import train
@@ -133,11 +139,15 @@ def named(sources: Path, model: str) -> str:
     return model if "." in model else f"{sources}/own_models.py:{model}"
 
 
+#: Hops with other fanouts: which neighbours a node has must not depend on the other seeds of a rank.
+FANOUTS = {"homo": (5, 3), "hetero": (2, 4)}
+
+
 def jobs(sources: Path, homo: Path, hetero: Path, folder: Path, **more: Any):
     common = {"epochs": 2, "dropout": 0.5, "heads": 2, **more}
     for parts, kind, models in ((homo, "homo", HOMO), (hetero, "hetero", HETERO)):
         for model in models:
-            yield job(parts, folder / kind / model, model=named(sources, model), **common)
+            yield job(parts, folder / kind / model, model=named(sources, model), fanouts=FANOUTS[kind], **common)
     links = {**common, "task": "link", "target": "paper__cites__paper", "batch_size": 500, "negatives": 20}
     yield job(hetero, folder / "links", model=named(sources, "Typed"), **links)
     yield job(homo, folder / "noisy", model=named(sources, "Noisy"), **{**common, "epochs": 1})
@@ -162,6 +172,25 @@ def together(sources: Path, homo: Path, hetero: Path, tmp_path_factory: pytest.T
     return folder
 
 
+@pytest.mark.parametrize("fanouts", [(6, 3), (3, 6), (4, 3, 5)])
+def test_an_unrolled_batch_has_the_neighbours_of_each_hop(homo: Path, fanouts: tuple[int, ...]) -> None:
+    with gf.open(homo) as opened:
+        loader = BatchLoader(opened, LoaderSettings("train", fanouts, 32), 0, RankLayout.single(2))
+        batch = as_hetero(next(iter(loader.epoch(1))))
+    kept = {HOMO_NODE: torch.arange(len(batch.n_id[HOMO_NODE]))}
+    made, rows = unrolled(batch, kept, [HOMO_EDGE])
+    ids, counts, block = rows[HOMO_NODE].tolist(), made.num_nodes[HOMO_NODE], made.blocks[0][HOMO_EDGE]
+    assert counts[0] == 32 == batch.num_seeds and ids[:32] == [*range(32)] and block.num_dst == counts[-2]
+    for hop, (first, last) in enumerate(pairwise((0, *counts[:-1]))):
+        of_hop = batch.blocks[-1 - hop][HOMO_EDGE]
+        for place in range(first, last):
+            sources = block.indices[block.indptr[place] : block.indptr[place + 1]].tolist()
+            row = slice(of_hop.indptr[ids[place]], of_hop.indptr[ids[place] + 1])
+            assert [ids[source] for source in sources] == of_hop.indices[row].tolist()
+            assert all(last <= source < counts[hop + 1] for source in sources)
+    assert sorted(set(ids[counts[-2] :])) == ids[counts[-2] :], "once per depth"
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_several_processes_train_the_same_model_as_one(case: str, alone: Path, together: Path) -> None:
     assert len(curve(alone / case)) > 2
@@ -174,7 +203,7 @@ def test_a_resumed_run_continues_the_curve_exactly(
 ) -> None:
     first = str(alone / case / "checkpoints" / "epoch-0001.pt")
     kind, _, model = case.partition("/")
-    more = {"epochs": 2, "dropout": 0.5, "heads": 2, "resume": first}
+    more = {"epochs": 2, "dropout": 0.5, "heads": 2, "resume": first, "fanouts": FANOUTS[kind]}
     train(job(homo if kind == "homo" else hetero, tmp_path, model=named(sources, model), **more), Ranks())
     whole = curve(alone / case)
     assert curve(tmp_path) == whole[len(whole) // 2 :]
@@ -242,7 +271,8 @@ def test_inference_of_other_classes_uses_sampled_neighbours_and_says_so(
     saved = alone / case / "checkpoints" / "last.pt"
     parts = homo if case.startswith("homo") else hetero
     first, again = (infer(InferJob(saved, parts, tmp_path / str(size), nodes_at_once=size)) for size in (64, 1000))
-    assert "was run on sampled neighbours (5, 5), as in evaluation" in first.files
+    fanouts = FANOUTS.get(case.partition("/")[0], (5, 5))
+    assert f"was run on sampled neighbours {fanouts}, as in evaluation" in first.files
     assert first.metrics == again.metrics
     if case == "homo/Own":
         every = infer(InferJob(saved, parts, tmp_path / "every", nodes_at_once=600, fanouts=(-1, -1)))
@@ -508,7 +538,7 @@ def test_a_typed_class_also_reads_a_graph_without_types(sources: Path, homo: Pat
 
 
 def test_bfloat16_changes_the_curve_only_a_little(sources: Path, homo: Path, alone: Path, tmp_path: Path) -> None:
-    more = {"epochs": 2, "dropout": 0.5, "heads": 2, "precision": "bfloat16"}
+    more = {"epochs": 2, "dropout": 0.5, "heads": 2, "precision": "bfloat16", "fanouts": FANOUTS["homo"]}
     train(job(homo, tmp_path, model="torch_geometric.nn.GraphSAGE", **more), Ranks())
     ours, theirs = curve(tmp_path), curve(alone / "homo/torch_geometric.nn.GraphSAGE")
     assert ours != theirs

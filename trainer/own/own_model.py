@@ -27,6 +27,7 @@ from trainer.nn.sharded_embedding import Embeddings
 from trainer.own.blockwise import BlockwiseStack, edge_index_of, prepare, runs_on_blocks
 from trainer.own.dropout import KeyedDropout, RowsOf, edges_by_ends, salted, with_loops
 from trainer.own.model_class import constructor_args, forward_names, in_words, load_class, takes_types
+from trainer.own.unrolled import differ_by_depth, unrolled
 
 Rows = dict[NodeType, Tensor]
 
@@ -40,6 +41,8 @@ class OwnSettings(ModelSettings, Protocol):
     def model_args(self) -> Mapping[str, Any] | None: ...
     @property
     def edge_attr(self) -> str | None: ...
+    @property
+    def eval_fanouts(self) -> tuple[int, ...] | None: ...
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class OwnModel(nn.Module):
         self.embeddings = None if inputs is not None else embeddings
         read = {of: some for of, some in facts.categories.items() if of in call.node_types}
         self.categories = CategoryEmbeddings(read)
+        self.other_fanouts = True  #: whether hops may have different fanouts; comparing them waits for a GPU
         self.unused: list[str] = []  #: weights that the test batch has given no gradient
         self._drops: list[RowsOf | None] | None = None
 
@@ -92,6 +96,10 @@ class OwnModel(nn.Module):
             nothing = sum(weight.reshape(-1)[:0].sum() for weight in self.parameters())
             device = next(iter(rows.values())).device
             return {of: torch.zeros(0, self.outputs, device=device) + nothing for of in self.targets}
+        if self._drops is not None and not self.call.on_blocks:  # not the test batch
+            read = [of for of in self.call.edge_types if of[1] != SELF]
+            if self.other_fanouts and differ_by_depth(typed, read):
+                typed, rows = unrolled(typed, rows, read)
         arguments = self._arguments(typed, rows)
         with self._randomness(typed):
             out = self.own(**arguments)
@@ -167,7 +175,10 @@ class OwnModel(nn.Module):
         return {of: found[of][:count] for of, count in seeds.items()}
 
     def _arguments(self, batch: HeteroBatch, rows: Rows) -> dict[str, Any]:
-        """Return the arguments of the model's ``forward``. ``rows``: its input, by node type."""
+        """Return the arguments of the model's ``forward``. ``rows``: its input, by node type.
+
+        ``blocks[0]`` has all edges, except for a model on blocks.
+        """
         call = self.call
         if call.on_blocks:
             blocks = tuple(blocks[HOMO_EDGE] for blocks in batch.blocks)
@@ -361,6 +372,7 @@ def _built(
     call = Call(cls.__name__, names, typed, converted, blocks, as_weight, types, edges)
     model = OwnModel(own, call, facts, PRECISIONS[settings.precision], inputs, embeddings)
     model.check(small_batch(facts, layers, typed))
+    model.other_fanouts = len({*settings.fanouts, *(settings.eval_fanouts or ())}) > 1
     return model
 
 

@@ -273,6 +273,9 @@ def trained_model(
     if embedding is not None:
         last = saved.embedding and saved.embedding["tables"]
         embedding.weight.data.copy_(scatter_tables(embedding, best.embedding if best else last))
+    encoder = getattr(model, "encoder", model)
+    if hasattr(encoder, "other_fanouts"):
+        encoder.other_fanouts = True  # it may be given other batches than those of its training
     return model.to(device or "cpu").eval(), embedding
 
 

@@ -49,19 +49,18 @@ class Notifier:
         self._sending: list[tuple[str, Child]] = []  # event and process of each message under way
         self._told: set[tuple[str, Any]] = set()
         self._told_until = 0.0  # time of the last restart: findings before it have been told
-        self.findings: list[dict[str, Any]] = []  #: about messages that did not arrive
 
-    def look(self, peers: Peers, findings: list[dict[str, Any]]) -> None:
-        """Send a message about each new finding on any node; note messages that did not arrive."""
+    def look(self, peers: Peers, findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Send a message about each new finding on any node; return findings about messages that did not arrive."""
+        lost = []
         for event, child in [one for one in self._sending if not one[1].running()]:
             self._sending.remove((event, child))
             self._loop.forget(child)
             if child.status[0]:
                 why = "; ".join(child.log.tail) or "its process was killed"
-                self._journal.event("not-notified", event=event, reason=why)
                 text = f"the message `{event}` did not arrive: {why}"
                 about = {"t": time.time(), "kind": "notify", "node_rank": self._spec.node_rank, "rank": None}
-                self.findings.append({**about, "text": text, "stop": False})
+                lost.append({**about, "text": text, "stop": False})
         for one in findings if self._speaks(peers) else ():
             told = _FINDINGS.get(one["kind"])
             # A NaN reaches all ranks, and a stall all nodes: the first is told.
@@ -69,6 +68,7 @@ class Notifier:
             if told and not one["stop"] and one["t"] > self._told_until and key not in self._told:
                 self._told.add(key)
                 self._tell(told, "running", one["text"], {"node_rank": one["node_rank"], "rank": one["rank"]})
+        return lost
 
     def restarted(self, spec: NodeSpec, record: Mapping[str, Any]) -> None:
         """Send the message about an automatic restart, if this node is the hub of the new attempt."""
@@ -78,30 +78,31 @@ class Notifier:
             cause = {"node_rank": record["cause_node"], "reason": record["reason"]}
             self._tell("restart", "running", record["text"], {"cause": cause, "restarts": spec.generation})
 
-    def ended(self, spec: NodeSpec, peers: Peers, cause: Cause | None) -> None:
+    def ended(self, spec: NodeSpec, peers: Peers, cause: Cause | None) -> list[dict[str, Any]]:
         """Send the message about the end of the run; wait briefly until it has arrived.
 
-        cause: first cause of the end, None if the run is done.
+        cause: first cause of the end, None if the run is done. Returns findings about messages that did not arrive.
         """
         if not self._speaks(peers):
-            return
+            return []
         state = "done" if cause is None else "stopped" if cause["kind"] == "stop" else "failed"
         result = _result(spec)
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items())
         text = f"{state}: {sentence(cause, spec.labels) if cause else shown}".rstrip(": ")
         more = {"cause": cause, "restarts": spec.generation, "result": result}
         self._tell("failure" if state == "failed" else "end", state, text, more)
-        self._wait(_AT_THE_END, peers)
+        return self._wait(_AT_THE_END, peers)
 
     def leave(self, peers: Peers) -> None:
         """Wait for the messages that are still being sent, at most ``_LEAVING`` seconds."""
         self._wait(_LEAVING, peers)
 
-    def _wait(self, seconds: float, peers: Peers) -> None:
-        until = time.monotonic() + seconds
+    def _wait(self, seconds: float, peers: Peers) -> list[dict[str, Any]]:
+        until, lost = time.monotonic() + seconds, self.look(peers, [])
         while self._sending and time.monotonic() < until:
             self._idle(0.05)
-            self.look(peers, [])
+            lost += self.look(peers, [])
+        return lost
 
     def _speaks(self, peers: Peers) -> bool:
         if isinstance(peers, Member):

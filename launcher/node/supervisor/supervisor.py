@@ -34,6 +34,7 @@ from launcher.node.supervisor.journal import Journal, stop_request
 from launcher.node.supervisor.notifier import Notifier
 from launcher.node.supervisor.outcomes import MAILBOX, Ended, Mailbox, OutcomeBook
 from launcher.node.supervisor.processes import RankRunners, complete_outcomes, end_processes
+from launcher.node.supervisor.prometheus import PrometheusFile
 from launcher.node.supervisor.rendezvous import Restarts, connect
 from launcher.node.supervisor.server_keeper import ServerKeeper
 from launcher.node.supervisor.tracking import Tracking
@@ -62,6 +63,7 @@ class Supervisor:
         self.tracking = Tracking(self.journal, self.loop, self.idle)
         self.load, self.began = HostLoad(spec.run_dir), time.monotonic()
         self.host: dict[str, float] = {}  # load of this machine, for trackers
+        self.prometheus = PrometheusFile(self.first)
         self.state, self.final = "starting", ""
         self.token = procs.node_token(spec.token, spec.node_rank)
         me = procs.look(os.getpid())
@@ -416,7 +418,7 @@ class Supervisor:
             self.idle(0.05)
         cause = self.peers.cause or self.cause
         if not self.restarts.left:
-            self.notifier.ended(self.spec, self.peers, cause)
+            self.take_findings(self.notifier.ended(self.spec, self.peers, cause))
         self.take_findings(self.tracking.close())
         self.journal.event("node-end", state=end.state, reason=end.reason)
         self.set_state(end.state)
@@ -424,10 +426,7 @@ class Supervisor:
         result = {**end.result(self.spec.node_rank, cause), "outcomes": list(self.book.outcomes.values())}
         lost = {**self.restarts.lost, **self.peers.lost}
         result |= {"clock_offset": self.peers.offset, "lost": lost, "gone": self.peers.gone}
-        result |= {
-            "findings": [*self.health.findings, *self.notifier.findings],
-            **self.restarts.state(self.spec, self.peers),
-        }
+        result |= {"findings": self.health.findings, **self.restarts.state(self.spec, self.peers)}
         self.journal.put_last("result.json", result)
         self.peers.close()
         self.mailbox.close()
@@ -436,6 +435,7 @@ class Supervisor:
             leases.release(self.spec.run_id, self.spec.node_rank)
         except leases.LeaseError as error:
             self.journal.log(f"leases could not be released: {error}")
+        self.prometheus.close()
         self.notifier.leave(self.peers)
 
     # State shown to other programs.
@@ -447,7 +447,7 @@ class Supervisor:
     def heartbeat(self) -> None:
         self._next_heartbeat = time.monotonic() + HEARTBEAT
         self.oom.look()
-        self.notifier.look(self.peers, self.health.findings)
+        self.take_findings(self.notifier.look(self.peers, self.health.findings))
         self.look_at_trackers()
         state = {
             "state": self.state,
@@ -460,10 +460,11 @@ class Supervisor:
             "spare": self.peers.spare,
             "gone": self.peers.gone,
             "ranks": self.health.ranks,
-            "findings": [*self.health.newest, *self.notifier.findings],
+            "findings": self.health.newest,
             **self.restarts.state(self.spec, self.peers),
         }
         self.journal.put_state(state)
+        self.take_findings(self.prometheus.look(state))
         self.report()
 
     def look_at_trackers(self) -> None:

@@ -185,6 +185,13 @@ def test_an_init_container_fetches_parts_from_the_store(tmp_path: Path) -> None:
     assert not [volume for volume in volumes if volume["name"] == "parts"]
 
 
+def test_addresses_of_notify_are_left_out(tmp_path: Path) -> None:
+    told = STORE + 'run: {notify: ["https://hooks.lab/T0K3N", $HOOK, ./tell.sh]}\n'
+    made = kubernetes(told, tmp_path)
+    assert "T0K3N" not in made.text() + made.secret_text() and "$HOOK" in made.text()
+    assert any("run.notify" in note for note in made.notes)
+
+
 def test_own_files_travel_in_the_config_map(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hi')\n")
     (tmp_path / "more.bin").write_bytes(b"\xff\x00")

@@ -62,6 +62,8 @@ def _notify(config: ClusterConfig, reader: Reader) -> None:
             wrong = "" if shlex.split(target) else "expected a URL, a command or $NAME, found an empty text"
         except ValueError as error:
             wrong = f"`{target}`: {error}"
+        if re.match(r"https?://[^/]*@", target, re.IGNORECASE):
+            wrong = "a URL with a user or password; put the whole URL into a variable of the node, and name it: $NAME"
         if wrong:
             reader.report(("run", "notify", number), f"run.notify: {wrong}")
 

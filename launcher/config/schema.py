@@ -425,7 +425,7 @@ class TrainConfig:
     layers: int | None = setting(
         "Number of layers; default, and the only valid value: the number of fanouts.", None, at_least=1
     )
-    heads: int = setting("Number of attention heads (gat and hgt).", 4, at_least=1)
+    heads: int = setting("Number of attention heads (gat, hgt, model classes).", 4, at_least=1)
     output_heads: int | None = setting(
         "Number of attention heads of the last layer (gat); default: those of the others.", None, at_least=1
     )
@@ -442,8 +442,8 @@ class TrainConfig:
         "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None, form=WORD
     )
     edge_attr: str | None = setting(
-        "Edge attribute used as features of edges, by models sage and rsage; `tables` calls the features of an edge "
-        "table `edge_attr`.",
+        "Edge attribute used as features of edges, by sage, rsage and model classes; `tables` calls the features of an "
+        "edge table `edge_attr`.",
         None,
         form=WORD,
     )
@@ -492,9 +492,9 @@ class TrainConfig:
         above=0,
     )
     embeddings: Literal["auto", "featureless", "all"] = setting(
-        "Which vertices have trainable rows, in the models rgcn, hgt and rsage. featureless: those without features "
-        "in heterogeneous graphs; all: all, also beside features; auto: as featureless, and for task `link` also the "
-        "links' targets beside their features, if these rows take at most 1 GB.", "auto"
+        "Which vertices have trainable rows, in rgcn, hgt, rsage and model classes. featureless: those without "
+        "features in heterogeneous graphs; all: all, also beside features; auto: as featureless, and for task `link` "
+        "also the links' targets beside their features, if these rows take at most 1 GB.", "auto"
     )  # fmt: skip
     embedding_lr: float | None = setting(
         "Learning rate of trainable rows of vertices (SparseAdam); default: lr.", None, above=0
@@ -659,7 +659,7 @@ class RunConfig:
     )
     notify: tuple[str, ...] = setting(
         "Whom the lead node tells what happens to the run: URLs, which get JSON by POST, and commands, which get it on "
-        "stdin; $NAME is a variable of that node.",
+        "stdin; `$NAME` in a URL is a variable of that node.",
         (),
     )
     notify_on: tuple[Event, ...] = setting("The events that `notify` is told of; default: all.", ())

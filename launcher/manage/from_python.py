@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -28,11 +29,11 @@ class RunFailed(FleetError):
     """A run has failed, or was stopped by somebody else. ``str()`` is its first cause.
 
     Attributes:
-        run: The run; None if its launcher ended before anything was started.
-        result: Content of its result.json; {} if nothing was started.
+        run: The run.
+        result: Content of its result.json.
     """
 
-    def __init__(self, message: str, run: LaunchedRun | None, result: Mapping[str, Any]):
+    def __init__(self, message: str, run: LaunchedRun, result: Mapping[str, Any]):
         super().__init__(message)
         self.run, self.result = run, result
 
@@ -41,9 +42,9 @@ def launch(
     config: str | Path,
     *,
     set: Mapping[str, Any] | None = None,
-    command: Sequence[str] = (),
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    command: str | Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     run_id: str | None = None,
     quiet: bool = False,
 ) -> LaunchedRun:
@@ -54,7 +55,7 @@ def launch(
     Args:
         config: The cluster.yml.
         set: Values of config keys, such as ``{"train.lr": 0.01}``.
-        command: Your own command instead of the bundled trainer, such as ``["python", "train.py"]``.
+        command: Your own command instead of the bundled trainer, such as ``"python train.py"``, or its words.
         include, exclude: Hosts and devices, as of the options ``--include`` and ``--exclude``.
         run_id: Id of the run; default: from name and time.
         quiet: Print no lines of the launch to stderr.
@@ -69,8 +70,10 @@ def launch(
         print(run.wait()["metrics"]["test_accuracy"])
         ```
     """
+    command = shlex.split(command) if isinstance(command, str) else command
+    include, exclude = ((hosts,) if isinstance(hosts, str) else tuple(hosts) for hosts in (include, exclude))
     sets = [f"{key}={json.dumps(value, default=str)}" for key, value in (set or {}).items()]
-    options = LaunchOptions(Path(config), overrides_of({}, sets), tuple(include), tuple(exclude))
+    options = LaunchOptions(Path(config), overrides_of({}, sets), include, exclude)
     run_id = choose_run_id(options.choose(read_config(options)), run_id)
     words = ["launch", "--config", str(config), "--run-id", run_id, "--detach", "--json"]
     for option, values in (("--set", sets), ("--include", include), ("--exclude", exclude)):

@@ -24,8 +24,8 @@ from waiting import DEADLINE
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 OPTIONS = {"num_nodes": 1500, "avg_degree": 8, "num_classes": 5, "num_features": 16, "homophily": 0.8}
-#: Model, dataset and more settings. Some amplify the rounding of sums, which differs between numbers of ranks: at lr 0.02
-#: the typed class from 1e-7 in the first steps to 2e-5 after 30.
+#: Model, dataset and more settings. Some amplify the rounding of sums, which differs between numbers of ranks: at lr
+#: 0.02 the typed class from 1e-7 in the first steps to 2e-5 after 30.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sage": (
         "torch_geometric.nn.GraphSAGE",

@@ -76,9 +76,8 @@ def test_a_message_reaches_urls_and_commands(hook: Hook, tmp_path: Path) -> None
 
 def test_a_message_that_does_not_arrive(hook: Hook) -> None:
     hook.answers = [404, 302, 503]
-    words = send(
-        hook.url, hook.url, hook.url, "http://127.0.0.1:1/x", "$NO_HOOK", "false", "/no/program a", "$HOOK", HOOK="x"
-    )
+    others = ("http://127.0.0.1:1/x", "$NO_HOOK", "false", "/no/program a", "$HOOK", "http://me:hush@hooks.lab/x")
+    words = send(hook.url, hook.url, hook.url, *others, HOOK="x")
     assert words == {
         0: "127.0.0.1 answered 404 Not Found: no such hook",
         1: "127.0.0.1 answered 302 Found: no such hook",
@@ -88,6 +87,7 @@ def test_a_message_that_does_not_arrive(hook: Hook) -> None:
         5: "false ended with exit status 1",
         6: "/no/program: No such file or directory",
         7: "$HOOK is no http:// or https:// address",
+        8: "hooks.lab: the address cannot be used; it has no user or password, and may have a port",
     }
     hook.answers = [503, 503, 404]
     assert send(hook.url, pauses=(0.0, 0.0)) == {0: "127.0.0.1 answered 404 Not Found: no such hook"}
@@ -96,9 +96,8 @@ def test_a_message_that_does_not_arrive(hook: Hook) -> None:
 
 
 def test_names_of_targets_show_no_secret() -> None:
-    assert [label(one) for one in ("https://user:pw@hooks.lab/T0/secret", "tell.sh --key x", "$HOOK")] == [
-        "hooks.lab", "tell.sh", "$HOOK",
-    ]  # fmt: skip
+    targets = ("https://user:pw@hooks.lab/T0/secret", "tell.sh --key x", "$HOOK", "${BASE}/T0/secret")
+    assert [*map(label, targets)] == ["hooks.lab", "tell.sh", "$HOOK", "${BASE}"]
 
 
 RESULT = """
@@ -174,13 +173,15 @@ def test_mistakes_in_the_config(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yml"
     file.write_text(
         "transport: local\nnodes: 1\ndata: {dataset: synthetic}\nrun:\n"
-        "  notify: ['tell \"x', ' ', 'https://ok']\n  notify_on: [end, fail]\n"
+        "  notify: ['tell \"x', ' ', 'https://ok', 'https://me:hush@ok/x']\n  notify_on: [end, fail]\n"
     )
     with pytest.raises(ConfigError) as raised:
         load_config(file)
-    assert str(raised.value).splitlines()[-3:] == [
+    assert str(raised.value).splitlines()[-4:] == [
         f'{file}:5: run.notify: `tell "x`: No closing quotation',
         f"{file}:5: run.notify: expected a URL, a command or $NAME, found an empty text",
+        f"{file}:5: run.notify: a URL with a user or password; put the whole URL into a variable of the node, and name "
+        "it: $NAME",
         f"{file}:6: run.notify_on.1: expected one of end, failure, restart, stall, nan, lost, found the text `fail`; "
         "did you mean `failure`?",
     ]

@@ -192,3 +192,31 @@ def test_a_run_ends_early_with_its_best_weights(parts: Path, capsys: pytest.Capt
             run.score(val=torch.tensor([4.0, 2.0, 3.0, 3.0, 1.0][epoch - 1]).expand(7))
         assert len(weights) == 4 and model.weight.equal(weights[1])
     assert capsys.readouterr().out.endswith("ended early: val has not improved for 2 epochs\nval mae 2.0000\n")
+
+
+def test_an_evaluation_within_a_step_leaves_its_mode_and_a_first_score_may_be_nan(parts: Path) -> None:
+    with gf.run(parts) as run:
+        model = run.model(torch.nn.Linear(run.graph.num_features, run.graph.num_classes))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train, val = (gf.DistNeighborLoader(run.graph, [2], torch.arange(n), batch_size=20) for n in (40, 30))
+        for epoch in run.epochs(3, optimizer=optimizer, patience=1):
+            for batch in run.train(train):
+                for _ in run.evaluate(val):
+                    assert not model.training
+                assert model.training and run._loader is train
+                optimizer.zero_grad()
+                run.backward(model(batch.x[:20]).logsumexp(1).mean())
+                optimizer.step()
+            run.score(val=float("nan") if epoch == 1 else 0.5 + epoch / 10)
+        assert run.scores == {"val": pytest.approx(0.8)} and not model.training
+        with pytest.raises(SettingsError, match="a run has one loop"):
+            next(iter(run.epochs(1, optimizer=optimizer)))
+
+
+def test_patience_needs_a_score(parts: Path) -> None:
+    with gf.run(parts) as run:
+        model = run.model(torch.nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(SettingsError, match=r"patience needs a score in each epoch: run.score\(val=…\)"):
+            for _ in run.epochs(2, optimizer=optimizer, patience=1):
+                run.score(test=0.5)

@@ -42,6 +42,8 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ([0.5, 0.54, 0.56, 0.58], EarlyStop(2, min_delta=0.05), False),
         ([0.5, 0.4, 0.3, 0.2], EarlyStop(2, "loss"), False),
         ([], EarlyStop(1), False),
+        ([float("nan"), 0.5, 0.6, 0.7], EarlyStop(2), False),
+        ([float("nan")] * 3, EarlyStop(2), True),
     ],
 )
 def test_a_run_ends_after_as_many_evaluations_without_improvement(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -40,6 +41,8 @@ _SYSTEM = 10.0  # seconds between two points of the nodes' figures
 
 _AT_ONCE = 500  # points that are logged before the tracker's place is saved
 
+_LOGIN = re.compile(r"://[^/@\s]*@")
+
 _NICE = 5  # ranks come first on a busy machine
 
 
@@ -66,7 +69,8 @@ class Following:
             except SettingsError as error:  # another attempt would not help
                 return self.complain(str(error))
             except Exception as error:
-                self.complain(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+                words = _LOGIN.sub("://", " ".join(str(error).split()))  # clients name the address, with its password
+                self.complain(f"{type(error).__name__}: {words[:300]}")
             if last:
                 return
             self._ended.wait(_AGAIN)

@@ -31,7 +31,7 @@ class Wandb:
             mode=options.get("mode"),  # None: WANDB_MODE, else online
             dir=str(job.folder),
             resume="allow",
-            reinit="create_new",
+            reinit="return_previous",
             settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, save_code=False),
         )
         runs = [*job.before, job.run_id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -221,7 +222,11 @@ class Run:
             model, optimizer, checkpoint_seconds=self._checkpoint_seconds,
             metric=metric, better=better,
         )  # fmt: skip
-        others = {name: one for name, one in (state | self._models).items() if one not in (model, optimizer)}
+        others = {
+            name: one for name, one in (state | self._models).items() if one is not model and one is not optimizer
+        }
+        if others.keys() & {"model", "optimizer"}:  # the names of the two that StepLog saves
+            raise SettingsError("run.epochs: pass the optimizer of the model as optimizer=, others by other names")
         start = log.restore(**others, **self._best_rows, run=self._progress)
         at, sign = self._progress, 1 if better == "higher" else -1
         for epoch in range(start.epoch, epochs + 1):
@@ -236,8 +241,10 @@ class Run:
             self._first_step = None
             self._reduce_scores()
             score = self.scores.get(best)
-            improved = not at.best_epoch or (score is not None and (score - at.best_score) * sign > 0)
-            if score is not None and improved:
+            if patience and score is None:
+                raise SettingsError(f"run.epochs: patience needs a score in each epoch: run.score({best}=…)")
+            first = not at.best_epoch or math.isnan(at.best_score)
+            if score is not None and (first or (score - at.best_score) * sign > 0):
                 at.best_epoch, at.best_score = epoch, score
                 at.best_weights = {name: cpu_copy(one.state_dict()) for name, one in self._models.items()}
                 for one, kept in zip(self._rows.values(), self._best_rows.values(), strict=True):
@@ -247,6 +254,8 @@ class Run:
             self.print(f"epoch {epoch}/{epochs}  loss {self.loss:.4f}{scores}")
         # The best weights, for what the script does next.
         self.scores = {}
+        for module in self._models.values():
+            module.eval()
         if at.best_epoch:
             for name, module in self._models.items():
                 module.load_state_dict(at.best_weights[name])
@@ -346,6 +355,7 @@ class Run:
         Each evaluation draws the same neighbours. At the end, ``scores`` has the means of what ``score`` was called
         with. All ranks must iterate all batches.
         """
+        of_step, training = self._loader, {name: module.training for name, module in self._models.items()}
         self._use(loader).set_epoch(0)
         for module in self._models.values():
             module.eval()
@@ -355,6 +365,10 @@ class Run:
         with torch.no_grad():
             yield from map(self._on_device, loader)
         self._reduce_scores()
+        # A step of ``train`` goes on with its loader and mode.
+        self._loader = of_step
+        for name, module in self._models.items():
+            module.train(training[name])
 
     def score(self, **values: Tensor | float) -> None:
         """Add values of this rank's seeds in a batch, such as ``run.score(val=out.argmax(1) == y)``.

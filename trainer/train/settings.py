@@ -158,9 +158,9 @@ class TrainSettings:
     schedule: Schedule | None = setting("How the learning rates change; default: they are constant.", None)
     clip: float | None = setting("Largest norm of the gradient of all weights; default: no limit.", None, above=0)
     embeddings: Literal["auto", "featureless", "all"] = setting(
-        "Which nodes have trainable rows, in the models rgcn, hgt and rsage. featureless: those without features, in "
-        "heterogeneous graphs; all: all, also beside features; auto: as featureless, and for task link also the links' "
-        "targets beside their features, if these rows take at most 1 GB.", "auto"
+        "Which nodes have trainable rows, in rgcn, hgt, rsage and model classes. featureless: those without features, "
+        "in heterogeneous graphs; all: all, also beside features; auto: as featureless, and for task link also the "
+        "links' targets beside their features, if these rows take at most 1 GB.", "auto"
     )  # fmt: skip
     embedding_lr: float | None = setting(
         "Learning rate of trainable rows of nodes (SparseAdam); default: lr.", None, above=0

@@ -5,6 +5,7 @@ Pure functions of all scores so far, which a checkpoint holds: a resumed run dec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from trainer.core.errors import SettingsError
@@ -45,6 +46,7 @@ def _best_and_wait(scores: Sequence[ValScore], metric: Metric, min_delta: float)
     best = -1
     for index, score in enumerate(scores):
         gain = score[metric.name] - scores[best][metric.name]
-        if best < 0 or (gain if metric.better == "higher" else -gain) > min_delta:
+        first = best < 0 or (math.isnan(scores[best][metric.name]) and not math.isnan(score[metric.name]))
+        if first or (gain if metric.better == "higher" else -gain) > min_delta:
             best = index
     return best, len(scores) - 1 - best

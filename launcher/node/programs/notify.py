@@ -7,6 +7,7 @@ GNNFLEET_NOTICE; it prints why a message did not arrive, and ends with status 1.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +28,8 @@ _WAIT = 10.0  # seconds until an address must have answered
 _RUN_FOR = 30.0  # seconds that a command may take
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+
+_SECRET = re.compile(r"://[^/@\s]*@")  # user and password
 
 _URL = re.compile(r"https?://\S+", re.IGNORECASE)
 
@@ -61,8 +65,9 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 def label(target: str) -> str:
     """Return a target for messages, without what may be secret: the server of a URL, the program of a command."""
     if _URL.fullmatch(target):
-        return urlsplit(target).hostname or "URL"
-    return target if target.startswith("$") else (target.split() or [""])[0]
+        return urlsplit(_SECRET.sub("://", target)).hostname or "URL"
+    variable = _VARIABLE.match(target)
+    return variable.group() if variable else (target.split() or [""])[0]
 
 
 def _send(target: str, body: bytes, env: dict[str, str]) -> tuple[str, bool]:
@@ -87,11 +92,16 @@ def _post(url: str, body: bytes, name: str) -> tuple[str, bool]:
         with urllib.request.build_opener(_NoRedirect).open(post, timeout=_WAIT):
             return "", False
     except urllib.error.HTTPError as error:
-        said = " ".join(error.read(300).decode("utf-8", "replace").split())
-        words = "%s answered %d %s" % (name, error.code, error.reason)
+        words, said = "%s answered %d %s" % (name, error.code, error.reason), ""
+        with suppress(OSError, http.client.HTTPException):  # the answer breaks off
+            said = " ".join(error.read(300).decode("utf-8", "replace").split())
         return words + (": %s" % said if said else ""), error.code >= 500 or error.code == 429
-    except (OSError, ValueError) as error:  # URLError is an OSError
-        return "%s: %s" % (name, getattr(error, "reason", error)), isinstance(error, OSError)
+    except OSError as error:  # also URLError
+        return "%s: %s" % (name, getattr(error, "reason", error)), True
+    except (ValueError, http.client.InvalidURL):  # their texts repeat the address
+        return "%s: the address cannot be used; it has no user or password, and may have a port" % name, False
+    except http.client.HTTPException as error:
+        return "%s: no answer in HTTP (%s)" % (name, type(error).__name__), True
 
 
 def _run(argv: list[str], body: bytes, env: dict[str, str]) -> tuple[str, bool]:

@@ -7,6 +7,7 @@ node_rank does. Each message is sent by a process of its own, which the run neve
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import sys
@@ -31,7 +32,7 @@ _PAUSES = (2.0, 8.0)  # seconds before the second and the third attempt to send 
 
 _AT_THE_END = 5.0  # seconds in which the last message should arrive before the end of the node is recorded
 
-_LEAVING = 40.0  # seconds that a supervisor stays for messages that still wait for an answer
+_LEAVING = 45.0  # seconds that a supervisor stays for messages that still wait for an answer
 
 _SPLITS = ("train_", "val_", "test_")
 
@@ -58,9 +59,7 @@ class Notifier:
             self._loop.forget(child)
             if child.status[0]:
                 why = "; ".join(child.log.tail) or "its process was killed"
-                text = f"the message `{event}` did not arrive: {why}"
-                about = {"t": time.time(), "kind": "notify", "node_rank": self._spec.node_rank, "rank": None}
-                lost.append({**about, "text": text, "stop": False})
+                lost.append(self._finding(f"the message `{event}` did not arrive: {why}"))
         for one in findings if self._speaks(peers) else ():
             told = _FINDINGS.get(one["kind"])
             # A NaN reaches all ranks, and a stall all nodes: the first is told.
@@ -91,11 +90,17 @@ class Notifier:
         text = f"{state}: {sentence(cause, spec.labels) if cause else shown}".rstrip(": ")
         more = {"cause": cause, "restarts": spec.generation, "result": result}
         self._tell("failure" if state == "failed" else "end", state, text, more)
-        return self._wait(_AT_THE_END, peers)
+        lost = self._wait(_AT_THE_END, peers)
+        late = (f"the message `{event}` had not arrived when the run ended" for event, _ in self._sending)
+        return lost + [self._finding(text) for text in late]
 
-    def leave(self, peers: Peers) -> None:
-        """Wait for the messages that are still being sent, at most ``_LEAVING`` seconds."""
-        self._wait(_LEAVING, peers)
+    def leave(self, peers: Peers) -> list[dict[str, Any]]:
+        """Wait for the messages that are still being sent, at most ``_LEAVING`` seconds. Returns as ``look``."""
+        return self._wait(_LEAVING, peers)
+
+    def _finding(self, text: str) -> dict[str, Any]:
+        about = {"t": time.time(), "kind": "notify", "node_rank": self._spec.node_rank, "rank": None}
+        return {**about, "text": text, "stop": False}
 
     def _wait(self, seconds: float, peers: Peers) -> list[dict[str, Any]]:
         until, lost = time.monotonic() + seconds, self.look(peers, [])
@@ -126,17 +131,19 @@ class Notifier:
             **more,
         }
         command = spec.trainer or spec.server or {}
-        request = {"targets": spec.notify, "message": message, "env": command.get("env", {}), "pauses": _PAUSES}
-        env = {**os.environ, notify.NOTICE: json.dumps(request)}  # not in argv, which all users can read
-        env.pop(procs.TOKEN, None)  # the end of an attempt is not its end
         self._journal.event("notify", event=event, text=text)
-        try:
-            argv = [sys.executable, str(Path(notify.__file__).resolve())]
-            child = Child("notify", argv, self._journal.path("logs", "notify.log"), env=env)
-        except OSError as error:
-            return self._journal.event("not-notified", event=event, reason=str(error))
-        self._loop.add(child)
-        self._sending.append((event, child))
+        argv = [sys.executable, str(Path(notify.__file__).resolve())]
+        for target in spec.notify:
+            request = {"targets": [target], "message": message, "env": command.get("env", {}), "pauses": _PAUSES}
+            env = {**os.environ, notify.NOTICE: json.dumps(request)}  # not in argv, which all users can read
+            env.pop(procs.TOKEN, None)  # the end of an attempt is not its end
+            try:
+                child = Child("notify", argv, self._journal.path("logs", "notify.log"), env=env, cwd=spec.run_dir)
+            except OSError as error:
+                self._journal.log(f"notify: {event}: {error.strerror}")
+                continue
+            self._loop.add(child)
+            self._sending.append((event, child))
 
 
 def _result(spec: NodeSpec) -> dict[str, float]:
@@ -149,4 +156,5 @@ def _result(spec: NodeSpec) -> dict[str, float]:
     except (OSError, ValueError):
         return {}
     numbers = found.items() if isinstance(found, dict) else ()
-    return {name: value for name, value in numbers if name.startswith(_SPLITS) and isinstance(value, float)}
+    own = {name: value for name, value in numbers if name.startswith(_SPLITS) and isinstance(value, float)}
+    return {name: value for name, value in own.items() if math.isfinite(value)}

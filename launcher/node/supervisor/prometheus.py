@@ -39,25 +39,25 @@ class PrometheusFile:
     """
 
     def __init__(self, spec: NodeSpec) -> None:
-        self._spec, self._next, self._failed = spec, 0.0, False
+        self._spec, self._next, self._told = spec, 0.0, False
         self._path = os.path.join(spec.prometheus, f"gnnfleet-{spec.run_id}-node{spec.node_rank}.prom")
         self._writer = LatestWriter(self._path)
 
     def look(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Write the file if it is due. state: content of state.json. Returns a finding once it cannot be written."""
-        if not self._spec.prometheus or self._failed:
+        """Write the file if it is due. state: content of state.json. Returns a finding once if it cannot be written."""
+        if not self._spec.prometheus:
             return []
         error = self._writer.failed()
         why = f"{self._path} cannot be written: {error.strerror}" if error else ""
-        if not why and time.monotonic() >= self._next:
+        if time.monotonic() >= self._next:
             self._next = time.monotonic() + _EVERY
             try:
                 self._writer.put(self._text(state))
             except ImportError:
                 why = "prometheus_client is not installed here: gnnfleet setup, or pip install prometheus_client"
-        if not why:
+        if not why or self._told:
             return []
-        self._failed = True
+        self._told = True
         about = {"t": time.time(), "kind": "prometheus", "node_rank": self._spec.node_rank, "rank": None}
         return [{**about, "text": why, "stop": False}]
 

@@ -436,7 +436,7 @@ class Supervisor:
         except leases.LeaseError as error:
             self.journal.log(f"leases could not be released: {error}")
         self.prometheus.close()
-        self.notifier.leave(self.peers)
+        self.take_findings(self.notifier.leave(self.peers))
 
     # State shown to other programs.
 

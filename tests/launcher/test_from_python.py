@@ -27,7 +27,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     path = tmp_path / "cluster.yml"
-    path.write_text(CONFIG)
+    path.write_text(f"{CONFIG}defaults: {{workdir: '{tmp_path}/node{{node_rank}}'}}\n")
     return path
 
 

@@ -130,6 +130,9 @@ def test_a_real_process_with_too_little_memory(small_cgroup: Path, tmp_path: Pat
             for _ in range(12):
                 watch.look(time.monotonic())
                 time.sleep(0.1)
+            first, last = watch.samples[0], watch.samples[-1]
+            if last.cpu_s - first.cpu_s > 0.3 * (last.t - first.t):
+                pytest.skip("the disk brings the pages so fast that the process hardly waits")
             assert watch.held_up().startswith("state D: waits for memory ("), watch.samples
         finally:
             reader.kill()

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import FleetError
+from launcher.report.launch_file import BEFORE_NODES
 from launcher.report.metrics import metrics_files, read_metrics
-from launcher.report.run_folder import known_here, read_folder, read_result
+from launcher.report.run_folder import known_here, never_ran, read_folder, read_result
 from launcher.run.options import LaunchOptions, choose_run_id, overrides_of, read_config
 
 _LINES = 50  # last lines of a command that are kept for its error
@@ -109,8 +110,8 @@ class LaunchedRun:
     @property
     def started(self) -> bool:
         """Whether processes of the run have been started on its hosts."""
-        found = read_folder(self.folder)
-        return found.plan is not None and found.launch is not None and found.launch.stage in ("start", "train", "end")
+        launch = read_folder(self.folder).launch
+        return launch is not None and launch.stage not in BEFORE_NODES and not never_ran(self.folder)
 
     @property
     def result(self) -> dict[str, Any] | None:

@@ -131,13 +131,17 @@ def test_a_failure_is_told_and_a_message_that_did_not_arrive_is_a_finding(folder
     assert result["findings"][0]["text"].startswith("the message `failure` did not arrive: $NO_HOOK: the variable")
 
 
+def kill_lead(run: Run) -> None:
+    lead = run.nodes[0].supervisor
+    assert lead is not None
+    os.kill(lead.pid, signal.SIGKILL)
+
+
 def test_the_new_hub_tells_of_the_restart_and_the_end_after_the_lead_node_is_lost(tmp_path: Path, hook: Hook) -> None:
     run = RestartRun(tmp_path, 3, notify=[hook.url])
     try:
         run.stepping()
-        lead = run.nodes[0].supervisor
-        assert lead is not None
-        os.kill(lead.pid, signal.SIGKILL)
+        kill_lead(run)
         wait_until(lambda: hook.got)
         run.finish(without=(0,))
     finally:
@@ -150,9 +154,7 @@ def test_one_remaining_node_tells_of_the_end_when_the_lead_node_is_lost(tmp_path
     run = Run(tmp_path, 3, notify=[hook.url])
     try:
         run.start()
-        lead = run.nodes[0].supervisor
-        assert lead is not None
-        os.kill(lead.pid, signal.SIGKILL)
+        kill_lead(run)
         for node in run.nodes[1:]:
             node.end()
     finally:

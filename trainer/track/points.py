@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from trainer.track.tracker import Point
+from trainer.track.tracker import Point, flat
 
 #: Fields of a metrics line that are no values of a curve.
 _POSITION = ("t", "kind", "rank", "epoch", "step", "steps", "by_host", "saved", "step_loss")
@@ -21,16 +21,16 @@ def points_of(line: Mapping[str, Any]) -> Iterator[tuple[str, Point]]:
         return
     if kind == "step" and isinstance(line.get("step"), int) and isinstance(line.get("steps"), int):
         done = (epoch - 1) * line["steps"] + line["step"] + 1
-        yield "step", Point("step", done, t, dict(_scalars(line, "step")))
+        yield "step", Point("step", done, t, _scalars(line, "step"))
     elif kind == "epoch":
-        yield "epoch", Point("epoch", epoch, t, dict(_scalars(line, "epoch")))
+        yield "epoch", Point("epoch", epoch, t, _scalars(line, "epoch"))
         losses, seconds = line.get("step_loss") or (), float(line.get("seconds") or 0)
         for i, loss in enumerate(losses, start=1):  # at times spread evenly over the epoch
             at = (epoch - 1) * len(losses) + i
             yield "step_loss", Point("step", at, t - seconds * (1 - i / len(losses)), {"step/loss_of_all_ranks": loss})
     elif kind == "eval":
         split = line.get("split") or "val"
-        yield f"eval/{split}", Point("epoch", epoch, t, dict(_scalars(line, f"eval/{split}")))
+        yield f"eval/{split}", Point("epoch", epoch, t, _scalars(line, f"eval/{split}"))
 
 
 def new_points(lines: Iterable[Mapping[str, Any]], done: dict[str, int]) -> Iterator[Point]:
@@ -50,15 +50,10 @@ def system_point(found: Mapping[str, Any], began: float) -> Point:
     values: dict[str, float] = {}
     for kind in ("node", "rank"):
         for number, figures in found[f"{kind}s"].items():
-            values |= dict(_scalars(figures, f"system/{kind}{number}"))
+            values |= _scalars(figures, f"system/{kind}{number}")
     return Point("seconds", max(0, round(found["t"] - began)), found["t"], values)
 
 
-def _scalars(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, float]]:
-    for key, value in tree.items():
-        if key in _POSITION:
-            continue
-        if isinstance(value, Mapping):
-            yield from _scalars(value, f"{above}/{key}")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{above}/{key}", float(value)
+def _scalars(tree: Mapping[str, Any], above: str) -> dict[str, float]:
+    shown = {name: value for name, value in tree.items() if name not in _POSITION}
+    return {name: float(value) for name, value in flat(shown, above, "/").items() if type(value) in (int, float)}

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 from trainer.core.errors import SettingsError
 
-#: The trackers: name → (module, class, package that the module needs). A further one is a line here, and one of
-#: ``TRACKERS`` in ``launcher/config/schema.py``.
+#: The trackers: name → (module, class, package that the module needs). docs/ARCHITECTURE.md, "Trackers", says what
+#: else names them.
 TRACKERS: Mapping[str, tuple[str, str, str]] = {
     "tensorboard": ("trainer.track.tensorboard", "TensorBoard", "tensorboard"),
     "wandb": ("trainer.track.wandb", "Wandb", "wandb"),

@@ -81,6 +81,13 @@ def is_hetero(data: DataConfig) -> bool | None:
     return _HETERO.get(data.dataset)
 
 
+def holds_out(options: Mapping[str, Any]) -> bool:
+    """Return whether links are held out to be predicted: by an option, or by the split of an edge table."""
+    tables = [table for table in _mapping(options.get("edges")).values() if isinstance(table, Mapping)]
+    given = any(table.get(key) for table in tables for key in ("split", "val_files", "test_files"))
+    return given or any(options.get(name) is not None for name in ("hold_out", "hold_out_split"))
+
+
 def _mapping(value: Any) -> Mapping[str, Any]:
     """Return an option as a mapping, parsed if it is JSON text; {} if it is neither a mapping nor JSON."""
     if isinstance(value, str):
@@ -94,7 +101,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def _needs_seeds(config: ClusterConfig, parts: PartitionFiles | None) -> bool:
     """Return whether the task needs nodes with a train split. Link prediction needs none."""
     task, target = config.train.task, config.train.target
-    held_out = "hold_out" in config.data.options if parts is None else parts.links_held_out
+    held_out = holds_out(config.data.options) if parts is None else parts.links_held_out
     return task != "link" and not (task == "auto" and (held_out or "__" in (target or "")))
 
 
@@ -106,7 +113,8 @@ def _check_splits(data: DataConfig) -> None:
     if not any("split" in table for table in tables):
         raise UsageError(
             "data.options: no node table has a split, so there are no nodes to train on; nothing was sent. Give a "
-            "table label and split, or predict links: data.options.hold_out and train.task: link (docs/data.md)"
+            "table label and split, or predict links: data.options.hold_out, or a split of the edge table, and "
+            "train.task: link (docs/data.md)"
         )
 
 

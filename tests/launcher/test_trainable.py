@@ -133,6 +133,7 @@ def test_whether_a_dataset_is_heterogeneous(data: DataConfig, hetero: bool | Non
         ({"nodes": {"user": {"id": "id", "label": "age", "split": "fold"}, "item": {"id": "id"}}}, {}, False),
         ({"hold_out": "user__buys__item"}, {}, False),
         ({"hold_out": "user__buys__item"}, {"task": "classification"}, True),
+        ({"edges": {"user__buys__item": {"test_files": "test.csv"}}}, {}, False),
         ({}, {"task": "link"}, False),
         ({}, {"target": "user__buys__item"}, False),
         ({"nodes": "wrong"}, {}, False),

@@ -15,7 +15,7 @@ from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE
 from trainer.data import work_arrays
 from trainer.data.dataset import EdgeData
-from trainer.data.hold_out import hold_out_links
+from trainer.data.hold_out import held_out_links, held_out_names, hold_out_links
 from trainer.data.options import SourceOptions
 from trainer.data.time_split import split_times
 from trainer.partition.make import PartitionSpec, make_partition
@@ -266,3 +266,114 @@ def test_held_out_links_that_do_not_fit_into_memory_are_refused(tmp_path):
         with pytest.raises(DataError, match=message):
             load_dataset("file", source, {"hold_out": "node__to__node", **options}, Scratch(tmp_path, 1 << 14))
         np.save(f"{source}/edge_time.npy", np.arange(9000))
+
+
+# --- a given split ---------------------------------------------------------------------------------------------
+
+
+def given(folder, arrays, scratch=None, **options):
+    """Return the dataset of typed files, with the links that attribute ``fold`` gives to val (1) and test (2)."""
+    folder.mkdir(exist_ok=True)
+    for name, values in arrays.items():
+        np.save(folder / f"{name}.npy", values)
+    (folder / "num_nodes.json").write_text('{"user": 4, "item": 5}')
+    return load_dataset("file", str(folder), {"hold_out_split": "fold", **options}, scratch)
+
+
+BUYS = np.array([[0, 0, 1, 2, 3, 3, 0, 2], [0, 1, 1, 2, 3, 3, 1, 4]])
+FOLD = np.array([0, 2, 1, 0, 2, 2, 0, 1], np.int8)  # user 3 buys item 3 twice; user 0 buys item 1 in train and test
+
+
+def test_links_of_a_given_split_are_held_out_as_given(tmp_path):
+    arrays = {"user__buys__item": BUYS, "user__buys__item__fold": FOLD, "user__buys__item__price": np.arange(8.0)}
+    data = given(tmp_path, arrays, undirected=True)
+    assert data.graph_attrs["val_links"].tolist() == [[1, 2], [1, 4]]
+    assert data.graph_attrs["test_links"].tolist() == [[0, 3], [1, 3]]
+    assert data.graph_attrs["held_out_type"].tobytes() == b"user__buys__item"
+    buys, back = data.edges["user", "buys", "item"], data.edges["item", "rev_buys", "user"]
+    assert buys.edge_index.tolist() == [[0, 2, 0], [0, 2, 1]] == back.edge_index[::-1].tolist()
+    assert list(buys.attrs) == ["price"] and buys.attrs["price"].tolist() == [0, 3, 6] == back.attrs["price"].tolist()
+    assert "2 links are for validation and 3 for test, as given; the 3 others" in data.notes[-2]
+    assert data.notes[-1] == "1 of the 4 held-out links of user__buys__item are also edges for training"
+
+
+def test_the_reverse_of_a_given_link_is_no_edge(tmp_path):
+    ring = np.array([[0, 1, 2, 3, 3], [1, 2, 3, 0, 2]])  # 2 - 3 in both directions, one of them for test
+    arrays = {"user__knows__user": ring, "user__knows__user__fold": np.array([0, 1, 2, 0, 0])}
+    data = given(tmp_path / "one", arrays, undirected=True)
+    assert data.graph_attrs["test_links"].tolist() == [[2], [3]] and data.graph_attrs["val_links"].tolist() == [
+        [1],
+        [2],
+    ]
+    assert pairs(data.edges["user", "knows", "user"].edge_index) == {(0, 1), (1, 0), (3, 0), (0, 3), (2, 3), (3, 2)}
+    assert (
+        "1 of the 2 held-out links of user__knows__user are also edges for training, in one direction" in data.notes[-1]
+    )
+    own = {
+        **arrays,
+        "user__rev_knows__user": ring[::-1],
+        "item__sold__user": BUYS[::-1][:, :4],
+        "user__buys__item": BUYS,
+    }
+    data = given(tmp_path / "own", {**own, "user__buys__item__fold": FOLD}, hold_out="user__knows__user")
+    assert pairs(data.edges["user", "rev_knows", "user"].edge_index) == turned({(0, 1), (3, 0), (3, 2)})
+    assert "fold" in data.edges["user", "buys", "item"].attrs and data.edges["item", "sold", "user"].num_edges == 4
+
+
+def test_links_of_several_types_are_held_out_with_their_times(tmp_path):
+    arrays = {"user__buys__item": BUYS, "user__buys__item__fold": FOLD, "user__buys__item__at": np.arange(8)[::-1]}
+    knows = {
+        "user__knows__user": BUYS[:, :4],
+        "user__knows__user__fold": FOLD[:4],
+        "user__knows__user__at": FOLD[:4] + 3,
+    }
+    data = given(tmp_path, arrays | knows, undirected=True, hold_out_time="at")
+    attrs = data.graph_attrs
+    assert held_out_names(attrs) == ["user__buys__item", "user__knows__user"]
+    assert attrs["test_links"].tolist() == [[3, 3, 0, 0], [3, 3, 1, 1]] and attrs["test_link_types"].tolist() == [
+        0,
+        0,
+        0,
+        1,
+    ]
+    assert attrs["test_link_times"].tolist() == [2, 3, 6, 5] and attrs["held_out_time"].tobytes() == b"at"
+    links, times = held_out_links(attrs, ("user", "knows", "user"), "test")
+    assert links.tolist() == [[0], [1]] and times.tolist() == [5]
+    links, times = held_out_links(attrs, ("user", "buys", "item"), "val")
+    assert links.tolist() == [[2, 1], [4, 1]] and times.tolist() == [0, 5]
+    assert held_out_links(attrs, ("item", "rev_buys", "user"), "val")[0].shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("fold", "options", "message"),
+    [
+        (FOLD, {"hold_out_split": "folds"}, "hold_out_split=folds, but no edge type has this attribute"),
+        (FOLD, {"hold_out": "user__sees__item"}, "but the edge types are: user__buys__item"),
+        (FOLD, {"hold_out_time": "at"}, "the attributes of the edges user__buys__item are: fold"),
+        (FOLD * 2, {}, "edge 1 has 4; 0 is for training, 1 for validation, 2 for test"),
+        (FOLD / 2, {}, r"expected one integer per edge, not float64 \[8\]"),
+        (FOLD * 0, {}, "no edge of user__buys__item is for validation or test"),
+    ],
+)  # fmt: skip
+def test_a_wrong_given_split_is_refused(tmp_path, fold, options, message):
+    with pytest.raises(DataError, match=message):
+        given(tmp_path, {"user__buys__item": BUYS, "user__buys__item__fold": fold}, **options)
+
+
+def test_a_given_split_is_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(work_arrays, "_ROWS_AT_ONCE", 1000)
+    rng = np.random.default_rng(0)
+    arrays = {"user__buys__item": rng.integers(0, 4, (2, 60_000)), "user__buys__item__fold": rng.random(60_000) > 0.98}
+    arrays["user__buys__item__fold"] = arrays["user__buys__item__fold"].astype(np.int64)
+    arrays["user__buys__item__edge_attr"] = rng.random((60_000, 40))
+    whole = given(tmp_path / "files", arrays)
+    scratch = Scratch(tmp_path / "work", 1 << 20)
+    scratch.folder.mkdir()
+    tracemalloc.start()
+    data = given(tmp_path / "files", {}, scratch)
+    assert tracemalloc.get_traced_memory()[1] < 3 << 20
+    tracemalloc.stop()
+    of = ("user", "buys", "item")
+    assert isinstance(data.edges[of].edge_index, np.memmap)
+    assert np.array_equal(data.edges[of].edge_index, whole.edges[of].edge_index)
+    assert np.array_equal(data.graph_attrs["val_links"], whole.graph_attrs["val_links"])

@@ -10,6 +10,8 @@ import pytest
 
 from trainer.core.errors import DataError
 from trainer.core.row_sort import Scratch
+from trainer.core.schema import type_name
+from trainer.core.texts import encode_texts
 from trainer.data import work_arrays
 from trainer.data.dataset import Dataset
 from trainer.data.subset import subset_of
@@ -73,6 +75,25 @@ def test_mistakes_are_refused() -> None:
     links = replace(HETERO, graph_attrs={"val_links": np.zeros((2, 1), np.int64)})
     with pytest.raises(DataError, match="option subset cannot be used with val_links"):
         subset_of(links, 10)
+
+
+def test_held_out_links_of_kept_nodes_stay_in_a_subset() -> None:
+    names = {of: type_name(of) for of in HETERO.edges}
+    of = next(of for of in HETERO.edges if of[0] != of[2])
+    same = next(of for of in HETERO.edges if of[0] == of[2])
+    whole = with_own_ids(HETERO)
+    links = np.concatenate([HETERO.edges[of].edge_index[:, :500], HETERO.edges[same].edge_index[:, :300]], axis=1)
+    attrs = {
+        "test_links": links, "test_link_types": np.repeat([0, 1], [500, 300]), "test_link_times": np.arange(800),
+        "held_out_type": encode_texts([names[of], names[same]]),
+    }  # fmt: skip
+    part = subset_of(replace(whole, graph_attrs=attrs), 300)
+    found, times = part.graph_attrs["test_links"], part.graph_attrs["test_link_times"]
+    assert 0 < len(times) < 800 and found.shape == (2, len(times))
+    for row, (source, _, target) in enumerate((of, same)):
+        own = part.graph_attrs["test_link_types"] == row
+        ends = part.nodes[source].attrs["id"][found[0, own]], part.nodes[target].attrs["id"][found[1, own]]
+        assert np.array_equal(np.stack(ends), links[:, times[own]])
 
 
 def test_option_subset_reads_files(tmp_path) -> None:

@@ -333,6 +333,10 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {**SHOP, "edges": {"rates": SHOP["edges"]["user__rates__item"]}}, "write source__relation__target"
     ),
     "option of another dataset": ({**SHOP, "num_nodes": 3}, "leave out option 'num_nodes'; its value follows"),
+    "split given twice": (with_keys(rates={"split": "at", "test_files": "a.csv"}), "give either split, a column, or"),
+    "file in two splits": (with_keys(rates={"test_files": "r*.csv"}), "ratings.csv is in two of files, val_files and"),
+    "two options of splits": ({**with_keys(rates={"split": "at"}), "hold_out_split": "x"}, "edge tables have the key"),
+    "no split": (with_keys(rates={"split": "at"}), "ratings.csv, row 1: at is '100' (5 such rows); split of edges."),
     "one name twice": (with_keys(item={"attributes": ["price"], "categories": ["price"]}), "two attributes"),
 }  # fmt: skip
 
@@ -362,6 +366,31 @@ def test_a_feature_of_large_values_is_noted(tmp_path: Path) -> None:
     users = re.sub(r"(u\d),(\d\d)", r"\1,20\2", USERS)
     graph = load(shop(tmp_path, users__csv=users), SHOP, tmp_path / "work")
     assert any("nodes.user: values of age are large beside other features" in note for note in graph.notes)
+
+
+@pytest.mark.parametrize("as_files", [False, True])
+def test_links_of_a_table_with_a_split_are_held_out(tmp_path: Path, as_files: bool) -> None:
+    head, *rows = RATINGS.strip().splitlines()
+    if as_files:
+        parts = {"a": [rows[0], rows[2]], "b": [rows[3]], "c": [rows[1], rows[4]]}
+        files = {f"{name}__csv": "\n".join([head, *own, ""]) for name, own in parts.items()}
+        keys: dict[str, Any] = {"files": "a.csv", "val_files": "b.csv", "test_files": ["c.csv"]}
+    else:
+        words = ["split", "train", "test", "", "Valid", "test"]
+        lines = [f"{line},{word}" for line, word in zip([head, *rows], words, strict=True)]
+        files, keys = {"ratings__csv": "\n".join([*lines, ""])}, {"split": "split"}
+    graph = load(shop(tmp_path, **files), with_keys(rates=keys) | {"undirected": True}, tmp_path / "work")
+    attrs = graph.graph_attrs
+    assert attrs["val_links"].tolist() == [[3], [1]] and attrs["val_link_times"].tolist() == [103]
+    assert attrs["test_links"].tolist() == [[1, 0], [0, 2]] and attrs["test_link_times"].tolist() == [101, 104]
+    assert graph.edges[RATES].edge_index.tolist() == [[0, 2], [0, 2]]
+    assert sorted(graph.edges[RATES].attrs) == ["edge_time", "edge_weight"]
+    assert graph.edges["item", "rev_rates", "user"].num_edges == 2
+    (tmp_path / "more.csv").write_text("who,what,stars,at,split\nu9,7,5,1,test\nu1,8,5,1,test\n")
+    more = {"test_files": ["more.csv", "c.csv"]} if as_files else {"files": ["more.csv", "ratings.csv"]}
+    untimed = with_keys(rates={**keys, "time": None, "dangling": "drop", **more})
+    attrs = load(tmp_path, untimed, tmp_path / "untimed").graph_attrs
+    assert "test_link_times" not in attrs and attrs["test_links"].tolist() == [[0, 0, 1], [1, 2, 0]]
 
 
 def test_drafted_options_are_read(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from trainer.core.batch import LinkEnds
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.schema import HOMO_NODE
+from trainer.core.texts import encode_texts
 from trainer.graph.open import open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import LoaderSettings
@@ -25,8 +26,10 @@ from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
 from trainer.loader.link_seeds import link_inputs
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
+from trainer.sources.load import load_dataset
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
+from trainer.train.loaders import check_link_settings, link_loaders
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.choose import node_task, of_record
 from trainer.train.tasks.choose_target import pick_target
@@ -232,6 +235,33 @@ def test_a_lower_error_and_a_higher_score_are_better() -> None:
     mae, f1 = Metric("mae", "lower"), Metric("micro_f1", "higher")
     assert mae.improves(0.1, 0.2) and not mae.improves(0.2, 0.1) and mae.improves(0.2, None)
     assert f1.improves(0.2, 0.1) and not f1.improves(0.1, 0.2)
+
+
+def test_of_links_held_out_of_several_types_a_run_has_those_of_its_target(tmp_path: Path) -> None:
+    data = load_dataset("synthetic-hetero", None, {"num_nodes": 200})
+    cites, writes = "paper__cites__paper", "author__writes__paper"
+    attrs = {
+        "val_links": np.array([[1, 2, 3], [4, 5, 6]]), "val_link_types": np.array([0, 0, 1]),
+        "test_links": np.array([[7], [8]]), "test_link_types": np.array([1]),
+        "held_out_type": encode_texts([cites, writes]),
+    }  # fmt: skip
+    write_partition(replace(data, graph_attrs=attrs), assign_parts(data, 2, "hash"), tmp_path / "parts")
+    with open_graph(tmp_path / "parts") as opened:
+        with pytest.raises(SettingsError, match=f"set target to the edge type to predict, one of: {cites}, {writes}"):
+            pick_target(opened, task="link")
+        target = pick_target(opened, writes)
+        assert target == ("author", "writes", "paper")
+        loaders = link_loaders(
+            TrainSettings(fanouts=(2,)), opened, target, ("val", "test"), False, 0, RankLayout.single(2)
+        )
+        seen = {}
+        for split, loader in loaders.items():
+            (batch,) = loader.epoch(0)
+            ends = batch.n_id["author"][batch.links.src], batch.n_id["paper"][batch.links.dst]
+            seen[split] = [each.tolist() for each in ends]
+        assert seen == {"val": [[3], [6]], "test": [[7], [8]]}
+        with pytest.raises(DataError, match=f"links of {cites}, {writes} are held out, and target is paper__disputes"):
+            check_link_settings(TrainSettings(), opened, ("paper", "disputes", "paper"))
 
 
 def test_link_metrics_equal_numpy(links: Path) -> None:

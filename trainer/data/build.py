@@ -14,6 +14,7 @@ from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_NODE, EdgeType, NodeType, check_word, type_name
 from trainer.data import dataset as checks
 from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.data.hold_out import hold_out_given
 from trainer.data.options import SourceOptions
 from trainer.data.raw_arrays import EDGE_NAMES, RawArray, RawArrays, RawGraph, link_arrays, sort_arrays, split_prefix
 from trainer.data.undirected import both_ways
@@ -32,7 +33,8 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scrat
 
     Every edge type needs ``edge_index`` [2, E]. ``<split>_idx`` and ``<split>_mask`` become splits. An array with one
     row per node or edge becomes an attribute of its type; any other array becomes an attribute of the graph. With
-    ``scratch``, added reverse edges are memory-mapped files in its folder. Raises ``DataError`` for arrays or options
+    ``scratch``, added reverse edges are memory-mapped files in its folder. Links that are held out by a given split
+    (``hold_out_given``) are taken out of the edges first. Raises ``DataError`` for arrays or options
     that contradict each other.
     """
     _check_options(raw, options)
@@ -48,10 +50,15 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scrat
         if name != "time" and not any(name in data.attrs for data in nodes.values()):
             raise DataError(f"{raw.name}: option time_attrs names {name!r}, but no node type has this attribute")
     edges = {of: _edge_data(of, graph, notes) for of in graph.edges}
+    counts = {of: data.num_nodes for of, data in nodes.items()}
+    edges, held_out, more = hold_out_given(edges, counts, options, raw.name, scratch)
+    notes += more
     if options.undirected:
-        counts = {of: data.num_nodes for of, data in nodes.items()}
         edges = both_ways(edges, counts, options.reverse_types, raw.name, scratch)
     graph_attrs = _graph_attrs(graph.plain, notes)
+    if repeated := set(graph_attrs) & set(held_out):
+        raise DataError(f"{raw.name}: graph attribute {sorted(repeated)[0]} already exists; rename it")
+    graph_attrs |= held_out
     return Dataset(
         raw.name, nodes, edges, fingerprint, raw.hetero, graph_attrs, options.times, tuple(notes)
     )  # fmt: skip
@@ -217,7 +224,8 @@ def _attrs(arrays: RawArrays, needed: tuple[str, ...], rows: int, of: str, notes
 
 
 def _graph_attrs(arrays: RawArrays, notes: list[str]) -> dict[str, Array]:
-    kept, links = {}, link_arrays(arrays)
+    kept: dict[str, Array] = {}
+    links = link_arrays(arrays)
     for name, array in arrays.items():
         if array.bfloat16 or not checks.is_number(array.values) or not NAME_PATTERN.fullmatch(name):
             notes.append(f"{array.place}: left out, {array.description} belongs neither to nodes nor to edges")

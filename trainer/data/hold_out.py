@@ -1,8 +1,8 @@
-"""Holds out links of one edge type for validation and test, and removes them from the edges."""
+"""Holds out links for validation and test, and removes them from the edges: by a given split, at random, or by time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,9 +14,10 @@ from trainer.core.errors import DataError
 from trainer.core.memory import size_text
 from trainer.core.rng import GOLDEN, hashed
 from trainer.core.row_sort import Scratch
-from trainer.core.schema import EdgeType, type_name
-from trainer.core.texts import encode_texts
+from trainer.core.schema import EdgeType, NodeType, type_name
+from trainer.core.texts import decode_texts, encode_texts
 from trainer.data.dataset import Dataset, EdgeData, is_time
+from trainer.data.options import SourceOptions
 from trainer.data.time_split import TimeSplit, counted_times, split_times
 from trainer.data.work_arrays import kept_edges, slices
 
@@ -24,9 +25,16 @@ VAL_LINKS, TEST_LINKS = "val_links", "test_links"  #: names of graph attributes,
 
 VAL_TIMES, TEST_TIMES = "val_link_times", "test_link_times"  #: graph attributes with their times, int64 [n]
 
-HELD_OUT = "held_out_type"  #: graph attribute with the links' edge type, uint8 [1, bytes] (``encode_texts``)
+HELD_OUT = "held_out_type"  #: graph attribute with the links' edge types, uint8 [types, bytes] (``encode_texts``)
+
+VAL_TYPES, TEST_TYPES = (
+    "val_link_types",
+    "test_link_types",
+)  #: of several types: row of ``HELD_OUT`` per link, int64 [n]
 
 HELD_OUT_TIME = "held_out_time"  #: graph attribute with the name of the edge attribute of the times, as ``HELD_OUT``
+
+_NAMES = (VAL_LINKS, TEST_LINKS, VAL_TIMES, TEST_TIMES, VAL_TYPES, TEST_TYPES, HELD_OUT, HELD_OUT_TIME)
 
 _Flags = npt.NDArray[np.bool_]
 
@@ -46,10 +54,124 @@ class HoldOut(Protocol):
     def hold_out_time(self) -> str | None: ...
 
 
+def held_out_links(graph_attrs: Mapping[str, Array], of: EdgeType, split: str) -> tuple[Array | None, Array | None]:
+    """Return the held-out links of an edge type, int64 [2, n], and their times, int64 [n]; None where there are none.
+
+    ``graph_attrs``: those of the graph. ``split``: val or test.
+    """
+    val = split == "val"
+    links, times = graph_attrs.get(VAL_LINKS if val else TEST_LINKS), graph_attrs.get(VAL_TIMES if val else TEST_TIMES)
+    types = graph_attrs.get(VAL_TYPES if val else TEST_TYPES)
+    if links is None or types is None:
+        return links, times
+    names = held_out_names(graph_attrs)
+    own = np.asarray(types) == (names.index(type_name(of)) if type_name(of) in names else -1)
+    return np.asarray(links)[:, own], None if times is None else np.asarray(times)[own]
+
+
+def held_out_names(graph_attrs: Mapping[str, Array]) -> list[str]:
+    """Return the names of the edge types of which links are held out."""
+    return decode_texts(np.asarray(graph_attrs[HELD_OUT])) if HELD_OUT in graph_attrs else []
+
+
+def hold_out_given(
+    edges: Mapping[EdgeType, EdgeData], num_nodes: Mapping[NodeType, int], options: SourceOptions, where: str,
+    scratch: Scratch | None = None,
+) -> tuple[dict[EdgeType, EdgeData], dict[str, Array], list[str]]:  # fmt: skip
+    """Move the links that option ``hold_out_split`` gives to val or test out of the edges, before reverses are added.
+
+    The option names an edge attribute: 0 for links of training, 1 for validation, 2 for test. Its edge type is option
+    ``hold_out``; default: all types that have the attribute and no labels ``y``. These types lose the attribute. Each
+    edge goes where its row says: of a link in several rows, some may remain edges, which a note tells. Own reverses, of
+    a type ``rev_<relation>`` or of another type with all of them, are removed.
+
+    Returns the remaining edges, graph attributes as from ``hold_out_links``, and notes. The links have times if option
+    ``hold_out_time`` names an attribute. With several types, links are ordered by type, and ``val_link_types`` and
+    ``test_link_types`` hold the row of each in ``held_out_type``.
+
+    Raises ``DataError`` for an unknown type or attribute, other values, and if no link is held out.
+    """
+    attr, time, remaining = options.hold_out_split, options.hold_out_time, dict(edges)
+    if attr is None:
+        return remaining, {}, []
+    where = f"{where}: option hold_out_split={attr}"
+    types = [of for of, data in edges.items() if attr in data.attrs and "y" not in data.attrs]
+    if options.hold_out is not None:
+        types = [_edge_type(edges, options.hold_out, where)]
+    if not types:
+        raise DataError(f"{where}, but no edge type has this attribute")
+    found: list[dict[str, Array]] = []
+    notes: list[str] = []
+    for of in types:
+        _check_splits(edges[of], attr, f"{where}: edges {type_name(of)}")
+        if time is not None:
+            _check_times(edges[of], time, of, where)
+        rule = _Given(attr, time)
+        links, more = _links(rule, of, edges[of], scratch)
+        kept = _remaining(rule, of, edges[of], scratch)
+        remaining[of] = replace(kept, attrs={name: values for name, values in kept.attrs.items() if name != attr})
+        found.append(links)
+        notes += more
+    for of, links in zip(types, found, strict=True):
+        notes += _remove_from_other_reverses(num_nodes[of[2]], remaining, of, links, scratch, types)
+        if time is None:
+            notes += _also_edges(remaining[of], num_nodes[of[2]], of, links, options.undirected)
+    joined = {name: np.concatenate([links[name] for links in found], axis=-1) for name in found[0]}
+    if not joined[VAL_LINKS].size + joined[TEST_LINKS].size:
+        raise DataError(f"{where}: no edge of {', '.join(map(type_name, types))} is for validation or test")
+    if len(types) > 1:
+        for name, of_links in ((VAL_TYPES, VAL_LINKS), (TEST_TYPES, TEST_LINKS)):
+            joined[name] = np.repeat(np.arange(len(found)), [links[of_links].shape[1] for links in found])
+    if time is not None:
+        joined[HELD_OUT_TIME] = encode_texts([time])
+    joined[HELD_OUT] = encode_texts([type_name(of) for of in types])
+    return remaining, joined, notes
+
+
+def _check_splits(data: EdgeData, attr: str, where: str) -> None:
+    if attr not in data.attrs:
+        raise DataError(f"{where} have no such attribute, but: {', '.join(sorted(data.attrs)) or 'none'}")
+    values = data.attrs[attr]
+    if values.dtype.kind not in "iu" or values.size != data.num_edges:
+        raise DataError(f"{where}: expected one integer per edge, not {values.dtype} {list(values.shape)}")
+    for piece in slices(data.num_edges):
+        part = values[piece].reshape(-1)
+        if (wrong := (part < 0) | (part > 2)).any():
+            at = int(np.argmax(wrong))
+            raise DataError(
+                f"{where}: edge {piece.start + at} has {part[at]}; 0 is for training, 1 for validation, 2 for test"
+            )
+
+
+def _also_edges(data: EdgeData, width: int, of: EdgeType, links: Mapping[str, Array], undirected: bool) -> list[str]:
+    """Return a note if some held-out links are also edges that remain."""
+    held = np.concatenate([links[VAL_LINKS], links[TEST_LINKS]], axis=1)
+    either_way = undirected and of[0] == of[2]
+    wanted = np.unique(held[0] * width + held[1])
+    there = np.zeros(len(wanted), bool)
+    for piece in slices(data.num_edges):
+        source, target = data.edge_index[:, piece].astype(np.int64)
+        for key in (source * width + target, *((target * width + source,) if either_way else ())):
+            flags, place = _among(key, wanted)
+            there[place[flags]] = True
+    count = int(np.count_nonzero(there))
+    return [
+        f"{count:,} of the {len(wanted):,} held-out links of {type_name(of)} are also edges for training"
+        + (", in one direction or the other" if either_way else "")
+    ] if count else []  # fmt: skip
+
+
+def _among(keys: Array, wanted: Array) -> tuple[_Flags, Array]:
+    """Return which of ``keys`` are in the sorted array ``wanted``, and the place of each there."""
+    place = np.minimum(np.searchsorted(wanted, keys), max(len(wanted) - 1, 0))
+    return (wanted[place] == keys if len(wanted) else np.zeros(len(keys), bool)), place
+
+
 def hold_out_links(dataset: Dataset, options: HoldOut, scratch: Scratch | None = None) -> Dataset:
     """Move some links of the edge type ``hold_out`` to the graph attributes ``val_links`` and ``test_links``.
 
-    The options state which share of the links to move. The graph attribute ``held_out_type`` names the edge type.
+    The options state which share of the links to move. With ``hold_out_split``, ``hold_out_given`` did it when the
+    dataset was built, and nothing is done. The graph attribute ``held_out_type`` names the edge type.
 
     Without ``hold_out_time``, a hash of source and target decides whether a link is moved. Therefore all copies of an
     edge are moved together. If both ends have the same node type, a link and its reverse are also moved together, and
@@ -73,6 +195,8 @@ def hold_out_links(dataset: Dataset, options: HoldOut, scratch: Scratch | None =
     Raises ``DataError`` for an unknown edge type or attribute, for shares out of range, for times that cannot be
     split, and for held-out links that do not fit into ``scratch.memory``.
     """
+    if getattr(options, "hold_out_split", None) is not None:
+        return dataset  # ``hold_out_given`` has done it
     if options.hold_out is None:
         if options.hold_out_time is not None:
             raise DataError(
@@ -80,7 +204,7 @@ def hold_out_links(dataset: Dataset, options: HoldOut, scratch: Scratch | None =
             )
         return dataset
     _check(dataset, options)
-    of = _edge_type(dataset, options.hold_out)
+    of = _edge_type(dataset.edges, options.hold_out, f"{dataset.name}: option hold_out={options.hold_out}")
     rule = _rule(dataset, of, options, scratch)
     edges = dict(dataset.edges)
     found, notes = _links(rule, of, edges[of], scratch)
@@ -88,7 +212,10 @@ def hold_out_links(dataset: Dataset, options: HoldOut, scratch: Scratch | None =
     back = _reverse(of)
     if back in edges:
         edges[back] = _remaining(rule, back, edges[back], scratch, backward=True)
-    notes += _remove_from_other_reverses(dataset, edges, of, found, scratch)
+    width = dataset.nodes[of[2]].num_nodes
+    notes += _remove_from_other_reverses(width, edges, of, found, scratch, (back,))
+    if rule.time is not None:
+        found[HELD_OUT_TIME] = encode_texts([rule.time])
     found[HELD_OUT] = encode_texts([type_name(of)])
     return replace(
         dataset, edges=edges, graph_attrs={**dataset.graph_attrs, **found}, notes=(*dataset.notes, *notes)
@@ -101,7 +228,7 @@ def _links(
     """Return the held-out links as graph attributes, and notes about them."""
     held: tuple[list[Array], list[Array]] = ([], [])  # columns of the links for validation and for test, int64 [k, n]
     for piece in slices(data.num_edges):
-        columns = rule.columns(data, piece)
+        columns = _columns(data, piece, rule.time)
         for found, chosen in zip(held, rule.of(data, piece, backward=False), strict=True):
             found.append(np.stack([each[chosen].astype(np.int64) for each in columns]))
         size = _LINK_BYTES * sum(each.shape[1] for found in held for each in found)
@@ -111,12 +238,18 @@ def _links(
                 "may be used; lower options hold_out_val and hold_out_test, or raise data.partition.memory (--memory)"
             )
     sizes = [sum(each.shape[1] for each in found) for found in held]
-    empty = np.empty((len(rule.columns(data, slice(0, 0))), 0), np.int64)
-    val, test = (np.concatenate([empty, *found], axis=1) for found in held)
+    empty = np.empty((2 if rule.time is None else 3, 0), np.int64)
+    val, test = (_unique(np.concatenate([empty, *found], axis=1)) for found in held)
     notes = rule.notes(of, sizes[0], sizes[1], data.num_edges)
-    return {
-        **rule.links(_unique(val), (VAL_LINKS, VAL_TIMES)), **rule.links(_unique(test), (TEST_LINKS, TEST_TIMES))
-    }, notes  # fmt: skip
+    if rule.time is None:
+        return {VAL_LINKS: val, TEST_LINKS: test}, notes
+    return {VAL_LINKS: val[1:], TEST_LINKS: test[1:], VAL_TIMES: val[0], TEST_TIMES: test[0]}, notes
+
+
+def _columns(data: EdgeData, piece: slice, time: str | None) -> list[Array]:
+    """Return what tells links of a slice apart, integers [n] each, the first to sort by first."""
+    times = [] if time is None else [data.attrs[time][piece].reshape(-1)]
+    return [*times, *data.edge_index[:, piece]]
 
 
 def _unique(columns: Array) -> Array:
@@ -138,32 +271,33 @@ def _remaining(
 
 
 def _remove_from_other_reverses(
-    dataset: Dataset, edges: dict[EdgeType, EdgeData], of: EdgeType, found: Mapping[str, Array], scratch: Scratch | None
+    width: int, edges: dict[EdgeType, EdgeData], of: EdgeType, found: Mapping[str, Array], scratch: Scratch | None,
+    done: Collection[EdgeType],
 ) -> list[str]:  # fmt: skip
-    """Remove the reverses of the links in ``found`` from each edge type that contains all of them.
+    """Remove the reverses of the links in ``found`` from ``rev_<relation>``, and from types that contain all of them.
 
-    Does nothing for links between nodes of one type. Returns a note for each edge type that contains some, but not all.
+    ``width``: number of nodes of the target type. Types in ``done`` are left alone, and for links between nodes of one
+    type all but ``rev_<relation>``. Returns a note for each edge type that contains some, but not all.
     """
     notes = []
-    links, width = np.concatenate([found[VAL_LINKS], found[TEST_LINKS]], axis=1), dataset.nodes[of[2]].num_nodes
+    links = np.concatenate([found[VAL_LINKS], found[TEST_LINKS]], axis=1)
     wanted, copies = np.unique(links[0] * width + links[1], return_counts=True)
     for back, data in list(edges.items()):
-        if of[0] == of[2] or (back[0], back[2]) != (of[2], of[0]) or back == _reverse(of):
+        named = back == _reverse(of)
+        if back in done or not (named or (of[0] != of[2] and (back[0], back[2]) == (of[2], of[0]))):
             continue
 
         def among(piece: slice, data: EdgeData = data) -> tuple[_Flags, Array]:
             """Return which edges are reverses of links, and the place of each in ``wanted``."""
             target, source = data.edge_index[:, piece].astype(np.int64)
-            key = source * width + target
-            place = np.minimum(np.searchsorted(wanted, key), max(len(wanted) - 1, 0))
-            return (wanted[place] == key if len(wanted) else np.zeros(len(key), bool)), place
+            return _among(source * width + target, wanted)
 
         there = np.zeros(len(wanted), bool)
         for piece in slices(data.num_edges):
             flags, place = among(piece)
             there[place[flags]] = True
         count = int(copies[there].sum())
-        if there.all() and count:
+        if count and (named or there.all()):
             name = f"held_out-{type_name(back)}"
             edges[back] = kept_edges(data, lambda piece, among=among: ~among(piece)[0], scratch, name)  # type: ignore[misc]
             notes.append(f"held-out links of {type_name(of)} are also removed from their reverse, {type_name(back)}")
@@ -178,23 +312,34 @@ def _remove_from_other_reverses(
 class _Rule(Protocol):
     """Decides which links are held out."""
 
+    @property
+    def time(self) -> str | None:
+        """Edge attribute with the times of the links; None: they have none."""
+
     def of(self, data: EdgeData, piece: slice, *, backward: bool) -> tuple[_Flags, _Flags]:
         """Return which edges of a slice are held out for validation, and which for test: two masks, bool [n].
 
         ``backward``: whether ``data`` are the edges of the reverse type.
         """
 
-    def columns(self, data: EdgeData, piece: slice) -> Sequence[Array]:
-        """Return the values that tell links of a slice apart, integers [n] each, the first to sort by first."""
-
-    def links(self, columns: Array, names: tuple[str, str]) -> dict[str, Array]:
-        """Return links as graph attributes. ``columns``: int64 [k, n], as from ``columns``.
-
-        ``names``: the name of the attribute for the links, and that for their times.
-        """
-
     def notes(self, of: EdgeType, val: int, test: int, total: int) -> list[str]:
         """Return messages to the user about the numbers of links of type ``of`` that are held out."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Holds out the links that an edge attribute gives to validation (1) or test (2)."""
+
+    attr: str
+    time: str | None
+
+    def of(self, data: EdgeData, piece: slice, *, backward: bool) -> tuple[_Flags, _Flags]:
+        values = data.attrs[self.attr][piece].reshape(-1)
+        return values == 1, values == 2
+
+    def notes(self, of: EdgeType, val: int, test: int, total: int) -> list[str]:
+        rest = f"the {total - val - test:,} others are for training"
+        return [f"{type_name(of)}: {val:,} links are for validation and {test:,} for test, as given; {rest}"]
 
 
 @dataclass(frozen=True)
@@ -204,6 +349,7 @@ class _ByHash:
     either_way: bool  #: treat (u, v) and (v, u) as the same link
     val: float  #: share of the links, 0 to 1
     test: float  #: share of the links, 0 to 1
+    time: None = None
 
     def of(self, data: EdgeData, piece: slice, *, backward: bool) -> tuple[_Flags, _Flags]:
         ends = data.edge_index[::-1, piece] if backward else data.edge_index[:, piece]
@@ -218,12 +364,6 @@ class _ByHash:
         test: _Flags = (place < self.test) & ~loops
         return (place < self.test + self.val) & ~test & ~loops, test
 
-    def columns(self, data: EdgeData, piece: slice) -> Sequence[Array]:
-        return list(data.edge_index[:, piece])
-
-    def links(self, columns: Array, names: tuple[str, str]) -> dict[str, Array]:
-        return {names[0]: columns}
-
     def notes(self, of: EdgeType, val: int, test: int, total: int) -> list[str]:
         return []
 
@@ -232,22 +372,16 @@ class _ByHash:
 class _ByTime:
     """Holds out the latest links."""
 
-    attr: str  #: edge attribute with the times
+    time: str
     split: TimeSplit
 
     def of(self, data: EdgeData, piece: slice, *, backward: bool) -> tuple[_Flags, _Flags]:
-        return self.split.of(data.attrs[self.attr][piece].reshape(-1))
-
-    def columns(self, data: EdgeData, piece: slice) -> Sequence[Array]:
-        return [data.attrs[self.attr][piece].reshape(-1), *data.edge_index[:, piece]]
-
-    def links(self, columns: Array, names: tuple[str, str]) -> dict[str, Array]:
-        return {names[0]: columns[1:], names[1]: columns[0], HELD_OUT_TIME: encode_texts([self.attr])}
+        return self.split.of(data.attrs[self.time][piece].reshape(-1))
 
     def notes(self, of: EdgeType, val: int, test: int, total: int) -> list[str]:
         splits = (("validation", self.split.val, val), ("test", self.split.test, test))
         later = [
-            f"{count:,} links from {self.attr} {first} on are for {name}"
+            f"{count:,} links from {self.time} {first} on are for {name}"
             for name, first, count in splits
             if first is not None
         ]
@@ -259,20 +393,22 @@ def _rule(dataset: Dataset, of: EdgeType, options: HoldOut, scratch: Scratch | N
     if attr is None:
         return _ByHash(of[0] == of[2], val, test)
     for each in (of, *({_reverse(of)} & set(dataset.edges))):
-        data = dataset.edges[each]
-        where = f"{dataset.name}: option hold_out_time={attr}"
-        if attr not in data.attrs:
-            known = ", ".join(sorted(data.attrs)) or "none"
-            raise DataError(f"{where}, but the attributes of the edges {type_name(each)} are: {known}")
-        values = data.attrs[attr]
-        if not is_time(values, attr in data.bfloat16):
-            raise DataError(
-                f"{where}: {attr} of the edges {type_name(each)} is {values.dtype} {list(values.shape)}; times must be "
-                "one integer (of 63 bits) per edge, for example seconds"
-            )
+        _check_times(dataset.edges[each], attr, each, f"{dataset.name}: option hold_out_time={attr}")
     where = f"{dataset.name}: {attr} of the edges {type_name(of)}"
     counted = counted_times(dataset.edges[of].attrs[attr], None if scratch is None else scratch.memory, where)
     return _ByTime(attr, split_times(*counted, val, test, where))
+
+
+def _check_times(data: EdgeData, attr: str, of: EdgeType, where: str) -> None:
+    if attr not in data.attrs:
+        known = ", ".join(sorted(data.attrs)) or "none"
+        raise DataError(f"{where}, but the attributes of the edges {type_name(of)} are: {known}")
+    values = data.attrs[attr]
+    if not is_time(values, attr in data.bfloat16):
+        raise DataError(
+            f"{where}: {attr} of the edges {type_name(of)} is {values.dtype} {list(values.shape)}; times must be "
+            "one integer (of 63 bits) per edge, for example seconds"
+        )
 
 
 def _check(dataset: Dataset, options: HoldOut) -> None:
@@ -282,17 +418,17 @@ def _check(dataset: Dataset, options: HoldOut) -> None:
             f"{dataset.name}: options hold_out_val={shares[0]:g} and hold_out_test={shares[1]:g} must be shares of the "
             "links: each at least 0, their sum more than 0 and less than 1"
         )
-    if existing := {VAL_LINKS, TEST_LINKS, VAL_TIMES, TEST_TIMES, HELD_OUT, HELD_OUT_TIME} & set(dataset.graph_attrs):
+    if existing := set(_NAMES) & set(dataset.graph_attrs):
         raise DataError(
             f"{dataset.name}: graph attribute {sorted(existing)[0]} already exists; leave out option hold_out, or "
             "rename the attribute"
         )
 
 
-def _edge_type(dataset: Dataset, name: str) -> EdgeType:
-    found: Mapping[str, EdgeType] = {type_name(of): of for of in dataset.edges}
+def _edge_type(edges: Mapping[EdgeType, EdgeData], name: str, where: str) -> EdgeType:
+    found = {type_name(of): of for of in edges}
     if name not in found:
-        raise DataError(f"{dataset.name}: option hold_out={name}, but the edge types are: {', '.join(sorted(found))}")
+        raise DataError(f"{where}, but the edge types are: {', '.join(sorted(found))}")
     return found[name]
 
 

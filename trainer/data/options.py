@@ -83,6 +83,7 @@ class SourceOptions:
     hold_out_val: float = 0.05  #: share of the links in val_links
     hold_out_test: float = 0.1  #: share of the links in test_links
     hold_out_time: str | None = None  #: integer edge attribute: the latest links are held out; None: random ones
+    hold_out_split: str | None = None  #: edge attribute, 0, 1 for val_links or 2 for test_links: these are held out
 
     @property
     def times(self) -> tuple[str, ...]:

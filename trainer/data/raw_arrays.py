@@ -71,7 +71,7 @@ def by_name(found: Iterable[tuple[str, RawArray]]) -> dict[str, RawArray]:
     return arrays
 
 
-EDGE_NAMES = ("edge_attr", "edge_weight", "edge_time")  #: names that always belong to edges
+EDGE_NAMES = ("edge_attr", "edge_weight", "edge_time", "edge_split")  #: names that always belong to edges
 
 _LINKS = "_label_index"  #: suffix of T.RandomLinkSplit's links; the names of their labels end in `_label`
 

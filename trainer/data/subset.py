@@ -9,10 +9,21 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from trainer.core.arrays import Array
 from trainer.core.errors import DataError
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.data.hold_out import (
+    HELD_OUT,
+    TEST_LINKS,
+    TEST_TIMES,
+    TEST_TYPES,
+    VAL_LINKS,
+    VAL_TIMES,
+    VAL_TYPES,
+    held_out_names,
+)
 from trainer.data.work_arrays import kept_edges, kept_rows, slices
 
 _Flags = npt.NDArray[np.bool_]
@@ -33,15 +44,15 @@ def subset_of(dataset: Dataset, num_nodes: int | None, scratch: Scratch | None =
     ``scratch``, the arrays of the result are memory-mapped files in its folder.
 
     Raises:
-        DataError: ``num_nodes`` is less than 1, or the graph has held-out links (a graph attribute ``…_links``), whose
-            nodes would be missing.
+        DataError: ``num_nodes`` is less than 1, or the graph has links of an unknown type (a graph attribute
+            ``…_links`` without ``held_out_type``), whose nodes would be missing.
     """
     if num_nodes is None or 0 < dataset.num_nodes <= num_nodes:
         return dataset
     if num_nodes < 1:
         raise DataError(f"dataset {dataset.name}: option subset must be at least 1, not {num_nodes}")
     links = [name for name in dataset.graph_attrs if name.endswith("_links")]
-    if links:
+    if links and HELD_OUT not in dataset.graph_attrs:
         raise DataError(
             f"dataset {dataset.name}: option subset cannot be used with {', '.join(links)}, as nodes of these links "
             "would be missing"
@@ -52,8 +63,34 @@ def subset_of(dataset: Dataset, num_nodes: int | None, scratch: Scratch | None =
         dataset,
         nodes={of: _kept_nodes(of, data, kept[of], numbers[of], scratch) for of, data in dataset.nodes.items()},
         edges={of: _kept_edges(of, data, kept, numbers, scratch) for of, data in dataset.edges.items()},
+        graph_attrs={**dataset.graph_attrs, **_kept_links(dataset, kept, numbers)},
         notes=(*dataset.notes, f"a subset of {num_nodes:,} of {dataset.num_nodes:,} nodes (option subset)"),
     )
+
+
+def _kept_links(
+    dataset: Dataset, kept: Mapping[NodeType, _Flags], numbers: Mapping[NodeType, Array]
+) -> dict[str, Array]:  # fmt: skip
+    """Return the graph attributes of held-out links, without links of nodes that are left out."""
+    attrs = dataset.graph_attrs
+    found: dict[str, Array] = {}
+    types = {type_name(of): of for of in dataset.edges}
+    for names in ((VAL_LINKS, VAL_TIMES, VAL_TYPES), (TEST_LINKS, TEST_TIMES, TEST_TYPES)):
+        if names[0] not in attrs:
+            continue
+        links = np.array(attrs[names[0]])
+        row = np.asarray(attrs.get(names[2], np.zeros(links.shape[1], np.int64)))
+        stay = np.zeros(len(row), bool)
+        for k, name in enumerate(held_out_names(attrs)):
+            source, _, target = types[name]
+            own = np.flatnonzero(row == k)
+            own = own[kept[source][links[0, own]] & kept[target][links[1, own]]]
+            links[:, own] = numbers[source][links[0, own]], numbers[target][links[1, own]]
+            stay[own] = True
+        found |= {
+            name: (links if name == names[0] else np.asarray(attrs[name]))[..., stay] for name in names if name in attrs
+        }
+    return found
 
 
 def _snowball(dataset: Dataset, num_nodes: int) -> dict[NodeType, _Flags]:

@@ -78,10 +78,16 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
     record = asdict(parsed)
     if record.get("subset") is None:  # parts made before this option existed stay valid
         record.pop("subset", None)
-    if not record.get("normalize_features"):
-        record.pop("normalize_features", None)
+    for name in ("normalize_features", "hold_out_split"):
+        if not record.get(name):
+            record.pop(name, None)
     if isinstance(parsed, TablesOptions):
-        record |= {"edges": {type_name(of): asdict(table) for of, table in parsed.edges.items()}}
+        edges = {type_name(of): asdict(table) for of, table in parsed.edges.items()}
+        for table in edges.values():
+            for key in ("split", "val_files", "test_files"):
+                if not table[key]:
+                    table.pop(key)
+        record |= {"edges": edges}
     text = json.dumps([_GENERATION, name, record, files], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -39,8 +39,8 @@ from trainer.sources.table_columns import (
     time_sql,
 )
 from trainer.sources.table_database import FEW, Database, Scan, quoted
-from trainer.sources.table_files import source_folder, table_files
-from trainer.sources.table_options import SPLITS, EdgeTable, NodeTable, Table, TablesOptions
+from trainer.sources.table_files import files_of_splits, source_folder, table_files
+from trainer.sources.table_options import EDGE_SPLIT, SPLITS, EdgeTable, NodeTable, Table, TablesOptions
 
 _MOST_ONE_HOT = 1024  #: most texts of a column of ``one_hot``
 
@@ -212,6 +212,9 @@ class _Conversion:
             columns.append(
                 number_array("edge_weight", check_numbers(scan, [table.weight], "weight", table.fill), np.float32)
             )
+        if table.has_split:
+            columns.append(self._edge_split(table, scan))
+        self._check_names(columns, scan)
         source, target = self._id(scan, table.source, of[0]), self._id(scan, table.target, of[2])
         self.database.run(
             f"CREATE TABLE {name} AS SELECT gf_row, s.number AS gf_s, t.number AS gf_t "
@@ -228,6 +231,18 @@ class _Conversion:
         scan.close()
         self.notes.append(f"{scan.where}: {count:,} edges{_attrs_text(columns)}")
         return arrays
+
+    def _edge_split(self, table: EdgeTable, scan: Scan) -> ArrayColumn:
+        """Return attribute ``edge_split``, int8: 0 train, 1 val, 2 test."""
+        if table.split is not None:
+            word = split_sql(scan, table.split)
+            sql = f"CASE {word} WHEN 'val' THEN 1 WHEN 'test' THEN 2 ELSE 0 END"
+        else:
+            train, val, _ = files_of_splits(table, self.source, scan.where)
+            first = sum(map(scan.row_count, train)) if scan.sql else 0
+            last = first + sum(map(scan.row_count, val))
+            sql = f"CASE WHEN rowid < {first} THEN 0 WHEN rowid < {last} THEN 1 ELSE 2 END"
+        return ArrayColumn(EDGE_SPLIT, [f"CAST({sql} AS TINYINT)"], np.dtype(np.int8))
 
     def _check_dangling(
         self, of: EdgeType, table: EdgeTable, scan: Scan, name: str, number_of: Mapping[NodeType, str]
@@ -328,11 +343,14 @@ class _Conversion:
         if table.time is not None:
             name = "time" if features == "x" else "edge_time"
             found.append(ArrayColumn(name, [time_sql(scan, table.time)], np.dtype(np.int64)))
-        names = [each.name for each in found]
-        taken = {name for name in names if names.count(name) > 1} | ({"id", "y"} & set(names))
-        if taken:
-            raise DataError(f"{scan.where}: two attributes are called {sorted(taken)[0]!r}; rename a column")
+        self._check_names(found, scan, ("id", "y"))
         return found
+
+    @staticmethod
+    def _check_names(columns: Sequence[ArrayColumn], scan: Scan, others: tuple[str, ...] = ()) -> None:
+        names = [*others, *(each.name for each in columns)]
+        if taken := {name for name in names if names.count(name) > 1}:
+            raise DataError(f"{scan.where}: two attributes are called {min(taken)!r}; rename a column")
 
 
 def _drawn(shares: Mapping[str, float], nodes: Array) -> dict[str, Array]:

@@ -97,7 +97,7 @@ class TableArrays:
 
     def rows(self, name: str, selected: str, begin: int, end: int, scan: Scan) -> dict[str, Any]:
         """Return columns of the rows of table ``name`` in the database, from ``begin`` to before ``end``."""
-        rows = f"SELECT * FROM {name} WHERE rowid >= {begin} AND rowid < {end} ORDER BY rowid"
+        rows = f"SELECT rowid, * FROM {name} WHERE rowid >= {begin} AND rowid < {end} ORDER BY rowid"
         return self._database.arrays(f"SELECT {selected} FROM ({rows})", scan.where)
 
     def empty(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:

@@ -132,7 +132,7 @@ class Scan:
     used: Collection[str] | None = None  #: the columns that are copied; None: all
     _headers: dict[Path, _Header] = field(default_factory=dict)
     _in_utf8: dict[Path, Path] = field(default_factory=dict)  #: CSV file -> its copy in UTF-8
-    _rows: dict[Path, int] = field(default_factory=dict)  #: number of rows of each CSV file
+    _rows: dict[Path, int] = field(default_factory=dict)  #: number of rows of each file, as far as known
 
     @cached_property
     def sql(self) -> str:
@@ -325,10 +325,15 @@ class Scan:
         ``row`` counts the rows of all files, from 0.
         """
         for path in self.files:
-            count = self._rows.get(path)
-            if count is None:
-                ((count,),) = self.database.rows(f"SELECT count(*) FROM {self._parquet([path])}", self.where)
+            count = self.row_count(path)
             if row < count:
                 return f"{path}, row {row + 1}"
             row -= count
         return f"{self.files[-1]}, after the last row"
+
+    def row_count(self, path: Path) -> int:
+        """Return the number of rows of one of the files. The table must have been copied (``sql``)."""
+        if path not in self._rows:
+            ((count,),) = self.database.rows(f"SELECT count(*) FROM {self._parquet([path])}", self.where)
+            self._rows[path] = int(count)
+        return self._rows[path]

@@ -15,21 +15,31 @@ CSV = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".csv.zst", ".ts
 
 
 def table_files(table: Table, folder: Path, where: str) -> list[Path]:
-    """Return the files of a table, in the order of its patterns. Files of one folder or glob are sorted.
+    """Return all files of a table: of ``files``, then of ``val_files`` and ``test_files``."""
+    return [path for files in files_of_splits(table, folder, where) for path in files]
 
-    In folders, files and subfolders whose names begin with ``_`` or ``.`` are skipped. Raises ``DataError`` if
-    a pattern matches no file, or if there are both CSV and Parquet files.
+
+def files_of_splits(table: Table, folder: Path, where: str) -> tuple[list[Path], list[Path], list[Path]]:
+    """Return a table's files for training, validation and test, each in the order of its patterns.
+
+    Files of one folder or glob are sorted. In folders, files and subfolders whose names begin with ``_`` or ``.`` are
+    skipped. Raises ``DataError`` if a pattern matches no file, if there are both CSV and Parquet files, or if a file is
+    in two splits.
     """
-    found: list[Path] = []
-    for pattern in table.files:
-        paths = _expand(folder / Path(pattern).expanduser())
-        if not paths:
-            raise DataError(f"{where}: {folder / pattern} does not exist or has no CSV or Parquet file")
-        found += [path for path in paths if path not in found]
+    splits: tuple[list[Path], list[Path], list[Path]] = ([], [], [])
+    for own, key in zip(splits, ("files", "val_files", "test_files"), strict=True):
+        for pattern in getattr(table, key, ()):
+            paths = _expand(folder / Path(pattern).expanduser())
+            if not paths:
+                raise DataError(f"{where}: {folder / pattern} does not exist or has no CSV or Parquet file")
+            own += [path for path in paths if path not in own]
+    found = [path for own in splits for path in own]
+    if repeated := {str(path) for path in found if found.count(path) > 1}:
+        raise DataError(f"{where}: {min(repeated)} is in two of files, val_files and test_files; leave it in one")
     other = next((path for path in found if is_parquet(path) != is_parquet(found[0])), None)
     if other is not None:
         raise DataError(f"{where}: files of a table must be all CSV or all Parquet, found {found[0]} and {other.name}")
-    return found
+    return splits
 
 
 def holds_tables(path: Path) -> bool:

@@ -6,16 +6,18 @@ import difflib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from trainer.core.errors import DataError
-from trainer.core.schema import EdgeType, NodeType, check_word
+from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType, check_word, type_name
 from trainer.data.options import SourceOptions, parse_options
 
 Dangling: TypeAlias = Literal["error", "drop"]
 
 SPLITS = ("train", "val", "test")
+
+EDGE_SPLIT = "edge_split"  #: edge attribute, int8: the position in ``SPLITS``
 
 _ROLES = (
     *("id", "source", "target", "label", "split", "weight", "time"),
@@ -71,7 +73,14 @@ class EdgeTable(Table):
     source: str = ""  #: column with the id of the source node
     target: str = ""  #: column with the id of the target node
     weight: str | None = None  #: numbers, at least 0
+    split: str | None = None  #: column with train, val, test; empty: train
+    val_files: tuple[str, ...] = ()  #: files of the links for validation, with the columns of ``files``
+    test_files: tuple[str, ...] = ()  #: files of the links for test
     dangling: Dangling = "error"  #: edges whose source or target is not in the node table
+
+    @property
+    def has_split(self) -> bool:
+        return bool(self.split or self.val_files or self.test_files)
 
 
 @dataclass(frozen=True)
@@ -105,8 +114,27 @@ def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
     for name, given in _mapping("edges", options.get("edges")).items():
         edge_type = _edge_type(name, tuple(nodes))
         edges[edge_type] = _table(EdgeTable, f"edges.{name}", given, shared)
+    common = _with_given_split(common, edges)
     inherited = {each.name: getattr(common, each.name) for each in fields(common)}
     return TablesOptions(**inherited, nodes=nodes, edges=edges)
+
+
+def _with_given_split(common: SourceOptions, edges: Mapping[EdgeType, EdgeTable]) -> SourceOptions:
+    """Let links of tables with a split be held out as given, with their times if all have them."""
+    given = {of: table for of, table in edges.items() if table.has_split}
+    if not given:
+        return common
+    if common.hold_out_split is not None:
+        raise DataError(
+            "dataset tables: leave out option hold_out_split; edge tables have the keys split and val_files"
+        )
+    if common.hold_out is not None:
+        given = {of: table for of, table in given.items() if common.hold_out in (type_name(of), type_name(HOMO_EDGE))}
+        if not given:
+            return common
+    timed = all(table.time for table in given.values())
+    time = common.hold_out_time or ("edge_time" if timed else None)
+    return replace(common, hold_out_split=EDGE_SPLIT, hold_out_time=time)
 
 
 def _edge_type(name: str, node_types: tuple[NodeType, ...]) -> EdgeType:
@@ -161,6 +189,8 @@ def _table(kind: type[T], where: str, given: Any, shared: Mapping[str, Any]) -> 
         for name, value in {**shared, **given}.items()
         if value is not None
     }
+    if "split" in values and ("val_files" in values or "test_files" in values):
+        raise DataError(f"dataset tables: {where}: give either split, a column, or val_files and test_files")
     for label in values.get("label", ()):
         for name in ("id", "time", "split", "features", "one_hot", "categories", "attributes"):
             if label == values.get(name) or (isinstance(values.get(name), tuple) and label in values[name]):

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.core.arrays import Ids
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType, type_name
 from trainer.core.texts import decode_texts
-from trainer.data.hold_out import HELD_OUT_TIME, TEST_LINKS, TEST_TIMES, VAL_LINKS, VAL_TIMES
+from trainer.data.hold_out import HELD_OUT_TIME, TEST_LINKS, VAL_LINKS, held_out_links
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings, sampling_of
 from trainer.loader.edge_endpoints import all_times
 from trainer.sampler.settings import check_settings
 from trainer.train.settings import TrainSettings
-from trainer.train.tasks.choose_target import held_out_type
+from trainer.train.tasks.choose_target import held_out_types
 
 if TYPE_CHECKING:
     from trainer.loader.link_block_loader import LinkBlockLoader
@@ -53,14 +52,16 @@ def link_loaders(
 
     check_link_settings(settings, graph, edge_type)
     attrs, typed = graph.store.graph_attrs, edge_type != HOMO_EDGE
-    given = {"train": None, "val": attrs.get(VAL_LINKS), "test": attrs.get(TEST_LINKS)}
     loaders: dict[str, LinkBlockLoader] = {}
     for split in splits:
-        ids = given[split]
+        ids, times = (None, None) if split == "train" else held_out_links(attrs, edge_type, split)
         if split != "train" and (ids is None or not ids.shape[1]):
             continue
         ids = None if ids is None else np.asarray(ids)
-        times = _link_times(settings, graph, edge_type, split)
+        if settings.time_attr is None:
+            times = None
+        elif split == "train":
+            times = all_times(graph, edge_type, settings.time_attr)
         links = link_inputs(graph, (edge_type, ids) if typed else ids, edge_label_time=times)
         training = split == "train"
         count = settings.negatives if training else settings.eval_negatives
@@ -71,23 +72,14 @@ def link_loaders(
     return loaders
 
 
-def _link_times(settings: TrainSettings, graph: Graph, edge_type: EdgeType, split: str) -> Ids | None:
-    """Return the times of the links of a split, int64 [n], or None without ``time_attr``."""
-    if settings.time_attr is None:
-        return None
-    if split == "train":
-        return all_times(graph, edge_type, settings.time_attr)
-    return np.asarray(graph.store.graph_attrs[VAL_TIMES if split == "val" else TEST_TIMES])
-
-
 def check_link_settings(settings: TrainSettings, graph: Graph, edge_type: EdgeType) -> None:
     if settings.disjoint and settings.time_attr is None:
         raise SettingsError("disjoint cannot be used with task link, which samples one subgraph per batch")
-    held_out, name = held_out_type(graph), type_name(edge_type)
-    if held_out is not None and held_out != edge_type:
+    held_out, name = held_out_types(graph), type_name(edge_type)
+    if held_out and edge_type not in held_out:
         raise DataError(
-            f"{graph.manifest.dataset}: links of {type_name(held_out)} are held out, and target is {name}; set option "
-            "hold_out and train.target to the same edge type"
+            f"{graph.manifest.dataset}: links of {', '.join(map(type_name, held_out))} are held out, and target is "
+            f"{name}; set option hold_out and train.target to the same edge type"
         )
     if not graph.manifest.edges[edge_type].num_edges:
         raise DataError(f"{graph.manifest.dataset}: there are no edges of type {name} to learn from")

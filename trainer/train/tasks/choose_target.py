@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
-from trainer.core.texts import decode_texts
-from trainer.data.hold_out import HELD_OUT
+from trainer.data.hold_out import held_out_names
 from trainer.graph.open import Graph
 from trainer.store.manifest import Manifest, NodeSpec
 
@@ -32,8 +29,8 @@ def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto") -> 
             raise SettingsError(f"target is {wanted!r}; {manifest.dataset} has {', '.join(sorted(manifest.nodes))}")
         return wanted
     able = [of for of, spec in manifest.nodes.items() if "y" in spec.attrs and trains(spec)]
-    if not able and task == "auto" and (held_out := held_out_type(graph)) is not None:
-        return held_out
+    if not able and task == "auto" and (held_out := held_out_types(graph)):
+        return _only(held_out, manifest)
     if not manifest.hetero:
         return HOMO_NODE
     if len(able) > 1:
@@ -47,13 +44,17 @@ def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto") -> 
     return able[0]
 
 
-def held_out_type(graph: Graph) -> EdgeType | None:
-    """Return the edge type whose val and test links are held out (dataset option ``hold_out``), or None."""
-    name = graph.store.graph_attrs.get(HELD_OUT)
-    if name is None:
-        return None
-    (text,) = decode_texts(np.asarray(name))
-    return {type_name(of): of for of in graph.manifest.edges}.get(text)
+def held_out_types(graph: Graph) -> list[EdgeType]:
+    """Return the edge types whose val and test links are held out (options ``hold_out`` and ``hold_out_split``)."""
+    known = {type_name(of): of for of in graph.manifest.edges}
+    return [known[name] for name in held_out_names(graph.store.graph_attrs) if name in known]
+
+
+def _only(types: list[EdgeType], manifest: Manifest) -> EdgeType:
+    if len(types) != 1:
+        names = ", ".join(map(type_name, types))
+        raise SettingsError(f"{manifest.dataset}: set target to the edge type to predict, one of: {names}")
+    return types[0]
 
 
 def _linked(graph: Graph, wanted: str | None) -> EdgeType:
@@ -69,12 +70,8 @@ def _linked(graph: Graph, wanted: str | None) -> EdgeType:
         raise SettingsError(f"target is {wanted!r}; task link needs an edge type of {manifest.dataset}: {known}")
     if not manifest.hetero:
         return HOMO_EDGE
-    if (held_out := held_out_type(graph)) is not None:
-        return held_out
-    forward = [of for of in manifest.edges if not of[1].startswith("rev_")]
-    if len(forward) != 1:
-        raise SettingsError(f"{manifest.dataset}: set target to the edge type to predict: {', '.join(names)}")
-    return forward[0]
+    held_out = held_out_types(graph)
+    return _only(held_out or [of for of in manifest.edges if not of[1].startswith("rev_")], manifest)
 
 
 def trains(spec: NodeSpec) -> bool:

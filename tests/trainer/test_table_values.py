@@ -243,7 +243,7 @@ def test_a_column_is_read_alike_from_csv_and_parquet_or_refused(of: str, tmp_pat
             for file in ("t.csv", "t.parquet"):
                 scan = SCANS.setdefault(tmp_path / file, Scan(database, [tmp_path / file], f"{of} {file}"))
                 try:
-                    values = arrays.export(read(scan, name), scan, 2, 2).values
+                    values = arrays.export(read(scan, name), scan.sql, scan.where, 2, 2).values
                     found.append(decode_texts(values) if values.dtype == np.uint8 else values.tolist())
                 except DataError as error:
                     if "Error" in str(error) or not re.search(rf"{file}, row \d: {name} is|expected", str(error)):

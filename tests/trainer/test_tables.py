@@ -393,6 +393,90 @@ def test_links_of_a_table_with_a_split_are_held_out(tmp_path: Path, as_files: bo
     assert "test_link_times" not in attrs and attrs["test_links"].tolist() == [[0, 0, 1], [1, 2, 0]]
 
 
+def pairs_of(folder: Path, **rates: Any) -> dict[str, Any]:
+    """Write pairs without column names to train.tsv and test.tsv, and return options without node tables."""
+    (folder / "train.tsv").write_text("u10\t12\nu9\t7\nu9\t012\nu10\t7\n")
+    (folder / "test.tsv").write_text("\u00e9\t7.0\nu9\t100\n")
+    table = {
+        "files": "train.tsv", "test_files": "test.tsv", "columns": ["who", "what"], "source": "who", "target": "what"
+    }  # fmt: skip
+    return {"nodes": {"user": {}, "item": None}, "edges": {"user__buys__item": table | rates}}
+
+
+def test_nodes_without_a_table_are_the_different_ids_of_edge_tables(tmp_path: Path) -> None:
+    graph = load(tmp_path, pairs_of(tmp_path), tmp_path / "work")
+    assert decode_texts(graph.nodes["user"].attrs["id"]) == ["u10", "u9", "\u00e9"]
+    assert decode_texts(graph.nodes["item"].attrs["id"]) == ["012", "100", "12", "7", "7.0"]  # 012 is no number
+    assert graph.edges["user", "buys", "item"].edge_index.tolist() == [[0, 1, 1, 0], [2, 3, 0, 3]]
+    assert graph.graph_attrs["test_links"].tolist() == [[1, 2], [1, 4]]
+    assert "nodes.user: 3 nodes, the different texts in who of edges.user__buys__item" in graph.notes
+    write(tmp_path, items__csv="sku,price\n7,1\n12,2\n100,3\n", more__csv="a,b\n12,9.0\n,7\n007,7\n")
+    (tmp_path / "train.tsv").write_text("u10\t12\nu9\t7\n")
+    options = pairs_of(tmp_path, dangling="drop")
+    (tmp_path / "train.tsv").write_text("3\t12\n20\t7\n-1\t7\n3.0\t100\n")
+    options["nodes"]["item"] = {"files": "items.csv", "id": "sku"}
+    del options["edges"]["user__buys__item"]["test_files"]
+    graph = load(tmp_path, options, tmp_path / "mixed")
+    assert graph.nodes["user"].attrs["id"].tolist() == [-1, 3, 20]
+    assert graph.edges["user", "buys", "item"].edge_index.tolist() == [[1, 2, 0, 1], [1, 0, 0, 2]]
+
+
+def test_one_type_of_nodes_without_a_table_has_the_ids_of_both_columns(tmp_path: Path) -> None:
+    sql(
+        "COPY (SELECT * FROM (VALUES (5.0, 'b'), (1.0, 'a'), (NULL, 'a'), ('nan'::DOUBLE, 'c'), (5.0, '1')) t(s, t)) "
+        f"TO '{tmp_path}/e.parquet'"
+    )
+    edges = {"likes": {"files": "e.parquet", "source": "s", "target": "t"}}
+    with pytest.raises(DataError, match=r"e\.parquet, row 3: s is empty \(2 such sources"):
+        load(tmp_path, {"nodes": {"n": {}}, "edges": edges}, tmp_path / "refused")
+    edges["likes"]["dangling"] = "drop"
+    graph = load(tmp_path, {"nodes": {"n": {}}, "edges": edges}, tmp_path / "work")
+    assert decode_texts(graph.nodes["node"].attrs["id"]) == ["1", "5", "a", "b", "c"]
+    assert graph.edges["node", "to", "node"].edge_index.tolist() == [[1, 0, 1], [3, 2, 0]]
+
+
+def test_mistakes_in_tables_without_names_of_columns(tmp_path: Path) -> None:
+    for k, (keys, message) in enumerate((
+        ({"columns": ["who"]}, r"train\.tsv: 2 values in a row, but 1 names in `columns`"),
+        ({"columns": ["U10", "12"], "source": "U10", "target": "12"}, "the first line has the names of the columns;"),
+        ({"columns": ["who", "Who"]}, r"edges\.user__buys__item\.columns names 'who' twice"),
+        ({"columns": None}, "seems to contain values: name its columns in `columns`"),
+        ({"source": "whom"}, "source 'whom' is not a column: train.tsv has the columns who, what"),
+    )):  # fmt: skip
+        with pytest.raises(DataError, match=message):
+            load(tmp_path, pairs_of(tmp_path, **keys), tmp_path / str(k))
+    options = pairs_of(tmp_path)
+    options["nodes"]["item"] = {"id": "what"}
+    with pytest.raises(DataError, match="nodes.item: files is required; {} alone makes nodes of the ids in edge tab"):
+        load(tmp_path, options, tmp_path / "id")
+    options["nodes"] = {"user": {}, "item": {}, "shop": {}}
+    with pytest.raises(DataError, match="nodes.shop has no files, and no edge table has this type as source or target"):
+        load(tmp_path, options, tmp_path / "shop")
+    sql(f"COPY (SELECT 1 AS a, 2 AS b) TO '{tmp_path}/e.parquet'")
+    keys = {"files": "e.parquet", "test_files": None}
+    with pytest.raises(DataError, match="`columns` is for CSV files; .*e.parquet has names of its own"):
+        load(tmp_path, pairs_of(tmp_path, **keys), tmp_path / "parquet")
+
+
+def test_ids_of_nodes_without_a_table_are_sorted_on_disk(tmp_path: Path) -> None:
+    count = 400_000
+    sql(
+        f"COPY (SELECT 'user-' || (i * 7919 % {count}) AS who, i % 1000 AS what FROM range({count}) r(i)) "
+        f"TO '{tmp_path}/pairs.parquet'"
+    )
+    edges = {"user__buys__item": {"files": "pairs.parquet", "source": "who", "target": "what"}}
+    (tmp_path / "work").mkdir()
+    scratch = Scratch(tmp_path / "work", 60 << 20)
+    graph = load_dataset("tables", str(tmp_path), {"nodes": {"user": {}, "item": {}}, "edges": edges}, scratch)
+    ids = graph.nodes["user"].attrs["id"]
+    assert len(ids) == count and isinstance(ids, np.memmap)
+    some = decode_texts(ids[:: count // 100])
+    assert some == sorted(some) and decode_texts(ids[:2]) == ["user-0", "user-1"]
+    source, target = graph.edges["user", "buys", "item"].edge_index[:, :500]
+    assert decode_texts(ids[source]) == [f"user-{i * 7919 % count}" for i in range(500)]
+    assert target.tolist() == [i % 1000 for i in range(500)]
+
+
 def test_drafted_options_are_read(tmp_path: Path) -> None:
     folder = shop(tmp_path)
     write(folder, README__md="Shop\nsold\nbought\n", schema__json='{"users": {}}\n', Makefile="all:\n")  # no tables

@@ -83,9 +83,9 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
             record.pop(name, None)
     if isinstance(parsed, TablesOptions):
         edges = {type_name(of): asdict(table) for of, table in parsed.edges.items()}
-        for table in edges.values():
-            for key in ("split", "val_files", "test_files"):
-                if not table[key]:
+        for table in (*edges.values(), *record["nodes"].values()):
+            for key in ("split", "val_files", "test_files", "columns"):
+                if not table.get(key, True):  # parts made before this key existed stay valid
                     table.pop(key)
         record |= {"edges": edges}
     text = json.dumps([_GENERATION, name, record, files], sort_keys=True)

@@ -77,23 +77,28 @@ class _Conversion:
     enums: int = 0  #: number of types defined for categories
 
     def graph(self, source: str | None) -> RawGraph:
-        nodes = {of: self._scan(f"nodes.{of}", table) for of, table in self.options.nodes.items()}
+        nodes = {of: self._scan(f"nodes.{of}", table) for of, table in self.options.nodes.items() if table.files}
         edges = {of: self._scan(f"edges.{type_name(of)}", table) for of, table in self.options.edges.items()}
-        for of, scan in nodes.items():
-            self.integers[of] = ids_are_integers(scan, self.options.nodes[of].id)
-            self.decimals[of] = has_decimal_texts(scan, self.options.nodes[of].id)
         for edge_type, scan in edges.items():
             check_ids(scan, self.options.edges[edge_type].source, "source")
             check_ids(scan, self.options.edges[edge_type].target, "target")
         counts, node_arrays = {}, {}
-        for k, of in enumerate(nodes):
-            counts[of], node_arrays[of] = self._nodes(of, self.options.nodes[of], nodes[of], f"nodes{k}")
-        number_of = {of: f"nodes{k}" for k, of in enumerate(nodes)}
+        for k, (of, table) in enumerate(self.options.nodes.items()):
+            ids = [(nodes[of], table.id, "id")] if of in nodes else self._ends(of, edges)
+            integers = [ids_are_integers(*column) for column in ids]  # all are checked
+            self.integers[of] = all(integers)
+            self.decimals[of] = any(has_decimal_texts(scan, column) for scan, column, _ in ids)
+            counts[of], node_arrays[of] = (
+                self._nodes(of, table, nodes[of], f"nodes{k}")
+                if of in nodes
+                else self._nodes_of_edges(of, ids, f"nodes{k}")
+            )
+        number_of = {of: f"nodes{k}" for k, of in enumerate(self.options.nodes)}
         edge_arrays = {
             of: self._edges(of, self.options.edges[of], edges[of], number_of, f"edges{k}") for k, of in enumerate(edges)
         }
         if not self.hetero:
-            (only,) = nodes
+            (only,) = node_arrays
             node_arrays, counts = {HOMO_NODE: node_arrays[only]}, {HOMO_NODE: counts[only]}
             edge_arrays = {HOMO_EDGE: next(iter(edge_arrays.values()))}
         plain = {name: RawArray(texts, "tables") for name, texts in self.names.items()}
@@ -105,7 +110,7 @@ class _Conversion:
         return len(self.options.nodes) > 1 or len(self.options.edges) > 1
 
     def _scan(self, where: str, table: Table) -> Scan:
-        return Scan(self.database, table_files(table, self.source, where), where, table, table.columns())
+        return Scan(self.database, table_files(table, self.source, where), where, table, table.used_columns())
 
     def _id(self, scan: Scan, column: str, of: NodeType) -> str:
         return integer_id(scan, column) if self.integers[of] else text_id(scan, column, self.decimals[of])
@@ -127,7 +132,7 @@ class _Conversion:
             columns.append(self._label(of, table.label, scan))
         self.database.run(f"CREATE TABLE {name}_ids AS SELECT rowid AS number, {id_} AS id FROM {scan.sql}", scan.where)
         self._check_unique(scan, table.id, f"{name}_ids")
-        arrays = {each.name: self.arrays.export(each, scan, count, count) for each in columns}
+        arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count, count) for each in columns}
         arrays |= self._splits(table, scan, count, arrays.get("y"))
         scan.close()
         kind = "integers" if self.integers[of] else "texts"
@@ -135,6 +140,42 @@ class _Conversion:
         sizes = [f"{len(arrays[f'{split}_idx'].values):,} {split}" for split in SPLITS if f"{split}_idx" in arrays]
         if sizes:
             self.notes.append(f"{scan.where}: splits: {', '.join(sizes)}")
+        return count, arrays
+
+    def _ends(self, of: NodeType, edges: Mapping[EdgeType, Scan]) -> list[tuple[Scan, str, str]]:
+        """Return the columns of edge tables with ids of a node type: the table, the column, and source or target."""
+        found = []
+        for (source, _, target), scan, table in zip(edges, edges.values(), self.options.edges.values(), strict=True):
+            found += [(scan, table.source, "source")] if source == of else []
+            found += [(scan, table.target, "target")] if target == of else []
+        if not found:
+            raise DataError(f"nodes.{of} has no files, and no edge table has this type as source or target")
+        return found
+
+    def _nodes_of_edges(
+        self, of: NodeType, ends: Sequence[tuple[Scan, str, str]], name: str
+    ) -> tuple[int, dict[str, RawArray]]:  # fmt: skip
+        """Number the different ids in columns of edge tables, in ascending order, as ``_nodes`` does those of a table.
+
+        Integers are ordered by value, texts by their UTF-8 bytes.
+        """
+        where, ordered = f"nodes.{of}", f"{name}_ordered"
+        columns = " UNION ALL ".join(
+            f"SELECT {self._id(scan, column, of)} AS id FROM {scan.sql}" for scan, column, _ in ends
+        )
+        self.database.run(
+            f"CREATE TABLE {ordered} AS SELECT DISTINCT id FROM ({columns}) WHERE id IS NOT NULL ORDER BY id", where
+        )
+        self.database.run(f"CREATE TABLE {name}_ids AS SELECT rowid AS number, id FROM {ordered}", where)
+        ((count,),) = self.database.rows(f"SELECT count(*) FROM {ordered}", where)
+        if count == 0:
+            raise DataError(f"{where} has no files, and the edge tables have no ids of this type")
+        id_ = ArrayColumn("id", ["id"], np.dtype(np.int64) if self.integers[of] else None)
+        arrays = {"id": self.arrays.export(id_, ordered, where, count, count)}
+        self.database.run(f"DROP TABLE {ordered}", where)
+        kind = "integers" if self.integers[of] else "texts"
+        found = ", ".join(dict.fromkeys(f"{column} of {scan.where}" for scan, column, _ in ends))
+        self.notes.append(f"{where}: {count:,} nodes, the different {kind} in {found}")
         return count, arrays
 
     def _check_unique(self, scan: Scan, column: str, name: str) -> None:
@@ -225,7 +266,7 @@ class _Conversion:
         )
         ((total,),) = self.database.rows(f"SELECT count(*) FROM {name}", scan.where)
         count = self._check_dangling(of, table, scan, name, number_of)
-        arrays = {each.name: self.arrays.export(each, scan, count, total) for each in columns}
+        arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count, total) for each in columns}
         arrays["edge_index"] = self._edge_index(of, name, count, scan)
         self.database.run(f"DROP TABLE {name}", scan.where)
         scan.close()
@@ -274,7 +315,7 @@ class _Conversion:
                 ids = self.database.rows(f"SELECT id FROM {number_of[end]}_ids ORDER BY number LIMIT {FEW}", scan.where)
                 wrong = ", ".join("empty" if one is None else repr(one[:80]) for (one,) in found)
                 right = ", ".join(repr(one) for (one,) in ids)
-                ends.append(f"{column} such as {wrong}; ids in {self.options.nodes[end].id} such as {right}")
+                ends.append(f"{column} such as {wrong}; ids in {self.options.nodes[end].id or end} such as {right}")
         examples = "; ".join(ends)
         if table.dangling == "drop":
             if bad == count:
@@ -299,7 +340,11 @@ class _Conversion:
         ((value,),) = self.database.rows(
             f"SELECT CAST({quoted(column)} AS VARCHAR) FROM {scan.sql} WHERE rowid = {first}", scan.where
         )
-        wrong = f"{value!r} is not in column {self.options.nodes[end].id!r} of nodes.{end}"
+        wrong = (
+            f"{value!r} is not in column {self.options.nodes[end].id!r} of nodes.{end}"
+            if (self.options.nodes[end].files)
+            else f"{value!r} is no id"
+        )
         spaces = "; ids are compared with their spaces" if value and value != value.strip() else ""
         raise DataError(
             f"{scan.place(first)}: {column} {'is empty' if value is None else wrong}{spaces} ({counted}: {examples}); "
@@ -311,7 +356,7 @@ class _Conversion:
         dtype = np.dtype(np.int32 if most < 1 << 31 else np.int64)
         out = self.arrays.empty(type_name(of), dtype, (2, count))
         for begin, end in row_ranges(count, 16):
-            rows = self.arrays.rows(name, "gf_s, gf_t", begin, end, scan)
+            rows = self.arrays.rows(name, "gf_s, gf_t", begin, end, scan.where)
             out[0, begin:end], out[1, begin:end] = rows["gf_s"], rows["gf_t"]
         return RawArray(out, scan.where)
 

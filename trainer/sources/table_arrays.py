@@ -15,7 +15,7 @@ from trainer.core.errors import DataError
 from trainer.core.texts import encode_texts
 from trainer.data.raw_arrays import RawArray
 from trainer.sources.table_columns import NumberColumn
-from trainer.sources.table_database import Database, Scan
+from trainer.sources.table_database import Database
 
 _CHUNK = 32 << 20  #: bytes of an array that are read from the database at once
 
@@ -59,22 +59,25 @@ class TableArrays:
     def __init__(self, database: Database, folder: Path) -> None:
         self._database, self._folder, self._serial = database, folder, 0
 
-    def export(self, column: ArrayColumn, scan: Scan, count: int, total: int) -> RawArray:
-        """Return the array of an attribute, for the ``count`` rows of a table that are left of ``total``."""
+    def export(self, column: ArrayColumn, table: str, where: str, count: int, total: int) -> RawArray:
+        """Return the array of an attribute, for the ``count`` rows of a database table that are left of ``total``.
+
+        ``where``: name of the table in messages.
+        """
         if column.dtype is None:
-            return RawArray(self._texts(column, scan, count), scan.where)
+            return RawArray(self._texts(column, table, where, count), where)
         width = sum(max(1, each) for each in column.widths) if column.is_matrix else 0
         out = self.empty(column.name, column.dtype, (count, width) if width else (count,))
         lists, done = any(column.widths), 0
         for begin, end in row_ranges(total, max(1, width) * 8):
             if lists:
                 blocks = [
-                    self.rows(scan.sql, f"{f'unnest({sql})' if listed else sql} AS v", begin, end, scan)["v"]
+                    self.rows(table, f"{f'unnest({sql})' if listed else sql} AS v", begin, end, where)["v"]
                     for sql, listed in zip(column.columns, column.widths, strict=True)
                 ]
             else:
                 selected = ", ".join(f"{sql} AS v{k}" for k, sql in enumerate(column.columns))
-                blocks = list(self.rows(scan.sql, selected, begin, end, scan).values())
+                blocks = list(self.rows(table, selected, begin, end, where).values())
             plain = [
                 np.asarray(np.ma.getdata(block)).astype(column.dtype, copy=False).reshape(-1, max(1, listed))
                 for block, listed in zip(blocks, column.widths, strict=True)
@@ -82,23 +85,23 @@ class TableArrays:
             values = np.concatenate(plain, 1)
             out[done : done + len(values)] = values if column.is_matrix else values[:, 0]
             done += len(values)
-        return RawArray(out, scan.where)
+        return RawArray(out, where)
 
-    def _texts(self, column: ArrayColumn, scan: Scan, count: int) -> Array:
+    def _texts(self, column: ArrayColumn, table: str, where: str, count: int) -> Array:
         (sql,) = column.columns
-        ((longest,),) = self._database.rows(f"SELECT max(strlen({sql})) FROM {scan.sql}", scan.where)
+        ((longest,),) = self._database.rows(f"SELECT max(strlen({sql})) FROM {table}", where)
         if longest > _LONGEST_ID:
-            raise DataError(f"{scan.where}: an id has {longest:,} bytes; at most {_LONGEST_ID:,} are possible")
+            raise DataError(f"{where}: an id has {longest:,} bytes; at most {_LONGEST_ID:,} are possible")
         out = self.empty(column.name, np.dtype(np.uint8), (count, max(1, longest)))
         for begin, end in row_ranges(count, max(1, longest) + 50):
-            rows = self.rows(scan.sql, f"{sql} AS v", begin, end, scan)["v"]
+            rows = self.rows(table, f"{sql} AS v", begin, end, where)["v"]
             out[begin:end] = encode_texts([str(value) for value in rows], out.shape[1])
         return out
 
-    def rows(self, name: str, selected: str, begin: int, end: int, scan: Scan) -> dict[str, Any]:
+    def rows(self, name: str, selected: str, begin: int, end: int, where: str) -> dict[str, Any]:
         """Return columns of the rows of table ``name`` in the database, from ``begin`` to before ``end``."""
         rows = f"SELECT rowid, * FROM {name} WHERE rowid >= {begin} AND rowid < {end} ORDER BY rowid"
-        return self._database.arrays(f"SELECT {selected} FROM ({rows})", scan.where)
+        return self._database.arrays(f"SELECT {selected} FROM ({rows})", where)
 
     def empty(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         self._serial += 1

@@ -257,19 +257,22 @@ def check_ids(scan: Scan, column: str, role: str) -> None:
     scan.check_file_columns([column])
 
 
-def ids_are_integers(scan: Scan, column: str) -> bool:
-    """Check the ids of a node table, and return whether all of them are integers without leading zeros."""
-    check_ids(scan, column, "id")
+def ids_are_integers(scan: Scan, column: str, role: str = "id") -> bool:
+    """Check a column of ids, and return whether all of them are integers without leading zeros.
+
+    ``role``: what the column is for; only an ``id`` needs a value in each row.
+    """
+    check_ids(scan, column, role)
     of, name = scan.types[column], quoted(column)
-    _refuse(scan, column, f"{name} IS NULL", f"id of {scan.where} must be an id in every row")
+    present = f"{as_text(column, of)} IS NOT NULL"
+    if role == "id":
+        _refuse(scan, column, f"NOT ({present})", f"id of {scan.where} must be an id in every row")
     if of in _EXACT or of.startswith("DECIMAL"):
-        if of in _EXACT:
-            _refuse(scan, column, f"isnan({name})", f"id of {scan.where} must be an id in every row")
         below = f", below 2^{_EXACT[of]}," if of in _EXACT else ""
-        advice = f"an id (id of {scan.where}) must be a whole number{below} or a text"
-        _refuse(scan, column, f"NOT {_is_whole(name, of)}", advice)
+        advice = f"an id ({role} of {scan.where}) must be a whole number{below} or a text"
+        _refuse(scan, column, f"{present} AND NOT {_is_whole(name, of)}", advice)
     (all_,) = scan.database.rows(
-        f"SELECT bool_and({integer_id(scan, column)} IS NOT NULL) FROM {scan.sql}", scan.where
+        f"SELECT bool_and({integer_id(scan, column)} IS NOT NULL) FROM {scan.sql} WHERE {present}", scan.where
     )[0]
     return bool(all_)
 

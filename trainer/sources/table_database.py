@@ -183,7 +183,7 @@ class Scan:
         columns = ", ".join(f"{text(column)}: 'VARCHAR'" for column in header.columns)
         hive = "".join(f", {text(value)} AS {quoted(key)}" for key, value in self._hive(path).items())
         return (
-            f"(SELECT *{hive} FROM read_csv({_FILE}, auto_detect = false, header = true, "
+            f"(SELECT *{hive} FROM read_csv({_FILE}, auto_detect = false, header = {not self.options.columns}, "
             f"columns = {{{columns}}}, delim = {text(header.delimiter)}, quote = '\"', escape = '\"', "
             "hive_partitioning = false, store_rejects = true, rejects_limit = 100))"
         )
@@ -208,6 +208,10 @@ class Scan:
                 raise DataError(
                     f"{self.where}: {path} is empty, or damaged; expected a line of column names, and lines of values"
                 )
+            if names := self.options.columns:
+                self._check_names(path, names, rows[0])
+                self._headers[path] = _Header(delimiter, names, False)
+                return self._headers[path]
             columns: dict[str, str] = {}  # name in lower case, as DuckDB compares names -> name
             for k, cell in enumerate(rows[0]):
                 column = cell.removeprefix("\ufeff").strip() or f"column{k}"
@@ -223,6 +227,13 @@ class Scan:
                 columns[column.lower()] = column
             self._headers[path] = _Header(delimiter, list(columns.values()), not has_header(rows))
         return self._headers[path]
+
+    def _check_names(self, path: Path, names: Sequence[str], row: Sequence[str]) -> None:
+        """Raise ``DataError`` if the names of ``columns`` do not fit the first row of a file."""
+        if len(row) != len(names):
+            raise DataError(f"{self.where}: {path}: {len(row)} values in a row, but {len(names)} names in `columns`")
+        if [cell.removeprefix("\ufeff").strip().lower() for cell in row] == [name.lower() for name in names]:
+            raise DataError(f"{self.where}: {path}: the first line has the names of the columns; leave out `columns`")
 
     def _query_csv(self, path: Path, sql: str) -> list[tuple[Any, ...]]:
         """Return the rows of a query on a CSV file, which is called ``_FILE`` in ``sql``.
@@ -278,6 +289,8 @@ class Scan:
     def types(self) -> dict[str, str]:
         """DuckDB's type of each column, by name. All columns of CSV files are VARCHAR."""
         if is_parquet(self.files[0]):
+            if self.options.columns:
+                raise DataError(f"{self.where}: `columns` is for CSV files; {self.files[0]} has names of its own")
             return self._described(self.files)
         return {column: "VARCHAR" for path in self.files for column in self._file_columns(path)}
 
@@ -294,7 +307,7 @@ class Scan:
             names = list(self.types)
             shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
             values = (
-                f"; the first line of {self.without_header.name} seems to contain values: add a line of column names"
+                f"; the first line of {self.without_header.name} seems to contain values: name its columns in `columns`"
                 if self.without_header
                 else ""
             )

@@ -46,8 +46,9 @@ class Table:
     delimiter: str | None = None  #: of CSV files; None: detected
     encoding: str | None = None  #: of CSV files, a name that Python knows; None: UTF-8
     null_values: tuple[str, ...] = ()  #: texts that mean a missing value, besides the empty one
+    columns: tuple[str, ...] = ()  #: names of the columns of CSV files without a line of names
 
-    def columns(self) -> set[str]:
+    def used_columns(self) -> set[str]:
         """Return the names of all columns that are read."""
         found: set[str] = set()
         for role in _ROLES:
@@ -58,7 +59,10 @@ class Table:
 
 @dataclass(frozen=True)
 class NodeTable(Table):
-    """The nodes of one type; a row is a node, numbered in the order of the rows."""
+    """The nodes of one type; a row is a node, numbered in the order of the rows.
+
+    Without files, the nodes are the different ids of this type in edge tables, in ascending order.
+    """
 
     id: str = ""  #: column that names the node, unique
     #: integers from 0, texts (classes in alphabetical order), or other numbers; several columns: numbers side by side
@@ -172,6 +176,8 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _table(kind: type[T], where: str, given: Any, shared: Mapping[str, Any]) -> T:
+    if kind is NodeTable and given in (None, {}):
+        return kind(files=())  # type: ignore[call-arg]
     if not isinstance(given, Mapping):
         raise DataError(f"dataset tables: {where} must be a mapping with `files` and columns, not {given!r}")
     known = {each.name: str(each.type) for each in fields(kind)}  # type: ignore[arg-type]
@@ -183,7 +189,8 @@ def _table(kind: type[T], where: str, given: Any, shared: Mapping[str, Any]) -> 
     needed = ("files", "id") if kind is NodeTable else ("files", "source", "target")
     for name in needed:
         if not given.get(name):
-            raise DataError(f"dataset tables: {where}: {name} is required")
+            hint = "; {} alone makes nodes of the ids in edge tables" if name == "files" and kind is NodeTable else ""
+            raise DataError(f"dataset tables: {where}: {name} is required{hint}")
     values = {
         name: (_PARSERS.get(name) or _PARSERS.get(known[name], _column))(f"{where}.{name}", value)
         for name, value in {**shared, **given}.items()
@@ -214,6 +221,12 @@ def _columns(where: str, value: Any) -> tuple[str, ...]:
     names = tuple(_column(where, each) for each in listed)
     if len(set(names)) < len(names):
         raise DataError(f"dataset tables: {where} names {next(n for n in names if names.count(n) > 1)!r} twice")
+    return names
+
+
+def _names(where: str, value: Any) -> tuple[str, ...]:
+    names = _columns(where, value)
+    _columns(where, [name.lower() for name in names])  # the database does not tell a from A
     return names
 
 
@@ -284,4 +297,5 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "delimiter": _delimiter,
     "encoding": _encoding,
     "null_values": _null_values,
+    "columns": _names,
 }

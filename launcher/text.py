@@ -194,3 +194,21 @@ def clock_time(when: float) -> str:
     then, today = time.localtime(when), time.localtime()
     same_day = then[:3] == today[:3]
     return time.strftime("%H:%M:%S" if same_day else "%Y-%m-%d %H:%M:%S", then)
+
+
+def seconds_words(seconds: float) -> str:
+    """Return a duration as text: ``45 s``, ``12 min``, ``3 h 5 min``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+#: Seconds of each unit of a duration.
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def duration(text: str) -> float | None:
+    """Return a duration such as ``90s``, ``10m``, ``1.5h`` or ``7d`` in seconds, also of ``0``; else None."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*([smhdw])|0", text.strip())
+    return None if match is None else float(match[1]) * UNITS[match[2]] if match[1] else 0.0

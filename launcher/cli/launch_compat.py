@@ -15,7 +15,7 @@ from launcher.cli.options import F, GroupedOptions, examples, with_options
 from launcher.config.importers.base import NODES_ONLY, Flags
 from launcher.config.importers.pyg_command import Remote, parse_remote
 from launcher.errors import UsageError
-from launcher.run.options import TRAINER_ONLY, LaunchOptions, overrides_of
+from launcher.run.options import TRAINER_ONLY, LaunchOptions, overrides_of, wait_limit
 from launcher.text import say
 
 
@@ -50,6 +50,7 @@ def options_of(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
         verbose=bool(merged["verbose"]),
         plain=bool(merged.get("plain")),
         detach=bool(merged.get("detach")),
+        wait=wait_limit(merged.get("wait")),
         resumed_from=merged.get("resumed_from"),
         flags=flags_of(merged, remote),
     )

@@ -27,6 +27,7 @@ from launcher.cli.options import (
     LIVE,
     SET,
     VERBOSE,
+    WAIT,
     F,
     GroupedOptions,
     console_of,
@@ -136,6 +137,7 @@ _CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_o
 
 launch_options = with_options(
     click.option("--slurm", metavar="KEY=VALUE,…", help="Submit a Slurm job: partition=gpu,nodes=4,time=2:00:00."),
+    WAIT,
     DETACH,
     *LIVE,
     DRY_RUN,

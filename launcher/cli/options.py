@@ -29,7 +29,10 @@ _HEADINGS = {
         *("dataset", "source", "shared", "serving"),
         *("epochs", "batch_size", "num_neighbors", "num_training_procs", "resume"),
     ),
-    "Run": ("name", "run_id", "runs_dir", "master_addr", "master_port", "slurm", "detach", "on_interrupt", "dry_run"),
+    "Run": (
+        *("name", "run_id", "runs_dir", "master_addr", "master_port", "slurm"),
+        *("wait", "detach", "on_interrupt", "dry_run"),
+    ),
     "Lines to show": ("node", "rank", "since", "last", "every"),
 }
 
@@ -102,6 +105,14 @@ VERBOSE = click.option("--verbose", "-v", is_flag=True, help="Show each node wit
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Show the plan without connecting to a host.")
 
 DETACH = click.option("--detach", is_flag=True, help="Return after the first step; the run continues.")
+
+WAIT = click.option(
+    "--wait",
+    is_flag=False,
+    flag_value="0",
+    metavar="[LIMIT]",
+    help="Wait in line for hosts in use; limit: 30m, 2h.",
+)
 
 NOW = click.option("--now", is_flag=True, help="Kill at once instead of after run.grace seconds.")
 

@@ -19,13 +19,14 @@ from launcher.cli.options import (
     NOW,
     RUN,
     SET,
+    WAIT,
     GroupedOptions,
     console_of,
     echo_json,
     examples,
     with_options,
 )
-from launcher.run.options import LaunchOptions, overrides_of, read_config
+from launcher.run.options import LaunchOptions, overrides_of, read_config, wait_limit
 from launcher.text import say
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def runs(ctx: click.Context, last: int | None, **values: Any) -> None:
 @click.option("--epochs", metavar="N", help="Total passes, including those already made.")
 @click.option("--master-addr", metavar="ADDR", help="Address at which nodes reach the lead node.")
 @click.option("--run-id", metavar="ID", help="Id of the new run; default: from name and time.")
-@with_options(DETACH, *LIVE)
+@with_options(WAIT, DETACH, *LIVE)
 @click.pass_context
 def resume(
     ctx: click.Context,
@@ -286,6 +287,7 @@ def resume(
         as_json=as_json,
         plain=values["plain"],
         detach=values["detach"],
+        wait=wait_limit(values["wait"]),
     )
     if values["run"] is None and _choice(ctx, values).config is None:
         other = bool(asked.overrides or asked.own_command)

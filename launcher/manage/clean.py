@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +16,12 @@ from launcher.command import Command
 from launcher.config.resolve import ResolvedConfig
 from launcher.errors import FleetError, TransportError, UsageError, reason_of
 from launcher.plan.placement import ANY_PYTHON
-from launcher.text import count
+from launcher.text import UNITS, count, duration
 from launcher.transport import close_all, connect_all
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import call
 
 KINDS = ("runs", "code", "parts", "kernels")
-
-_UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 _TIMEOUT = 600.0  # seconds to count or delete the files of one host
 
@@ -50,10 +47,10 @@ class CleanOptions:
 
 def seconds_of(text: str) -> float:
     """Return a duration such as ``7d``, ``12h`` or ``0`` in seconds. Raises UsageError."""
-    match = re.fullmatch(r"(\d{1,6})([mhdw])|0", text)
-    if match is None:
+    seconds = duration(text)
+    if seconds is None:
         raise UsageError(f"--older-than {text}: expected a number with m, h, d or w, such as 7d; or 0")
-    return float(int(match[1]) * _UNITS[match[2]]) if match[1] else 0.0
+    return seconds
 
 
 def chosen(items: Sequence[Item], options: CleanOptions) -> list[Item]:
@@ -135,5 +132,5 @@ def _show(login: str, items: Sequence[Item], wanted: Sequence[Item], console: Co
 
 
 def _days(seconds: float) -> str:
-    unit = next((name for name in "wdhm" if seconds >= 2 * _UNITS[name]), "m")
-    return f"{int(seconds // _UNITS[unit])} {unit}"
+    unit = next((name for name in "wdhm" if seconds >= 2 * UNITS[name]), "m")
+    return f"{int(seconds // UNITS[unit])} {unit}"

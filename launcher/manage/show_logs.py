@@ -24,14 +24,10 @@ from launcher.node.json_records import RESULT, Damaged, message_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import NodeView, last_hub
-from launcher.text import printable
+from launcher.text import duration, printable
 from launcher.transport.base import Transport
 
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ?")
-
-_AGO = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
-
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 _COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "bright_red", "bright_cyan", "bright_magenta")
 
@@ -294,9 +290,9 @@ def since_when(text: str, now: float | None = None) -> float:
     Times without zone are local; a time of day without date is the most recent one. Raises UsageError.
     """
     now = time.time() if now is None else now
-    ago = _AGO.fullmatch(text.strip())
+    ago = duration(text)
     if ago:
-        return now - float(ago[1]) * _SECONDS[ago[2]]
+        return now - ago
     try:
         if re.fullmatch(r"\d{1,2}:\d\d(:\d\d)?", text):
             clock = datetime.strptime(text, "%H:%M:%S" if text.count(":") == 2 else "%H:%M").time()

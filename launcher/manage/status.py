@@ -33,6 +33,7 @@ _EVERY = 2.0  # seconds between updates with --watch
 
 _STYLES = {
     "running": "bold green",
+    "waiting": "bold yellow",
     "done": "bold green",
     "failed": "bold red",
     "never started": "bold red",
@@ -113,7 +114,7 @@ def watch_status(run: OpenRun, console: Console) -> Status:
                 run = connections.enter_context(opened(run.found))
             status = status_now(run)
             live.update(rendered(status), refresh=True)
-            if status.verdict.state not in ("running", "stopping", "preparing", "unknown"):
+            if status.verdict.state not in ("waiting", "running", "stopping", "preparing", "unknown"):
                 return status
             try:
                 time.sleep(_EVERY)

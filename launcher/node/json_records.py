@@ -197,6 +197,23 @@ _STANDING = Record({"checkpoint": none_or(_CHECKPOINT), "parts": items(natural),
 #: ``track/<tracker>.json``: where a tracker shows the run.
 TRACKED = Record({"id": text, "url": text, "folder": matching(r"[\w.-]*(/[\w.-]+)*")}, {}, {})
 
+_BLOCKER = Record({"run_id": text, "user": text, "what": text}, {"since": (moment, 0.0), "waits": (flag, False)}, {})
+
+#: What a node of a waiting run waits for, in state.json: the leases and the earlier tickets on its host.
+_QUEUE = Record(
+    {},
+    {
+        "earlier": (natural, 0),  # runs that are before it in the line of its host
+        "since": (moment, 0.0),
+        "blockers": (items(_BLOCKER), list),
+    },
+    {},
+)
+
+#: The place of a node in line, in a report to the hub, and the turn that the hub calls.
+_PLACE = Record({"ready": flag, "held": flag, "round": natural}, {}, {})
+_TURN = Record({"take": flag, "go": flag, "round": natural}, {}, {})
+
 #: A member's report to the hub (``launcher.node.peers.model.Report``).
 MEMBER_REPORT = Record(
     {
@@ -216,6 +233,7 @@ MEMBER_REPORT = Record(
         "host": (table(number, r"\w{1,40}"), dict),
         "generation": (natural, 0),
         "standing": (none_or(_STANDING), None),
+        "place": (none_or(_PLACE), None),
     },
     {},
 )
@@ -249,7 +267,11 @@ ORDERS = Record(
         **dict.fromkeys(("stop", "finish", "stacks", "known_final"), flag),
         "peers": none_or(table(_PEER)),
     },
-    {"decision": (none_or(_DECISION), None), "generation": (none_or(natural), None)},
+    {
+        "decision": (none_or(_DECISION), None),
+        "generation": (none_or(natural), None),
+        "turn": (none_or(_TURN), None),
+    },
     {"t0": moment, "t1": moment},
 )
 
@@ -268,6 +290,7 @@ STATE = Record(
         "peers": (table(_PEER), dict),
         "spare": (items(natural), list),
         "ranks": (table(_RANK_STATE), dict),
+        "queue": (none_or(_QUEUE), None),
     },
     _RESTARTS,
 )

@@ -1,7 +1,11 @@
-"""Leases on CUDA devices and ports of this machine, so that runs of all users do not use the same ones.
+"""Leases on CUDA devices, ports and CPUs of this machine, so that runs of all users do not use the same ones.
 
 One file per lease, ``<resource>.<uid>.json``, in ``/tmp/gnnfleet-leases`` (or the folder in ``GNNFLEET_LEASES``). A
-lease is valid while its process lives, if the user ``uid`` owns the file.
+lease is valid while its process lives, if the user ``uid`` owns the file. The CPUs may have several holders, each with
+a resource of its own, ``cpu:<run>-node<k>``: only a run that waits in line has them for itself.
+
+A ticket, ``ticket:<run>-node<k>``, is the lease of a run that waits for what it names in ``wants``. The order of
+tickets is the same on all hosts: the time of the launch, then the run id.
 
 Python 3.8, standard library only, without imports from this package: preflight runs this source on nodes.
 """
@@ -29,11 +33,13 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+\.(\d+)\.json")
 
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
+_TICKET = "ticket:"
+
 
 class Lease(NamedTuple):
-    """One resource, and the process that holds it."""
+    """One resource, and the process that holds it; or a ticket, and the process that waits."""
 
-    resource: str  #: ``cuda:0`` or ``port:29500``
+    resource: str  #: ``cuda:0``, ``port:29500``, ``cpu:<run>-node<k>`` or ``ticket:<run>-node<k>``
     run_id: str
     node_rank: int
     user: str  #: owner of the file
@@ -42,10 +48,28 @@ class Lease(NamedTuple):
     boot_id: str
     since: float  #: seconds since 1970 by this machine's clock
     host: str  #: user and machine that launched the run, ``alice@laptop``; '' when unknown
+    ends: float = 0.0  #: when the run will have ended, as its supervisor estimates; 0: unknown
+    wants: tuple[str, ...] = ()  #: of a ticket: the resources that the run waits for
+    launched: float = 0.0  #: of a ticket: when the run was launched, by the launching machine's clock
+
+    @property
+    def waits(self) -> bool:
+        """Whether this is a ticket."""
+        return self.resource.startswith(_TICKET)
+
+    @property
+    def order(self) -> tuple[float, str, str]:
+        """The place of a ticket in the line of each host: tickets with lower ones come first."""
+        return self.launched, self.run_id, self.user
+
+    @property
+    def needs(self) -> set[str]:
+        """What the lease takes, or the ticket will: ``cuda:0``, ``port:29500``, ``cpu``."""
+        return {"cpu" if name.startswith("cpu:") else name for name in (self.wants if self.waits else [self.resource])}
 
 
 class LeaseHolder(NamedTuple):
-    """The process that holds a lease, described by the fields of ``Lease`` except ``resource``."""
+    """The process that holds a lease, described by the first fields of ``Lease`` without ``resource``."""
 
     run_id: str
     node_rank: int
@@ -93,26 +117,88 @@ def take(resources: Iterable[str], holder: LeaseHolder) -> list[Lease]:
         return theirs
 
 
-def release(run_id: str, node_rank: int) -> None:
-    """Remove all leases of one node of a run of this user. Raises LeaseError."""
+def release(run_id: str, node_rank: int, resources: Iterable[str] | None = None) -> None:
+    """Remove the leases on ``resources`` (None: all, and the ticket) of one node of a run of this user.
+
+    Raises LeaseError.
+    """
+    wanted = None if resources is None else set(resources)
     with _folder(create=False) as folder:
         for lease in _valid_leases(folder) if folder is not None else ():
-            if (lease.run_id, lease.node_rank) == (run_id, node_rank):
+            if (lease.run_id, lease.node_rank) == (run_id, node_rank) and (wanted is None or lease.resource in wanted):
                 _remove(folder, _name(lease.resource))
 
 
+def expect_end(holder: LeaseHolder, ends: float) -> None:
+    """Note in the leases of ``holder`` when its run is likely to end, in seconds since the epoch. Raises LeaseError."""
+    with _folder(create=False) as folder:
+        for lease in _valid_leases(folder) if folder is not None else ():
+            if _same(lease, holder) and lease.user == holder.user and not lease.waits:
+                name = _name(lease.resource)
+                _remove(folder, name + ".new")
+                _write(folder, name + ".new", _text(lease._replace(ends=ends)))
+                os.rename(name + ".new", name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+# -- waiting in line -------------------------------------------------------
+
+
+def ticket(wants: Iterable[str], holder: LeaseHolder, launched: float) -> Lease:
+    """Return the ticket of one node of a run: it waits for ``wants``. launched: seconds since the epoch."""
+    name = "%s%s-node%d" % (_TICKET, holder.run_id, holder.node_rank)
+    return Lease(name, *holder, wants=tuple(sorted(set(wants))), launched=launched)
+
+
+def in_the_way(mine: Lease, found: Iterable[Lease]) -> list[Lease]:
+    """Return those of ``found`` that the ticket ``mine`` waits for: leases of other runs on what it wants, then earlier
+    tickets that want some of it, in their order.
+    """
+    others = [one for one in found if (one.run_id, one.user) != (mine.run_id, mine.user) and one.needs & mine.needs]
+    earlier = [one for one in others if one.waits and one.order < mine.order]
+    return [one for one in others if not one.waits] + sorted(earlier, key=lambda one: one.order)
+
+
+def wait_in_line(mine: Lease) -> list[Lease]:
+    """File the ticket ``mine``, unless it is there, and return what it waits for. Raises LeaseError."""
+    with _folder(create=True) as folder:
+        assert folder is not None
+        found = _valid_leases(folder)
+        if not any(one.resource == mine.resource and _same(one, mine) for one in found):
+            _write_all(folder, [mine])
+        return in_the_way(mine, found)
+
+
+def take_turn(mine: Lease, holder: LeaseHolder) -> list[Lease]:
+    """Take leases on all that the ticket ``mine`` wants, or on none if something is in the way.
+
+    Returns what is in the way; [] means success. The ticket stays. Raises LeaseError if leases cannot be written.
+    """
+    with _folder(create=True) as folder:
+        assert folder is not None
+        theirs = in_the_way(mine, _valid_leases(folder))
+        if not theirs:
+            _write_all(folder, [Lease(resource, *holder) for resource in mine.wants])
+        return theirs
+
+
+# -- words -----------------------------------------------------------------
+
+
 def describe(lease: Lease) -> str:
-    """Describe a lease in messages: ``held by run X of alice since 2026-11-21 12:03:11 UTC (pid 123)``."""
+    """Describe a lease in messages: ``held by run X of alice since 2026-11-21 12:03:11 UTC (pid 123)``; a ticket
+    ``waited for by run X of …``.
+    """
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.since))
     shared_login = lease.host and lease.host.rpartition("@")[0] != lease.user
     who = "%s (%s)" % (lease.user, lease.host) if shared_login else lease.user
-    return "held by run %s of %s since %s (pid %d)" % (lease.run_id, who, since, lease.pid)
+    verb = "waited for" if lease.waits else "held"
+    return "%s by run %s of %s since %s (pid %d)" % (verb, lease.run_id, who, since, lease.pid)
 
 
 def resource_label(resource: str) -> str:
-    """Return the name of a resource for messages: ``CUDA device 0``, ``port 29500``."""
+    """Return the name of a resource for messages: ``CUDA device 0``, ``port 29500``, ``CPUs``."""
     kind, _, number = resource.partition(":")
-    return "%s %s" % ({"cuda": "CUDA device"}.get(kind, kind), number)
+    return "CPUs" if kind == "cpu" else "%s %s" % ({"cuda": "CUDA device"}.get(kind, kind), number)
 
 
 @contextmanager
@@ -230,21 +316,21 @@ def _read(folder: int, name: str, uid: int) -> Lease | None:
         text = file.read(_SIZE + 1) if stat.S_ISREG(status.st_mode) and status.st_uid == uid else b""
     try:
         values = json.loads(text.decode())
-        lease = Lease(**{**values, "user": _user(uid)})
-    except (ValueError, TypeError, RecursionError):
+        known = {name: value for name, value in values.items() if name in Lease._fields}  # later versions have more
+        lease = Lease(**{**known, "user": _user(uid), "wants": tuple(values.get("wants", ()))})
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return None
     return lease if _is_valid(lease) and _name(lease.resource, uid) == name else None
 
 
 def _is_valid(lease: Lease) -> bool:
-    texts = (lease.resource, lease.run_id, lease.user, lease.boot_id, lease.host)
+    texts = (lease.resource, lease.run_id, lease.user, lease.boot_id, lease.host, *lease.wants)
     numbers = (lease.node_rank, lease.pid, lease.start_ticks)
     return (
         all(isinstance(text, str) and text.isprintable() for text in texts)
         and all(type(number) is int for number in numbers)
         and lease.pid > 0
-        and isinstance(lease.since, (int, float))
-        and 0 <= lease.since < 1e11
+        and all(isinstance(t, (int, float)) and 0 <= t < 1e11 for t in (lease.since, lease.ends, lease.launched))
         and bool(_RUN_ID.fullmatch(lease.run_id))
     )
 
@@ -281,11 +367,17 @@ def _write_all(folder: int, leases: list[Lease]) -> None:
             name = _name(lease.resource)
             _remove(folder, name)
             written.append(name)
-            _write(folder, name, json.dumps(lease._asdict()).encode())
+            _write(folder, name, _text(lease))
     except OSError:
         for name in written:
             _remove(folder, name)
         raise
+
+
+def _text(lease: Lease) -> bytes:
+    # Without the fields that say nothing, so that earlier versions can read the file.
+    values = lease._asdict()
+    return json.dumps({k: value for k, value in values.items() if value or k in LeaseHolder._fields}).encode()
 
 
 def _write(folder: int, name: str, content: bytes) -> None:
@@ -307,7 +399,7 @@ def _name(resource: str, uid: int | None = None) -> str:
     return "%s.%d.json" % (resource.replace(":", "-"), os.geteuid() if uid is None else uid)
 
 
-def _same(lease: Lease, holder: LeaseHolder) -> bool:
+def _same(lease: Lease, holder: Lease | LeaseHolder) -> bool:
     return (lease.run_id, lease.node_rank, lease.pid) == (holder.run_id, holder.node_rank, holder.pid)
 
 

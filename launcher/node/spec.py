@@ -114,6 +114,9 @@ class NodeSpec:
     prometheus: str = ""  #: folder of node_exporter's textfile collector; '' for none
     data_dir: str = ""  #: with restarts: the partition folder, if not sent by the launcher; may have all parts
     tracker: Mapping[str, Any] | None = None  #: sends the run to its trackers, if rank 0 is here
+    queued_at: float = 0.0  #: when a run that waits for its leases was launched, seconds since the epoch; 0: no waiting
+    wait_limit: float = 0.0  #: how long it waits at most; 0: as long as it takes
+    epochs: int = 0  #: that the bundled trainer trains; 0: unknown
     generation: int = 0  #: number of the attempt; node.json describes the first one
 
     @staticmethod

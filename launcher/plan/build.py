@@ -54,6 +54,8 @@ def make_plan(
     cwd: Path = Path(),
     before: LaunchPlan | None = None,
     serving: ServingCluster | None = None,
+    queued_at: float = 0.0,
+    wait_limit: float = 0.0,
 ) -> LaunchPlan:
     """Build the plan of a run, without the contents of ``run.json`` and the service key.
 
@@ -69,6 +71,7 @@ def make_plan(
             refer.
         before: present plan of a serving cluster; its nodes without facts run already, and keep their NodePlan.
         serving: the serving cluster to which a config with ``data.serving`` attaches.
+        queued_at, wait_limit: of ``NodeSpec``.
 
     Raises UsageError if a file named in ``own_command`` or in the config does not exist.
     """
@@ -96,6 +99,8 @@ def make_plan(
         serving=serving,
         version=before.version + 1 if before else 1,
         topology=decide(config, nodes, config.num_parts, inputs.parts, inputs.facts),
+        queued_at=queued_at,
+        wait_limit=wait_limit,
     )
     shared = shared_files(context)
     nodes = tuple(
@@ -115,6 +120,8 @@ def final_plan(
     before: LaunchPlan | None = None,
     serving: ServingCluster | None = None,
     service_key: Secret | None = None,
+    queued_at: float = 0.0,
+    wait_limit: float = 0.0,
 ) -> LaunchPlan:
     """Build the plan that a launch carries out: with secrets, and with the content of every file.
 
@@ -132,6 +139,8 @@ def final_plan(
         operator=operator,
         before=before,
         serving=serving,
+        queued_at=queued_at,
+        wait_limit=wait_limit,
     )
     contents = {"run.json": run_json(plan)}
     if plan.encrypted:

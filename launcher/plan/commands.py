@@ -34,6 +34,8 @@ class PlanContext:
     serving: ServingCluster | None = None  #: the serving cluster to which the run attaches
     version: int = 1  #: version of cluster.json
     topology: Topology = Topology()
+    queued_at: float = 0.0  #: of ``NodeSpec``
+    wait_limit: float = 0.0
 
     @property
     def num_parts(self) -> int:

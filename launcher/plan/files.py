@@ -197,6 +197,9 @@ def _node_spec(context: PlanContext, node: NodePlan) -> NodeSpec:
         prometheus=run.prometheus or "",
         data_dir=node.data_dir if restarts and config.data.mode == "verify" else "",
         tracker={**_process(command), "job": tracking_job(context)} if command else None,
+        queued_at=context.queued_at,
+        wait_limit=context.wait_limit,
+        epochs=config.train.epochs if context.own is None and context.world.size else 0,
     )
 
 
@@ -204,7 +207,9 @@ def _leases(context: PlanContext, node: NodePlan) -> tuple[str, ...]:
     devices = sorted({str(device).replace("/", "_") for device in node.devices})
     ports = (node.master_port, node.control_port, node.service_port)
     taken = [*(f"cuda:{device}" for device in devices), *(f"port:{port}" for port in ports if port)]
-    return tuple(taken or [f"cpu:{context.run_id}-node{node.node_rank}"])  # nobody else's: a run uses this host
+    if not devices and (context.world.size or not taken):  # not of lasting graph servers, for which nobody can wait
+        taken.append(f"cpu:{context.run_id}-node{node.node_rank}")
+    return tuple(taken)
 
 
 def _process(command: Command) -> Mapping[str, Any]:

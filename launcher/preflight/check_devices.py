@@ -137,10 +137,11 @@ def _shared(survey: Survey, k: int, devices: Sequence[_Device]) -> Iterator[Find
 
 
 def _device(survey: Survey, k: int, device: _Device) -> Iterator[Finding]:
-    leases = [lease for lease in survey.probes[k]["leases"] if lease["resource"] in device.leases]
+    leases = [lease for lease in survey.probes[k]["leases"] if device.leases.intersection(lease["needs"])]
     for lease in leases:
-        remedy = f"wait for that run, stop it by `gnnfleet stop {lease['run_id']}`, or use other `devices`"
-        yield survey.finding(k, "block", "devices", f"{device.name} is {lease['words']}", remedy)
+        run_id = lease["run_id"]
+        remedy = f"wait for that run by --wait, stop it by `gnnfleet stop {run_id}`, or use other `devices`"
+        yield survey.finding(k, "block", "devices", f"{device.name} is {lease['words']}", remedy, held_by=run_id)
     if not leases and not device.instance:  # nvidia-smi reports the memory of whole GPUs
         yield from _used(survey, k, device.name, device.gpu)
     yield from _state(survey, k, device)

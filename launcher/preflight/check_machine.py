@@ -129,11 +129,14 @@ def _shared_cpus(survey: Survey, k: int) -> Iterator[Finding]:
     if survey.config.nodes[k].devices:
         return
     leases = survey.probes[k]["leases"]
-    on_gpus = {lease["run_id"] for lease in leases if lease["resource"].startswith("cuda:")}
+    on_gpus = {lease["run_id"] for lease in leases if any(need.startswith("cuda:") for need in lease["needs"])}
     others = {lease["run_id"]: lease["words"] for lease in leases if lease["run_id"] not in on_gpus}
+    waited_for = {lease["run_id"] for lease in leases if "cpu" in lease["needs"]}
     for run_id, words in others.items():
-        remedy = f"both runs get slower: wait for that run, or stop it by `gnnfleet stop {run_id}`"
-        yield survey.finding(k, "warn", "other runs", f"its CPUs are {words}", remedy)
+        held_by = run_id if run_id in waited_for else ""  # not lasting graph servers
+        wait = "wait for that run by --wait" if held_by else "wait for that run"
+        remedy = f"both runs get slower: {wait}, or stop it by `gnnfleet stop {run_id}`"
+        yield survey.finding(k, "warn", "other runs", f"its CPUs are {words}", remedy, held_by=held_by)
 
 
 def _leftovers(survey: Survey, k: int) -> Iterator[Finding]:

@@ -40,6 +40,7 @@ class Finding:
     command: str = ""  #: shell command that fixes it when run on the node
     login: tuple[str, ...] = ()  #: argv that logs in to the node, as ("ssh", "alice@gnn2"); () for transport ``local``
     code: str = ""  #: of its explanation (``gnnfleet explain CODE``)
+    held_by: str = ""  #: the run that uses what is needed, or waits for it: a launch with --wait waits for that run
 
     def line(self) -> str:
         """Return the finding as one line of text: node, message, remedy and command."""
@@ -83,9 +84,10 @@ class Survey:
         remedy: str = "",
         command: str = "",
         code: str = "",
+        held_by: str = "",
     ) -> Finding:
         login = login_words(self.config, self.config.nodes[node_rank]) if command else ()
-        return Finding(node_rank, self.host(node_rank), severity, check, message, remedy, command, login, code)
+        return Finding(node_rank, self.host(node_rank), severity, check, message, remedy, command, login, code, held_by)
 
     def version(self, node_rank: int, name: str) -> str:
         """Return the version of package ``name`` on a node; '' if it is not installed or its version is unknown."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -28,6 +28,12 @@ class PreflightReport:
     @property
     def blocked(self) -> bool:
         return any(finding.severity == "block" for finding in self.findings)
+
+    def to_wait(self) -> PreflightReport:
+        """Return the report for a launch with --wait, which no finding refuses that only names another run."""
+        remedy = "this run waits for it (--wait)"
+        findings = (replace(one, severity="warn", remedy=remedy) if one.held_by else one for one in self.findings)
+        return replace(self, findings=tuple(findings))
 
     def refuse_if_blocked(self) -> None:
         """Raise PreflightRefused with all blocking findings, if there are any."""

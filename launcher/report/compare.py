@@ -28,7 +28,7 @@ from launcher.report.profile import milliseconds
 from launcher.report.run_folder import FoundRun, known_here
 from launcher.report.run_history import Entry, entry_of
 from launcher.report.task_metric import TaskMetric, metric_of
-from launcher.report.verdict import seconds_words
+from launcher.text import seconds_words
 
 Form = Literal["text", "score", "seconds", "rate", "bytes", "share", "spent"]
 

@@ -72,7 +72,7 @@ _EXIT_STATUS: Mapping[RunState, int] = {"done": 0, "failed": 1, "stopped": 130, 
 _EPOCHS_SHOWN = 12
 
 
-Detached = Literal["", "asked", "trained", "unreachable"]
+Detached = Literal["", "asked", "trained", "queued", "unreachable"]
 
 
 @dataclass(frozen=True)

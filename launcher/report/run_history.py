@@ -28,8 +28,8 @@ from launcher.report.run_folder import (
 )
 from launcher.report.task_metric import metric_of
 from launcher.report.trackers import Tracked, tracked_runs
-from launcher.report.verdict import known_without_nodes, result_words, seconds_words
-from launcher.text import Column, FittedTable, count
+from launcher.report.verdict import known_without_nodes, result_words
+from launcher.text import Column, FittedTable, count, seconds_words
 
 _LISTED = 6
 

@@ -16,7 +16,8 @@ from launcher.report.launch_file import BEFORE_NODES, LaunchFile
 from launcher.report.report import Lost, RunReport, excluded_names, resume_command
 from launcher.report.run_folder import FoundRun, attempts, last_sign
 from launcher.report.task_metric import metric_of, score_text
-from launcher.text import clock_time, count
+from launcher.report.waiting import waiting_words
+from launcher.text import clock_time, count, seconds_words
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,14 @@ class NodeView:
         return float(offset if offset is not None else (self.state or {}).get("clock_offset") or 0.0)
 
 
-State = Literal["preparing", "running", "stopping", "done", "failed", "stopped", "never started", "unknown"]
+State = Literal["preparing", "waiting", "running", "stopping", "done", "failed", "stopped", "never started", "unknown"]
 
 Views = Mapping[int, NodeView]
 
 #: Exit status of ``gnnfleet status`` by state.
 EXIT_STATUS: Mapping[State, int] = {
     "preparing": 0,
+    "waiting": 0,
     "running": 0,
     "stopping": 0,
     "done": 0,
@@ -162,8 +164,11 @@ def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], u
         view.reached and view.word in ("failed", "lost") for view in everyone if view.node.node_rank not in spare
     )
     state: State = "stopping" if broken or any(view.word == "stopping" for view in alive) else "running"
+    line = {view.node.node_rank: view.state for view in alive if view.state is not None}
     if state == "stopping":
         verb = "is failing" if broken else "is stopping"
+    elif any(view.word == "queued" for view in alive):
+        state, verb = "waiting", f"is {waiting_words(line)}" if waiting_words(line) else "waits for its nodes"
     else:
         verb = _what_it_does(alive)
     where = progress_words(found, alive)
@@ -425,11 +430,3 @@ def _unreachable_notes(unreachable: Sequence[NodeView], others: Sequence[NodeVie
             note += f"; node{heard[0].node.node_rank} last heard from it {peer['age']:.1f} s ago ({peer['state']})"
         notes.append(note)
     return notes
-
-
-def seconds_words(seconds: float) -> str:
-    """Return a duration as text: ``45 s``, ``12 min``, ``3 h 5 min``."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -188,6 +188,8 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
                     operator=user_at_host(),
                     serving=attached.serving if attached else None,
                     service_key=attached.key if attached else None,
+                    queued_at=context.started if options.wait is not None else 0.0,
+                    wait_limit=options.wait or 0.0,
                 )
                 for note in attached.check_reachable(plan, transports) if attached else ():
                     context.say(f"note: {note}", "yellow")
@@ -270,6 +272,7 @@ def require_preflight(
     context.enter_stage("preflight")
     run_id = context.run_id if new_run else ""
     report = preflight_of_draft(context.config, attempts, draft, run_id=run_id)
+    report = report if context.options.wait is None else report.to_wait()
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:
         show_findings(replace(report, findings=tuple(noteworthy)), context.options.config, context.console)

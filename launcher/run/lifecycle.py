@@ -94,7 +94,7 @@ def conduct(
         context.events.add("detached", why=report.detached)
         if report.detached == "unreachable":
             raise OutOfReach(_out_of_reach(context.limits.lost_after, plan, report))
-        run_id, verb = plan.run_id, "trains" if report.detached == "trained" else "goes on"
+        run_id, verb = plan.run_id, {"trained": "trains", "queued": "is queued"}.get(report.detached, "goes on")
         for line in (
             f"\nDetached: run {run_id} {verb} ({board.summary()}).",
             f"  gnnfleet follow {run_id}    follow the run to its end",

@@ -98,6 +98,7 @@ class Board:
     findings: list[str] = field(default_factory=list)  #: newest last
     suspects: set[int] = field(default_factory=set)  #: node_ranks named by findings
     attempt: str = ""  #: ``restart 1 of 3`` after a restart
+    waiting: str = ""  #: what the run waits for in line, see ``waiting_words``
     generation: int = 0  #: number of the attempt
     _first: tuple[float, float] | None = None  # (monotonic, fraction done) at the first step seen
 
@@ -240,7 +241,7 @@ class Board:
         text += f", {count(sum(len(node.ranks) for node in running), 'rank')}"
         row = self.slowest()
         if row is None:
-            return f"{text}; no step yet"
+            return f"{text}; {self.waiting or 'no step yet'}"
         of_epochs = f" of {self.epochs}" if self.epochs else ""
         of_steps = f" of {row.steps}" if row.steps else ""
         return f"{text}; epoch {row.epoch}{of_epochs}, step {(row.step or 0) + 1}{of_steps}"

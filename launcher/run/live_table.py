@@ -86,7 +86,7 @@ def render(board: Board, width: int, height: int, now: float, question: Sequence
 
 def header(board: Board, now: float) -> str:
     """Return the title line: run id, elapsed time, step of the slowest rank, seeds/s of all ranks, remaining time."""
-    words = [board.run_id, clock(now - board.began), *([board.attempt] if board.attempt else [])]
+    words = [board.run_id, clock(now - board.began), *filter(None, [board.attempt, board.waiting])]
     row = board.slowest()
     if row is not None:
         words += [f"epoch {_of(row.epoch, board.epochs)} step {_of((row.step or 0) + 1, row.steps)}"]

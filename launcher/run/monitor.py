@@ -21,11 +21,13 @@ from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import ExpendableNodes, nodes_reported_lost
 from launcher.report.events import EventLog, finding_words
 from launcher.report.report import Detached, Lost, RunReport
+from launcher.report.waiting import waiting_words
 from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.live_log import LiveLog
 from launcher.run.node_stream import NodeMessage, NodeStream, for_machines
 from launcher.run.start_progress import StartProgress
 from launcher.run.tmux_session import STOP_EXTRA, return_session, stop_node, what_remains
+from launcher.text import seconds_words
 from launcher.transport.base import Transport
 
 _TURN = 0.2  # seconds to wait for a message
@@ -87,8 +89,8 @@ class RunFollower:
 
     ``tail``: how many of the lines already in a log are shown, counted from its end; None: all.
 
-    ``leave_when_trained``: detach after the first training step. With the user's own command, detach at the latest two
-    seconds after all ranks have started, even if no step was reported.
+    ``leave_when_trained``: detach after the first training step, or while the run waits in line. With the user's own
+    command, detach at the latest two seconds after all ranks have started, even if no step was reported.
     """
 
     def __init__(
@@ -134,6 +136,8 @@ class RunFollower:
         self._stop_at = float("inf")
         self._launching = bool(starts)  # a run that is only followed does not resend its start events
         self._starting = StartProgress(plan)
+        self._states: dict[int, Mapping[str, Any]] = {}  # last state of each node
+        self._waiting = ""  # what the run waits for, as last said
         self._began = self._next_check = time.monotonic()
         self._last_end = self._began  # when the last node ended
 
@@ -258,6 +262,8 @@ class RunFollower:
             offset = state["time"] - time.time()
             self.report.clocks[k] = max(offset, self.report.clocks.get(k, offset))
             self.live.board.state(k, state)
+            self._states[k] = state
+            self._say_waiting()
             self._spares.take(k, state)
             for finding in state.get("findings") or ():
                 if finding not in self.report.findings:
@@ -308,6 +314,20 @@ class RunFollower:
             node.stopped_at = time.monotonic()
         elif "returned" in message:
             self._handle_returned(k, message["returned"])
+
+    def _say_waiting(self) -> None:
+        """Say what a run that waits in line waits for, whenever that changes; not before all nodes have reported."""
+        queued = any(state["state"] == "queued" for state in self._states.values())
+        if queued and len(self._states) < len(self._nodes):
+            return
+        text = waiting_words(self._states) if queued else ""
+        if text and text != self._waiting:
+            self.live.say(text, "yellow")
+        if self._waiting and not queued:
+            waited = time.monotonic() - self._began
+            self.live.say(f"its turn has come after {seconds_words(waited)}: starting", "dim")
+            self._began = time.monotonic()
+        self._waiting = self.live.board.waiting = text if text or not queued else self._waiting
 
     def _handle_event(self, k: int, event: Mapping[str, Any]) -> None:
         self.events.add_from_node(event)
@@ -407,7 +427,7 @@ class RunFollower:
                 node.state = "silent"
         if now > self._stop_at and not self._stop_reason:
             self.stop(self._failing)
-        if self._launching and not self._stop_reason and not self._failing:
+        if self._launching and not (self._stop_reason or self._failing or self._waiting):
             if text := self._starting.late(now - self._began, self._nodes.keys() - self._up):
                 self.live.say(text, "dim")
 
@@ -421,6 +441,8 @@ class RunFollower:
                 self.report.detached = self._detaching
             elif self._leave_when_trained and (self.live.board.stepping() or started_well):
                 self.report.detached = "trained"
+            elif self._leave_when_trained and self._waiting:
+                self.report.detached = "queued"
 
         self._check_unreachable(now)
 

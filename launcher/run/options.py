@@ -26,7 +26,7 @@ from launcher.errors import UsageError
 from launcher.plan.sbatch import parse_options
 from launcher.report.launch_file import LaunchFile, Stage, waits_for_job
 from launcher.report.run_folder import never_ran
-from launcher.text import count
+from launcher.text import count, duration
 from launcher.yaml_tree import Override, split_override
 
 if TYPE_CHECKING:
@@ -62,14 +62,21 @@ class LaunchOptions:
     as_json: bool = False
     verbose: bool = False
     plain: bool = False  #: no live view
-    detach: bool = False  #: return once the first step has trained
+    detach: bool = False  #: return once the first step has trained, or the run waits in line
+    wait: float | None = None  #: seconds to wait for devices and hosts in use; 0: no limit; None: no waiting
+    nodes_needed: str = ""  #: ``2`` or ``2-4``: as many of the hosts as are free
     resumed_from: str | None = None  #: id of the run that this one resumes
     flags: Flags = Flags()  #: options of other launchers, given with their files
 
     def choose(self, config: ClusterConfig) -> ClusterConfig:
-        """Return ``config`` with the hosts and devices selected by ``--include`` and ``--exclude``."""
+        """Return ``config`` with the hosts and devices selected by ``--include`` and ``--exclude``.
+
+        Raises UsageError for options that do not fit.
+        """
         from launcher.config.host_filter import filtered
 
+        if self.wait is not None and config.transport == "slurm":
+            raise UsageError("--wait: Slurm queues jobs by itself; leave the option out with `transport: slurm`")
         return filtered(config, self.include, self.exclude)
 
     def launch_file(self, run_id: str, name: str, *, job: str = "", stage: Stage = "connect") -> LaunchFile:
@@ -106,6 +113,14 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[Overri
             raise UsageError(f"--{name.replace('_', '-')}: the value is empty; give one, or leave the option out")
     short = ((key, values[name]) for name, key in keys.items() if values.get(name) is not None)
     return (*nodes, *dataset, *sets, *environment, *job, *short)
+
+
+def wait_limit(text: str | None) -> float | None:
+    """Return the value of ``--wait`` in seconds: 0 without a limit, None without the option. Raises UsageError."""
+    seconds = None if text is None else duration(text)
+    if text is not None and seconds is None:
+        raise UsageError(f"--wait {text}: give the longest time to wait, such as 90s, 30m, 2h or 1d, or no value")
+    return seconds
 
 
 def slurm_overrides(text: str) -> tuple[Override, ...]:

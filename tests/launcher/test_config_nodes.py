@@ -131,7 +131,7 @@ def test_each_node_leases_its_own_devices_and_port(nodes: tuple[NodePlan, ...]) 
         [],
         ["cuda:0"],
     ]
-    assert [taken[-1] for taken in leases] == ["port:7000", "port:7001", "port:7002"]
+    assert [taken[-1] for taken in leases] == ["port:7000", "cpu:r1-node1", "port:7002"]
 
 
 # Templates

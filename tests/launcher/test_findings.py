@@ -182,7 +182,8 @@ def test_numba_cuda_is_needed_on_nodes_with_devices(sampling: Any, severity: str
 
 # -- devices -------------------------------------------------------------
 
-LEASE = {"resource": "cuda:0", "run_id": "r7", "words": "held by run r7 of bob since 2026-11-21 12:03:11 UTC (pid 9)"}
+HELD = "held by run r7 of bob since 2026-11-21 12:03:11 UTC (pid 9)"
+LEASE = {"run_id": "r7", "words": HELD, "needs": ["cuda:0"]}
 HOLDER = {"pid": 77, "memory": 40_000, "command": "python big.py", "user": "bob", "since": 1_800_000_000.0}
 
 
@@ -248,7 +249,7 @@ def test_a_device_is_the_same_by_id_and_by_uuid() -> None:
     assert finding.message == "CUDA device 0 is also used by node0 (host0) on the same machine"
     leased = {**facts, "leases": [LEASE]}
     assert the_one(1, {0: leased}, config=on_devices(1, "GPU-0")).message == f"CUDA device GPU-0 is {LEASE['words']}"
-    instance = {**facts, "leases": [{**LEASE, "resource": "cuda:MIG-aa-1"}]}
+    instance = {**facts, "leases": [{**LEASE, "needs": ["cuda:MIG-aa-1"]}]}
     assert found(1, {0: instance}, config=on_devices(1, "MIG-bb-2")) == []
     assert the_one(1, {0: instance}, config=on_devices(1, "MIG-aa-1")).severity == "block"
 
@@ -360,7 +361,7 @@ def test_data_must_exist_in_mode_verify() -> None:
         ({"taken": "/w/1/runs/r/node1"}, "block", "run id", "/w/1/runs/r/node1 exists"),
         ({"open_files": 64}, "block", "open files", "64 open files allowed (ulimit -n), 264 needed for 2 processes"),
         ({"lease_error": "/tmp/x: no"}, "warn", "leases", "/tmp/x: no"),
-        ({"leases": [{**LEASE, "resource": "port:29600"}]}, "warn", "other runs", "its CPUs are held by run r7 of bob"),
+        ({"leases": [{**LEASE, "needs": ["port:29600"]}]}, "warn", "other runs", "its CPUs are held by run r7 of bob"),
         ({"names": {"head": ""}}, "block", "names", "cannot resolve head, the address of node0 (host0)"),
         ({"names": {"head": "127.0.1.1"}}, "block", "names", "resolves to 127.0.1.1, which is this node itself"),
     ],

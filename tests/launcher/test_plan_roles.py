@@ -110,8 +110,8 @@ def test_leases_and_hub_of_each_role() -> None:
     plan = plan_of(nodes_of("server", "client", "client"), facts=facts_of(3, free_ports=(29402, 29501, 29600)))
     specs = [file_of(node, "node.json") for node in plan.nodes]
     assert [spec["leases"] for spec in specs] == [
-        ["port:29600"],
-        ["port:29501", "port:29402"],
+        ["port:29600", f"cpu:{plan.run_id}-node0"],
+        ["port:29501", "port:29402", f"cpu:{plan.run_id}-node1"],
         [f"cpu:{plan.run_id}-node2"],
     ]
     for spec in specs:

@@ -113,7 +113,11 @@ def test_node_json_has_the_hubs_address_and_the_nodes_leases() -> None:
 def test_single_node_has_no_hub() -> None:
     plan = plan_of(cluster(NodeConfig("a")))
     spec = spec_of(plan.nodes[0])
-    assert plan.control_port is None and "control_port" not in spec["nodes"][0] and spec["leases"] == ["port:29500"]
+    assert (
+        plan.control_port is None
+        and "control_port" not in spec["nodes"][0]
+        and spec["leases"] == ["port:29500", "cpu:r1-node0"]
+    )
 
 
 def test_the_printed_plan_and_run_json_are_the_same_plan() -> None:

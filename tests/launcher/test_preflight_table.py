@@ -17,7 +17,7 @@ from launcher.text import UNBOUNDED
 HOLDER = {"pid": 77, "memory": 40_000, "command": "python big.py", "user": "bob", "since": 1_800_000_000.0}
 UNSEEN = {"pid": 78, "memory": 300, "command": "[Not Found]", "user": "", "since": 0}
 HELD = "held by run r7 of bob since 2026-11-21 12:03:11 UTC (pid 9)"
-LEASE = {"resource": "cuda:0", "run_id": "r7", "words": HELD}
+LEASE = {"resource": "cuda:0", "run_id": "r7", "words": HELD, "needs": ["cuda:0"]}
 
 
 def table_of(survey: Survey, width: int) -> str:

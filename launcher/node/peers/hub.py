@@ -17,10 +17,12 @@ from launcher.node.child_process import Loop
 from launcher.node.json_records import MEMBER_REPORT
 from launcher.node.peers.link import Link, Message, listen, proof, proven
 from launcher.node.peers.model import (
+    NO_TURN,
     Cause,
     Decision,
     Order,
     Report,
+    Turn,
     eof_patience,
     fatal,
     first_cause,
@@ -72,6 +74,7 @@ class MemberStatus:
     beats: int = 0  #: reports received
     standing: dict[str, Any] | None = None  #: what it can contribute to a restart; None before it has ended its ranks
     away: bool = False  #: it has left this hub for another one
+    place: dict[str, Any] | None = None  #: whether it could start, while the run waits for its leases
 
 
 class Hub:
@@ -84,6 +87,7 @@ class Hub:
         self.lost: dict[str, dict[str, Any]] = {}
         self.gone: dict[str, dict[str, Any]] = {}
         self.decision: Decision | None = None
+        self.turn = NO_TURN
         self.offset = 0.0
         self.dropped: dict[str, int] = {}  #: number of unauthenticated connections closed, by reason
         self.members = {k: MemberStatus(k) for k in spec.members}
@@ -176,6 +180,11 @@ class Hub:
     def decide(self, decision: Decision) -> None:
         """Send a decision to all members now, and repeat it in every later message."""
         self.decision = decision
+        self._broadcast()
+
+    def call(self, turn: Turn) -> None:
+        """Send ``turn`` to all members now, and repeat it in every later message."""
+        self.turn = turn
         self._broadcast()
 
     def awaited(self) -> list[int]:
@@ -296,7 +305,7 @@ class Hub:
         cause, member.ahead = received_cause(report["cause"], ahead, len(self.spec.nodes)), ahead
         member.state, member.trained = report["state"][:20], report["trained"]
         member.ranks, member.findings = report["ranks"], report["findings"]
-        member.host = report["host"]
+        member.host, member.place = report["host"], report["place"]
         member.stacks, member.waits, member.standing = report["stacks"], report["waits"], report["standing"]
         member.own_ranks, member.final = tuple(report["own_ranks"]), report["final"] in _ENDS
         if cause is None and member.final and report["final"] != "done" and self.order is None:  # it lost this hub
@@ -321,6 +330,7 @@ class Hub:
             "peers": {**own, **self.table} if with_peers else None,
             "stacks": self.stacks_wanted,
             "known_final": member.final,
+            "turn": self.turn,
             **self._decided(member),
         }
 
@@ -389,7 +399,8 @@ class Hub:
 
     def _can_lose(self, member: MemberStatus) -> bool:
         crew, k = self.spec.crew, member.node_rank
-        if self._stopping:
+        waits = self.spec.queued_at and not self.turn["go"] and self.spec.generation == 0
+        if self._stopping or waits:  # a run does not begin without one of its nodes
             return False
         if self.spec.nodes[k].role == "server" and self.order is not None:
             return True

@@ -20,10 +20,12 @@ from launcher.node.json_records import ORDERS
 from launcher.node.peers.hub import KILLED, excused, silence
 from launcher.node.peers.link import Link, Message, proof, proven
 from launcher.node.peers.model import (
+    NO_TURN,
     Cause,
     Decision,
     Order,
     Report,
+    Turn,
     eof_patience,
     make_cause,
     received_cause,
@@ -93,6 +95,7 @@ class Member:
         self.lost: dict[str, dict[str, Any]] = {}
         self.gone: dict[str, dict[str, Any]] = {}
         self.decision: Decision | None = None
+        self.turn = NO_TURN
         self.spare = spec.crew.spare()
         self.stacks_wanted = False
         self._loop, self._clock = loop, clock
@@ -169,6 +172,9 @@ class Member:
         self.spec, self.spare = spec, spec.crew.spare()
         self.order, self.cause, self.lost = None, None, {}
         self.stacks_wanted, self._known_final, self._own = False, False, None
+
+    def call(self, turn: Turn) -> None:
+        raise AssertionError("only the lead node calls a turn")
 
     def leave(self) -> None:
         """Close the connection to a hub that counts as lost. The hub is told first, as it may be alive."""
@@ -314,6 +320,7 @@ class Member:
         if orders["peers"] is not None:
             self._peers, self._peers_received = orders["peers"], self._heard
         self.decision = decision or self.decision
+        self.turn = orders["turn"] or self.turn
         self._known_final = self._known_final or orders["known_final"]
         if orders["generation"] not in (None, self.spec.generation):
             return  # orders for another attempt

@@ -34,12 +34,19 @@ Cause = dict[str, Any]
 #: State of a node, sent to the hub: ``{"state", "trained": None on a node without ranks, "final": state of result.json,
 #: "cause", "ranks", "findings", "stacks": {rank, or "server": [summary]} once requested, "own_ranks": [ranks of the
 #: node], "waits": {rank: content of procs/wait-rank<r>.json}, "host": ``HostLoad.look``, if trackers want it}``; with
-#: ``run.restarts`` also "generation" and "standing" (launcher.node.supervisor.restart)
+#: ``run.restarts`` also "generation" and "standing" (launcher.node.supervisor.restart); "place" while it waits
 Report = dict[str, Any]
 
 #: Decision of the hub after an attempt, for all nodes: ``{"generation": number of the next attempt, "restart": whether
 #: there is one, "leave": whether the hub itself ends, …}``; further keys in launcher.node.supervisor.restart
 Decision = dict[str, Any]
+
+
+#: What the lead node tells the nodes of a waiting run: ``{"round", "take": whether to take the leases now, "go":
+#: whether all have}`` (launcher.node.supervisor.waiting). A node reports its place, ``{"ready", "round", "held"}``.
+Turn = dict[str, Any]
+
+NO_TURN: Turn = {"round": 0, "take": False, "go": False}
 
 
 class Order(NamedTuple):
@@ -56,6 +63,7 @@ class Peers(Protocol):
     lost: dict[str, dict[str, Any]]  #: lost nodes that ended the run, by node_rank: {"since", "why"}
     gone: dict[str, dict[str, Any]]  #: nodes the run continues without; like ``lost``, with "t", "how", "kind", "text"
     decision: Decision | None  #: the hub's last decision; None before the first
+    turn: Turn  #: whose turn it is, as the lead node has decided
 
     def open(self) -> None:
         """Start to listen (hub) or to connect (member); raises OSError when the hub cannot listen."""
@@ -71,6 +79,9 @@ class Peers(Protocol):
 
     def begin(self, spec: NodeSpec) -> None:
         """Begin the attempt that ``spec`` describes; open connections are kept."""
+
+    def call(self, turn: Turn) -> None:
+        """As the lead node, send ``turn`` to all nodes."""
 
     def close(self) -> None: ...
 
@@ -96,6 +107,7 @@ class NoPeers:
         self.lost: dict[str, dict[str, Any]] = {}
         self.gone: dict[str, dict[str, Any]] = {}
         self.decision: Decision | None = None
+        self.turn = NO_TURN
         self.spare: list[int] = []
         self.offset = 0.0
         self.table: dict[str, dict[str, Any]] = {}
@@ -114,6 +126,9 @@ class NoPeers:
 
     def begin(self, spec: NodeSpec) -> None:
         self.order, self.cause = None, None
+
+    def call(self, turn: Turn) -> None:
+        self.turn = turn
 
     def close(self) -> None:
         return

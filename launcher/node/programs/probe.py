@@ -146,7 +146,7 @@ def existing_run(run_dir: str, session: str) -> str:
 def lease_facts() -> tuple[list[dict[str, Any]], str]:
     """Return the valid leases, and why leases cannot be read ('' if they can).
 
-    Each lease is a dict of its fields; "words" has a description for messages.
+    Each lease is a dict of its fields; "words" has a description for messages, "needs" what it takes or waits for.
     """
     try:
         if not os.listdir(os.environ.get("GNNFLEET_LEASES") or LEASES):
@@ -158,7 +158,7 @@ def lease_facts() -> tuple[list[dict[str, Any]], str]:
     from launcher.node import leases as lease  # imported only where leases exist, to start fast
 
     try:
-        return [dict(one._asdict(), words=lease.describe(one)) for one in lease.held()], ""
+        return [dict(one._asdict(), words=lease.describe(one), needs=sorted(one.needs)) for one in lease.held()], ""
     except lease.LeaseError as error:
         return [], str(error)
 

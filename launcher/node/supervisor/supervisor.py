@@ -38,6 +38,7 @@ from launcher.node.supervisor.prometheus import PrometheusFile
 from launcher.node.supervisor.rendezvous import Restarts, connect
 from launcher.node.supervisor.server_keeper import ServerKeeper
 from launcher.node.supervisor.tracking import Tracking
+from launcher.node.supervisor.waiting import Forecast, WaitedTooLong, Waiting
 
 HEARTBEAT = 1.0  #: seconds between two writes of state.json
 
@@ -64,6 +65,8 @@ class Supervisor:
         self.load, self.began = HostLoad(spec.run_dir), time.monotonic()
         self.host: dict[str, float] = {}  # load of this machine, for trackers
         self.prometheus = PrometheusFile(self.first)
+        self.waiting = Waiting(spec, self.journal)
+        self.waiting.over |= bool(self.returns)
         self.state, self.final = "starting", ""
         self.token = procs.node_token(spec.token, spec.node_rank)
         me = procs.look(os.getpid())
@@ -85,6 +88,7 @@ class Supervisor:
         self.keeper = ServerKeeper(spec, self.journal, self.loop, self.oom, self.start, self.children.remove)
         self.departed = DepartedNodes(self.journal, self.peers)
         self.runners = RankRunners(spec, self.book, self.start)
+        self.forecast = Forecast(spec)
 
     # The stages of the run, in order.
 
@@ -109,7 +113,8 @@ class Supervisor:
         """Serve and train until this node is done, failed or stopped, then end all its processes."""
         spec = self.spec
         try:
-            # Before the first start: the leases, and the connections to the other supervisors.
+            # Before the first start: the leases, and the connections to the other supervisors. A run that waits in line
+            # has its ports at once, and all else together with the other nodes.
             if spec.generation == 0:
                 self.take_leases()
                 try:
@@ -118,6 +123,8 @@ class Supervisor:
                     place = f"{spec.hub_node.bind} port {spec.hub_node.control_port} (run.control_port)"
                     why = f"it cannot listen for the other nodes at {place}: {error.strerror}"
                     raise self.failed("node", why) from error
+                if not self.waiting.over:
+                    self.await_turn()
                 self.set_state("starting")
 
             self.tracking.begin(spec)
@@ -153,10 +160,27 @@ class Supervisor:
             text = traceback.format_exc()
             end = Ended("failed", text, self.own_cause("node", "failure", f"its supervisor failed: {text}"))
         self.cause = end.cause
-        if not self.leaves():
+        if not self.leaves() and self.waiting.over:
             self.restarts.begin_rendezvous(self.spec, self.peers, end.cause)
         self.stop_all(end)
         return end
+
+    def await_turn(self) -> None:
+        """Wait in line for the leases of this node. Raises Ended, also at the limit."""
+        try:
+            self.waiting.begin()
+        except leases.LeaseError as error:
+            raise self.failed("node", f"it cannot wait in line: {error}") from error
+        self.set_state("queued")
+        while not self.waiting.over:
+            self.idle()
+            self.check_requests()
+            self.check_order()
+            try:
+                if self.waiting.look(self.peers):
+                    self.heartbeat()
+            except WaitedTooLong as error:
+                raise self.failed("node", str(error)) from None
 
     def rejoin(self) -> Ended:
         """End the processes of an earlier supervisor of this node, then wait for the next attempt and take part in it.
@@ -215,11 +239,15 @@ class Supervisor:
         return bool(self.loop.signals) or not self.journal.folder_exists()
 
     def take_leases(self) -> None:
-        """Lease this node's devices and ports. Raises Ended when another run holds one of them."""
+        """Lease this node's devices and ports; only its ports if it is to wait in line.
+
+        Raises Ended when another run holds one of them.
+        """
         spec = self.spec
+        wanted = [one for one in spec.leases if self.waiting.over or one.startswith("port:")]
         try:
             me = leases.this_process(spec.run_id, spec.node_rank, spec.operator)
-            taken = leases.take(spec.leases, me) if spec.leases else []
+            taken = leases.take(wanted, me) if wanted else []
         except leases.LeaseError as error:
             return self.journal.event("no-leases", reason=str(error))
         if taken:
@@ -271,16 +299,7 @@ class Supervisor:
                 self.set_state(state)
         self.check_ranks()
 
-        # The hub ends the run. A node that itself detected the loss that ends it is "failed", unless its ranks have
-        # finished training.
-        order = self.peers.order
-        if order is not None:
-            if order.cause is None:
-                raise Ended("done", "")
-            why = sentence(order.cause, self.spec.labels)
-            if str(order.cause["node_rank"]) in self.peers.lost:
-                raise Ended("done" if self.trained else "failed", why)
-            raise self.stopped(why, None)
+        self.check_order()
         if self.peers.decision is not None and self.peers.decision["generation"] > self.spec.generation:
             raise self.failed("node", "it was cut off, and the other nodes have gone on without it")
 
@@ -322,6 +341,21 @@ class Supervisor:
         if not self.journal.folder_exists():
             why = f"its run folder {self.spec.run_dir} has been deleted"
             raise Ended("failed", why, self.own_cause("node", "failure", why))
+
+    def check_order(self) -> None:
+        """Raise Ended when the hub ends the run.
+
+        A node that itself detected the loss that ends it is "failed", unless its ranks have finished training.
+        """
+        order = self.peers.order
+        if order is None:
+            return
+        if order.cause is None:
+            raise Ended("done", "")
+        why = sentence(order.cause, self.spec.labels)
+        if str(order.cause["node_rank"]) in self.peers.lost:
+            raise Ended("done" if self.trained else "failed", why)
+        raise self.stopped(why, None)
 
     def check_ranks(self) -> None:
         """Raise Ended when a rank has failed without being stopped, or when a rank runner has failed."""
@@ -449,6 +483,7 @@ class Supervisor:
         self.oom.look()
         self.take_findings(self.notifier.look(self.peers, self.health.findings))
         self.look_at_trackers()
+        self.forecast.look(self.health.ranks)
         state = {
             "state": self.state,
             "time": time.time(),
@@ -461,6 +496,7 @@ class Supervisor:
             "gone": self.peers.gone,
             "ranks": self.health.ranks,
             "findings": self.health.newest,
+            "queue": self.waiting.state,
             **self.restarts.state(self.spec, self.peers),
         }
         self.journal.put_state(state)
@@ -490,6 +526,7 @@ class Supervisor:
             "waits": self.health.waits,
             "own_ranks": list(self.spec.ranks),
             "host": self.host,
+            "place": self.waiting.place,
         }
         if self.spec.restarts:
             standing = self.restarts.standing and self.restarts.standing.to_json()

@@ -31,8 +31,8 @@ from launcher.report.profile import RankTraffic, rank_name
 from launcher.report.series import number
 from launcher.report.task_metric import metric_of, score_text
 from launcher.report.trackers import tracked_runs
-from launcher.report.verdict import from_here, seconds_words
-from launcher.text import count, spans
+from launcher.report.verdict import from_here
+from launcher.text import count, seconds_words, spans
 
 Pairs = Mapping[tuple[int, int], Mapping[str, float]]  #: (requesting node, owner node) → sums of rows and bytes
 

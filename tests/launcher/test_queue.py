@@ -1,0 +1,306 @@
+"""Tests of runs that wait in line (``--wait``): the order of tickets, the turns of several nodes, and supervisors."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.node import leases
+from launcher.node.leases import Lease, LeaseHolder, in_the_way, take_turn, this_process, ticket, wait_in_line
+from launcher.node.peers.model import NO_TURN, Turn
+from launcher.node.supervisor.waiting import next_turn
+from node_kit import PYTHON, RunFolder
+from peers_kit import Run
+from waiting import wait_until
+
+ENDS = "import time; print('up', flush=True); time.sleep(0.2)"
+GOES_ON = "import time; print('up', flush=True); time.sleep(60)"
+
+
+@pytest.fixture(autouse=True)
+def folder_of_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GNNFLEET_LEASES", str(tmp_path / "leases"))
+    return tmp_path / "leases"
+
+
+def holder(run_id: str, user: str = "alice", pid: int = 1) -> LeaseHolder:
+    return LeaseHolder(run_id, 0, user, pid, 1, "boot", 1795262591.0, f"{user}@laptop")
+
+
+def test_a_ticket_waits_for_holders_and_earlier_tickets_of_other_runs() -> None:
+    mine = ticket(["cuda:0", "cpu:b-node0"], holder("b"), 10.0)
+    found = [
+        mine,
+        Lease("cuda:0", *holder("a")),
+        Lease("cuda:1", *holder("a")),
+        Lease("cpu:c-node0", *holder("c")),
+        Lease("cpu:b-node1", *holder("b")),  # of the same run
+        ticket(["cuda:0"], holder("late"), 11.0),
+        ticket(["cuda:0"], holder("second"), 9.0),
+        ticket(["cpu:x"], holder("first"), 8.0),
+        ticket(["cuda:7"], holder("elsewhere"), 1.0),
+    ]
+    assert [one.run_id for one in in_the_way(mine, found)] == ["a", "c", "first", "second"]
+    again = ticket(["cuda:0"], holder("b", "bob"), 10.0)  # another user's run may have the same id
+    assert [one.user for one in in_the_way(again, [mine])] == ["alice"] and not in_the_way(mine, [again])
+
+
+def test_a_turn_takes_all_or_nothing(folder_of_leases: Path) -> None:
+    other = this_process("a", 0)
+    assert leases.take(["cuda:1"], other) == []
+    mine = ticket(["cuda:0", "cuda:1"], this_process("b", 0), 5.0)
+    assert (
+        [one.resource for one in wait_in_line(mine)] == ["cuda:1"] == [one.resource for one in take_turn(mine, other)]
+    )
+    assert [one.resource for one in leases.held()] == ["cuda:1", "ticket:b-node0"]
+    leases.release("a", 0)
+    assert take_turn(mine, this_process("b", 0)) == []
+    assert [one.resource for one in leases.held()] == ["cuda:0", "cuda:1", "ticket:b-node0"]
+    leases.release("b", 0, mine.wants)
+    assert [one.wants for one in leases.held()] == [("cuda:0", "cuda:1")]
+    next(folder_of_leases.glob("ticket-*")).unlink()  # a cleaner of /tmp: it is filed again
+    assert wait_in_line(mine) == [] and [one.resource for one in leases.held()] == ["ticket:b-node0"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"wants": 3}, {"wants": [1]}, {"launched": "now"}, {"ends": -1}, {"pid": 2**22 + 1}]
+)
+def test_damaged_tickets_and_those_of_ended_processes_are_passed_over(
+    folder_of_leases: Path, change: dict[str, Any]
+) -> None:
+    wait_in_line(ticket(["cuda:0"], this_process("a", 0), 1.0))
+    file = next(folder_of_leases.iterdir())
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    assert wait_in_line(ticket(["cuda:0"], this_process("b", 0), 2.0)) == []
+
+
+def test_the_end_that_a_run_expects_is_in_its_leases() -> None:
+    me = this_process("a", 0)
+    leases.take(["cuda:0", "port:1"], me)
+    leases.take(["cuda:1"], this_process("b", 0))
+    leases.expect_end(me, 1795262599.0)
+    assert {one.resource: one.ends for one in leases.held()} == {
+        "cuda:0": 1795262599.0,
+        "cuda:1": 0,
+        "port:1": 1795262599.0,
+    }
+
+
+# -- turns of many runs on many hosts, with messages that arrive late
+
+
+class Simulated:
+    """A waiting run: a node on each of its hosts, whose messages from and to the lead node wait in queues."""
+
+    def __init__(self, number: int, hosts: list[int], launched: float) -> None:
+        self.run_id, self.hosts, self.launched = f"run{number}", hosts, launched
+        self.tickets = {k: ticket([f"cuda:{k}"], holder(self.run_id), launched) for k in hosts}
+        self.places: dict[int, dict[str, Any]] = {}
+        self.turn: Turn = NO_TURN
+        self.to_lead: list[tuple[int, dict[str, Any]]] = []
+        self.known: dict[int, dict[str, Any] | None] = dict.fromkeys(hosts)
+        self.orders: dict[int, list[Turn]] = {k: [NO_TURN] for k in hosts}
+        self.gone: set[int] = set()
+        self.left = random.randint(1, 30)  # turns of work
+
+    def step(self, k: int, leases_on: dict[int, list[Lease]]) -> None:
+        """Let the node on host ``k`` do what a supervisor does in one turn (``Waiting.look``)."""
+        mine, there = self.tickets[k], leases_on[k]
+        if mine not in there and k not in self.gone:
+            there.append(mine)
+        place = self.places.setdefault(k, {"ready": False, "held": False, "round": 0})
+        if len(self.orders[k]) > 1 and random.random() < 0.7:
+            self.orders[k].pop(0)
+        turn = self.orders[k][0]
+        own = Lease(f"cuda:{k}", *holder(self.run_id))
+        if turn["go"]:
+            self.gone.add(k)
+            if mine in there:
+                there.remove(mine)
+        elif turn["take"] and turn["round"] > place["round"]:
+            place["ready"] = not in_the_way(mine, there)
+            place |= {"held": place["ready"], "round": turn["round"]}
+            if place["held"]:
+                there.append(own)
+        elif place["held"] and not turn["take"]:
+            there.remove(own)
+            place["held"] = False
+        elif not place["held"]:
+            place["ready"] = not in_the_way(mine, there)
+        self.to_lead.append((k, {**place}))
+        if random.random() < 0.7:
+            sender, said = self.to_lead.pop(0)
+            self.known[sender] = said
+        called = next_turn(self.turn, [*self.known.values()])
+        if called != self.turn:
+            self.turn = called
+            for orders in self.orders.values():
+                orders.append(called)
+
+    def work(self, leases_on: dict[int, list[Lease]]) -> bool:
+        """Work once all nodes have started; return whether the run has ended."""
+        if self.gone != set(self.hosts):
+            return False
+        self.left -= 1
+        if self.left <= 0:
+            for k in self.hosts:
+                leases_on[k].remove(Lease(f"cuda:{k}", *holder(self.run_id)))
+        return self.left <= 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_runs_all_get_their_turn_and_never_share_a_host(seed: int) -> None:
+    random.seed(seed)
+    hosts = random.randint(1, 5)
+    runs = [
+        Simulated(number, random.sample(range(hosts), random.randint(1, hosts)), random.choice([1.0, 2.0, 3.0]))
+        for number in range(random.randint(2, 7))
+    ]
+    for run in runs:  # all tickets are filed before the first turn
+        for k in run.hosts:
+            run.places[k] = {"ready": False, "held": False, "round": 0}
+    leases_on: dict[int, list[Lease]] = {k: [run.tickets[k] for run in runs if k in run.hosts] for k in range(hosts)}
+    began: list[Simulated] = []
+    waiting = list(runs)
+    for _ in range(20_000):
+        if not waiting:
+            break
+        run = random.choice(waiting)
+        for k in random.sample(run.hosts, len(run.hosts)):
+            run.step(k, leases_on)
+        for k, there in leases_on.items():
+            holders = {one.run_id for one in there if not one.waits}
+            assert len(holders) <= 1, f"host {k} is held by {holders}"
+        if run.turn["go"] and run not in began:
+            began.append(run)
+        if run.work(leases_on):
+            waiting.remove(run)
+    assert not waiting, f"these never ran: {[one.run_id for one in waiting]}"
+    for late, run in enumerate(began):
+        for other in began[late + 1 :]:
+            if set(run.hosts) & set(other.hosts):
+                assert (run.launched, run.run_id) < (other.launched, other.run_id), "the earlier one first"
+
+
+# -- supervisors
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    made: list[Run] = []
+
+    def make(run_id: str, devices: list[int], launched: float, code: str = ENDS, **more: Any) -> Run:
+        run = Run(tmp_path / run_id, len(devices), argv=[PYTHON, "-c", code], run_id=run_id, **more)
+        for node, device in zip(run.nodes, devices, strict=True):
+            node.spec |= {"leases": [f"cuda:{device}"], "queued_at": launched, "operator": "alice@laptop"}
+        if len(devices) == 1:
+            run.nodes[0].own["control_port"] = 0
+        made.append(run)
+        for node in run.nodes:
+            node.start()
+        return run
+
+    yield make
+    for run in made:
+        for node in run.nodes:
+            node.kill()
+
+
+def state(node: RunFolder) -> dict[str, Any]:
+    path = node.path / "state.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def waits_for(node: RunFolder) -> list[str]:
+    return [one["run_id"] for one in (state(node).get("queue") or {"blockers": []})["blockers"]]
+
+
+def ask_to_stop(node: RunFolder) -> None:
+    (node.path / "control").mkdir(exist_ok=True)
+    (node.path / "control/stop").write_text(json.dumps({"by": "bob@desk"}))
+
+
+def started(node: RunFolder) -> float:
+    return float(node.outcome(f"rank{node.spec['node_rank']}")["started"])
+
+
+def test_supervisors_wait_and_start_in_the_order_of_launch(make_run: Callable[..., Run]) -> None:
+    first = make_run("first", [0, 1], 10.0, GOES_ON)
+    wait_until(lambda: all(node.says(f"rank{k}", "up")() for k, node in enumerate(first.nodes)))
+    late = make_run("late", [1], 30.0)
+    wait_until(lambda: waits_for(late.nodes[0]) == ["first"])
+    early = make_run("early", [0, 1], 20.0)
+    wait_until(lambda: [waits_for(node) for node in early.nodes] == [["first"], ["first"]])
+    wait_until(lambda: waits_for(late.nodes[0]) == ["first", "early"])
+    assert state(late.nodes[0])["queue"]["earlier"] == 1 and state(late.nodes[0])["state"] == "queued"
+    assert not any((node.path / "logs/rank0.log").exists() for node in (*early.nodes, *late.nodes))
+    ask_to_stop(first.nodes[0])
+    ends = [node.end()["state"] for run in (first, early, late) for node in run.nodes]
+    assert ends == ["stopped", "stopped", "done", "done", "done"]
+    assert max(map(started, early.nodes)) < started(late.nodes[0]) and leases.held() == []
+
+
+def test_a_killed_supervisor_is_passed_over_and_ends_its_run(make_run: Callable[..., Run]) -> None:
+    holding = make_run("holding", [0, 1], 10.0, GOES_ON)
+    wait_until(lambda: all(node.says(f"rank{k}", "up")() for k, node in enumerate(holding.nodes)))
+    killed = make_run("killed", [0, 1], 20.0)
+    later = make_run("later", [0], 30.0)
+    wait_until(lambda: waits_for(later.nodes[0]) == ["holding", "killed"])
+    wait_until(lambda: waits_for(killed.nodes[1]) == ["holding"])
+    assert killed.nodes[1].supervisor is not None
+    killed.nodes[1].supervisor.send_signal(signal.SIGKILL)
+    end = killed.nodes[0].end()
+    assert end["state"] == "failed" and end["cause"]["kind"] == "lost" and end["cause"]["node_rank"] == 1
+    ask_to_stop(holding.nodes[0])
+    assert later.nodes[0].end()["state"] == "done"
+
+
+def test_a_stop_request_ends_the_waiting(make_run: Callable[..., Run]) -> None:
+    leases.take(["cuda:1"], this_process("holding", 0))
+    run = make_run("waits", [0, 1], 20.0, restarts=2)
+    wait_until(lambda: waits_for(run.nodes[1]) == ["holding"])
+    ask_to_stop(run.nodes[1])
+    for node in run.nodes:
+        end = node.end()
+        assert end["state"] == "stopped" and end["asked"]["by"] == "bob@desk" and end["restarts"] == []
+    assert [one.run_id for one in leases.held()] == ["holding"]
+
+
+def test_at_the_limit_the_run_fails_and_says_who_holds_what(make_run: Callable[..., Run]) -> None:
+    leases.take(["cuda:1"], this_process("holding", 0))
+    run = make_run("waits", [0, 1], 20.0, wait_limit=2.0, restarts=2)
+    ends = [node.end() for node in run.nodes]
+    assert [end["state"] for end in ends] == ["stopped", "failed"]
+    why = ends[0]["cause"]["reason"]
+    assert why.startswith("it has waited for 2 s, the limit of --wait: CUDA device 1 is held by run holding of ")
+    assert [one.run_id for one in leases.held()] == ["holding"]
+
+
+def test_waiting_ends_no_run_by_a_timeout(make_run: Callable[..., Run]) -> None:
+    leases.take(["cuda:1"], this_process("holding", 0))
+    run = make_run("waits", [0, 1], 20.0, start_timeout=2.0, peer_timeout=2.0, stall_after=1.0)
+    wait_until(lambda: waits_for(run.nodes[1]) == ["holding"])
+    time.sleep(6.0)  # longer than all of these
+    assert [state(node)["state"] for node in run.nodes] == ["queued", "queued"]
+    leases.release("holding", 0)
+    assert [node.end()["state"] for node in run.nodes] == ["done", "done"]
+
+
+def test_a_run_without_wait_takes_free_cpus_beside_others_but_one_that_waits_has_them_alone(
+    make_run: Callable[..., Run],
+) -> None:
+    leases.take([f"cpu:other-node{os.getpid()}"], this_process("other", 0))
+    beside = make_run("beside", [0], 0.0)
+    assert beside.nodes[0].end()["state"] == "done"
+    waits = ticket(["cpu:waits-node0"], this_process("waits", 0), 1.0)
+    assert [one.run_id for one in wait_in_line(waits)] == ["other"]
+    assert [one.run_id for one in take_turn(waits, this_process("waits", 0))] == ["other"]

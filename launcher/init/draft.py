@@ -258,19 +258,26 @@ def _tables(graph: GraphDraft) -> Iterator[Line]:
     for kind in ("nodes", "edges"):
         yield Line(f"    {kind}:")
         for name, table in options[kind].items():
-            yield Line(f"      {name}:")
+            yield Line(f"      {name}:" + ("" if table else " {}"))
             for key, plain in table.items():
                 yield Line(f"        {key}: {value(plain)}")
             for text in comments.get(kind, {}).get(name, ()):
                 yield Line("        ", text)
-        if kind == "nodes" and not any("label" in table for table in options[kind].values()):
+        if (
+            kind == "nodes"
+            and any(options[kind].values())
+            and not any("label" in table for table in options[kind].values())
+        ):
             yield Line("        # label: COLUMN", "a column to predict; take it out of features and one_hot")
             if _predicts_links(options):
                 yield Line("        # split: {train: 0.8, val: 0.1, test: 0.1}", "with a label; remove hold_out below")
     if options.get("undirected"):
         yield Line("    undirected: true", "adds the reverse of every edge, so that every type receives messages")
     link, timed = _link_type(options)
-    if _predicts_links(options):
+    if any(_is_split(table) for table in options["edges"].values()):
+        if _predicts_links(options):
+            yield Line("    ", "links for val and test are those of the split; without it, `hold_out` draws them")
+    elif _predicts_links(options):
         yield Line(f"    hold_out: {link}", "no table has labels, so links of this type are predicted")
         if timed:
             yield Line("    hold_out_time: edge_time", "the latest links are for validation and test")
@@ -283,9 +290,14 @@ def _predicts_links(options: Mapping[str, Any]) -> bool:
     return not any(key in table for table in options["nodes"].values() for key in ("label", "split"))
 
 
+def _is_split(table: Mapping[str, Any]) -> bool:
+    return any(key in table for key in ("split", "val_files", "test_files"))
+
+
 def _link_type(options: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the edge type of the first edge table, and whether its edges have times."""
-    (node, *others), (name, *more) = options["nodes"], options["edges"]
+    """Return the edge type of the first edge table, if possible with a split, and whether its edges have times."""
+    (node, *others), (first, *more) = options["nodes"], options["edges"]
+    name = next((name for name, table in options["edges"].items() if _is_split(table)), first)
     timed = "time" in options["edges"][name]
     if "__" in name:
         return str(name), timed

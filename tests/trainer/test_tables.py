@@ -571,10 +571,83 @@ def test_a_table_that_is_not_used_is_named(tmp_path: Path) -> None:
     "text",
     ["u1,34\nu2,41\nu3,28\n", "anna,red\nbob,red\ncarl,blue\n", "0,1\n1,2\n2,0\n"],
 )
-def test_a_file_without_names_of_columns_is_noticed(tmp_path: Path, text: str) -> None:
+def test_a_file_without_names_of_columns_gets_names(tmp_path: Path, text: str) -> None:
     write(customers(tmp_path), users__csv=text)
-    with pytest.raises(DataError, match=r"users\.csv: the first line looks like a row of data"):
-        draft_tables(tmp_path)
+    drafted = draft_tables(tmp_path)
+    user = drafted["nodes"]["user"]
+    assert (user["columns"], user["id"]) == (["column1", "column2"], "column1")
+    assert drafted["comments"]["nodes"]["user"][0].startswith("the first line seems to be a row of data")
+    graph = load(tmp_path, {name: drafted[name] for name in ("nodes", "edges")}, tmp_path / "work")
+    assert graph.nodes["user"].num_nodes == 3
+
+
+def interactions(rows: int, users: int, items: int) -> list[tuple[int, int]]:
+    return [(1 + k % users, 1 + k * 7 % items) for k in range(rows)]
+
+
+def test_pairs_in_files_for_train_and_test_are_drafted_without_node_tables(tmp_path: Path) -> None:
+    pairs = interactions(400, 30, 90)
+    lines = {"train.tsv": pairs, "test.tsv": [(u, i % 90 + 1) for u, i in pairs[:30]]}  # each user once
+    lines["trust.tsv"] = [(1 + k % 30, 1 + (k * k + k // 7) % 30) for k in range(90)] + [(30, 1)]
+    for name, rows in lines.items():
+        (tmp_path / name).write_text("".join(f"{a}\t{b}\n" for a, b in rows))
+    drafted = draft_tables(tmp_path)
+    comments = drafted.pop("comments")
+    table = {"columns": ["column1", "column2"], "source": "column1", "target": "column2"}
+    assert drafted == {
+        "nodes": {"user": {}, "item": {}},
+        "edges": {
+            "user__interacts__item": {"files": "train.tsv", "test_files": "test.tsv", **table},
+            "user__trust__user": {"files": "trust.tsv", **table},
+        },
+        "undirected": True,
+    }  # fmt: skip
+    assert comments["nodes"]["item"] == [
+        "no table: its nodes are the different values of column2 of train.tsv; a guess"
+    ]
+    assert comments["edges"]["user__interacts__item"][0].startswith("train.tsv, test.tsv have equal columns")
+    graph = load(tmp_path, drafted, tmp_path / "work")
+    assert graph.graph_attrs["test_links"].shape == (2, 30) and graph.nodes["item"].num_nodes == 90
+
+
+def test_ratings_with_one_of_the_node_tables_are_drafted(tmp_path: Path) -> None:
+    rows = [f"{u},{i * 37},{k % 5 + 1},{964982703 + k * 100}\n" for k, (u, i) in enumerate(interactions(300, 20, 40))]
+    movies = "".join(f"{i * 37},Movie {i % 39},Drama|Crime\n" for i in range(1, 41))
+    links = "".join(f"{i * 37},{i * 1000 + 17}\n" for i in range(1, 41))
+    write(
+        tmp_path, ratings__csv="userId,movieId,rating,timestamp\n" + "".join(rows),
+        movies__csv="movieId,title,genres\n" + movies, links__csv="imdbId,movieKey\n" + links,
+    )  # fmt: skip
+    drafted = draft_tables(tmp_path)
+    assert list(drafted["nodes"]) == ["user", "movie"] and drafted["nodes"]["user"] == {}
+    assert drafted["nodes"]["movie"]["id"] == "movieId"
+    assert drafted["edges"] == {
+        "user__ratings__movie": {
+            "files": "ratings.csv", "source": "userId", "target": "movieId", "time": "timestamp",
+            "features": ["rating"], "standardize": True,
+        }
+    }  # fmt: skip
+    assert drafted["comments"]["unused"] == ["links.csv is not used: it has no two columns of ids"]
+
+
+def test_texts_in_both_columns_are_ids_of_one_type_if_they_are_the_same(tmp_path: Path) -> None:
+    rows = [(f"p{k % 40}", f"p{k * k % 40}", f"t{k % 7}") for k in range(200)]
+    write(tmp_path, follows__csv="follower,followed,topic\n" + "".join(",".join(row) + "\n" for row in rows))
+    assert draft_tables(tmp_path)["edges"].keys() == {"follower__follows__follower"}
+    write(tmp_path, follows__csv="source,target,split\n" + "".join(
+        f"{a},{b},{('train', 'val', 'test', 'train')[k % 4]}\n" for k, (a, b, _) in enumerate(rows)
+    ))  # fmt: skip
+    drafted = draft_tables(tmp_path)
+    assert drafted["nodes"] == {"node": {}}
+    assert drafted["edges"]["node__follows__node"]["split"] == "split" and "undirected" not in drafted
+
+
+def test_files_of_node_tables_for_train_and_test_stay_tables(tmp_path: Path) -> None:
+    for name, first in (("train", 0), ("test", 40)):
+        rows = "".join(f"p{first + k},{k % 3}\n" for k in range(40))
+        write(tmp_path, **{f"papers_{name}__csv": "paper,field\n" + rows})
+    write(tmp_path, cites__csv="a,b\n" + "".join(f"p{k % 40},p{k * 3 % 40}\n" for k in range(99)))
+    assert draft_tables(tmp_path)["nodes"].keys() == {"papers_test", "papers_train"}
 
 
 @pytest.mark.parametrize("key", ["features", "one_hot", "categories", "attributes", "time", "split"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +13,7 @@ from trainer.core.errors import DataError
 from trainer.sources.table_columns import as_double, is_number_type, list_type
 from trainer.sources.table_database import Database, Scan, quoted
 from trainer.sources.table_files import holds_tables, table_files
-from trainer.sources.table_options import Table
+from trainer.sources.table_options import EdgeTable, Table
 
 _LABELS = ("label", "labels", "y", "class", "target")
 
@@ -35,6 +35,27 @@ _NEARLY_UNIQUE = 0.9  #: share of different values from which on a column is pro
 
 _SAMPLE = 1000  #: ids of a column that are looked up in the node tables
 
+_DENSE = 0.8  #: share of the integers between its least and its largest from which on a column's ids are numbered
+
+_EPOCHS = (3e8, 4e9)  #: Unix seconds of dates that occur
+
+_ID_NAME = re.compile(
+    r"(^|[^a-z])(id|uid|key|code|sku|asin|isbn|source|target|src|dst|from|to|head|tail|user|item|customer|product)$"
+    r"|[a-z](Id|ID)$|id$",
+    re.ASCII,
+)
+
+_NO_TYPE = re.compile(r"|s|t|u|v|source|target|src|dst|from|to|head|tail|column\d+")  #: columns that name no type
+
+_NO_ID = (*_TIMES, *_LABELS, "rating", "ratings", "stars", "score", "count", "weight", "value", "quantity", "price")
+
+_SPLIT_FILE = re.compile(
+    r"(.*?)(?:^|[_.\- ])(?:(train|training)|(val|valid|validation|dev)|(test|testing))(?=$|[_.\- ])(.*)", re.IGNORECASE
+)
+
+
+Drafted: TypeAlias = tuple[dict[str, Any], list[str]]  #: options of a table, and comments on them
+
 
 @dataclass
 class _Column:
@@ -48,6 +69,23 @@ class _Column:
     present: int = 0  #: rows with a value
     distinct: int = 0  #: different values
     numbers: int = 0  #: rows with a number
+    low: float = 0.0  #: least number
+    high: float = 0.0  #: largest number
+
+    @property
+    def is_split(self) -> bool:
+        return bool(self.texts) and {text.lower() for text in self.texts or ()} <= _SPLIT_WORDS
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the values are nearly all integers between the least and the largest, as numbers of rows are."""
+        return self.whole and self.distinct >= _DENSE * (self.high - self.low + 1)
+
+    @property
+    def is_time(self) -> bool:
+        unnamed = re.fullmatch(r"column\d+", self.name) is not None
+        seconds = unnamed and _EPOCHS[0] <= self.low and self.high <= _EPOCHS[1]
+        return self.kind == "time" or (self.whole and (self.name.lower() in _TIMES or seconds))
 
     @property
     def missing(self) -> str:
@@ -99,16 +137,26 @@ def _is_number(text: str) -> bool:
 @dataclass
 class _Found:
     scan: Scan
-    file: str  #: relative to the folder
+    file: str  #: relative to the folder; of several, those for training
     rows: int
     columns: list[_Column] = field(default_factory=list)
 
     @property
+    def keys(self) -> dict[str, Any]:
+        """Keys of the drafted table that say what its files are."""
+        options = self.scan.options
+        more = {key: getattr(options, key, ()) for key in ("val_files", "test_files", "columns")}
+        return {"files": self.file} | {
+            key: list(value) if key == "columns" else value[0] for key, value in more.items() if value
+        }
+
+    @property
     def type_name(self) -> str:
         """Name of a type, made from the file name without suffix: lower case, with letters, digits and ``_`` only."""
-        stem = re.sub(r"\.(csv|tsv|txt|parquet|pq)(\.\w+)?$", "", Path(self.file).name, flags=re.IGNORECASE)
-        word = re.sub(r"[^A-Za-z0-9]+", "_", stem).strip("_").lower() or "table"
-        return word
+        stem = _stem(self.file)
+        if len(self.keys.keys() - {"columns"}) > 1 and (match := _SPLIT_FILE.fullmatch(stem)):
+            stem = f"{match[1]} {match[5]}".strip() or "interacts"
+        return re.sub(r"[^A-Za-z0-9]+", "_", stem).strip("_").lower() or "table"
 
     @property
     def node_type(self) -> str:
@@ -120,6 +168,10 @@ class _Found:
         return next((one for one in self.columns if one.unique and _may_be_id(one)), None)
 
 
+def _stem(file: str) -> str:
+    return re.sub(r"\.(csv|tsv|txt|parquet|pq)(\.\w+)?$", "", Path(file).name, flags=re.IGNORECASE)
+
+
 def _may_be_id(column: _Column) -> bool:
     return column.kind == "text" or (column.kind == "number" and column.whole)
 
@@ -128,38 +180,53 @@ def draft_tables(folder: Path) -> dict[str, Any]:
     """Guess the options ``nodes`` and ``edges`` of dataset `tables` from the files in ``folder``.
 
     Every CSV or Parquet file and every folder of such files directly in ``folder`` is one table. A table with a column
-    of unique values is a node table; a table with two columns of ids of node tables is an edge table. With several node
-    types, option ``undirected`` is set. ``comments`` of the result says what was guessed, and why columns are not used,
-    by node and edge type; ``unused`` in it is about files.
+    of unique values is a node table; a table with two columns of ids of node tables is an edge table. Tables whose
+    names differ only in train, val and test, with equal columns, are one edge table with a split. If there are no edges
+    between node tables, a table with two columns of repeated ids is an edge table, if need be between nodes without a
+    table. With several node types, option ``undirected`` is set. ``comments`` of the result says what was guessed, and
+    why columns are not used, by node and edge type; ``unused`` in it is about files.
 
-    Raises ``DataError`` if no node or edge table is found, if the folder of a table has files of both kinds, or if a
-    CSV file has no line with the names of its columns.
+    Raises ``DataError`` if no node or edge table is found, or if the folder of a table has files of both kinds.
     """
     with TemporaryDirectory(prefix="gnnfleet-tables-") as work:
         database = Database(Path(work), None)
         try:
-            found = [_look(scan, file) for scan, file in _scans(database, folder)]
-            return _draft(found)
+            return _draft(_found(database, folder))
         finally:
             database.close()
 
 
-def _scans(database: Database, folder: Path) -> Iterator[tuple[Scan, str]]:
-    none = True
+def _found(database: Database, folder: Path) -> list[_Found]:
+    """Look at all tables of a folder. Files of one table, for training, validation and test, are looked at together."""
+    groups: dict[Any, dict[str, tuple[str, Scan]]] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name[0] in "_." or not holds_tables(path):
             continue
-        files = table_files(Table((path.name,)), folder, str(path))
-        none = False
-        scan = Scan(database, files, str(path))
-        if (file := scan.without_header) is not None:
-            raise DataError(
-                f"{file}: the first line looks like a row of data, not like the names of the columns; add a line with "
-                "their names"
-            )
-        yield scan, path.name
-    if none:
+        scan = Scan(database, table_files(Table((path.name,)), folder, str(path)), str(path))
+        if scan.without_header is not None:
+            names = tuple(f"column{k + 1}" for k in range(len(scan.types)))
+            scan = Scan(database, scan.files, str(path), Table((path.name,), columns=names))
+        match = _SPLIT_FILE.fullmatch(_stem(path.name))
+        kind = next((k for k in ("files", "val_files", "test_files") if match and match[_KIND[k]]), "")
+        key = (match[1], match[5], path.suffix, tuple(scan.types)) if match and kind else path.name
+        groups.setdefault(key, {}).setdefault(kind, (path.name, scan))
+    if not groups:
         raise DataError(f"{folder} has no CSV or Parquet files")
+    found: list[_Found] = []
+    for group in groups.values():
+        if "files" in group and len(group) > 1:
+            files = {kind: (group[kind][0],) for kind in ("files", "val_files", "test_files") if kind in group}
+            table = EdgeTable(**files, columns=group["files"][1].options.columns)  # type: ignore[arg-type]
+            where = str(folder / ", ".join(name for (name,) in files.values()))
+            whole = _look(Scan(database, table_files(table, folder, where), where, table), files["files"][0])
+            if whole.id is None or len(_pair(whole, {})) == 2:
+                found.append(whole)
+                continue
+        found += [_look(scan, file) for file, scan in group.values()]
+    return sorted(found, key=lambda one: one.file)
+
+
+_KIND = {"files": 2, "val_files": 3, "test_files": 4}  #: key of a table -> group of ``_SPLIT_FILE``
 
 
 def _look(scan: Scan, file: str) -> _Found:
@@ -174,9 +241,10 @@ def _column(scan: Scan, name: str, of: str, rows: int) -> _Column:
         return _Column(name, "text" if of == "UUID" else "other", of, unique=of == "UUID")
     number, column = as_double(name, of) if of != "DATE" and not of.startswith("TIMESTAMP") else "NULL", quoted(name)
     moment = f"TRY_CAST({column} AS TIMESTAMP)" if not is_number_type(of) else "NULL"
-    present, numbers, whole, moments, distinct = scan.database.rows(
+    present, numbers, whole, moments, distinct, low, high = scan.database.rows(
         f"SELECT count({column}), count({number}), count(*) FILTER (WHERE {number} = floor({number})), "
-        f"count({moment}), count(DISTINCT {column}) FROM {scan.sql}",
+        f"count({moment}), count(DISTINCT {column}), "
+        f"coalesce(min({number}), 0), coalesce(max({number}), 0) FROM {scan.sql}",
         scan.where,
     )[0]
     kind = "number" if numbers == present else "time" if moments == present else "text"
@@ -186,7 +254,7 @@ def _column(scan: Scan, name: str, of: str, rows: int) -> _Column:
         texts = tuple(str(row[0]) for row in scan.database.rows(sql, scan.where))
     return _Column(
         name, kind if present else "empty", of, kind == "number" and whole == present, distinct == present == rows > 0,
-        texts, rows, present, distinct, numbers,
+        texts, rows, present, distinct, numbers, float(low), float(high),
     )  # fmt: skip
 
 
@@ -198,6 +266,8 @@ def _draft(found: list[_Found]) -> dict[str, Any]:
     nodes = [table for table in named if table not in edges]
     types = {table.file: table.node_type for table in nodes}
     edges = [table for table in edges if all(end.file in types for _, end in ends[table.file])]
+    if not edges and (pairs := _pairs(found, ends, referenced)):
+        return _draft_of_pairs(found, pairs)
     if not nodes or not edges:
         have = ", ".join(f"{table.file} ({', '.join(one.name for one in table.columns[:8])})" for table in found)
         raise DataError(
@@ -215,18 +285,124 @@ def _draft(found: list[_Found]) -> dict[str, Any]:
     edge_tables = {}
     for table in edges:
         source, target = (types[end.file] for _, end in ends[table.file])
-        edge_tables[f"{source}__{table.type_name}__{target}"] = _edge_table(table, ends[table.file])
+        columns = [column for column, _ in ends[table.file]]
+        edge_tables[f"{source}__{table.type_name}__{target}"] = _edge_table(table, columns)
+    return _drafted(node_tables, edge_tables, unused)
+
+
+def _drafted(nodes: dict[str, Drafted], edges: dict[str, Drafted], unused: dict[str, str]) -> dict[str, Any]:
     drafted = {
-        "nodes": {of: table for of, (table, _) in node_tables.items()},
-        "edges": {of: table for of, (table, _) in edge_tables.items()},
+        "nodes": {of: table for of, (table, _) in nodes.items()},
+        "edges": {of: table for of, (table, _) in edges.items()},
         "comments": {
-            "nodes": {of: notes for of, (_, notes) in node_tables.items() if notes},
-            "edges": {of: notes for of, (_, notes) in edge_tables.items() if notes},
+            "nodes": {of: notes for of, (_, notes) in nodes.items() if notes},
+            "edges": {of: notes for of, (_, notes) in edges.items() if notes},
             "unused": [f"{file} is not used: {why}" for file, why in unused.items()],
         },
     }
     # without reverse edges, a type without incoming edges would receive no messages
     return drafted | ({"undirected": True} if len(nodes) > 1 else {})
+
+
+# --- edges between nodes without a table ----------------------------------------------------------------------
+
+
+@dataclass
+class _Type:
+    """A node type: the ids of a node table, or those in a column of an edge table."""
+
+    name: str
+    table: _Found
+    column: _Column
+    has_table: bool
+
+
+_Pairs: TypeAlias = list[tuple[_Found, list[tuple[_Column, _Type]]]]  #: tables of edges, with their source and target
+
+
+def _pairs(found: list[_Found], ends: Mapping[str, list[tuple[_Column, _Found]]], referenced: set[str]) -> _Pairs:
+    """Return the tables with two columns of repeated ids. Columns of equal ids belong to one node type."""
+    types: list[_Type] = []
+    pairs: _Pairs = []
+    for table in sorted(found, key=lambda one: (len(one.keys) == 1, -one.rows)):
+        known = {column.name: node for column, node in ends[table.file]}
+        own: list[tuple[_Column, _Type]] = []
+        for column in [] if table.file in referenced else _pair(table, known):
+            node = known.get(column.name)
+            if node is not None and node.id is not None:
+                wanted = _Type(node.node_type, node, node.id, True)
+            else:
+                word = re.sub(r"[^A-Za-z0-9]*(id|ID|Id|key|code)$", "", column.name).lower()
+                word = re.sub(r"[^a-z0-9]+", "_", word).strip("_")
+                wanted = _Type("" if _NO_TYPE.fullmatch(word) else word, table, column, False)
+            same = next((one for one in [*types, *(one for _, one in own)] if _is_same(one, wanted)), None)
+            own.append((column, same or wanted))
+        for (_, of), name in zip(own, ("user" if own and own[0][1] is not own[1][1] else "node", "item"), strict=False):
+            of.name = of.name or name
+            while any(one.name == of.name and one is not of for one in types):
+                of.name += "2"
+            types += [] if of in types else [of]
+        if own:
+            pairs.append((table, own))
+    return pairs
+
+
+def _pair(table: _Found, known: Mapping[str, _Found]) -> list[_Column]:
+    """Return the columns of sources and targets, or []. ``known``: columns with ids of node tables."""
+    scored, names = [], {column.name.lower() for column in table.columns}
+    for position, column in enumerate(table.columns):
+        name = column.name.lower()
+        if column.distinct >= _NEARLY_UNIQUE * table.rows and not column.unique and position == 0:
+            return []  # meant to be the id of a node table
+        if (
+            column.distinct >= _NEARLY_UNIQUE * table.rows
+            or not _may_be_id(column)
+            or column.present < column.rows
+            or column.distinct < 2
+        ):
+            continue
+        if column.is_binary or column.is_split or column.is_time:
+            continue
+        if name in _NO_ID and not (name == "target" and "source" in names):
+            continue
+        if column.name in known or _ID_NAME.search(column.name) or (table.id is None and position < 2):
+            named = 0 if column.name in known else 1 if _ID_NAME.search(column.name) else 2
+            scored.append((named, position, column))
+    best = sorted(sorted(scored, key=lambda one: one[:2])[:2], key=lambda one: one[1])
+    repeated = any(table.rows >= 2 * column.distinct for *_, column in best)
+    return [column for *_, column in best] if len(best) == 2 and repeated else []
+
+
+def _is_same(one: _Type, other: _Type) -> bool:
+    """Return whether two columns seem to have ids of the same nodes."""
+    a, b = one.column, other.column
+    if one.has_table or other.has_table:
+        return one.table is other.table and one.has_table == other.has_table
+    if (one.name and one.name == other.name) or a.kind != b.kind:
+        return a.kind == b.kind
+    if a.is_numbered or b.is_numbered:  # then the same numbers say nothing
+        near = 1 + 0.02 * max(a.high, b.high)
+        return abs(a.low - b.low) <= near and abs(a.high - b.high) <= near
+    return _contained(one.table, a, other.table, b, 0.5) or _contained(other.table, b, one.table, a, 0.5)
+
+
+def _draft_of_pairs(found: list[_Found], pairs: _Pairs) -> dict[str, Any]:
+    nodes: dict[str, Drafted] = {}
+    edges: dict[str, Drafted] = {}
+    for table, ends in pairs:
+        (source, of_source), (target, of_target) = ends
+        for column, of in ends:
+            if of.has_table:
+                nodes.setdefault(of.name, _node_table(of.table))
+            else:
+                nodes.setdefault(of.name, ({}, []))[1].append(f"{column.name} of {table.file}")
+        edges[f"{of_source.name}__{table.type_name}__{of_target.name}"] = _edge_table(table, [source, target])
+    for drafted, notes in nodes.values():
+        if not drafted:
+            notes[:] = ["no table: its nodes are the different values of " + ", ".join(notes) + "; a guess"]
+    used = {table.file for table, _ in pairs} | {of.table.file for _, ends in pairs for _, of in ends}
+    unused = {one.file: "it has no two columns of ids" for one in found if one.file not in used}
+    return _drafted(nodes, edges, unused)
 
 
 def _why_no_id(table: _Found) -> str:
@@ -252,9 +428,11 @@ def _why_no_id(table: _Found) -> str:
 def _ends(table: _Found, nodes: list[_Found]) -> list[tuple[_Column, _Found]]:
     scored = []
     for position, column in enumerate(table.columns):
-        if not _may_be_id(column):
+        if not _may_be_id(column) or column.is_binary:
             continue
-        fits = [(_likeness(column, node), node) for node in nodes if _contained(table, column, node)]
+        fits = [
+            (_likeness(column, node), node) for node in nodes if node.id and _contained(table, column, node, node.id)
+        ]
         if fits:
             likeness, node = max(fits, key=lambda fit: fit[0])
             scored.append((-likeness, position, column, node))
@@ -267,27 +445,23 @@ def _likeness(column: _Column, node: _Found) -> int:
     return 2 * (name == key) + (node.node_type in name) + (key in name)
 
 
-def _contained(table: _Found, column: _Column, node: _Found) -> bool:
-    """Return whether at least 90% of a sample of a column's values are ids of a node table."""
-    assert node.id is not None
-    own, ids = (f"CAST({quoted(one.name)} AS VARCHAR)" for one in (column, node.id))
+def _contained(table: _Found, column: _Column, other: _Found, ids: _Column, share: float = 0.9) -> bool:
+    """Return whether at least a share of a sample of a column's values are in a column of another table."""
+    own, others = (f"CAST({quoted(one.name)} AS VARCHAR)" for one in (column, ids))
     some = f"SELECT DISTINCT v FROM (SELECT {own} AS v FROM {table.scan.sql} LIMIT {_SAMPLE}) WHERE v IS NOT NULL"
     count, inside = table.scan.database.rows(
-        f"SELECT count(*), count(*) FILTER (WHERE v IN (SELECT {ids} FROM {node.scan.sql})) FROM ({some})",
+        f"SELECT count(*), count(*) FILTER (WHERE v IN (SELECT {others} FROM {other.scan.sql})) FROM ({some})",
         table.scan.where,
     )[0]
-    return bool(count) and inside >= 0.9 * count
-
-
-Drafted: TypeAlias = tuple[dict[str, Any], list[str]]  #: options of a table, and comments on them
+    return bool(count) and inside >= share * count
 
 
 def _node_table(table: _Found) -> Drafted:
     assert table.id is not None
-    drafted: dict[str, Any] = {"files": table.file, "id": table.id.name}
-    rest, notes = [column for column in table.columns if column is not table.id], []
+    drafted: dict[str, Any] = {**table.keys, "id": table.id.name}
+    rest, notes = [column for column in table.columns if column is not table.id], _about_files(table)
     label = next((one for one in rest if one.name.lower() in _LABELS and one.kind != "empty"), None)
-    split = next((one for one in rest if one.texts and {text.lower() for text in one.texts} <= _SPLIT_WORDS), None)
+    split = next((one for one in rest if one.is_split), None)
     if label is None:
         classes = [one for one in rest if one is not split and _may_be_class(one)]
         label = classes[0] if len(classes) == 1 and split is not None else None
@@ -310,15 +484,28 @@ def _may_be_class(column: _Column) -> bool:
     return few and _may_be_id(column) and column.name.lower() not in _TIMES
 
 
-def _edge_table(table: _Found, ends: list[tuple[_Column, _Found]]) -> Drafted:
-    (source, _), (target, _) = ends
-    drafted: dict[str, Any] = {"files": table.file, "source": source.name, "target": target.name}
+def _edge_table(table: _Found, ends: Sequence[_Column]) -> Drafted:
+    source, target = ends
+    drafted: dict[str, Any] = {**table.keys, "source": source.name, "target": target.name}
     rest = [one for one in table.columns if one is not source and one is not target]
     weight = next((one for one in rest if one.name.lower() == "weight" and one.kind == "number"), None)
-    if weight is not None:
-        drafted["weight"] = weight.name
-    more, notes = _others(table, [one for one in rest if one is not weight], False)
-    return drafted | more, notes
+    split = next((one for one in rest if one.is_split and len(one.texts or ()) > 1), None)
+    if len(table.keys.keys() - {"columns"}) > 1:
+        split = None
+    for key, column in (("weight", weight), ("split", split)):
+        if column is not None:
+            drafted[key] = column.name
+    more, notes = _others(table, [one for one in rest if one is not weight and one is not split], False)
+    return drafted | more, _about_files(table) + notes
+
+
+def _about_files(table: _Found) -> list[str]:
+    """Return comments on what was guessed from the names and the first lines of a table's files."""
+    files = [str(table.keys[key]) for key in ("files", "val_files", "test_files") if key in table.keys]
+    found = [f"{', '.join(files)} have equal columns: taken as one table with a split"] if len(files) > 1 else []
+    if table.scan.options.columns:
+        found.append("the first line seems to be a row of data: if it has names, remove `columns` and use these")
+    return found
 
 
 def _others(table: _Found, rest: list[_Column], of_nodes: bool) -> Drafted:
@@ -328,7 +515,7 @@ def _others(table: _Found, rest: list[_Column], of_nodes: bool) -> Drafted:
     the trainer learns, unless most of them occur only once.
     """
     drafted: dict[str, Any] = {}
-    time = next((one for one in rest if one.kind == "time" or (one.whole and one.name.lower() in _TIMES)), None)
+    time = next((one for one in rest if one.is_time), None)
     if time is not None:
         drafted["time"] = time.name
     keys = [one for one in rest if one.whole and one.name.lower().endswith("id")]

@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # A file stays with one worker, which makes what its tests share once.
 WORKERS = $(if $(findstring .py,$(ARGS)),,-n auto --dist loadfile --no-loadscope-reorder)
-HOST_TOOLS := sshd:openssh-server ssh:openssh-client ip:iproute2 sshfs:sshfs tcsh:tcsh \
+HOST_TOOLS := sshd:openssh-server ssh:openssh-client ip:iproute2 sshfs:sshfs tcsh:tcsh ch-run:charliecloud \
   slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Set, it would have each of the hundreds of processes that tests start compile our code again.

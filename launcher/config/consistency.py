@@ -95,6 +95,24 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
         reader.report(
             (*here, "conda"), f"nodes.{k}: venv and conda are both given; keep the one in which torch is installed"
         )
+    if node.wrap and node.conda:
+        reader.report(
+            (*here, "wrap"),
+            f"nodes.{k}: wrap and conda are both given; write `wrap: [conda, run, --name, {node.conda}]` and leave "
+            "conda out",
+        )
+    if node.wrap and " " in node.wrap[0]:
+        reader.report(
+            (*here, "wrap"),
+            f"nodes.{k}.wrap: `{node.wrap[0]}` is one word; write a list of words: [{', '.join(node.wrap[0].split())}]",
+        )
+    for name, folder in (("workdir", node.workdir), ("data_folder", node.data_folder or "")):
+        if node.wrap and set(":,") & set(folder):
+            reader.report(
+                (*here, name),
+                f"nodes.{k}.{name}: containers cannot be shown a folder with a colon or comma in its name; choose "
+                "another one, or leave `wrap` out",
+            )
     wrong = next((device for device in node.devices if isinstance(device, str) and not _UUID.fullmatch(device)), None)
     if wrong is not None:
         reader.report(

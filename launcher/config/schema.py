@@ -108,6 +108,11 @@ class NodeConfig:
     )
     venv: str | None = setting("Virtual environment on the node: the folder that contains bin/python.", None)
     conda: str | None = setting("Conda environment on the node, by name or prefix path.", None, form=WORD)
+    wrap: tuple[str, ...] = setting(
+        "Words before the node's Python, to run all processes in a container, as `[apptainer, exec, --nv, image.sif]`; "
+        "also with podman, docker, ch-run, enroot, conda run. `python` or `venv` is then one inside.",
+        (),
+    )
     workdir: str = setting(
         "Folder on the node for gnnfleet's code, the node's parts and its runs; {node_rank} is replaced by 0, 1, …",
         "~/gnnfleet-work/node{node_rank}",

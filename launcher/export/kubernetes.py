@@ -72,6 +72,8 @@ def export_kubernetes(request: ExportRequest, cluster: Cluster) -> Exported:
     """Return the manifests of a run. Raises UsageError if the run cannot work in the cluster."""
     config, left_out = without_credentials(request.config)
     check_exportable(config, "Kubernetes")
+    if inside := [k for k, node in enumerate(config.nodes) if node.wrap]:
+        raise UsageError(f"nodes.{inside[0]}.wrap: pods are containers already, of the image in --image; remove wrap")
     if cluster.store_secret and config.data.store is None:
         raise UsageError("--store-secret is for a config with data.store, from which the pods fetch their parts")
     name = resource_name(request.run_id)

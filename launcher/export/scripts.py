@@ -39,6 +39,7 @@ from launcher.plan.partition import partitioning
 from launcher.plan.placement import interpreter
 from launcher.plan.sbatch import is_on, normalized, option_lines, warning_seconds
 from launcher.plan.service_key import new_key_pair
+from launcher.plan.wrap import wrapped
 from launcher.text import count
 
 _WIDTH = 100  # characters of a line with a command
@@ -46,10 +47,17 @@ _WIDTH = 100  # characters of a line with a command
 _PORTS = range(20000, 32000)  # below the ephemeral ports of Linux
 
 #: Placeholders in the plan. No value of a config contains NUL.
-_PYTHON, _PARTS, _RUNS, _HERE = "\0PYTHON\0", "\0PARTS\0", "\0RUNS\0", "\0HERE\0"
+_PYTHON, _PARTS, _RUNS, _HERE, _RUN = "\0PYTHON\0", "\0PARTS\0", "\0RUNS\0", "\0HERE\0", "\0RUN\0"
 
 #: Placeholders, and what the script has in their place.
-_SHELL = {_PYTHON: "$PYTHON", _PARTS: "$PARTS", _HERE: "$HERE"}
+_SHELL = {_PYTHON: "${PYTHON[@]}", _PARTS: "$PARTS", _HERE: "$HERE", _RUN: "$RUN"}
+
+#: Variables that the script sets for processes, which a container has to be given (``wrap``), beside ``_exports``.
+_SET = (
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK MASTER_ADDR MASTER_PORT CUDA_VISIBLE_DEVICES "
+    "CUDA_DEVICE_ORDER OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME GNNFLEET_RUN_DIR GNNFLEET_PARTS "
+    "GNNFLEET_PART_IDS GNNFLEET_CLUSTER GNNFLEET_SERVICE_KEY GNNFLEET_SERVER_READY GNNFLEET_RESUME"
+).split()
 
 #: Options of the graph server that differ between nodes, and what the script has as their values.
 _SERVER_OPTIONS = {
@@ -107,7 +115,7 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
             "the script needs a key file for the encrypted graph service: give -o FILE, so that the key is written "
             "beside it, or --set run.encrypt=off"
         )
-    values = {**_run_values(request, plan, output), **_node_values(config, plan, hosts, kind)}
+    values = {**_run_values(request, plan, output, slurm), **_node_values(config, plan, hosts, kind)}
     job, notes = _job_values(request, plan, sbatch) if slurm else ({"sbatch": []}, [])
     template = _environment().get_template("node.sh.j2")
     key = json.dumps(new_key_pair()) if plan.encrypted else ""
@@ -216,7 +224,7 @@ def _job_options(
     return {**options, "output": "%x-%j.log", "open-mode": "append", "signal": warning, **given}, notes
 
 
-def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None) -> dict[str, Any]:
+def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None, slurm: bool) -> dict[str, Any]:
     """Return the values of the template that describe the run as a whole."""
     config = request.config
     shell = interpreter(config, 0)
@@ -238,6 +246,7 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None) -
         "run_id": plan.run_id,
         "setup": map(_Code, shell.setup),
         "python": shell.argv[0],
+        "wrap": _wrap(request, plan, slurm) if config.nodes[0].wrap else "",
         "parts": parts,
         "key": key_path(output).name if plan.encrypted and output else "",
         "here": str((output.absolute() if output else Path.cwd() / "script").parent),
@@ -254,6 +263,18 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None) -
         "service_port": "" if auto[1] else config.run.service_port,
         "lead": plan.lead,
     }
+
+
+def _wrap(request: ExportRequest, plan: LaunchPlan, slurm: bool) -> _Code:
+    """Return the words before a command in the container of node 0."""
+    config = request.config
+    node, source = config.nodes[0], os.path.expanduser(config.data.source or "")
+    folders = [_HERE, _PARTS, "" if slurm else _RUN, source if source.startswith("/") else ""]
+    names = {name for one in plan.nodes for name in _exported(one, node.env)}
+    # A container may start in another folder.
+    folder = _HERE if request.own_command or slurm else _RUN
+    words = (*wrapped(node.wrap, folders, {*_SET, *names}), "sh", "-c", 'cd "$0" && exec "$@"', folder)
+    return _Code(" ".join(map(_quoted, words)))
 
 
 def _node_values(config: ResolvedConfig, plan: LaunchPlan, hosts: Sequence[str], kind: str) -> dict[str, Any]:
@@ -275,7 +296,7 @@ def _node_values(config: ResolvedConfig, plan: LaunchPlan, hosts: Sequence[str],
         "other": hosts.index(distinct[-1]) if len(distinct) > 1 else 0,
         "exports": _exports(config, plan),
         "server": _server(plan),
-        "trainer": _trainer(plan, kind),
+        "trainer": _trainer(plan, kind, bool(config.nodes[0].wrap)),
     }
 
 
@@ -345,7 +366,7 @@ def _is_plain(value: Any) -> bool:
     return False
 
 
-def _trainer(plan: LaunchPlan, kind: str) -> str:
+def _trainer(plan: LaunchPlan, kind: str, wrapped: bool) -> str:
     """Return the command of a rank or, for torchrun, the end of torchrun's command line: the program with arguments."""
     node = next(node for node in plan.nodes if node.ranks)
     argv = list(_argv(node.trainer))
@@ -359,6 +380,8 @@ def _trainer(plan: LaunchPlan, kind: str) -> str:
         rank += ["--track", json.dumps(plan.train.track)]  # without a supervisor, rank 0 starts the trackers
     if kind == "torchrun":
         rank = rank[1:] if rank[0] == _PYTHON else ["--no-python", *rank]
+    elif wrapped and rank[0] != _PYTHON:
+        rank = [_Code('"${WRAP[@]}"'), *rank]
     return _lines(rank)
 
 
@@ -395,7 +418,8 @@ def _quoted(word: str) -> str:
 
 def _notes(config: ResolvedConfig, plan: LaunchPlan) -> tuple[str, ...]:
     notes = ["every node needs the key file, too; keep it private"] if plan.encrypted else []
-    different = [k for k in range(1, len(config.nodes)) if interpreter(config, k) != interpreter(config, 0)]
+    pythons = [(interpreter(config, k), node.wrap) for k, node in enumerate(config.nodes)]
+    different = [k for k, python in enumerate(pythons) if python != pythons[0]]
     if different:
         notes.append(f"node{different[0]} uses another Python or setup than node0: change the script on that node")
     if any(str(device).startswith("MIG") for node in config.nodes for device in node.devices):

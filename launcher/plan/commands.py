@@ -92,7 +92,7 @@ def with_commands(context: PlanContext, node: NodePlan) -> NodePlan:
 def server_command(context: PlanContext, node: NodePlan) -> Command:
     """Build the command of a node's graph server. A gateway also samples whole batches for clients."""
     run, own, gateway = context.config.run, ",".join(map(str, node.parts)), node.node_rank in context.gateways
-    argv = [*node.python.argv, "-m", "trainer", "serve", "--parts", node.data_dir, "--own", own]
+    argv = [node.start.argv[0], "-m", "trainer", "serve", "--parts", node.data_dir, "--own", own]
     argv += ["--bind", endpoint(node.bind, node.service_port), "--cluster", f"{node.run_dir}/cluster.json"]
     argv += ["--key-file", f"{node.run_dir}/service.key"] if context.encrypted else []
     argv += ["--ready-file", f"{node.run_dir}/server.ready", "--node-rank", str(node.node_rank)]
@@ -110,7 +110,7 @@ def trainer_command(context: PlanContext, node: NodePlan) -> Command:
     The rank runner starts the bundled trainer at once, but a user's own command only when the graph server is ready.
     """
     program = f"{node.code_dir}/launcher/node/supervisor/rank_runner.py"
-    argv = [*node.python.argv, NO_SITE, program, "--run-dir", node.run_dir]
+    argv = [node.start.argv[0], NO_SITE, program, "--run-dir", node.run_dir]
     argv += ["--await-server"] if context.own and node.service_port else []
     argv += ["--", *(own_argv(context.own, node) if context.own else _train_argv(context, node))]
     cwd = f"{node.run_dir}/files" if context.own else node.run_dir
@@ -125,7 +125,7 @@ def own_argv(own: OwnCommand, node: NodePlan) -> list[str]:
 
 def _train_argv(context: PlanContext, node: NodePlan) -> list[str]:
     parts = ["--parts", node.data_dir] if node.parts else []
-    argv = [*node.python.argv, "-m", "trainer", "train", *parts, *train_flags(context.train)]
+    argv = [node.start.argv[0], "-m", "trainer", "train", *parts, *train_flags(context.train)]
     if (start := context.config.train.start) and context.start:
         moved = {"checkpoint": f"{node.run_dir}/{context.start.dest}", "modules": start.modules}
         argv += ["--start", json.dumps(moved)]
@@ -136,7 +136,7 @@ def tracker_command(context: PlanContext, node: NodePlan) -> Command | None:
     """Build the command that sends the run to its trackers; None without any. The node with rank 0 runs it."""
     if not context.config.train.track or not node.ranks:  # nodes that do not run it report their load to the lead node
         return None
-    argv = [*node.python.argv, "-m", "trainer", "track", node.run_dir]
+    argv = [node.start.argv[0], "-m", "trainer", "track", node.run_dir]
     env = _with_user_env(context, node, {"PYTHONPATH": node.code_dir, "CUDA_VISIBLE_DEVICES": ""})
     return Command(tuple(argv), env, node.run_dir)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,8 @@ def _fetch_spec(context: PlanContext, node: NodePlan, url: str, files: tuple[Par
 
 
 def _generated(context: PlanContext, node: NodePlan, shared: SharedFiles) -> list[PlannedFile]:
-    start = f"#!/usr/bin/env bash\n{render(node.start)}\n"
+    command = replace(node.start, argv=(*node.wrap, *node.start.argv))
+    start = f"#!/usr/bin/env bash\n{render(command)}\n"
     own = json.dumps({name: value for name, value in vars(_node_spec(context, node)).items() if name != "nodes"})
     spec = Secret(f'{own[:-1]}, "nodes": {shared.nodes}}}')
     files = [

@@ -38,6 +38,7 @@ class NodeFacts:
     addresses: tuple[str, ...] = ()  #: all addresses of the node
     topology_bytes: int = 0  #: mode ``verify``: bytes of the edges of all parts; 0 if the node does not have all
     device_memory: tuple[tuple[str, int], ...] = ()  #: UUID of each CUDA device, by index, and bytes of its memory
+    ids: str = ""  #: ``uid:gid`` of the user
     bfloat16: str | None = None  #: the CPU's instructions for bfloat16, such as avx512_bf16; '' for none; None: unknown
 
     def device_bytes(self, device: int | str) -> int:
@@ -60,7 +61,9 @@ class NodePlan(RunNode):
     run_dir: str  #: <workdir>/runs/<run_id>/node<k>
     service_port: int  #: of the graph server; 0: no server
     session: str  #: name of the tmux session, or of the step of the Slurm job
-    start: Command  #: the supervisor, run by tmux or as that step
+    start: Command  #: the supervisor, run by tmux or as that step; with ``wrap`` before it
+    wrap: tuple[str, ...] = ()  #: words before every command that needs the trainer's Python, as for a container
+    outer_python: tuple[str, ...] = ()  #: argv of a Python outside of ``wrap``; () without ``wrap``
     server: Command | None = None  #: the graph server, which the supervisor starts first; None: no server
     trainer: Command | None = None  #: the rank runner with its command, started once per rank; None: does not train
     files: tuple[PlannedFile, ...] = ()  #: all but gnnfleet's code, which is ``LaunchPlan.code``
@@ -90,8 +93,11 @@ class NodePlan(RunNode):
 
     @property
     def python(self) -> Command:
-        """Command that starts the node's Python, with the shell lines (``setup``) that make this Python available."""
-        return Command(self.start.argv[:1], setup=self.start.setup)
+        """Command that starts the node's Python, with the shell lines (``setup``) that make this Python available.
+
+        With ``wrap``, it is the one outside, which can run ``launcher/node`` and may lack all packages.
+        """
+        return Command(self.outer_python or self.start.argv[:1], setup=self.start.setup)
 
     def file(self, name: str) -> PlannedFile:
         """Return the file ``name`` of the run folder itself, which a file of the user cannot be."""
@@ -100,11 +106,11 @@ class NodePlan(RunNode):
     def program(self, name: str, *words: str) -> Command:
         """Return the command that runs ``launcher/node/<name>.py`` on the node with the arguments ``words``.
 
-        Interpreter, environment, working folder and ``setup`` are those of the supervisor. Only the programs in
-        ``store/`` can import installed packages.
+        Interpreter, environment, working folder and ``setup`` are those of the supervisor; only the programs in
+        ``store/`` can import installed packages, and only they run in ``wrap``.
         """
-        options = () if name.startswith("store/") else (NO_SITE,)
-        argv = (*self.start.argv[:1], *options, f"{self.code_dir}/launcher/node/{name}.py", *words)
+        python = (*self.wrap, self.start.argv[0]) if name.startswith("store/") else (*self.python.argv, NO_SITE)
+        argv = (*python, f"{self.code_dir}/launcher/node/{name}.py", *words)
         return Command(argv, self.start.env, self.start.cwd, self.start.setup)
 
 

@@ -19,6 +19,7 @@ from launcher.node.environment import RANK_VARIABLES
 from launcher.plan.model import NO_SITE, Login, NodeFacts, NodePlan, target_text
 from launcher.plan.partition import PartitionFiles
 from launcher.plan.ports import choose, lead_candidates, service_candidates
+from launcher.plan.wrap import wrapped
 
 _SOURCE_CONDA = (
     """for root in "${CONDA_EXE%/bin/conda}" "$HOME"/{miniconda3,miniforge3,mambaforge,anaconda3} """
@@ -97,9 +98,19 @@ def place_nodes(
         # The command that tmux runs: the supervisor, which starts the processes in ``node.json``.
         shell = interpreter(config, k)
         program = f"{code_dir}/launcher/node/supervisor/supervisor.py"
+        data_dir = _data_dir(config, node, workdir, data_name, fact)
+        env = with_user_env(
+            node,
+            fact,
+            {
+                "PYTHONPATH": code_dir,
+                "PYTHONUNBUFFERED": "1",
+                **({"GNNFLEET_KERNELS": f"{workdir}/kernels"} if node.wrap else {}),  # $HOME may be the container's
+            },
+        )
         start = Command(
-            (fact.python if fact else shell.argv[0], NO_SITE, program, f"{folder}/node.json"),
-            with_user_env(node, fact, {"PYTHONPATH": code_dir, "PYTHONUNBUFFERED": "1"}),
+            (fact.python if fact and not node.wrap else shell.argv[0], NO_SITE, program, f"{folder}/node.json"),
+            env,
             folder,
             (*shell.setup, *([f"mkdir -p {quote(f'{folder}/files')}"] if own and ranks else [])),
         )
@@ -119,11 +130,13 @@ def place_nodes(
                 devices=node.devices,
                 workdir=workdir,
                 code_dir=code_dir,
-                data_dir=_data_dir(config, node, workdir, data_name, fact),
+                data_dir=data_dir,
                 run_dir=folder,
                 service_port=choose(service_candidates(config, k), fact) if serves(config, k) else 0,
                 session=session_name(run_id, k),
                 start=start,
+                wrap=container(config, k, fact, env, data_dir),
+                outer_python=((fact.python,) if fact else outer_python(config, k).argv) if node.wrap else (),
                 copies=held[k].copies,
                 home=homes.get(k, ""),
                 slurm_job=config.slurm_job or ("%j" if config.in_job_steps else ""),
@@ -150,9 +163,36 @@ def interpreter(config: ClusterConfig, node_rank: int) -> Command:
     elif node.conda:
         python, conda = "python", (_SOURCE_CONDA, _REQUIRE_CONDA, f"conda activate {shlex.quote(node.conda)}")
     else:
-        python = sys.executable if config.shares_files and node.python == "python3" else node.python
+        own = config.shares_files and node.python == "python3" and not node.wrap
+        python = sys.executable if own else node.python
     path = (f'export PATH={quote(posixpath.dirname(python))}:"$PATH"',) if "/" in python else ()
     return Command((python,), setup=(*node.setup, *conda, *path))
+
+
+def outer_python(config: ClusterConfig, node_rank: int) -> Command:
+    """Return the command that starts a Python, 3.8 or newer, outside of ``wrap``; without ``wrap``, the node's Python.
+
+    It runs ``launcher/node/programs``, ``control`` and ``watch``, for which it needs no package.
+    """
+    node = config.nodes[node_rank]
+    if not node.wrap:
+        return interpreter(config, node_rank)
+    return Command((sys.executable,) if config.shares_files else ANY_PYTHON, setup=node.setup)
+
+
+def container(
+    config: ClusterConfig, node_rank: int, fact: NodeFacts | None, env: Mapping[str, str], data_dir: str = ""
+) -> tuple[str, ...]:
+    """Return the words before a command in a node's container, with options that show it the folders of a run.
+
+    () without ``wrap``. env: the variables that the command gets. data_dir: the partition folder; '' for none.
+    """
+    node, run = config.nodes[node_rank], config.run
+    store = (config.data.store or "").partition("file://")[2]
+    folders = [at_home(node_workdir(node, node_rank), fact), data_dir, store, run.prometheus or ""]
+    folders += [at_home(node.env["GNNFLEET_KERNELS"], fact)] if "GNNFLEET_KERNELS" in node.env else []
+    absolute = [folder for folder in folders if folder.startswith(("/", "~/"))]
+    return wrapped(node.wrap, absolute, env, fact.ids if fact else "")
 
 
 def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> str:

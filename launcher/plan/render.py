@@ -178,6 +178,8 @@ def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Itera
     for line in node.start.setup:
         yield "setup", line
     yield "env", describe_env(node.start.env)
+    if node.wrap:
+        yield "wrap", describe_command(Command(node.wrap))
     yield "start", describe_command(node.start)
     for name, command in (("server", node.server), ("trainer", node.trainer)):
         if command:

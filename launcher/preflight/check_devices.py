@@ -115,11 +115,14 @@ def _kernels(survey: Survey, k: int) -> Iterator[Finding]:
         return  # torch must be replaced first
     by_cpu = "" if sampling == "cpu" else "CPUs sample, and "
     effect = "train.sampling: cuda needs it" if sampling == "cuda" else f"{by_cpu}layers use slower torch operations"
-    message = f"numba-cuda is not installed for {probe['python']}: {effect}"
+    message = f"numba-cuda is not installed for {survey.python(k)}: {effect}"
     severity: Severity = "block" if sampling == "cuda" else "warn"
     if not (requirement := kernel_requirement(cuda)):
         remedy = f"install torch for CUDA 12 or 13; numba-cuda does not support CUDA {cuda}"
         yield survey.finding(k, severity, "packages", message, remedy)
+        return
+    if node.wrap:
+        yield survey.finding(k, severity, "container", message, f"add '{requirement}' to the container's image")
         return
     pip = f"{shlex.quote(probe['python'])} -m pip install '{requirement}'"
     yield survey.finding(k, severity, "packages", message, command="; ".join([*node.setup, pip]))

@@ -154,29 +154,36 @@ def _version(survey: Survey, k: int, rule: Rule) -> str:
 
 def _python(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Finding]:
     version = survey.version(k, "python")
-    remedy = "set `python`, `venv` or `conda` of this node to Python"
+    check, remedy = "python", "set `python`, `venv` or `conda` of this node to Python"
+    if survey.config.nodes[k].wrap:
+        check, remedy = "container", "take an image, or set `python` to an interpreter inside, with Python"
     if tuple(map(int, version.split(".")[:2])) < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))
-        message = f"python {version} is too old ({survey.probes[k]['python']})"
-        yield survey.finding(k, "block", "python", message, f"{remedy} {oldest} or newer")
+        message = f"python {version} is too old ({survey.python(k)})"
+        yield survey.finding(k, "block", check, message, f"{remedy} {oldest} or newer")
         return
     for one in odd:
         if one.name == "python" and one.blocks:
             message = f"python {one.found}, but {one.usual} on {survey.labels(one.others)}"
-            yield survey.finding(k, "block", "python", message, f"{remedy} {leading(one.usual, 2)}")
+            yield survey.finding(k, "block", check, message, f"{remedy} {leading(one.usual, 2)}")
 
 
 def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Finding]:
     missing = [name for name in _needed(survey, k) if not survey.version(k, name)]
     differing = [one for one in odd if one.blocks and one.name != "python"]
-    words = [f"{listed(missing)} not installed for {survey.probes[k]['python']}"] if missing else []
+    words = [f"{listed(missing)} not installed for {survey.python(k)}"] if missing else []
     words += [f"{one.spoken} {one.found}, but {one.usual} on {survey.labels(one.others)}" for one in differing]
     without_cuda = ["torch"] if _cannot_use_devices(survey, k) else []
     if without_cuda:
         words.append(f"torch {survey.version(k, 'torch')} is built without CUDA, but `devices` is set")
     if words:
         severity: Severity = "block" if _breaks(survey, k, missing, differing, without_cuda) else "warn"
-        if _has_system_python(survey, k):
+        check = "packages"
+        if survey.config.nodes[k].wrap:
+            check = "container"  # `gnnfleet setup` cannot help
+            wanted = [*missing, *(one.name for one in differing), *without_cuda]
+            remedy, command = f"add to the container's image: `{repair(survey, k, wanted)}`", ""
+        elif _has_system_python(survey, k):
             remedy, command = _use_new_environment(survey), _new_environment(survey, k)
         else:
             remedy, command = "", repair(survey, k, [*missing, *(one.name for one in differing), *without_cuda])
@@ -184,7 +191,7 @@ def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Fin
             words.insert(0, replaced)
             given = "delete that key of the node if the environment of `defaults` is on the host"
             remedy = f"{given}, else {remedy}" if remedy else given
-        yield survey.finding(k, severity, "packages", "; ".join(words), remedy, command, "package-missing")
+        yield survey.finding(k, severity, check, "; ".join(words), remedy, command, "package-missing")
 
 
 def _needed(survey: Survey, k: int) -> tuple[str, ...]:
@@ -241,14 +248,16 @@ def _summary(survey: Survey, k: int, odd: Sequence[Difference]) -> str:
 
 def repair(survey: Survey, k: int, names: Sequence[str]) -> str:
     """Return the shell command that installs the packages ``names`` on node ``k`` in the versions of most nodes."""
-    pip = f"{shlex.quote(survey.probes[k]['python'])} -m pip"
+    python = survey.probes[k].get("inside", survey.probes[k])["python"]
+    pip = f"{shlex.quote(python)} -m pip"
     wanted = dict.fromkeys("torch" if name == "cuda" else name for name in names)
     pins = [_pin(survey, k, name) for name in wanted]
     tag = _torch_tag(survey, k) if "torch" in wanted else ""
     # pip accepts an installed 2.13.0+cpu as 2.13.0, so that it has to be removed first
     cpu_build = "torch" in names and not tag and _cannot_use_devices(survey, k)
     uninstall = f"{pip} uninstall -y torch && " if cpu_build else ""
-    lines = [*survey.config.nodes[k].setup, uninstall + " ".join([pip, "install", *pins, *index(tag)])]
+    node = survey.config.nodes[k]
+    lines = [*(() if node.wrap else node.setup), uninstall + " ".join([pip, "install", *pins, *index(tag)])]
     return "; ".join(lines)
 
 

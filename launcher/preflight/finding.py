@@ -20,7 +20,7 @@ def connect_finding(config: ClusterConfig, node_rank: int, error: Exception) -> 
     what, remedy, code = str(error), "", ""
     if isinstance(error, NodeError):
         what, remedy, code = error.message, error.remedy, error.code
-    check = "python" if isinstance(error, NodeCallError) else "connect"
+    check = ("container" if code == "container" else "python") if isinstance(error, NodeCallError) else "connect"
     return Finding(node_rank, config.nodes[node_rank].host, "block", check, what, remedy, code=code)
 
 
@@ -92,6 +92,11 @@ class Survey:
     def version(self, node_rank: int, name: str) -> str:
         """Return the version of package ``name`` on a node; '' if it is not installed or its version is unknown."""
         return str(self.probes[node_rank]["versions"].get(name, ""))
+
+    def python(self, node_rank: int) -> str:
+        """Return the path of the node's Python on which the run depends; inside of ``wrap``, if the node has it."""
+        probe = self.probes[node_rank]
+        return f"{probe['inside']['python']} in the container" if "inside" in probe else str(probe["python"])
 
     def machine(self, node_rank: int) -> tuple[str, str]:
         """Return host name and boot id of a node's machine; they are equal for nodes on the same machine."""

@@ -11,8 +11,9 @@ from typing import Any
 from launcher.config.resolve import ResolvedConfig
 from launcher.errors import FleetError, TransportError
 from launcher.plan.model import NodeFacts
-from launcher.plan.placement import interpreter
+from launcher.plan.placement import outer_python
 from launcher.plan.ports import candidate_ports
+from launcher.preflight.check_container import agent_in_container, ask_container, container_findings
 from launcher.preflight.check_devices import device_findings
 from launcher.preflight.check_machine import machine_findings, same_machine
 from launcher.preflight.check_network import network_findings
@@ -34,7 +35,7 @@ def all_findings(survey: Survey) -> list[Finding]:
     found: list[Finding] = []
     for node_rank in sorted(survey.probes):
         found.append(survey.finding(node_rank, "ok", "connect", "connected"))
-        for check in (machine_findings, storage_findings, device_findings):
+        for check in (machine_findings, container_findings, storage_findings, device_findings):
             found += check(survey, node_rank)
     found += package_findings(survey)
     found += same_machine(survey)
@@ -70,9 +71,9 @@ def run_preflight(
     """
     opened = {k: one for k, one in transports.items() if isinstance(one, Transport)}
     errors: dict[int, Exception] = {k: one for k, one in transports.items() if isinstance(one, TransportError)}
-    with open_agents() as agents:
+    with open_agents() as agents, open_agents() as inside:
         inquiry = Inquiry.about(config, run_id)
-        answers = _probe_all(inquiry, opened, agents)
+        answers = _probe_all(inquiry, opened, agents, inside)
         errors |= answers.errors
         _raise_unexpected(errors)
         probes = {k: answers.values[k][0] for k in sorted(answers.values)}
@@ -83,7 +84,7 @@ def run_preflight(
         findings += all_findings(survey)
         working = {k: agents[k] for k in facts}
         if config.data.store is not None:
-            findings += store_findings(survey, working)
+            findings += store_findings(survey, working | {k: inside[k] for k in inside if k in facts})
         if notify:
             findings += notice_findings(survey, working)
         if config.data.mode == "verify":
@@ -106,8 +107,8 @@ def without_busy_ports(
 
     A node that does not answer keeps its facts.
     """
-    with open_agents() as agents:
-        answers = _probe_all(Inquiry.about(config), transports, agents).values
+    with open_agents() as agents, open_agents() as inside:
+        answers = _probe_all(Inquiry.about(config), transports, agents, inside).values
     busy = {k: probe["busy_ports"] for k, (probe, _) in answers.items()}
     return {
         k: replace(fact, free_ports=tuple(port for port in fact.free_ports if str(port) not in busy.get(k, ())))
@@ -133,18 +134,28 @@ def open_agents() -> Iterator[dict[int, NodeAgent]]:
 
 
 def _probe_all(
-    inquiry: Inquiry, transports: Mapping[int, Transport], agents: dict[int, NodeAgent]
+    inquiry: Inquiry,
+    transports: Mapping[int, Transport],
+    agents: dict[int, NodeAgent],
+    inside: dict[int, NodeAgent],
 ) -> Answers[tuple[dict[str, Any], float]]:
     """Start an agent on each node, add it to ``agents``, and run ``node/programs/probe.py``.
+
+    ``inside`` gets a second agent of each node with ``wrap``, which runs in its container.
 
     Returns (reply of the program, clock offset in seconds) by node_rank.
     """
 
     def probe(k: int) -> tuple[dict[str, Any], float]:
-        agents[k] = NodeAgent(transports[k], interpreter(inquiry.config, k))
+        agents[k] = NodeAgent(transports[k], outer_python(inquiry.config, k))
         reply = agents[k].call("probe", inquiry.request(k), _PROBE_TIMEOUT)
         transports[k].check_sessions()
-        return reply, agents[k].clock_offset(_CALL_MARGIN)
+        offset = agents[k].clock_offset(_CALL_MARGIN)
+        if inquiry.config.nodes[k].wrap:
+            fact = _facts(inquiry.config, k, reply, offset)
+            inside[k] = agent_in_container(inquiry, k, fact, transports[k])
+            reply |= ask_container(inquiry, k, fact, agents[k], inside[k])
+        return reply, offset
 
     return on_nodes(transports, probe, timeout=_PROBE_TIMEOUT + _CALL_MARGIN)
 
@@ -170,4 +181,5 @@ def _facts(config: ResolvedConfig, k: int, probe: Mapping[str, Any], offset: flo
         topology_bytes=probe["graph"].get("topology_bytes", 0),
         device_memory=tuple((gpu["uuid"], gpu["memory"] << 20) for gpu in probe["gpus"]),
         bfloat16=probe.get("bfloat16"),
+        ids=probe.get("ids", ""),
     )

@@ -54,6 +54,12 @@ def set_up(config: ResolvedConfig, options: SetupOptions) -> int:
     remains that only the user can solve, such as an unreachable host or one without tmux. Raises SetupError,
     UsageError.
     """
+    if inside := [k for k, node in enumerate(config.nodes) if node.wrap]:
+        raise UsageError(
+            f"nodes.{inside[0]}.wrap: gnnfleet setup installs into environments of hosts, not into the image of a "
+            "container; add the packages when you build the image (docs/operating.md), or leave such nodes out by "
+            "--exclude"
+        )
     requirements = required(config_packages(config, options.packages))
     with _connected(config, options) as (transports, unreachable), open_agents() as agents:
         with options.console.status(f"Querying {count(len(transports), 'host')} …"):

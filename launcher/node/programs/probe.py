@@ -48,6 +48,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "hostname": socket.gethostname(),
         "home": os.path.expanduser("~"),
+        "ids": "%d:%d" % (os.getuid(), os.getgid()),
         "address": address,
         "addresses": own,
         "interface": interface_of(address, own),

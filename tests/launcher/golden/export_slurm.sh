@@ -18,9 +18,9 @@ set -euo pipefail
 HERE=/jobs
 JOB="$HERE"/runs/Products_1-$SLURM_JOB_ID  # logs, metrics, checkpoints of all nodes
 export PATH=/opt/gnn/bin:"$PATH"
-PYTHON=/opt/gnn/bin/python
 PARTS=/scratch/parts
 KEY="$HERE"/products.key
+PYTHON=(/opt/gnn/bin/python)
 fail() {
   echo "${SLURM_JOB_NAME:-$0}: $*" >&2
   exit 1
@@ -47,7 +47,7 @@ if [[ ${1:-} != node ]]; then  # once, on the first node of the job
   }
   trap warned USR1
   cd "$JOB"  # python -m imports modules of the current folder first
-  "$PYTHON" -m trainer partition make --dataset ogbn-products --num-parts 2 --method auto --seed 0 \
+  "${PYTHON[@]}" -m trainer partition make --dataset ogbn-products --num-parts 2 --method auto --seed 0 \
     --balance types+seeds --out "$PARTS"  # does nothing if the parts exist
   # All processors of the job: the ranks of a node share them.
   srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
@@ -79,8 +79,8 @@ for port in $((SERVICE_PORT + NODE)) $([[ $NODE != 0 ]] || echo "$MASTER_PORT");
 done
 mkdir -p "$RUN"
 cd "$RUN"
-"$PYTHON" -c 'import gnnfleet, sys; sys.exit(gnnfleet.__file__ is None)' 2>import.log ||
-  fail "node $NODE: gnnfleet cannot be imported by $PYTHON: $(tail -n 1 import.log)." \
+"${PYTHON[@]}" -c 'import gnnfleet, sys; sys.exit(gnnfleet.__file__ is None)' 2>import.log ||
+  fail "node $NODE: gnnfleet cannot be imported by ${PYTHON[*]}: $(tail -n 1 import.log)." \
     "Install it there: gnnfleet setup --with gnnfleet"
 if [[ -n ${OWN[NODE]} && ! -e $PARTS/manifest.json ]]; then
   fail "node $NODE has no parts in $PARTS: there is no manifest.json;" 'make the parts there, or copy them'
@@ -114,7 +114,7 @@ trap 'kill "${pids[@]}" 2>/dev/null || true; wait' EXIT
 if [[ -n ${OWN[NODE]} ]]; then
   export GNNFLEET_SERVER_READY="$RUN/server.ready"
   rm -f "$RUN/server.ready"
-  CUDA_VISIBLE_DEVICES='' "$PYTHON" -m trainer serve --parts "$PARTS" --own "${OWN[NODE]}" --bind "tcp://0.0.0.0:$((SERVICE_PORT + NODE))" \
+  CUDA_VISIBLE_DEVICES='' "${PYTHON[@]}" -m trainer serve --parts "$PARTS" --own "${OWN[NODE]}" --bind "tcp://0.0.0.0:$((SERVICE_PORT + NODE))" \
     --cluster "$GNNFLEET_CLUSTER" --key-file "$KEY" --ready-file "$GNNFLEET_SERVER_READY" --node-rank "$NODE" \
     --stats-file "$RUN/server_stats.json" --server-wait 60 \
       >"$RUN/server.log" 2>&1 &
@@ -129,10 +129,11 @@ fi
 export MASTER_ADDR="${HOSTS[0]}" MASTER_PORT
 export WORLD_SIZE=4 LOCAL_WORLD_SIZE=${PROCS[NODE]}
 for ((i = 0; i < PROCS[NODE]; i++)); do
-  RANK=$((FIRST_RANK[NODE] + i)) LOCAL_RANK=$i "$PYTHON" -m trainer train --model sage --task auto --hidden 256 --heads 4 --dropout 0.3 --fanouts 15,10,5 \
-    --temporal-strategy uniform --batch-size 1024 --eval-batch-size 4096 --negatives 128 \
-    --eval-negatives 1000 --epochs 3 --lr 0.004 --embeddings auto --weight-decay 0.0 --seed 0 \
-    --eval-every 1 --checkpoint-every 1 --sampler-threads 1 --prefetch 2 --backend auto --timeout 120.0 &
+  RANK=$((FIRST_RANK[NODE] + i)) LOCAL_RANK=$i "${PYTHON[@]}" -m trainer train --model sage --task auto --hidden 256 --heads 4 --dropout 0.3 \
+    --fanouts 15,10,5 --temporal-strategy uniform --batch-size 1024 --eval-batch-size 4096 \
+    --negatives 128 --eval-negatives 1000 --epochs 3 --lr 0.004 --embeddings auto --weight-decay 0.0 \
+    --seed 0 --eval-every 1 --checkpoint-every 1 --sampler-threads 1 --prefetch 2 --backend auto \
+    --timeout 120.0 &
   pids+=($!)
 done
 for ((i = 0; i < PROCS[NODE]; i++)); do wait -n; done

@@ -4,16 +4,16 @@
 #   bash FILE NODE    (0 on gnn1, 1 on gnn2)
 # Every node needs gnnfleet in $PYTHON, the parts in $PARTS, the key file $KEY.
 # The parts are made once, and copied to the nodes unless they share the folder:
-#   "$PYTHON" -m trainer partition make --dataset ogbn-products --num-parts 2 --method auto --seed 0 \
+#   "${PYTHON[@]}" -m trainer partition make --dataset ogbn-products --num-parts 2 --method auto --seed 0 \
 #       --balance types+seeds --out "$PARTS"
 set -euo pipefail
 NODE=${1:?usage: bash $0 NODE, the number of this node, 0 to 1}
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 RUN=~/gnnfleet-work/runs/Products_1/node$NODE  # logs, metrics, checkpoints
 export PATH=/opt/gnn/bin:"$PATH"
-PYTHON=/opt/gnn/bin/python
 PARTS=/scratch/parts
 KEY="$HERE"/products.key
+PYTHON=(/opt/gnn/bin/python)
 fail() {
   echo "${SLURM_JOB_NAME:-$0}: $*" >&2
   exit 1
@@ -39,8 +39,8 @@ for port in $((SERVICE_PORT + NODE)) $([[ $NODE != 0 ]] || echo "$MASTER_PORT");
 done
 mkdir -p "$RUN"
 cd "$RUN"
-"$PYTHON" -c 'import gnnfleet, sys; sys.exit(gnnfleet.__file__ is None)' 2>import.log ||
-  fail "node $NODE: gnnfleet cannot be imported by $PYTHON: $(tail -n 1 import.log)." \
+"${PYTHON[@]}" -c 'import gnnfleet, sys; sys.exit(gnnfleet.__file__ is None)' 2>import.log ||
+  fail "node $NODE: gnnfleet cannot be imported by ${PYTHON[*]}: $(tail -n 1 import.log)." \
     "Install it there: gnnfleet setup --with gnnfleet"
 if [[ -n ${OWN[NODE]} && ! -e $PARTS/manifest.json ]]; then
   fail "node $NODE has no parts in $PARTS: there is no manifest.json;" 'make the parts there, or copy them'
@@ -75,7 +75,7 @@ trap 'kill "${pids[@]}" 2>/dev/null || true; wait' EXIT
 if [[ -n ${OWN[NODE]} ]]; then
   export GNNFLEET_SERVER_READY="$RUN/server.ready"
   rm -f "$RUN/server.ready"
-  CUDA_VISIBLE_DEVICES='' "$PYTHON" -m trainer serve --parts "$PARTS" --own "${OWN[NODE]}" --bind "tcp://0.0.0.0:$((SERVICE_PORT + NODE))" \
+  CUDA_VISIBLE_DEVICES='' "${PYTHON[@]}" -m trainer serve --parts "$PARTS" --own "${OWN[NODE]}" --bind "tcp://0.0.0.0:$((SERVICE_PORT + NODE))" \
     --cluster "$GNNFLEET_CLUSTER" --key-file "$KEY" --ready-file "$GNNFLEET_SERVER_READY" --node-rank "$NODE" \
     --stats-file "$RUN/server_stats.json" --server-wait 60 \
       >"$RUN/server.log" 2>&1 &
@@ -89,7 +89,7 @@ fi
 # The ranks of this node. The first process that fails ends the script, and with it the others.
 export MASTER_ADDR="${HOSTS[0]}" MASTER_PORT
 if [[ ${PROCS[NODE]} != 0 ]]; then
-  "$PYTHON" -m torch.distributed.run --nnodes=2 --node-rank="${GROUP[NODE]}" \
+  "${PYTHON[@]}" -m torch.distributed.run --nnodes=2 --node-rank="${GROUP[NODE]}" \
       --nproc-per-node="${PROCS[NODE]}" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
       -m trainer train --model sage --task auto --hidden 256 --heads 4 --dropout 0.3 --fanouts 15,10,5 \
     --temporal-strategy uniform --batch-size 1024 --eval-batch-size 4096 --negatives 128 \

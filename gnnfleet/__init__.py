@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from trainer.core.texts import decode_texts
     from trainer.graph.open import Graph
     from trainer.graph.seed_order import RankLayout
-    from trainer.infer.layerwise_inference import WholeGraph
     from trainer.loader.block_loader import BatchLoader, LoaderSettings
+    from trainer.nn.layerwise_inference import WholeGraph
     from trainer.sampler.types import RowRequest
     from trainer.store.manifest import read_manifest
     from trainer.train.checkpoint import load_checkpoint
@@ -130,7 +130,7 @@ _DEFINED_IN = {
     "trainer.sampler.types": ("RowRequest",),
     "trainer.store.manifest": ("read_manifest",),
     "trainer.train.checkpoint": ("load_checkpoint",),
-    "trainer.infer.layerwise_inference": ("WholeGraph",),
+    "trainer.nn.layerwise_inference": ("WholeGraph",),
     "trainer.train.loaders": ("loader_settings",),
     "trainer.train.model": ("load_model", "trained_model"),
     "trainer.train.settings": ("TrainSettings",),

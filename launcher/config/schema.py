@@ -283,13 +283,13 @@ class DataConfig:
 
 
 #: Names of the bundled models.
-MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage")
+MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn")
 
 #: Settings of `train` that only some bundled models read, and no class.
 OF_MODELS: Mapping[str, tuple[str, ...]] = {
     "output_heads": ("gat",),
-    "activation": tuple(name for name in MODELS if name != "hgt"),
-    "input_dropout": MODELS,
+    "activation": tuple(name for name in MODELS if name not in ("hgt", "lightgcn")),
+    "input_dropout": tuple(name for name in MODELS if name != "lightgcn"),
     "attention_dropout": ("gat",),
 }
 
@@ -306,6 +306,9 @@ METRICS: Mapping[str, tuple[str, ...]] = {
     "regression": ("mae", "rmse"),
     "link": ("mrr", "hits@1", "hits@10", "hits@50", "auc"),
 }
+
+#: Metrics of task `link` that are `NAME@K`, for any K; all but hits need `train.eval_negatives: all`.
+AT_K = ("hits", "recall", "ndcg", "precision", "map")
 
 
 _ADAM = "betas eps amsgrad maximize"
@@ -408,7 +411,8 @@ class TrainConfig:
     """Settings of the bundled trainer; each is passed as one flag of `python -m trainer train`."""
 
     model: str = setting(
-        "`sage`, `gcn` or `gat`; for heterogeneous graphs `rgcn`, `hgt` or `rsage` (GraphSAGE per edge type). Or a "
+        "`sage`, `gcn` or `gat`; for heterogeneous graphs `rgcn`, `hgt` or `rsage` (GraphSAGE per edge type); for task "
+        "`link` also `lightgcn`. Or a "
         "class: `FILE.py:CLASS`, or `PACKAGE.CLASS` such as torch_geometric.nn.GraphSAGE.",
         "sage",
         form=MODEL,
@@ -472,13 +476,22 @@ class TrainConfig:
     )
     batch_size: int = setting("Global batch: seed vertices per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
+    loss: Literal["softmax", "in-batch", "bpr", "bce"] = setting(
+        "Task `link`: loss of a link against the step's negatives: softmax; bpr (each negative is to score lower); bce "
+        "(binary cross entropy). in-batch: softmax against the targets of the step's other links, in place of "
+        "`negatives`, corrected by how often each target is linked.",
+        "softmax",
+    )
     negatives: int = setting(
         "Task `link`: randomly drawn targets per step, which its links share as negatives.",
         128,
         at_least=1,
     )
-    eval_negatives: int = setting(
-        "Task `link`: number of randomly drawn vertices among which the target of a link is ranked.", 1000, at_least=1
+    eval_negatives: int | Literal["all"] = setting(
+        "Task `link`: number of randomly drawn vertices among which the target of a link is ranked; all: all to which "
+        "its source is not linked yet, with metrics as `recall@20`.",
+        1000,
+        at_least=1,
     )
     epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
     lr: float = setting("Learning rate.", 0.004, above=0)

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from launcher.config.cache_size import CacheSize
 from launcher.config.schema import (
+    AT_K,
     METRICS,
     MODELS,
     OF_MODELS,
@@ -138,6 +139,13 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
             f"train.heads: {train.heads} heads do not divide train.hidden ({train.hidden}), as {train.model} needs; "
             "change one of them",
         )
+    if train.model == "lightgcn" and train.task not in ("auto", "link") and reader.good(("train", "model")):
+        reader.report(("train", "model"), "train.model: lightgcn has embeddings only: it is for train.task: link")
+    if train.eval_negatives == "all" and train.time_attr is not None and reader.good(("train", "eval_negatives")):
+        text = (
+            "train.eval_negatives: all computes each vertex once, from all its edges, so it is not for train.time_attr"
+        )
+        reader.report(("train", "eval_negatives"), f"{text}; set a number")
     if (
         train.edge_attr is not None
         and not own
@@ -236,6 +244,11 @@ def _metric(place: KeyPath, name: str, train: TrainConfig, reader: Reader) -> No
     """Report a metric that the task does not have."""
     tasks = METRICS if train.task == "auto" else (train.task,)
     known = list(dict.fromkeys(metric for task in tasks for metric in METRICS[task]))
+    kind, _, k = name.partition("@")
+    if "link" in tasks and kind in AT_K and k.isdecimal() and int(k):
+        if kind != "hits" and train.eval_negatives != "all":
+            reader.report(place, f"{dotted(place)}: {name} needs train.eval_negatives: all")
+        return
     if name not in known:
         of = "are" if train.task == "auto" else f"of task {train.task} are"
         text = f"{dotted(place)}: no metric {name!r}; the metrics {of} {', '.join(known)}"

@@ -17,9 +17,10 @@ from trainer.core.errors import DataError, SettingsError
 from trainer.core.ranks import Ranks
 from trainer.core.schema import EdgeType
 from trainer.graph.open import open_graph
-from trainer.infer import link_embeddings, prediction_files
+from trainer.infer import prediction_files
 from trainer.infer.infer import infer
 from trainer.infer.prediction_files import Column, write_table
+from trainer.nn import link_embeddings
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.train.job import train
 from trainer.train.settings import InferJob

@@ -76,7 +76,10 @@ class LinkEnds:
     #: int64 [m], other nodes of the target type, the same for all links of the step; with ``group``: [groups, m]
     negatives: Tensor
     group: Tensor | None = None  #: int64 [num_seeds], row of ``negatives`` of each link
-    equal: Tensor | None = None  #: bool [num_seeds, m], which negatives are the link's target; None: equal positions
+    #: bool [num_seeds, m], which negatives are the link's target, or known targets of its source; None: equal positions
+    equal: Tensor | None = None
+    #: float32 [num_seeds + m], log of how often each link's target, then each negative, is drawn; None: no correction
+    log_q: Tensor | None = None
 
     def is_target(self) -> Tensor:
         """Return whether each negative is the target of a link, bool [num_seeds, m]."""
@@ -86,7 +89,7 @@ class LinkEnds:
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
-        names = ("src", "dst", "negatives", "group", "equal")
+        names = ("src", "dst", "negatives", "group", "equal", "log_q")
         return replace(self, **{name: moved(getattr(self, name)) for name in names})  # type: ignore[arg-type]
 
 
@@ -158,6 +161,7 @@ class HeteroBatch:
     links: LinkEnds | None = None  #: in link prediction; seeds are then links, and ``y`` is None
     #: int64 [n_t, columns], codes of columns of categories, -1 for missing values, for types that have some
     categories: Mapping[NodeType, Tensor] = field(default_factory=dict)
+    degree: Mapping[NodeType, Tensor] = field(default_factory=dict)  #: int64 [n_t], as in ``Batch``, by all edge types
 
     def to(self, device: torch.device, non_blocking: bool = False) -> HeteroBatch:
         """Return the batch with all tensors on ``device``, and with the cached rows in ``x``."""
@@ -176,6 +180,7 @@ class HeteroBatch:
             },
             kept={},
             categories={of: moved(codes) for of, codes in self.categories.items()},
+            degree={of: moved(counts) for of, counts in self.degree.items()},
             y=None if self.y is None else moved(self.y),
             input_id=moved(self.input_id),
             blocks=tuple({of: block.to(device, non_blocking) for of, block in layer.items()} for layer in self.blocks),

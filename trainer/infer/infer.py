@@ -13,19 +13,20 @@ from pathlib import Path
 
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
-from trainer.core.schema import HOMO_NODE, AnyType, type_name, type_of
+from trainer.core.schema import AnyType, type_name, type_of
 from trainer.graph.open import Graph
-from trainer.infer.layerwise_inference import WholeGraph, stack_of
-from trainer.infer.link_embeddings import LinkEmbeddings
-from trainer.infer.link_predictions import number_of_targets, write_link_predictions
+from trainer.infer.link_predictions import link_metrics, number_of_targets, write_link_predictions
 from trainer.infer.node_predictions import node_metrics, write_node_predictions
 from trainer.infer.pair_scores import write_pair_scores
 from trainer.infer.prediction_files import writes_parquet
+from trainer.nn.layerwise_inference import stack_of
+from trainer.nn.link_embeddings import LinkEmbeddings
 from trainer.nn.link_model import LinkModel
 from trainer.nn.models import is_own
 from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, graph_record
 from trainer.train.fit import metrics_text
+from trainer.train.full_ranking import output_rows
 from trainer.train.job import (
     check_same_partition,
     find_damage,
@@ -34,7 +35,6 @@ from trainer.train.job import (
     open_job_graph,
     read_on_first,
 )
-from trainer.train.loaders import loader_settings
 from trainer.train.model import model_facts, read_categories, reads_types, source_folders, trained_model
 from trainer.train.settings import InferJob, TrainSettings
 from trainer.train.tasks.choose import of_record
@@ -86,24 +86,18 @@ def _infer(
     target, epoch = type_of(saved.graph["target"]), saved.best.epoch if saved.best else saved.epoch
     task, edge_attr = of_record(saved.task), saved.settings.get("edge_attr")
     layout = layout_of(graph, group) if job.cluster is None else one_host_layout(graph, group)
-    columns = group.agree(lambda: read_categories(model, graph))
-    whole = WholeGraph(
-        graph, layout, group, scratch, job.nodes_at_once, saved.settings["weight_attr"], edge_attr, columns
-    )
-    stack = stack_of(model, model_facts(graph.manifest, target, task.outputs, edge_attr))
+    group.agree(lambda: read_categories(model, graph))
     how, fanouts = "", None
-    if stack is None:
+    if stack_of(model, model_facts(graph.manifest, target, task.outputs, edge_attr)) is None:
         fanouts = job.fanouts or settings.eval_fanouts or settings.fanouts
         if len(fanouts) != len(settings.fanouts):
             raise SettingsError(f"fanouts has {len(fanouts)} numbers, but the model has {len(settings.fanouts)} layers")
         on = f"sampled neighbours ({', '.join(map(str, fanouts))})" if max(fanouts) > 0 else "all neighbours"
         how = f"; {settings.model} was run on {on}{'' if job.fanouts else ', as in evaluation'}"
-        sampling = loader_settings(replace(settings, eval_fanouts=fanouts), HOMO_NODE, "val", False, columns)
-        rows = whole.run_sampled(getattr(model, "encoder", model), replace(sampling, global_batch=job.nodes_at_once))
+        settings = replace(settings, eval_fanouts=fanouts)
     elif job.fanouts:
         raise SettingsError(f"fanouts: {settings.model} is run layer by layer, with all neighbours; leave them out")
-    else:
-        rows = whole.run(stack)
+    rows = output_rows(model, target, graph, settings, layout, scratch, group, job.nodes_at_once)
     sizes = {of: spec.num_nodes for of, spec in graph.manifest.nodes.items()}
     if isinstance(target, str):
         files = write_node_predictions(
@@ -120,7 +114,7 @@ def _infer(
         files += f"; the scores of the given pairs are in {job.out}/pairs.csv"
     if saved.settings["time_attr"] is not None:
         files += "; embeddings and scores are for a time after all edges of the graph"
-    metrics = links.metrics(settings, task, layout)
+    metrics = link_metrics(links, settings, task, layout)
     count = sum(sizes[of] for of in {target[0], target[2]})
     return InferResult(target, task.kind, epoch, metrics, count, files + how, fanouts)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from trainer.core.batch import LinkEnds
 from trainer.graph.open import Graph
-from trainer.infer.layerwise_inference import LayerRows
-from trainer.infer.link_embeddings import LinkEmbeddings
+from trainer.graph.seed_order import RankLayout
 from trainer.infer.prediction_files import (
     ROWS_AT_ONCE,
     Column,
@@ -23,8 +25,15 @@ from trainer.infer.prediction_files import (
     write_array,
     write_table,
 )
+from trainer.nn.layerwise_inference import LayerRows
+from trainer.nn.link_embeddings import LinkEmbeddings
 from trainer.sampler.types import RowRequest
 from trainer.store.npy import map_npy
+from trainer.train.epoch import EVAL_EPOCH
+from trainer.train.full_ranking import FullRanking
+from trainer.train.loaders import link_loaders
+from trainer.train.settings import TrainSettings
+from trainer.train.tasks.task import Labels, Task
 
 MOST_PAIRS = 10**10  #: most pairs of source and target that are scored unless the user asks for more
 
@@ -39,6 +48,36 @@ def number_of_targets(graph: Graph, links: LinkEmbeddings, wanted: int | None) -
     source, target = (graph.manifest.nodes[of].num_nodes for of in links.edge_type[::2])
     count = (_TOP_K if source * target <= MOST_PAIRS else 0) if wanted is None else wanted
     return min(count, target)
+
+
+def link_metrics(
+    links: LinkEmbeddings, settings: TrainSettings, task: Task, layout: RankLayout
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Return the metrics on each split of held-out links, with the same negatives as evaluations in training.
+
+    Embeddings are computed from all edges of the graph, even if ``settings`` has a ``time_attr``. Collective.
+    """
+    (source, _, target), graph, group = links.edge_type, links.graph, links.group
+    if settings.eval_negatives == "all":
+        every = [
+            FullRanking(graph, links.edge_type, split, settings, layout, group, Path()) for split in ("val", "test")
+        ]
+        return {each.split: each.metrics(links, task.names) for each in every if each.links.shape[1]}
+    timeless, store = replace(settings, time_attr=None), graph.store
+    loaders = link_loaders(timeless, graph, links.edge_type, ("val", "test"), False, group.rank, layout)
+    found = {}
+    for split, loader in loaders.items():
+        sums = torch.zeros(task.num_sums, dtype=torch.float64)
+        for share in loader.shares(EVAL_EPOCH):
+            src, dst, negatives = loader.ends(share)
+            rows = links.source.fetch(store.to_global(source, src))
+            right = links.target.fetch(store.to_global(target, dst))
+            wrong = links.target.fetch(store.to_global(target, negatives))
+            out = torch.cat([(rows * right).sum(1, keepdim=True), rows @ wrong.t()], 1)
+            ends = LinkEnds(source, target, *map(torch.from_numpy, (src, dst, negatives)))
+            sums += task.metric_sums(out, Labels(links=ends))
+        found[split] = task.metrics(group.sum(sums).tolist())
+    return found
 
 
 def write_link_predictions(out: Path, graph: Graph, links: LinkEmbeddings, count: int, parquet: bool) -> str:

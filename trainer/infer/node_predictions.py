@@ -15,7 +15,6 @@ from trainer.core.schema import NodeType
 from trainer.core.texts import CATEGORIES, decode_texts
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
-from trainer.infer.layerwise_inference import LayerRows
 from trainer.infer.prediction_files import (
     ROWS_AT_ONCE,
     Column,
@@ -28,6 +27,7 @@ from trainer.infer.prediction_files import (
     write_table,
 )
 from trainer.loader.block_loader import as_label
+from trainer.nn.layerwise_inference import LayerRows
 from trainer.sampler.types import RowRequest
 from trainer.sources.read_tables import COLUMNS
 from trainer.store.npy import map_npy

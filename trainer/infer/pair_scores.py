@@ -14,8 +14,8 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError
 from trainer.core.schema import NodeType
 from trainer.graph.open import Graph
-from trainer.infer.link_embeddings import LinkEmbeddings
 from trainer.infer.prediction_files import ROWS_AT_ONCE, Column, id_attr, write_table
+from trainer.nn.link_embeddings import LinkEmbeddings
 from trainer.sampler.types import RowRequest
 from trainer.sources.table_columns import INTEGER
 

@@ -22,7 +22,7 @@ from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType
 from trainer.core.texts import decode_texts
 from trainer.graph.open import Graph
-from trainer.infer.layerwise_inference import LayerRows, NodeRange
+from trainer.nn.layerwise_inference import LayerRows, NodeRange
 from trainer.sampler.types import RowRequest
 from trainer.sources.table_database import Database, text
 

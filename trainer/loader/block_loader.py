@@ -215,6 +215,7 @@ class BlockLoader(ABC):
             kept=self._kept_rows(sampled),
             cost=sampled.cost,
             categories=category_codes(self.settings.categories, sampled.rows),
+            degree={of: tensor_of(rows[of][LOOPLESS_DEGREE]) for of in nodes if LOOPLESS_DEGREE in rows[of]},
         )
 
     def _kept_rows(self, sampled: SampledBatch) -> dict[NodeType, KeptRows]:
@@ -306,8 +307,8 @@ def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[st
     wanted: dict[AnyType, tuple[str, ...]] = {
         of: ("x",) for of, spec in graph.manifest.nodes.items() if "x" in spec.attrs
     }
-    if settings.want_degree and not graph.manifest.hetero:
-        wanted[HOMO_NODE] = (*wanted.get(HOMO_NODE, ()), LOOPLESS_DEGREE)
+    if settings.want_degree:
+        wanted |= {of: (*wanted.get(of, ()), LOOPLESS_DEGREE) for of in graph.manifest.nodes}
     for of, names in settings.categories.items():
         wanted[of] = (*wanted.get(of, ()), *names)
     if settings.edge_attr is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from trainer.core.arrays import Ids
+from trainer.core.arrays import Array, Ids
 from trainer.core.batch import LinkEnds
 from trainer.core.schema import EdgeType, NodeType
 from trainer.graph.open import Graph
@@ -28,6 +28,9 @@ _NONE = np.empty(0, np.int64)
 class LinkBlockSettings:
     negatives: int  #: negative targets per step; a target type with fewer nodes gives each of its nodes once
     hide: bool  #: leave the links of the global batch, and their reverses, out of the sampled edges
+    #: [nodes of the target type], log of each target's share of the links: the negatives of a step are then the targets
+    #: of the step's links, with this correction; None: negatives are drawn uniformly
+    log_q: Array | None = None
 
 
 class LinkBlockLoader(BlockLoader):
@@ -35,7 +38,8 @@ class LinkBlockLoader(BlockLoader):
 
     All links of a step, on all ranks, share the same negatives (Lerer et al., "PyTorch-BigGraph: A Large-scale Graph
     Embedding System", 2019): nodes of the target type, drawn uniformly. A negative can form a link of the graph by
-    chance. Ranks without links in a step have no negatives either.
+    chance. Ranks without links in a step have no negatives either. With ``log_q``, the negatives are the targets of the
+    step's links on all ranks, and those that the step links to the same source are no negatives of a link.
 
     If the links have times, neighbours later than a link are not sampled for it (``tree_seeds``).
     """
@@ -66,22 +70,41 @@ class LinkBlockLoader(BlockLoader):
 
     def _seeded(self, share: SeedShare) -> tuple[SeedSet, LinkEnds]:
         links, store = self.links, self.graph.store
+        src, dst, negatives = self.ends(share)
         if links.times is None:
-            seeds, ends = distinct_ends(links.edge_type, *self.ends(share), store)
+            seeds, ends = distinct_ends(links.edge_type, src, dst, negatives, store)
         else:
-            src, dst, negatives = self.ends(share)
             groups = TimeGroups.by_time(links.times[share.batch])
             own = TimedLinks(src, dst, links.times[share.positions], share.places, negatives, groups)
             seeds, ends = tree_seeds(links.edge_type, own, store)
+        if self.link_settings.log_q is not None:
+            ends = self._corrected(share, ends, src, dst, negatives)
         if self.link_settings.hide:
             seen = links.ends.ends_of(share.batch)
             seeds = seeds.without(excluded(links.edge_type, self._reverse, *seen, store))
         return seeds, ends
 
+    def _corrected(self, share: SeedShare, ends: LinkEnds, src: Ids, dst: Ids, negatives: Ids) -> LinkEnds:
+        """Return ``ends`` with ``log_q``, and with all targets that the step links to a link's source in ``equal``."""
+        equal = dst[:, None] == negatives
+        sources, targets = self.links.ends.ends_of(share.batch)
+        if len(src):
+            order = np.argsort(src, kind="stable")
+            first = np.searchsorted(src[order], sources)
+            count = np.searchsorted(src[order], sources, side="right") - first
+            number = np.repeat(np.arange(len(sources)), count)
+            within = np.arange(len(number)) - np.repeat(np.cumsum(count) - count, count)
+            equal[order[first[number] + within], np.searchsorted(negatives, targets[number])] = True
+        assert self.link_settings.log_q is not None
+        log_q = torch.from_numpy(self.link_settings.log_q[np.concatenate([dst, negatives])])
+        return replace(ends, equal=torch.from_numpy(equal), log_q=log_q)
+
     def _negatives(self, share: SeedShare) -> Ids:
         count, num_nodes = self.link_settings.negatives, self.graph.manifest.nodes[self.links.edge_type[2]].num_nodes
         if not len(share.positions):
             return _NONE
+        if self.link_settings.log_q is not None:
+            return np.unique(self.links.ends.ends_of(share.batch)[1])
         if num_nodes <= count:
             return np.arange(num_nodes)
         places, zeros = np.arange(count), np.zeros(count, np.int64)

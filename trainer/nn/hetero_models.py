@@ -132,6 +132,7 @@ def as_hetero(batch: Batch) -> HeteroBatch:
         cost=batch.cost,
         links=batch.links,
         categories={} if batch.categories is None else {HOMO_NODE: batch.categories},
+        degree={} if batch.degree is None else {HOMO_NODE: batch.degree},
     )
 
 

@@ -20,16 +20,16 @@ class LinkModel(nn.Module):
     """Model that scores the links and the negatives of a batch.
 
     A score is the dot product of two projections, one for sources and one for targets, so scores of u -> v and v -> u
-    differ.
+    differ. If the encoder is a LightGCN, it is the dot product of the rows themselves.
     """
 
     encoder: Any  #: a ``BlockModel`` or ``HeteroModel``
 
-    def __init__(self, encoder: nn.Module, edge_type: EdgeType, width: int):
+    def __init__(self, encoder: nn.Module, edge_type: EdgeType, width: int, projected: bool = True):
         super().__init__()
         self.encoder, self.edge_type = encoder, edge_type
         self.needs_degree = self.encoder.needs_degree
-        self.as_source, self.as_target = nn.Linear(width, width), nn.Linear(width, width)
+        self.as_source, self.as_target = (nn.Linear(width, width) if projected else nn.Identity() for _ in range(2))
 
     def forward(self, batch: Batch | HeteroBatch) -> Tensor:
         """Return each link's score, then its source's scores with the m negatives: float [num_seeds, 1 + m]."""
@@ -81,7 +81,7 @@ def build_link_model(
     encoder = build(settings, replace(facts, num_classes=outputs), embeddings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed + 1)
-        return LinkModel(encoder, edge_type, settings.hidden)
+        return LinkModel(encoder, edge_type, settings.hidden, projected=settings.model != "lightgcn")
 
 
 def link_facts(facts: GraphFacts, edge_type: EdgeType) -> GraphFacts:

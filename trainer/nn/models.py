@@ -128,12 +128,13 @@ def _of_types(name: str) -> HeteroBuilder:
     # The import takes seconds, so the builder imports when it is called.
     def build(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
         from trainer.nn.hetero_models import BUILDERS, HeteroShape
+        from trainer.nn.lightgcn import lightgcn
 
         shape = HeteroShape(
             settings.hidden, len(settings.fanouts), settings.dropout, settings.activation, precision_of(settings),
             settings.input_dropout,
         )  # fmt: skip
-        return BUILDERS[name](facts, shape, settings.heads, embeddings)
+        return {**BUILDERS, "lightgcn": lightgcn}[name](facts, shape, settings.heads, embeddings)
 
     return build
 
@@ -145,7 +146,7 @@ EDGE_MODELS = ("sage", "rsage")
 HOMO_MODELS: dict[str, Builder] = {"sage": sage, "gcn": gcn, "gat": gat}
 
 #: Models of graphs with any number of types, by name; a builder takes (settings, facts, embeddings).
-HETERO_MODELS: dict[str, HeteroBuilder] = {name: _of_types(name) for name in ("rgcn", "hgt", "rsage")}
+HETERO_MODELS: dict[str, HeteroBuilder] = {name: _of_types(name) for name in ("rgcn", "hgt", "rsage", "lightgcn")}
 
 
 def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None = None) -> nn.Module:

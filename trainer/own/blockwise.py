@@ -113,7 +113,7 @@ class BlockwiseStack:
 
     def layer(
         self, number: int, blocks: Mapping[Any, Block], rows: Mapping[NodeType, Tensor],
-        num_dst: Mapping[NodeType, int], degree: Tensor | None,
+        num_dst: Mapping[NodeType, int], degree: Mapping[NodeType, Tensor],
     ) -> Mapping[NodeType, Tensor]:  # fmt: skip
         """Compute one layer as ``BasicGNN.forward`` does."""
         model, block = self.model, blocks[HOMO_EDGE]

@@ -41,7 +41,7 @@ BINDING = (
     "model", "model_args", "hidden", "layers", "heads", "output_heads", "activation", "dropout", "input_dropout",
     "attention_dropout", "fanouts", "replace", "weight_attr", "time_attr", "category_dims", "temporal_strategy",
     "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed", "precision", "optimizer", "schedule",
-    "clip", "class_weights", "label_smoothing", "negatives", "edge_attr", "embeddings",
+    "clip", "class_weights", "label_smoothing", "negatives", "loss", "edge_attr", "embeddings",
 )  # fmt: skip
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,6 +38,9 @@ from trainer.train.settings import TrainSettings
 from trainer.train.tasks.baseline import Baseline
 from trainer.train.tasks.task import AnyBatch, Metric, Task, metric_named
 from trainer.train.val_scores import ValScore, why_ended
+
+if TYPE_CHECKING:
+    from trainer.train.full_ranking import FullRanking
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,12 @@ class Fit:
         self, settings: TrainSettings, model: nn.Module, task: Task, loaders: Mapping[str, Batches], group: RankGroup,
         metrics: MetricsLog, folder: Path, graph: Mapping[str, Any], embedding: ShardedEmbedding | None = None,
         writers: tuple[int, ...] = (0,), baseline: Baseline | None = None,
+        rankings: Mapping[str, FullRanking] | None = None,
     ):  # fmt: skip
-        """writers: ranks that write checkpoints, each into its own ``folder``. baseline: to compare the result with."""
+        """writers: ranks that write checkpoints, each into its own ``folder``. baseline: to compare the result with.
+        rankings: of the splits whose links are ranked among all targets; the others are in ``loaders``.
+        """
+        self.rankings = rankings or {}
         self.settings, self.task, self.loaders, self.group = settings, task, loaders, group
         self.metric = metric_named(task.names[0])  #: chooses the best epoch
         self.metrics, self.folder, self.graph = metrics, folder, graph
@@ -208,11 +216,12 @@ class Fit:
 
     def _score_val(self) -> Score | None:
         """If due, score the val split, and keep the weights if they are the best so far."""
-        if "val" not in self.loaders or not self._due(self.settings.eval_every):
+        if ("val" not in self.loaders and "val" not in self.rankings) or not self._due(self.settings.eval_every):
             return None
         score, best = self._score("val", self.progress.done), self.progress.best
         value = score.value(self.metric)
-        kept: ValScore = {"epoch": self.progress.done, "loss": score.loss, **score.metrics}
+        loss = {} if math.isnan(score.loss) else {"loss": score.loss}
+        kept: ValScore = {"epoch": self.progress.done, **loss, **score.metrics}
         self.progress = replace(self.progress, scores=(*self.progress.scores, kept))
         if self.metric.improves(value, best.metrics.get(self.metric.name) if best else None):
             weights = {name: value.cpu().clone() for name, value in self.model.state_dict().items()}
@@ -222,12 +231,17 @@ class Fit:
         return score
 
     def _score(self, split: str, epoch: int) -> Score:
-        metric, batches = self.metric, _ReportedBatches(self.loaders[split], self.metrics, self.progress.done)
-        score = evaluate(self.model, self.task, batches, self.group)
+        metric = self.metric
+        if split in self.rankings:
+            self.metrics.at(self.progress.done, 0, "evaluate")
+            score = self.rankings[split].score(self.model, self.task.names)
+        else:
+            batches = _ReportedBatches(self.loaders[split], self.metrics, self.progress.done)
+            score = evaluate(self.model, self.task, batches, self.group)
         if self.group.rank == 0:
             self.metrics.write(
                 "eval", epoch=epoch, split=split, metric=metric.name, metric_title=metric_title(metric.name),
-                better=metric.better, **score.metrics, loss=score.loss,
+                better=metric.better, **score.metrics, **({} if math.isnan(score.loss) else {"loss": score.loss}),
             )  # fmt: skip
         return score
 
@@ -305,7 +319,8 @@ class Fit:
             self.model.load_state_dict(dict(at.best.model))
             if (rows := self.optimizers.rows) and self.best_rows is not None:
                 rows.embedding.weight.data.copy_(self.best_rows)
-        test = self._score("test", best_epoch).metrics if "test" in self.loaders else None
+        has_test = "test" in self.loaders or "test" in self.rankings
+        test = self._score("test", best_epoch).metrics if has_test else None
         val, metric, path = at.best.metrics if at.best else None, self.metric, self._path if at.report else None
         why = self._ended_early
         result = FitResult(at.done, best_epoch, metric, val, test, at.step_loss, at.seconds, path, why)
@@ -353,6 +368,7 @@ def number_text(value: float) -> str:
 
 
 def metric_title(name: str) -> str:
+    name = name.replace("ndcg@", "NDCG@").replace("map@", "MAP@")
     return {
         "mae": "MAE",
         "rmse": "RMSE",

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -18,6 +19,7 @@ from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import type_name
 from trainer.core.slabs import keep_freed_memory
+from trainer.data.hold_out import held_out_links
 from trainer.graph.cache_fill import cache_bytes, device_rows, fill_cache
 from trainer.graph.cache_policy import BatchPlan
 from trainer.graph.device import DeviceRows
@@ -35,7 +37,7 @@ from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_
 from trainer.train.checkpoint_writer import checkpoint_writers
 from trainer.train.device_sampling import choose_sampling, plan_sampling
 from trainer.train.fit import Fit, FitResult
-from trainer.train.loaders import SPLITS, link_loaders, node_loaders
+from trainer.train.loaders import SPLITS, check_link_settings, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
 from trainer.train.model import (
     embedded_nodes,
@@ -48,12 +50,15 @@ from trainer.train.model import (
 )
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from trainer.train.start import start_from
-from trainer.train.tasks.baseline import Baseline, link_baseline
+from trainer.train.tasks.baseline import Baseline, link_baseline, target_counts
 from trainer.train.tasks.choose import metric_names, node_task
 from trainer.train.tasks.choose_target import pick_target
 from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.task import Task
 from trainer.train.val_scores import check_task
+
+if TYPE_CHECKING:
+    from trainer.train.full_ranking import FullRanking
 
 _OWN_SHARE = "BatchNorm normalises each process's share of a batch, so the loss curve depends on their number"
 
@@ -219,7 +224,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
         task, why, baseline = node_task(graph, target, settings, splits, group)
     else:
         names = group.agree(lambda: metric_names(settings, "link"))
-        task, why = LinkPrediction(settings.hidden, names), f"links of {type_name(target)}"
+        task, why = LinkPrediction(settings.hidden, names, settings.loss), f"links of {type_name(target)}"
     if is_first:
         print(f"task {task.kind}: {why}", flush=True)
 
@@ -238,19 +243,34 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
 
     # The batches of each split.
     loaders: dict[str, BlockLoader]
+    rankings: dict[str, FullRanking] = {}  # of the splits whose links are ranked among all targets
     needs_degree, columns = bool(getattr(model, "needs_degree", False)), embeddings_of(model).names
     shared = needs_degree, group.rank, layout_of(graph, group), columns
     if isinstance(target, str):
         loaders = group.agree(lambda: node_loaders(settings, graph, target, splits, *shared))
     else:
-        of_links = group.agree(lambda: link_loaders(settings, graph, target, splits, *shared))
-        loaders, baseline = {**of_links}, link_baseline(graph, of_links, task, group)
-        if len(loaders) == 1 and is_first:
+        group.agree(lambda: check_link_settings(settings, graph, target))
+        given = {split: held_out_links(graph.store.graph_attrs, target, split)[0] for split in splits[1:]}
+        held_out = [split for split, ids in given.items() if ids is not None and ids.shape[1]]
+        ranked = held_out if settings.eval_negatives == "all" else []
+        if ranked:
+            from trainer.train.full_ranking import FullRanking  # imported here because it imports torch_geometric
+
+            rankings = {
+                split: FullRanking(graph, target, split, settings, shared[2], group, job.run_dir) for split in ranked
+            }
+        counts = target_counts(graph, target, group)
+        sampled = [split for split in splits if split not in ranked]
+        of_links = group.agree(lambda: link_loaders(settings, graph, target, sampled, *shared, counts))
+        assert isinstance(task, LinkPrediction)
+        popularity = {split: ranking.popularity for split, ranking in rankings.items()}
+        loaders, baseline = {**of_links}, link_baseline(of_links, popularity, task, counts, group)
+        if not held_out and is_first:
             name = type_name(target)
             text = f"no links of {name} are held out, so nothing is evaluated; set option hold_out: {name}"
             print(f"note: {text}", flush=True)
 
-    group.agree(lambda: check_task(settings, task, "val" in loaders))
+    group.agree(lambda: check_task(settings, task, "val" in loaders or "val" in rankings))
 
     # Rows on the devices, and where batches are made.
     size = CacheSize.parse(settings.device_cache)
@@ -267,7 +287,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     # The training loop.
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)
     writers = checkpoint_writers(group, embedding is not None, bool(int(os.environ.get("GNNFLEET_RESTARTS") or 0)))
-    fit = Fit(settings, model, task, loaders, group, metrics, folder, record, embedding, writers, baseline)
+    fit = Fit(settings, model, task, loaders, group, metrics, folder, record, embedding, writers, baseline, rankings)
 
     # Rows of other hosts that this host keeps, and the state to continue from.
     node, cache = f"{group.ranks.node_rank} {group.ranks.host}", job.remote_access.cache

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType, type_name
@@ -35,12 +36,13 @@ def node_loaders(
 
 def link_loaders(
     settings: TrainSettings, graph: Graph, edge_type: EdgeType, splits: Sequence[str], want_degree: bool, rank: int,
-    layout: RankLayout, categories: Mapping[NodeType, tuple[str, ...]] | None = None,
+    layout: RankLayout, categories: Mapping[NodeType, tuple[str, ...]] | None = None, counts: Tensor | None = None,
 ) -> dict[str, LinkBlockLoader]:  # fmt: skip
     """Return a loader of links for each of ``splits``: all edges for ``train``, else the split's held-out links.
 
     With ``time_attr``, an attribute of the links' edge type, neighbours later than a link are not sampled for it.
     ``want_degree``: whether batches contain the in-degrees of nodes. ``categories``: columns of categories in batches.
+    ``counts``: number of links by target, [targets], for negatives of loss ``in-batch``.
 
     Raises ``SettingsError`` for disjoint sampling without times, and if the links lack the attribute ``time_attr``.
     Raises ``DataError`` if there are no edges of the type, if the held-out links are of another type, or if they were
@@ -64,15 +66,22 @@ def link_loaders(
             times = all_times(graph, edge_type, settings.time_attr)
         links = link_inputs(graph, (edge_type, ids) if typed else ids, edge_label_time=times)
         training = split == "train"
-        count = settings.negatives if training else settings.eval_negatives
+        count = settings.negatives if training else int(settings.eval_negatives)
+        log_q = None
+        if training and settings.loss == "in-batch" and counts is not None:
+            log_q = (counts.clamp(min=1) / counts.sum().clamp(min=1)).log().float().numpy()
         loaders[split] = LinkBlockLoader(
             graph, loader_settings(settings, edge_type[2], split, want_degree, categories), links,
-            LinkBlockSettings(count, hide=training), rank, layout,
+            LinkBlockSettings(count, hide=training, log_q=log_q), rank, layout,
         )  # fmt: skip
     return loaders
 
 
 def check_link_settings(settings: TrainSettings, graph: Graph, edge_type: EdgeType) -> None:
+    if settings.eval_negatives == "all" and settings.time_attr is not None:
+        raise SettingsError(
+            "eval_negatives: all computes each node once, from all its edges, so it is not for time_attr; set a number"
+        )
     if settings.disjoint and settings.time_attr is None:
         raise SettingsError("disjoint cannot be used with task link, which samples one subgraph per batch")
     held_out, name = held_out_types(graph), type_name(edge_type)

@@ -155,6 +155,8 @@ def embedded_nodes(
         return {}, "" if isinstance(target, str) else other
     reached = layer_needs(facts.node_types, facts.edge_types, facts.targets, len(settings.fanouts))[0].sources
     counts = {of: manifest.nodes[of].num_nodes for of in reached}
+    if settings.model == "lightgcn":
+        return counts, ""
     bare = {of: count for of, count in counts.items() if of not in facts.in_dims and (facts.hetero or own)}
     if own and not (facts.hetero and not reads_types(settings.model, folders)):
         if settings.embeddings == "all":

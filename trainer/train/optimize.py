@@ -101,7 +101,7 @@ def optimizer_of(weights: Sequence[Tensor], settings: TrainSettings) -> torch.op
     if name in ("Adam", "AdamW", "SGD"):
         arguments["fused"] = True if on_gpu(weights) else None
     try:
-        optimizer = eager(kinds[name])(weights, **arguments)
+        optimizer = eager(kinds[name])([{"params": [*weights]}], **arguments)  # a LightGCN has no weights
     except (TypeError, ValueError, IndexError) as error:
         raise SettingsError(f"optimizer {name}: {error}") from None
     if "fused" in arguments:
@@ -173,7 +173,7 @@ def averaged(model: nn.Module, group: RankGroup) -> tuple[nn.Module, Callable[[]
 
     Returns the model to train, and a function to call after each backward pass, or None if none is needed.
     """
-    if group.size == 1:
+    if group.size == 1 or not any(True for _ in model.parameters()):
         return model, None
     shapes = group.gather(_small_shapes(model))
     if shapes[0] and shapes == [shapes[0]] * group.size:

@@ -20,13 +20,14 @@ from trainer.core.errors import SettingsError
 from trainer.core.remote_settings import CacheSize, RemoteAccess
 from trainer.track.tracker import TRACKERS
 
-MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage")  #: names of the bundled models
+#: Names of the bundled models.
+MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn")
 
 #: Settings that only some bundled models read, and no class of your own.
 OF_MODELS: Mapping[str, tuple[str, ...]] = {
     "output_heads": ("gat",),
-    "activation": tuple(name for name in MODELS if name != "hgt"),
-    "input_dropout": MODELS,
+    "activation": tuple(name for name in MODELS if name not in ("hgt", "lightgcn")),
+    "input_dropout": tuple(name for name in MODELS if name != "lightgcn"),
     "attention_dropout": ("gat",),
 }
 
@@ -106,7 +107,7 @@ class TrainSettings:
     """
 
     model: str = setting(
-        "Model: sage, gcn or gat; for heterogeneous graphs rgcn, hgt or rsage; or a class of your own, as "
+        "Model: sage, gcn or gat; for heterogeneous graphs rgcn, hgt or rsage; for links lightgcn; or a class, as "
         "FILE.py:CLASS or PACKAGE.CLASS (torch_geometric.nn.GraphSAGE).", "sage"
     )  # fmt: skip
     model_args: Mapping[str, Any] | None = setting("Further arguments of a model class of your own, by name.", None)
@@ -147,8 +148,16 @@ class TrainSettings:
     disjoint: bool = setting("Sample a separate subgraph for each seed.", False)
     batch_size: int = setting("Global batch: seeds per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
+    loss: Literal["softmax", "in-batch", "bpr", "bce"] = setting(
+        "Task link: loss of a link against the step's negatives. in-batch: softmax against the targets of the step's "
+        "other links, corrected by how often each target is linked.", "softmax"
+    )  # fmt: skip
     negatives: int = setting("Task link: negative targets per step, which its links share.", 128, at_least=1)
-    eval_negatives: int = setting("Task link: nodes among which a link's target is ranked.", 1000, at_least=1)
+    eval_negatives: Literal["all"] | int = setting(
+        "Task link: number of nodes among which a link's target is ranked; all: all to which its source is not linked.",
+        1000,
+        at_least=1,
+    )
     epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
     lr: float = setting("Learning rate.", 0.004, above=0)
     optimizer: Mapping[str, Any] | None = setting(
@@ -310,6 +319,22 @@ class Keyed(click.ParamType):
             self.fail(f"{value!r} is no JSON object: {error}", param, ctx)
 
 
+class NumberOrWord(click.ParamType):
+    """Value of an option: a whole number, or one of ``words``."""
+
+    name = "n"
+
+    def __init__(self, words: tuple[str, ...]):
+        self._words = words
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in self._words or isinstance(value, int):
+            return value
+        if not str(value).lstrip("-").isdecimal():
+            self.fail(f"{value!r} is not a whole number or {' or '.join(self._words)}", param, ctx)
+        return int(value)
+
+
 class NumberList(click.ParamType):
     """Value of an option: comma-separated numbers of a type, such as ``15,10,5``, or one of ``words``."""
 
@@ -366,6 +391,8 @@ def _click_type(hint: Any) -> click.ParamType:
         words = tuple(word for choice in choices for word in typing.get_args(choice))
     if typing.get_origin(hint) is tuple:
         return NumberList(typing.get_args(hint)[0], words)
+    if words:
+        return NumberOrWord(words)
     plain: dict[Any, click.ParamType] = {int: click.INT, float: click.FLOAT, str: click.STRING}
     return plain[hint]
 

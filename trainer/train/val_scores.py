@@ -20,8 +20,12 @@ def check_task(settings: TrainSettings, task: Task, has_val: bool) -> None:
     for name, given in (("class_weights", settings.class_weights), ("label_smoothing", settings.label_smoothing)):
         if given and task.kind != "classification":
             raise SettingsError(f"{name} is for task classification, not {task.kind}")
+    if settings.loss != "softmax" and task.kind != "link":
+        raise SettingsError(f"loss {settings.loss} is for task link, not {task.kind}")
     plateau = settings.schedule if settings.schedule and settings.schedule.name == "plateau" else None
     for name, stop in (("early_stop", settings.early_stop), ("schedule", plateau)):
+        if stop is not None and stop.metric == "loss" and task.kind == "link" and settings.eval_negatives == "all":
+            raise SettingsError(f"{name}: with eval_negatives: all there is no loss on val; name another metric")
         if stop is not None and not (has_val and settings.eval_every):
             why = "eval_every is 0" if has_val else "the graph has no val split"
             raise SettingsError(f"{name} needs evaluations on val, but {why}")

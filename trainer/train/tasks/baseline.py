@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.core.ranks import RankGroup
+from trainer.core.schema import EdgeType
 from trainer.graph.open import Graph
+from trainer.loader.edge_endpoints import StoredEndpoints
 from trainer.nn.link_metrics import LinkSums
 from trainer.train.tasks.classification import Classification
 from trainer.train.tasks.labels import SeedLabels, labels_01
-from trainer.train.tasks.link import HITS
+from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.regression import Regression
 from trainer.train.tasks.task import Labels, Task
 
 if TYPE_CHECKING:
     from trainer.loader.link_block_loader import LinkBlockLoader
 
-_MOST_COUNTED = 1 << 24  #: train links whose targets are counted; of more links, equally spaced ones
+#: Scores the ranking of all targets by given numbers, float64 [targets], by the metrics of the given names. Collective.
+FullRanking: TypeAlias = Callable[[Tensor, Sequence[str]], dict[str, float]]
+
+_MOST_COUNTED = 1 << 24  #: edges whose targets are counted
 
 _AT_ONCE = 1 << 20
 
@@ -63,15 +68,13 @@ def node_baseline(task: Task, labels: Sequence[SeedLabels], group: RankGroup) ->
     return Baseline(name, {split: of for split, of in metrics.items() if of})
 
 
-def link_baseline(graph: Graph, loaders: Mapping[str, LinkBlockLoader], task: Task, group: RankGroup) -> Baseline:
-    """Score the ranking of targets by their number of train links, among the negatives that the model gets. Collective.
+def target_counts(graph: Graph, edge_type: EdgeType, group: RankGroup) -> Tensor:
+    """Count the edges of a type by their targets: float64 [targets], by original id. Collective.
 
-    Takes 8 bytes of memory per node of the target type.
+    Of very many edges, equally spaced ones are counted.
     """
-    if len(loaders) == 1:
-        return Baseline("the targets with most links")
-    ends, target = loaders["train"].links.ends, loaders["train"].links.edge_type[2]
-    size, every = graph.manifest.nodes[target].num_nodes, -(-len(ends) // _MOST_COUNTED)
+    ends, size = StoredEndpoints(graph, edge_type), graph.manifest.nodes[edge_type[2]].num_nodes
+    every = max(1, -(-len(ends) // _MOST_COUNTED))
 
     def counted() -> Tensor:
         counts, own = np.zeros(size, np.int64), np.arange(group.rank * every, len(ends), group.size * every)
@@ -79,16 +82,30 @@ def link_baseline(graph: Graph, loaders: Mapping[str, LinkBlockLoader], task: Ta
             counts += np.bincount(ends.ends_of(own[start : start + _AT_ONCE])[1], minlength=size)
         return torch.from_numpy(counts).double()
 
+    return group.sum(group.agree(counted))
+
+
+def link_baseline(
+    loaders: Mapping[str, LinkBlockLoader], full: Mapping[str, FullRanking], task: LinkPrediction, counts: Tensor,
+    group: RankGroup,
+) -> Baseline:  # fmt: skip
+    """Score the ranking of targets by their number of train links, among the negatives that the model gets. Collective.
+
+    ``counts``: result of ``target_counts``. ``full``: for each split that is ranked
+    among all targets, a function that scores such a ranking.
+    """
+
     def scored(loader: LinkBlockLoader) -> Tensor:
-        sums = LinkSums(HITS)
+        sums = LinkSums(task.hits)
         for share in loader.shares(0):
             _, dst, negatives = (torch.from_numpy(each) for each in loader.ends(share))
             if len(dst):
-                scores = popular[negatives].expand(len(dst), -1)
-                sums.add(popular[dst], scores.masked_fill(dst[:, None] == negatives, -torch.inf))
+                scores = counts[negatives].expand(len(dst), -1)
+                sums.add(counts[dst], scores.masked_fill(dst[:, None] == negatives, -torch.inf))
         return sums.sums
 
-    popular = group.sum(group.agree(counted))
     held_out = [(split, loader) for split, loader in loaders.items() if split != "train"]
     sums = {split: group.sum(group.agree(lambda loader=loader: scored(loader))) for split, loader in held_out}  # type: ignore[misc]
-    return Baseline("the targets with most links", {split: task.metrics(each.tolist()) for split, each in sums.items()})
+    metrics = {split: task.metrics(each.tolist()) for split, each in sums.items()}
+    metrics |= {split: score(counts, task.names) for split, score in full.items()}
+    return Baseline("the targets with most links", metrics)

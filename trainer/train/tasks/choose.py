@@ -32,7 +32,7 @@ from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.multilabel import MultiLabel
 from trainer.train.tasks.ranking import MOST_SCORES, SCORE_BYTES
 from trainer.train.tasks.regression import Regression
-from trainer.train.tasks.task import METRICS, RANKING, Kind, Task
+from trainer.train.tasks.task import FULL_RANKING, METRICS, RANKING, Kind, Task, has_metric
 
 
 class TaskSettings(Protocol):
@@ -48,6 +48,8 @@ class TaskSettings(Protocol):
     def early_stop(self) -> Any: ...
     @property
     def schedule(self) -> Any: ...
+    @property
+    def eval_negatives(self) -> Any: ...
     @property
     def class_weights(self) -> Literal["balanced"] | tuple[float, ...] | None: ...
     @property
@@ -134,11 +136,15 @@ def metric_names(settings: TaskSettings, kind: Kind, default: Sequence[str] = ()
 
     Also those of ``early_stop`` and ``schedule``. Raises ``SettingsError`` for a metric that the task does not have.
     """
-    chosen = settings.metrics or default or METRICS[kind]
+    of_all = kind == "link" and settings.eval_negatives == "all"
+    known = FULL_RANKING if of_all else METRICS[kind]
+    chosen = settings.metrics or default or known
     others = (keyed.metric for keyed in (settings.early_stop, settings.schedule) if keyed is not None)
     names = tuple(dict.fromkeys([*chosen, *(name for name in others if name not in (None, "loss"))]))
-    if wrong := [name for name in names if name not in METRICS[kind]]:
-        raise SettingsError(f"task {kind} has no metric {wrong[0]!r}; it has {', '.join(METRICS[kind])}")
+    if wrong := [name for name in names if not has_metric(kind, name, of_all)]:
+        if has_metric(kind, wrong[0], True):
+            raise SettingsError(f"{wrong[0]} needs eval_negatives: all")
+        raise SettingsError(f"task {kind} has no metric {wrong[0]!r}; it has {', '.join(known)}")
     return names
 
 
@@ -157,4 +163,6 @@ def of_record(record: Mapping[str, Any]) -> Task:
         return Regression(tuple(record["mean"]), tuple(record["std"]), record["classes"], names)
     if kind == "classification":
         return Classification(record["outputs"], names=names)
-    return (MultiLabel if kind == "multilabel" else LinkPrediction)(record["outputs"], names)
+    if kind == "link":
+        return LinkPrediction(record["outputs"], names, record["loss"])
+    return MultiLabel(record["outputs"], names)

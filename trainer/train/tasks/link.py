@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from trainer.nn.link_metrics import LinkSums
-from trainer.nn.links import softmax_loss
+from trainer.nn.links import bpr_loss, softmax_loss, unsupervised_loss
 from trainer.train.tasks.task import METRICS, Kind, Labelled
-
-HITS = (1, 10, 50)  #: k of the reported Hits@k
 
 
 @dataclass(frozen=True)
 class LinkPrediction:
-    """Loss: softmax cross entropy of each link's target among the step's negatives. Metrics: MRR, Hits@k and AUC.
+    """Loss: each link's target against the step's negatives. Metrics: MRR, Hits@k and AUC among them.
+
+    Losses are ``softmax`` (cross entropy of the target among the negatives), ``in-batch`` (the same, corrected by
+    ``LinkEnds.log_q``), ``bpr`` and ``bce`` (binary cross entropy, with the same weight for targets and negatives).
 
     ``out``: scores from ``LinkModel``, [num_seeds, 1 + m]. Column 0 has the scores of the links. The other columns have
     the scores of the m negatives that all links share. A negative that equals the target of a link is left out for
@@ -28,22 +29,40 @@ class LinkPrediction:
 
     outputs: int  #: width of a node's embedding
     names: tuple[str, ...] = METRICS["link"]
+    loss: str = "softmax"
     kind: Kind = "link"
-    num_sums: int = 4 + len(HITS)
+
+    @property
+    def hits(self) -> tuple[int, ...]:
+        """The k of the chosen Hits@k."""
+        return tuple(int(name.removeprefix("hits@")) for name in self.names if name.startswith("hits@"))
+
+    @property
+    def num_sums(self) -> int:
+        return 4 + len(self.hits)
 
     def loss_sum(self, out: Tensor, batch: Labelled) -> Tensor:
+        if not len(out):
+            return out.sum()
         positive, negative = self._scores(out, batch)
-        return softmax_loss(positive, negative) * len(out) if len(out) else out.sum()
+        if self.loss == "bpr":
+            return bpr_loss(positive, negative) * len(out)
+        if self.loss == "bce":
+            return unsupervised_loss(positive, negative, num_negatives=1) * len(out)
+        if batch.links is not None and batch.links.log_q is not None:
+            positive = positive - batch.links.log_q[: len(out)]
+            negative = negative - batch.links.log_q[len(out) :]
+        return softmax_loss(positive, negative) * len(out)
 
     def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
-        sums = LinkSums(HITS, out.device)
+        sums = LinkSums(self.hits, out.device)
         if len(out):
             sums.add(*self._scores(out, batch))
         return sums.sums
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        score = LinkSums(HITS).result(torch.tensor(sums, dtype=torch.float64))
-        found = {"mrr": score.mrr, **{f"hits@{k}": score.hits[k] for k in HITS}, "auc": score.auc}
+        score = LinkSums(self.hits).result(torch.tensor(sums, dtype=torch.float64))
+        found = {"mrr": score.mrr, **{f"hits@{k}": score.hits[k] for k in self.hits}, "auc": score.auc}
         undefined = {"auc"} if math.isnan(score.auc) and self.names[0] != "auc" else set()
         return {name: found[name] for name in self.names if name not in undefined}
 
@@ -51,7 +70,7 @@ class LinkPrediction:
         raise NotImplementedError
 
     def record(self) -> Mapping[str, Any]:
-        return {"kind": self.kind, "outputs": self.outputs, "metrics": list(self.names)}
+        return {"kind": self.kind, "outputs": self.outputs, "metrics": list(self.names), "loss": self.loss}
 
     @staticmethod
     def _scores(out: Tensor, batch: Labelled) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ from trainer.loader.block_loader import (
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_models import HeteroModel
 from trainer.nn.kernels.activation import FUNCTIONS
+from trainer.nn.lightgcn import LightGCN
 from trainer.nn.link_model import LinkModel
 from trainer.nn.models import BlockModel
 from trainer.sampler.multi_hop import sample_multi_hop
@@ -133,12 +134,13 @@ class LayerStack(Protocol):
         """Compute the input of the first layer from features and ids: [n, f] for each of the layer's source types."""
 
     def layer(
-        self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int], degree: Tensor | None
-    ) -> TypeRows:
+        self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int],
+        degree: Mapping[NodeType, Tensor],
+    ) -> TypeRows:  # fmt: skip
         """Compute the output of layer ``number`` (from 0) for each target type; for the last layer, the model's output.
 
         ``rows``: input by source type. ``num_dst``: number of targets by type. ``degree``: in-degrees of the source
-        nodes, without self loops, if ``needs_degree``.
+        nodes by type, without self loops, if ``needs_degree``.
         """
 
 
@@ -151,9 +153,10 @@ class BlockStack:
         return {HOMO_NODE: self.model.categories(batch).x[HOMO_NODE]}
 
     def layer(
-        self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int], degree: Tensor | None
-    ) -> TypeRows:
-        h = self.model.layers[number](blocks[HOMO_EDGE], rows[HOMO_NODE], degree)
+        self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int],
+        degree: Mapping[NodeType, Tensor],
+    ) -> TypeRows:  # fmt: skip
+        h = self.model.layers[number](blocks[HOMO_EDGE], rows[HOMO_NODE], degree.get(HOMO_NODE))
         return {HOMO_NODE: h if number + 1 == len(self.model.layers) else FUNCTIONS[self.model.activation](h)}
 
 
@@ -170,8 +173,9 @@ class HeteroStack:
         return self.model.inputs(self.model.categories(batch))  # type: ignore[no-any-return]
 
     def layer(
-        self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int], degree: Tensor | None
-    ) -> TypeRows:
+        self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int],
+        degree: Mapping[NodeType, Tensor],
+    ) -> TypeRows:  # fmt: skip
         if number < len(self.model.layers):
             rows = self.model.layers[number](blocks, rows, num_dst)
             rows = self.model.shape.activated(rows)
@@ -191,11 +195,13 @@ def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack | None:
         return BlockStack(model)
     if isinstance(model, HeteroModel):
         return HeteroStack(model, facts)
+    if isinstance(model, LightGCN):
+        return model
     if callable(layer_stack := getattr(model, "layer_stack", None)):  # ``OwnModel``, whose import takes seconds
         return layer_stack()  # type: ignore[no-any-return]
     raise SettingsError(
         f"{type(model).__name__} is not a bundled model; implement a LayerStack for it, see"
-        " trainer/infer/layerwise_inference.py"
+        " trainer/nn/layerwise_inference.py"
     )
 
 
@@ -312,7 +318,8 @@ class WholeGraph:
         else:
             rows = {of: before[of].fetch(chunk.ids[of]).to(device) for of in need.sources}
         blocks = {of: block.to(device) for of, block in chunk.blocks.items()}
-        degree = self._degree(chunk, need).to(device) if stack.needs_degree else None
+        degree = self._degree(chunk, need) if stack.needs_degree else {}
+        degree = {of: counts.to(device) for of, counts in degree.items()}
         return stack.layer(number, blocks, rows, chunk.num_dst, degree)
 
     def _chunk(self, of: NodeType, ids: Ids, need: LayerNeed) -> NodeChunk:
@@ -358,10 +365,10 @@ class WholeGraph:
             categories=category_codes(self.categories, found),
         )  # fmt: skip
 
-    def _degree(self, chunk: NodeChunk, need: LayerNeed) -> Tensor:
-        (of,) = need.sources
-        (rows,) = self.graph.access.gather([RowRequest(of, chunk.ids[of], (LOOPLESS_DEGREE,))])
-        return torch.from_numpy(np.asarray(rows[LOOPLESS_DEGREE]))
+    def _degree(self, chunk: NodeChunk, need: LayerNeed) -> dict[NodeType, Tensor]:
+        found = self.graph.access.gather([RowRequest(of, chunk.ids[of], (LOOPLESS_DEGREE,)) for of in need.sources])
+        degrees = (torch.from_numpy(np.asarray(rows[LOOPLESS_DEGREE])) for rows in found)
+        return dict(zip(need.sources, degrees, strict=True))
 
     def _chunks(self, of: NodeType, need: LayerNeed) -> Iterator[Ids]:
         ending = [edge_type for edge_type in need.edge_types if edge_type[2] == of]

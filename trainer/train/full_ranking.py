@@ -1,0 +1,144 @@
+"""Scores a model of links on held-out links: each is ranked among all nodes of the target type."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.core.arrays import Ids
+from trainer.core.ranks import RankGroup
+from trainer.core.schema import HOMO_NODE, AnyType, EdgeType
+from trainer.data.hold_out import held_out_links
+from trainer.graph.open import Graph
+from trainer.graph.seed_order import RankLayout
+from trainer.nn.layerwise_inference import LayerResults, LayerRows, WholeGraph, stack_of
+from trainer.nn.link_embeddings import LinkEmbeddings, RankedLinks
+from trainer.nn.link_model import LinkModel
+from trainer.sampler.types import RowRequest
+from trainer.train.epoch import Score
+from trainer.train.loaders import loader_settings
+from trainer.train.model import embeddings_of, model_facts
+from trainer.train.settings import TrainSettings
+from trainer.train.tasks.task import at_k
+
+
+@dataclass(frozen=True)
+class FullRanking:
+    """The held-out links of a split, and what is left out of their ranking. Its methods are collective.
+
+    Left out are targets that the source is known to be linked to: by an edge of the graph or, on test, a link of val.
+    """
+
+    graph: Graph
+    edge_type: EdgeType
+    split: str
+    settings: TrainSettings
+    layout: RankLayout
+    group: RankGroup
+    folder: Path  #: for files with the rows of all nodes, which are deleted again
+
+    @property
+    def links(self) -> Ids:
+        return self._held_out(self.split)
+
+    def score(self, model: nn.Module, names: Sequence[str]) -> Score:
+        """Score the model on all nodes with all their neighbours; a class without layers on sampled neighbours."""
+        assert isinstance(model, LinkModel)
+        model.eval()
+        scratch = self.folder / f".ranking-rank{self.group.rank}"
+        try:
+            scratch.mkdir(parents=True, exist_ok=True)
+            of = self.edge_type
+            rows = output_rows(model, of, self.graph, self.settings, self.layout, scratch, self.group)
+            links = LinkEmbeddings.of(self.graph, model, rows, scratch, self.group)
+            return Score(self.metrics(links, names), float("nan"), self.links.shape[1])
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def metrics(self, embeddings: LinkEmbeddings, names: Sequence[str]) -> dict[str, float]:
+        other, none = self._held_out("val" if self.split == "test" else "test"), np.empty((2, 0), np.int64)
+        seen, known = (other, none) if self.split == "test" else (none, other)
+        return ranking_metrics(embeddings.ranked(self.links, seen, known), names, self.group)
+
+    def _held_out(self, split: str) -> Ids:
+        found, _ = held_out_links(self.graph.store.graph_attrs, self.edge_type, split)
+        return np.empty((2, 0), np.int64) if found is None else np.asarray(found, np.int64)
+
+    def popularity(self, counts: Tensor, names: Sequence[str]) -> dict[str, float]:
+        """Return the metrics of ranking targets by their number of train links, float64 [targets] by original id."""
+        whole = WholeGraph(self.graph, self.layout, self.group, self.folder)
+        shares = [whole.shares[of] for of in self.edge_type[::2]]
+        own = [each.own(self.group.rank) for each in shares]
+        ids = [np.concatenate([np.arange(0), *(np.arange(of.first, of.last) for of in each)]) for each in own]
+        (found,) = self.graph.access.gather([RowRequest(self.edge_type[2], ids[1], ("orig_id",))])
+        popular = counts.numpy()[np.asarray(found["orig_id"], np.int64)].astype(np.float32)[:, None]
+        rows = [LayerRows(shares[0], np.ones((len(ids[0]), 1), np.float32)), LayerRows(shares[1], popular)]
+        return self.metrics(LinkEmbeddings(self.graph, self.edge_type, self.group, *rows), names)
+
+
+def output_rows(
+    model: nn.Module, target: AnyType, graph: Graph, settings: TrainSettings, layout: RankLayout, scratch: Path,
+    group: RankGroup, nodes_at_once: int = 4096,
+) -> LayerResults:  # fmt: skip
+    """Compute the output of a model, or of the encoder of a ``LinkModel``, for all nodes. Collective.
+
+    Layer by layer, with all neighbours; a class that has no layers is run on neighbours sampled as in evaluation.
+    ``target``: node type of the seeds, or edge type of the links.
+    """
+    columns = embeddings_of(model).names
+    whole = WholeGraph(
+        graph, layout, group, scratch, nodes_at_once, settings.weight_attr, settings.edge_attr, columns
+    )  # fmt: skip
+    stack = stack_of(model, model_facts(graph.manifest, target, 0, settings.edge_attr))
+    if stack is not None:
+        return whole.run(stack)
+    sampling = replace(loader_settings(settings, HOMO_NODE, "val", False, columns), global_batch=nodes_at_once)
+    return whole.run_sampled(getattr(model, "encoder", model), sampling)
+
+
+def ranking_metrics(found: RankedLinks, names: Sequence[str], group: RankGroup) -> dict[str, float]:
+    """Return the metrics in ``names`` of the links of all ranks; NaN without links. Collective.
+
+    Recall, precision, NDCG and MAP at k are means over the sources that have links. For a source with n links and the
+    ranks r of its links among the targets that it is not known to be linked to: recall is the share of its links with
+    r ≤ k, precision their number / k, NDCG the sum of 1 / log2(1 + r) over them, as a share of its largest value for
+    min(n, k) links, and MAP the sum over them of (number of links up to r) / r, divided by min(n, k); as in
+    torch_geometric's ``LinkPredRecall`` and others. MRR, Hits@k and AUC are means over the links, each ranked without
+    the other targets that its source is known to be linked to, as for knowledge graphs ("filtered").
+    """
+    _, start, count = np.unique(found.source, return_index=True, return_counts=True)
+    order = np.lexsort((found.rank, found.source))
+    rank, place = found.rank[order], 1 + np.arange(len(order)) - np.repeat(start, count)
+
+    def per_source(values: Any) -> Any:
+        return np.add.reduceat(values, start) if len(start) else np.zeros(0)
+
+    def metric(name: str) -> Any:
+        kind, k = at_k(name)
+        if kind in ("mrr", "auc"):
+            some = found.candidates > 0
+            beaten = found.candidates[some] + 1 - found.filtered[some]
+            return 1 / found.filtered if kind == "mrr" else beaten / found.candidates[some]
+        if kind == "hits":
+            return found.filtered <= k
+        near, most = rank <= k, np.minimum(count, k)
+        if kind == "ndcg":
+            ideal = np.cumsum(1 / np.log2(2 + np.arange(most.max(initial=0))))
+            return per_source(near / np.log2(1 + rank)) / ideal[most - 1]
+        if kind == "map":
+            return per_source(near * place / rank) / most
+        return per_source(near) / (count if kind == "recall" else k)
+
+    values = [np.asarray(metric(name), np.float64) for name in names]
+    sums = group.sum(torch.tensor([[each.sum(), len(each)] for each in values], dtype=torch.float64))
+    return {
+        name: total / number if number else float("nan")
+        for name, (total, number) in zip(names, sums.tolist(), strict=True)
+    }

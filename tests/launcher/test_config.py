@@ -118,8 +118,19 @@ MISTAKES = {
     NODES + "  - {host: a, env: [A]}\n": ["3: nodes.0.env: expected a section of keys, found a list"],
     NODES + "  - {host: a, env: {A: }}\n": ["3: nodes.0.env: A: expected text, found nothing"],
     TWO + "train: {model: sagee}\n": [
-        "3: train.model: `sagee` is no model; did you mean `sage`? The models are sage, gcn, gat, rgcn, hgt, rsage, or "
-        "a class: FILE.py:CLASS or PACKAGE.CLASS"
+        "3: train.model: `sagee` is no model; did you mean `sage`? The models are sage, gcn, gat, rgcn, hgt, rsage, "
+        "lightgcn, or a class: FILE.py:CLASS or PACKAGE.CLASS"
+    ],
+    TWO + "train: {task: link, metrics: [recall@20, map@0]}\n": [
+        "3: train.metrics: recall@20 needs train.eval_negatives: all",
+        "3: train.metrics: no metric 'map@0'; the metrics of task link are mrr, hits@1, hits@10, hits@50, auc",
+    ],
+    TWO + "train: {task: link, eval_negatives: all, time_attr: at, model: lightgcn, metrics: [recall@7, hits@3]}\n": [
+        "3: train.eval_negatives: all computes each vertex once, from all its edges, so it is not for train.time_attr; "
+        "set a number"
+    ],
+    TWO + "train: {task: regression, model: lightgcn}\n": [
+        "3: train.model: lightgcn has embeddings only: it is for train.task: link"
     ],
     TWO + "train: {model: gat, model_args: {act: elu}}\n": [
         "3: train.model_args: gat is a bundled model, which takes no further arguments; leave them out"

@@ -84,7 +84,8 @@ def is_hetero(data: DataConfig) -> bool | None:
 def holds_out(options: Mapping[str, Any]) -> bool:
     """Return whether links are held out to be predicted: by an option, or by the split of an edge table."""
     tables = [table for table in _mapping(options.get("edges")).values() if isinstance(table, Mapping)]
-    given = any(table.get(key) for table in tables for key in ("split", "val_files", "test_files"))
+    unlabelled = [table for table in tables if not table.get("label")]
+    given = any(table.get(key) for table in unlabelled for key in ("split", "val_files", "test_files"))
     return given or any(options.get(name) is not None for name in ("hold_out", "hold_out_split"))
 
 

@@ -337,6 +337,8 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "file in two splits": (with_keys(rates={"test_files": "r*.csv"}), "ratings.csv is in two of files, val_files and"),
     "two options of splits": ({**with_keys(rates={"split": "at"}), "hold_out_split": "x"}, "edge tables have the key"),
     "no split": (with_keys(rates={"split": "at"}), "ratings.csv, row 1: at is '100' (5 such rows); split of edges."),
+    "shares of links": (with_keys(rates={"split": {"val": 0.1}}), "shares are for edges with a label; options"),
+    "label of edges": (with_keys(rates={"label": "stars"}), "'stars' is the label and also in weight"),
     "one name twice": (with_keys(item={"attributes": ["price"], "categories": ["price"]}), "two attributes"),
 }  # fmt: skip
 
@@ -391,6 +393,47 @@ def test_links_of_a_table_with_a_split_are_held_out(tmp_path: Path, as_files: bo
     untimed = with_keys(rates={**keys, "time": None, "dangling": "drop", **more})
     attrs = load(tmp_path, untimed, tmp_path / "untimed").graph_attrs
     assert "test_link_times" not in attrs and attrs["test_links"].tolist() == [[0, 0, 1], [1, 2, 0]]
+
+
+def test_labels_of_edges_and_their_splits_are_attributes_of_the_edges(tmp_path: Path) -> None:
+    ratings = "who,what,kind,stars,fold\nu1,7,buy,1,train\nu2,7,,2,\nu3,9,view,3.5,TEST\nu4,8,buy,4,valid\nu1,9,buy,,\n"
+    folder = shop(tmp_path, ratings__csv=ratings)
+    keys: dict[str, Any] = {"weight": None, "time": None, "label": "kind", "split": "fold"}
+    graph = load(folder, with_keys(rates=keys) | {"undirected": True}, tmp_path / "work")
+    attrs = graph.edges[RATES].attrs
+    assert attrs["y"].tolist() == [0, -1, 1, 0, 0] and attrs["edge_split"].tolist() == [0, -1, 2, 1, -1]
+    assert attrs["y"].dtype == np.int64 and attrs["edge_split"].dtype == np.int8
+    assert decode_texts(graph.graph_attrs["user__rates__item__y__categories"]) == ["buy", "view"]
+    assert graph.graph_attrs["user__rates__item__y__classes"].tolist() == [2]
+    assert "test_links" not in graph.graph_attrs and graph.edges[RATES].num_edges == 5
+    assert graph.edges["item", "rev_rates", "user"].attrs["edge_split"].tolist() == [0, -1, 2, 1, -1]
+    assert "edges.user__rates__item: splits: 1 train, 1 val, 1 test" in graph.notes
+    held = load(folder, with_keys(rates=keys) | {"hold_out": "user__rates__item"}, tmp_path / "held")
+    assert held.graph_attrs["test_links"].tolist() == [[2], [2]] and held.edges[RATES].num_edges == 3
+    assert held.edges[RATES].attrs.keys() == {"y"}
+    numbers = load(folder, with_keys(rates={**keys, "label": "stars", "split": None}), tmp_path / "numbers")
+    y = numbers.edges[RATES].attrs["y"]
+    assert y.dtype == np.float32 and np.array_equal(y, np.float32([1, 2, 3.5, 4, np.nan]), equal_nan=True)
+    assert "edge_split" not in numbers.edges[RATES].attrs and "user__rates__item__y__classes" not in numbers.graph_attrs
+    (folder / "ratings.csv").write_text("who,what,kind,fold\nu1,7,buy,\nu2,7,,val\n")
+    with pytest.raises(DataError, match=r"ratings\.csv, row 2: kind is empty \(1 such rows\), but fold has a value"):
+        load(folder, with_keys(rates=keys), tmp_path / "refused")
+
+
+def test_shares_of_edges_with_a_label_are_drawn_alike(tmp_path: Path) -> None:
+    sql(
+        "COPY (SELECT 'u' || (1 + i % 5) AS who, 7 + i % 3 AS what, CASE WHEN i % 4 > 0 THEN i % 2 + 0.5 END AS stars "
+        f"FROM range(6000) r(i)) TO '{tmp_path}/ratings.parquet'"
+    )
+    keys = {
+        "files": "ratings.parquet", "weight": None, "time": None, "label": "stars",
+        "split": {"train": 0.5, "val": 0.1, "test": 0.3},
+    }  # fmt: skip
+    found = [load(shop(tmp_path), with_keys(rates=keys), tmp_path / name).edges[RATES].attrs for name in ("a", "b")]
+    y, split = found[0]["y"], found[0]["edge_split"]
+    assert np.array_equal(split, found[1]["edge_split"]) and (split[np.isnan(y)] == -1).all()
+    shares = np.bincount(split[~np.isnan(y)] + 1) / 4500
+    assert shares == pytest.approx([0.1, 0.5, 0.1, 0.3], abs=0.02)
 
 
 def pairs_of(folder: Path, **rates: Any) -> dict[str, Any]:

@@ -25,6 +25,8 @@ _SPLIT_NAMES = {"valid": "val", "validation": "val"}  #: aliases of split names
 
 _MOST_CLASSES = 1 << 20
 
+CLASSES = "y__classes"  #: graph attribute with the number of classes of edges, after the name of their type; int64 [1]
+
 _MOST_GRAPH_BYTES = 16 << 20  #: largest graph attribute in bytes; every host gets a copy
 
 
@@ -53,9 +55,11 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scrat
     counts = {of: data.num_nodes for of, data in nodes.items()}
     edges, held_out, more = hold_out_given(edges, counts, options, raw.name, scratch)
     notes += more
+    labelled = {of: data for of, data in edges.items() if "y" in data.attrs and data.attrs["y"].dtype.kind in "iu"}
     if options.undirected:
         edges = both_ways(edges, counts, options.reverse_types, raw.name, scratch)
     graph_attrs = _graph_attrs(graph.plain, notes)
+    held_out |= {f"{type_name(of)}__{CLASSES}": _edge_classes(of, data, raw.name) for of, data in labelled.items()}
     if repeated := set(graph_attrs) & set(held_out):
         raise DataError(f"{raw.name}: graph attribute {sorted(repeated)[0]} already exists; rename it")
     graph_attrs |= held_out
@@ -153,6 +157,8 @@ def _num_classes_type(graph: RawGraph, options: SourceOptions) -> NodeType | Non
     if options.num_classes is None or not graph.hetero:
         return HOMO_NODE
     labelled = [of for of in graph.node_types if "y" in graph.nodes.get(of, {})]
+    if options.num_classes == 0 and not labelled and any("y" in arrays for arrays in graph.edges.values()):
+        return None  # numbers as labels of edges
     if options.target is None and len(labelled) != 1:
         raise DataError(f"{graph.name}: option num_classes needs option target: {len(labelled)} node types have y")
     return options.target or labelled[0]
@@ -194,6 +200,20 @@ def _edge_data(of: EdgeType, graph: RawGraph, notes: list[str]) -> EdgeData:
         edge_index = edge_index.astype(np.int64)
     kept = _attrs(arrays, EDGE_NAMES, edge_index.shape[1], "edges" + _of(of), notes)
     return EdgeData(edge_index, {name: array.values for name, array in kept.items()}, _bfloat16(kept))
+
+
+def _edge_classes(of: EdgeType, data: EdgeData, where: str) -> Array:
+    """Return the number of classes of integer labels of edges, int64 [1]; 0 if they are several per edge."""
+    y, most = data.attrs["y"], -1
+    if y.size != data.num_edges:
+        return np.zeros(1, np.int64)
+    for piece in slices(data.num_edges):
+        if int(y[piece].min()) < -1:
+            raise DataError(f"{where}: labels y of the edges {type_name(of)}: classes start at 0, -1 means no label")
+        most = max(most, int(y[piece].max()))
+    if most >= _MOST_CLASSES:
+        raise DataError(f"{where}: labels y of the edges {type_name(of)}: {most} is more than {_MOST_CLASSES} classes")
+    return np.array([most + 1], np.int64)
 
 
 def _of(of: NodeType | EdgeType) -> str:

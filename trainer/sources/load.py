@@ -84,8 +84,10 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
     if isinstance(parsed, TablesOptions):
         edges = {type_name(of): asdict(table) for of, table in parsed.edges.items()}
         for table in (*edges.values(), *record["nodes"].values()):
-            for key in ("split", "val_files", "test_files", "columns"):
-                if not table.get(key, True):  # parts made before this key existed stay valid
+            for key in ("label", "split", "val_files", "test_files", "columns"):
+                if not table.get(key, True) and (
+                    key not in ("label", "split") or "source" in table
+                ):  # parts made before this key existed stay valid
                     table.pop(key)
         record |= {"edges": edges}
     text = json.dumps([_GENERATION, name, record, files], sort_keys=True)

@@ -14,6 +14,7 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
+from trainer.core.rng import hashed
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.core.texts import CATEGORIES, encode_texts
@@ -21,6 +22,7 @@ from trainer.data.raw_arrays import RawArray, RawGraph
 from trainer.sources.table_arrays import ArrayColumn, TableArrays, number_array, row_ranges
 from trainer.sources.table_columns import (
     NumberColumn,
+    as_text,
     categories,
     check_ids,
     check_numbers,
@@ -188,7 +190,7 @@ class _Conversion:
                 f"{scan.place(first)}, and {scan.place(again)}; every node needs one row"
             )
 
-    def _label(self, of: NodeType, names: Sequence[str], scan: Scan) -> ArrayColumn:
+    def _label(self, of: NodeType | EdgeType, names: Sequence[str], scan: Scan) -> ArrayColumn:
         """Return attribute ``y``: classes as int64 (empty: -1), or numbers as float32 (empty: NaN).
 
         Several columns, or one of lists, are numbers: [N, D].
@@ -199,7 +201,7 @@ class _Conversion:
         if len(names) > 1 or list_type(scan.types[column]) is not None:
             columns = [NumberColumn(name, *label_sql(scan, name), whole=False) for name in names]
             if len(names) > 1:
-                self.names[f"{of}__y__{COLUMNS}" if self.hetero else f"y__{COLUMNS}"] = encode_texts(names)
+                self.names[f"{self._prefix(of)}y__{COLUMNS}"] = encode_texts(names)
             return number_array("y", columns, np.float32)
         plain = self.options.num_classes == 0 and self.options.target in (None, of)  # numbers, not classes
         found = class_sql(scan, column, plain)
@@ -208,12 +210,17 @@ class _Conversion:
         sql, is_class = found
         return ArrayColumn("y", [sql], np.dtype(np.int64 if is_class else np.float32))
 
+    def _prefix(self, of: NodeType | EdgeType, name: str = "y") -> str:
+        """Return what the names of graph attributes about attribute ``name`` of a type begin with."""
+        if self.hetero:
+            return f"{type_name(of)}__"
+        return f"{type_name(HOMO_EDGE)}__" if name == "y" and not isinstance(of, str) else ""
+
     def _codes(self, of: NodeType | EdgeType, name: str, column: str, scan: Scan, role: str) -> ArrayColumn:
         texts = categories(scan, column, role)
         self.enums += 1
         sql = code_sql(scan, column, texts, f"categories{self.enums}")
-        prefix = f"{type_name(of)}__" if self.hetero else ""
-        self.names[f"{prefix}{name}__{CATEGORIES}"] = encode_texts(texts or [""])
+        self.names[f"{self._prefix(of, name)}{name}__{CATEGORIES}"] = encode_texts(texts or [""])
         self.notes.append(f"{scan.where}: {column} → {name}: {_listed(texts)}")
         return ArrayColumn(name, [sql], np.dtype(np.int64))
 
@@ -253,8 +260,10 @@ class _Conversion:
             columns.append(
                 number_array("edge_weight", check_numbers(scan, [table.weight], "weight", table.fill), np.float32)
             )
-        if table.has_split:
-            columns.append(self._edge_split(table, scan))
+        if table.label:
+            columns.append(self._label(of, table.label, scan))
+        if table.has_split and not isinstance(table.split, Mapping):
+            columns.append(self._edge_split(of, table, scan))
         self._check_names(columns, scan)
         source, target = self._id(scan, table.source, of[0]), self._id(scan, table.target, of[2])
         self.database.run(
@@ -268,22 +277,65 @@ class _Conversion:
         count = self._check_dangling(of, table, scan, name, number_of)
         arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count, total) for each in columns}
         arrays["edge_index"] = self._edge_index(of, name, count, scan)
+        if table.label and table.has_split and not self._holds_out(of):
+            arrays[EDGE_SPLIT] = self._labelled_split(table, arrays, scan)
         self.database.run(f"DROP TABLE {name}", scan.where)
         scan.close()
         self.notes.append(f"{scan.where}: {count:,} edges{_attrs_text(columns)}")
         return arrays
 
-    def _edge_split(self, table: EdgeTable, scan: Scan) -> ArrayColumn:
-        """Return attribute ``edge_split``, int8: 0 train, 1 val, 2 test."""
-        if table.split is not None:
-            word = split_sql(scan, table.split)
-            sql = f"CASE {word} WHEN 'val' THEN 1 WHEN 'test' THEN 2 ELSE 0 END"
+    def _edge_split(self, of: EdgeType, table: EdgeTable, scan: Scan) -> ArrayColumn:
+        """Return attribute ``edge_split``, int8: 0 train, 1 val, 2 test; -1 none, if the edges have labels.
+
+        Raises ``DataError`` for an edge without a label to which the column gives a split.
+        """
+        if isinstance(table.split, str):
+            none, word = 0, split_sql(scan, table.split)
+            if table.label and not self._holds_out(of):
+                none = -1
+                empty = [f"{as_text(name, scan.types[name])} IS NULL" for name in table.label]
+                bad = f"{word} IS NOT NULL AND {' AND '.join(empty)}"
+                ((count,),) = self.database.rows(f"SELECT count(*) FROM {scan.sql} WHERE {bad}", scan.where)
+                if count:
+                    raise DataError(
+                        f"{scan.first(table.label[0], bad)} ({count:,} such rows), but {table.split} has a value; only "
+                        "edges with a label can be in a split"
+                    )
+            sql = f"CASE {word} WHEN 'val' THEN 1 WHEN 'test' THEN 2 WHEN 'train' THEN 0 ELSE {none} END"
         else:
             train, val, _ = files_of_splits(table, self.source, scan.where)
             first = sum(map(scan.row_count, train)) if scan.sql else 0
             last = first + sum(map(scan.row_count, val))
             sql = f"CASE WHEN rowid < {first} THEN 0 WHEN rowid < {last} THEN 1 ELSE 2 END"
         return ArrayColumn(EDGE_SPLIT, [f"CAST({sql} AS TINYINT)"], np.dtype(np.int8))
+
+    def _holds_out(self, of: EdgeType) -> bool:
+        """Return whether option ``hold_out`` takes the links of a table's split out of the edges, also with labels."""
+        name = type_name(of if self.hetero else HOMO_EDGE)
+        return self.options.hold_out_split is not None and self.options.hold_out == name
+
+    def _labelled_split(self, table: EdgeTable, arrays: Mapping[str, RawArray], scan: Scan) -> RawArray:
+        """Return attribute ``edge_split`` of edges with labels, with -1 for edges without a label.
+
+        A table's shares are drawn by a hash of the edges' numbers.
+        """
+        y, sizes = arrays["y"].values, np.zeros(len(SPLITS), np.int64)
+        out = self.arrays.empty(EDGE_SPLIT, np.dtype(np.int8), (len(y),))
+        for begin, end in row_ranges(len(y), 64):
+            values = np.asarray(y[begin:end]).reshape(end - begin, -1)
+            labelled = (~np.isnan(values) if values.dtype.kind == "f" else values >= 0).any(1)
+            if isinstance(table.split, Mapping):
+                place = (hashed(np.arange(begin, end, dtype=np.uint64)) >> np.uint64(11)) / float(1 << 53)
+                limits = np.cumsum([table.split.get(name, 0.0) for name in SPLITS])
+                split = np.searchsorted(limits, place, "right").astype(np.int8)
+                split[split == len(SPLITS)] = -1
+            else:
+                split = np.asarray(arrays[EDGE_SPLIT].values[begin:end])
+            out[begin:end] = np.where(labelled, split, -1)
+            sizes += np.bincount(out[begin:end][out[begin:end] >= 0], minlength=len(SPLITS))
+        named = zip(sizes, SPLITS, strict=True)
+        self.notes.append(f"{scan.where}: splits: {', '.join(f'{size:,} {split}' for size, split in named if size)}")
+        return RawArray(out, scan.where)
 
     def _check_dangling(
         self, of: EdgeType, table: EdgeTable, scan: Scan, name: str, number_of: Mapping[NodeType, str]
@@ -388,7 +440,7 @@ class _Conversion:
         if table.time is not None:
             name = "time" if features == "x" else "edge_time"
             found.append(ArrayColumn(name, [time_sql(scan, table.time)], np.dtype(np.int64)))
-        self._check_names(found, scan, ("id", "y"))
+        self._check_names(found, scan, ("id", "y", EDGE_SPLIT))
         return found
 
     @staticmethod

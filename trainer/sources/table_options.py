@@ -17,7 +17,7 @@ Dangling: TypeAlias = Literal["error", "drop"]
 
 SPLITS = ("train", "val", "test")
 
-EDGE_SPLIT = "edge_split"  #: edge attribute, int8: the position in ``SPLITS``
+EDGE_SPLIT = "edge_split"  #: edge attribute, int8: the position in ``SPLITS``; with labels, -1: none
 
 _ROLES = (
     *("id", "source", "target", "label", "split", "weight", "time"),
@@ -77,7 +77,10 @@ class EdgeTable(Table):
     source: str = ""  #: column with the id of the source node
     target: str = ""  #: column with the id of the target node
     weight: str | None = None  #: numbers, at least 0
-    split: str | None = None  #: column with train, val, test; empty: train
+    label: tuple[str, ...] = ()  #: as of a node table; then edges of val and test remain edges
+    split: str | Mapping[str, float] | None = (
+        None  #: column with train, val, test; with a label also shares of the edges
+    )
     val_files: tuple[str, ...] = ()  #: files of the links for validation, with the columns of ``files``
     test_files: tuple[str, ...] = ()  #: files of the links for test
     dangling: Dangling = "error"  #: edges whose source or target is not in the node table
@@ -124,8 +127,11 @@ def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
 
 
 def _with_given_split(common: SourceOptions, edges: Mapping[EdgeType, EdgeTable]) -> SourceOptions:
-    """Let links of tables with a split be held out as given, with their times if all have them."""
-    given = {of: table for of, table in edges.items() if table.has_split}
+    """Let links of tables with a split be held out as given, with their times if all have them.
+
+    Edges with labels are held out only if option ``hold_out`` names them.
+    """
+    given = {of: table for of, table in edges.items() if table.has_split and (common.hold_out or not table.label)}
     if not given:
         return common
     if common.hold_out_split is not None:
@@ -198,8 +204,24 @@ def _table(kind: type[T], where: str, given: Any, shared: Mapping[str, Any]) -> 
     }
     if "split" in values and ("val_files" in values or "test_files" in values):
         raise DataError(f"dataset tables: {where}: give either split, a column, or val_files and test_files")
+    if kind is EdgeTable and isinstance(values.get("split"), dict) and "label" not in values:
+        raise DataError(
+            f"dataset tables: {where}: split: shares are for edges with a label; options hold_out, hold_out_val and "
+            "hold_out_test hold out shares of links"
+        )
     for label in values.get("label", ()):
-        for name in ("id", "time", "split", "features", "one_hot", "categories", "attributes"):
+        for name in (
+            "id",
+            "source",
+            "target",
+            "weight",
+            "time",
+            "split",
+            "features",
+            "one_hot",
+            "categories",
+            "attributes",
+        ):
             if label == values.get(name) or (isinstance(values.get(name), tuple) and label in values[name]):
                 raise DataError(
                     f"dataset tables: {where}: {label!r} is the label and also in {name}, so the model would read what "

@@ -51,6 +51,7 @@ def options_of(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
         plain=bool(merged.get("plain")),
         detach=bool(merged.get("detach")),
         wait=wait_limit(merged.get("wait")),
+        nodes_needed=merged.get("nodes_needed") or "",
         resumed_from=merged.get("resumed_from"),
         flags=flags_of(merged, remote),
     )

@@ -25,6 +25,7 @@ from launcher.cli.options import (
     HOST_FILTERS,
     JSON,
     LIVE,
+    NODES_NEEDED,
     SET,
     VERBOSE,
     WAIT,
@@ -37,7 +38,7 @@ from launcher.cli.options import (
 )
 from launcher.cli.partition_store import STORE_COMMANDS
 from launcher.cli.rehearse import rehearse_command
-from launcher.errors import FleetError, Interrupted
+from launcher.errors import FleetError, Interrupted, UsageError
 from launcher.run.options import LaunchOptions, choose_run_id, read_config
 from launcher.text import say
 
@@ -52,7 +53,7 @@ _MOST_USED = ("config", "sets", "version", "help")
 #: Commands in the order in which a user needs them; commands not listed here follow.
 _ORDER = (
     *("init", "setup", "import", "check", "plan", "rehearse", "launch", "export", "partition"),
-    *("status", "logs", "follow", "attach", "stop", "collect", "resume"),
+    *("status", "queue", "logs", "follow", "attach", "stop", "collect", "resume"),
     *("infer", "inspect", "runs", "profile", "report", "compare", "serve", "clean", "completion"),
 )
 
@@ -137,6 +138,7 @@ _CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_o
 
 launch_options = with_options(
     click.option("--slurm", metavar="KEY=VALUE,…", help="Submit a Slurm job: partition=gpu,nodes=4,time=2:00:00."),
+    NODES_NEEDED,
     WAIT,
     DETACH,
     *LIVE,
@@ -268,6 +270,8 @@ def show_plan(options: LaunchOptions) -> None:
     from launcher.plan.build import offline_plan
     from launcher.serving.attach_run import known_serving
 
+    if options.nodes_needed:
+        raise UsageError("--nodes-needed chooses among hosts that it has checked, which a plan does not; use --include")
     config = read_config(options)
     run_id = choose_run_id(config, options.run_id)
     made = offline_plan(resolve_run(config), run_id, options.own_command, serving=known_serving(config), to_train=True)
@@ -305,13 +309,14 @@ def with_all_commands() -> click.Group:
     from launcher.cli.explain import explain
     from launcher.cli.infer import infer, inspect
     from launcher.cli.init import init
+    from launcher.cli.queue import queue
     from launcher.cli.report import compare, report
     from launcher.cli.runs import register_commands
     from launcher.cli.serve import serve
     from launcher.cli.setup import setup
 
     register_commands(gnnfleet)
-    for command in (infer, inspect, report, compare, serve, completion, init, setup, explain, clean):
+    for command in (infer, inspect, report, compare, serve, queue, completion, init, setup, explain, clean):
         gnnfleet.add_command(command)
     return gnnfleet
 

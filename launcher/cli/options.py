@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _HEADINGS = {
     "Config": ("config", "sets"),
     "Rehearsal": ("fault", "vertices", "folder"),
-    "Hosts": ("more_hosts", "nodes", "include", "exclude", "group", "venv", "conda", "python"),
+    "Hosts": ("more_hosts", "nodes", "include", "exclude", "nodes_needed", "group", "venv", "conda", "python"),
     "Packages": ("packages", "build"),
     "SSH login": ("user", "key", "password", "host_keys"),
     "Graph and training": (
@@ -101,6 +101,8 @@ HOST_FILTERS = (
 JSON = click.option("--json", "as_json", is_flag=True, help="Write JSON to stdout, all else to stderr.")
 
 VERBOSE = click.option("--verbose", "-v", is_flag=True, help="Show each node with its commands in a plan.")
+
+NODES_NEEDED = click.option("--nodes-needed", metavar="N[-M]", help="Only so many of them: the first that are free.")
 
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Show the plan without connecting to a host.")
 

@@ -40,11 +40,16 @@ def filtered(config: ClusterConfig, include: Sequence[str], exclude: Sequence[st
     if not left:
         options = [*(f"--include {spec}" for spec in include), *(f"--exclude {spec}" for spec in exclude)]
         raise UsageError(f"{' '.join(options)}: no host is left of {_hosts(config)}")
+    return with_nodes(config, left)
+
+
+def with_nodes(config: ClusterConfig, left: Sequence[NodeConfig]) -> ClusterConfig:
+    """Return ``config`` with only the nodes ``left``, and their parts in a folder of their own, as in ``filtered``."""
     _check_master_addr(config, left)
     data, parts = config.data, sum(node.holds for node in left)
     if data.mode == "sync" and data.num_parts is None and parts != sum(node.holds for node in config.nodes):
         data = replace(data, folder=f"{data.folder.rstrip('/')}-{parts}")
-    return replace(config, nodes=left, data=data)
+    return replace(config, nodes=tuple(left), data=data)
 
 
 def _rest(

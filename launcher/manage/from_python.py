@@ -46,10 +46,13 @@ def launch(
     command: str | Sequence[str] = (),
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
+    nodes: int | str | None = None,
+    wait: bool | str = False,
     run_id: str | None = None,
     quiet: bool = False,
 ) -> LaunchedRun:
-    """Launch a run and return once its first step has trained, as ``gnnfleet launch --detach``.
+    """Launch a run and return once its first step has trained, or once it waits in line, as ``gnnfleet launch
+    --detach``.
 
     The run belongs to its hosts: it goes on when this process ends, and ``gf.LaunchedRun(run_id)`` finds it again.
 
@@ -58,6 +61,8 @@ def launch(
         set: Values of config keys, such as ``{"train.lr": 0.01}``.
         command: Your own command instead of the bundled trainer, such as ``"python train.py"``, or its words.
         include, exclude: Hosts and devices, as of the options ``--include`` and ``--exclude``.
+        nodes: How many of the hosts to use, ``2`` or ``"2-4"``: the first that are free, as of ``--nodes-needed``.
+        wait: Wait in line for hosts and devices in use, as ``--wait``; ``"2h"``: at most so long.
         run_id: Id of the run; default: from name and time.
         quiet: Print no lines of the launch to stderr.
 
@@ -77,6 +82,8 @@ def launch(
     options = LaunchOptions(Path(config), overrides_of({}, sets), include, exclude)
     run_id = choose_run_id(options.choose(read_config(options)), run_id)
     words = ["launch", "--config", str(config), "--run-id", run_id, "--detach", "--json"]
+    words += ["--nodes-needed", str(nodes)] if nodes is not None else []
+    words += ["--wait", *([wait] if isinstance(wait, str) else [])] if wait else []
     for option, values in (("--set", sets), ("--include", include), ("--exclude", exclude)):
         words += [word for value in values for word in (option, value)]
     status, _, said = _gnnfleet([*words, *(("--", *command) if command else ())], quiet=quiet)
@@ -149,7 +156,7 @@ class LaunchedRun:
         return [rows[epoch] for epoch in sorted(rows)]
 
     def state(self) -> str:
-        """Return the state of the run, asking its hosts: ``running``, ``done``, ``failed``, ``stopped``, …"""
+        """Return the state of the run, asking its hosts: ``waiting``, ``running``, ``done``, ``failed``, …"""
         result = self.result
         if result is not None:
             return str(result["state"])

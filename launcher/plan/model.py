@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from launcher.command import Command
 from launcher.config.schema import TrainConfig, login_text
@@ -40,6 +40,7 @@ class NodeFacts:
     device_memory: tuple[tuple[str, int], ...] = ()  #: UUID of each CUDA device, by index, and bytes of its memory
     ids: str = ""  #: ``uid:gid`` of the user
     bfloat16: str | None = None  #: the CPU's instructions for bfloat16, such as avx512_bf16; '' for none; None: unknown
+    leases: tuple[Mapping[str, Any], ...] = ()  #: of all runs, see ``launcher.node.leases``
 
     def device_bytes(self, device: int | str) -> int:
         """Return the bytes of memory of a CUDA device, given by index or UUID; 0 if unknown, as for MIG instances."""

@@ -182,4 +182,5 @@ def _facts(config: ResolvedConfig, k: int, probe: Mapping[str, Any], offset: flo
         device_memory=tuple((gpu["uuid"], gpu["memory"] << 20) for gpu in probe["gpus"]),
         bfloat16=probe.get("bfloat16"),
         ids=probe.get("ids", ""),
+        leases=tuple(probe["leases"]),
     )

@@ -38,6 +38,7 @@ from launcher.report.report import RunReport, RunState
 from launcher.report.run_folder import clear, register
 from launcher.run.batch_job import JobWarning, batch_job, in_batch_job, request_checkpoint, requeue_job
 from launcher.run.check import preflight_of_draft, show_findings
+from launcher.run.choose_hosts import choose_hosts
 from launcher.run.interrupts import Interrupts
 from launcher.run.lifecycle import RunContext, conduct
 from launcher.run.options import LaunchOptions, choose_run_id, run_folder
@@ -152,6 +153,7 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
     first training step. Raises FleetError for a failure before anything runs on the nodes, Interrupted, and OutOfReach
     for a run that goes on without this machine; failures on the nodes are in the report.
     """
+    config = choose_hosts(config, options, console) if options.nodes_needed else config
     resolved = resolve_run(config)
     run_id = choose_run_id(config, options.run_id)
     # finds mistakes in the own command and in local parts before any connection is made

@@ -64,7 +64,7 @@ class LaunchOptions:
     plain: bool = False  #: no live view
     detach: bool = False  #: return once the first step has trained, or the run waits in line
     wait: float | None = None  #: seconds to wait for devices and hosts in use; 0: no limit; None: no waiting
-    nodes_needed: str = ""  #: ``2`` or ``2-4``: as many of the hosts as are free
+    nodes_needed: str = ""  #: ``2`` or ``2-4``: see ``launcher.run.choose_hosts``
     resumed_from: str | None = None  #: id of the run that this one resumes
     flags: Flags = Flags()  #: options of other launchers, given with their files
 
@@ -75,8 +75,9 @@ class LaunchOptions:
         """
         from launcher.config.host_filter import filtered
 
-        if self.wait is not None and config.transport == "slurm":
-            raise UsageError("--wait: Slurm queues jobs by itself; leave the option out with `transport: slurm`")
+        if (self.wait is not None or self.nodes_needed) and config.transport == "slurm":
+            option = "--nodes-needed" if self.nodes_needed else "--wait"
+            raise UsageError(f"{option}: Slurm queues jobs and chooses their hosts; see `slurm` in the cluster file")
         return filtered(config, self.include, self.exclude)
 
     def launch_file(self, run_id: str, name: str, *, job: str = "", stage: Stage = "connect") -> LaunchFile:

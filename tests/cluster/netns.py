@@ -33,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from netns_tools import (
+    FIRST_UID,
     SEARCH_PATH,
     STATE,
     Machine,
@@ -56,6 +57,7 @@ __all__ = ["Host", "Machine", "NetCluster", "NetnsError", "Process", "remove_lef
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = ("/tmp", "/run", "/dev/shm")
+HOMES = "/run/home"  # of ``Machine.users``
 DISK = "/tmp/gnnfleet"  # a folder of every host that survives a power cut; its path contains no cluster's name
 BRIDGE_MAC = (
     "02:00:00:00:00:01"  # fixed: a bridge takes over the MAC of some host, and another one after that host's power-off
@@ -103,6 +105,9 @@ class Host:
         users = ("root", PASSWORD_USER, DIRECTORY_USER)
         accounts = [f"{user}:x:0:0::{self.home}:{self.machine.shell}" for user in users]
         shadow = [f"{user}:{password}:19000:0:99999:7:::" for user in users]
+        for uid, user in enumerate(self.machine.users, FIRST_UID):
+            accounts.append(f"{user}:x:{uid}:{uid}::{HOMES}/{user}:{self.machine.shell}")
+            shadow.append(f"{user}:*:19000:0:99999:7:::")
         accounts += [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith("root:")]
         shadow += [line for line in Path("/etc/shadow").read_text().splitlines() if not line.startswith("root:")]
         others = [f"{host.address} {host.name}" for host in self.cluster.hosts if host is not self]
@@ -193,6 +198,22 @@ class Host:
         assert self._process is not None
         pid = self._process.pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+    def welcome(self) -> None:
+        """Make the home folders of ``Machine.users``, and let them use the repository, its Python and the kernels."""
+        key = f"{self.home}/.ssh/authorized_keys"
+        lines = ["set -e"]
+        for path in (REPOSITORY, Path(sys.prefix), Path(sys.base_prefix).resolve()):
+            closed = next((one for one in reversed(path.parents) if not one.stat().st_mode & 0o001), None)
+            if closed is not None:  # such as /root; only ``path`` remains of it
+                lines += ["mkdir -p /run/moved", f"mount --rbind {path} /run/moved"]
+                lines += [f"mount -t tmpfs -o mode=755 tmpfs {closed}", f"mkdir -p {path}"]
+                lines += [f"mount --move /run/moved {path}"]
+        for uid, user in enumerate(self.machine.users, FIRST_UID):
+            home = f"{HOMES}/{user}"
+            lines += [f"mkdir -p {home}/.ssh", f"cp {key} {home}/.ssh/authorized_keys"]
+            lines += [f"cp -r {os.environ['GNNFLEET_KERNELS']} {home}/kernels", f"chown -R {uid}:{uid} {home}"]
+        self.run(["bash", "-c", "\n".join(lines)])
 
     def power_cut(self) -> None:
         """Stop the host as by a power failure: other hosts get no TCP FIN. /tmp is lost, the home folder stays."""

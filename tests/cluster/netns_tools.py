@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+FIRST_UID = 2001  #: uid of the first of ``Machine.users``
 STATE = Path("/var/tmp/gnnfleet-netns")  # not in /tmp or /run, because every host has its own
 TOOLS = {
     "ip": "iproute2",
@@ -37,6 +38,7 @@ class Machine:
     password: bool = False  #: whether sshd accepts the password PASSWORD
     behind: int | None = None  #: index of the jump host, through which alone the operator reaches this host
     shell: str = "/bin/bash"  #: login shell of root and the other accounts
+    users: tuple[str, ...] = ()  #: accounts with uids from ``FIRST_UID`` on, whose homes are made by ``Host.welcome``
     own_memory: bool = False  #: whether ``Host.limit_memory`` is usable; needs a memory cgroup
 
 

@@ -10,7 +10,7 @@ import pytest
 from launcher.cli.main import gnnfleet, run
 
 run(["--help"])  # registers all commands
-WIDTH, LINES, LINES_OF_LAUNCH = 80, 40, 52
+WIDTH, LINES, LINES_OF_LAUNCH = 80, 44, 52
 
 
 def commands(above: tuple[str, ...] = (), group: click.Group = gnnfleet) -> Iterator[tuple[str, ...]]:

@@ -7,18 +7,26 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.errors import UsageError
+from launcher.manage.show_queue import HostLine, starts, to_json
 from launcher.node import leases
 from launcher.node.leases import Lease, LeaseHolder, in_the_way, take_turn, this_process, ticket, wait_in_line
 from launcher.node.peers.model import NO_TURN, Turn
 from launcher.node.supervisor.waiting import next_turn
+from launcher.preflight.finding import Finding
+from launcher.preflight.preflight_report import PreflightReport
+from launcher.report.waiting import waiting_words
+from launcher.run.choose_hosts import chosen_nodes, numbers_needed
 from node_kit import PYTHON, RunFolder
 from peers_kit import Run
+from plan_kit import facts_of
 from waiting import wait_until
 
 ENDS = "import time; print('up', flush=True); time.sleep(0.2)"
@@ -304,3 +312,104 @@ def test_a_run_without_wait_takes_free_cpus_beside_others_but_one_that_waits_has
     waits = ticket(["cpu:waits-node0"], this_process("waits", 0), 1.0)
     assert [one.run_id for one in wait_in_line(waits)] == ["other"]
     assert [one.run_id for one in take_turn(waits, this_process("waits", 0))] == ["other"]
+
+
+# -- what users see
+
+
+def state_of(*blockers: tuple[str, bool], earlier: int = 0) -> dict[str, Any]:
+    listed = [{"run_id": run_id, "user": "alice", "since": 0.0, "waits": waits} for run_id, waits in blockers]
+    return {"state": "queued", "queue": {"since": 0.0, "earlier": earlier, "blockers": listed}}
+
+
+@pytest.mark.parametrize(
+    ("states", "words"),
+    [
+        ([state_of()], ""),
+        ([{"state": "training", "queue": None}], ""),
+        ([state_of(("a", False)), state_of()], "waiting for run a of alice on node0 since T, 1st in line"),
+        (
+            [state_of(("a", False), ("b", True), earlier=1), state_of(("a", False))],
+            "waiting for run a of alice on node0, node1 since T, 2nd in line",
+        ),
+        ([state_of(("b", True), earlier=1)], "waiting behind run b of alice on node0 since T, 2nd in line"),
+        (
+            [state_of(*((name, False) for name in "abcd"), earlier=12)],
+            "waiting for run a of alice on node0 since T and run b of alice on node0 since T and 2 more, 13th in line",
+        ),
+    ],
+)
+def test_words_about_what_a_run_waits_for(
+    states: list[dict[str, Any]], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.report.waiting.clock_time", lambda when: "T")
+    assert waiting_words(dict(enumerate(states))) == words
+
+
+def test_starts_are_estimated_from_the_ends_on_all_hosts() -> None:
+    mine, behind = (ticket(["cuda:0"], holder(name), launched) for name, launched in (("b", 1.0), ("c", 2.0)))
+    early, late = (Lease("cuda:0", *holder("a")), Lease("cuda:0", *holder("d")))
+    lines = [
+        HostLine("h0", (early._replace(ends=50.0),), (mine, behind)),
+        HostLine("h1", (late._replace(ends=70.0),), (mine,)),
+    ]
+    assert starts(mine, lines) == 70.0 and starts(behind, lines) is None
+    assert starts(mine, [lines[0], HostLine("h1", (late,), (mine,))]) is None, "its end is unknown"
+    assert starts(mine, [HostLine("h0", (), (mine,))]) == 0.0
+    (one,) = to_json([HostLine("h0", (early, Lease("port:7", *holder("b"))), (mine, behind))])
+    shown = [(run["state"], run["run_id"], run.get("place"), run["resources"]) for run in one["runs"]]
+    device = ["CUDA device 0"]
+    assert shown == [("runs", "a", None, device), ("waits", "b", 1, device), ("waits", "c", 2, device)]
+
+
+def report_of(nodes: Sequence[str], **ends: float) -> PreflightReport:
+    """Return a report on nodes of which each is ``free``, ``unfit``, or used and waited for by the runs named.
+
+    nodes: run ids by blanks; one in capitals waits. ends: when runs will have ended.
+    """
+    facts, findings = {}, []
+    for k, word in enumerate(nodes):
+        runs = [] if word in ("free", "unfit") else word.split()
+        leases = [
+            {"run_id": run, "resource": f"ticket:{run}" if run.isupper() else "cuda:0", "ends": ends.get(run, 0.0)}
+            for run in runs
+        ]
+        facts[k] = replace(facts_of(1)[0], node_rank=k, leases=tuple(leases))
+        findings += [Finding(k, f"h{k}", "block", "devices", f"held by {run}", held_by=run) for run in runs]
+        findings += [Finding(k, f"h{k}", "block", "disk", "the disk is full")] if word == "unfit" else []
+    return PreflightReport(facts, tuple(findings))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "needed", "wait", "chosen"),
+    [
+        (["free", "unfit", "free", "free"], (2, 2), False, [0, 2]),
+        (["free", "unfit", "free", "free"], (2, 4), False, [0, 2, 3]),
+        (["a", "free", "unfit", "free"], (1, 4), False, [1, 3]),
+        (["a", "free", "unfit", "b"], (2, 4), False, []),
+        (["a", "free", "unfit", "b"], (2, 4), True, [1, 3]),  # b ends, the end of a is unknown
+        (["b X", "free", "c", "b"], (2, 4), True, [1, 3]),
+        (["b X", "free", "c", "c"], (3, 4), True, [1, 2, 3]),
+        (["b X Y", "b X", "unfit", "b X Y"], (2, 2), True, [0, 1]),
+        (["free", "unfit", "unfit", "b"], (3, 4), True, []),
+    ],
+)
+def test_the_first_hosts_that_are_free_are_chosen(
+    nodes: list[str], needed: tuple[int, int], wait: bool, chosen: list[int]
+) -> None:
+    found, left_out = chosen_nodes(report_of(nodes, b=50.0, c=60.0), len(nodes), *needed, wait=wait)
+    assert found == chosen
+    assert {one.node_rank for one in left_out} == {
+        k for k, word in enumerate(nodes) if word != "free" and k not in chosen
+    }
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("2", (2, 2)), ("2-4", (2, 4)), ("1-9", (1, 9))])
+def test_numbers_of_hosts(text: str, numbers: tuple[int, int]) -> None:
+    assert numbers_needed(text, 4) == numbers
+
+
+@pytest.mark.parametrize("text", ["0", "3-2", "x", "-1", "2-", "5", "5-9"])
+def test_other_numbers_of_hosts_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=f"--nodes-needed {text}: "):
+        numbers_needed(text, 4)

@@ -112,11 +112,12 @@ class Waiting:
         self._next = time.monotonic() + _EVERY
         assert self.place is not None
         self.place["ready"] = not found
-        self._words = "; ".join(map(self._in_words, found)) or "other nodes of the run were not ready"
         runs = {(one.run_id, one.user, one.waits): one for one in reversed(found)}
+        shown = [*runs.values()][::-1][:_SHOWN]
+        self._words = "; ".join(map(self._in_words, shown)) or "other nodes of the run were not ready"
         blockers = [
             {"run_id": one.run_id, "user": one.user, "since": one.since, "waits": one.waits, "what": self._what(one)}
-            for one in [*runs.values()][::-1][:_SHOWN]
+            for one in shown
         ]
         earlier = len({(one.run_id, one.user) for one in found if one.waits})
         if self.state is None or self.state["blockers"] != blockers or self.state["earlier"] != earlier:

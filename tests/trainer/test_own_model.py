@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import gnnfleet as gf
 from graphs import graph
 from nn_kit import homogeneous
 from own_models_kit import write_models
-from train_kit import curve, job, run_ranks, write_parts
+from train_kit import SMALL, curve, job, run_ranks, write_parts
 from trainer.core.batch import Batch
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import Ranks
@@ -31,6 +32,7 @@ from trainer.own.own_model import build_own, small_batch
 from trainer.own.unrolled import unrolled
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
+from trainer.sources.load import load_dataset
 from trainer.train.job import train
 from trainer.train.model import check_on_graph
 from trainer.train.settings import InferJob, TrainSettings
@@ -150,6 +152,10 @@ def jobs(sources: Path, homo: Path, hetero: Path, folder: Path, **more: Any):
             yield job(parts, folder / kind / model, model=named(sources, model), fanouts=FANOUTS[kind], **common)
     links = {**common, "task": "link", "target": "paper__cites__paper", "batch_size": 500, "negatives": 20}
     yield job(hetero, folder / "links", model=named(sources, "Typed"), **links)
+    # Layers that read degrees, and more layers than hops: what other seeds expand must not matter.
+    yield job(homo, folder / "degrees", model="torch_geometric.nn.GCN")
+    for parts, name in ((homo, "deep"), (hetero, "typed deep")):
+        yield job(parts, folder / name, model=named(sources, "Own"), model_args={"depth": 2})
     yield job(homo, folder / "noisy", model=named(sources, "Noisy"), **{**common, "epochs": 1})
 
 
@@ -161,7 +167,14 @@ def alone(sources: Path, homo: Path, hetero: Path, tmp_path_factory: pytest.Temp
     return folder
 
 
-CASES = [*(f"homo/{model}" for model in HOMO), *(f"hetero/{model}" for model in HETERO), "links"]
+CASES = [
+    *(f"homo/{model}" for model in HOMO),
+    *(f"hetero/{model}" for model in HETERO),
+    "links",
+    "degrees",
+    "typed deep",
+    "deep",
+]
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +269,16 @@ def whole_graph(opened: gf.Graph):
     return x, batch.n_id[batch.edge_index]
 
 
+def on_all_nodes(model: Any) -> dict[str, torch.Tensor]:
+    """Return what a model of a typed graph computes on the whole graph, from its dataset."""
+    data = load_dataset("synthetic-hetero", options=SMALL)
+    x = {of: torch.from_numpy(nodes.attrs["x"]) for of, nodes in data.nodes.items() if "x" in nodes.attrs}
+    n_id = {of: torch.arange(nodes.num_nodes) for of, nodes in data.nodes.items()}
+    edges = {of: torch.from_numpy(np.array(some.edge_index)).long() for of, some in data.edges.items()}
+    rows = model.input_rows(SimpleNamespace(x=x, n_id=n_id, categories={}))
+    return model.own(rows, {of: edges[of] for of in model.call.edge_types})
+
+
 def written(out: Path, parts: int) -> torch.Tensor:
     """Return the model's output that ``infer`` wrote, in the order of original ids."""
     folders = [out / f"part{part}" for part in range(parts)]
@@ -264,21 +287,24 @@ def written(out: Path, parts: int) -> torch.Tensor:
     return torch.from_numpy(rows[np.argsort(ids)])
 
 
-@pytest.mark.parametrize("case", ["homo/Own", "hetero/Typed", "links"])
+@pytest.mark.parametrize(
+    "case", ["homo/Own", "hetero/Typed", "hetero/torch_geometric.nn.GraphSAGE", "links", "degrees"]
+)
 def test_inference_of_other_classes_uses_sampled_neighbours_and_says_so(
     case: str, homo: Path, hetero: Path, alone: Path, tmp_path: Path
 ) -> None:
     saved = alone / case / "checkpoints" / "last.pt"
-    parts = homo if case.startswith("homo") else hetero
+    parts = hetero if case.startswith(("hetero", "links")) else homo
     first, again = (infer(InferJob(saved, parts, tmp_path / str(size), nodes_at_once=size)) for size in (64, 1000))
     fanouts = FANOUTS.get(case.partition("/")[0], (5, 5))
     assert f"was run on sampled neighbours {fanouts}, as in evaluation" in first.files
     assert first.metrics == again.metrics
-    if case == "homo/Own":
-        every = infer(InferJob(saved, parts, tmp_path / "every", nodes_at_once=600, fanouts=(-1, -1)))
+    if "/" in case:
+        every = infer(InferJob(saved, parts, tmp_path / "every", nodes_at_once=150, fanouts=(-1, -1)))
         assert every.files.endswith("was run on all neighbours") and every.fanouts == (-1, -1)
+        model = gf.load_model(alone / case)
         with gf.open(homo) as opened, torch.no_grad():
-            expected = gf.load_model(alone / case)(*whole_graph(opened))
+            expected = model(*whole_graph(opened)) if parts == homo else on_all_nodes(model)["paper"]
         torch.testing.assert_close(written(tmp_path / "every", 2), expected, atol=1e-4, rtol=1e-4)
     if case != "links":
         torch.testing.assert_close(written(tmp_path / "64", 2), written(tmp_path / "1000", 2), atol=1e-5, rtol=1e-5)

@@ -27,10 +27,11 @@ from trainer.train.device_sampling import Sampling, SamplingChoice, choose_sampl
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from waiting import DEADLINE
 
+SMALL = {"num_nodes": 600, "num_classes": 4, "num_features": 12}  #: options of the graphs of ``write_parts``
+
 
 def write_parts(folder: Path, num_parts: int = 1, dataset: str = "synthetic", **options: Any) -> Path:
-    small = {"num_nodes": 600, "num_classes": 4, "num_features": 12}
-    data = load_dataset(dataset, options={**small, **options})
+    data = load_dataset(dataset, options={**SMALL, **options})
     write_partition(data, assign_parts(data, num_parts, "hash"), folder)
     return folder
 

@@ -79,6 +79,7 @@ class OwnModel(nn.Module):
         read = {of: some for of, some in facts.categories.items() if of in call.node_types}
         self.categories = CategoryEmbeddings(read)
         self.other_fanouts = True  #: whether hops may have different fanouts; comparing them waits for a GPU
+        self.by_depth = False  #: whether any batch must be unrolled, found by the test batch
         self.unused: list[str] = []  #: weights that the test batch has given no gradient
         self._drops: list[RowsOf | None] | None = None
 
@@ -98,7 +99,7 @@ class OwnModel(nn.Module):
             return {of: torch.zeros(0, self.outputs, device=device) + nothing for of in self.targets}
         if self._drops is not None and not self.call.on_blocks:  # not the test batch
             read = [of for of in self.call.edge_types if of[1] != SELF]
-            if self.other_fanouts and differ_by_depth(typed, read):
+            if self.by_depth or (self.other_fanouts and differ_by_depth(typed, read)):
                 typed, rows = unrolled(typed, rows, read)
         arguments = self._arguments(typed, rows)
         with self._randomness(typed):
@@ -143,6 +144,7 @@ class OwnModel(nn.Module):
                 if not total.requires_grad:
                     raise SettingsError(f"model: the output of {name} depends on no weights, so it cannot be trained")
                 total.backward()  # type: ignore[no-untyped-call]
+            self.by_depth = not self.call.on_blocks and self._depends_on_other_seeds(batch)
         except SettingsError:
             raise
         except (Exception, SystemExit) as error:  # the user's code runs
@@ -160,6 +162,25 @@ class OwnModel(nn.Module):
                 if key in before:
                     value.copy_(before[key])
         self.zero_grad(set_to_none=True)
+
+    def _depends_on_other_seeds(self, batch: Batch | HeteroBatch) -> bool:
+        """Return whether the rows of a seed depend on which nodes of the batch other seeds have expanded.
+
+        So they do with convolutions that divide by degrees (GCN), and with more layers than hops.
+        """
+        found, precision, others = [], self.precision, self.other_fanouts
+        self.eval()
+        try:
+            self.precision, self.other_fanouts = torch.float32, False
+            for self.by_depth in (False, True):
+                torch.manual_seed(0)  # for rows of ``_TestRows``
+                with torch.no_grad():
+                    found.append(self.seed_rows(batch))
+        finally:
+            self.precision, self.other_fanouts = precision, others
+            self.train()
+        plain, unrolled = found
+        return any(not torch.allclose(rows, unrolled[of], 1e-4, 1e-5, equal_nan=True) for of, rows in plain.items())
 
     def _of_seeds(self, out: Any, seeds: Mapping[NodeType, int]) -> Rows:
         found = dict(out) if isinstance(out, Mapping) else {self.target: out}

@@ -18,7 +18,8 @@ MODULES = read_modules(REPOSITORY)
 ORDER = {
     "launcher": (
         "errors", "command", "hostlist", "files", "text", "yaml_tree", "node", "config", "transport",
-        "plan", "export", "preflight", "report", "sync", "run", "manage", "serving", "setup", "rehearse", "init", "cli",
+        "plan", "export", "preflight", "report", "sync", "run", "manage", "serving", "sweep", "setup", "rehearse",
+        "init", "cli",
     ),
     "trainer": (
         "core", "wire", "store", "data", "sources", "partition", "sampler", "cuda", "service", "graph", "loader", "nn",

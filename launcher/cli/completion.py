@@ -93,6 +93,13 @@ def serving_names(ctx: click.Context, parameter: click.Parameter, typed: str) ->
     return found
 
 
+def sweep_names(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Complete names of the sweeps beside the folder of runs."""
+    folder = Path(_given(ctx, "runs_dir") or "runs").expanduser().absolute().parent / "sweeps"
+    names = sorted(path.parent.name for path in folder.glob("*/sweep.json"))
+    return [CompletionItem(name) for name in names if name.startswith(typed)]
+
+
 def host_names(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
     """Complete a host name from the config given by ``--config``, else from ~/.ssh/config.
 

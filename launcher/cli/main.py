@@ -48,11 +48,11 @@ Examples:
   gnnfleet --config cluster.yml --epochs 3 --set train.lr=0.01"""
 
 #: Options that `gnnfleet --help` lists.
-_MOST_USED = ("config", "sets", "version", "help")
+_MOST_USED = ("config", "version", "help")
 
 #: Commands in the order in which a user needs them; commands not listed here follow.
 _ORDER = (
-    *("init", "setup", "import", "check", "plan", "rehearse", "launch", "export", "partition"),
+    *("init", "setup", "import", "check", "plan", "rehearse", "launch", "sweep", "export", "partition"),
     *("status", "queue", "logs", "follow", "attach", "stop", "collect", "resume"),
     *("infer", "inspect", "runs", "profile", "report", "compare", "serve", "clean", "completion"),
 )
@@ -314,9 +314,10 @@ def with_all_commands() -> click.Group:
     from launcher.cli.runs import register_commands
     from launcher.cli.serve import serve
     from launcher.cli.setup import setup
+    from launcher.cli.sweep import sweep
 
     register_commands(gnnfleet)
-    for command in (infer, inspect, report, compare, serve, queue, completion, init, setup, explain, clean):
+    for command in (infer, inspect, report, compare, serve, queue, completion, init, setup, sweep, explain, clean):
         gnnfleet.add_command(command)
     return gnnfleet
 

@@ -23,6 +23,7 @@ _HEADINGS = {
     "Config": ("config", "sets"),
     "Rehearsal": ("fault", "vertices", "folder"),
     "Hosts": ("more_hosts", "nodes", "include", "exclude", "nodes_needed", "group", "venv", "conda", "python"),
+    "Sweep": ("nodes_per_run", "trials", "search", "pruner", "metric", "goal", "seed", "resumed"),
     "Packages": ("packages", "build"),
     "SSH login": ("user", "key", "password", "host_keys"),
     "Graph and training": (

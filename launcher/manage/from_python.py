@@ -194,20 +194,25 @@ class LaunchedRun:
             raise FleetError(said)
 
 
+def own_process(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return argv and environment of a process that runs a command of ``gnnfleet``."""
+    here = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    return [sys.executable, "-m", "launcher", *words], {**os.environ, "PYTHONPATH": path}
+
+
 def _gnnfleet(words: Sequence[str], *, quiet: bool = True, timeout: float | None = None) -> tuple[int, str, str]:
     """Run a command of ``gnnfleet``; return its exit status, its output, and its error message.
 
     It runs in a session of its own, without the Ctrl-C of a terminal. After ``timeout`` seconds, or when this thread is
     interrupted, it gets SIGTERM, by which ``follow`` leaves a run alone; then TimeoutError is raised.
     """
-    here = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    argv = [sys.executable, "-m", "launcher", *words]
+    argv, environment = own_process(words)
     expired, said = threading.Event(), list[str]()
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as out,
         subprocess.Popen(
-            argv, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.PIPE,
+            argv, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.PIPE,
             text=True, start_new_session=True,
         ) as process,
     ):  # fmt: skip

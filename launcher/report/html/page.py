@@ -80,6 +80,7 @@ class ReportPage:
     headline: str  #: one sentence on the state of the run
     facts: tuple[Fact, ...]
     sections: tuple[Section, ...]
+    about: str = "report of a run"  #: what the page is, beside the name of the program
 
     @property
     def charts(self) -> list[Chart]:

@@ -14,6 +14,7 @@ from launcher.node.exit_description import size
 from launcher.node.programs.packages import PACKAGES
 from launcher.preflight.finding import Finding, GraphSize, Survey
 from launcher.preflight.preflight import all_findings
+from launcher.preflight.preflight_report import PreflightReport
 
 
 def the_one(*arguments: Any, **more: Any) -> Finding:
@@ -219,6 +220,26 @@ def test_a_leased_device_is_reported_once_with_its_run() -> None:
     assert finding.severity == "block" and finding.message == f"CUDA device 0 is {LEASE['words']}"
     assert "`gnnfleet stop r7`" in finding.remedy
     assert found(1, {0: {**with_gpus(gpu(0), gpu(1)), "leases": [LEASE]}}, config=on_devices(1, 1)) == []
+
+
+def test_a_launch_that_waits_is_not_refused_because_of_other_runs() -> None:
+    ticket = {"run_id": "r8", "words": "waited for by run r8 of al", "needs": ["cuda:0"]}
+    used = {"run_id": "r9", "words": "held by run r9 of al", "needs": ["cpu"]}
+    config = on_devices(2, 0)
+    config = replace(config, nodes=(config.nodes[0], replace(config.nodes[1], devices=())))
+    facts = {0: {**with_gpus(gpu(0)), "leases": [LEASE, ticket]}, 1: {"leases": [used, LEASE], "disk_free": 0}}
+    report = PreflightReport(findings=tuple(found(2, facts, config=config)))
+    others = [one for one in report.findings if one.held_by]
+    assert [(one.node_rank, one.severity, one.held_by) for one in others] == [
+        (0, "block", "r7"),
+        (0, "block", "r8"),
+        (1, "warn", "r9"),
+    ]
+    assert "is waited for by run r8 of al" in others[1].message and "by --wait" in others[1].remedy
+    waits = report.to_wait().findings
+    assert {one.remedy for one in waits if one.held_by} == {"this run waits for it (--wait)"}
+    assert {one.severity for one in waits if one.held_by} == {"warn"}
+    assert [one for one in waits if not one.held_by] == [one for one in report.findings if not one.held_by]
 
 
 INSTANCES = {"mig": True, "instances": ["MIG-aa-1", "MIG-bb-2"]}

@@ -242,6 +242,35 @@ def test_detach_from_an_own_command_without_metrics_waits_for_all_ranks(tmp_path
     assert followed.detached == "trained" and time.monotonic() - before > 0.2
 
 
+def queued(*blockers: str, earlier: int = 0) -> str:
+    listed = [{"run_id": run_id, "user": "bob", "what": "CPUs", "since": 1.0, "waits": False} for run_id in blockers]
+    return state("queued", queue={"since": 1.0, "earlier": earlier, "blockers": listed})
+
+
+def test_detach_leaves_a_run_that_waits_in_line(tmp_path: Path) -> None:
+    node = FakeNode(0, [queued("a", earlier=1), threading.Event()])
+    scene = Scene(tmp_path, node, leave_when_trained=True, starts={0: lambda: None})
+    assert scene.follow().detached == "queued" and node.stops == 0
+    assert "waiting for run a of bob on node0 since " in scene.live.board.summary()
+
+
+def test_what_a_run_waits_for_is_said_once_per_change(tmp_path: Path) -> None:
+    script = [
+        queued("a", earlier=1),
+        queued("a", earlier=1),
+        queued("a"),
+        queued(),
+        state("starting"),
+        state(),
+        ended(0),
+    ]
+    scene = Scene(tmp_path, FakeNode(0, script), starts={0: lambda: None})
+    assert scene.follow().results[0]["state"] == "done"
+    said = [line.partition(" since ")[0] + line[-14:] for line in scene.output.splitlines() if "waiting for" in line]
+    assert said == ["waiting for run a of bob on node0, 2nd in line", "waiting for run a of bob on node0, 1st in line"]
+    assert scene.output.count("its turn has come after 0 s: starting") == 1 and scene.live.board.waiting == ""
+
+
 def test_a_run_that_fails_before_its_first_step_is_reported_despite_detach(tmp_path: Path) -> None:
     node = FakeNode(0, [state(), ended(0, "failed", failed=True, returncode=1)])
     followed = Scene(tmp_path, node, leave_when_trained=True).follow()

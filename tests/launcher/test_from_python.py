@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,18 @@ def test_a_run_is_launched_watched_stopped_and_found_again(config: Path) -> None
     with pytest.raises(gf.RunFailed, match="the run was stopped by") as caught:
         run.wait()
     assert caught.value.result["state"] == "stopped" and run.state() == "stopped"
+
+
+@pytest.mark.slow
+def test_a_run_waits_in_line_for_another(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GNNFLEET_LEASES", str(tmp_path / "leases"))  # of no other test
+    with tempfile.TemporaryDirectory(prefix="gf") as sockets:  # of a tmux server that has this environment
+        monkeypatch.setenv("TMUX_TMPDIR", sockets)
+        first = gf.launch(config, set={"train.epochs": 5000}, nodes=1, wait=True, quiet=True)
+        second = gf.launch(config, set={"train.epochs": 1}, nodes="1-2", wait="1h", quiet=True)
+        assert first.state() == "running" and second.state() == "waiting" and second.started
+        first.stop()
+        assert second.wait()["state"] == "done"
 
 
 @pytest.mark.slow

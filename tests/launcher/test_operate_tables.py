@@ -60,6 +60,17 @@ def test_status_at_120_columns_shows_all_columns() -> None:
     assert first.split()[3:] == ["training", "12", "1234/40000", "123,456", "0.5123", "25%", "1.5", "s", "ago"]
 
 
+def test_status_of_a_run_that_waits_says_for_whom() -> None:
+    found = status_of("gnn")
+    blocker = {"run_id": "a", "user": "bob", "what": "CPUs", "since": 1.0, "waits": False}
+    waits = {"state": "queued", "time": 100.0, "queue": {"since": 1.0, "earlier": 2, "blockers": [blocker]}}
+    views = {k: replace(view, state=waits) for k, view in found.views.items()}
+    one = judge(found.found, views)
+    assert one.state == "waiting" and one.exit_status == 0
+    assert one.sentence.startswith("run r1 is waiting for run a of bob on node0, node1 since ")
+    assert ", 3rd in line: 2 nodes, " in one.sentence and "gnnfleet stop r1" in one.next
+
+
 def test_status_shows_ranks_without_progress() -> None:
     _, titles, first, second = printed(rendered(status_of("gnn", idle_s=45)), 130)
     assert titles.split()[5:9] == ["seeds/s", "no", "step", "for"]

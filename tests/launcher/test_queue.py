@@ -257,17 +257,22 @@ def test_supervisors_wait_and_start_in_the_order_of_launch(make_run: Callable[..
     assert max(map(started, early.nodes)) < started(late.nodes[0]) and leases.held() == []
 
 
-def test_a_killed_supervisor_is_passed_over_and_ends_its_run(make_run: Callable[..., Run]) -> None:
+@pytest.mark.parametrize(("k", "restarts"), [(1, 0), (0, 2)])
+def test_a_killed_supervisor_is_passed_over_and_ends_its_run(
+    make_run: Callable[..., Run], k: int, restarts: int
+) -> None:
     holding = make_run("holding", [0, 1], 10.0, GOES_ON)
     wait_until(lambda: all(node.says(f"rank{k}", "up")() for k, node in enumerate(holding.nodes)))
-    killed = make_run("killed", [0, 1], 20.0)
+    killed = make_run("killed", [0, 1], 20.0, restarts=restarts)
     later = make_run("later", [0], 30.0)
     wait_until(lambda: waits_for(later.nodes[0]) == ["holding", "killed"])
     wait_until(lambda: waits_for(killed.nodes[1]) == ["holding"])
-    assert killed.nodes[1].supervisor is not None
-    killed.nodes[1].supervisor.send_signal(signal.SIGKILL)
-    end = killed.nodes[0].end()
-    assert end["state"] == "failed" and end["cause"]["kind"] == "lost" and end["cause"]["node_rank"] == 1
+    supervisor = killed.nodes[k].supervisor
+    assert supervisor is not None
+    supervisor.send_signal(signal.SIGKILL)
+    end = killed.nodes[1 - k].end()
+    assert end["state"] == "failed" and end["cause"]["kind"] == "lost" and end["cause"]["node_rank"] == k
+    assert not end.get("restarts")
     ask_to_stop(holding.nodes[0])
     assert later.nodes[0].end()["state"] == "done"
 

@@ -141,7 +141,7 @@ class Hub:
 
     @property
     def spare(self) -> list[int]:
-        return self.spec.crew.spare(self._gone)
+        return [] if self._waits else self.spec.crew.spare(self._gone)
 
     def report(self, report: Report) -> None:
         # A report that changes the orders to members is sent at once.
@@ -399,12 +399,16 @@ class Hub:
 
     def _can_lose(self, member: MemberStatus) -> bool:
         crew, k = self.spec.crew, member.node_rank
-        waits = self.spec.queued_at and not self.turn["go"] and self.spec.generation == 0
-        if self._stopping or waits:  # a run does not begin without one of its nodes
+        if self._stopping or self._waits:
             return False
         if self.spec.nodes[k].role == "server" and self.order is not None:
             return True
         return crew.can_lose(k, self._gone)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the run still waits in line; it does not begin without one of its nodes."""
+        return self.spec.queued_at > 0 and self.spec.generation == 0 and not self.turn["go"]
 
     def _leave(self, member: MemberStatus, cause: Cause) -> None:
         # If the member is still connected, it gets the order to stop.

@@ -266,7 +266,11 @@ def test_what_a_run_waits_for_is_said_once_per_change(tmp_path: Path) -> None:
     ]
     scene = Scene(tmp_path, FakeNode(0, script), starts={0: lambda: None})
     assert scene.follow().results[0]["state"] == "done"
-    said = [line.partition(" since ")[0] + line[-14:] for line in scene.output.splitlines() if "waiting for" in line]
+    said = [
+        line.partition(" since ")[0] + line[line.rindex(",") :]
+        for line in scene.output.splitlines()
+        if "waiting for" in line
+    ]
     assert said == ["waiting for run a of bob on node0, 2nd in line", "waiting for run a of bob on node0, 1st in line"]
     assert scene.output.count("its turn has come after 0 s: starting") == 1 and scene.live.board.waiting == ""
 

@@ -420,13 +420,15 @@ class TrainConfig:
     model_args: Mapping[str, Any] | None = setting(
         "Further arguments of a model class, by name, for instance `{act: elu}`.", None, form=ANY
     )
-    task: Literal["auto", "classification", "regression", "multilabel", "link"] = setting(
-        "What is learned: classes, numbers or several labels of vertices, or `link`: which links exist. `auto` decides "
-        "by the labels.",
+    task: Literal[
+        "auto", "classification", "regression", "multilabel", "link", "edge-classification", "edge-regression"
+    ] = setting(
+        "What is learned: classes, numbers or several labels of vertices; `link`: which links exist; `edge-…`: classes "
+        "or numbers of edges. `auto` decides by the labels.",
         "auto",
     )
     target: str | None = setting(
-        "Vertex type with the labels, or edge type of the links, as `user__rates__item`; default: the only one.",
+        "Vertex type with the labels, or edge type, as `user__rates__item`; default: the only one.",
         None,
         form=WORD,
     )

@@ -242,7 +242,7 @@ def _evaluated(section: KeyPath, name: str | None, train: TrainConfig, reader: R
 
 def _metric(place: KeyPath, name: str, train: TrainConfig, reader: Reader) -> None:
     """Report a metric that the task does not have."""
-    tasks = METRICS if train.task == "auto" else (train.task,)
+    tasks = METRICS if train.task == "auto" else (train.task.removeprefix("edge-"),)
     known = list(dict.fromkeys(metric for task in tasks for metric in METRICS[task]))
     kind, _, k = name.partition("@")
     if "link" in tasks and kind in AT_K and k.isdecimal() and int(k):

@@ -100,10 +100,15 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _needs_seeds(config: ClusterConfig, parts: PartitionFiles | None) -> bool:
-    """Return whether the task needs nodes with a train split. Link prediction needs none."""
+    """Return whether the task needs nodes with a train split. Tasks of links and of labels of edges need none."""
     task, target = config.train.task, config.train.target
     held_out = holds_out(config.data.options) if parts is None else parts.links_held_out
-    return task != "link" and not (task == "auto" and (held_out or "__" in (target or "")))
+    tables = _mapping(config.data.options.get("edges")).values()
+    labelled = any(isinstance(table, Mapping) and table.get("label") for table in tables)
+    if parts is not None:
+        labelled = any({"y", "edge_split"} <= set(spec.attrs) for spec in parts.edges.values())
+    of_edges = task == "link" or task.startswith("edge-")
+    return not of_edges and not (task == "auto" and (held_out or labelled or "__" in (target or "")))
 
 
 def _check_splits(data: DataConfig) -> None:

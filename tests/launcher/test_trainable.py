@@ -134,6 +134,8 @@ def test_whether_a_dataset_is_heterogeneous(data: DataConfig, hetero: bool | Non
         ({"hold_out": "user__buys__item"}, {}, False),
         ({"hold_out": "user__buys__item"}, {"task": "classification"}, True),
         ({"edges": {"user__buys__item": {"test_files": "test.csv"}}}, {}, False),
+        ({"edges": {"user__buys__item": {"label": "stars", "split": "fold"}}}, {}, False),
+        ({}, {"task": "edge-regression"}, False),
         ({}, {"task": "link"}, False),
         ({}, {"target": "user__buys__item"}, False),
         ({"nodes": "wrong"}, {}, False),

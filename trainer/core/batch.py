@@ -80,6 +80,7 @@ class LinkEnds:
     equal: Tensor | None = None
     #: float32 [num_seeds + m], log of how often each link's target, then each negative, is drawn; None: no correction
     log_q: Tensor | None = None
+    attr: Tensor | None = None  #: float32 [num_seeds, d], features of the edges whose labels are learned
 
     def is_target(self) -> Tensor:
         """Return whether each negative is the target of a link, bool [num_seeds, m]."""
@@ -89,7 +90,7 @@ class LinkEnds:
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
-        names = ("src", "dst", "negatives", "group", "equal", "log_q")
+        names = ("src", "dst", "negatives", "group", "equal", "log_q", "attr")
         return replace(self, **{name: moved(getattr(self, name)) for name in names})  # type: ignore[arg-type]
 
 

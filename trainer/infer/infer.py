@@ -15,10 +15,12 @@ from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.schema import AnyType, type_name, type_of
 from trainer.graph.open import Graph
+from trainer.infer.edge_predictions import EdgePredictions
 from trainer.infer.link_predictions import link_metrics, number_of_targets, write_link_predictions
 from trainer.infer.node_predictions import node_metrics, write_node_predictions
 from trainer.infer.pair_scores import write_pair_scores
 from trainer.infer.prediction_files import writes_parquet
+from trainer.nn.edge_model import EdgeModel
 from trainer.nn.layerwise_inference import stack_of
 from trainer.nn.link_embeddings import LinkEmbeddings
 from trainer.nn.link_model import LinkModel
@@ -48,7 +50,7 @@ class InferResult:
     task: str
     epoch: int  #: epoch of the weights that were used
     metrics: Metrics  #: metrics by split and name
-    nodes: int  #: number of nodes of the target type; for links, of the source and of the target type
+    nodes: int  #: number of nodes of the target type; for links, of both types; for labels of edges, of edges
     files: str  #: what was written, in words
     fanouts: tuple[int, ...] | None  #: neighbours per hop of a model without layers; None: layer by layer, with all
 
@@ -105,6 +107,10 @@ def _infer(
         )
         metrics = node_metrics(graph, target, rows[target], task, group)
         return InferResult(target, task.kind, epoch, metrics, sizes[target], files + how, fanouts)
+    if isinstance(model, EdgeModel):
+        of_edges = EdgePredictions(graph, model, rows, task, edge_attr, group)
+        files = of_edges.write(job.out, parquet, job.probabilities)
+        return InferResult(target, task.kind, epoch, of_edges.metrics(), len(of_edges.stored), files + how, fanouts)
     assert isinstance(model, LinkModel)
     links = LinkEmbeddings.of(graph, model, rows, scratch, group)
     count = number_of_targets(graph, links, job.top_k)
@@ -156,7 +162,8 @@ def _report(result: InferResult, job: InferJob) -> None:
         "checkpoint": str(job.checkpoint),
     }  # fmt: skip
     (job.out / "infer.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{result.nodes:,} nodes of {type_name(result.target)}, weights of epoch {result.epoch}", flush=True)
+    what = "nodes" if isinstance(result.target, str) or result.task == "link" else "edges"
+    print(f"{result.nodes:,} {what} of {type_name(result.target)}, weights of epoch {result.epoch}", flush=True)
     for split, values in result.metrics.items():
         print(f"{split} {metrics_text(values)}", flush=True)
     print(result.files, flush=True)

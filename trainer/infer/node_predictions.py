@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.core.ranks import RankGroup
-from trainer.core.schema import NodeType
+from trainer.core.schema import AnyType, NodeType, type_name
 from trainer.core.texts import CATEGORIES, decode_texts
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
@@ -53,7 +53,7 @@ def write_node_predictions(
     if isinstance(task, Regression):
         array = OutputArray("values", task.outputs, "float64", task.predictions)
     write_array(out, graph, target, rows, array, group)
-    names, own = _names(graph, target, task), [*own_parts(out, graph, target, rows, group)]
+    names, own = label_names(graph, target, task), [*own_parts(out, graph, target, rows, group)]
     for folder in own:
         _write_part(folder, array.name, task, names, parquet, probabilities)
     tables = merge_parts(out, own, parquet, group)
@@ -71,20 +71,21 @@ def _write_part(
     def blocks() -> Iterator[list[list[Any]]]:
         for begin in range(0, len(values), ROWS_AT_ONCE):
             block = torch.from_numpy(np.array(values[begin : begin + ROWS_AT_ONCE]))
-            yield [id_list(ids[begin : begin + ROWS_AT_ONCE]), *_predictions(task, block, names, probabilities)]
+            yield [id_list(ids[begin : begin + ROWS_AT_ONCE]), *predictions(task, block, names, probabilities)]
 
-    columns = [id_column("id", ids), *_columns(task, names, probabilities)]
+    columns = [id_column("id", ids), *prediction_columns(task, names, probabilities)]
     write_table(folder / "predictions", columns, blocks(), parquet)
 
 
-def _names(graph: Graph, target: NodeType, task: Task) -> Sequence[str] | None:
-    prefix = f"{target}__" if graph.manifest.hetero else ""
+def label_names(graph: Graph, target: AnyType, task: Task) -> Sequence[str] | None:
+    """Return the names of the classes, or of the columns of ``y``; None if they have none."""
+    prefix = f"{type_name(target)}__" if graph.manifest.hetero or not isinstance(target, str) else ""
     word = CATEGORIES if task.kind == "classification" else COLUMNS
     texts = graph.store.graph_attrs.get(f"{prefix}y__{word}")
     return decode_texts(np.asarray(texts)) if texts is not None else None
 
 
-def _columns(task: Task, names: Sequence[str] | None, probabilities: bool) -> list[Column]:
+def prediction_columns(task: Task, names: Sequence[str] | None, probabilities: bool) -> list[Column]:
     if task.kind == "classification":
         each = (names or [*map(str, range(task.outputs))]) if probabilities else ()
         best = [Column("prediction", "VARCHAR" if names else "BIGINT"), Column("probability", "DOUBLE", 6)]
@@ -95,7 +96,7 @@ def _columns(task: Task, names: Sequence[str] | None, probabilities: bool) -> li
     return [Column(f"{word}_{name}", "DOUBLE", digits) for name in names or map(str, range(task.outputs))]
 
 
-def _predictions(
+def predictions(
     task: Task, values: Tensor, names: Sequence[str] | None, probabilities: bool
 ) -> list[list[Any]]:  # fmt: skip
     if task.kind == "classification":

@@ -101,7 +101,7 @@ class LinkBlockLoader(BlockLoader):
 
     def _negatives(self, share: SeedShare) -> Ids:
         count, num_nodes = self.link_settings.negatives, self.graph.manifest.nodes[self.links.edge_type[2]].num_nodes
-        if not len(share.positions):
+        if not len(share.positions) or not count:
             return _NONE
         if self.link_settings.log_q is not None:
             return np.unique(self.links.ends.ends_of(share.batch)[1])

@@ -34,6 +34,7 @@ from trainer.loader.block_loader import (
     edge_attrs,
     edge_rows,
 )
+from trainer.nn.edge_model import EdgeModel
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_models import HeteroModel
 from trainer.nn.kernels.activation import FUNCTIONS
@@ -185,11 +186,11 @@ class HeteroStack:
 
 
 def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack | None:
-    """Return the layers of a model of the bundled trainer, or of the encoder of a ``LinkModel``.
+    """Return the layers of a model of the bundled trainer, or of the encoder of a model of links or edges.
 
     None for a class of the user that cannot be run layer by layer. Raises ``SettingsError`` for any other model.
     """
-    if isinstance(model, LinkModel):
+    if isinstance(model, LinkModel | EdgeModel):
         return stack_of(model.encoder, facts)
     if isinstance(model, BlockModel):
         return BlockStack(model)

@@ -77,11 +77,18 @@ def build_link_model(
 
     Raises the same errors as ``build_model``.
     """
-    outputs = 0 if settings.model in HETERO_MODELS else settings.hidden
-    encoder = build(settings, replace(facts, num_classes=outputs), embeddings)
+    encoder = link_encoder(settings, facts, embeddings, build)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed + 1)
         return LinkModel(encoder, edge_type, settings.hidden, projected=settings.model != "lightgcn")
+
+
+def link_encoder(
+    settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None, build: Callable[..., nn.Module]
+) -> nn.Module:
+    """Build the encoder of a model of links or edges, which outputs a row of width ``settings.hidden`` per end."""
+    outputs = 0 if settings.model in HETERO_MODELS else settings.hidden
+    return build(settings, replace(facts, num_classes=outputs), embeddings)
 
 
 def link_facts(facts: GraphFacts, edge_type: EdgeType) -> GraphFacts:

@@ -27,6 +27,7 @@ from trainer.graph.environment import await_own_server, compares_digests, is_cli
 from trainer.graph.open import Graph, open_client, open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BlockLoader, columns_of
+from trainer.loader.labelled_edges import LabelledEdges, labelled_edges
 from trainer.nn.kernels.precision import why_slow
 from trainer.nn.models import is_own
 from trainer.service.cluster import read_cluster
@@ -37,7 +38,7 @@ from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_
 from trainer.train.checkpoint_writer import checkpoint_writers
 from trainer.train.device_sampling import choose_sampling, plan_sampling
 from trainer.train.fit import Fit, FitResult
-from trainer.train.loaders import SPLITS, check_link_settings, link_loaders, node_loaders
+from trainer.train.loaders import SPLITS, check_link_settings, edge_loaders, link_loaders, node_loaders
 from trainer.train.metrics import MetricsLog
 from trainer.train.model import (
     embedded_nodes,
@@ -51,8 +52,8 @@ from trainer.train.model import (
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from trainer.train.start import start_from
 from trainer.train.tasks.baseline import Baseline, link_baseline, target_counts
-from trainer.train.tasks.choose import metric_names, node_task
-from trainer.train.tasks.choose_target import pick_target
+from trainer.train.tasks.choose import edge_task, metric_names, node_task
+from trainer.train.tasks.choose_target import learns_edge_labels, pick_target
 from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.task import Task
 from trainer.train.val_scores import check_task
@@ -216,12 +217,18 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
 
     # What is predicted.
     target = group.agree(lambda: pick_target(graph, settings.target, settings.task))
+    of_edges = not isinstance(target, str) and learns_edge_labels(graph, target, settings.task)
     splits: tuple[str, ...] = SPLITS
+    edges: dict[str, LabelledEdges] = {}  # of each split, if labels of edges are learned
     task: Task
     baseline: Baseline | None
     if isinstance(target, str):
         splits = tuple(split for split in SPLITS if manifest.nodes[target].splits.get(split))
         task, why, baseline = node_task(graph, target, settings, splits, group)
+    elif of_edges:
+        edges = group.agree(lambda: labelled_edges(graph, target))
+        splits = tuple(edges)
+        task, why, baseline = edge_task(graph, target, settings, edges, group)
     else:
         names = group.agree(lambda: metric_names(settings, "link"))
         task, why = LinkPrediction(settings.hidden, names, settings.loss), f"links of {type_name(target)}"
@@ -233,7 +240,8 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     degrees = in_degrees(graph, settings, folders, group)
     facts = group.agree(lambda: graph_facts(graph, settings, target, task.outputs, degrees))
     rows, left_out = group.agree(lambda: embedded_nodes(settings, manifest, target, task.outputs, folders))
-    model, embedding = group.agree(lambda: make_model(settings, facts, target, rows, group.device, folders))
+    outputs = task.outputs if of_edges else 0
+    model, embedding = group.agree(lambda: make_model(settings, facts, target, rows, group.device, folders, outputs))
     if left_out and is_first:
         print(f"note: {left_out}", flush=True)
     if is_own(settings.model):
@@ -248,6 +256,8 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     shared = needs_degree, group.rank, layout_of(graph, group), columns
     if isinstance(target, str):
         loaders = group.agree(lambda: node_loaders(settings, graph, target, splits, *shared))
+    elif of_edges:
+        loaders = group.agree(lambda: {**edge_loaders(settings, graph, edges, *shared)})
     else:
         group.agree(lambda: check_link_settings(settings, graph, target))
         given = {split: held_out_links(graph.store.graph_attrs, target, split)[0] for split in splits[1:]}

@@ -16,11 +16,13 @@ from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings, sampling_of
 from trainer.loader.edge_endpoints import all_times
+from trainer.loader.labelled_edges import LABEL, SPLIT, LabelledEdges
 from trainer.sampler.settings import check_settings
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.choose_target import held_out_types
 
 if TYPE_CHECKING:
+    from trainer.loader.edge_block_loader import EdgeBlockLoader
     from trainer.loader.link_block_loader import LinkBlockLoader
 
 SPLITS = ("train", "val", "test")
@@ -111,6 +113,26 @@ def _check_link_times(settings: TrainSettings, attr: str, graph: Graph, edge_typ
             f"{graph.manifest.dataset}: time_attr is {attr}, but the validation and test links were held out without "
             f"these times; set option hold_out_time: {attr} and make the parts again"
         )
+
+
+def edge_loaders(
+    settings: TrainSettings, graph: Graph, seeds: Mapping[str, LabelledEdges], want_degree: bool, rank: int,
+    layout: RankLayout, categories: Mapping[NodeType, tuple[str, ...]] | None = None,
+) -> dict[str, EdgeBlockLoader]:  # fmt: skip
+    """Return a loader of the labelled edges of each split. Raises ``SettingsError`` for times and disjoint sampling."""
+    from trainer.loader.edge_block_loader import EdgeBlockLoader  # imports torch_geometric
+
+    for name, given in (("time_attr", settings.time_attr), ("disjoint", settings.disjoint)):
+        if given:
+            raise SettingsError(f"{name} cannot be used with labels of edges")
+    if settings.edge_attr in (SPLIT, LABEL):
+        raise SettingsError(f"edge_attr: {settings.edge_attr} is the label or the split of the edges, not a feature")
+    return {
+        split: EdgeBlockLoader(
+            graph, loader_settings(settings, edges.edge_type[2], split, want_degree, categories), edges, rank, layout
+        )
+        for split, edges in seeds.items()
+    }
 
 
 def loader_settings(

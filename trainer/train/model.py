@@ -21,6 +21,7 @@ from trainer.core.texts import decode_texts
 from trainer.graph.open import Graph, open_graph
 from trainer.loader.block_loader import edge_attrs
 from trainer.nn.categories import Categories, Category, CategoryEmbeddings, categories_of, texts_name
+from trainer.nn.edge_model import build_edge_model
 from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs, with_categories
 from trainer.nn.link_model import build_link_model, link_facts
 from trainer.nn.models import HETERO_MODELS, build_model, is_own
@@ -109,13 +110,14 @@ def _category(plain: Mapping[str, Any]) -> Category:
 
 def make_model(
     settings: TrainSettings, facts: GraphFacts, target: Target, rows: Mapping[NodeType, int],
-    device: torch.device | None = None, folders: Sequence[Path] = (),
+    device: torch.device | None = None, folders: Sequence[Path] = (), edge_outputs: int = 0,
 ) -> tuple[nn.Module, ShardedEmbedding | None]:  # fmt: skip
     """Return the initial model, and its trainable rows of nodes (None if no node type has any).
 
     ``facts``: as from ``model_facts``. ``target``: the node type of the seeds, or the edge type whose links are
     predicted. ``rows``: number of nodes of the types with trainable rows. ``folders``: where the file of an own class
-    is looked for. The model's attribute ``built_from`` has what ``trained_model`` needs to build it again.
+    is looked for. ``edge_outputs``: how many numbers are predicted for each edge of type ``target``; 0: its links are
+    predicted. The model's attribute ``built_from`` has what ``trained_model`` needs to build it again.
     """
     embedding = ShardedEmbedding(rows, settings.hidden, settings.seed, device) if rows else None
     model: Any
@@ -126,6 +128,8 @@ def make_model(
         build = partial(build_own, folders=folders)
     if isinstance(target, str):
         model = build(settings, facts, embedding)
+    elif edge_outputs:
+        model = build_edge_model(settings, facts, target, edge_outputs, embedding, build)
     else:
         model = build_link_model(settings, facts, target, embedding, build)
     plain = {
@@ -134,6 +138,8 @@ def make_model(
                        for of, columns in facts.categories.items()},
     }  # fmt: skip
     model.built_from = {"facts": {**vars(facts), **plain}, "target": target, "rows": dict(rows)}
+    if edge_outputs:
+        model.built_from["edge_outputs"] = edge_outputs
     return model, embedding
 
 
@@ -270,7 +276,9 @@ def trained_model(
     """
     settings, best, built = TrainSettings(**saved.settings), saved.best, saved.built_from
     facts = _facts(built["facts"])
-    model, embedding = make_model(settings, facts, built["target"], built["rows"], device, folders)
+    model, embedding = make_model(
+        settings, facts, built["target"], built["rows"], device, folders, built.get("edge_outputs", 0)
+    )
     model.load_state_dict(dict(best.model if best else saved.model))
     if embedding is not None:
         last = saved.embedding and saved.embedding["tables"]

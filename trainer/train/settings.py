@@ -111,11 +111,14 @@ class TrainSettings:
         "FILE.py:CLASS or PACKAGE.CLASS (torch_geometric.nn.GraphSAGE).", "sage"
     )  # fmt: skip
     model_args: Mapping[str, Any] | None = setting("Further arguments of a model class of your own, by name.", None)
-    task: Literal["auto", "classification", "regression", "multilabel", "link"] = setting(
-        "What is learned: classes, numbers or several labels of nodes, or links; auto: by the labels y.", "auto"
-    )
+    task: Literal[
+        "auto", "classification", "regression", "multilabel", "link", "edge-classification", "edge-regression"
+    ] = setting(
+        "What is learned: classes, numbers or several labels of nodes; link: which links exist; edge-…: classes or "
+        "numbers of edges; auto: by the labels y.", "auto"
+    )  # fmt: skip
     target: str | None = setting(
-        "Node type with the labels, or edge type of the links (source__relation__target); default: the only one.", None
+        "Node type with the labels, or edge type (source__relation__target); default: the only one.", None
     )
     hidden: int = setting("Width of hidden layers.", 256, at_least=1)
     layers: int | None = setting("Number of layers; default, and only valid: the number of fanouts.", None, at_least=1)

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup
-from trainer.core.schema import NodeType
+from trainer.core.schema import EdgeType, NodeType, type_name
+from trainer.data.build import CLASSES
 from trainer.graph.open import Graph
+from trainer.loader.labelled_edges import LabelledEdges
 from trainer.nn.models import is_own
-from trainer.store.manifest import Manifest
 from trainer.train.tasks.baseline import Baseline, node_baseline
 from trainer.train.tasks.choose_target import check_trainable
 from trainer.train.tasks.classification import Classification
 from trainer.train.tasks.labels import (
+    LabelSpec,
     SeedLabels,
     check_classes,
     check_known,
@@ -25,7 +28,6 @@ from trainer.train.tasks.labels import (
     is_01,
     labels_01,
     numbers,
-    of_type,
     own_labels,
 )
 from trainer.train.tasks.link import LinkPrediction
@@ -67,9 +69,38 @@ def node_task(
     manifest = graph.manifest
     group.agree(lambda: check_trainable(manifest, target, needs_features=not is_own(settings.model)))
     labels = group.agree(lambda: [own_labels(graph, target, split, group) for split in splits])
+    own = manifest.nodes[target]
+    spec = LabelSpec(manifest.dataset, f" of {target}" if manifest.hetero else "", own.attrs["y"], own.num_classes)
+    return _labelled_task(spec, labels, settings.task, settings, group)
+
+
+def edge_task(
+    graph: Graph, edge_type: EdgeType, settings: TaskSettings, seeds: Mapping[str, LabelledEdges], group: RankGroup
+) -> tuple[Task, str, Baseline]:  # fmt: skip
+    """Make the task of labels of edges, as ``node_task`` does for nodes. Collective.
+
+    ``seeds``: the edges of each split. Raises ``DataError`` without edges to train on, and as ``node_task``.
+    """
+    manifest, name = graph.manifest, type_name(edge_type)
+    if "train" not in seeds:
+        raise DataError(f"{manifest.dataset}: no edges of {name} are in the train split, by attribute edge_split")
+    classes = graph.store.graph_attrs.get(f"{name}__{CLASSES}")
+    spec = LabelSpec(
+        manifest.dataset, f" of {name}" if manifest.hetero else " of edges", manifest.edges[edge_type].attrs["y"],
+        0 if classes is None else int(np.asarray(classes)[0]), "edge",
+    )  # fmt: skip
+    own = slice(group.rank, None, group.size)
+    labels = [SeedLabels(split, edges.orig_id[own], edges.y[own]) for split, edges in seeds.items()]
+    return _labelled_task(spec, labels, settings.task.removeprefix("edge-"), settings, group)
+
+
+def _labelled_task(
+    spec: LabelSpec, labels: Sequence[SeedLabels], wanted: str, settings: TaskSettings, group: RankGroup
+) -> tuple[Task, str, Baseline]:  # fmt: skip
+    """``labels``: those of this rank's seeds of each split. ``wanted``: ``auto``, or a kind of task."""
     others = group.sum(torch.tensor([sum(not is_01(each) for each in labels)]))
-    kind, why = group.agree(lambda: _kind(manifest, target, settings.task, matrix_01=not int(others)))
-    task = _task(manifest, target, kind, labels, settings, group)
+    kind, why = group.agree(lambda: _kind(spec, wanted, matrix_01=not int(others)))
+    task = _task(spec, kind, labels, settings, group)
     most = max((len(each.y) for each in labels if each.split != "train"), default=0) * task.outputs * SCORE_BYTES
     if set(RANKING).intersection(task.names) and most > MOST_SCORES:
         names = " and ".join(name for name in task.names if name in RANKING)
@@ -80,16 +111,17 @@ def node_task(
     return task, why, node_baseline(task, labels, group)
 
 
-def _kind(manifest: Manifest, target: NodeType, wanted: str, matrix_01: bool) -> tuple[Kind, str]:
+def _kind(spec: LabelSpec, wanted: str, matrix_01: bool) -> tuple[Kind, str]:
     """Return the kind of task, and the reason in words. ``matrix_01``: whether all seed labels are 0, 1 or missing."""
-    spec = manifest.nodes[target]
-    y, name = spec.attrs["y"], f"{manifest.dataset}: y{of_type(manifest, target)}"
-    found = f"y{of_type(manifest, target)} is {y.dtype} {list(y.shape)}"
+    y, name = spec.y, f"{spec.dataset}: y{spec.of}"
+    found = f"y{spec.of} is {y.dtype} {list(y.shape)}"
     is_matrix = len(y.shape) == 2 and y.shape[1] > 1
     if len(y.shape) > 2:
-        raise DataError(f"{name} is {y.dtype} {list(y.shape)}; expected [nodes], or [nodes, columns]")
+        raise DataError(f"{name} is {y.dtype} {list(y.shape)}; expected [{spec.seed}s], or [{spec.seed}s, columns]")
     if wanted == "classification" and not spec.num_classes:
-        raise DataError(f"{name} must be one class per node for task classification, not {y.dtype} {list(y.shape)}")
+        raise DataError(
+            f"{name} must be one class per {spec.seed} for task classification, not {y.dtype} {list(y.shape)}"
+        )
     if wanted == "multilabel" and not (is_matrix and matrix_01):
         raise DataError(
             f"{name} must be a matrix of 0, 1 and missing labels (NaN, or -1) for task multilabel, not {y.dtype} "
@@ -105,13 +137,11 @@ def _kind(manifest: Manifest, target: NodeType, wanted: str, matrix_01: bool) ->
 
 
 def _task(
-    manifest: Manifest, target: NodeType, kind: Kind, labels: Sequence[SeedLabels], settings: TaskSettings,
-    group: RankGroup,
+    spec: LabelSpec, kind: Kind, labels: Sequence[SeedLabels], settings: TaskSettings, group: RankGroup
 ) -> Task:  # fmt: skip
-    spec = manifest.nodes[target]
     (train,) = (each for each in labels if each.split == "train")
     if kind == "classification":
-        _check_each(labels, lambda each: check_classes(manifest, target, each), group)
+        _check_each(labels, lambda each: check_classes(spec, each), group)
         weights = settings.class_weights or ()
         if weights == "balanced":
             counts = group.sum(torch.bincount(train.y.reshape(-1).long(), minlength=spec.num_classes).double())
@@ -119,15 +149,15 @@ def _task(
             weights = tuple((1 / torch.where(counts > 0, shares, 1.0)).tolist())
         if weights and len(weights) != spec.num_classes:
             raise SettingsError(
-                f"class_weights has {len(weights)} numbers, but {manifest.dataset} has {spec.num_classes} classes"
+                f"class_weights has {len(weights)} numbers, but {spec.dataset} has {spec.num_classes} classes"
             )
         names = metric_names(settings, kind, ("accuracy",))
         return Classification(spec.num_classes, weights, settings.label_smoothing, names)
     if kind == "multilabel":
-        _check_each(labels, lambda each: check_known(manifest, target, each, labels_01(each.y)), group)
-        return MultiLabel(spec.attrs["y"].shape[1], metric_names(settings, kind, ("micro_f1", "accuracy")))
-    classes = spec.num_classes > 0 and "float" not in spec.attrs["y"].dtype
-    _check_each(labels, lambda each: check_known(manifest, target, each, numbers(each.y, classes)), group)
+        _check_each(labels, lambda each: check_known(spec, each, labels_01(each.y)), group)
+        return MultiLabel(spec.y.shape[1], metric_names(settings, kind, ("micro_f1", "accuracy")))
+    classes = spec.num_classes > 0 and "float" not in spec.y.dtype
+    _check_each(labels, lambda each: check_known(spec, each, numbers(each.y, classes)), group)
     return Regression(*column_moments(numbers(train.y, classes), group), classes, metric_names(settings, kind))
 
 

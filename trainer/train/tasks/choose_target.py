@@ -22,6 +22,18 @@ def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto") -> 
     edge_types = {type_name(of): of for of in manifest.edges}
     if wanted in edge_types and task in ("auto", "link"):
         return edge_types[wanted]
+    if task.startswith("edge-"):
+        if wanted is not None and edge_types.get(wanted) not in labelled_types(manifest):
+            raise SettingsError(
+                f"target is {wanted!r}; task {task} needs an edge type of {manifest.dataset} with the attributes y and "
+                f"edge_split: {', '.join(map(type_name, labelled_types(manifest))) or 'there is none'}"
+            )
+        if wanted is None and not labelled_types(manifest):
+            raise DataError(
+                f"{manifest.dataset}: no edge type has labels y and a split edge_split, as task {task} needs; give an "
+                "edge table label and split"
+            )
+        return edge_types[wanted] if wanted is not None else _only(labelled_types(manifest), manifest)
     if task == "link":
         return _linked(graph, wanted)
     if wanted is not None:
@@ -31,6 +43,8 @@ def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto") -> 
     able = [of for of, spec in manifest.nodes.items() if "y" in spec.attrs and trains(spec)]
     if not able and task == "auto" and (held_out := held_out_types(graph)):
         return _only(held_out, manifest)
+    if not able and task == "auto" and labelled_types(manifest):
+        return _only(labelled_types(manifest), manifest)
     if not manifest.hetero:
         return HOMO_NODE
     if len(able) > 1:
@@ -48,6 +62,20 @@ def held_out_types(graph: Graph) -> list[EdgeType]:
     """Return the edge types whose val and test links are held out (options ``hold_out`` and ``hold_out_split``)."""
     known = {type_name(of): of for of in graph.manifest.edges}
     return [known[name] for name in held_out_names(graph.store.graph_attrs) if name in known]
+
+
+def labelled_types(manifest: Manifest) -> list[EdgeType]:
+    """Return the edge types with labels and a split of the edges, without those of reverse edges."""
+    has_labels = [of for of, spec in manifest.edges.items() if {"y", "edge_split"} <= set(spec.attrs)]
+    return [
+        of for of in has_labels if (of[2], of[1].removeprefix("rev_"), of[0]) not in has_labels or of[1][:4] != "rev_"
+    ]
+
+
+def learns_edge_labels(graph: Graph, target: EdgeType, task: str) -> bool:
+    """Return whether labels of edges are learned, not which links exist. ``task``: ``auto``, or a kind of task."""
+    held_out = target in held_out_types(graph)
+    return task.startswith("edge-") or (task == "auto" and not held_out and target in labelled_types(graph.manifest))
 
 
 def _only(types: list[EdgeType], manifest: Manifest) -> EdgeType:

@@ -16,7 +16,7 @@ from trainer.core.schema import NodeType
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
 from trainer.sampler.types import RowRequest
-from trainer.store.manifest import Manifest
+from trainer.store.manifest import AttrSpec
 
 
 def numbers(y: Tensor, classes: bool = False) -> Tensor:
@@ -40,9 +40,20 @@ def on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
+class LabelSpec:
+    """What is known of the labels of a type of nodes or edges."""
+
+    dataset: str
+    of: str  #: `` of TYPE`` for messages; '' in a homogeneous graph
+    y: AttrSpec
+    num_classes: int  #: 0: they are not classes
+    seed: str = "node"  #: or ``edge``
+
+
+@dataclass(frozen=True)
 class SeedLabels:
     split: str
-    nodes: Ids  #: int64 [n] original ids
+    ids: Ids  #: int64 [n] original ids
     y: Tensor  #: [n, …] in the dataset's dtype
 
 
@@ -64,37 +75,31 @@ def is_01(labels: SeedLabels) -> bool:
     return bool(((y == 0) | (y == 1) | y.isnan()).all())
 
 
-def check_classes(manifest: Manifest, target: NodeType, labels: SeedLabels) -> None:
-    y, classes = labels.y.double(), manifest.nodes[target].num_classes
+def check_classes(spec: LabelSpec, labels: SeedLabels) -> None:
+    y, classes = labels.y.double(), spec.num_classes
     bad = (~(y >= 0) | (y >= classes) | (y != y.floor())).nonzero().flatten()
     if len(bad):
-        node, label = labels.nodes[int(bad[0])], y[bad[0]].item()
+        seed, label = labels.ids[int(bad[0])], y[bad[0]].item()
         raise DataError(
-            f"{manifest.dataset}: {len(bad)} seeds of the {labels.split} split{of_type(manifest, target)} have no "
-            f"class in 0 … {classes - 1}, for instance node {node} with y = {label:g}; "
+            f"{spec.dataset}: {len(bad)} seeds of the {labels.split} split{spec.of} have no "
+            f"class in 0 … {classes - 1}, for instance {spec.seed} {seed} with y = {label:g}; "
             "remove them from the split, or label them"
         )
 
 
-def check_known(manifest: Manifest, target: NodeType, labels: SeedLabels, y: Tensor) -> None:
+def check_known(spec: LabelSpec, labels: SeedLabels, y: Tensor) -> None:
     """Raise ``DataError`` if a row of ``y`` [n, D] has only NaN values or at least one infinite value."""
     missing, infinite = (bad.nonzero().flatten().tolist() for bad in (y.isnan().all(1), y.isinf().any(1)))
-    of = of_type(manifest, target)
     if missing:
         raise DataError(
-            f"{manifest.dataset}: {len(missing)} seeds of the {labels.split} split{of} have no y, for instance "
-            f"node {labels.nodes[missing[0]]}; remove them from the split, or give them a value"
+            f"{spec.dataset}: {len(missing)} seeds of the {labels.split} split{spec.of} have no y, for instance "
+            f"{spec.seed} {labels.ids[missing[0]]}; remove them from the split, or give them a value"
         )
     if infinite:
         raise DataError(
-            f"{manifest.dataset}: {len(infinite)} seeds of the {labels.split} split{of} have an infinite y, for "
-            f"instance node {labels.nodes[infinite[0]]}; replace it"
+            f"{spec.dataset}: {len(infinite)} seeds of the {labels.split} split{spec.of} have an infinite y, for "
+            f"instance {spec.seed} {labels.ids[infinite[0]]}; replace it"
         )
-
-
-def of_type(manifest: Manifest, target: NodeType) -> str:
-    """Return `` of TYPE`` for messages; '' in a homogeneous graph."""
-    return f" of {target}" if manifest.hetero else ""
 
 
 def column_moments(y: Tensor, group: RankGroup) -> tuple[tuple[float, ...], tuple[float, ...]]:

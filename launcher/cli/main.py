@@ -52,7 +52,7 @@ _MOST_USED = ("config", "version", "help")
 
 #: Commands in the order in which a user needs them; commands not listed here follow.
 _ORDER = (
-    *("init", "setup", "import", "check", "plan", "rehearse", "launch", "sweep", "export", "partition"),
+    *("init", "setup", "import", "hosts", "check", "plan", "rehearse", "launch", "sweep", "export", "partition"),
     *("status", "queue", "logs", "follow", "attach", "stop", "collect", "resume"),
     *("infer", "inspect", "runs", "profile", "report", "compare", "serve", "clean", "completion"),
 )
@@ -195,13 +195,14 @@ def plan(ctx: click.Context, **values: Any) -> None:
 @gnnfleet.command(epilog=examples("check --config cluster.yml"))
 @config_options
 @click.option("--notify", is_flag=True, help="Send a test message to run.notify.")
+@click.option("--speed", is_flag=True, help="Measure the hosts, too; takes two seconds.")
 @click.pass_context
-def check(ctx: click.Context, notify: bool, **values: Any) -> None:
-    """Run preflight only: connect, check every node, list problems. Neither the graph nor your script is run."""
+def check(ctx: click.Context, notify: bool, speed: bool, **values: Any) -> None:
+    """Run preflight only: check every node. Neither graph nor script is run."""
     from launcher.run.check import run_check
 
     options = options_of(ctx, values)
-    ctx.exit(run_check(read_config(options), options, console_of(options.as_json), notify=notify))
+    ctx.exit(run_check(read_config(options), options, console_of(options.as_json), notify=notify, speed=speed))
 
 
 for _param in check.params:
@@ -307,6 +308,7 @@ def with_all_commands() -> click.Group:
     from launcher.cli.clean import clean
     from launcher.cli.completion import completion
     from launcher.cli.explain import explain
+    from launcher.cli.hosts import hosts
     from launcher.cli.infer import infer, inspect
     from launcher.cli.init import init
     from launcher.cli.queue import queue
@@ -317,7 +319,21 @@ def with_all_commands() -> click.Group:
     from launcher.cli.sweep import sweep
 
     register_commands(gnnfleet)
-    for command in (infer, inspect, report, compare, serve, queue, completion, init, setup, sweep, explain, clean):
+    for command in (
+        infer,
+        inspect,
+        report,
+        compare,
+        serve,
+        queue,
+        completion,
+        init,
+        setup,
+        sweep,
+        explain,
+        clean,
+        hosts,
+    ):
         gnnfleet.add_command(command)
     return gnnfleet
 

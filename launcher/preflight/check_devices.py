@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher.config.roles import kernel_requirement
 from launcher.node.exit_description import size
+from launcher.preflight.check_health import gpu_faults, logged_faults
 from launcher.preflight.finding import Finding, Severity, Survey, listed
 from launcher.text import count
 
@@ -63,11 +64,20 @@ def _find(device: int | str, gpus: Sequence[Mapping[str, Any]]) -> _Device | Non
     return None
 
 
+def is_free(gpu: Mapping[str, Any], leases: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether no run has leased a GPU or one of its MIG instances, and no process uses much of its memory."""
+    taken = {lease["resource"] for lease in leases}
+    parts = [_Device(gpu["index"], gpu), *(_Device(one, gpu, one) for one in gpu.get("instances", ()))]
+    return not any(taken & part.leases for part in parts) and gpu["used"] <= max(_IDLE, MOST_USED * gpu["memory"])
+
+
 def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
     wanted, gpus = survey.config.nodes[k].devices, survey.probes[k]["gpus"]
     if not wanted:
         yield from _mixed(survey, k)
         return
+    for message, remedy in logged_faults(survey.probes[k]):
+        yield survey.finding(k, "warn", "devices", message, remedy, code="gpu-fault")
     devices = [_find(device, gpus) for device in wanted]
     there = [device for device in devices if device is not None]
     if not gpus:
@@ -154,7 +164,7 @@ def _used(survey: Survey, k: int, name: str, gpu: Mapping[str, Any]) -> Iterator
     memory = f"{size(gpu['used'] * _MIB)} of {size(gpu['memory'] * _MIB)} used"
     who = "; ".join(_holder(holder) for holder in gpu["holders"]) or "by processes that are not visible to your login"
     remedy = "wait, end the processes that use it, or use other `devices`"
-    if gpu["used"] > max(_IDLE, MOST_USED * gpu["memory"]):
+    if not is_free(gpu, ()):
         yield survey.finding(k, "block", "devices", f"{name} is not free: {memory}, {who}", remedy)
     elif gpu["holders"]:
         yield survey.finding(k, "warn", "devices", f"{name} is shared: {memory}, {who}", remedy)
@@ -183,6 +193,5 @@ def _state(survey: Survey, k: int, device: _Device) -> Iterator[Finding]:
         message = f"{name} is divided into MIG instances: a process uses the first one only"
         remedy = "list the UUIDs of its instances in `devices`; `nvidia-smi -L` shows them"
         yield survey.finding(k, "warn", "devices", message, remedy)
-    if gpu["ecc"]:
-        message = f"{name} has had {gpu['ecc']} uncorrectable memory errors since the driver was loaded"
-        yield survey.finding(k, "warn", "devices", message, "reset or replace it; results may be wrong")
+    for message, remedy in gpu_faults(name, gpu):
+        yield survey.finding(k, "warn", "devices", message, remedy, code="gpu-fault")

@@ -15,6 +15,7 @@ from launcher.plan.placement import outer_python
 from launcher.plan.ports import candidate_ports
 from launcher.preflight.check_container import agent_in_container, ask_container, container_findings
 from launcher.preflight.check_devices import device_findings
+from launcher.preflight.check_health import speed_findings
 from launcher.preflight.check_machine import machine_findings, same_machine
 from launcher.preflight.check_network import network_findings
 from launcher.preflight.check_packages import package_findings
@@ -57,6 +58,7 @@ def run_preflight(
     bytes_needed: Mapping[int, int] | None = None,
     run_id: str = "",
     notify: bool = False,
+    speed: bool = False,
 ) -> PreflightReport:
     """Check all nodes in parallel.
 
@@ -66,6 +68,7 @@ def run_preflight(
         bytes_needed: bytes that the plan will store on each node, by node_rank.
         run_id: id of the run; a node that already has a run of this id gets a blocking finding.
         notify: also send a message to each target of ``run.notify``.
+        speed: also measure how fast the hosts are, which takes two seconds of all their processors.
 
     A node that cannot be reached, or whose checks fail, is reported as a finding; no exception is raised.
     """
@@ -73,7 +76,7 @@ def run_preflight(
     errors: dict[int, Exception] = {k: one for k, one in transports.items() if isinstance(one, TransportError)}
     with open_agents() as agents, open_agents() as inside:
         inquiry = Inquiry.about(config, run_id)
-        answers = _probe_all(inquiry, opened, agents, inside)
+        answers = probe_all(inquiry, opened, agents, inside)
         errors |= answers.errors
         _raise_unexpected(errors)
         probes = {k: answers.values[k][0] for k in sorted(answers.values)}
@@ -83,8 +86,11 @@ def run_preflight(
         findings = [connect_finding(config, k, errors[k]) for k in sorted(errors)]
         findings += all_findings(survey)
         working = {k: agents[k] for k in facts}
+        trainers = working | {k: inside[k] for k in inside if k in facts}  # agents with the trainer's packages
         if config.data.store is not None:
-            findings += store_findings(survey, working | {k: inside[k] for k in inside if k in facts})
+            findings += store_findings(survey, trainers)
+        if speed:
+            findings += speed_findings(survey, trainers)
         if notify:
             findings += notice_findings(survey, working)
         if config.data.mode == "verify":
@@ -108,7 +114,7 @@ def without_busy_ports(
     A node that does not answer keeps its facts.
     """
     with open_agents() as agents, open_agents() as inside:
-        answers = _probe_all(Inquiry.about(config), transports, agents, inside).values
+        answers = probe_all(Inquiry.about(config), transports, agents, inside).values
     busy = {k: probe["busy_ports"] for k, (probe, _) in answers.items()}
     return {
         k: replace(fact, free_ports=tuple(port for port in fact.free_ports if str(port) not in busy.get(k, ())))
@@ -133,7 +139,7 @@ def open_agents() -> Iterator[dict[int, NodeAgent]]:
         on_nodes(list(agents), lambda k: agents[k].close(), timeout=_CLOSE_TIMEOUT)
 
 
-def _probe_all(
+def probe_all(
     inquiry: Inquiry,
     transports: Mapping[int, Transport],
     agents: dict[int, NodeAgent],

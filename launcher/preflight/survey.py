@@ -34,6 +34,7 @@ class Inquiry:
     run_id: str = ""
     code: str = ""  #: digest of gnnfleet's code
     parts: LocalParts | None = None  #: partition folder on the launching machine (mode ``sync``)
+    all_devices: bool = False  #: also ask nodes without ``devices`` for GPUs
 
     @classmethod
     def about(cls, config: ResolvedConfig, run_id: str = "") -> Inquiry:
@@ -62,7 +63,7 @@ class Inquiry:
             "session": session_name(run_id, k) if run_id else "",
             "ports": list(candidate_ports(config, k)),
             "manifest": f"{parts}/manifest.json" if config.data.mode == "verify" and node.holds else "",
-            "devices": bool(node.devices),
+            "devices": bool(node.devices) or self.all_devices,
             "packages": [*extra_packages(config, k), *device_packages(node)],
             "names": [name for name in names if name and name != "auto" and not is_ip(name)],
             "code": self.code,

@@ -28,16 +28,18 @@ from launcher.transport import Opened, close_all, connect_all
 from launcher.transport.base import Transport
 
 
-def run_check(config: ClusterConfig, options: LaunchOptions, console: Console, *, notify: bool = False) -> int:
+def run_check(
+    config: ClusterConfig, options: LaunchOptions, console: Console, *, notify: bool = False, speed: bool = False
+) -> int:
     """Run preflight and print the findings; return the exit status: 0, or 3 if a finding blocks the run.
 
-    notify: also send a test message to ``run.notify``. Raises UsageError, before any connection, if the bundled trainer
-    would refuse the graph or the user's model class.
+    notify: also send a test message to ``run.notify``. speed: also measure the hosts. Raises UsageError, before any
+    connection, if the bundled trainer would refuse the graph or the user's model class.
     """
     resolved, draft = _drafted(config, options, to_train=not resolve(config).serve_only)
     attempts = connect_all(resolved)
     try:
-        report = preflight_of_draft(resolved, attempts, draft, run_id=options.run_id or "", notify=notify)
+        report = preflight_of_draft(resolved, attempts, draft, run_id=options.run_id or "", notify=notify, speed=speed)
         if resolved.data.mode == "verify" and not resolved.data.serving and not report.blocked:
             with console.status("comparing the files of the parts with their manifest"):
                 found = _compared_parts(resolved, options, report, attempts)
@@ -90,6 +92,7 @@ def preflight_of_draft(
     *,
     run_id: str,
     notify: bool = False,
+    speed: bool = False,
 ) -> PreflightReport:
     """Run preflight for the nodes of the plan ``draft``.
 
@@ -103,6 +106,7 @@ def preflight_of_draft(
         bytes_needed={node.node_rank: draft.sent_bytes(node) for node in draft.nodes},
         run_id=run_id,
         notify=notify,
+        speed=speed,
     )
 
 

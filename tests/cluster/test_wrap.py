@@ -76,6 +76,8 @@ def test_runs_in_containers(make_cluster: Callable[..., NetCluster], tmp_path: P
     write(*([*wrap, image, "--"] for image in images))
     checked = user.gnnfleet("check", "--config", str(config))
     assert checked.status == 0, checked.output
+    hosts = user.gnnfleet("hosts", "--config", str(config), "--speed")
+    assert hosts.status == 0 and hosts.output.count("GFLOP/s, memory") == 2, hosts.output  # with the image's torch
     trained = user.gnnfleet("launch", "--config", str(config), "--run-id", "train", timeout=600)
     assert trained.status == 0, trained.output
     assert run_processes(cluster) == []

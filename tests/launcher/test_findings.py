@@ -12,6 +12,7 @@ from findings_kit import GB, VERSIONS, cluster, found, gpu, survey_of, versions,
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
 from launcher.node.exit_description import size
 from launcher.node.programs.packages import PACKAGES
+from launcher.preflight.check_health import slow_hosts
 from launcher.preflight.finding import Finding, GraphSize, Survey
 from launcher.preflight.preflight import all_findings
 from launcher.preflight.preflight_report import PreflightReport
@@ -438,3 +439,53 @@ def test_code_on_one_node_only_is_not_a_difference() -> None:
 
 def test_formatted_sizes() -> None:
     assert [size(n) for n in (5, 1500, 82_440_372_224, 10**15)] == ["5 B", "1.5 kB", "82 GB", "1000 TB"]
+
+
+# -- health of hosts -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"ecc": 2}, "2 uncorrectable memory errors"),
+        ({"rows": "failure"}, "no spare row left"),
+        ({"rows": "pending"}, "at its next reset"),
+        ({"temperature": 91, "slowed": "heat"}, "lowered its clocks because of heat (it has 91 °C)"),
+        ({"slowed": "heat or power"}, "because of heat or power"),
+        ({"temperature": 88}, "has 88 °C"),
+        ({"width": 8, "width_max": 16}, "8 of 16 PCIe lanes"),
+    ],
+)
+def test_a_faulty_gpu_is_a_warning(facts: dict[str, Any], words: str) -> None:
+    well = {"temperature": 60, "slowed": "", "rows": "", "width": 16, "width_max": 16}
+    gpus = [gpu(0, **well), gpu(1, **{**well, **facts})]
+    finding = the_one(1, {0: with_gpus(*gpus)}, config=on_devices(1, 0, 1))
+    assert (finding.severity, finding.check, finding.code) == ("warn", "devices", "gpu-fault")
+    assert words in finding.message and "CUDA device 1" in finding.message and finding.remedy
+    assert found(1, {0: with_gpus(*gpus)}, config=on_devices(1, 0)) == []  # of a device that the run does not use
+
+
+def test_faults_in_the_kernel_log_are_warnings() -> None:
+    lost = {"pci": "3b:00", "index": 0, "code": 79, "count": 2}
+    faults = [lost, {"pci": "5e:00", "index": None, "code": 999, "count": 1}]
+    first, second = found(1, {0: {**with_gpus(gpu()), "faults": faults}}, config=on_devices(1, 0))
+    assert first.message.startswith("CUDA device 0 has reported Xid 79 (the GPU has fallen off the bus) since")
+    assert first.message.endswith(", 2 times")
+    assert second.message.startswith("the GPU at PCI 5e:00, which nvidia-smi does not list, has reported Xid 999 since")
+
+
+def test_hosts_are_compared_with_those_that_have_as_many_processors() -> None:
+    def figures(product: float, copy: float = 10.0, by: str = "torch") -> dict[str, Any]:
+        return {"product": product, "copy": copy, "disk": 500.0, "by": by}
+
+    probes = {k: {"cpus": 16 if k < 4 else 4} for k in range(6)}
+    products = {0: 400, 1: 410, 3: 390, 4: 90, 5: 70}
+    measured = {**{k: figures(product) for k, product in products.items()}, 2: figures(200, copy=3.5)}
+    slow = slow_hosts(measured, probes)
+    assert [k for k in slow if slow[k]] == [2]
+    assert slow[2] == [
+        "multiplies matrices at 51 % of the median of the 4 hosts with 16 processors (200 of 395 GFLOP/s)",
+        "copies memory at 35 % of the median of the 4 hosts with 16 processors (3.5 of 10 GB/s)",
+    ]
+    measured[2] = figures(200, by="numpy")  # computes by another library
+    assert slow_hosts(measured, probes)[2] == []

@@ -29,6 +29,9 @@ from waiting import wait_until
 SMI = """#!/bin/bash
 echo "$1" >>"$0.asked"
 case "$1" in
+  *event_reasons*) [ -e "$0.health" ] && cat "$0.health" || exit 2;;
+  *throttle_reasons*) [ -e "$0.throttle" ] && cat "$0.throttle" || exit 2;;
+  *remapped-rows*) [ -e "$0.rows" ] && cat "$0.rows" || exit 2;;
   *mig.mode*) [ -e "$0.gpus" ] && cat "$0.gpus" || exit 2;;
   *query-gpu*) cat "$0.short";;
   *compute-apps*) cat "$0.apps";;
@@ -169,6 +172,56 @@ def test_an_old_driver_is_queried_for_fewer_fields(smi: Path) -> None:
 def test_nvidia_smi_is_started_only_if_devices_are_wanted(smi: Path) -> None:
     assert probed()["gpus"] == []
     assert not Path(f"{smi}.asked").exists()
+
+
+HEALTH = """GPU-a, 00000000:3B:00.0, 91, 8, 16, 0x0000000000000044
+GPU-b, 00000000:5E:00.0, 40, 16, 16, 0x0000000000000001
+GPU-c, 00000000:05:00.0, [N/A], [N/A], [N/A], [N/A]
+"""
+KERNEL_LOG = """#!/bin/sh
+echo '[ 12.1] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.'
+echo '[ 12.3] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.'
+echo '[ 13.0] NVRM: Xid (PCI:0000:5e:00): 31, pid=7, name=python, MMU fault'
+echo '[ 14.0] NVRM: Xid (PCI:0001:af:00): 48, pid=1, DBE'
+"""
+
+
+@pytest.mark.parametrize("name", ["health", "throttle"])
+def test_the_health_of_gpus(smi: Path, name: str) -> None:
+    Path(f"{smi}.gpus").write_text(GPUS)
+    Path(f"{smi}.{name}").write_text(HEALTH)
+    Path(f"{smi}.rows").write_text("GPU-a, No, Yes\nGPU-b, 1, 0\n")
+    (smi.parent / "dmesg").write_text(KERNEL_LOG)
+    (smi.parent / "dmesg").chmod(0o755)
+    found = probed(devices=True)
+    keys = ("temperature", "width", "width_max", "slowed", "rows")
+    assert [tuple(gpu[key] for key in keys) for gpu in found["gpus"]] == [
+        (91, 8, 16, "heat", "failure"),
+        (40, 16, 16, "", "pending"),
+        (0, 0, 0, "", ""),
+    ]
+    assert found["faults"] == [
+        {"pci": "1:af:00", "index": None, "code": 48, "count": 1},
+        {"pci": "3b:00", "index": 0, "code": 79, "count": 2},
+    ]
+
+
+def test_a_driver_that_says_nothing_about_health_and_a_kernel_log_that_cannot_be_read(smi: Path) -> None:
+    Path(f"{smi}.gpus").write_text(GPUS)
+    for name in ("dmesg", "journalctl"):
+        (smi.parent / name).write_text("#!/bin/sh\nexit 1\n")
+        (smi.parent / name).chmod(0o755)
+    found = probed(devices=True)
+    assert [(gpu["temperature"], gpu["slowed"], gpu["rows"]) for gpu in found["gpus"]] == [(0, "", "")] * 3
+    assert found["faults"] == []
+
+
+def test_the_speed_of_a_machine(tmp_path: Path) -> None:
+    with NodeAgent(LocalTransport(0), Command((sys.executable,))) as agent:
+        found = agent.call("speed", {"folder": f"{tmp_path}/not/yet", "seconds": 0.02}, 120)
+        gone = agent.call("speed", {"folder": "/proc", "seconds": 0.02}, 120)
+    assert found["by"] == "torch" and min(found[name] for name in ("product", "copy", "disk")) > 0
+    assert gone["disk"] == 0.0 and list(tmp_path.iterdir()) == []
 
 
 # -- folders, memory, names ----------------------------------------------

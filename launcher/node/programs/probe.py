@@ -177,14 +177,16 @@ def leftovers(workdir: str) -> list[dict[str, Any]]:
 def gpus(started: dict[str, Any]) -> dict[str, Any]:
     """Return {"devices": names, "gpus": facts about each, "driver": version}, in the order of nvidia-smi (PCI bus).
 
-    started: started commands by name. The result is read from the output of "nvidia-smi"; without this command the
-    lists are empty.
+    Also "faults", of ``gpu_health.add``. started: started commands by name. The result is read from the output of
+    "nvidia-smi"; without this command the lists are empty.
     """
     if "nvidia-smi" not in started:
-        return {"devices": [], "gpus": [], "driver": ""}
-    from launcher.node.programs import machine as devices
+        return {"devices": [], "gpus": [], "driver": "", "faults": []}
+    from launcher.node.programs import gpu_health
 
-    return devices.look(machine.finish(started["nvidia-smi"]))
+    health = gpu_health.start()
+    found = machine.look(machine.finish(started["nvidia-smi"]))
+    return dict(found, faults=gpu_health.add(found["gpus"], health))
 
 
 def busy_ports(ports: Sequence[int], leases: Iterable[dict[str, Any]] = ()) -> dict[str, str]:

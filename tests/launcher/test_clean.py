@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -94,6 +95,15 @@ def test_kinds_age_and_number_limit_what_is_deleted(home: Path) -> None:
     assert before - left(home) == {"runs/dead"}, "the run of 8 days ago used the parts"
     assert run(["clean", "code", "parts", "--config", "c.yml", "--yes", "--older-than", "0"]) == 0
     assert before - left(home) == {"runs/dead", f"code/{OLD}", "data/toy"}
+
+
+def test_kernels_of_containers_are_in_the_work_folder(home: Path) -> None:
+    shutil.rmtree(home / "runs/live")  # any live run may use kernels
+    put(home / "kernels/x.nbc")
+    put(home.parent / "node1/kernels/mine.txt")
+    age(home.parent, 30)
+    assert run(["clean", "kernels", "--config", "c.yml", "--yes"]) == 0
+    assert not (home / "kernels").exists() and (home.parent / "node1/kernels/mine.txt").exists()
 
 
 def test_a_run_that_is_being_started_or_was_heard_of_lately_is_alive(home: Path) -> None:

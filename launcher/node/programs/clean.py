@@ -60,6 +60,8 @@ def _items(patterns: list[str]) -> list[dict[str, Any]]:
         found += [("code", path) for path in code if _CODE.fullmatch(os.path.basename(path))]
         data = _folders(workdir, "data")
         found += [("parts", path) for path in data if os.path.isfile(os.path.join(path, "manifest.json"))]
+        own = os.path.join(workdir, "kernels")  # of nodes that run in containers
+        found += [("kernels", own)] if glob.glob(glob.escape(own) + "/*.nbc") and not os.path.islink(own) else []
     kernels = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gnnfleet", "kernels")
     found += [("kernels", kernels)] if os.path.isdir(kernels) and not os.path.islink(kernels) else []
     items = []

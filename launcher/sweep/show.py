@@ -125,12 +125,12 @@ def trial_table(
     keys = [dimension.key for dimension in definition.space]
     columns = [
         Column("trial", 9),
-        *(Column(key.rpartition(".")[2], 8, right=True, cut_to=6) for key in keys),
-        Column("state", 9, cut_to=8),
+        *(Column(key.rpartition(".")[2], 8, right=True) for key in keys),
+        Column("state", 9),
         Column("epoch", 5, right=True),
         Column(metric.title or "score", 9, right=True),
         Column("took", 2, right=True),
-        Column("hosts", 4, cut_to=6),
+        Column("hosts", 4),
         Column("why", 3, cut_to=10),
     ]
     best = best_trial(trials, metric.better)
@@ -144,7 +144,7 @@ def trial_table(
         rows.append(
             [
                 trial.name,
-                *(trial.values.get(key, "") for key in keys),
+                *shown_values(trial, definition.space).values(),
                 Text(state, _STYLES.get(state, "cyan")),
                 "" if epoch is None else str(epoch),
                 Text(shown, "bold green" if trial is best else ""),
@@ -163,7 +163,11 @@ def best_trial(trials: Iterable[Trial], better: str) -> Trial | None:
     return max(scored, key=lambda trial: sign * (trial.score or 0.0), default=None)
 
 
-def values_words(trial: Trial, space: Space) -> str:
+def shown_values(trial: Trial, space: Space) -> dict[str, str]:
+    """Return the values of a trial by key; numbers that were drawn from a range have four digits."""
     drawn = {dimension.key for dimension in space if isinstance(dimension, Range) and not dimension.whole}
-    words = ((key, f"{float(text):.4g}" if key in drawn else text) for key, text in trial.values.items())
-    return " ".join(f"{key}={text}" for key, text in words)
+    return {key: f"{float(text):.4g}" if key in drawn else text for key, text in trial.values.items()}
+
+
+def values_words(trial: Trial, space: Space) -> str:
+    return " ".join(f"{key}={text}" for key, text in shown_values(trial, space).items())

@@ -259,7 +259,8 @@ class Sweep:
                 waiting = Trial(number, self.search.ask(number))
                 self.trials.append(waiting)
                 self.folder.write(waiting)
-            waiting.state, waiting.hosts, waiting.scores, waiting.pruned_at = "running", group, {}, None
+            waiting.state, waiting.hosts, waiting.cause = "running", group, ""
+            waiting.scores, waiting.pruned_at = {}, None
             self.folder.write(waiting)  # before the launch: a sweep that is killed now finds the run by its id
             run = self.runs[waiting.number] = TrialRun(self.folder, self.definition, waiting)
             run.launch()

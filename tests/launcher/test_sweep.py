@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plotly import graph_objects
 from rich.console import Console
 
 import launcher.sweep.sweep as sweeping
@@ -29,6 +31,8 @@ from launcher.sweep.search import OptunaSearch
 from launcher.sweep.space import Choices, Range, split_sets
 from launcher.sweep.sweep import Sweep, SweepOptions, define
 from launcher.sweep.trial_run import Ending, TrialRun
+from launching import REPOSITORY, local_config
+from waiting import DEADLINE, wait_until
 
 CONFIG = """
 name: toy
@@ -488,16 +492,37 @@ def test_a_trial_is_alive_as_long_as_its_process_whoever_started_it(config: Path
     definition, folder = wanted(config, *GRID)
     waits = [sys.executable, "-c", "import sys; print('on', flush=True); sys.stdin = open('go'); sys.stdin.read()"]
     monkeypatch.setattr("launcher.sweep.trial_run.own_process", lambda words: (waits, {}))
-    import os
-
     os.mkfifo(config.parent / "go")
     TrialRun(folder, definition, Trial(0, {})).launch()
     other = TrialRun(folder, definition, Trial(0, {}))  # of a sweep process that goes on
     assert other.alive
     (config.parent / "go").write_text("")  # the process ends
-    from waiting import wait_until
-
     wait_until(lambda: not other.alive)
+
+
+@pytest.mark.slow
+def test_a_sweep_on_this_machine_goes_on_after_it_and_a_launch_were_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    config = local_config(tmp_path, [1, 1], run={"master_port": "auto", "control_port": "auto", "service_port": "auto"},
+                          name="toy", train={"epochs": 60})  # fmt: skip
+    argv = [sys.executable, str(REPOSITORY / "launch.py"), "sweep", "--plain"]
+    words = ["--config", str(config), "--set", "train.lr=0.001,0.01,0.1", "--nodes-per-run", "1"]
+    sweep = subprocess.Popen([*argv, *words])
+    first = tmp_path / "sweeps/toy/trials/t000.json"
+    wait_until(lambda: first.exists() and json.loads(first.read_text())["scores"])
+    sweep.kill()
+    sweep.wait()
+    os.kill(json.loads((tmp_path / "runs/toy-t000/launch.json").read_text())["pid"], signal.SIGKILL)
+    done = subprocess.run([*argv, "--resume", "toy", "--json"], capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [trial["state"] for trial in result["trials"]] == ["done"] * 3
+    assert all(len(trial["scores"]) == 60 for trial in result["trials"])
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["toy-t000", "toy-t001", "toy-t002"]
+    assert gnnfleet(["plan", "--config", "sweeps/toy/best.yml"]) == 0
 
 
 # --- what a sweep leaves
@@ -532,6 +557,8 @@ def test_the_page_the_table_and_the_best_config(config: Path, world: World, caps
     assert best.read_text().startswith("# The best of 6 trials of sweep toy: t003, val accuracy 0.9000 (run toy-t003).")
     assert load_config(best).nodes[0].host == "gnn1"
     page = (sweep.folder.path / "sweep.html").read_text()
+    for figure in json.loads(page.partition('id="figures">')[2].partition("</script>")[0]):
+        graph_objects.Figure({"data": figure["data"], "layout": figure["layout"]})  # plotly knows every name
     assert "report of a sweep" in page and "chart-parallel" in page and "chart-importance" in page
     assert "t005: out of memory &lt;b&gt;" in page and "http" not in page.partition('id="library"')[0].replace(
         'http-equiv="Content', ""

@@ -42,6 +42,7 @@ _EPILOG = (
               help="median (default of a search), hyperband or none.")  # fmt: skip
 @click.option("--metric", default="", metavar="NAME", help="As val_macro_f1; default: the task's metric on val.")
 @click.option("--goal", type=click.Choice(["max", "min"]), metavar="HOW", help="max or min, for other metrics.")
+@click.option("--wait", is_flag=True, help="Trials wait in line for devices and hosts that other runs use.")
 @click.option("--seed", type=click.IntRange(0), default=0, metavar="N", help="Of the search; default: 0.")
 @click.option("--epochs", metavar="N", help="Passes over the train seeds.")
 @click.option("--name", metavar="NAME", help="Name of the sweep; default: `name` in the file.")

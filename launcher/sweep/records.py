@@ -34,6 +34,7 @@ class Definition(msgspec.Struct, frozen=True):
     metric: str  #: ``val_accuracy``, ``loss``; '': the task's own metric on val
     goal: Literal["max", "min", ""]  #: '': as the runs say
     own_command: tuple[str, ...]
+    wait: bool  #: whether trials wait in line for hosts and devices in use
     cwd: str  #: folder in which trials are launched
     runs_dir: str  #: absolute
 

@@ -57,6 +57,7 @@ class SweepOptions:
     search: Search | None = None  #: None: grid without ``trials``, else tpe
     pruner: Pruner | None = None  #: None: none for a grid, else median
     seed: int = 0
+    wait: bool = False  #: trials wait in line for hosts and devices in use
     metric: str = ""
     goal: Literal["max", "min", ""] = ""
 
@@ -89,6 +90,13 @@ def define(options: SweepOptions) -> tuple[Definition, SweepFolder]:
     config = launch.choose(whole)
     if in_queue(config):
         raise UsageError("a sweep needs hosts that are there; run it in a Slurm job, whose hosts it divides")
+    if options.wait and config.transport == "slurm":
+        raise UsageError("--wait: Slurm queues jobs; leave it out in a job")
+    if asked := [node.host for node in config.nodes if node.password]:
+        raise UsageError(
+            f"{asked[0]} asks for a password (`password: true`), which nobody can type when a trial is launched; let "
+            "it accept a key"
+        )
     names = node_names(config)
     size = options.nodes_per_run or len(names)
     if size > len(names):
@@ -106,8 +114,8 @@ def define(options: SweepOptions) -> tuple[Definition, SweepFolder]:
     definition = Definition(
         name=name, config=to_yaml(config), space=space, nodes_per_run=size, search=search,
         trials=options.trials or sum(1 for _ in combinations(space)), pruner=pruner, seed=options.seed,
-        metric=options.metric, goal=options.goal, own_command=launch.own_command, cwd=str(Path.cwd()),
-        runs_dir=config.run.runs_dir,
+        metric=options.metric, goal=options.goal, own_command=launch.own_command, wait=options.wait,
+        cwd=str(Path.cwd()), runs_dir=config.run.runs_dir,
     )  # fmt: skip
     first = {one.key: one.texts[0] if isinstance(one, Choices) else format(one.low, "g") for one in space}
     drafted = replace(

@@ -56,6 +56,7 @@ class TrialRun:
         words = ["launch", "--config", str(self._config.absolute()), "--run-id", self.run_id, "--json"]
         words += [word for host in self.trial.hosts for word in ("--include", host)]
         words += [word for key, text in self.trial.values.items() for word in ("--set", f"{key}={text}")]
+        words += ["--wait"] if self._definition.wait else []
         own = self._definition.own_command
         self._start([*words, *(("--", *own) if own else ())])
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launching import REPOSITORY, write_config
 from netns import NetCluster
@@ -119,7 +120,7 @@ def test_twelve_trials_survive_the_death_of_the_sweep_and_of_a_host(cluster: Net
     assert len(logs) == len(runs) and sum("partition | write" in log for log in logs) == 1
     sent: dict[tuple[str, ...], list[int]] = {}
     for run in sorted(runs, key=lambda run: json.loads((run / "launch.json").read_text())["started"]):
-        hosts = tuple(node["host"] for node in json.loads((run / "run.json").read_text())["nodes"])
+        hosts = tuple(node["host"] for node in yaml.safe_load((run / "config.yml").read_text())["nodes"])
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
         sent.setdefault(hosts, []).append(sum(event["bytes"] for event in events if event["kind"] == "synced"))
     assert len(sent) == 2 and all(first > 0 and not any(later) for first, *later in sent.values()), sent

@@ -101,6 +101,7 @@ def test_mistakes_in_values_are_named(sets: list[str], message: str) -> None:
         (("nodes.0.host=a,b",), {}, "that of the whole sweep"),
         (("train.model=a..b",), {"trials": 2}, "give the values to try"),
         (GRID, {"metric": "accuracy"}, "write SPLIT_NAME"),
+        (("defaults.password=true", *GRID), {}, "gnn1 asks for a password"),
         (("train.hidden=8..64",), {"own": ("true",), "trials": 2}, "your own command does not read it"),
     ],
 )
@@ -498,6 +499,17 @@ def test_a_trial_is_alive_as_long_as_its_process_whoever_started_it(config: Path
     assert other.alive
     (config.parent / "go").write_text("")  # the process ends
     wait_until(lambda: not other.alive)
+
+
+def test_a_trial_is_launched_with_its_values_hosts_and_wait(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (config.parent / "own.py").write_text("")
+    definition, folder = wanted(config, "nodes.*.env.LR=1,2", own=("python", "own.py", "--x"), wait=True)
+    launched: list[list[str]] = []
+    monkeypatch.setattr(TrialRun, "_start", lambda self, words: launched.append([*words]))
+    TrialRun(folder, definition, Trial(3, {"nodes.*.env.LR": "2"}, hosts=("gnn1", "gnn2"), attempt=2)).launch()
+    run = ["launch", "--config", str(folder.config.absolute()), "--run-id", "toy-t003-2", "--json"]
+    words = ["--include", "gnn1", "--include", "gnn2", "--set", "nodes.*.env.LR=2", "--wait"]
+    assert launched == [[*run, *words, "--", "python", "own.py", "--x"]]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -78,6 +79,24 @@ def serving_parts(
         yield servers
     finally:
         servers.close()
+
+
+def cluster_file(path: Path, servers: Servers, clients: dict[int, list[int]], num_parts: int = 4) -> Path:
+    """Write a cluster.json with the nodes of ``servers`` and with client nodes.
+
+    clients: ranks by node_rank.
+    """
+    nodes = [
+        {"node_rank": place.node_rank, "host": place.host, "role": "server", "endpoint": place.endpoint,
+         "parts": list(place.parts), "ranks": []}
+        for place in servers.places.values()
+    ]  # fmt: skip
+    nodes += [
+        {"node_rank": node, "host": f"c{node}", "role": "client", "endpoint": None, "parts": [], "ranks": ranks}
+        for node, ranks in clients.items()
+    ]
+    path.write_text(json.dumps({"run_id": "r", "num_parts": num_parts, "nodes": nodes}))
+    return path
 
 
 def written(folder: Path, data, num_parts: int = 4) -> Path:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gnnfleet as gf
+from gateway_kit import cluster_file, serving_parts
 from graphs import graph, hetero
 from train_kit import curve, job, run_ranks
 from trainer.core.errors import CheckpointError, SettingsError
@@ -22,7 +23,7 @@ from trainer.nn.categories import Category, CategoryEmbeddings, categories_of
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.train.job import train
-from trainer.train.settings import InferJob
+from trainer.train.settings import InferJob, TrainJob
 
 NODES = 240
 RNG = np.random.default_rng(0)
@@ -204,3 +205,20 @@ def test_too_many_categories_are_refused(parts: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="city of node has 100,001 different values, .* category_dims: {city: 0}"):
         categories_of(many)
     assert categories_of(many, {"city": 0}) == {}
+
+
+@pytest.mark.parametrize("model", ["sage", "rsage"])
+def test_a_client_of_graph_servers_trains_as_one_process_with_all_parts(
+    model: str, parts: Path, typed_parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = parts if model == "sage" else typed_parts
+    local = job(folder, tmp_path / "local", **SETTINGS, model=model, category_dims={"city": 3})
+    expected = train(local, Ranks())
+    monkeypatch.setenv("NODE_RANK", "2")
+    with serving_parts(folder, [[0], [1]]) as servers:
+        cluster = cluster_file(tmp_path / "cluster.json", servers, {2: [0]}, 2)
+        found = train(TrainJob(local.settings, None, tmp_path / "client", (), cluster))
+        saved = tmp_path / "client/checkpoints/last.pt"
+        predicted = infer(InferJob(saved, None, tmp_path / "out", (), cluster))
+    assert found.test == expected.test and curve(tmp_path / "client") == curve(local.run_dir)
+    assert predicted.metrics == infer(InferJob(saved, folder, tmp_path / "out-local")).metrics

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import trainer
-from gateway_kit import HALVES, serving_parts
+from gateway_kit import HALVES, cluster_file, serving_parts
 from ports import free_port
 from train_kit import command_line, curve, finish_all, job, metrics, start_words, write_parts
 from trainer.core.errors import SettingsError
@@ -29,24 +29,6 @@ def parts(tmp_path_factory):
 def servers(parts):
     with serving_parts(parts) as servers:
         yield servers
-
-
-def cluster_file(path: Path, servers, clients: dict[int, list[int]], num_parts: int = 4) -> Path:
-    """Write a cluster.json with the nodes of ``servers`` and with client nodes.
-
-    clients: ranks by node_rank.
-    """
-    nodes = [
-        {"node_rank": place.node_rank, "host": place.host, "role": "server", "endpoint": place.endpoint,
-         "parts": list(place.parts), "ranks": []}
-        for place in servers.places.values()
-    ]  # fmt: skip
-    nodes += [
-        {"node_rank": node, "host": f"c{node}", "role": "client", "endpoint": None, "parts": [], "ranks": ranks}
-        for node, ranks in clients.items()
-    ]
-    path.write_text(json.dumps({"run_id": "r", "num_parts": num_parts, "nodes": nodes}))
-    return path
 
 
 def client_env(cluster: Path, node_rank: int) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from launcher.plan.tracking import earlier_files
 from tracked_runs import mlflow_run, tensorboard_curves, tensorboard_text, wandb_curves, wandb_run
 from trainer.track import follow, tensorboard
+from trainer.track.start import tracked
 from trainer.track.tracker import TRACKERS, Job, Place, Point
 from waiting import DEADLINE
 
@@ -133,3 +135,17 @@ def test_a_resumed_run_continues_the_run_of_each_tracker(tmp_path: Path) -> None
     for curves in (wandb_curves(history), of_mlflow, tensorboard_curves(later / "track/tensorboard")):
         assert curves["epoch/loss"] == epochs and curves["step/loss"] == steps
         assert [at for at, _ in curves["eval/val/accuracy"]] == [1, 2, 3]
+
+
+def test_without_a_supervisor_each_run_has_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GNNFLEET_RUN_ID", raising=False)
+
+    def name_of(run_dir: Path) -> str:
+        with tracked(run_dir, {}, {}):
+            pass
+        return json.loads((run_dir / "track/job.json").read_text())["run_id"]
+
+    exported = tmp_path / "toy-20261127-1a2b"
+    assert name_of(exported / "node0") == exported.name
+    plain = name_of(tmp_path / "run")
+    assert re.fullmatch(r"run-\d{8}-\d{6}", plain) and name_of(tmp_path / "run") == plain

@@ -53,7 +53,7 @@ class Following:
         self.name, self._job, self._ended = name, job, ended
         self._run_dir, self._folder = run_dir, run_dir / FOLDER
         self._path = self._folder / f"{name}.json"
-        known = _read(self._path)
+        known = read_object(self._path)
         runs = [run for run in known.get("runs", ()) if run != job["run_id"]]
         fresh = {"id": "", "url": "", "folder": "", "began": time.time(), "done": {}}
         now = {"runs": [*runs, job["run_id"]], "problem": "", "complete": False}
@@ -91,14 +91,14 @@ class Following:
             while some := list(islice(points, _AT_ONCE)):
                 tracker.log(some)
                 self.save(done=dict(done), problem="")
-            found = _read(self._folder / "nodes.json")
+            found = read_object(self._folder / "nodes.json")
             if found and found["t"] > shown + (0 if last else _SYSTEM):
                 tracker.log([system_point(found, state["began"])])
                 shown = found["t"]
             if last:
                 break
             self._ended.wait(_PAUSE)
-        end = _read(self._folder / "end.json")
+        end = read_object(self._folder / "end.json")
         named = {name: value for name, value in result.items() if name not in ("t", "kind", "rank", "epoch_seconds")}
         tracker.end(end.get("state", "failed"), {**named, **end.get("report", {})})
         self.save(complete=True, problem="")
@@ -147,7 +147,7 @@ def _parsed(lines: bytes) -> Iterator[dict[str, Any]]:
                 yield line
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Return an object from a JSON file; {} if it does not exist (yet) or is damaged."""
     try:
         found = read_json(path)
@@ -167,7 +167,7 @@ def follow(run_dir: Path) -> None:
     if (before := folder / "before").is_dir():  # of the run that this one resumes
         shutil.copytree(before, folder, ignore=shutil.ignore_patterns(".gnnfleet-*"), dirs_exist_ok=True)
         shutil.rmtree(before)
-    job, ended = _read(folder / "job.json"), threading.Event()
+    job, ended = read_object(folder / "job.json"), threading.Event()
     trackers = [Following(run_dir, name, job, ended) for name in job["trackers"]]
     for one in trackers:
         one.thread.start()
@@ -177,7 +177,7 @@ def follow(run_dir: Path) -> None:
             write_whole(folder / "end.json", json.dumps(words))
         time.sleep(0.2)
     ended.set()
-    patience = float(_read(folder / "end.json").get("patience", PATIENCE))
+    patience = float(read_object(folder / "end.json").get("patience", PATIENCE))
     deadline = time.monotonic() + patience
     for one in trackers:
         one.thread.join(max(0.0, deadline - time.monotonic()))

@@ -11,6 +11,9 @@ from urllib.parse import urlsplit
 
 # From version 3.11 on MLflow refuses its store of files, which needs neither a server nor a database, without this.
 os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+# By default the client tries for a quarter of an hour before it fails; a tracker that fails is tried again anyway.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")  # seconds
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 
 from mlflow import MlflowClient  # noqa: E402
 from mlflow.entities import Metric, Param, RunTag  # noqa: E402

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.core.files import write_whole
-from trainer.track.follow import FOLDER, PATIENCE
+from trainer.track.follow import FOLDER, PATIENCE, read_object
 
 
 @contextmanager
@@ -26,7 +27,11 @@ def tracked(run_dir: Path, trackers: Mapping[str, Any], config: Mapping[str, Any
     folder, began = run_dir / FOLDER, time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "end.json").unlink(missing_ok=True)
-    run_id = os.environ.get("GNNFLEET_RUN_ID") or run_dir.resolve().name
+    # A name that no other run has, as trackers continue a run of the same name. Exported scripts have RUN/node0.
+    name, above = run_dir.resolve().name, run_dir.resolve().parent.name
+    fresh = above if re.fullmatch(r"node\d+", name) else f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    known = read_object(folder / "job.json").get("run_id")  # resumed in its folder
+    run_id = os.environ.get("GNNFLEET_RUN_ID") or known or fresh
     job = {"run_id": run_id, "trackers": trackers, "config": config}
     write_whole(folder / "job.json", json.dumps(job), mode=0o600)
     process = subprocess.Popen(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,8 +18,11 @@ from launcher.errors import UsageError
 from launcher.manage.show_queue import HostLine, starts, to_json
 from launcher.node import leases
 from launcher.node.leases import Lease, LeaseHolder, in_the_way, take_turn, this_process, ticket, wait_in_line
+from launcher.node.peers.hub import Hub, MemberStatus
+from launcher.node.peers.member import Member
 from launcher.node.peers.model import NO_TURN, Turn
-from launcher.node.supervisor.waiting import next_turn
+from launcher.node.spec import NodeSpec, RunNode
+from launcher.node.supervisor.waiting import Waiting
 from launcher.preflight.finding import Finding
 from launcher.preflight.preflight_report import PreflightReport
 from launcher.report.waiting import waiting_words
@@ -105,97 +108,154 @@ def test_the_end_that_a_run_expects_is_in_its_leases() -> None:
 # -- turns of many runs on many hosts, with messages that arrive late
 
 
-class Simulated:
-    """A waiting run: a node on each of its hosts, whose messages from and to the lead node wait in queues."""
+class Hosts:
+    """The leases of several hosts, in place of files; what a node wants names its host: ``cuda:<host>``."""
 
-    def __init__(self, number: int, hosts: list[int], launched: float) -> None:
-        self.run_id, self.hosts, self.launched = f"run{number}", hosts, launched
-        self.tickets = {k: ticket([f"cuda:{k}"], holder(self.run_id), launched) for k in hosts}
-        self.places: dict[int, dict[str, Any]] = {}
-        self.turn: Turn = NO_TURN
-        self.to_lead: list[tuple[int, dict[str, Any]]] = []
-        self.known: dict[int, dict[str, Any] | None] = dict.fromkeys(hosts)
-        self.orders: dict[int, list[Turn]] = {k: [NO_TURN] for k in hosts}
-        self.gone: set[int] = set()
+    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.leases: dict[str, list[Lease]] = {f"cuda:{k}": [] for k in range(count)}
+        monkeypatch.setattr("launcher.node.supervisor.waiting._EVERY", 0.0)
+        monkeypatch.setattr(leases, "this_process", lambda run_id, k, host: holder(run_id)._replace(node_rank=k))
+        for name in ("wait_in_line", "take_turn", "release"):
+            monkeypatch.setattr(leases, name, getattr(self, name))
+
+    def wait_in_line(self, mine: Lease) -> list[Lease]:
+        (there,) = (self.leases[name] for name in mine.wants)
+        if mine not in there:
+            there.append(mine)
+        return in_the_way(mine, there)
+
+    def take_turn(self, mine: Lease, me: LeaseHolder) -> list[Lease]:
+        (name,) = mine.wants
+        found = in_the_way(mine, self.leases[name])
+        if not found:
+            self.leases[name] += [Lease(name, *me)]
+            holders = {one.run_id for one in self.leases[name] if not one.waits}
+            assert len(holders) == 1, f"{name} is held by {holders}"
+        return found
+
+    def release(self, run_id: str, node_rank: int, resources: Sequence[str]) -> None:
+        for there in self.leases.values():
+            there[:] = [
+                one for one in there
+                if (one.run_id, one.node_rank) != (run_id, node_rank) or one.resource not in resources
+            ]  # fmt: skip
+
+
+class Quiet:
+    def event(self, kind: str, **more: object) -> None: ...
+
+    def log(self, text: str) -> None: ...
+
+
+class LateHub(Hub):
+    """A hub whose ``members`` and ``turn`` are set by the test."""
+
+    def __init__(self) -> None:
+        self.turn, self.members, self.called = NO_TURN, {}, [NO_TURN]
+
+    def call(self, turn: Turn) -> None:
+        self.turn = turn
+        self.called.append(turn)
+
+
+class LateMember(Member):
+    def __init__(self) -> None:
+        self.turn, self.seen = NO_TURN, 0
+
+
+class WaitingRun:
+    """A run whose nodes wait (``Waiting``); node 0 leads. Messages between them arrive late, each kind in its order.
+
+    late: its nodes file their tickets one by one, while other runs wait and run.
+    """
+
+    def __init__(self, number: int, hosts: list[int], launched: float, late: bool) -> None:
+        self.hosts, self.order = hosts, (launched, f"run{number}")
+        self.hub = LateHub()
+        self.members = {k: LateMember() for k in range(1, len(hosts))}
+        self.hub.members = {k: MemberStatus(k) for k in self.members}
+        self.reports: dict[int, list[dict[str, Any]]] = {k: [] for k in self.members}
+        common: dict[str, Any] = {"token": "", "run_dir": "", "server": None, "trainer": None}
+        common |= {"start_timeout": 1.0, "grace": 1.0, "queued_at": launched}
+        nodes = tuple(RunNode(f"node{k}") for k in range(len(hosts)))
+        self.nodes = [
+            Waiting(
+                NodeSpec(
+                    **common,
+                    run_id=f"run{number}",
+                    node_rank=k,
+                    nodes=nodes,
+                    leases=(f"cuda:{host}",),
+                ),
+                cast(Any, Quiet()),
+            )
+            for k, host in enumerate(hosts)
+        ]
+        self.late = late
+        self.begun: set[int] = set()
+        for k in range(0 if late else len(hosts)):
+            self.begin(k)
         self.left = random.randint(1, 30)  # turns of work
 
-    def step(self, k: int, leases_on: dict[int, list[Lease]]) -> None:
-        """Let the node on host ``k`` do what a supervisor does in one turn (``Waiting.look``)."""
-        mine, there = self.tickets[k], leases_on[k]
-        if mine not in there and k not in self.gone:
-            there.append(mine)
-        place = self.places.setdefault(k, {"ready": False, "held": False, "round": 0})
-        if len(self.orders[k]) > 1 and random.random() < 0.7:
-            self.orders[k].pop(0)
-        turn = self.orders[k][0]
-        own = Lease(f"cuda:{k}", *holder(self.run_id))
-        if turn["go"]:
-            self.gone.add(k)
-            if mine in there:
-                there.remove(mine)
-        elif turn["take"] and turn["round"] > place["round"]:
-            place["ready"] = not in_the_way(mine, there)
-            place |= {"held": place["ready"], "round": turn["round"]}
-            if place["held"]:
-                there.append(own)
-        elif place["held"] and not turn["take"]:
-            there.remove(own)
-            place["held"] = False
-        elif not place["held"]:
-            place["ready"] = not in_the_way(mine, there)
-        self.to_lead.append((k, {**place}))
-        if random.random() < 0.7:
-            sender, said = self.to_lead.pop(0)
-            self.known[sender] = said
-        called = next_turn(self.turn, [*self.known.values()])
-        if called != self.turn:
-            self.turn = called
-            for orders in self.orders.values():
-                orders.append(called)
+    def begin(self, k: int) -> None:
+        self.nodes[k].begin()
+        self.begun.add(k)
 
-    def work(self, leases_on: dict[int, list[Lease]]) -> bool:
-        """Work once all nodes have started; return whether the run has ended."""
-        if self.gone != set(self.hosts):
-            return False
-        self.left -= 1
-        if self.left <= 0:
-            for k in self.hosts:
-                leases_on[k].remove(Lease(f"cuda:{k}", *holder(self.run_id)))
-        return self.left <= 0
+    def step(self) -> None:
+        """Let each node look, in any order, and some messages arrive."""
+        for k in random.sample(range(len(self.nodes)), len(self.nodes)):
+            if k and random.random() < 0.7 and self.reports[k]:
+                self.hub.members[k].place = self.reports[k].pop(0)
+            if k and random.random() < 0.7:
+                member = self.members[k]
+                member.seen = random.randint(member.seen, len(self.hub.called) - 1)  # each message has the whole state
+                member.turn = self.hub.called[member.seen]
+            if k not in self.begun and random.random() < 0.05:
+                self.begin(k)
+            if k in self.begun and not self.nodes[k].over:
+                self.nodes[k].look(self.members[k] if k else self.hub)
+            if k and self.nodes[k].place is not None:
+                self.reports[k].append({**(self.nodes[k].place or {})})
+
+    @property
+    def started(self) -> bool:
+        return all(node.over for node in self.nodes)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_runs_all_get_their_turn_and_never_share_a_host(seed: int) -> None:
+def test_random_runs_all_get_their_turn_and_never_share_a_host(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random.seed(seed)
-    hosts = random.randint(1, 5)
+    count = random.randint(1, 5)
+    hosts = Hosts(count, monkeypatch)
     runs = [
-        Simulated(number, random.sample(range(hosts), random.randint(1, hosts)), random.choice([1.0, 2.0, 3.0]))
+        WaitingRun(
+            number, random.sample(range(count), random.randint(1, count)), random.choice([1.0, 2.0, 3.0]), number > 2
+        )
         for number in range(random.randint(2, 7))
     ]
-    for run in runs:  # all tickets are filed before the first turn
-        for k in run.hosts:
-            run.places[k] = {"ready": False, "held": False, "round": 0}
-    leases_on: dict[int, list[Lease]] = {k: [run.tickets[k] for run in runs if k in run.hosts] for k in range(hosts)}
-    began: list[Simulated] = []
+    began: list[WaitingRun] = []
     waiting = list(runs)
     for _ in range(20_000):
         if not waiting:
             break
         run = random.choice(waiting)
-        for k in random.sample(run.hosts, len(run.hosts)):
-            run.step(k, leases_on)
-        for k, there in leases_on.items():
-            holders = {one.run_id for one in there if not one.waits}
-            assert len(holders) <= 1, f"host {k} is held by {holders}"
-        if run.turn["go"] and run not in began:
+        run.step()
+        for node, host in zip(run.nodes, run.hosts, strict=True):
+            there = [one.run_id for one in hosts.leases[f"cuda:{host}"] if not one.waits]
+            assert not node.over or there == [run.order[1]], "a node that starts has its leases"
+        if run.hub.turn["go"] and run not in began:
             began.append(run)
-        if run.work(leases_on):
+        run.left -= run.started
+        if run.left <= 0:
             waiting.remove(run)
-    assert not waiting, f"these never ran: {[one.run_id for one in waiting]}"
+            for k, host in enumerate(run.hosts):
+                hosts.release(run.order[1], k, [f"cuda:{host}"])
+    assert not waiting, f"these never ran: {[one.order for one in waiting]}"
+    assert not any(hosts.leases.values()), "tickets are removed"
     for late, run in enumerate(began):
         for other in began[late + 1 :]:
-            if set(run.hosts) & set(other.hosts):
-                assert (run.launched, run.run_id) < (other.launched, other.run_id), "the earlier one first"
+            free = not set(run.hosts) & set(other.hosts)
+            assert free or other.late or run.order < other.order, "the earlier one first"
 
 
 # -- supervisors
@@ -257,7 +317,7 @@ def test_supervisors_wait_and_start_in_the_order_of_launch(make_run: Callable[..
     assert max(map(started, early.nodes)) < started(late.nodes[0]) and leases.held() == []
 
 
-@pytest.mark.parametrize(("k", "restarts"), [(1, 0), (0, 2)])
+@pytest.mark.parametrize(("k", "restarts"), [(1, 0), pytest.param(0, 2, marks=pytest.mark.slow)])
 def test_a_killed_supervisor_is_passed_over_and_ends_its_run(
     make_run: Callable[..., Run], k: int, restarts: int
 ) -> None:
@@ -298,6 +358,7 @@ def test_at_the_limit_the_run_fails_and_says_who_holds_what(make_run: Callable[.
     assert [one.run_id for one in leases.held()] == ["holding"]
 
 
+@pytest.mark.slow
 def test_waiting_ends_no_run_by_a_timeout(make_run: Callable[..., Run]) -> None:
     leases.take(["cuda:1"], this_process("holding", 0))
     run = make_run("waits", [0, 1], 20.0, start_timeout=2.0, peer_timeout=2.0, stall_after=1.0)

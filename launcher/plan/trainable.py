@@ -71,7 +71,8 @@ def is_hetero(data: DataConfig) -> bool | None:
     if data.serving:
         return None
     if data.dataset == "tables":
-        return any(len(_mapping(data.options.get(name))) > 1 for name in ("nodes", "edges"))
+        given = {name: _mapping(data.options.get(name)) for name in ("nodes", "edges", "tasks")}
+        return bool(given["tasks"]) or len(given["nodes"]) > 1 or len(given["edges"]) > 1
     if data.dataset == "partition" and data.source:
         try:
             manifest = read_partition_files(Path(data.source).expanduser())
@@ -113,7 +114,7 @@ def _needs_seeds(config: ClusterConfig, parts: PartitionFiles | None) -> bool:
 
 def _check_splits(data: DataConfig) -> None:
     """Raise UsageError if no node table has a split. Wrong options are left to the partitioner, which explains them."""
-    tables = _mapping(data.options.get("nodes")).values()
+    tables = [*_mapping(data.options.get("nodes")).values(), *_mapping(data.options.get("tasks")).values()]
     if not tables or not all(isinstance(table, Mapping) for table in tables):
         return
     if not any("split" in table for table in tables):

@@ -163,6 +163,8 @@ class HeteroBatch:
     #: int64 [n_t, columns], codes of columns of categories, -1 for missing values, for types that have some
     categories: Mapping[NodeType, Tensor] = field(default_factory=dict)
     degree: Mapping[NodeType, Tensor] = field(default_factory=dict)  #: int64 [n_t], as in ``Batch``, by all edge types
+    #: float32 [n_t], how much earlier each node is than the seed of its tree, for types with times
+    age: Mapping[NodeType, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> HeteroBatch:
         """Return the batch with all tensors on ``device``, and with the cached rows in ``x``."""
@@ -182,6 +184,7 @@ class HeteroBatch:
             kept={},
             categories={of: moved(codes) for of, codes in self.categories.items()},
             degree={of: moved(counts) for of, counts in self.degree.items()},
+            age={of: moved(ages) for of, ages in self.age.items()},
             y=None if self.y is None else moved(self.y),
             input_id=moved(self.input_id),
             blocks=tuple({of: block.to(device, non_blocking) for of, block in layer.items()} for layer in self.blocks),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+#: Last word of graph attributes with the names of the key columns of a task table, after the name of its node type.
+KEY_COLUMNS = "key_columns"
 
 CATEGORIES = "categories"  #: last word of graph attributes with the texts of codes, uint8 [number of codes, bytes]
 
@@ -38,3 +41,11 @@ def decode_texts(rows: npt.ArrayLike) -> list[str]:
     """
     whole = np.ascontiguousarray(rows, np.uint8)
     return [text.decode() for text in whole.view(f"S{whole.shape[1]}").reshape(len(whole)).tolist()]
+
+
+def is_task_table(node_type: str, graph_attrs: Container[str]) -> bool:
+    """Return whether the nodes of a type are rows of a task table: they only receive messages, from their entities.
+
+    ``graph_attrs``: names of the attributes of the graph.
+    """
+    return f"{node_type}__{KEY_COLUMNS}" in graph_attrs

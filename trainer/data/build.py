@@ -12,6 +12,7 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_NODE, EdgeType, NodeType, check_word, type_name
+from trainer.core.texts import is_task_table
 from trainer.data import dataset as checks
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.hold_out import hold_out_given
@@ -57,7 +58,9 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scrat
     notes += more
     labelled = {of: data for of, data in edges.items() if "y" in data.attrs and data.attrs["y"].dtype.kind in "iu"}
     if options.undirected:
-        edges = both_ways(edges, counts, options.reverse_types, raw.name, scratch)
+        only = {of: data for of, data in edges.items() if is_task_table(of[2], graph.plain)}
+        others = {of: data for of, data in edges.items() if of not in only}
+        edges = {**both_ways(others, counts, options.reverse_types, raw.name, scratch), **only}
     graph_attrs = _graph_attrs(graph.plain, notes)
     held_out |= {f"{type_name(of)}__{CLASSES}": _edge_classes(of, data, raw.name) for of, data in labelled.items()}
     if repeated := set(graph_attrs) & set(held_out):

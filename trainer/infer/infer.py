@@ -90,16 +90,18 @@ def _infer(
     layout = layout_of(graph, group) if job.cluster is None else one_host_layout(graph, group)
     group.agree(lambda: read_categories(model, graph))
     how, fanouts = "", None
-    if stack_of(model, model_facts(graph.manifest, target, task.outputs, edge_attr)) is None:
+    timed = settings.time_attr is not None and isinstance(target, str)
+    if timed or stack_of(model, model_facts(graph.manifest, target, task.outputs, edge_attr)) is None:
         fanouts = job.fanouts or settings.eval_fanouts or settings.fanouts
         if len(fanouts) != len(settings.fanouts):
             raise SettingsError(f"fanouts has {len(fanouts)} numbers, but the model has {len(settings.fanouts)} layers")
         on = f"sampled neighbours ({', '.join(map(str, fanouts))})" if max(fanouts) > 0 else "all neighbours"
-        how = f"; {settings.model} was run on {on}{'' if job.fanouts else ', as in evaluation'}"
+        at = ", of each node not later than its own time" if timed else ""
+        how = f"; {settings.model} was run on {on}{at}{'' if job.fanouts else ', as in evaluation'}"
         settings = replace(settings, eval_fanouts=fanouts)
     elif job.fanouts:
         raise SettingsError(f"fanouts: {settings.model} is run layer by layer, with all neighbours; leave them out")
-    rows = output_rows(model, target, graph, settings, layout, scratch, group, job.nodes_at_once)
+    rows = output_rows(model, target, graph, settings, layout, scratch, group, job.nodes_at_once, task.outputs)
     sizes = {of: spec.num_nodes for of, spec in graph.manifest.nodes.items()}
     if isinstance(target, str):
         files = write_node_predictions(
@@ -137,12 +139,6 @@ def _check_graph(saved: Checkpoint, manifest: Manifest, path: Path) -> None:
     if differing := [name for name, value in saved.graph.items() if here.get(name) != value]:
         text = "; ".join(f"{name} is {here.get(name)}, in the checkpoint {saved.graph[name]}" for name in differing)
         raise CheckpointError(f"checkpoint {path} belongs to another graph: {text}")
-    if saved.settings["time_attr"] is not None and isinstance(target, str):
-        raise CheckpointError(
-            f"checkpoint {path} has a model trained with time_attr {saved.settings['time_attr']!r}, which leaves out "
-            "neighbours later than the seed; full-graph inference uses all neighbours. Evaluate the model by sampling, "
-            "as training does"
-        )
 
 
 def _scratch(out: Path, rank: int) -> Path:

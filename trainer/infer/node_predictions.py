@@ -21,6 +21,7 @@ from trainer.infer.prediction_files import (
     OutputArray,
     id_column,
     id_list,
+    key_columns,
     merge_parts,
     own_parts,
     write_array,
@@ -29,7 +30,7 @@ from trainer.infer.prediction_files import (
 from trainer.loader.block_loader import as_label
 from trainer.nn.layerwise_inference import LayerRows
 from trainer.sampler.types import RowRequest
-from trainer.sources.read_tables import COLUMNS
+from trainer.sources.read_tables import COLUMNS, KEY
 from trainer.store.npy import map_npy
 from trainer.train.tasks.ranking import SplitScores, in_order
 from trainer.train.tasks.regression import Regression
@@ -42,7 +43,8 @@ def write_node_predictions(
 ) -> str:  # fmt: skip
     """Write the model's output for all nodes, and the predictions as ``part<p>/predictions.csv``. Collective.
 
-    ``predictions.csv`` of the first rank has the rows of all parts. ``probabilities``: for classification,
+    ``predictions.csv`` of the first rank has the rows of all parts; rows of a task table have their number, from 0,
+    and the columns of their key. ``probabilities``: for classification,
     with a column for the probability of each class.
 
     The output is ``part<p>/logits.npy``, float32 [nodes of the part, classes or labels]; for regression
@@ -55,7 +57,7 @@ def write_node_predictions(
     write_array(out, graph, target, rows, array, group)
     names, own = label_names(graph, target, task), [*own_parts(out, graph, target, rows, group)]
     for folder in own:
-        _write_part(folder, array.name, task, names, parquet, probabilities)
+        _write_part(folder, array.name, task, names, key_columns(graph, target), parquet, probabilities)
     tables = merge_parts(out, own, parquet, group)
     return (
         f"predictions are in {tables}, the model's output is in {array.name}.npy beside them, and the row number of "
@@ -64,16 +66,20 @@ def write_node_predictions(
 
 
 def _write_part(
-    folder: Path, array: str, task: Task, names: Sequence[str] | None, parquet: bool, probabilities: bool
-) -> None:
+    folder: Path, array: str, task: Task, names: Sequence[str] | None, keys: Sequence[str], parquet: bool,
+    probabilities: bool,
+) -> None:  # fmt: skip
     values, ids = map_npy(folder / f"{array}.npy"), map_npy(folder / "id.npy")
+    key = {name: map_npy(folder / f"{KEY}{name}.npy") for name in keys}
 
     def blocks() -> Iterator[list[list[Any]]]:
         for begin in range(0, len(values), ROWS_AT_ONCE):
             block = torch.from_numpy(np.array(values[begin : begin + ROWS_AT_ONCE]))
-            yield [id_list(ids[begin : begin + ROWS_AT_ONCE]), *predictions(task, block, names, probabilities)]
+            shown = [id_list(each[begin : begin + ROWS_AT_ONCE]) for each in (ids, *key.values())]
+            yield [*shown, *predictions(task, block, names, probabilities)]
 
-    columns = [id_column("id", ids), *prediction_columns(task, names, probabilities)]
+    row = [id_column("row" if keys else "id", ids), *(id_column(name, each) for name, each in key.items())]
+    columns = [*row, *prediction_columns(task, names, probabilities)]
     write_table(folder / "predictions", columns, blocks(), parquet)
 
 

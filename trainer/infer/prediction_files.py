@@ -20,10 +20,11 @@ from trainer.core.arrays import Array
 from trainer.core.errors import SettingsError
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType
-from trainer.core.texts import decode_texts
+from trainer.core.texts import KEY_COLUMNS, decode_texts
 from trainer.graph.open import Graph
 from trainer.nn.layerwise_inference import LayerRows, NodeRange
 from trainer.sampler.types import RowRequest
+from trainer.sources.read_tables import KEY
 from trainer.sources.table_database import Database, text
 
 ROWS_AT_ONCE = 1 << 16
@@ -71,10 +72,12 @@ def _new_part(folder: Path, graph: Graph, of: NodeType, part_id: int, array: Out
     folder.mkdir(parents=True, exist_ok=True)
     offsets = graph.manifest.nodes[of].offsets
     ids = np.arange(offsets[part_id], offsets[part_id + 1])
-    name = id_attr(graph, of)
-    (found,) = graph.access.gather([RowRequest(of, ids, ("orig_id", name))])
+    name, keys = id_attr(graph, of), [f"{KEY}{column}" for column in key_columns(graph, of)]
+    (found,) = graph.access.gather([RowRequest(of, ids, ("orig_id", name, *keys))])
     np.save(folder / "orig_id.npy", np.asarray(found["orig_id"], np.int64))
     np.save(folder / "id.npy", np.asarray(found[name]))
+    for key in keys:
+        np.save(folder / f"{key}.npy", np.asarray(found[key]))
     shape = (len(ids), array.width)
     np.lib.format.open_memmap(
         folder / f"{array.name}.npy", mode="w+", dtype=np.dtype(array.dtype), shape=shape
@@ -84,6 +87,12 @@ def _new_part(folder: Path, graph: Graph, of: NodeType, part_id: int, array: Out
 def id_attr(graph: Graph, of: NodeType) -> str:
     """Return the attribute with the ids that users see: ``id`` if the nodes are from a table, else ``orig_id``."""
     return "id" if "id" in graph.manifest.nodes[of].attrs else "orig_id"
+
+
+def key_columns(graph: Graph, of: NodeType) -> list[str]:
+    """Return the names of the key columns of a task table's rows; [] for other nodes."""
+    found = graph.store.graph_attrs.get(f"{of}__{KEY_COLUMNS}")
+    return [] if found is None else decode_texts(np.asarray(found))
 
 
 def _shared_file(out: Path, piece: NodeRange, array: OutputArray) -> np.memmap[Any, Any]:

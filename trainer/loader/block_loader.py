@@ -51,11 +51,13 @@ class LoaderSettings:
         deadline: Seconds that one request to another host may take.
         target: Node type of the seeds.
         weight: Edge attribute; the chance of a neighbour is proportional to it.
-        time_attr: Integer attribute of nodes or edges; neighbours later than their seed are not sampled.
+        time_attr: Integer attribute of nodes or edges; neighbours later than their seed are not sampled. If the seeds
+            have no such attribute, their own is ``time``.
         last: With ``time_attr``: take the latest neighbours instead of drawing.
         disjoint: Sample a separate subgraph for each seed. Implied by ``time_attr``.
         edge_attr: Edge attribute [E] or [E, d] that blocks get as ``edge_attr``, for the edge types that have it.
         categories: Integer node attributes [N] that batches get side by side as ``categories``, by node type.
+        ages: Node types with the attribute ``time_attr`` of which batches get ``age``.
     """
 
     split: str
@@ -75,6 +77,7 @@ class LoaderSettings:
     disjoint: bool = False
     edge_attr: str | None = None
     categories: Mapping[NodeType, tuple[str, ...]] = field(default_factory=dict)
+    ages: tuple[NodeType, ...] = ()
 
 
 class BlockLoader(ABC):
@@ -153,7 +156,18 @@ class BlockLoader(ABC):
             return self._load(share)
 
     def _load(self, share: SeedShare) -> AnyBatch:
-        return self._batch(share, self.sample(share))
+        return self._made(share, self._seed_set(share))
+
+    def _made(self, share: SeedShare, seeds: SeedSet) -> AnyBatch:
+        """Return the batch of ``seeds``, with the ages of nodes if the loader gathers their times."""
+        sampled = self.make(seeds, share.key)
+        batch, attr = self._batch(share, sampled), self.settings.time_attr
+        timed = [of for of in self.settings.ages if sampled.subgraph.nodes[of].tree is not None]
+        if attr is None or not timed or not isinstance(batch, HeteroBatch):
+            return batch
+        seed_times = np.concatenate([seeds.times[of] for of in seeds.nodes])
+        ages = {of: seed_times[sampled.subgraph.nodes[of].tree] - sampled.rows[of][attr] for of in timed}
+        return replace(batch, age={of: torch.from_numpy(each.astype(np.float32)) for of, each in ages.items()})
 
     def sample(self, share: SeedShare) -> SampledBatch:
         """Return the subgraph and the attributes for this rank's seeds of one step."""
@@ -272,21 +286,29 @@ class BatchLoader(BlockLoader):
             raise SettingsError(f"no node type {settings.target!r}; the graph has {list(graph.manifest.nodes)}")
         self._seeds = graph.store.seeds(settings.target, settings.split)
         super().__init__(graph, settings, rank, layout, len(self._seeds), labels_of(graph, settings))
-        if settings.time_attr is not None and settings.time_attr not in graph.manifest.nodes[settings.target].attrs:
-            raise SettingsError(
-                f"time_attr: the seeds' node type {settings.target!r} has no attribute {settings.time_attr!r}"
-            )
+
+        timed_seeds(graph, settings, np.empty(0, np.int64), np.empty(0, np.int64))  # raises if they have no times
 
     def _seed_set(self, share: SeedShare) -> SeedSet:
-        target, seeds = self.settings.target, self._seeds[share.positions]
-        trees, attr = {target: share.places}, self.settings.time_attr
-        if attr is None:
-            return SeedSet({target: seeds}, trees)
-        (rows,) = self.graph.access.gather([RowRequest(target, seeds, (attr,))])
-        return SeedSet({target: seeds}, trees, {target: rows[attr].astype(np.int64)})
+        return timed_seeds(self.graph, self.settings, self._seeds[share.positions], share.places)
 
     def _part_of(self, positions: Ids) -> Ids:
         return self.graph.store.books[self.settings.target].part_of(self._seeds[positions])
+
+
+def timed_seeds(graph: Graph, settings: LoaderSettings, seeds: Ids, trees: Ids) -> SeedSet:
+    """Return seeds with their times, if ``settings`` has a ``time_attr``. ``trees``: keys of the trees around them.
+
+    Raises ``SettingsError`` if the seeds have neither this attribute nor ``time``.
+    """
+    of, attrs = settings.target, graph.manifest.nodes[settings.target].attrs
+    if settings.time_attr is None:
+        return SeedSet({of: seeds}, {of: trees})
+    name = settings.time_attr if settings.time_attr in attrs else "time"
+    if name not in attrs:
+        raise SettingsError(f"time_attr: the seeds' node type {of!r} has no attribute {settings.time_attr!r}")
+    (rows,) = graph.access.gather([RowRequest(of, seeds, (name,))])
+    return SeedSet({of: seeds}, {of: trees}, {of: rows[name].astype(np.int64)})
 
 
 def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
@@ -309,6 +331,8 @@ def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[st
     }
     if settings.want_degree:
         wanted |= {of: (*wanted.get(of, ()), LOOPLESS_DEGREE) for of in graph.manifest.nodes}
+    for of in settings.ages if settings.time_attr is not None else ():
+        wanted[of] = (*wanted.get(of, ()), settings.time_attr or "")
     for of, names in settings.categories.items():
         wanted[of] = (*wanted.get(of, ()), *names)
     if settings.edge_attr is not None:

@@ -27,6 +27,7 @@ class GraphFacts:
         further: Further node types for which a model computes outputs, such as the source type of links.
         degrees: Number of nodes by in-degree, from 0, for models that need it (PNA); empty: not counted.
         categories: Columns of categories that the model embeds, by node type.
+        timed: Node types of whose nodes batches have the age, which the model reads.
 
     Example:
         ```python
@@ -47,6 +48,7 @@ class GraphFacts:
     edge_dims: Mapping[EdgeType, int] = field(default_factory=dict)
     degrees: tuple[int, ...] = ()
     categories: Categories = field(default_factory=dict)
+    timed: tuple[NodeType, ...] = ()
 
     @property
     def targets(self) -> tuple[NodeType, ...]:

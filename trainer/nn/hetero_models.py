@@ -35,10 +35,21 @@ class HeteroShape:
         return {of: h if self.activation is None else FUNCTIONS[self.activation](h) for of, h in rows.items()}
 
 
+_AGES = (0.25, 0.5, 1.0, 2.0, 4.0)  #: frequencies of ``age_features``
+
+
+def age_features(age: Tensor) -> Tensor:
+    """Return features of ages [n], in any unit, for a linear layer: float32 [n, 11], of the logarithm of the age."""
+    log = age.clamp(min=0).log1p()
+    waves = log[:, None] * torch.tensor(_AGES, device=age.device)
+    return torch.cat([log[:, None] / 20, waves.sin(), waves.cos()], 1)
+
+
 class InputRows(nn.Module):
     """Input rows [n, hidden] of each node type: ``relu(linear(x))``, plus the nodes' embedding rows if there are any.
 
-    All nodes of a type without features and embeddings get the same vector.
+    Types of ``facts.timed`` also get a linear map of ``age_features``. All nodes of a type without features and
+    embeddings get the same vector.
     """
 
     def __init__(self, facts: GraphFacts, types: tuple[NodeType, ...], hidden: int, embeddings: Embeddings | None):
@@ -52,6 +63,9 @@ class InputRows(nn.Module):
         if self.embedded and embeddings is not None and embeddings.dim != hidden:
             raise SettingsError(f"embeddings are {embeddings.dim} wide, hidden rows {hidden}; make them equal")
         self.embeddings = embeddings if self.embedded else None
+        width = 1 + 2 * len(_AGES)
+        self.timed = tuple(of for of in types if of in facts.timed)
+        self.ages = ModuleDict({of: nn.Linear(width, hidden, bias=False) for of in self.timed})
 
     def forward(self, batch: HeteroBatch) -> NodeTensors:
         rows = {of: lin(batch.x[of]).relu() for of, lin in self.lins.items()}
@@ -59,6 +73,8 @@ class InputRows(nn.Module):
         if self.embeddings is not None:
             found = self.embeddings.lookup({of: batch.n_id[of] for of in self.embedded})
             rows |= {of: rows[of] + own if of in rows else own for of, own in found.items()}
+        for of, lin in self.ages.items():
+            rows[of] = rows[of] + lin(age_features(batch.age[of]))
         return rows
 
 
@@ -75,6 +91,7 @@ class HeteroModel(nn.Module):
         self.target, self.targets, self.shape, self.precision = facts.target, facts.targets, shape, shape.precision
         needs = layer_needs(facts.node_types, facts.edge_types, facts.targets, shape.num_layers)
         self.inputs = InputRows(facts, needs[0].sources, shape.hidden, embeddings)
+        self.timed = self.inputs.timed  #: node types of which batches must have ``age``
         # If no edge type ends in the target, no layer has an input, and the model has no layers.
         self.layers = nn.ModuleList(make_layer(need) for need in needs if need.edge_types)
         self.head = nn.Linear(shape.hidden, facts.num_classes) if facts.num_classes else nn.Identity()

@@ -33,6 +33,7 @@ from trainer.loader.block_loader import (
     category_codes,
     edge_attrs,
     edge_rows,
+    timed_seeds,
 )
 from trainer.nn.edge_model import EdgeModel
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
@@ -216,7 +217,27 @@ class _GivenSeeds(BatchLoader):
         places = np.arange(len(seeds))
         key = batch_key(self.settings.seed, 0, 0, 0)  # the same for all batches: nodes are sampled alike in each
         share = SeedShare(0, key, len(seeds), places, places, places)
-        return self._batch(share, self.make(SeedSet({self.settings.target: seeds}), key))
+        seed_set = SeedSet({self.settings.target: seeds})
+        if self.settings.time_attr is not None:
+            (rows,) = self.graph.access.gather([RowRequest(self.settings.target, seeds, ("orig_id",))])
+            seed_set = timed_seeds(self.graph, self.settings, seeds, np.asarray(rows["orig_id"], np.int64))
+        return self._made(share, seed_set)
+
+
+@dataclass(frozen=True)
+class SeedsOnly:
+    """A model as ``WholeGraph.run_sampled`` calls it: its output for the seeds of batches."""
+
+    model: nn.Module
+    target: NodeType
+    outputs: int
+
+    @property
+    def targets(self) -> tuple[NodeType, ...]:
+        return (self.target,)
+
+    def seed_rows(self, batch: Batch | HeteroBatch) -> TypeRows:
+        return {self.target: self.model(batch)}
 
 
 EDGES_PER_NODE = 64  #: a chunk of several nodes has at most about ``nodes_at_once`` times this number of edges
@@ -268,8 +289,8 @@ class WholeGraph:
     def run_sampled(self, model: Any, settings: LoaderSettings) -> LayerResults:
         """Compute the output of ``model`` for every node of its ``targets``, on sampled neighbours. Collective.
 
-        model: an ``OwnModel`` in evaluation mode. settings: what is sampled; ``global_batch`` is the number of nodes
-        computed at a time. The samples are the same for any number of ranks.
+        model: an ``OwnModel`` in evaluation mode, or a ``SeedsOnly``. settings: what is sampled; ``global_batch`` is
+        the number of nodes computed at a time. The samples are the same for any number of ranks.
         """
         results: LayerResults = {}
         for of in model.targets:

@@ -17,7 +17,7 @@ from trainer.core.errors import DataError
 from trainer.core.rng import hashed
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
-from trainer.core.texts import CATEGORIES, encode_texts
+from trainer.core.texts import CATEGORIES, KEY_COLUMNS, encode_texts
 from trainer.data.raw_arrays import RawArray, RawGraph
 from trainer.sources.table_arrays import ArrayColumn, TableArrays, number_array, row_ranges
 from trainer.sources.table_columns import (
@@ -42,9 +42,13 @@ from trainer.sources.table_columns import (
 )
 from trainer.sources.table_database import FEW, Database, Scan, quoted
 from trainer.sources.table_files import files_of_splits, source_folder, table_files
-from trainer.sources.table_options import EDGE_SPLIT, SPLITS, EdgeTable, NodeTable, Table, TablesOptions
+from trainer.sources.table_options import EDGE_SPLIT, SPLITS, EdgeTable, NodeTable, Table, TablesOptions, TaskTable
 
 _MOST_ONE_HOT = 1024  #: most texts of a column of ``one_hot``
+
+HAS = "has"  #: relation of the edges from entities to the rows of a task table
+
+KEY = "key_"  #: first letters of the attributes with the columns of a row's key, before their names
 
 COLUMNS = "columns"  #: last word of graph attributes with the names of the columns of ``y``, uint8 [columns, bytes]
 
@@ -99,6 +103,9 @@ class _Conversion:
         edge_arrays = {
             of: self._edges(of, self.options.edges[of], edges[of], number_of, f"edges{k}") for k, of in enumerate(edges)
         }
+        for of, task in self.options.tasks.items():
+            found = self._task(of, task, number_of[task.entity])
+            counts[of], node_arrays[of], edge_arrays[task.entity, HAS, of] = found
         if not self.hetero:
             (only,) = node_arrays
             node_arrays, counts = {HOMO_NODE: node_arrays[only]}, {HOMO_NODE: counts[only]}
@@ -109,7 +116,7 @@ class _Conversion:
 
     @property
     def hetero(self) -> bool:
-        return len(self.options.nodes) > 1 or len(self.options.edges) > 1
+        return len(self.options.nodes) > 1 or len(self.options.edges) > 1 or bool(self.options.tasks)
 
     def _scan(self, where: str, table: Table) -> Scan:
         return Scan(self.database, table_files(table, self.source, where), where, table, table.used_columns())
@@ -135,7 +142,7 @@ class _Conversion:
         self.database.run(f"CREATE TABLE {name}_ids AS SELECT rowid AS number, {id_} AS id FROM {scan.sql}", scan.where)
         self._check_unique(scan, table.id, f"{name}_ids")
         arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count, count) for each in columns}
-        arrays |= self._splits(table, scan, count, arrays.get("y"))
+        arrays |= self._splits(table, scan, count, arrays.get("y"), arrays.get("time"))
         scan.close()
         kind = "integers" if self.integers[of] else "texts"
         self.notes.append(f"{scan.where}: {count:,} nodes, ids in {table.id} ({kind}){_attrs_text(columns)}")
@@ -143,6 +150,55 @@ class _Conversion:
         if sizes:
             self.notes.append(f"{scan.where}: splits: {', '.join(sizes)}")
         return count, arrays
+
+    def _task(
+        self, of: NodeType, table: TaskTable, entities: str
+    ) -> tuple[int, dict[str, RawArray], dict[str, RawArray]]:  # fmt: skip
+        """Return the number of rows of a task table, the attributes of its nodes, and the edges from the entities.
+
+        The columns of the row's key, entity and time, become attributes ``key_<column>`` of texts.
+        """
+        scan = self._scan(f"tasks.{of}", table)
+        check_ids(scan, table.id, "id")
+        ids_are_integers(scan, table.id, "id")
+        name, entity = f"task_{of}", self._id(scan, table.id, table.entity)
+        self.database.run(
+            f"CREATE TABLE {name} AS SELECT gf_row, s.number AS gf_s, gf_row AS gf_t FROM "
+            f"(SELECT rowid AS gf_row, {entity} AS gf_entity FROM {scan.sql}) r "
+            f"LEFT JOIN {entities}_ids s ON s.id = r.gf_entity ORDER BY gf_row",
+            scan.where,
+        )
+        count, bad, first = self.database.rows(
+            f"SELECT count(*), count(*) FILTER (WHERE gf_s IS NULL), min(gf_row) FILTER (WHERE gf_s IS NULL) "
+            f"FROM {name}",
+            scan.where,
+        )[0]
+        if bad:
+            raise DataError(
+                f"{scan.first(table.id, f'rowid = {first}')}, which is not in column "
+                f"{self.options.nodes[table.entity].id!r} of nodes.{table.entity} ({bad:,} such rows of {count:,}); "
+                "correct the tables"
+            )
+        if count == 0:
+            raise DataError(f"{scan.where}: {scan.files[0]} has no rows")
+        columns = self._columns(of, table, scan, "x")
+        if table.label:
+            columns.append(self._label(of, table.label, scan))
+        keys = [*dict.fromkeys([table.id, *([table.time] if table.time else [])])]
+        self.names[f"{of}__{KEY_COLUMNS}"] = encode_texts(keys)
+        for key in keys:
+            columns.append(ArrayColumn(f"{KEY}{key}", [f"coalesce(CAST({quoted(key)} AS VARCHAR), '')"], None))
+        self._check_names(columns, scan)
+        arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count, count) for each in columns}
+        arrays |= self._splits(table, scan, count, arrays.get("y"), arrays.get("time"))
+        edges = {"edge_index": self._edge_index((table.entity, HAS, of), name, count, scan, count)}
+        self.database.run(f"DROP TABLE {name}", scan.where)
+        scan.close()
+        self.notes.append(f"{scan.where}: {count:,} rows about {table.entity} nodes{_attrs_text(columns)}")
+        sizes = [f"{len(arrays[f'{split}_idx'].values):,} {split}" for split in SPLITS if f"{split}_idx" in arrays]
+        if sizes:
+            self.notes.append(f"{scan.where}: splits: {', '.join(sizes)}")
+        return count, arrays, edges
 
     def _ends(self, of: NodeType, edges: Mapping[EdgeType, Scan]) -> list[tuple[Scan, str, str]]:
         """Return the columns of edge tables with ids of a node type: the table, the column, and source or target."""
@@ -224,7 +280,9 @@ class _Conversion:
         self.notes.append(f"{scan.where}: {column} → {name}: {_listed(texts)}")
         return ArrayColumn(name, [sql], np.dtype(np.int64))
 
-    def _splits(self, table: NodeTable, scan: Scan, count: int, y: RawArray | None) -> dict[str, RawArray]:
+    def _splits(
+        self, table: NodeTable, scan: Scan, count: int, y: RawArray | None, times: RawArray | None
+    ) -> dict[str, RawArray]:  # fmt: skip
         """Return the nodes of each split. Raises ``DataError`` for a node without a label that is in a split."""
         labelled: Array = np.ones(count, bool)
         if y is not None:
@@ -245,7 +303,7 @@ class _Conversion:
                     "has a value; only nodes with a label can be in a split"
                 )
         elif table.split is not None:
-            found = _drawn(table.split, np.flatnonzero(labelled))
+            found = _drawn(table.split, np.flatnonzero(labelled), times)
         else:
             return {}
         return {f"{split}_idx": RawArray(ids, scan.where) for split, ids in found.items() if len(ids)}
@@ -317,14 +375,17 @@ class _Conversion:
     def _labelled_split(self, table: EdgeTable, arrays: Mapping[str, RawArray], scan: Scan) -> RawArray:
         """Return attribute ``edge_split`` of edges with labels, with -1 for edges without a label.
 
-        A table's shares are drawn by a hash of the edges' numbers.
+        A table's shares are drawn by a hash of the edges' numbers. Otherwise the splits begin at the table's times.
         """
         y, sizes = arrays["y"].values, np.zeros(len(SPLITS), np.int64)
         out = self.arrays.empty(EDGE_SPLIT, np.dtype(np.int8), (len(y),))
         for begin, end in row_ranges(len(y), 64):
             values = np.asarray(y[begin:end]).reshape(end - begin, -1)
             labelled = (~np.isnan(values) if values.dtype.kind == "f" else values >= 0).any(1)
-            if isinstance(table.split, Mapping):
+            if isinstance(table.split, Mapping) and "val_time" in table.split:
+                begins = [table.split["val_time"], table.split["test_time"]]
+                split = np.searchsorted(begins, arrays["edge_time"].values[begin:end], "right").astype(np.int8)
+            elif isinstance(table.split, Mapping):
                 place = (hashed(np.arange(begin, end, dtype=np.uint64)) >> np.uint64(11)) / float(1 << 53)
                 limits = np.cumsum([table.split.get(name, 0.0) for name in SPLITS])
                 split = np.searchsorted(limits, place, "right").astype(np.int8)
@@ -403,8 +464,9 @@ class _Conversion:
             "correct the tables, or set `dangling: drop`"
         )
 
-    def _edge_index(self, of: EdgeType, name: str, count: int, scan: Scan) -> RawArray:
-        most = max(self._num_nodes(end) for end in (of[0], of[2]))
+    def _edge_index(self, of: EdgeType, name: str, count: int, scan: Scan, task_rows: int = 0) -> RawArray:
+        """Return the ends of edges. ``task_rows``: number of targets that are rows of a task table."""
+        most = max(self._num_nodes(of[0]), task_rows or self._num_nodes(of[2]))
         dtype = np.dtype(np.int32 if most < 1 << 31 else np.int64)
         out = self.arrays.empty(type_name(of), dtype, (2, count))
         for begin, end in row_ranges(count, 16):
@@ -450,9 +512,16 @@ class _Conversion:
             raise DataError(f"{scan.where}: two attributes are called {min(taken)!r}; rename a column")
 
 
-def _drawn(shares: Mapping[str, float], nodes: Array) -> dict[str, Array]:
-    """Draw the nodes of each split at random, with a fixed seed. ``shares``: for each split, its share of ``nodes``."""
-    order, found, begin = np.random.default_rng(0).permutation(nodes), {}, 0
+def _drawn(shares: Mapping[str, float], nodes: Array, times: RawArray | None) -> dict[str, Array]:
+    """Divide ``nodes`` into splits: at random, with a fixed seed, or by ``times``, those of all nodes.
+
+    ``shares``: for each split, its share of ``nodes``; or ``val_time`` and ``test_time``, where these splits begin.
+    """
+    if "val_time" in shares and times is not None:
+        place = np.searchsorted([shares["val_time"], shares["test_time"]], times.values[nodes], side="right")
+        return {split: nodes[place == k] for k, split in enumerate(SPLITS)}
+    order, begin = np.random.default_rng(0).permutation(nodes), 0
+    found: dict[str, Array] = {}
     for name, share in shares.items():
         size = round(share * len(nodes))
         found[name] = np.sort(order[begin : begin + size])

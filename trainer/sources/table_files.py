@@ -83,5 +83,6 @@ def source_folder(source: str | None) -> Path:
 def all_files(options: TablesOptions, source: str | None) -> list[Path]:
     folder = source_folder(source)
     named = [(f"nodes.{of}", table) for of, table in options.nodes.items()]
+    named += [(f"tasks.{of}", table) for of, table in options.tasks.items()]
     named += [(f"edges.{'__'.join(of)}", table) for of, table in options.edges.items()]  # type: ignore[misc]
     return [path for where, table in named for path in table_files(table, folder, where)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from datetime import datetime, timezone
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from trainer.core.errors import DataError
@@ -67,7 +69,18 @@ class NodeTable(Table):
     id: str = ""  #: column that names the node, unique
     #: integers from 0, texts (classes in alphabetical order), or other numbers; several columns: numbers side by side
     label: tuple[str, ...] = ()
-    split: str | Mapping[str, float] | None = None  #: column with train, val, test; or the share of nodes of each
+    #: column with train, val, test; or the share of nodes of each; or ``val_time`` and ``test_time``, Unix seconds
+    split: str | Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class TaskTable(NodeTable):
+    """Rows to predict, each about an entity, a node of another type, at a time; the same entity may have many.
+
+    A row becomes a node of its own type, without an id, with one edge from its entity and none to it.
+    """
+
+    entity: NodeType = ""
 
 
 @dataclass(frozen=True)
@@ -96,16 +109,17 @@ class TablesOptions(SourceOptions):
 
     nodes: Mapping[NodeType, NodeTable] = field(default_factory=dict)
     edges: Mapping[EdgeType, EdgeTable] = field(default_factory=dict)
+    tasks: Mapping[NodeType, TaskTable] = field(default_factory=dict)
 
 
 def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
-    """Parse options ``nodes`` and ``edges``, given as mappings or JSON texts, and the options of ``SourceOptions``.
+    """Parse options ``nodes``, ``edges`` and ``tasks``, mappings or JSON texts, and those of ``SourceOptions``.
 
     ``delimiter``, ``encoding`` and ``null_values`` beside them are those of tables that have none.
 
     Raises ``DataError`` for unknown names, values of another type, and edge types without a node table.
     """
-    rest = {name: value for name, value in options.items() if name not in ("nodes", "edges", *_FORMAT)}
+    rest = {name: value for name, value in options.items() if name not in ("nodes", "edges", "tasks", *_FORMAT)}
     shared = {name: options[name] for name in _FORMAT if options.get(name) is not None}
     for name in ("num_nodes", "split", "hetero"):
         if rest.get(name) is not None:
@@ -121,9 +135,26 @@ def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
     for name, given in _mapping("edges", options.get("edges")).items():
         edge_type = _edge_type(name, tuple(nodes))
         edges[edge_type] = _table(EdgeTable, f"edges.{name}", given, shared)
+    given_tasks = {} if options.get("tasks") is None else _mapping("tasks", options["tasks"])
+    tasks = {of: _table(TaskTable, f"tasks.{of}", _aliased(given), shared) for of, given in given_tasks.items()}
+    for of, table in tasks.items():
+        check_word(of, "dataset tables, option tasks")
+        if of in nodes:
+            raise DataError(f"dataset tables: tasks.{of}: there is a node table of this name; choose another")
+        if table.entity not in nodes:
+            near = difflib.get_close_matches(table.entity, nodes, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"its tables are {', '.join(nodes)}"
+            raise DataError(f"dataset tables: tasks.{of}.entity: option nodes has no table {table.entity!r}; {hint}")
     common = _with_given_split(common, edges)
     inherited = {each.name: getattr(common, each.name) for each in fields(common)}
-    return TablesOptions(**inherited, nodes=nodes, edges=edges)
+    return TablesOptions(**inherited, nodes=nodes, edges=edges, tasks=tasks)
+
+
+def _aliased(given: Any) -> Any:
+    """Return the options of a task table, whose files may be called ``table``."""
+    if not isinstance(given, Mapping) or "table" not in given or "files" in given:
+        return given
+    return {"files" if name == "table" else name: value for name, value in given.items()}
 
 
 def _with_given_split(common: SourceOptions, edges: Mapping[EdgeType, EdgeTable]) -> SourceOptions:
@@ -192,7 +223,8 @@ def _table(kind: type[T], where: str, given: Any, shared: Mapping[str, Any]) -> 
             near = difflib.get_close_matches(str(name), known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
             raise DataError(f"dataset tables: {where}: unknown key {name!r}; {hint}")
-    needed = ("files", "id") if kind is NodeTable else ("files", "source", "target")
+    needed: tuple[str, ...] = ("files", "source", "target") if kind is EdgeTable else ("files", "id")
+    needed = (*needed, "entity") if kind is TaskTable else needed
     for name in needed:
         if not given.get(name):
             hint = "; {} alone makes nodes of the ids in edge tables" if name == "files" and kind is NodeTable else ""
@@ -204,6 +236,8 @@ def _table(kind: type[T], where: str, given: Any, shared: Mapping[str, Any]) -> 
     }
     if "split" in values and ("val_files" in values or "test_files" in values):
         raise DataError(f"dataset tables: {where}: give either split, a column, or val_files and test_files")
+    if isinstance(values.get("split"), dict) and "val_time" in values["split"] and "time" not in values:
+        raise DataError(f"dataset tables: {where}.split: val_time and test_time need the key time")
     if kind is EdgeTable and isinstance(values.get("split"), dict) and "label" not in values:
         raise DataError(
             f"dataset tables: {where}: split: shares are for edges with a label; options hold_out, hold_out_val and "
@@ -286,15 +320,34 @@ def _null_values(where: str, value: Any) -> tuple[str, ...]:
 def _split(where: str, value: Any) -> str | dict[str, float]:
     if isinstance(value, str):
         return _column(where, value)
+    if isinstance(value, Mapping) and set(value) == {"val_time", "test_time"}:
+        times = {name: _moment(f"{where}.{name}", value[name]) for name in ("val_time", "test_time")}
+        if times["val_time"] >= times["test_time"]:
+            raise DataError(f"dataset tables: {where}: val_time must be before test_time")
+        return times
     if not isinstance(value, Mapping) or not value or not set(value) <= set(SPLITS):
         raise DataError(
-            f"dataset tables: {where} must be the name of a column, or shares such as {{train: 0.8, val: 0.1, "
-            f"test: 0.1}}, not {value!r}"
+            f"dataset tables: {where} must be the name of a column, shares such as {{train: 0.8, val: 0.1, "
+            f"test: 0.1}}, or times such as {{val_time: 2024-01-01, test_time: 2024-07-01}}, not {value!r}"
         )
     shares = {name: _number(f"{where}.{name}", value[name]) for name in SPLITS if name in value}
     if min(shares.values()) < 0 or sum(shares.values()) > 1 + 1e-9:
         raise DataError(f"dataset tables: {where}: shares must be at least 0 and add up to at most 1")
     return shares
+
+
+def _moment(where: str, value: Any) -> float:
+    """Return a time as the times of tables are: an integer as it is, a date or timestamp as Unix seconds (UTC)."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    try:
+        moment = datetime.fromisoformat(str(value))
+    except ValueError:
+        raise DataError(
+            f"dataset tables: {where} must be a date or timestamp such as 2024-05-17 12:00:00, or an integer, not "
+            f"{value!r}"
+        ) from None
+    return math.floor((moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp())
 
 
 def _flag(where: str, value: Any) -> bool:

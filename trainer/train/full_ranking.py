@@ -18,7 +18,7 @@ from trainer.core.schema import HOMO_NODE, AnyType, EdgeType
 from trainer.data.hold_out import held_out_links
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
-from trainer.nn.layerwise_inference import LayerResults, LayerRows, WholeGraph, stack_of
+from trainer.nn.layerwise_inference import LayerResults, LayerRows, SeedsOnly, WholeGraph, stack_of
 from trainer.nn.link_embeddings import LinkEmbeddings, RankedLinks
 from trainer.nn.link_model import LinkModel
 from trainer.sampler.types import RowRequest
@@ -85,17 +85,22 @@ class FullRanking:
 
 def output_rows(
     model: nn.Module, target: AnyType, graph: Graph, settings: TrainSettings, layout: RankLayout, scratch: Path,
-    group: RankGroup, nodes_at_once: int = 4096,
+    group: RankGroup, nodes_at_once: int = 4096, outputs: int = 0,
 ) -> LayerResults:  # fmt: skip
     """Compute the output of a model, or of the encoder of a ``LinkModel``, for all nodes. Collective.
 
-    Layer by layer, with all neighbours; a class that has no layers is run on neighbours sampled as in evaluation.
-    ``target``: node type of the seeds, or edge type of the links.
+    Layer by layer, with all neighbours; a class that has no layers is run on neighbours sampled as in evaluation. With
+    times, each node is computed from neighbours sampled at its own time. ``target``: node type of the seeds, or edge
+    type of the links. ``outputs``: width of a model of nodes.
     """
     columns = embeddings_of(model).names
     whole = WholeGraph(
         graph, layout, group, scratch, nodes_at_once, settings.weight_attr, settings.edge_attr, columns
     )  # fmt: skip
+    if isinstance(target, str) and settings.time_attr is not None:
+        degree, ages = bool(getattr(model, "needs_degree", False)), getattr(model, "timed", ())
+        timed = loader_settings(settings, target, "val", degree, columns, ages)
+        return whole.run_sampled(SeedsOnly(model, target, outputs), timed)
     stack = stack_of(model, model_facts(graph.manifest, target, 0, settings.edge_attr))
     if stack is not None:
         return whole.run(stack)

@@ -255,7 +255,8 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     needs_degree, columns = bool(getattr(model, "needs_degree", False)), embeddings_of(model).names
     shared = needs_degree, group.rank, layout_of(graph, group), columns
     if isinstance(target, str):
-        loaders = group.agree(lambda: node_loaders(settings, graph, target, splits, *shared))
+        ages = getattr(model, "timed", ())
+        loaders = group.agree(lambda: node_loaders(settings, graph, target, splits, *shared, ages))
     elif of_edges:
         loaders = group.agree(lambda: {**edge_loaders(settings, graph, edges, *shared)})
     else:

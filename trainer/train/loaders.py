@@ -30,9 +30,9 @@ SPLITS = ("train", "val", "test")
 
 def node_loaders(
     settings: TrainSettings, graph: Graph, target: NodeType, splits: Sequence[str], want_degree: bool, rank: int,
-    layout: RankLayout, categories: Mapping[NodeType, tuple[str, ...]] | None = None,
+    layout: RankLayout, categories: Mapping[NodeType, tuple[str, ...]] | None = None, ages: tuple[NodeType, ...] = (),
 ) -> dict[str, BlockLoader]:  # fmt: skip
-    wanted = {split: loader_settings(settings, target, split, want_degree, categories) for split in splits}
+    wanted = {split: loader_settings(settings, target, split, want_degree, categories, ages) for split in splits}
     return {split: BatchLoader(graph, want, rank, layout) for split, want in wanted.items()}
 
 
@@ -137,7 +137,7 @@ def edge_loaders(
 
 def loader_settings(
     settings: TrainSettings, target: NodeType, split: str, want_degree: bool,
-    categories: Mapping[NodeType, tuple[str, ...]] | None = None,
+    categories: Mapping[NodeType, tuple[str, ...]] | None = None, ages: tuple[NodeType, ...] = (),
 ) -> LoaderSettings:  # fmt: skip
     """Return the settings of the loader that the bundled trainer uses for a split.
 
@@ -147,6 +147,7 @@ def loader_settings(
         split: Name of the split; ``"train"`` gets the fanouts, the batch size and the shuffling of training.
         want_degree: Whether batches contain the in-degrees of nodes, which GCN needs.
         categories: Columns of categories that the model embeds, by node type: ``model.categories.names``.
+        ages: Node types of whose nodes the model reads the age: ``model.timed``.
     """
     training = split == "train"
     return LoaderSettings(
@@ -162,6 +163,7 @@ def loader_settings(
         disjoint=settings.disjoint,
         edge_attr=settings.edge_attr,
         categories=categories or {},
+        ages=ages,
         shuffle=training,
         threads=settings.sampler_threads,
         prefetch=max(settings.prefetch, settings.sampler_threads + 1),

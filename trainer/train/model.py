@@ -17,7 +17,7 @@ from trainer.core.arrays import Ids
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType
-from trainer.core.texts import decode_texts
+from trainer.core.texts import decode_texts, is_task_table
 from trainer.graph.open import Graph, open_graph
 from trainer.loader.block_loader import edge_attrs
 from trainer.nn.categories import Categories, Category, CategoryEmbeddings, categories_of, texts_name
@@ -57,11 +57,15 @@ def model_facts(
 def graph_facts(
     graph: Graph, settings: TrainSettings, target: Target, outputs: int, degrees: tuple[int, ...]
 ) -> GraphFacts:
-    """As ``model_facts``, with the columns of categories of an opened graph and their texts."""
+    """As ``model_facts``, with the columns of categories of an opened graph, their texts, and the types with ages."""
     found = categories_of(graph.manifest, settings.category_dims)
     read = {of: tuple(replace(column, texts=_texts(graph, of, column.name)) for column in columns)
             for of, columns in found.items()}  # fmt: skip
-    return model_facts(graph.manifest, target, outputs, settings.edge_attr, degrees, read)
+    facts = model_facts(graph.manifest, target, outputs, settings.edge_attr, degrees, read)
+    attr, nodes = settings.time_attr, graph.manifest.nodes
+    if attr is None or not isinstance(target, str) or not facts.hetero or settings.model not in HETERO_MODELS:
+        return facts
+    return replace(facts, timed=tuple(of for of, spec in nodes.items() if attr in spec.attrs))
 
 
 def _texts(graph: Graph, of: NodeType, name: str) -> tuple[str, ...]:
@@ -159,7 +163,9 @@ def embedded_nodes(
         if settings.embeddings == "all":
             raise SettingsError(f"embeddings: {other}")
         return {}, "" if isinstance(target, str) else other
-    reached = layer_needs(facts.node_types, facts.edge_types, facts.targets, len(settings.fanouts))[0].sources
+    needs = layer_needs(facts.node_types, facts.edge_types, facts.targets, len(settings.fanouts))
+    # Rows to predict are others than those of training.
+    reached = [of for of in needs[0].sources if not is_task_table(of, manifest.graph_attrs)]
     counts = {of: manifest.nodes[of].num_nodes for of in reached}
     if settings.model == "lightgcn":
         return counts, ""

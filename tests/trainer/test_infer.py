@@ -118,11 +118,12 @@ def test_a_checkpoint_of_another_graph_is_refused(trained: Path, tmp_path: Path)
         infer(InferJob(checkpoint, trained / "hetero", tmp_path), Ranks())
 
 
-def test_a_temporal_model_is_refused(tmp_path: Path) -> None:
-    parts = write_parts(tmp_path / "parts", 1, "synthetic-hetero", num_nodes=100, time=True)
-    train(job(parts, tmp_path / "run", model="rsage", time_attr="time"), Ranks())
-    with pytest.raises(CheckpointError, match="trained with time_attr 'time', which leaves out neighbours later"):
-        infer(InferJob(tmp_path / "run" / "checkpoints" / "last.pt", parts, tmp_path / "out"), Ranks())
+def test_nodes_with_times_are_computed_at_their_own_time(tmp_path: Path) -> None:
+    parts = write_parts(tmp_path / "parts", 2, "synthetic-hetero", num_nodes=100, time=True)
+    result = train(job(parts, tmp_path / "run", model="rsage", time_attr="time", fanouts=(-1, -1)), Ranks())
+    found = infer(InferJob(tmp_path / "run" / "checkpoints" / "last.pt", parts, tmp_path / "out"), Ranks())
+    assert found.metrics["test"] == pytest.approx(result.test)
+    assert "of each node not later than its own time" in found.files
 
 
 @pytest.mark.slow

@@ -157,7 +157,7 @@ def test_splits_begin_at_given_times(tmp_path: Path) -> None:
     ("task", "message"),
     [
         ({"entity": "customr"}, "tasks.spent.entity: option nodes has no table 'customr'; did you mean 'customer'"),
-        ({"entity": "order"}, r"spent.csv, row 1: who is .c28., which is not in column 'id' of nodes.order \(240 such rows of 240\)"),
+        ({"entity": "order"}, r"spent.csv, row 1: who is .c28., which is not in column 'id' of nodes.order \(240 such"),
         ({"split": {"val_time": 5, "test_time": 5}}, "val_time must be before test_time"),
         ({"split": {"val_time": "soon", "test_time": 5}}, "val_time must be a date or timestamp"),
         ({"time": None, "split": {"val_time": 1, "test_time": 5}}, "val_time and test_time need the key time"),

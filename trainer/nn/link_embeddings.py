@@ -20,7 +20,9 @@ from trainer.nn.layerwise_inference import LayerResults, LayerRows
 from trainer.nn.link_model import LinkModel
 from trainer.sampler.types import HopRequest, RowRequest
 
-_TARGETS, _SOURCES = 8192, 4096  #: targets and sources of which all pairs are scored at once
+_TARGETS, _SOURCES = 8192, 2048  #: targets and sources of which all pairs are scored at once
+
+_AT_A_TIME = 64  #: scores of a row that are compared with its list at once
 
 _RANKED = 1024  #: sources that are ranked at once, in float64
 
@@ -113,26 +115,23 @@ class LinkEmbeddings:
         """Return the ``count`` targets with the highest scores, best first, of each source that this rank owns.
 
         Returns the original ids of the targets, int64 [own sources, count], and their scores, float32. The id is -1
-        where a source has fewer targets. Edges of the graph, and pairs of a node with itself, are left out.
+        where a source has fewer targets. Of equal scores, the target that comes first in the parts is better. Edges of
+        the graph, and pairs of a node with itself, are left out.
         """
         own = torch.from_numpy(np.asarray(self.source.values))
-        best = torch.full((len(own), count), -torch.inf)
-        ids = torch.full((len(own), count), -1, dtype=torch.int64)
+        best = np.full((len(own), count), -np.inf, np.float32)
+        ids = np.full((len(own), count), -1, np.int64)
         num_targets = self.graph.manifest.nodes[self.edge_type[2]].num_nodes
         for first in range(0, num_targets, _TARGETS):
             targets = np.arange(first, min(first + _TARGETS, num_targets))
             rows, (linked, to) = self.target.fetch(targets), self._linked(targets)
             for begin in range(0, len(own), _SOURCES):
                 block = slice(begin, begin + _SOURCES)
-                scores = own[block] @ rows.t()
+                scores = (own[block] @ rows.t()).numpy()
                 here = slice(*np.searchsorted(linked, [begin, begin + _SOURCES]))
-                scores[linked[here] - begin, to[here]] = -torch.inf
-                some = scores.topk(min(count, len(targets)))
-                joined = torch.cat([best[block], some.values], 1).topk(count)
-                both = torch.cat([ids[block], some.indices + first], 1)
-                best[block], ids[block] = joined.values, both.gather(1, joined.indices)
-        ids[best == -torch.inf] = -1
-        return self._original(ids.numpy()), best.numpy()
+                scores[linked[here] - begin, to[here]] = -np.inf
+                run_rows(_keep_best, len(scores), scores, best[block], ids[block], first)
+        return self._original(ids), best
 
     def _linked(self, targets: Ids) -> tuple[Ids, Ids]:
         """Return the edges from this rank's sources to ``targets``, sorted by source.
@@ -171,6 +170,29 @@ def _projected(rows: LayerRows, projection: nn.Module, path: Path, group: RankGr
         some: Tensor = torch.from_numpy(np.array(rows.values[begin : begin + _ROWS_AT_ONCE])).to(group.device)
         out[begin : begin + len(some)] = projection(some).cpu().numpy()
     return LayerRows(rows.shares, out)
+
+
+@njit()
+def _keep_best(first: int, last: int, scores: Any, best: Any, ids: Any, first_id: int) -> None:
+    """Enter the scores of a block of targets into the lists of best scores, in descending order, and their ids."""
+    count, width = best.shape[1], scores.shape[1]
+    for i in range(first, last):
+        row = scores[i]
+        lowest = best[i, count - 1]
+        for begin in range(0, width, _AT_A_TIME):
+            end = min(begin + _AT_A_TIME, width)
+            better = 0
+            for j in range(begin, end):  # without a branch, so that it is vectorized
+                better += row[j] > lowest
+            if better:
+                for j in range(begin, end):
+                    if row[j] > lowest:
+                        place = count - 1
+                        while place > 0 and best[i, place - 1] < row[j]:
+                            best[i, place], ids[i, place] = best[i, place - 1], ids[i, place - 1]
+                            place -= 1
+                        best[i, place], ids[i, place] = row[j], first_id + j
+                        lowest = best[i, count - 1]
 
 
 @njit()

@@ -71,7 +71,7 @@ class SweepView:
         if trial.state == "failed":
             self.say(f"{trial.name} failed: {trial.cause}", "red")
             return
-        best, score = best_trial(self.trials, self.metric.better), "no score"
+        best, score = best_trial(self.trials, self.metric.better), "no metric on val was reported (see --metric)"
         if trial.score is not None:
             score = f"{self.metric.title} {score_text(trial.score)}"
         took = f" in {seconds_words(trial.seconds)}" if trial.seconds else ""

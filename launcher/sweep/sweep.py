@@ -39,6 +39,8 @@ _RETRY_LOST = 30.0  # seconds after which lost hosts are tried again
 
 _MOST_LOSSES = 2  # a trial that lost its hosts this often is launched once more, and then no more
 
+_MOST_FOLLOWED = 3  # a run whose process ends without a result is followed again this often
+
 _MOST_REFUSED = 3  # a sweep of which so many launches, the first ones, start nothing ends
 
 _AGAIN = 5.0  # seconds in which a second Ctrl-C stops the running trials
@@ -148,7 +150,8 @@ class _Live:
     interrupted: float | None = None  #: monotonic seconds of the first Ctrl-C
     stopping: bool = False  #: the running trials are being stopped
     leaving: bool = False  #: the sweep ends; what runs goes on
-    doubted: list[tuple[Trial, Ending]] = field(default_factory=list)  #: ended; their hosts are to be checked
+    doubted: list[tuple[TrialRun, Ending]] = field(default_factory=list)  #: ended; their hosts are to be checked
+    unreached: list[tuple[TrialRun, Ending]] = field(default_factory=list)  #: may go on, while no host answers
     check: Check | None = None  #: in progress
     checked: float = 0.0  #: monotonic seconds of the last check
     last_look: bool = False  #: the lost hosts were checked once more when nothing ran
@@ -160,7 +163,7 @@ class Check:
 
     answer: Future[set[str]]
     names: set[str]
-    doubted: list[tuple[Trial, Ending]]
+    doubted: list[tuple[TrialRun, Ending]]
 
 
 class Sweep:
@@ -216,7 +219,8 @@ class Sweep:
                     if not why:
                         self._start_trials()
                     self.view.update()
-                    if not (self.runs or now.doubted or now.check) and (why or self._left() == 0):
+                    in_doubt = (now.doubted or now.unreached or now.check) and now.interrupted is None
+                    if not (self.runs or in_doubt) and (why or self._left() == 0):
                         return why if self._left() else ""
                     given = now.interrupted is not None and time.monotonic() > now.interrupted + _AGAIN
                     if now.leaving or (given and not now.stopping):
@@ -292,24 +296,21 @@ class Sweep:
 
         # Its process has ended, or was killed.
         ending = run.ending()
-        if ending.kind == "unfollowed" and run.followed < 2:
-            run.follow()
-            return
         del self.runs[trial.number]
         for line in run.all_lines():
             if found := self.metric.score(line):
                 trial.scores[found[0]] = found[1]
         trial.seconds, ran = run.seconds, ending.kind not in ("refused", "cut")
         self._now.started = self._now.started or ran
-        if self._now.stopping and ending.kind != "done":  # by the user's second Ctrl-C
+        if self._now.stopping and ending.kind not in ("done", "unfollowed"):  # by the user's second Ctrl-C
             self._wait_again(trial, "stopped with the sweep", new_run=ran)
         elif ending.kind == "cut":
             self._wait_again(trial, "", new_run=False)
         elif ending.kind == "stopped" and trial.pruned_at is not None:
             self._end(trial, "pruned", f"after epoch {trial.pruned_at}, when it was worse than others")
         elif ending.kind in ("lost", "refused", "unfollowed"):
-            trial.cause = ending.cause or "its hosts do not answer"
-            self._now.doubted.append((trial, ending))  # until its hosts have been checked
+            self._now.doubted.append((run, ending))  # until its hosts have been checked
+            return
         else:
             self._end(trial, "done" if ending.kind == "done" else "failed", ending.cause)
         run.clear()
@@ -331,26 +332,39 @@ class Sweep:
         now, check = self._now, self._now.check
         if check is None:
             looks = not self.runs and not now.last_look
-            if now.doubted or (self.pool.lost and (looks or time.monotonic() > now.checked + _RETRY_LOST)):
-                names = {host for trial, _ in now.doubted for host in trial.hosts} | self.pool.lost
-                now.check = Check(checks.submit(unreachable, self.config, [*names]), names, now.doubted)
-                now.checked, now.doubted, now.last_look = time.monotonic(), [], not self.runs
+            due = looks or time.monotonic() > now.checked + _RETRY_LOST
+            if now.doubted or (due and (self.pool.lost or now.unreached)):
+                doubted = [*now.doubted, *now.unreached]
+                names = {name for run, _ in doubted for name in run.trial.hosts} | self.pool.lost
+                if any(ending.kind == "unfollowed" for _, ending in doubted):
+                    names = {*self.pool.names}
+                now.check = Check(checks.submit(unreachable, self.config, [*names]), names, doubted)
+                now.checked, now.last_look, now.doubted, now.unreached = time.monotonic(), not self.runs, [], []
             return
         if not check.answer.done():
             return
         now.check, away = None, check.answer.result()
         self.view.hosts_changed(*self.pool.update(check.names, away))
-        for trial, ending in check.doubted:
-            lost = sorted(set(trial.hosts) & away)
-            if ending.kind == "refused" and not lost:
+        for run, ending in check.doubted:
+            trial, lost = run.trial, sorted({*run.trial.hosts} & away)
+            if ending.kind == "unfollowed" and len(away) == len(self.pool.names):
+                now.unreached.append((run, ending))  # rather this machine is offline: its runs go on
+            elif ending.kind == "unfollowed" and not lost and run.followed < _MOST_FOLLOWED:
+                run.follow()
+                self.runs[trial.number] = run
+            elif ending.kind == "refused" and not lost:
                 now.refused += not now.started
-                self._end(trial, "failed", trial.cause)
+                self._end(trial, "failed", ending.cause)
+                run.clear()
             elif trial.losses >= _MOST_LOSSES:
-                self._end(trial, "failed", f"lost a host in each of {trial.losses + 1} runs; the last: {trial.cause}")
+                self._end(trial, "failed", f"lost a host in each of {trial.losses + 1} runs; the last: {ending.cause}")
+                run.clear()
             else:
                 trial.losses += 1
-                self._wait_again(trial, f"lost {', '.join(lost) or 'a host'}: {trial.cause}", new_run=True)
+                why = ending.cause or "they do not answer"
+                self._wait_again(trial, f"lost {', '.join(lost) or 'a host'}: {why}", new_run=True)
                 self.view.again(trial)
+                run.clear()
 
     def _cannot_start(self) -> str:
         """Return why no trial can be started any more; '' if one can, or may be later."""

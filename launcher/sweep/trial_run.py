@@ -27,7 +27,7 @@ class Ending:
     """What the end of a trial's process means.
 
     ``refused``: nothing was started on the hosts. ``lost``: a host was. ``cut``: the process was killed before it had
-    started anything; ``unfollowed``: later, so that the run may still go on.
+    started anything; ``unfollowed``: later, or no host answered it any more, so that the run may still go on.
     """
 
     kind: Literal["done", "stopped", "failed", "lost", "refused", "cut", "unfollowed"]
@@ -45,7 +45,7 @@ class TrialRun:
         self.run_folder = Path(definition.runs_dir) / self.run_id
         self.stage = ""  #: of the launch, as in launch.json
         self.epoch: int | None = None
-        self.followed = 0  #: how often the run was followed again, after its process had been killed
+        self.followed = 0  #: how often the run was followed again
         self._definition, self._config = definition, folder.config
         self._messages, self._log = folder.file_of(self.run_id, ".jsonl"), folder.file_of(self.run_id, ".log")
         self._offset, self._error = 0, ""
@@ -61,7 +61,7 @@ class TrialRun:
         self._start([*words, *(("--", *own) if own else ())])
 
     def follow(self) -> None:
-        """Follow the run again, whose process was killed."""
+        """Follow the run again, whose process was killed or could not reach its hosts."""
         self.followed += 1
         self._start(["follow", str(self.run_folder), "--json"])
 
@@ -117,7 +117,7 @@ class TrialRun:
         if result is None:
             if never_ran(self.run_folder):
                 return Ending("refused", self._error) if self._error else Ending("cut")
-            return Ending("lost", self._error) if self._error else Ending("unfollowed")
+            return Ending("unfollowed", self._error)
         if result["state"] == "done":
             return Ending("done")
         if result["state"] == "stopped":

@@ -209,7 +209,8 @@ class World:
         self.runs: dict[str, dict[str, Any]] = {}
         self.away: set[str] = set()
         self.most = 0  #: nodes in use at once
-        self.turn = 0
+        self.offline = False  #: this machine reaches no host; runs go on
+        self.followed = 0
 
     def launch(self, run_id: str, hosts: tuple[str, ...]) -> None:
         assert run_id not in self.runs, f"{run_id} is launched twice"
@@ -233,7 +234,7 @@ def pretending(world: World) -> type:
         @property
         def alive(self) -> bool:
             run = world.runs.get(self.run_id)
-            if run is None or not run["alive"]:
+            if run is None or not run["alive"] or world.offline:
                 return False
             run["step"] += 1
             lost = {*run["hosts"]} & world.away
@@ -250,6 +251,9 @@ def pretending(world: World) -> type:
             self._read = 0
             yield from self.new_lines()
 
+        def follow(self) -> None:
+            world.followed += 1
+
         def stop(self) -> None:
             world.runs[self.run_id]["stopped"] = True
 
@@ -257,6 +261,8 @@ def pretending(world: World) -> type:
             run = world.runs.get(self.run_id)
             if run is None:
                 return Ending("cut")
+            if world.offline:
+                return Ending("unfollowed", "no node has been reachable for 60 s")
             if {*run["hosts"]} & world.away:
                 return Ending("lost", "its supervisor is silent")
             return Ending("stopped", "stopped by me") if run["stopped"] else run["play"].ending
@@ -271,7 +277,9 @@ def pretending(world: World) -> type:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
     monkeypatch.setattr(sweeping, "TrialRun", pretending(made))
-    monkeypatch.setattr(sweeping, "unreachable", lambda config, names: made.away & {*names})
+    monkeypatch.setattr(
+        sweeping, "unreachable", lambda config, names: {*names} & ({*names} if made.offline else made.away)
+    )
     monkeypatch.setattr(sweeping, "_TURN", 0.001)
     return made
 
@@ -338,6 +346,20 @@ def test_a_trial_that_loses_its_hosts_again_and_again_has_failed(config: Path, w
     sweep = a_sweep(config)
     assert sweep.run() == "" and states(sweep)[2] == "failed"
     assert sweep.trials[2].cause == "lost a host in each of 3 runs; the last: node1 is silent"
+
+
+def test_runs_go_on_while_this_machine_is_offline(config: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeping, "_RETRY_LOST", 0.0)
+    world.plays |= {f"toy-t{n:03}": Pretended(*[0.5] * 20) for n in range(6)}
+    sweep = a_sweep(config)
+
+    def update() -> None:
+        if not world.followed:
+            world.offline = len(sweep._now.unreached) < 2 and (world.offline or len(sweep.runs) == 2)
+
+    sweep.view.update = update  # type: ignore[method-assign]
+    assert sweep.run() == "" and states(sweep) == ["done"] * 6
+    assert world.followed == 2 and len(world.runs) == 6  # none was launched again
 
 
 def test_too_few_hosts_end_a_sweep_that_goes_on_later(config: Path, world: World) -> None:
@@ -471,7 +493,7 @@ def failure(name: str, **more: Any) -> dict[str, Any]:
         ("preflight", {"state": "failed", "exit_status": 3, "notes": ["cannot run python"]}, "refused", "refused"),
         ("preflight", None, "", "cut"),
         ("train", None, "", "unfollowed"),
-        ("train", None, "no node has been reachable for 60 s", "lost"),
+        ("train", None, "no node has been reachable for 60 s", "unfollowed"),
         (None, None, "", "cut"),
         (None, None, "--run-id toy-t000: exists already", "refused"),
     ],

@@ -123,7 +123,7 @@ class SweepFolder:
             try:
                 found.append(msgspec.json.decode(path.read_bytes(), type=Trial))
             except msgspec.MsgspecError as error:
-                raise FleetError(f"{path} is damaged ({error}); delete it to make that trial again") from None
+                raise FleetError(f"{path} is damaged ({error}); delete it, the run of the trial is enough") from None
         return sorted(found, key=lambda trial: trial.number)
 
     def write(self, trial: Trial) -> None:

@@ -182,6 +182,9 @@ class Sweep:
             if definition.search == "grid" and definition.pruner == "none"
             else OptunaSearch(definition, folder.study, self.config.train.epochs)
         )
+        for number in range(len(self.trials) and self.trials[-1].number):
+            if self.trials[number].number != number:  # its record was deleted; its run, if any, tells the rest
+                self.trials.insert(number, Trial(number, self.search.ask(number), "running"))
         self.runs: dict[int, TrialRun] = {}  #: of running trials, by number
         self.view = SweepView(definition, self.metric, self.pool, self.trials, self.runs, console, plain=plain)
         self._now = _Live()

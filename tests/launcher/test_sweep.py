@@ -19,7 +19,7 @@ from rich.console import Console
 import launcher.sweep.sweep as sweeping
 from launcher.cli.main import run as gnnfleet
 from launcher.config.loader import load_config
-from launcher.errors import ConfigError, UsageError
+from launcher.errors import ConfigError, FleetError, UsageError
 from launcher.report.launch_file import LaunchFile
 from launcher.run.options import LaunchOptions
 from launcher.sweep.finish import exit_status, finish
@@ -451,6 +451,16 @@ def test_ctrl_c_leaves_the_trials_alone_and_a_second_one_stops_them(
         run["play"] = Pretended(0.5)
     resumed = a_sweep(config)
     assert resumed.run() == "" and states(resumed) == ["done"] * 6
+
+
+def test_a_trial_whose_record_was_deleted_is_taken_from_its_run(config: Path, world: World) -> None:
+    a_sweep(config).run()
+    (config.parent / "sweeps/toy/trials/t001.json").write_text("{")
+    with pytest.raises(FleetError, match=r"t001.json is damaged .*delete it, the run of the trial"):
+        a_sweep(config)
+    (config.parent / "sweeps/toy/trials/t001.json").unlink()
+    again = a_sweep(config)
+    assert again.run() == "" and states(again) == ["done"] * 6 and again.trials[1].score == 0.5
 
 
 def test_another_sweep_in_the_folder_is_refused(config: Path, world: World) -> None:

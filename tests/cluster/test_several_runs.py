@@ -123,10 +123,13 @@ def test_a_leased_device_is_refused_with_its_holder_and_start_time(
     other = started(config_in(tmp_path / "other", cluster, parts, devices=1), "beside", operator).await_line(TRAINS)
     assert other.send(signal.SIGINT).end().status == 130
     steps_on(holder)
+    words = ("--run-id", "after", "--wait", "--", "python", "steps.py")
+    after = Running(first, *words, env=operator.env).await_line("waiting for run holder of root on node0, node1 since")
+    third = started(first, "third", operator).end()
+    assert third.status == 3 and "CUDA device 0 is waited for by run after of root" in third.output, third.output
     assert operator.gnnfleet("stop", "holder").status == 0
     assert holder.end().status == 130
-    after = started(first, "after", operator).await_line(TRAINS)
-    assert after.send(signal.SIGINT).end().status == 130, "the lease is released"
+    assert after.await_line(TRAINS).send(signal.SIGINT).end().status == 130, "its turn has come"
 
 
 def test_only_one_of_two_simultaneous_runs_gets_a_device(

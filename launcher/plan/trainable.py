@@ -72,7 +72,8 @@ def is_hetero(data: DataConfig) -> bool | None:
         return None
     if data.dataset == "tables":
         given = {name: _mapping(data.options.get(name)) for name in ("nodes", "edges", "tasks")}
-        return bool(given["tasks"]) or len(given["nodes"]) > 1 or len(given["edges"]) > 1
+        by_column = any(isinstance(table, Mapping) and table.get("relation") for table in given["edges"].values())
+        return by_column or bool(given["tasks"]) or len(given["nodes"]) > 1 or len(given["edges"]) > 1
     if data.dataset == "partition" and data.source:
         try:
             manifest = read_partition_files(Path(data.source).expanduser())

@@ -117,6 +117,7 @@ TABLES = {"nodes": {"user": {"id": "id"}, "item": {"id": "id"}}, "edges": {"user
         (DataConfig(dataset="tables", options={"nodes": json.dumps(TABLES["nodes"])}), True),
         (DataConfig(dataset="tables", options={"nodes": "{", "edges": {"a": {}}}), False),
         (DataConfig(dataset="synthetic-hetero", serving="graphs"), None),
+        (DataConfig(dataset="tables", options={"nodes": {"n": {}}, "edges": {"e": {"relation": "r"}}}), True),
         (DataConfig(dataset="partition", source="/nowhere"), None),
     ],
 )

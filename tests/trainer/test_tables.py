@@ -420,6 +420,35 @@ def test_labels_of_edges_and_their_splits_are_attributes_of_the_edges(tmp_path: 
         load(folder, with_keys(rates=keys), tmp_path / "refused")
 
 
+def facts_of(folder: Path, rows: str, **keys: Any) -> dict[str, Any]:
+    write(folder, things__csv="id\na\nb\nc\n", facts__csv="h,rel,t,how,split\n" + rows)
+    table = {"files": "facts.csv", "source": "h", "target": "t", "relation": "rel", "categories": ["how"], **keys}
+    return {"nodes": {"thing": {"files": "things.csv", "id": "id"}}, "edges": {"facts": table}}
+
+
+def test_a_column_of_relations_makes_an_edge_type_of_each(tmp_path: Path) -> None:
+    rows = "a,part of,b,x,\nb,is-a,c,y,test\nc,part of,a,,val\na,is-a,c,x,\nz,is-a,c,x,\nb,part of,a,y,test\n"
+    graph = load(tmp_path, facts_of(tmp_path, rows, split="split", dangling="drop"), tmp_path / "work")
+    part, is_a = (graph.edges["thing", word, "thing"] for word in ("part_of", "is-a"))
+    assert graph.hetero and len(graph.edges) == 2
+    assert part.edge_index.tolist() == [[0], [1]] and is_a.edge_index.tolist() == [[0], [2]]
+    assert part.attrs["how"].tolist() == [0] == is_a.attrs["how"].tolist() and part.attrs.keys() == {"how"}
+    attrs = graph.graph_attrs
+    assert decode_texts(attrs["thing__part_of__thing__how__categories"]) == ["x", "y"]
+    assert decode_texts(attrs["thing__is-a__thing__how__categories"]) == ["x", "y"]
+    assert decode_texts(attrs["held_out_type"]) == ["thing__is-a__thing", "thing__part_of__thing"]
+    assert attrs["test_links"].tolist() == [[1, 1], [2, 0]] and attrs["test_link_types"].tolist() == [0, 1]
+    assert attrs["val_links"].tolist() == [[2], [0]] and attrs["val_link_types"].tolist() == [1]
+    assert "edges.thing__facts__thing: 2 relations (part_of 3, is-a 2)" in graph.notes
+    for rows, message in (
+        ("a,,b,x,\n", r"facts\.csv, row 1: rel is empty \(1 such rows\); every edge needs a relation"),
+        ("a,is a,b,x,\na,is/a,b,x,\n", "rel 'is a' gives the same name as 'is/a'; rename it in the table"),
+        ("a,??,b,x,\n", r"rel '\?\?' gives no name of letters and digits"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load(tmp_path, facts_of(tmp_path, rows), tmp_path / str(len(rows)))
+
+
 def test_shares_of_edges_with_a_label_are_drawn_alike(tmp_path: Path) -> None:
     sql(
         "COPY (SELECT 'u' || (1 + i % 5) AS who, 7 + i % 3 AS what, CASE WHEN i % 4 > 0 THEN i % 2 + 0.5 END AS stars "
@@ -670,6 +699,7 @@ def test_ratings_with_one_of_the_node_tables_are_drafted(tmp_path: Path) -> None
             "features": ["rating"], "standardize": True,
         }
     }  # fmt: skip
+    assert drafted["comments"]["edges"]["user__ratings__movie"][0].startswith("with `label: rating` and a split,")
     assert drafted["comments"]["unused"] == ["links.csv is not used: it has no two columns of ids"]
 
 

@@ -47,7 +47,11 @@ _ID_NAME = re.compile(
 
 _NO_TYPE = re.compile(r"|s|t|u|v|source|target|src|dst|from|to|head|tail|column\d+")  #: columns that name no type
 
-_NO_ID = (*_TIMES, *_LABELS, "rating", "ratings", "stars", "score", "count", "weight", "value", "quantity", "price")
+_RATINGS = ("rating", "ratings", "stars", "score")
+
+_RELATIONS = ("relation", "rel", "predicate", "edge_type", "link_type")
+
+_NO_ID = (*_TIMES, *_LABELS, *_RATINGS, *_RELATIONS, "count", "weight", "value", "quantity", "price")
 
 _SPLIT_FILE = re.compile(
     r"(.*?)(?:^|[_.\- ])(?:(train|training)|(val|valid|validation|dev)|(test|testing))(?=$|[_.\- ])(.*)", re.IGNORECASE
@@ -496,6 +500,13 @@ def _edge_table(table: _Found, ends: Sequence[_Column]) -> Drafted:
         if column is not None:
             drafted[key] = column.name
     more, notes = _others(table, [one for one in rest if one is not weight and one is not split], False)
+    for column in rest:
+        if column.name.lower() in _RELATIONS and column.kind == "text" and column.texts:
+            notes.append(
+                f"with `relation: {column.name}`, not under one_hot, its {len(column.texts)} texts are edge types"
+            )
+        if column.name.lower() in _RATINGS and column.kind == "number":
+            notes.append(f"with `label: {column.name}` and a split, not under features, it is learned (docs/data.md)")
     return drafted | more, _about_files(table) + notes
 
 

@@ -84,7 +84,7 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
     if isinstance(parsed, TablesOptions):
         edges = {type_name(of): asdict(table) for of, table in parsed.edges.items()}
         for table in (*edges.values(), *record["nodes"].values()):
-            for key in ("label", "split", "val_files", "test_files", "columns"):
+            for key in ("relation", "label", "split", "val_files", "test_files", "columns"):
                 if not table.get(key, True) and (
                     key not in ("label", "split") or "source" in table
                 ):  # parts made before this key existed stay valid

@@ -6,6 +6,7 @@ numbers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,9 @@ from trainer.core.rng import hashed
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.core.texts import CATEGORIES, KEY_COLUMNS, encode_texts
+from trainer.data.dataset import EdgeData
 from trainer.data.raw_arrays import RawArray, RawGraph
+from trainer.data.work_arrays import kept_edges
 from trainer.sources.table_arrays import ArrayColumn, TableArrays, number_array, row_ranges
 from trainer.sources.table_columns import (
     NumberColumn,
@@ -45,6 +48,10 @@ from trainer.sources.table_files import files_of_splits, source_folder, table_fi
 from trainer.sources.table_options import EDGE_SPLIT, SPLITS, EdgeTable, NodeTable, Table, TablesOptions, TaskTable
 
 _MOST_ONE_HOT = 1024  #: most texts of a column of ``one_hot``
+
+_MOST_RELATIONS = 1000  #: edge types that a column ``relation`` may make
+
+_RELATION = "gf_relation"  #: attribute of edges while they are read
 
 HAS = "has"  #: relation of the edges from entities to the rows of a task table
 
@@ -80,6 +87,7 @@ class _Conversion:
     decimals: dict[NodeType, bool] = field(default_factory=dict)  #: whether texts like 12.0 are ids of a type
     names: dict[str, Array] = field(default_factory=dict)  #: graph attribute -> texts of codes
     notes: list[str] = field(default_factory=list)
+    relations: dict[str, list[str]] = field(default_factory=dict)  #: edge table -> relations of its edge types
     enums: int = 0  #: number of types defined for categories
 
     def graph(self, source: str | None) -> RawGraph:
@@ -100,9 +108,14 @@ class _Conversion:
                 else self._nodes_of_edges(of, ids, f"nodes{k}")
             )
         number_of = {of: f"nodes{k}" for k, of in enumerate(self.options.nodes)}
-        edge_arrays = {
-            of: self._edges(of, self.options.edges[of], edges[of], number_of, f"edges{k}") for k, of in enumerate(edges)
-        }
+        edge_arrays: dict[EdgeType, dict[str, RawArray]] = {}
+        for k, (edge_type, scan) in enumerate(edges.items()):
+            edge_table = self.options.edges[edge_type]
+            arrays = self._edges(edge_type, edge_table, scan, number_of, f"edges{k}")
+            parts = self._by_relation(edge_type, arrays, scan) if edge_table.relation else {edge_type: arrays}
+            if repeated := set(parts) & set(edge_arrays):
+                raise DataError(f"{scan.where}: edge type {type_name(min(repeated))} is also in another table")
+            edge_arrays |= parts
         for of, task in self.options.tasks.items():
             found = self._task(of, task, number_of[task.entity])
             counts[of], node_arrays[of], edge_arrays[task.entity, HAS, of] = found
@@ -116,7 +129,8 @@ class _Conversion:
 
     @property
     def hetero(self) -> bool:
-        return len(self.options.nodes) > 1 or len(self.options.edges) > 1 or bool(self.options.tasks)
+        edges, several = self.options.edges.values(), max(len(self.options.nodes), len(self.options.edges)) > 1
+        return several or bool(self.options.tasks) or any(table.relation for table in edges)
 
     def _scan(self, where: str, table: Table) -> Scan:
         return Scan(self.database, table_files(table, self.source, where), where, table, table.used_columns())
@@ -322,6 +336,8 @@ class _Conversion:
             columns.append(self._label(of, table.label, scan))
         if table.has_split and not isinstance(table.split, Mapping):
             columns.append(self._edge_split(of, table, scan))
+        if table.relation is not None:
+            columns.append(self._relations(table.relation, scan))
         self._check_names(columns, scan)
         source, target = self._id(scan, table.source, of[0]), self._id(scan, table.target, of[2])
         self.database.run(
@@ -341,6 +357,48 @@ class _Conversion:
         scan.close()
         self.notes.append(f"{scan.where}: {count:,} edges{_attrs_text(columns)}")
         return arrays
+
+    def _relations(self, column: str, scan: Scan) -> ArrayColumn:
+        """Return attribute ``_RELATION``: the position of each edge's relation in ``self.relations``."""
+        texts = categories(scan, column, "relation", _MOST_RELATIONS)
+        empty = f"{as_text(column, scan.types[column])} IS NULL"
+        ((count,),) = self.database.rows(f"SELECT count(*) FROM {scan.sql} WHERE {empty}", scan.where)
+        if count:
+            raise DataError(f"{scan.first(column, empty)} ({count:,} such rows); every edge needs a relation")
+        words = [re.sub(r"[^A-Za-z0-9.+-]+", "_", text).strip("_") for text in texts]
+        for text, word in zip(texts, words, strict=True):
+            if not word or words.count(word) > 1:
+                same = [other for other in texts if words[texts.index(other)] == word and other != text]
+                what = f"gives the same name as {same[0]!r}" if same else "gives no name of letters and digits"
+                raise DataError(f"{scan.where}: {column} {text!r} {what}; rename it in the table")
+        self.enums += 1
+        self.relations[scan.where] = words
+        return ArrayColumn(_RELATION, [code_sql(scan, column, texts, f"categories{self.enums}")], np.dtype(np.int64))
+
+    def _by_relation(
+        self, of: EdgeType, arrays: dict[str, RawArray], scan: Scan
+    ) -> dict[EdgeType, dict[str, RawArray]]:  # fmt: skip
+        """Divide the edges of a table by their relation, into edge types with the table's node types."""
+        codes, index = arrays.pop(_RELATION).values, arrays.pop("edge_index").values
+        data = EdgeData(index, {name: array.values for name, array in arrays.items()})
+        found: dict[EdgeType, dict[str, RawArray]] = {}
+        texts = {name: self.names.pop(name) for name in [*self.names] if name.startswith(self._prefix(of))}
+        for code, word in enumerate(self.relations[scan.where]):
+            own = (of[0], word, of[2])
+            name = f"{len(found):04d}-{type_name(of)}"
+            kept = kept_edges(
+                data, lambda piece, code=code: codes[piece] == code, Scratch(self.arrays.folder, 0), name  # type: ignore[misc]
+            )  # fmt: skip
+            found[own] = {"edge_index": RawArray(kept.edge_index, scan.where)} | {
+                attr: RawArray(values, scan.where) for attr, values in kept.attrs.items()
+            }
+            self.names |= {
+                self._prefix(own) + name.removeprefix(self._prefix(of)): of_codes for name, of_codes in texts.items()
+            }
+        sizes = sorted(((arrays["edge_index"].values.shape[1], own[1]) for own, arrays in found.items()), reverse=True)
+        shown = ", ".join(f"{word} {size:,}" for size, word in sizes[:5])
+        self.notes.append(f"{scan.where}: {len(found)} relations ({shown}{', …' if len(sizes) > 5 else ''})")
+        return found
 
     def _edge_split(self, of: EdgeType, table: EdgeTable, scan: Scan) -> ArrayColumn:
         """Return attribute ``edge_split``, int8: 0 train, 1 val, 2 test; -1 none, if the edges have labels.
@@ -537,7 +595,7 @@ def _listed(texts: Sequence[str]) -> str:
 def _attrs_text(columns: Sequence[ArrayColumn]) -> str:
     shown = []
     for each in columns:
-        if each.name == "id":
+        if each.name in ("id", _RELATION):
             continue
         width = sum(max(1, one) for one in each.widths)
         shown.append(f"{each.name} = {width} numbers" if each.is_matrix else each.name)

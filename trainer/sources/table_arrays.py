@@ -57,7 +57,7 @@ def row_ranges(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 class TableArrays:
     def __init__(self, database: Database, folder: Path) -> None:
-        self._database, self._folder, self._serial = database, folder, 0
+        self._database, self.folder, self._serial = database, folder, 0
 
     def export(self, column: ArrayColumn, table: str, where: str, count: int, total: int) -> RawArray:
         """Return the array of an attribute, for the ``count`` rows of a database table that are left of ``total``.
@@ -105,7 +105,7 @@ class TableArrays:
 
     def empty(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         self._serial += 1
-        path = self._folder / f"{self._serial:04d}-{name}.npy"
+        path = self.folder / f"{self._serial:04d}-{name}.npy"
         if 0 in shape:
             return np.empty(shape, dtype)
         array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)

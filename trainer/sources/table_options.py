@@ -22,7 +22,7 @@ SPLITS = ("train", "val", "test")
 EDGE_SPLIT = "edge_split"  #: edge attribute, int8: the position in ``SPLITS``; with labels, -1: none
 
 _ROLES = (
-    *("id", "source", "target", "label", "split", "weight", "time"),
+    *("id", "source", "target", "relation", "label", "split", "weight", "time"),
     *("features", "one_hot", "categories", "attributes"),
 )
 
@@ -90,6 +90,7 @@ class EdgeTable(Table):
     source: str = ""  #: column with the id of the source node
     target: str = ""  #: column with the id of the target node
     weight: str | None = None  #: numbers, at least 0
+    relation: str | None = None  #: column of texts; each becomes an edge type, instead of the table's name
     label: tuple[str, ...] = ()  #: as of a node table; then edges of val and test remain edges
     split: str | Mapping[str, float] | None = (
         None  #: column with train, val, test; with a label also shares of the edges

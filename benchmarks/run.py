@@ -22,6 +22,7 @@ NAMES = (
     "service",
     "serving",
     "links",
+    "ranking",
     "training",
     "partition",
     "plan",

@@ -137,6 +137,7 @@ class RunFollower:
         self._launching = bool(starts)  # a run that is only followed does not resend its start events
         self._starting = StartProgress(plan)
         self._states: dict[int, Mapping[str, Any]] = {}  # last state of each node
+        self._queued: set[int] = set()  # nodes whose last state is to wait in line
         self._waiting = ""  # what the run waits for, as last said
         self._began = self._next_check = time.monotonic()
         self._last_end = self._began  # when the last node ended
@@ -263,7 +264,9 @@ class RunFollower:
             self.report.clocks[k] = max(offset, self.report.clocks.get(k, offset))
             self.live.board.state(k, state)
             self._states[k] = state
-            self._say_waiting()
+            (self._queued.add if state["state"] == "queued" else self._queued.discard)(k)
+            if self._queued or self._waiting:
+                self._say_waiting()
             self._spares.take(k, state)
             for finding in state.get("findings") or ():
                 if finding not in self.report.findings:
@@ -317,7 +320,7 @@ class RunFollower:
 
     def _say_waiting(self) -> None:
         """Say what a run that waits in line waits for, whenever that changes; not before all nodes have reported."""
-        queued = any(state["state"] == "queued" for state in self._states.values())
+        queued = bool(self._queued)
         if queued and len(self._states) < len(self._nodes):
             return
         text = waiting_words(self._states) if queued else ""

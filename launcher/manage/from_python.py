@@ -134,7 +134,12 @@ class LaunchedRun:
         """Why the run failed, in one sentence; '' if it did not."""
         result = self.result or {}
         first = result.get("first_failure")
-        return str(first["sentence"]) if first else "; ".join(result.get("notes") or ())
+        if not first:
+            return "; ".join(result.get("notes") or ())
+        said = [
+            line.removeprefix("error: ") for line in first.get("tail") or () if line.startswith("error: ")
+        ]  # by the trainer
+        return ": ".join([first["sentence"], *said[-1:]])
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

@@ -83,7 +83,9 @@ class SweepView:
         self.say(f"{trial.name} will run again: {trial.cause}", "yellow")
 
     def hosts_changed(self, gone: Sequence[str], back: Sequence[str]) -> None:
-        if gone:
+        if gone and not self.pool.left:
+            self.say(f"none of {fold(gone)} can be reached; runs go on without, and it tries again", "yellow")
+        elif gone:
             self.say(f"{fold(gone)} cannot be reached; the sweep goes on without, and tries again later", "yellow")
         if back:
             self.say(f"{fold(back)} can be reached again")

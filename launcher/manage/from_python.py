@@ -136,10 +136,8 @@ class LaunchedRun:
         first = result.get("first_failure")
         if not first:
             return "; ".join(result.get("notes") or ())
-        said = [
-            line.removeprefix("error: ") for line in first.get("tail") or () if line.startswith("error: ")
-        ]  # by the trainer
-        return ": ".join([first["sentence"], *said[-1:]])
+        errors = [line for line in first.get("tail") or () if line.startswith("error: ")]  # of the bundled trainer
+        return ": ".join([first["sentence"], *(line.removeprefix("error: ") for line in errors[-1:])])
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

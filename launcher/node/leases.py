@@ -27,6 +27,8 @@ FOLDER = "/tmp/gnnfleet-leases"
 
 _PATIENCE = 5.0  # seconds to wait for the lock on the folder
 
+_BRIEF = 0.3  # the same, for what is tried again soon: a supervisor that waits longer would seem to be silent
+
 _SIZE = 4096  # bytes; a longer file is not a lease
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+\.(\d+)\.json")
@@ -131,7 +133,7 @@ def release(run_id: str, node_rank: int, resources: Iterable[str] | None = None)
 
 def expect_end(holder: LeaseHolder, ends: float) -> None:
     """Note in the leases of ``holder`` when its run is likely to end, in seconds since the epoch. Raises LeaseError."""
-    with _folder(create=False) as folder:
+    with _folder(create=False, patience=_BRIEF) as folder:
         for lease in _valid_leases(folder) if folder is not None else ():
             if _same(lease, holder) and lease.user == holder.user and not lease.waits:
                 name = _name(lease.resource)
@@ -158,9 +160,12 @@ def in_the_way(mine: Lease, found: Iterable[Lease]) -> list[Lease]:
     return [one for one in others if not one.waits] + sorted(earlier, key=lambda one: one.order)
 
 
-def wait_in_line(mine: Lease) -> list[Lease]:
-    """File the ticket ``mine``, unless it is there, and return what it waits for. Raises LeaseError."""
-    with _folder(create=True) as folder:
+def wait_in_line(mine: Lease, patience: float | None = _BRIEF) -> list[Lease]:
+    """File the ticket ``mine``, unless it is there, and return what it waits for. Raises LeaseError.
+
+    patience: seconds to wait for the lock on the folder; None: as for ``take``.
+    """
+    with _folder(create=True, patience=patience) as folder:
         assert folder is not None
         found = _valid_leases(folder)
         if not any(one.resource == mine.resource and _same(one, mine) for one in found):
@@ -173,7 +178,7 @@ def take_turn(mine: Lease, holder: LeaseHolder) -> list[Lease]:
 
     Returns what is in the way; [] means success. The ticket stays. Raises LeaseError if leases cannot be written.
     """
-    with _folder(create=True) as folder:
+    with _folder(create=True, patience=_BRIEF) as folder:
         assert folder is not None
         theirs = in_the_way(mine, _valid_leases(folder))
         if not theirs:
@@ -202,14 +207,14 @@ def resource_label(resource: str) -> str:
 
 
 @contextmanager
-def _folder(create: bool) -> Iterator[Any]:
+def _folder(create: bool, patience: float | None = None) -> Iterator[Any]:
     """Lock the lease folder exclusively; yield its file descriptor, or None if it does not exist and ``create`` is
-    false.
+    false. patience: seconds to wait for the lock; None: ``_PATIENCE``.
     """
     path = os.environ.get("GNNFLEET_LEASES") or FOLDER
     descriptor = None
     try:
-        descriptor = _locked(path, create)
+        descriptor = _locked(path, create, _PATIENCE if patience is None else patience)
         yield descriptor
     except LeaseError:
         raise
@@ -233,18 +238,18 @@ def _permission_message(path: str, name: str | None) -> str:
     return "%s cannot be created: permission denied" % path
 
 
-def _locked(path: str, create: bool) -> int | None:
+def _locked(path: str, create: bool, patience: float) -> int | None:
     """Open and lock the lease folder; return its file descriptor, or None if it does not exist and ``create`` is false.
 
     Tries again if a cleaner of /tmp removes the folder meanwhile. Raises OSError.
     """
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + patience
     while True:
         descriptor = _opened(path, create)
         if descriptor is None:
             return None
         try:
-            _lock(descriptor, path, deadline)
+            _lock(descriptor, path, deadline, patience)
             if os.fstat(descriptor).st_nlink:
                 return descriptor
         except BaseException:
@@ -281,14 +286,14 @@ def _make(path: str) -> None:
         os.umask(mask)
 
 
-def _lock(descriptor: int, path: str, deadline: float) -> None:
-    """Lock the lease folder with flock; raises LeaseError at ``deadline`` (monotonic seconds)."""
+def _lock(descriptor: int, path: str, deadline: float, patience: float) -> None:
+    """Lock the lease folder with flock; raises LeaseError at ``deadline`` (monotonic), after ``patience`` seconds."""
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise LeaseError("%s: another process has kept it locked for %d s" % (path, _PATIENCE)) from None
+                raise LeaseError("%s: another process has kept it locked for %g s" % (path, patience)) from None
             time.sleep(0.01)
 
 

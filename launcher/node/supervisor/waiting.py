@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from launcher.node import leases
@@ -67,7 +68,7 @@ class Waiting:
     def begin(self) -> None:
         """File the ticket. Raises LeaseError."""
         self.place = {"ready": False, "held": False, "round": 0}
-        self._see(leases.wait_in_line(self._ticket))
+        self._see(leases.wait_in_line(self._ticket, patience=None))
 
     def look(self, peers: Peers) -> bool:
         """Do what the lead node has called for, look who is in the way, and as the lead node, call the next turn.
@@ -77,29 +78,33 @@ class Waiting:
         assert self.place is not None
         place, turn, shown = self.place, peers.turn, self.state
         before = {**place}
-        try:
-            if turn["go"]:
+        if turn["go"]:
+            with suppress(leases.LeaseError):  # it is no longer valid when this process ends
                 leases.release(self._spec.run_id, self._spec.node_rank, [self._ticket.resource])
-                self.over, self.place, self.state = True, None, None
-                self._journal.event("queue", text=f"its turn has come after {time.time() - self._since:.0f} s")
-                return True
-            if turn["take"] and turn["round"] > place["round"]:
-                self._see(leases.take_turn(self._ticket, self._holder()))
-                place |= {"held": place["ready"], "round": turn["round"]}
-            elif place["held"] and not turn["take"]:
+            self.over, self.place, self.state = True, None, None
+            self._journal.event("queue", text=f"its turn has come after {time.time() - self._since:.0f} s")
+            return True
+        called = turn["take"] and turn["round"] > place["round"]
+        try:
+            if place["held"] and (called or not turn["take"]):  # of a round that has failed, or was missed
                 leases.release(self._spec.run_id, self._spec.node_rank, self._ticket.wants)
                 place["held"] = False
+            if called:
+                self._see(leases.take_turn(self._ticket, self._holder()))
+                place |= {"held": place["ready"], "round": turn["round"]}
             elif not place["held"] and time.monotonic() >= self._next:
                 self._see(leases.wait_in_line(self._ticket))
         except leases.LeaseError as error:  # a full disk, or another process keeps the folder locked: tried again
             place["ready"] = False
-            self._next = time.monotonic() + _EVERY
-            self._journal.log(f"the leases cannot be read or written: {error}")
+            if turn["take"] and not place["held"]:
+                place["round"] = turn["round"]  # an answer, so that the other nodes do not hold theirs
+            self._next, self._words = time.monotonic() + _EVERY, f"the leases cannot be read or written: {error}"
+            self._journal.log(self._words)
         if not isinstance(peers, Member):
             others = [member.place for member in peers.members.values()] if isinstance(peers, Hub) else []
-            called = next_turn(turn, [place, *others])
-            if called != turn:
-                peers.call(called)
+            following = next_turn(turn, [place, *others])
+            if following != turn:
+                peers.call(following)
         limit, waited = self._spec.wait_limit, time.monotonic() - self._began
         if limit and not place["held"] and waited > limit + (_SLACK if place["ready"] else 0.0):
             raise WaitedTooLong(f"it has waited for {limit:g} s, the limit of --wait: {self._words}")

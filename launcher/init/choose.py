@@ -166,7 +166,7 @@ def graph_of(dataset: str, source: str | None) -> GraphDraft:
     if dataset == "tables" and source:
         options = drafted_tables(source)
         comments = options.pop("comments", {})
-        hetero = len(options["nodes"]) > 1 or len(options["edges"]) > 1
+        hetero = len(options["nodes"]) > 1 or len(options["edges"]) > 1 or "tasks" in options
         about = "CSV or Parquet files; correct the columns below"
         return GraphDraft(dataset, source, hetero, options, about, comments)
     return GraphDraft(dataset, source, dataset.rpartition(":")[2] in _HETERO_NAMES)

@@ -234,20 +234,34 @@ def _data(draft: Draft) -> Iterator[Line]:
         yield Line("  # options: {undirected: true}", "adds the reverse of every edge; more in docs/data.md")
     if request.shared:
         folder = f"{request.shared}/parts/{graph.short_name}"
-        yield Line(f"  folder: {value(folder)}", "path on the nodes")
+        yield from _folder(draft, folder, "path on the nodes")
         yield Line("  mode: verify", "the nodes read the parts in place; make them with `gnnfleet partition make`")
         yield Line(f"  num_parts: {len(discovery.facts)}")
         if not draft.shared_confirmed:
             yield Line("  ", f"{request.shared} is not the same writable folder on all nodes")
         return
     sent = "parts are made here" if request.local else "parts are made here on this machine, then sent to the nodes"
-    yield Line(f"  folder: parts/{graph.short_name}", sent)
+    if "links" not in graph.comments:
+        yield from _folder(draft, f"parts/{graph.short_name}", sent)
     if discovery.shared and not request.local:
         where = " and this machine" if discovery.shared_here else ""
         place = (discovery.shared_here or discovery.shared)[0]
         parts = f"`folder: {place}/parts/{graph.short_name}`"
         how = "with {} and `mode: verify` no parts are copied (gnnfleet init --template shared_folder)"
         yield Line("  ", f"{place} is shared by all nodes{where}: " + how.format(parts))
+    if "links" in graph.comments:  # last, so that no other comment follows what is to be uncommented
+        yield from _folder(draft, f"parts/{graph.short_name}", sent)
+
+
+def _folder(draft: Draft, folder: str, about: str) -> Iterator[Line]:
+    """Yield the line of the folder of the parts, and as a comment that of the drafted recommendations."""
+    if "links" not in draft.graph.comments:
+        yield Line(f"  folder: {value(folder)}", about)
+        return
+    yield Line("  # BEGIN")
+    yield Line(f"  folder: {value(folder)}", about)
+    yield Line("  # END")
+    yield Line(f"  # folder: {value(folder + '-links')}")
 
 
 def _tables(graph: GraphDraft) -> Iterator[Line]:
@@ -255,9 +269,18 @@ def _tables(graph: GraphDraft) -> Iterator[Line]:
     yield Line("  options:", "drafted from the files; all keys are in docs/data.md")
     for text in comments.get("unused", ()):
         yield Line("    ", text)
-    for kind in ("nodes", "edges"):
+    links = comments.get("links")
+    if links:
+        source, _, target = links["name"].split("__")
+        instead = f"To recommend {target} nodes to {source} nodes instead of predicting {next(iter(options['tasks']))}:"
+        yield Line("    ", f"{instead} delete from BEGIN to END, here and in train, and uncomment the lines after END")
+    for kind in ("nodes", "edges", "tasks"):
+        if kind not in options:
+            continue
         yield Line(f"    {kind}:")
-        for name, table in options[kind].items():
+        for k, (name, table) in enumerate(options[kind].items()):
+            if links and kind == "nodes" and k == 2:
+                yield Line("      # BEGIN")
             yield Line(f"      {name}:" + ("" if table else " {}"))
             for key, plain in table.items():
                 yield Line(f"        {key}: {value(plain)}")
@@ -267,12 +290,29 @@ def _tables(graph: GraphDraft) -> Iterator[Line]:
             kind == "nodes"
             and any(options[kind].values())
             and not any("label" in table for table in options[kind].values())
+            and not options.get("tasks")
         ):
             yield Line("        # label: COLUMN", "a column to predict; take it out of features and one_hot")
             if _predicts_links(options):
                 yield Line("        # split: {train: 0.8, val: 0.1, test: 0.1}", "with a label; remove hold_out below")
+    for name in ("num_classes", "target"):
+        if name in options:
+            yield Line(
+                f"    {name}: {value(options[name])}", {"num_classes": "labels are numbers, not classes"}.get(name, "")
+            )
+    if links:
+        yield Line("    # END")
+        yield Line("    # edges:")
+        yield Line(f"    #   {links['name']}:", "of the tables that link the two, the one with most rows")
+        for key, plain in links["table"].items():
+            yield Line(f"    #     {key}: {value(plain)}")
+        yield Line(f"    # hold_out: {links['name']}")
+        if "time" in links["table"]:
+            yield Line("    # hold_out_time: edge_time", "the latest links are for validation and test")
     if options.get("undirected"):
         yield Line("    undirected: true", "adds the reverse of every edge, so that every type receives messages")
+    if options.get("tasks"):
+        return
     link, timed = _link_type(options)
     if any(_is_split(table) for table in options["edges"].values()):
         if _predicts_links(options):
@@ -286,8 +326,10 @@ def _tables(graph: GraphDraft) -> Iterator[Line]:
 
 
 def _predicts_links(options: Mapping[str, Any]) -> bool:
-    """Return whether the drafted run trains link prediction, as no node table has a column of labels or splits."""
-    return not any(key in table for table in options["nodes"].values() for key in ("label", "split"))
+    """Return whether the drafted run trains link prediction: no table has a column of labels, or splits of nodes."""
+    return not options.get("tasks") and not any(
+        key in table for table in options["nodes"].values() for key in ("label", "split")
+    )
 
 
 def _is_split(table: Mapping[str, Any]) -> bool:
@@ -309,6 +351,13 @@ def _train(draft: Draft) -> Iterator[Line]:
     hetero, options = draft.graph.hetero, draft.graph.options
     links = draft.graph.dataset == "tables" and _predicts_links(options)
     yield Line("train:", "for the bundled trainer; give your own script after -- on the command line")
+    tasks = options.get("tasks", {})
+    if tasks and not any("label" in table for table in options["nodes"].values()):
+        yield from _train_task(draft, world)
+        return
+    if tasks:
+        labelled = next(of for of, table in options["nodes"].items() if "label" in table)
+        yield Line(f"  target: {labelled}", f"or {', '.join(tasks)}, as docs/data.md describes under Task tables")
     if links:
         yield Line("  task: link")
         if _link_type(options)[1]:
@@ -327,3 +376,40 @@ def _train(draft: Draft) -> Iterator[Line]:
     yield Line(f"  batch_size: {max(1024, 512 * world)}", "over all processes together")
     yield Line(f"  epochs: {20 if links else 10}")
     yield Line(f"  lr: {0.003 if links else 0.005}")
+
+
+def _train_task(draft: Draft, world: int) -> Iterator[Line]:
+    """Yield the lines of ``train`` for the first task table, and those for recommendations as comments."""
+    options, comments = draft.graph.options, draft.graph.comments
+    target, task = next(iter(options["tasks"].items()))
+    kind, metrics = comments["learn"]
+    if links := comments.get("links"):
+        yield Line("  # BEGIN")
+    yield Line(f"  target: {target}", f"rows of {value(task['table'])}; gnnfleet infer writes their predictions")
+    yield Line(f"  task: {kind}")
+    yield Line(f"  metrics: {value(metrics)}", "the first one chooses the best epoch")
+    yield Line("  model: rsage", "or rgcn, hgt")
+    yield Line("  hidden: 64")
+    yield Line("  fanouts: [1, 15, 10]", f"the {task['entity']} of a row; neighbours per hop, of each edge type")
+    yield Line("  time_attr: time", "nodes later than a row are not seen")
+    yield Line("  temporal_strategy: last", "the latest neighbours; uniform: random ones")
+    yield Line(f"  batch_size: {max(512, 256 * world)}", "over all processes together")
+    yield Line("  epochs: 10")
+    yield Line("  lr: 0.005")
+    if links:
+        yield Line("  # END")
+        for line in (
+            "task: link",
+            f"target: {links['name']}",
+            "model: lightgcn",
+            "hidden: 64",
+            "fanouts: [-1, -1]",
+            "loss: bpr",
+            "negatives: 256",
+            "eval_negatives: all",
+            "metrics: [recall@20, ndcg@20]",
+            f"batch_size: {max(1024, 512 * world)}",
+            "epochs: 20",
+            "lr: 0.01",
+        ):
+            yield Line(f"  # {line}")

@@ -83,6 +83,28 @@ def timed_links(folder: Path) -> str:
     return "shop"
 
 
+def task_tables(folder: Path) -> str:
+    """Write customers, products, orders, clicks without ids, and a table of what is to be predicted of customers."""
+    stamp = [f"2024-{1 + k % 12:02}-{1 + k % 28:02} 10:00:00" for k in range(300)]
+    lines = {
+        "customers": ["customer_id,age", *(f"c{k},{20 + k % 40}" for k in range(30))],
+        "products": ["sku,price", *(f"p{k},{k / 4}" for k in range(20))],
+        "orders": [
+            "order_id,customer_id,sku,bought_at,amount",
+            *(f"{k},c{k % 30},p{k * 7 % 20},{stamp[k]},{1 + k % 3}" for k in range(200)),
+        ],
+        "clicks": ["customer_id,sku,clicked_at", *(f"c{k % 30},p{k * 3 % 20},{stamp[k]}" for k in range(300))],
+        "churn": [
+            "customer_id,at,churned",
+            *(f"c{k % 30},2024-{1 + k // 30:02}-01,{'' if k % 9 == 0 else k % 2}" for k in range(240)),
+        ],
+    }
+    (folder / "shop").mkdir()
+    for name, rows in lines.items():
+        (folder / f"shop/{name}.csv").write_text("\n".join(rows) + "\n")
+    return "shop"
+
+
 def gpus(*numbers: int, **changes: Any) -> dict[str, Any]:
     made = [gpu(number, "NVIDIA H100", **changes) for number in numbers]
     return {"gpus": made, "devices": [one["name"] for one in made], "driver": "560.35.03", "versions": CUDA}
@@ -148,6 +170,9 @@ CASES = {
     ),
     "own_tables": Case(
         "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=tables
+    ),
+    "own_task": Case(
+        "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=task_tables
     ),
     "own_links": Case(
         "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=timed_links

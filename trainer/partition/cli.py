@@ -226,15 +226,16 @@ def tables(folder: str, as_json: bool) -> None:
         click.echo(json.dumps(options, indent=1))
         return
     click.echo(f"data:\n  dataset: tables\n  source: {folder}\n  options:")
-    undirected, comments = options.pop("undirected", False), options.pop("comments")
+    comments = options.pop("comments")
+    tables = {kind: options.pop(kind) for kind in ("nodes", "edges", "tasks") if kind in options}
     for line in comments["unused"]:
         click.echo(f"    # {line}")
-    for kind, drafted in options.items():
+    for kind, drafted in tables.items():
         click.echo(f"    {kind}:")
         for name, table in drafted.items():
             for line in comments[kind].get(name, ()):
                 click.echo(f"      # {line}")
             flow = yaml.safe_dump(table, default_flow_style=True, sort_keys=False, width=100).strip()
             click.echo(f"      {name}: " + flow.replace("\n", "\n" + " " * 9))
-    if undirected:
-        click.echo("    undirected: true")
+    for name, plain in options.items():
+        click.echo(f"    {name}: {json.dumps(plain)}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from trainer.core.errors import DataError
-from trainer.sources.table_columns import as_double, is_number_type, list_type
-from trainer.sources.table_database import Database, Scan, quoted
+from trainer.sources.table_columns import as_double, is_number_type, list_type, time_sql
+from trainer.sources.table_database import ROW_NUMBER, Database, Scan, quoted
 from trainer.sources.table_files import holds_tables, table_files
 from trainer.sources.table_options import EdgeTable, Table
 
@@ -51,6 +52,14 @@ _RATINGS = ("rating", "ratings", "stars", "score")
 
 _RELATIONS = ("relation", "rel", "predicate", "edge_type", "link_type")
 
+#: columns and ends of columns that a task table predicts, and beginnings of them
+_OUTCOMES = re.compile(
+    r"(is_|has_|will_)?(label|labels|y|class|target|outcome|churn|churned|fraud|default|defaulted|convert|converted|"
+    r"response|ltv|lifetime_value)|(label|target|y|will)_.*|.*_(label|target)"
+)
+
+_TASK_EDGES = "has"  #: relation of edges from an entity to its events, as of those to rows of a task
+
 _NO_ID = (*_TIMES, *_LABELS, *_RATINGS, *_RELATIONS, "count", "weight", "value", "quantity", "price")
 
 _SPLIT_FILE = re.compile(
@@ -87,9 +96,10 @@ class _Column:
 
     @property
     def is_time(self) -> bool:
-        unnamed = re.fullmatch(r"column\d+", self.name) is not None
-        seconds = unnamed and _EPOCHS[0] <= self.low and self.high <= _EPOCHS[1]
-        return self.kind == "time" or (self.whole and (self.name.lower() in _TIMES or seconds))
+        name = self.name.lower()
+        likely = re.fullmatch(r"column\d+|.*(_at|_time|_date|_ts|timestamp)", name) is not None
+        seconds = likely and _EPOCHS[0] <= self.low and self.high <= _EPOCHS[1]
+        return self.kind == "time" or (self.whole and (name in _TIMES or seconds))
 
     @property
     def missing(self) -> str:
@@ -100,6 +110,12 @@ class _Column:
     @property
     def is_binary(self) -> bool:
         return self.kind == "number" and self.whole and self.distinct == 2 and set(self.texts or ()) <= _BINARY
+
+    @property
+    def is_class(self) -> bool:
+        """Whether its values can be classes: few texts, or few integers from 0."""
+        few = self.texts is not None and 2 <= len(self.texts) <= _MOST_CLASSES
+        return few and (self.kind == "text" or (self.whole and self.low >= 0 and self.high < _MOST_CLASSES))
 
     @property
     def mostly_numbers(self) -> bool:
@@ -185,7 +201,9 @@ def draft_tables(folder: Path) -> dict[str, Any]:
 
     Every CSV or Parquet file and every folder of such files directly in ``folder`` is one table. A table with a column
     of unique values is a node table; a table with two columns of ids of node tables is an edge table. Tables whose
-    names differ only in train, val and test, with equal columns, are one edge table with a split. If there are no edges
+    names differ only in train, val and test, with equal columns, are one edge table with a split. If there is a task
+    table, it is under ``tasks``, and tables of events are nodes; ``learn`` of ``comments`` has what learns the first
+    task (task, metrics), and ``links`` an edge table for recommendations, if there can be one. If there are no edges
     between node tables, a table with two columns of repeated ids is an edge table, if need be between nodes without a
     table. With several node types, option ``undirected`` is set. ``comments`` of the result says what was guessed, and
     why columns are not used, by node and edge type; ``unused`` in it is about files.
@@ -204,7 +222,7 @@ def _found(database: Database, folder: Path) -> list[_Found]:
     """Look at all tables of a folder. Files of one table, for training, validation and test, are looked at together."""
     groups: dict[Any, dict[str, tuple[str, Scan]]] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.name[0] in "_." or not holds_tables(path):
+        if path.name[0] in "_." or not holds_tables(path) or any(path.glob("*/launch.json")):  # runs from here
             continue
         scan = Scan(database, table_files(Table((path.name,)), folder, str(path)), str(path))
         if scan.without_header is not None:
@@ -264,6 +282,8 @@ def _column(scan: Scan, name: str, of: str, rows: int) -> _Column:
 
 def _draft(found: list[_Found]) -> dict[str, Any]:
     named = [table for table in found if table.id is not None]
+    if drafted := _draft_of_tasks(found, named):
+        return drafted
     ends = {table.file: _ends(table, [one for one in named if one is not table]) for table in found}
     referenced = {end.file for pair in ends.values() if len(pair) == 2 for _, end in pair}
     edges = [table for table in found if len(ends[table.file]) == 2 and table.file not in referenced]
@@ -306,6 +326,207 @@ def _drafted(nodes: dict[str, Drafted], edges: dict[str, Drafted], unused: dict[
     }
     # without reverse edges, a type without incoming edges would receive no messages
     return drafted | ({"undirected": True} if len(nodes) > 1 else {})
+
+
+# --- task tables ----------------------------------------------------------------------------------------------
+
+
+_Keys: TypeAlias = list[tuple[_Column, "_Found"]]  #: columns with ids of node tables
+
+
+def _draft_of_tasks(found: list[_Found], named: list[_Found]) -> dict[str, Any]:
+    """Draft a folder with task tables and what happened to their entities; {} if there are none.
+
+    A task table has ids of one node table, each in several rows, a time, and a column that looks like an outcome. Other
+    tables with ids of node tables become nodes, with an edge from each id, so that their time is one of nodes: rows
+    without an id of their own, too, unless they have no time.
+    """
+    keys = {table.file: _keys(table, [one for one in named if one is not table]) for table in found}
+    referenced = {node.file for some in keys.values() for _, node in some}
+    labels = {
+        table.file: label
+        for table in found
+        if table.file not in referenced and (label := _outcome(table, keys[table.file])) is not None
+    }
+    rest = [table for table in found if table.file not in labels]
+    edges = [
+        table for table in rest
+        if len(keys[table.file]) == 2 and not _own_id(table, _columns(keys[table.file])) and not _time(table)
+    ]  # fmt: skip
+    nodes = [
+        table for table in rest
+        if table not in edges and (
+            _own_id(table, _columns(keys[table.file])) or (keys[table.file] and _time(table))
+        )
+    ]  # fmt: skip
+    types = {table.file: table.node_type for table in nodes}
+    keys = {file: [(column, node) for column, node in some if node.file in types] for file, some in keys.items()}
+    labels = {file: label for file, label in labels.items() if keys[file]}
+    edges = [table for table in edges if len(keys[table.file]) == 2]
+    linked = [table for table in nodes if keys[table.file]]
+    if not labels or not (linked or edges):
+        return {}
+    first = next(table for table in found if table.file in labels)
+    links = _links(linked, keys, keys[first.file][0][1], types)
+    # the ends of links first, so that the tables that recommendations do without stand together
+    nodes = sorted(nodes, key=lambda table: types[table.file] not in links.get("name", "").split("__"))
+    edge_tables: dict[str, Drafted] = {}
+    for table in edges:
+        (source, a), (target, b) = keys[table.file]
+        edge_tables[f"{types[a.file]}__{table.type_name}__{types[b.file]}"] = _edge_table(table, [source, target])
+    for table in linked:
+        own = _own_id(table, _columns(keys[table.file]))
+        for column, node in keys[table.file]:
+            ends = types[node.file], types[table.file]
+            name = f"{ends[0]}__{_TASK_EDGES}__{ends[1]}"
+            if name in edge_tables:  # a second column with ids of the same nodes
+                name = f"{ends[0]}__{re.sub(r'[^a-z0-9]+', '_', column.name.lower()).strip('_')}__{ends[1]}"
+            edge_tables[name] = {**table.keys, "source": column.name, "target": own.name if own else ROW_NUMBER}, []
+    tasks = {
+        table.type_name if table.type_name not in types.values() else f"{table.type_name}_task":
+        _task_table(table, keys[table.file][0], labels[table.file], types)
+        for table in found if table.file in labels
+    }  # fmt: skip
+    used = {table.file for table in (*nodes, *edges)} | labels.keys()
+    unused = {
+        table.file: _why_no_id(table)
+        or "it has neither a column with a different value in each row, nor ids of nodes and a time in each row"
+        for table in found
+        if table.file not in used
+    }
+    drafted = _drafted(
+        {types[one.file]: _node_table(one, _columns(keys[one.file])) for one in nodes}, edge_tables, unused
+    )
+    for table in linked:
+        if not _own_id(table, _columns(keys[table.file])):
+            drafted["comments"]["nodes"].setdefault(types[table.file], []).append(
+                "rowid: the rows have no id of their own and are numbered"
+            )
+    drafted["tasks"] = {name: options for name, (options, _) in tasks.items()}
+    drafted["comments"]["tasks"] = {name: notes for name, (_, notes) in tasks.items()}
+    label = labels[first.file]
+    if label.is_class:
+        metrics = ["roc_auc", "accuracy"] if label.distinct == 2 else ["accuracy", "macro_f1"]
+        drafted["comments"]["learn"] = ["classification", metrics]
+    else:
+        drafted |= {"num_classes": 0, "target": next(iter(tasks))}
+        drafted["comments"]["learn"] = ["regression", ["mae", "rmse"]]
+    if links and not any("label" in table for table in drafted["nodes"].values()):
+        drafted["comments"]["links"] = links
+    return drafted
+
+
+def _columns(keys: _Keys) -> list[_Column]:
+    return [column for column, _ in keys]
+
+
+def _keys(table: _Found, nodes: list[_Found]) -> _Keys:
+    """Return the columns with ids of node tables. Numbers, which are often equal by chance, need a name like it."""
+    scored = _scored(table, nodes)
+    return [
+        (column, node)
+        for unlike, _, column, node in scored
+        if column is not table.id and (unlike < 0 or column.kind == "text")
+    ]
+
+
+def _own_id(table: _Found, keys: Sequence[_Column]) -> _Column | None:
+    """Return the column with the table's own ids. With ids of others, another unique column may be a text or so."""
+    if table.id is None or not keys or _ID_NAME.search(table.id.name):
+        return table.id
+    return table.id if table.columns.index(table.id) < min(map(table.columns.index, keys)) else None
+
+
+def _time(table: _Found) -> _Column | None:
+    return next((one for one in table.columns if one.is_time and one is not table.id), None)
+
+
+def _outcome(table: _Found, keys: _Keys) -> _Column | None:
+    """Return the column that a task table predicts, or None if it is no task table.
+
+    The column is called as an outcome or as the file; or it is the only one beside entity and time, if few different
+    times stand in many rows, as nothing that happens by itself does.
+    """
+    time = _time(table)
+    if len(keys) != 1 or time is None or table.rows < 2 * keys[0][0].distinct or time.missing:
+        return None
+    rest = [
+        one for one in table.columns
+        if one not in (keys[0][0], time, table.id) and one.kind in ("number", "text") and one.distinct > 1
+        and not one.is_split and (one.kind == "number" or one.is_class)
+    ]  # fmt: skip
+    stem = table.type_name
+    for one in rest:
+        name = one.name.lower()
+        if _OUTCOMES.fullmatch(name) or (min(len(name), len(stem)) > 2 and (name in stem or stem in name)):
+            return one
+    return rest[0] if len(rest) == 1 and 20 * time.distinct <= table.rows else None
+
+
+def _task_table(table: _Found, key: tuple[_Column, _Found], label: _Column, types: Mapping[str, str]) -> Drafted:
+    (column, node), time = key, _time(table)
+    assert time is not None
+    entity = types[node.file]
+    files = table.keys
+    drafted: dict[str, Any] = {
+        "table": files.pop("files"), **files, "entity": entity, "id": column.name, "time": time.name,
+        "label": label.name,
+    }  # fmt: skip
+    rest = [one for one in table.columns if one not in (column, time, label, table.id)]
+    split = next((one for one in rest if one.is_split), None)
+    drafted["split"] = split.name if split else _split_at(table, time, label)
+    more, notes = _others(table, [one for one in rest if one is not split], True)
+    about = (
+        f"{table.file}: rows about {entity} nodes at a time, {label.name} is predicted: a task table; remove it if not"
+    )
+    if isinstance(drafted["split"], dict) and "val_time" in drafted["split"]:
+        notes.append("split: val begins after 70% of the labelled rows, test after 85%")
+    if any(key in more for key in ("features", "one_hot", "categories")):
+        notes.append("columns that are known only after the row's time must not be features")
+    return drafted | more, [about, *_about_files(table), *notes]
+
+
+def _split_at(table: _Found, time: _Column, label: _Column) -> dict[str, Any]:
+    """Return the times, if possible dates, at which val and test begin; shares of the rows if there are few times."""
+    moment = time_sql(table.scan, time.name)
+    low, by_rows, last = table.scan.database.rows(
+        f"SELECT min(t), quantile_disc(t, [0.7, 0.85]), list_sort(list(DISTINCT t))[-2:] FROM "
+        f"(SELECT {moment} AS t FROM {table.scan.sql} WHERE {quoted(label.name)} IS NOT NULL)",
+        table.scan.where,
+    )[0]
+    for step in (86_400, 1) if time.kind == "time" else (1,):
+        for found in (by_rows, last):
+            val, test = (int(each) // step * step for each in (*found, *found)[:2])
+            if low < val < test:
+                texts = [datetime.fromtimestamp(each, timezone.utc).replace(tzinfo=None) for each in (val, test)]
+                shown = (
+                    [str(each.date() if step > 1 else each) for each in texts] if time.kind == "time" else [val, test]
+                )
+                return dict(zip(("val_time", "test_time"), shown, strict=True))
+    return {"train": 0.7, "val": 0.15, "test": 0.15}
+
+
+def _links(
+    linked: list[_Found], keys: Mapping[str, _Keys], entity: _Found, types: Mapping[str, str]
+) -> dict[str, Any]:  # fmt: skip
+    """Return the draft of an edge table for recommendations between the two node types that most rows name; or {}."""
+    rows: dict[tuple[str, str], int] = {}
+    of: dict[tuple[str, str], list[tuple[_Found, _Column, _Column]]] = {}
+    for table in linked:
+        by_node = {node.file: column for column, node in reversed(keys[table.file])}
+        files = sorted(by_node, key=lambda file: (file != entity.file, table.columns.index(by_node[file])))
+        if len(files) >= 2:
+            pair = files[0], files[1]
+            rows[pair] = rows.get(pair, 0) + table.rows
+            of.setdefault(pair, []).append((table, by_node[pair[0]], by_node[pair[1]]))
+    if not rows:
+        return {}
+    pair = max(rows, key=lambda each: rows[each])
+    table, source, target = max(of[pair], key=lambda one: one[0].rows)
+    options = {**table.keys, "source": source.name, "target": target.name}
+    if (time := _time(table)) is not None:
+        options["time"] = time.name
+    return {"name": f"{types[pair[0]]}__{table.type_name}__{types[pair[1]]}", "table": options}
 
 
 # --- edges between nodes without a table ----------------------------------------------------------------------
@@ -430,6 +651,12 @@ def _why_no_id(table: _Found) -> str:
 
 
 def _ends(table: _Found, nodes: list[_Found]) -> list[tuple[_Column, _Found]]:
+    best = sorted(_scored(table, nodes), key=lambda one: one[:2])[:2]
+    return [(column, node) for _, _, column, node in sorted(best, key=lambda one: one[1])]
+
+
+def _scored(table: _Found, nodes: list[_Found]) -> list[tuple[int, int, _Column, _Found]]:
+    """Return the columns with ids of node tables: how unlikely it is by its name, its position, and the node table."""
     scored = []
     for position, column in enumerate(table.columns):
         if not _may_be_id(column) or column.is_binary:
@@ -440,8 +667,7 @@ def _ends(table: _Found, nodes: list[_Found]) -> list[tuple[_Column, _Found]]:
         if fits:
             likeness, node = max(fits, key=lambda fit: fit[0])
             scored.append((-likeness, position, column, node))
-    best = sorted(scored, key=lambda one: one[:2])[:2]
-    return [(column, node) for _, _, column, node in sorted(best, key=lambda one: one[1])]
+    return scored
 
 
 def _likeness(column: _Column, node: _Found) -> int:
@@ -460,10 +686,11 @@ def _contained(table: _Found, column: _Column, other: _Found, ids: _Column, shar
     return bool(count) and inside >= share * count
 
 
-def _node_table(table: _Found) -> Drafted:
-    assert table.id is not None
-    drafted: dict[str, Any] = {**table.keys, "id": table.id.name}
-    rest, notes = [column for column in table.columns if column is not table.id], _about_files(table)
+def _node_table(table: _Found, keys: Sequence[_Column] = ()) -> Drafted:
+    """Draft a table of nodes. ``keys``: its columns with ids of other nodes."""
+    own = _own_id(table, keys)
+    drafted: dict[str, Any] = {**table.keys, "id": own.name if own else ROW_NUMBER}
+    rest, notes = [one for one in table.columns if one is not own and one not in keys], _about_files(table)
     label = next((one for one in rest if one.name.lower() in _LABELS and one.kind != "empty"), None)
     split = next((one for one in rest if one.is_split), None)
     if label is None:

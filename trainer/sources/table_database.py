@@ -107,6 +107,8 @@ _CSV_FAULTS = {
     "LINE SIZE OVER MAXIMUM": "is longer than 2 MB; is a quote left open?",
 }
 
+ROW_NUMBER = "rowid"  #: name of a column that is in no file: the number of the row, from 0
+
 _FILE = "\0"  #: in SQL, the file that is read: a CSV file or its copy in UTF-8
 
 
@@ -138,8 +140,9 @@ class Scan:
     def sql(self) -> str:
         """Copy the table into the database, and return the copy's name. Empty texts and ``null_values`` are NULL."""
         name = quoted(f"rows of {self.where}")
-        wanted = {column: of for column, of in self.types.items() if self.used is None or column in self.used}
-        if name_of_rows := next((column for column in wanted if column.lower() == "rowid"), None):
+        wanted = {column: of for column, of in self._columns.items() if self.used is None or column in self.used}
+        wanted = wanted or dict([*self._columns.items()][:1])
+        if name_of_rows := next((column for column in wanted if column.lower() == ROW_NUMBER), None):
             raise DataError(f"{self.where}: a column cannot be called {name_of_rows!r}; rename it")
         created = ", ".join(f"{quoted(column)} {of}" for column, of in wanted.items())
         self.database.run(f"CREATE TABLE {name} ({created})", self.where)
@@ -288,6 +291,10 @@ class Scan:
     @cached_property
     def types(self) -> dict[str, str]:
         """DuckDB's type of each column, by name. All columns of CSV files are VARCHAR."""
+        return self._columns | ({ROW_NUMBER: "BIGINT"} if ROW_NUMBER in (self.used or ()) else {})
+
+    @cached_property
+    def _columns(self) -> dict[str, str]:
         if is_parquet(self.files[0]):
             if self.options.columns:
                 raise DataError(f"{self.where}: `columns` is for CSV files; {self.files[0]} has names of its own")
@@ -319,7 +326,7 @@ class Scan:
         """Raise ``DataError`` if one of ``columns`` is missing in a file. The message names the file."""
         for path in self.files:
             found = self._file_columns(path)
-            if missing := [column for column in columns if column not in found]:
+            if missing := [column for column in columns if column not in (*found, ROW_NUMBER)]:
                 raise DataError(f"{path}: has no column {missing[0]!r}, which other files of {self.where} have")
 
     # --- rows -------------------------------------------------------------------------------------------------

@@ -170,6 +170,8 @@ def embedded_nodes(
     if settings.model == "lightgcn":
         return counts, ""
     bare = {of: count for of, count in counts.items() if of not in facts.in_dims and (facts.hetero or own)}
+    if isinstance(target, str) and not own:  # what they have is their age: events, of which later ones are not trained
+        bare = {of: count for of, count in bare.items() if settings.time_attr not in manifest.nodes[of].attrs}
     if own and not (facts.hetero and not reads_types(settings.model, folders)):
         if settings.embeddings == "all":
             raise SettingsError(

@@ -1,0 +1,123 @@
+"""From a folder of six tables to predictions and to recommendations on three hosts, without a line of Python."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import sys
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pytest
+
+from netns import NetCluster
+from operator_kit import Operator
+from ssh_nodes import WORKDIR
+
+BEGIN, DAYS, CUSTOMERS, PRODUCTS = datetime(2024, 1, 1), 360, 200, 40
+
+
+def write(path: Path, names: str, rows: list[tuple[Any, ...]]) -> None:
+    """Write a CSV or a Parquet file."""
+    plain = path.with_suffix(".csv")
+    with plain.open("w", newline="") as file:
+        csv.writer(file).writerows([names.split(), *rows])
+    if path.suffix == ".parquet":
+        with duckdb.connect() as database:
+            database.execute(f"COPY (SELECT * FROM read_csv('{plain}')) TO '{path}'")
+        plain.unlink()
+
+
+def shop(folder: Path) -> None:
+    """Write a shop whose customers buy about every ten days, products of one kind, until they leave.
+
+    churn.csv: whether a customer buys nothing in the 30 days after a day; empty for the last day, which is today.
+    """
+    rng = np.random.default_rng(5)
+    folder.mkdir()
+    names = [f"cust-{k:03}" for k in range(CUSTOMERS)]
+    leaves = rng.uniform(60, 2 * DAYS, CUSTOMERS)
+    who = rng.integers(0, CUSTOMERS, CUSTOMERS * DAYS // 10)
+    day = np.sort(rng.uniform(0, DAYS, len(who)))
+    who, day = who[day < leaves[who]], day[day < leaves[who]]
+    what = (who % 4) * 10 + rng.integers(0, 10, len(who))
+    when = [str((BEGIN + timedelta(days=at)).replace(microsecond=0)) for at in day.tolist()]
+    bought = [(names[c], f"sku-{p:02}", at) for c, p, at in zip(who, what, when, strict=True)]
+    write(folder / "customers.csv", "customer_id age", [(name, 20 + k % 50) for k, name in enumerate(names)])
+    write(folder / "products.parquet", "sku price", [(f"sku-{k:02}", 5 + k % 7) for k in range(PRODUCTS)])
+    write(folder / "orders.csv", "order_id customer_id sku bought_at amount",
+          [(f"o{k}", *row, 1 + k % 3) for k, row in enumerate(bought)])  # fmt: skip
+    write(folder / "reviews.parquet", "review_id customer_id sku at stars",
+          [(f"r{k}", *row, 1 + k % 5) for k, row in enumerate(bought[::5])])  # fmt: skip
+    write(folder / "clicks.csv", "customer_id sku clicked_at", sorted(bought + bought[::3], key=lambda row: row[2]))
+    rows = []
+    for first in range(60, DAYS + 1, 30):
+        for c, name in enumerate(names):
+            later = ((who == c) & (day >= first) & (day < first + 30)).any()
+            rows.append((name, (BEGIN + timedelta(days=first)).date(), "" if first == DAYS else int(not later)))
+    write(folder / "churn.csv", "customer_id at churned", rows)
+
+
+def area(label: np.ndarray, score: np.ndarray) -> float:
+    """Return the area under the ROC curve."""
+    above = score[label == 1][:, None] - score[label == 0][None, :]
+    return float((above > 0).mean() + (above == 0).mean() / 2)
+
+
+def without_comment_marks(text: str) -> str:
+    """Delete what is from BEGIN to END, and remove the marks of the comments after END, as the file says."""
+    block = re.compile(r"^ *# BEGIN\n.*?^ *# END\n((?: *# [^\n]*\n)+)", re.MULTILINE | re.DOTALL)
+    return block.sub(lambda found: re.sub(r"^( *)# ", r"\1", found[1], flags=re.MULTILINE), text)
+
+
+@pytest.mark.slow
+def test_tables_to_churn_and_to_recommendations(make_cluster: Any, tmp_path: Path) -> None:
+    cluster: NetCluster = make_cluster(3)
+    operator = Operator(cluster, tmp_path / "home")
+    shop(operator.cwd / "shop")
+
+    def gnnfleet(*words: str) -> str:
+        done = operator.gnnfleet(*words)
+        assert done.status == 0, done.output
+        return done.output
+
+    addresses = [host.address for host in cluster.hosts]
+    gnnfleet(
+        "init", *addresses, "--user", "root", "--python", sys.executable, "--dataset", "shop", "--yes", "--no-check"
+    )
+    # Only what is particular to the hosts of this test is edited: their disks, and kernels that are compiled already.
+    path, env = (
+        operator.cwd / "cluster.yml",
+        {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"], "OMP_NUM_THREADS": "1"},
+    )
+    text = re.sub(r"workdir: .*", f"workdir: {WORKDIR}\n  env: {env}", path.read_text())
+
+    path.write_text(text)
+    assert "test ROC-AUC" in gnnfleet("--config", "cluster.yml", "--run-id", "churn", "--plain")
+    gnnfleet("infer", "churn")
+    with (operator.cwd / "shop/churn.csv").open() as file:
+        given = list(csv.DictReader(file))
+    with (operator.cwd / "runs/churn/predictions/predictions.csv").open() as file:
+        predicted = sorted(csv.DictReader(file), key=lambda row: int(row["row"]))
+    assert [row["customer_id"] for row in predicted] == [row["customer_id"] for row in given]
+    assert [row["at"][:10] for row in predicted] == [row["at"] for row in given]
+    (split,) = re.findall(r"test_time: '([\d-]+)'", text)
+    test = [k for k, row in enumerate(given) if row["at"] >= split and row["churned"]]
+    label = np.array([int(given[k]["churned"]) for k in test])
+    sure = np.array([float(predicted[k]["probability"]) for k in test])
+    score = np.where([predicted[k]["prediction"] == "1" for k in test], sure, 1 - sure)
+    assert len(test) > 100 and area(label, score) > 0.65
+
+    path.write_text(without_comment_marks(text))
+    assert "test recall@20" in gnnfleet("--config", "cluster.yml", "--run-id", "recommends", "--plain")
+    gnnfleet("infer", "recommends", "--top-k", "5")
+    with (operator.cwd / "runs/recommends/predictions/source/predictions.csv").open() as file:
+        best = list(csv.DictReader(file))
+    products = {f"sku-{k:02}" for k in range(PRODUCTS)}
+    assert len(best) == CUSTOMERS * 5
+    assert {row["source"] for row in best} == {f"cust-{k:03}" for k in range(CUSTOMERS)}
+    assert {row["target"] for row in best} <= products

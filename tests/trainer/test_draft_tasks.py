@@ -1,0 +1,166 @@
+"""Drafts of folders with a task table: which table is one, and what becomes of the tables of events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from train_kit import job
+from trainer.core.row_sort import Scratch
+from trainer.core.texts import decode_texts
+from trainer.graph.open import open_graph
+from trainer.partition.make import PartitionSpec, make_partition
+from trainer.sources.draft_tables import draft_tables
+from trainer.sources.load import load_dataset
+from trainer.train.job import train
+from trainer.train.model import embedded_nodes
+from trainer.train.settings import TrainSettings
+
+STAMPS = [f"2024-{1 + k % 12:02}-{1 + k % 28:02} {k % 24:02}:00:00" for k in range(400)]
+ORDERS = [f"{k},c{k % 30},p{k * 7 % 20},{STAMPS[k]},{1 + k % 3}" for k in range(200)]
+CLICKS = [f"c{k % 30},p{k * 3 % 20},{STAMPS[k]}" for k in range(400)]
+MONTHS = [f"c{k % 30},2024-{1 + k // 30:02}-01" for k in range(240)]
+
+
+def shop(folder: Path, **more: list[str]) -> Path:
+    """Write the tables of a shop; ``more``: further ones, or others in their place, as lines."""
+    tables = {
+        "customers": ["customer_id,age", *(f"c{k},{20 + k}" for k in range(30))],
+        "products": ["sku,price", *(f"p{k},{k / 4}" for k in range(20))],
+        "orders": ["order_id,customer_id,sku,bought_at,amount", *ORDERS],
+        "clicks": ["customer_id,sku,clicked_at", *CLICKS],
+        "churn": [
+            "customer_id,at,churned",
+            *(f"{row},{'' if k % 9 == 0 else k % 2}" for k, row in enumerate(MONTHS)),
+        ],
+        **more,
+    }
+    for name, lines in tables.items():
+        (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_rows_about_one_entity_at_a_time_are_a_task_and_events_are_nodes(tmp_path: Path) -> None:
+    drafted = draft_tables(shop(tmp_path))
+    comments = drafted.pop("comments")
+    assert drafted == {
+        "nodes": {
+            "customer": {"files": "customers.csv", "id": "customer_id", "features": ["age"], "standardize": True},
+            "product": {"files": "products.csv", "id": "sku", "features": ["price"], "standardize": True},
+            "click": {"files": "clicks.csv", "id": "rowid", "time": "clicked_at"},
+            "order": {
+                "files": "orders.csv", "id": "order_id", "time": "bought_at", "features": ["amount"],
+                "standardize": True,
+            },
+        },
+        "edges": {
+            "customer__has__click": {"files": "clicks.csv", "source": "customer_id", "target": "rowid"},
+            "product__has__click": {"files": "clicks.csv", "source": "sku", "target": "rowid"},
+            "customer__has__order": {"files": "orders.csv", "source": "customer_id", "target": "order_id"},
+            "product__has__order": {"files": "orders.csv", "source": "sku", "target": "order_id"},
+        },
+        "tasks": {
+            "churn": {
+                "table": "churn.csv", "entity": "customer", "id": "customer_id", "time": "at", "label": "churned",
+                "split": {"val_time": "2024-06-01", "test_time": "2024-07-01"},
+            }
+        },
+        "undirected": True,
+    }  # fmt: skip
+    assert comments["tasks"]["churn"][0] == (
+        "churn.csv: rows about customer nodes at a time, churned is predicted: a task table; remove it if not"
+    )
+    assert comments["learn"] == ["classification", ["roc_auc", "accuracy"]]
+    assert comments["links"] == {
+        "name": "customer__clicks__product",
+        "table": {"files": "clicks.csv", "source": "customer_id", "target": "sku", "time": "clicked_at"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("head", "values", "label"),
+    [
+        ("customer_id,at,target", [f"{k / 7:.2f}" for k in range(240)], "target"),  # by its name
+        ("customer_id,at,plan", ["abc"[k % 3] for k in range(240)], "plan"),  # the only column, at few times
+        ("customer_id,at,total,spent_next", [f"{k % 5},{k % 99}" for k in range(240)], "spent_next"),  # as the file
+    ],
+)
+def test_the_column_that_is_predicted(tmp_path: Path, head: str, values: list[str], label: str) -> None:
+    lines = [head, *(f"{row},{value}" for row, value in zip(MONTHS, values, strict=True))]
+    shop(tmp_path, spent=lines)
+    (tmp_path / "churn.csv").unlink()
+    drafted = draft_tables(tmp_path)
+    assert drafted["tasks"]["spent"]["label"] == label
+    numbers = label != "plan"
+    assert drafted["comments"]["learn"][0] == ("regression" if numbers else "classification")
+    assert (drafted.get("num_classes"), drafted.get("target")) == ((0, "spent") if numbers else (None, None))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["payment_id,customer_id,paid_at,amount", *(f"{k},c{k % 30},{STAMPS[k]},{k % 9}" for k in range(300))],
+        ["customer_id,paid_at,amount", *(f"c{k % 30},{STAMPS[k]},{k % 9}" for k in range(300))],  # as they happen
+        ["customer_id,sku,at,label", *(f"c{k % 30},p{k % 20},{STAMPS[k]},{k % 2}" for k in range(300))],
+    ],
+)
+def test_what_happens_to_customers_is_no_task(tmp_path: Path, lines: list[str]) -> None:
+    drafted = draft_tables(shop(tmp_path, payments=lines))
+    assert list(drafted["tasks"]) == ["churn"]
+    assert "payment" in drafted["nodes"] and "customer__has__payment" in drafted["edges"]
+    (tmp_path / "churn.csv").unlink()
+    assert "tasks" not in draft_tables(tmp_path)
+
+
+def test_labels_of_nodes_are_trained_instead(tmp_path: Path) -> None:
+    lines = ["customer_id,age,label", *(f"c{k},{20 + k},{k % 2}" for k in range(30))]
+    drafted = draft_tables(shop(tmp_path, customers=lines))
+    assert drafted["nodes"]["customer"]["label"] == "label" and "churn" in drafted["tasks"]
+    assert "links" not in drafted["comments"]
+
+
+def test_few_times_are_divided_between_the_splits(tmp_path: Path) -> None:
+    def split(times: list[str]) -> Any:
+        rows = [f"c{k % 30},{times[k * len(times) // 240]},{k % 2}" for k in range(240)]
+        return draft_tables(shop(tmp_path, churn=["customer_id,at,churned", *rows]))["tasks"]["churn"]["split"]
+
+    assert split(["2024-01-01", "2024-02-01", "2024-03-01"]) == {"val_time": "2024-02-01", "test_time": "2024-03-01"}
+    assert split(["2024-01-01", "2024-02-01"]) == {"train": 0.7, "val": 0.15, "test": 0.15}
+    assert split([str(1_700_000_000 + k) for k in range(100)]) == {"val_time": 1700000069, "test_time": 1700000084}
+    hours = split([f"2024-01-01 {hour:02}:00:00" for hour in range(20)])
+    assert hours == {"val_time": "2024-01-01 13:00:00", "test_time": "2024-01-01 16:00:00"}
+
+
+def test_rows_without_ids_are_numbered(tmp_path: Path) -> None:
+    drafted = draft_tables(shop(tmp_path))
+    del drafted["comments"]
+    (tmp_path / "work").mkdir()
+    graph = load_dataset("tables", str(tmp_path), drafted, Scratch(tmp_path / "work", 300 << 20))
+    names = decode_texts(graph.nodes["customer"].attrs["id"])
+    source, target = graph.edges["customer", "has", "click"].edge_index
+    assert [f"{names[c]}" for c in source[np.argsort(target)]] == [row.split(",")[0] for row in CLICKS]
+    assert list(graph.nodes["click"].attrs["id"]) == list(range(len(CLICKS)))
+    assert graph.nodes["click"].attrs["time"][13] == 1_707_915_600  # 2024-02-14 13:00
+
+
+def test_a_draft_with_a_task_trains(tmp_path: Path) -> None:
+    (tmp_path / "shop").mkdir()
+    drafted = draft_tables(shop(tmp_path / "shop"))
+    del drafted["comments"]
+    spec = PartitionSpec("tables", str(tmp_path / "parts"), str(tmp_path / "shop"), drafted, 2, "hash")
+    make_partition(spec, say=lambda line: None)
+    result = train(
+        job(
+            tmp_path / "parts", tmp_path / "run", model="rsage", target="churn", fanouts=(1, 4, 3), hidden=8,
+            batch_size=64, epochs=1, time_attr="time", temporal_strategy="last", metrics=("roc_auc",),
+        )
+    )  # fmt: skip
+    assert result.checkpoint.exists()
+    with open_graph(tmp_path / "parts") as graph:  # clicks have no features, and later ones than those of training
+        settings = TrainSettings(model="rsage", target="churn", fanouts=(1, 4, 3))
+        assert embedded_nodes(settings, graph.manifest, "churn", 2)[0] == {"click": 400}
+        assert embedded_nodes(replace(settings, time_attr="time"), graph.manifest, "churn", 2)[0] == {}

@@ -122,12 +122,15 @@ class LinkEmbeddings:
         best = np.full((len(own), count), -np.inf, np.float32)
         ids = np.full((len(own), count), -1, np.int64)
         num_targets = self.graph.manifest.nodes[self.edge_type[2]].num_nodes
+        space = torch.empty(min(_SOURCES, len(own)), min(_TARGETS, num_targets))  # used again: new pages take longer
         for first in range(0, num_targets, _TARGETS):
             targets = np.arange(first, min(first + _TARGETS, num_targets))
             rows, (linked, to) = self.target.fetch(targets), self._linked(targets)
             for begin in range(0, len(own), _SOURCES):
                 block = slice(begin, begin + _SOURCES)
-                scores = (own[block] @ rows.t()).numpy()
+                some = own[block]
+                out = space.view(-1)[: len(some) * len(targets)].view(len(some), len(targets))
+                scores = torch.mm(some, rows.t(), out=out).numpy()
                 here = slice(*np.searchsorted(linked, [begin, begin + _SOURCES]))
                 scores[linked[here] - begin, to[here]] = -np.inf
                 run_rows(_keep_best, len(scores), scores, best[block], ids[block], first)
@@ -179,13 +182,13 @@ def _keep_best(first: int, last: int, scores: Any, best: Any, ids: Any, first_id
     for i in range(first, last):
         row = scores[i]
         lowest = best[i, count - 1]
-        for begin in range(0, width, _AT_A_TIME):
-            end = min(begin + _AT_A_TIME, width)
-            better = 0
-            for j in range(begin, end):  # without a branch, so that it is vectorized
-                better += row[j] > lowest
+        for block in range(-(-width // _AT_A_TIME)):
+            better, begin = np.int32(block == width // _AT_A_TIME), block * _AT_A_TIME
+            if not better:  # a whole block: of fixed length and without a branch, so that it is vectorized
+                for j in range(_AT_A_TIME):
+                    better |= np.int32(row[block * _AT_A_TIME + j] > lowest)
             if better:
-                for j in range(begin, end):
+                for j in range(begin, min(begin + _AT_A_TIME, width)):
                     if row[j] > lowest:
                         place = count - 1
                         while place > 0 and best[i, place - 1] < row[j]:

@@ -261,15 +261,16 @@ def _epoch_table(epochs: Sequence[Mapping[str, Any]], evals: Iterable[Mapping[st
     on_val = [line for line in evals if line.get("split") == "val" and "epoch" in line]
     metric = metric_of(on_val)
     val = {line["epoch"]: metric.of(line) for line in on_val}
-    table = Table("epoch", "seconds", "loss", f"val {metric.title}", title=None, box=None, pad_edge=False)
+    score = [f"val {metric.title}"] if val else []
+    table = Table("epoch", "seconds", "loss", *score, title=None, box=None, pad_edge=False)
     for column in table.columns:
         column.justify = "right"
     skipped = max(0, len(epochs) - _EPOCHS_SHOWN)
     for line in epochs[:1] if skipped else []:
-        table.add_row(*_epoch_row(line, val))
-        table.add_row("…", "", "", "")
+        table.add_row(*_epoch_row(line, val)[: len(table.columns)])
+        table.add_row("…", *[""] * (len(table.columns) - 1))
     for line in epochs[skipped + 1 :] if skipped else epochs:
-        table.add_row(*_epoch_row(line, val))
+        table.add_row(*_epoch_row(line, val)[: len(table.columns)])
     return table
 
 

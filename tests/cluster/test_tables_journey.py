@@ -18,7 +18,7 @@ from netns import NetCluster
 from operator_kit import Operator
 from ssh_nodes import WORKDIR
 
-BEGIN, DAYS, CUSTOMERS, PRODUCTS = datetime(2024, 1, 1), 360, 200, 40
+BEGIN, DAYS, CUSTOMERS, PRODUCTS = datetime(2024, 1, 1), 360, 200, 120
 
 
 def write(path: Path, names: str, rows: list[tuple[Any, ...]]) -> None:
@@ -44,11 +44,11 @@ def shop(folder: Path) -> None:
     who = rng.integers(0, CUSTOMERS, CUSTOMERS * DAYS // 10)
     day = np.sort(rng.uniform(0, DAYS, len(who)))
     who, day = who[day < leaves[who]], day[day < leaves[who]]
-    what = (who % 4) * 10 + rng.integers(0, 10, len(who))
+    what = (who % 4) * 30 + rng.integers(0, 30, len(who))
     when = [str((BEGIN + timedelta(days=at)).replace(microsecond=0)) for at in day.tolist()]
-    bought = [(names[c], f"sku-{p:02}", at) for c, p, at in zip(who, what, when, strict=True)]
+    bought = [(names[c], f"sku-{p:03}", at) for c, p, at in zip(who, what, when, strict=True)]
     write(folder / "customers.csv", "customer_id age", [(name, 20 + k % 50) for k, name in enumerate(names)])
-    write(folder / "products.parquet", "sku price", [(f"sku-{k:02}", 5 + k % 7) for k in range(PRODUCTS)])
+    write(folder / "products.parquet", "sku price", [(f"sku-{k:03}", 5 + k % 7) for k in range(PRODUCTS)])
     write(folder / "orders.csv", "order_id customer_id sku bought_at amount",
           [(f"o{k}", *row, 1 + k % 3) for k, row in enumerate(bought)])  # fmt: skip
     write(folder / "reviews.parquet", "review_id customer_id sku at stars",
@@ -117,7 +117,7 @@ def test_tables_to_churn_and_to_recommendations(make_cluster: Any, tmp_path: Pat
     gnnfleet("infer", "recommends", "--top-k", "5")
     with (operator.cwd / "runs/recommends/predictions/source/predictions.csv").open() as file:
         best = list(csv.DictReader(file))
-    products = {f"sku-{k:02}" for k in range(PRODUCTS)}
+    products = {f"sku-{k:03}" for k in range(PRODUCTS)}
     assert len(best) == CUSTOMERS * 5
     assert {row["source"] for row in best} == {f"cust-{k:03}" for k in range(CUSTOMERS)}
     assert {row["target"] for row in best} <= products

@@ -50,18 +50,23 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def pairs_of(seed: int = 0, count: int = 700) -> dict[str, np.ndarray]:
-    """Random links by split. Some train links occur twice, and some users have links in one split only."""
+def pairs_of(seed: int = 0, count: int = 700, repeats: bool = False) -> dict[str, np.ndarray]:
+    """Random links by split. Some train links occur twice, and some users have links in one split only.
+
+    repeats: whether test also has links of train and val, as of customers that buy again.
+    """
     rng = np.random.default_rng(seed)
     users, items = rng.integers(0, USERS, count), np.minimum(rng.geometric(0.08, count) - 1, ITEMS - 1)
     links = np.unique(np.stack([users, items]), axis=1)
     links = links[:, rng.permutation(links.shape[1])]
     val, test, train = links[:, :60], links[:, 60:160], links[:, 160:]
+    if repeats:
+        test = np.concatenate([test, train[:, 20:40], val[:, :9]], axis=1)
     return {"train": np.concatenate([train, train[:, :9]], axis=1), "val": val, "test": test}
 
 
 def shop(folder: Path, num_parts: int) -> Path:
-    links = pairs_of()
+    links = pairs_of(repeats=True)  # which are not ranked
     data = HeteroData()
     data["user"].num_nodes, data["item"].num_nodes = USERS, ITEMS
     data["user", "likes", "item"].edge_index = torch.from_numpy(links["train"])

@@ -67,7 +67,8 @@ class LinkEmbeddings:
 
         All arguments are pairs of original ids, int64 [2, n], the same on all ranks. Targets to which the source has an
         edge in the graph, those of its pairs in ``seen``, and the source itself, are left out. ``known``: further pairs
-        that ``RankedLinks.filtered`` leaves out. Returns the ranks of the links whose sources this rank owns.
+        that ``RankedLinks.filtered`` leaves out. Returns the ranks of the links whose sources this rank owns, without
+        those whose target is left out, as they repeat an edge of the graph.
 
         Scores are rounded float64 sums, so they do not depend on the ranks that compute them. Memory: 20 bytes times
         ``_RANKED`` · ``_TARGETS``, and 40 bytes per link.
@@ -102,6 +103,7 @@ class LinkEmbeddings:
                 run_rows(_count_others, len(args[0]), *args)
         filtered = found.copy()
         _leave_out_known(place, score, found, filtered)
+        counts &= found[3] == 0
         return RankedLinks(place[counts], _rank(found)[counts], _rank(filtered)[counts], filtered[2][counts])
 
     def _own(self, pairs: Ids) -> tuple[Ids, Ids, Ids]:

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from launcher.manage.node_views import OpenRun, opened
+from launcher.preflight.check_health import gpu_faults, logged_faults
 from launcher.report.device_use import DeviceUse
 from launcher.report.events import lasting_findings
 from launcher.report.run_folder import FoundRun, read_folder
@@ -28,6 +29,10 @@ from launcher.report.verdict import (
 )
 from launcher.run.live_state import most_of
 from launcher.text import Cell, Column, FittedTable
+from launcher.transport.fanout import on_nodes
+from launcher.transport.rpc import call
+
+_FAULTS_TIMEOUT = 20.0  # seconds
 
 _EVERY = 2.0  # seconds between updates with --watch
 
@@ -70,6 +75,7 @@ class Status:
     found: FoundRun
     verdict: Verdict
     views: Mapping[int, NodeView]  #: empty if the run folder on this machine suffices
+    faults: Sequence[str] = ()  #: of GPUs on hosts of a run that has not ended
 
     @property
     def ranks(self) -> dict[int, tuple[int, ...]]:
@@ -90,20 +96,39 @@ class Status:
             "nodes": [_node_json(view, self.ranks[k]) for k, view in self.views.items()],
             "notes": list(self.verdict.notes),
             "findings": _findings(self),
+            "gpu_faults": list(self.faults),
             "next": list(self.verdict.next),
         }
 
 
-def status_now(run: OpenRun) -> Status:
-    """Return the state of the run; queries the nodes only if the run folder on this machine does not suffice."""
+def status_now(run: OpenRun, faults: Sequence[str] | None = None) -> Status:
+    """Return the state of the run; queries the nodes only if the run folder on this machine does not suffice.
+
+    ``faults``: those of GPUs, if the hosts have been asked for them.
+    """
     if known_without_nodes(run.found):
         return Status(run.found, from_here(run.found), {})
     views = run.views()
-    return Status(run.found, judge(run.found, views), views)
+    verdict = judge(run.found, views)
+    if faults is None:
+        faults = _gpu_faults(run) if verdict.state in ("running", "waiting") else ()
+    return Status(run.found, verdict, views, faults)
+
+
+def _gpu_faults(run: OpenRun) -> list[str]:
+    """Ask the hosts of nodes with devices what is wrong with their GPUs; hosts that do not answer say nothing."""
+    nodes = {k: node for k, node in run.nodes.items() if node.devices and k in run.transports}
+    answers = on_nodes(nodes, lambda k: call(run.transports[k], nodes[k].python, "gpu_health", {}, _FAULTS_TIMEOUT))
+    found = []
+    for k, answer in sorted(answers.values.items()):
+        faults = [fault for gpu in answer["gpus"] for fault in gpu_faults(f"CUDA device {gpu['index']}", gpu)]
+        found += [f"{nodes[k].label}: {message}; {remedy}" for message, remedy in (*faults, *logged_faults(answer))]
+    return found
 
 
 def watch_status(run: OpenRun, console: Console) -> Status:
     """Show the status every two seconds until the run has ended; Ctrl-C ends only this command."""
+    faults: Sequence[str] | None = None
     with ExitStack() as connections, Live(console=console, auto_refresh=False) as live:
         while True:
             if run.found.folder is not None:
@@ -112,7 +137,8 @@ def watch_status(run: OpenRun, console: Console) -> Status:
                 run = replace(run, found=found)
             if not run.attempts and not known_without_nodes(run.found):  # the launch has reached its nodes
                 run = connections.enter_context(opened(run.found))
-            status = status_now(run)
+            status = status_now(run, faults)
+            faults = status.faults if status.views else None  # asked once
             live.update(rendered(status), refresh=True)
             if status.verdict.state not in ("waiting", "running", "stopping", "preparing", "unknown"):
                 return status
@@ -131,7 +157,7 @@ def rendered(status: Status) -> Group:
         rows = [row for k, view in status.views.items() for row in _rows(view, status.ranks[k])]
         parts.append(_table(rows))
     parts += [Text(f"note: {note}", "yellow") for note in verdict.notes]
-    parts += [Text(f"finding: {text}", "yellow") for text in _findings(status)]
+    parts += [Text(f"finding: {text}", "yellow") for text in (*_findings(status), *status.faults)]
     parts += [Text(f"next: {command}", "dim") for command in verdict.next]
     if status.found.folder:
         parts.append(Text(f"run folder: {status.found.folder}", "dim"))

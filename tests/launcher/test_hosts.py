@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from launcher.cli.main import run
+from launcher.command import Command
 from launcher.errors import UnreachableError
+from launcher.manage.status import _gpu_faults as gpu_faults_of
 from launcher.node import leases
 from launcher.transport.local import LocalTransport
 
@@ -83,3 +87,11 @@ def test_check_measures_the_speed_of_each_host_once(pool: Path, capfd: pytest.Ca
     run(words)
     said = " ".join(capfd.readouterr().out.split())
     assert said.count(" speed ") == 1 and "GFLOP/s, memory " in said and "while run busy of " in said
+
+
+def test_status_names_faults_of_gpus_on_the_hosts_of_nodes_that_use_some(pool: Path) -> None:
+    python = Command((sys.executable,))
+    nodes = {k: SimpleNamespace(devices=(k,) * k, python=python, label=f"node{k}") for k in (0, 1)}
+    opened = SimpleNamespace(nodes=nodes, transports={k: LocalTransport(k) for k in nodes})
+    (fault,) = gpu_faults_of(opened)  # type: ignore[arg-type]
+    assert fault.startswith("node1: CUDA device 0 uses 8 of 16 PCIe lanes; ")

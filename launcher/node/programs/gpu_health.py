@@ -1,6 +1,7 @@
 """How well NVIDIA GPUs are: temperature, slowed clocks, PCIe lanes, rows of memory, and errors in the kernel log.
 
-Python 3.8, standard library only. Used by node/programs/probe.py. All queries run at the same time as its others.
+Python 3.8, standard library only. Used by node/programs/probe.py, with whose other queries these run at the same time,
+and a program of its own: ``main({})`` returns {"gpus": facts about each, "faults": those in the kernel log}.
 """
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ REASONS = ((0x40, "heat"), (0x20, "heat"), (0x80, "its power supply (power brake
 OF_PROGRAMS = frozenset((13, 31, 43, 45))
 
 XID = re.compile(r"NVRM: Xid \(PCI:([0-9A-Fa-f:.]+)\): (\d+)")
+
+
+def main(request: dict[str, Any]) -> dict[str, Any]:
+    asked = machine.commands(True)
+    if "nvidia-smi" not in asked:
+        return {"gpus": [], "faults": []}
+    health = start()
+    gpus = machine.look(machine.finish(asked["nvidia-smi"]))["gpus"]
+    return {"gpus": gpus, "faults": add(gpus, health)}
 
 
 def start() -> dict[str, Any]:

@@ -362,6 +362,20 @@ def _train(draft: Draft) -> Iterator[Line]:
         yield Line("  task: link")
         if _link_type(options)[1]:
             yield Line("  time_attr: edge_time", "a batch has no edges later than the links that it predicts")
+    roles = ("features", "one_hot", "categories")
+    plain = links and not _link_type(options)[1]
+    if plain and not any(role in table for table in options["nodes"].values() for role in roles):
+        yield Line("  model: lightgcn", "embeddings alone, as no table of nodes has features; with some: rsage")
+        yield Line("  loss: bpr", "or softmax")
+        yield Line("  negatives: 256", "targets per step to which links are compared")
+        yield Line("  eval_negatives: all", "held-out links are ranked among all targets that are new to their source")
+        yield Line("  metrics: [recall@20, ndcg@20]", "the first one chooses the best epoch")
+        yield Line("  hidden: 64")
+        yield Line("  fanouts: [20, 10]", "neighbours per hop; -1: all")
+        yield Line(f"  batch_size: {max(2048, 1024 * world)}", "over all processes together")
+        yield Line("  epochs: 30")
+        yield Line("  lr: 0.01")
+        return
     if links:
         yield Line("  model: rsage", "or rgcn, hgt; a link's targets have trainable rows beside their features")
         yield Line("  negatives: 512", "targets per step that links are ranked among; all, if there are fewer")

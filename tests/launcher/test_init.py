@@ -71,6 +71,16 @@ def tables(folder: Path) -> str:
     return "shop"
 
 
+def pairs(folder: Path) -> str:
+    """Write users and what they like, without names of columns, in two files."""
+    rows = [f"{1 + user}\t{1 + (user * 7 + k * k) % 60}" for user in range(40) for k in range(8)]
+    shop = folder / "likes"
+    shop.mkdir()
+    (shop / "train.tsv").write_text("\n".join(rows[: 7 * len(rows) // 8]) + "\n")
+    (shop / "test.tsv").write_text("\n".join(rows[7 * len(rows) // 8 :]) + "\n")
+    return str(shop)
+
+
 def timed_links(folder: Path) -> str:
     """Write tables without labels and splits. The ratings have times."""
     tables(folder)
@@ -173,6 +183,9 @@ CASES = {
     ),
     "own_task": Case(
         "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=task_tables
+    ),
+    "own_pairs": Case(
+        "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=pairs
     ),
     "own_links": Case(
         "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=timed_links

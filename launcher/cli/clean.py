@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
-from launcher.cli.options import CONFIG, HOST_FILTERS, SET, GroupedOptions, console_of, examples, with_options
+from launcher.cli.options import (
+    CONFIG,
+    HOST_FILTERS,
+    SET,
+    GroupedOptions,
+    cluster_of,
+    console_of,
+    examples,
+    with_options,
+)
 from launcher.errors import UsageError
 
 _KINDS = ("runs", "code", "parts", "kernels")
@@ -36,15 +44,9 @@ def clean(ctx: click.Context, kinds: tuple[str, ...], **values: Any) -> None:
     from launcher.config.resolve import resolve
     from launcher.manage.clean import KINDS, CleanOptions, seconds_of
     from launcher.manage.clean import clean as clean_hosts
-    from launcher.run.options import LaunchOptions, read_config
 
-    before: dict[str, Any] = ctx.obj or {}
-    config: Path | None = values["config"] or before.get("config")
-    if config is None:
-        raise UsageError("give the cluster file: --config cluster.yml")
-    given = {name: (*before.get(name, ()), *values[name]) for name in ("sets", "include", "exclude")}
     older_than = seconds_of(values["older_than"])
-    cluster = read_config(LaunchOptions(config, given["sets"], given["include"], given["exclude"]))
+    _, cluster = cluster_of(ctx, values)
     if not (values["yes"] or values["dry_run"] or sys.stdin.isatty()):
         raise UsageError("clean asks before it deletes, which needs a terminal; give --dry-run or --yes")
     options = CleanOptions(

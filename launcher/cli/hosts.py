@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
-from launcher.cli.options import CONFIG, HOST_FILTERS, SET, GroupedOptions, console_of, examples, with_options
-from launcher.errors import UsageError
+from launcher.cli.options import (
+    CONFIG,
+    HOST_FILTERS,
+    SET,
+    GroupedOptions,
+    cluster_of,
+    console_of,
+    examples,
+    with_options,
+)
 
 
 @click.command(
@@ -28,12 +35,6 @@ def hosts(ctx: click.Context, speed: bool, as_json: bool, **values: Any) -> None
     """
     from launcher.config.resolve import resolve
     from launcher.manage.hosts import show_hosts
-    from launcher.run.options import LaunchOptions, read_config
 
-    before: dict[str, Any] = ctx.obj or {}
-    config: Path | None = values["config"] or before.get("config")
-    if config is None:
-        raise UsageError("give the cluster file: --config cluster.yml")
-    given = {name: (*before.get(name, ()), *values[name]) for name in ("sets", "include", "exclude")}
-    cluster = read_config(LaunchOptions(config, given["sets"], given["include"], given["exclude"]))
+    _, cluster = cluster_of(ctx, values)
     ctx.exit(show_hosts(resolve(cluster), console_of(as_json), speed=speed, as_json=as_json))

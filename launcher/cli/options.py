@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from launcher.cli.completion import config_keys, host_names, run_ids
+from launcher.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from launcher.config.schema import ClusterConfig
     from launcher.plan.model import LaunchPlan
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -166,6 +168,21 @@ def console_of(as_json: bool) -> Console:
     from launcher.text import console_for
 
     return console_for(stderr=as_json)
+
+
+def cluster_of(ctx: click.Context, values: Mapping[str, Any]) -> tuple[Path, ClusterConfig]:
+    """Return the cluster file of ``CONFIG``, given before or after the subcommand, and its content.
+
+    ``SET`` and ``HOST_FILTERS`` of both places are applied. Raises UsageError without a file, and ConfigError.
+    """
+    from launcher.run.options import LaunchOptions, read_config
+
+    before: dict[str, Any] = ctx.obj or {}
+    config: Path | None = values["config"] or before.get("config")
+    if config is None:
+        raise UsageError("give the cluster file: --config cluster.yml")
+    sets, include, exclude = ((*(before.get(name) or ()), *values[name]) for name in ("sets", "include", "exclude"))
+    return config, read_config(LaunchOptions(config, sets, include, exclude))
 
 
 def echo_json(values: Any) -> None:

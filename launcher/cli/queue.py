@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,12 +12,12 @@ from launcher.cli.options import (
     JSON,
     SET,
     GroupedOptions,
+    cluster_of,
     console_of,
     echo_json,
     examples,
     with_options,
 )
-from launcher.errors import UsageError
 
 
 @click.command(
@@ -36,15 +35,9 @@ def queue(ctx: click.Context, **values: Any) -> None:
     """
     from launcher.config.resolve import resolve
     from launcher.manage.show_queue import lines_of, show, to_json
-    from launcher.run.options import LaunchOptions, read_config
 
-    before: dict[str, Any] = ctx.obj or {}
-    config: Path | None = values["config"] or before.get("config")
-    if config is None:
-        raise UsageError("give the cluster file: --config cluster.yml")
-    given = {name: (*(before.get(name) or ()), *values[name]) for name in ("sets", "include", "exclude")}
-    lines = lines_of(resolve(read_config(LaunchOptions(config, given["sets"], given["include"], given["exclude"]))))
-    as_json = bool(values["as_json"] or before.get("as_json"))
+    _, cluster = cluster_of(ctx, values)
+    lines, as_json = lines_of(resolve(cluster)), bool(values["as_json"] or (ctx.obj or {}).get("as_json"))
     if as_json:
         echo_json(to_json(lines))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,12 +12,12 @@ from launcher.cli.options import (
     JSON,
     SET,
     GroupedOptions,
+    cluster_of,
     console_of,
     examples,
     program_name,
     with_options,
 )
-from launcher.errors import UsageError
 
 _EPILOG = (
     "Exit status: 0 all hosts complete; 1 an installation failed; 2 bad usage or config; 3 something is left to you."
@@ -41,15 +40,9 @@ def setup(ctx: click.Context, **values: Any) -> None:
     host or, where it does not reach the package index, sent from here. A host that is complete is left as it is.
     """
     from launcher.config.resolve import resolve
-    from launcher.run.options import LaunchOptions, read_config
     from launcher.setup.setup import SetupOptions, set_up
 
-    before: dict[str, Any] = ctx.obj or {}
-    config: Path | None = values["config"] or before.get("config")
-    if config is None:
-        raise UsageError("give the cluster file: --config cluster.yml")
-    chosen = {name: (*before.get(name, ()), *values[name]) for name in ("sets", "include", "exclude")}
-    cluster = read_config(LaunchOptions(config, chosen["sets"], chosen["include"], chosen["exclude"]))
+    config, cluster = cluster_of(ctx, values)
     as_json = bool(values["as_json"])
     options = SetupOptions(
         console_of(as_json),

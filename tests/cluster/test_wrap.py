@@ -47,7 +47,7 @@ def test_runs_in_containers(make_cluster: Callable[..., NetCluster], tmp_path: P
     user, config = Operator(cluster, tmp_path / "home"), tmp_path / "cluster.yml"
     images = [make_image(host) for host in cluster.hosts]
     wrap = ["ch-run", *(f"--bind={folder}" for folder in SHOWN if folder)]
-    common = {"user": "root", "workdir": "/tmp/work", "python": sys.executable}
+    common = {"user": "root", "workdir": "/tmp/wrapped", "python": sys.executable}
     common["env"] = {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"], "FROM_CONFIG": "two words"}
 
     def write(*words: list[str], **more: Any) -> None:
@@ -71,7 +71,7 @@ def test_runs_in_containers(make_cluster: Callable[..., NetCluster], tmp_path: P
     wrong = user.gnnfleet("check", "--config", str(config))
     said = " ".join(wrong.output.split())
     assert "the container has processes of its own" in said and "network of its own" in said, wrong.output
-    assert "does not show /tmp/work" in said and "does not get environment variables" in said, wrong.output
+    assert "does not show /tmp/wrapped" in said and "does not get environment variables" in said, wrong.output
 
     write(*([*wrap, image, "--"] for image in images))
     checked = user.gnnfleet("check", "--config", str(config))
@@ -90,17 +90,17 @@ def test_runs_in_containers(make_cluster: Callable[..., NetCluster], tmp_path: P
         launched = user.gnnfleet(*words, timeout=300)
         assert launched.status == 0, launched.output
         for k, host in enumerate(cluster.hosts):
-            log = f"/tmp/work/runs/{run_id}/node{k}/logs/rank{k}.log"
+            log = f"/tmp/wrapped/runs/{run_id}/node{k}/logs/rank{k}.log"
             wait_until(lambda host=host, log=log: "two words" in host.run(["cat", log], check=False).stdout)
             assert "the image" in host.run(["cat", log]).stdout
         if run_id == "stopped":
             stopped = user.gnnfleet("stop", run_id, timeout=300)
             assert "no process of it is left on its 2 nodes" in stopped.output, stopped.output
         else:
-            state = json.loads(cluster.hosts[1].run(["cat", "/tmp/work/runs/killed/node1/state.json"]).stdout)
+            state = json.loads(cluster.hosts[1].run(["cat", "/tmp/wrapped/runs/killed/node1/state.json"]).stdout)
             cluster.hosts[1].run(["kill", "-9", str(state["pid"])])
         wait_until(lambda: run_processes(cluster) == [])
 
 
-#: Hides /tmp/work of the host.
-HIDE = 'mount -t tmpfs none /tmp/work && exec "$@"'
+#: Hides /tmp/wrapped of the host.
+HIDE = 'mount -t tmpfs none /tmp/wrapped && exec "$@"'

@@ -24,16 +24,49 @@ class Block:
     indices: Tensor  #: int32 [num_edges], the source of each edge
     num_src: int  #: number of source nodes
     edge_attr: Tensor | None = None  #: float32 [num_edges, d], features of the edges, if the loader gathers them
+    #: float32 [num_edges], scores of the neighbours, if a rule chose them: descending for each target
+    edge_weight: Tensor | None = None
+    hops: Tensor | None = None  #: int64 [num_edges], distance at which the rule met each neighbour
 
     @property
     def num_dst(self) -> int:
         return len(self.indptr) - 1
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Block:
-        indptr, indices = (part.to(device, non_blocking=non_blocking) for part in (self.indptr, self.indices))
-        attr = None if self.edge_attr is None else self.edge_attr.to(device, non_blocking=non_blocking)
         # torch_geometric's ``Data.to`` calls this method too.
-        return replace(self, indptr=indptr, indices=indices, edge_attr=attr)
+        tensors = {
+            name: value.to(device, non_blocking=non_blocking)
+            for name in ("indptr", "indices", "edge_attr", "edge_weight", "hops")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, **tensors)
+
+    def tokens(self, k: int) -> Tokens:
+        """Return the first ``k`` neighbours of each target as a sequence, padded to the same length."""
+        count = self.indptr.diff()[:, None]
+        place = torch.arange(k, device=self.indptr.device)
+        mask = place < count
+        slot = (self.indptr[:-1, None] + place).where(mask, 0).long()
+
+        def rows(values: Tensor) -> Tensor:
+            found = values[slot] if len(values) else values.new_zeros(slot.shape)
+            return found.masked_fill(~mask, 0)
+
+        ones = torch.ones(len(self.indices), device=self.indptr.device)
+        return Tokens(
+            rows(self.indices).long(), mask, rows(ones if self.edge_weight is None else self.edge_weight),
+            rows(torch.ones_like(self.indices) if self.hops is None else self.hops).long(),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The neighbours of each seed as a sequence, best first. Places after the last neighbour have ``mask`` False."""
+
+    node: Tensor  #: int64 [seeds, k], position of each neighbour in the batch's list of nodes; 0 where masked
+    mask: Tensor  #: bool [seeds, k]
+    scores: Tensor  #: float32 [seeds, k], 1 for neighbours that were drawn; 0 where masked
+    hops: Tensor  #: int64 [seeds, k], distance from the seed, 1 for neighbours that were drawn; 0 where masked
 
 
 @dataclass(frozen=True)

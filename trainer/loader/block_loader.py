@@ -406,6 +406,11 @@ def hetero_blocks(subgraph: SampledSubgraph, edge_rows: EdgeRows | None = None) 
 def block_of(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int, edge_rows: EdgeRows | None = None) -> Block:
     """Return the block of one edge type and hop, with the features of its edges if ``edge_rows`` has them."""
     indptr, indices, num_src = cut_block(subgraph, edge_type, hop)
+    block, edges = Block(tensor_of(indptr), tensor_of(indices), num_src), subgraph.edges[edge_type]
     rows = (edge_rows or {}).get(edge_type)
-    attr = None if rows is None else rows[tensor_of(block_edges(subgraph, edge_type, hop)).long()]
-    return Block(tensor_of(indptr), tensor_of(indices), num_src, attr)
+    if rows is None and edges.scores is None:
+        return block
+    at = block_edges(subgraph, edge_type, hop)
+    if edges.scores is not None and edges.hops is not None:
+        block = replace(block, edge_weight=tensor_of(edges.scores[at]), hops=tensor_of(edges.hops[at]).long())
+    return block if rows is None else replace(block, edge_attr=rows[tensor_of(at).long()])

@@ -195,7 +195,9 @@ class _SubgraphGrowth:
             last,
             {of: nodes.finish() for of, nodes in self._nodes.items()},
             {
-                of: edges.finish(targets[of[2]], self._settings.edge_ids, edges.per_hop())
+                of: edges.finish(
+                    targets[of[2]], self._settings.edge_ids, edges.per_hop(), self._settings.rule is not None
+                )
                 for of, edges in self._edges.items()
             },
             ops=self._ops,
@@ -253,6 +255,8 @@ class _EdgeGrowth:
         self.fanouts, self._ops = fanouts, ops
         self._src: list[Positions] = []
         self._edge: list[Array] = []
+        self._scores: list[Array] = []
+        self._hops: list[Array] = []
         self._num_edges = 0
         self._drawn = self._whole = EdgeRanges(ops.zeros(0, np.int64), ops.zeros(0, np.int32))
         self._requested_again = False
@@ -272,13 +276,16 @@ class _EdgeGrowth:
         self._src.append(local)
         if sample.edge is not None:
             self._edge.append(sample.edge)
+        if sample.scores is not None and sample.hops is not None:
+            self._scores.append(sample.scores)
+            self._hops.append(sample.hops)
         self._num_edges += len(local)
         self._per_hop[hop] += len(local)
 
     def per_hop(self) -> tuple[int, ...]:
         return () if self._requested_again else tuple(self._per_hop)
 
-    def finish(self, num_targets: int, with_edge: bool, per_hop: tuple[int, ...]) -> EdgeSet:
+    def finish(self, num_targets: int, with_edge: bool, per_hop: tuple[int, ...], ruled: bool = False) -> EdgeSet:
         drawn = self._padded(self._drawn, num_targets)
         return EdgeSet(
             fanouts=self.fanouts,
@@ -288,6 +295,8 @@ class _EdgeGrowth:
             edge=self._ops.concatenate(self._edge, np.int64) if with_edge else None,
             per_hop=per_hop,
             whole=self._padded(self._whole, num_targets) if len(self._whole.count) else None,
+            scores=self._ops.concatenate(self._scores, np.float32) if ruled else None,
+            hops=self._ops.concatenate(self._hops, np.int8) if ruled else None,
         )
 
     def _padded(self, rows: EdgeRanges, num_targets: int) -> EdgeRanges:

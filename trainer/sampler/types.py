@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -73,6 +74,8 @@ class HopSample:
     counts: npt.NDArray[np.int32]  #: int32 [n] number of edges per node
     src: Array  #: int32|int64 [counts.sum()] global ids of sources
     edge: Array | None  #: int32|int64 [counts.sum()] ids of edges, if requested
+    scores: Array | None = None  #: float32 [counts.sum()], of neighbours that a rule chose
+    hops: Array | None = None  #: int8 [counts.sum()], distance at which the rule met each neighbour
 
 
 @dataclass(frozen=True)
@@ -119,11 +122,46 @@ class TimeRule:
     last: bool = False  #: return the latest neighbours instead of drawing
 
 
+class PPR(msgspec.Struct, frozen=True, tag="ppr"):
+    """The rule that neighbours are the nodes with the highest personalised PageRank.
+
+    The PageRank of a node is the probability that a walk from the seed ends there, if it ends with probability
+    ``alpha`` before each step, follows in-edges backwards, and is lost at nodes without in-edges. It is computed by
+    forward push: Andersen, Chung, Lang, "Local Graph Partitioning using PageRank Vectors", FOCS 2006.
+    """
+
+    alpha: float = 0.15
+    eps: float = 1e-4  #: a node is pushed while its residual is at least ``eps`` times its number of in-edges
+    edge_types: tuple[EdgeType, ...] = ()  #: edges that the walk follows; empty: all
+    loops: bool = False  #: whether the seed, usually of the highest score, is one of its own neighbours
+
+    name: ClassVar = "ppr"
+
+
+class Walks(msgspec.Struct, frozen=True, tag="walks"):
+    """The rule that neighbours are the nodes that random walks with restart visit most often.
+
+    Ying et al., "Graph Convolutional Neural Networks for Web-Scale Recommender Systems" (PinSAGE), KDD 2018.
+    """
+
+    num_walks: int = 50  #: per seed
+    length: int = 4  #: steps of each walk, or traversals of ``metapath``
+    restart: float = 0.15  #: probability that a walk returns to the seed before a step
+    metapath: tuple[EdgeType, ...] = ()  #: edge types of one step, seed outwards; needed if the graph has several
+    loops: bool = False  #: whether the seed is one of its own neighbours, if a walk meets it again
+
+    name: ClassVar = "walks"
+
+
+Rule: TypeAlias = PPR | Walks  #: how neighbours are chosen, other than drawn among the in-edges
+
+
 @dataclass(frozen=True)
 class SampleSettings:
     """How neighbours are drawn. ``settings.check_settings`` checks that the settings fit a graph."""
 
-    #: neighbours per hop, seeds outward; -1 takes all. Every edge type has the same number of hops.
+    #: neighbours per hop, seeds outward; -1 takes all. Every edge type has the same number of hops. With ``rule``, the
+    #: edge types are those of ``rules.rule_edges``.
     fanouts: Mapping[EdgeType, tuple[int, ...]]
     replace: bool = False
     disjoint: bool = False  #: a tree per seed that shares no nodes with others; implied by ``time``
@@ -134,6 +172,7 @@ class SampleSettings:
     #: Request the neighbours of a node again if a later hop needs more of them, so that the block of each hop is exact.
     #: False for torch_geometric's batches, which expand every node only once, in the hop after it was found.
     ask_again: bool = True
+    rule: Rule | None = None  #: None: neighbours are drawn among the in-edges
 
     @property
     def num_hops(self) -> int:
@@ -191,6 +230,8 @@ class EdgeSet:
     #: Rows of hops that take all neighbours, stored separately if other hops draw with replacement: such draws are not
     #: a prefix of the whole row.
     whole: EdgeRanges | None = None
+    scores: npt.NDArray[np.float32] | None = None  #: float32 [e], of edges that a rule made
+    hops: npt.NDArray[np.int8] | None = None  #: int8 [e], distance at which the rule met the source
 
     def dst(self) -> Positions:
         """Return the target of each edge, int32 [e].

@@ -1,0 +1,102 @@
+"""Rules that choose neighbours other than by draws among the in-edges: the edge types that they make, and checks.
+
+A rule makes edges of its own between the nodes of the graph. In a homogeneous graph they replace those of its only
+edge type. In a heterogeneous graph their relation is the name of the rule: ``("author", "ppr", "paper")`` joins papers
+with the authors of the highest PageRank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer.core.errors import SettingsError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.sampler.types import PPR, GraphSchema, Rule, Walks
+from trainer.store.manifest import EdgeSpec, NodeSpec
+
+#: Lowest ``alpha * eps``: the push of a seed looks at up to 1 / (alpha * eps) edges.
+LEAST_PUSH = 1e-7
+
+MOST_STEPS = 1 << 16  #: of all walks of a seed
+
+
+@dataclass(frozen=True)
+class RuleSchema:
+    """The schema of a graph whose edges are those of a rule."""
+
+    nodes: Mapping[NodeType, NodeSpec]
+    edges: Mapping[EdgeType, EdgeSpec]
+
+
+def rule_schema(schema: GraphSchema, edge_types: Iterable[EdgeType]) -> RuleSchema:
+    return RuleSchema(schema.nodes, {of: EdgeSpec(0, (0,), {}, (), 0.0) for of in edge_types})
+
+
+def rule_edges(rule: Rule, schema: GraphSchema, targets: Collection[NodeType], num_layers: int) -> list[EdgeType]:
+    """Return the types of the edges that ``rule`` makes to nodes of the types ``targets``, in ``num_layers`` hops."""
+    if HOMO_EDGE in schema.edges:
+        return [HOMO_EDGE]
+    found: dict[EdgeType, None] = {}
+    ends = [*targets]
+    for _ in range(num_layers):
+        more = [(source, rule.name, target) for target in ends for source in rule_sources(rule, schema, target)]
+        ends = list(dict.fromkeys(source for source, _, _ in more))
+        found |= dict.fromkeys(more)
+    return list(found)
+
+
+def rule_sources(rule: Rule, schema: GraphSchema, target: NodeType) -> list[NodeType]:
+    """Return the node types in which ``rule`` finds neighbours of ``target`` nodes, in the order of the schema."""
+    if isinstance(rule, Walks):
+        return [target]
+    met, new = set[NodeType](), {target}
+    while new:
+        new = {source for source, _, end in walked_edges(rule, schema) if end in new} - met
+        met |= new
+    return [of for of in schema.nodes if of in met]
+
+
+def walked_edges(rule: PPR, schema: GraphSchema) -> Sequence[EdgeType]:
+    return [of for of in schema.edges if not rule.edge_types or of in rule.edge_types]
+
+
+def check_rule(schema: GraphSchema, rule: Rule, targets: Collection[NodeType]) -> None:
+    """Raise ``SettingsError`` for a rule that does not fit the graph. ``targets``: types of the seeds."""
+    asked = rule.edge_types if isinstance(rule, PPR) else rule.metapath
+    if unknown := [of for of in asked if of not in schema.edges]:
+        raise SettingsError(f"{rule.name}: the graph has no edge type {unknown[0]}; it has {list(schema.edges)}")
+    if isinstance(rule, PPR):
+        if not 0 < rule.alpha < 1 or not 0 < rule.eps < 1:
+            raise SettingsError(f"ppr: alpha {rule.alpha:g} and eps {rule.eps:g}; both must be above 0 and below 1")
+        if rule.alpha * rule.eps < LEAST_PUSH:
+            raise SettingsError(
+                f"ppr: alpha {rule.alpha:g} times eps {rule.eps:g} is below {LEAST_PUSH:g}: a seed could look at"
+                f" {1 / (rule.alpha * rule.eps):.1g} edges; use a larger eps"
+            )
+        return
+    if rule.num_walks < 1 or rule.length < 1 or not 0 <= rule.restart < 1:
+        raise SettingsError(
+            f"walks: num_walks {rule.num_walks}, length {rule.length} and restart {rule.restart:g}; expected at least"
+            " 1 walk of at least 1 step, and a restart from 0 to below 1"
+        )
+    if (steps := rule.num_walks * rule.length * max(1, len(rule.metapath))) > MOST_STEPS:
+        raise SettingsError(f"walks: {steps} steps for each seed; at most {MOST_STEPS} are possible")
+    path = metapath_of(rule, schema)
+    ends = [of[0] for of in path[:-1]], [of[2] for of in path[1:]]
+    if ends[0] != ends[1] or path[-1][0] != path[0][2]:
+        raise SettingsError(
+            f"walks: metapath {list(path)} is not a way back to its first node type. List the edge types seed outwards:"
+            " the first ends at the seed's type, each next one at the source type of the one before, and the last"
+            " begins at the seed's type"
+        )
+    if others := [of for of in targets if of != path[0][2]]:
+        raise SettingsError(f"walks: the metapath is for {path[0][2]!r} nodes, but seeds are {others[0]!r} nodes")
+
+
+def metapath_of(rule: Walks, schema: GraphSchema) -> Sequence[EdgeType]:
+    if rule.metapath or list(schema.nodes) == [HOMO_NODE]:
+        return rule.metapath or [HOMO_EDGE]
+    if len(schema.edges) == 1:
+        return list(schema.edges)
+    raise SettingsError(f"walks: the graph has several edge types; choose a metapath among {list(schema.edges)}")

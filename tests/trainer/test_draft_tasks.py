@@ -164,3 +164,29 @@ def test_a_draft_with_a_task_trains(tmp_path: Path) -> None:
         settings = TrainSettings(model="rsage", target="churn", fanouts=(1, 4, 3))
         assert embedded_nodes(settings, graph.manifest, "churn", 2)[0] == {"click": 400}
         assert embedded_nodes(replace(settings, time_attr="time"), graph.manifest, "churn", 2)[0] == {}
+
+
+def test_foreign_keys_of_node_tables_are_edges(tmp_path: Path) -> None:
+    tables = {
+        "customers": ["customer_id,referred_by_customer_id,churned", *(f"c{k},c{k // 2},{k % 2}" for k in range(40))],
+        "orders": [
+            "id,customer_id,width,at",
+            *(f"{k},{f'c{k % 42}' if k % 20 else ''},{k % 90},{STAMPS[k]}" for k in range(100)),
+        ],
+        "lines": ["line,order_id,amount", *(f"{k},{k % 100},{k / 4}" for k in range(150))],
+    }  # fmt: skip
+    for name, lines in tables.items():
+        (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    drafted = draft_tables(tmp_path)
+    assert {name: (table["source"], table["target"]) for name, table in drafted["edges"].items()} == {
+        "customer__referred_by_customer_id__customer": ("referred_by_customer_id", "customer_id"),
+        "customer__has__order": ("customer_id", "id"),
+        "order__has__line": ("order_id", "line"),
+    }
+    assert drafted["nodes"]["customer"]["label"] == "churned" and drafted["nodes"]["order"]["features"] == ["width"]
+    (note,) = drafted["comments"]["edges"]["customer__has__order"]
+    assert note == "dangling: customer_id is empty in 5 rows and no id of customers.csv in 3: no edges"
+    (tmp_path / "work").mkdir()
+    options = {name: drafted[name] for name in ("nodes", "edges")}
+    dataset = load_dataset("tables", str(tmp_path), options, Scratch(tmp_path / "work", 1 << 28))
+    assert [edges.num_edges for of, edges in dataset.edges.items() if of[2] == "order"] == [92]

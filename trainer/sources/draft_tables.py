@@ -52,7 +52,7 @@ _RATINGS = ("rating", "ratings", "stars", "score")
 
 _RELATIONS = ("relation", "rel", "predicate", "edge_type", "link_type")
 
-#: columns and ends of columns that a task table predicts, and beginnings of them
+#: names of columns that are predicted
 _OUTCOMES = re.compile(
     r"(is_|has_|will_)?(label|labels|y|class|target|outcome|churn|churned|fraud|default|defaulted|convert|converted|"
     r"response|ltv|lifetime_value)|(label|target|y|will)_.*|.*_(label|target)"
@@ -286,13 +286,17 @@ def _draft(found: list[_Found]) -> dict[str, Any]:
         return drafted
     ends = {table.file: _ends(table, [one for one in named if one is not table]) for table in found}
     referenced = {end.file for pair in ends.values() if len(pair) == 2 for _, end in pair}
-    edges = [table for table in found if len(ends[table.file]) == 2 and table.file not in referenced]
+    by_name = {
+        node.file for table in found for unlike, _, _, node in _scored(table, named) if unlike and node is not table
+    }
+    edges = [table for table in found if len(ends[table.file]) == 2 and table.file not in referenced | by_name]
     nodes = [table for table in named if table not in edges]
     types = {table.file: table.node_type for table in nodes}
     edges = [table for table in edges if all(end.file in types for _, end in ends[table.file])]
+    keys = {table.file: _keys(table, nodes) for table in nodes}
     if not edges and (pairs := _pairs(found, ends, referenced)):
         return _draft_of_pairs(found, pairs)
-    if not nodes or not edges:
+    if not edges and (not any(keys.values()) or any(map(_why_no_id, found))):
         have = ", ".join(f"{table.file} ({', '.join(one.name for one in table.columns[:8])})" for table in found)
         raise DataError(
             "; ".join(f"{table.file}: {why}" for table in found if (why := _why_no_id(table)))
@@ -305,13 +309,51 @@ def _draft(found: list[_Found]) -> dict[str, Any]:
         for table in found
         if table not in (*nodes, *edges)
     }
-    node_tables = {types[table.file]: _node_table(table) for table in nodes}
+    node_tables = {types[table.file]: _node_table(table, _columns(keys[table.file])) for table in nodes}
     edge_tables = {}
     for table in edges:
         source, target = (types[end.file] for _, end in ends[table.file])
         columns = [column for column, _ in ends[table.file]]
-        edge_tables[f"{source}__{table.type_name}__{target}"] = _edge_table(table, columns)
-    return _drafted(node_tables, edge_tables, unused)
+        drafted, notes = _edge_table(table, columns)
+        more, about = _dangling(table, ends[table.file])
+        edge_tables[f"{source}__{table.type_name}__{target}"] = drafted | more, notes + about
+    return _drafted(node_tables, edge_tables | _foreign_keys(nodes, keys, types, edge_tables), unused)
+
+
+def _foreign_keys(
+    nodes: list[_Found], keys: Mapping[str, _Keys], types: Mapping[str, str], others: Mapping[str, Drafted]
+) -> dict[str, Drafted]:
+    """Draft the edge tables from the rows of other tables, and of the same one, to the rows that name their ids."""
+    edges: dict[str, Drafted] = {}
+    for table in nodes:
+        own = _own_id(table, _columns(keys[table.file]))
+        for column, node in keys[table.file]:
+            ends = types[node.file], types[table.file]
+            name = f"{ends[0]}__{_TASK_EDGES}__{ends[1]}"
+            if node is table or name in others or name in edges:  # a second column with ids of the same nodes
+                name = f"{ends[0]}__{re.sub(r'[^a-z0-9]+', '_', column.name.lower()).strip('_')}__{ends[1]}"
+            drafted = {**table.keys, "source": column.name, "target": own.name if own else ROW_NUMBER}
+            more, notes = _dangling(table, [(column, node)])
+            edges[name] = drafted | more, notes
+    return edges
+
+
+def _dangling(table: _Found, ends: _Keys) -> Drafted:
+    """Draft what becomes of the rows without an id, or with an id of no node: they are no edges."""
+    notes = []
+    for column, node in ends:
+        assert node.id is not None
+        own, ids = (f"CAST({quoted(one.name)} AS VARCHAR)" for one in (column, node.id))
+        (unknown,) = table.scan.database.rows(
+            f"SELECT count(*) FROM {table.scan.sql} WHERE {own} NOT IN (SELECT {ids} FROM {node.scan.sql})",
+            table.scan.where,
+        )[0]
+        missing = table.rows - column.present
+        if missing or unknown:
+            counted = [f"empty in {missing:,} rows"] * (missing > 0)
+            counted += [f"no id of {node.file} in {unknown:,}{'' if missing else ' rows'}"] * (unknown > 0)
+            notes.append(f"dangling: {column.name} is {' and '.join(counted)}: no edges")
+    return {"dangling": "drop"} if notes else {}, notes
 
 
 def _drafted(nodes: dict[str, Drafted], edges: dict[str, Drafted], unused: dict[str, str]) -> dict[str, Any]:
@@ -373,15 +415,10 @@ def _draft_of_tasks(found: list[_Found], named: list[_Found]) -> dict[str, Any]:
     edge_tables: dict[str, Drafted] = {}
     for table in edges:
         (source, a), (target, b) = keys[table.file]
-        edge_tables[f"{types[a.file]}__{table.type_name}__{types[b.file]}"] = _edge_table(table, [source, target])
-    for table in linked:
-        own = _own_id(table, _columns(keys[table.file]))
-        for column, node in keys[table.file]:
-            ends = types[node.file], types[table.file]
-            name = f"{ends[0]}__{_TASK_EDGES}__{ends[1]}"
-            if name in edge_tables:  # a second column with ids of the same nodes
-                name = f"{ends[0]}__{re.sub(r'[^a-z0-9]+', '_', column.name.lower()).strip('_')}__{ends[1]}"
-            edge_tables[name] = {**table.keys, "source": column.name, "target": own.name if own else ROW_NUMBER}, []
+        drafted, notes = _edge_table(table, [source, target])
+        more, about = _dangling(table, keys[table.file])
+        edge_tables[f"{types[a.file]}__{table.type_name}__{types[b.file]}"] = drafted | more, notes + about
+    edge_tables |= _foreign_keys(linked, keys, types, edge_tables)
     tasks = {
         table.type_name if table.type_name not in types.values() else f"{table.type_name}_task":
         _task_table(table, keys[table.file][0], labels[table.file], types)
@@ -394,9 +431,8 @@ def _draft_of_tasks(found: list[_Found], named: list[_Found]) -> dict[str, Any]:
         for table in found
         if table.file not in used
     }
-    drafted = _drafted(
-        {types[one.file]: _node_table(one, _columns(keys[one.file])) for one in nodes}, edge_tables, unused
-    )
+    of_nodes = {types[one.file]: _node_table(one, _columns(keys[one.file])) for one in nodes}
+    drafted = _drafted(of_nodes, edge_tables, unused)
     for table in linked:
         if not _own_id(table, _columns(keys[table.file])):
             drafted["comments"]["nodes"].setdefault(types[table.file], []).append(
@@ -422,11 +458,10 @@ def _columns(keys: _Keys) -> list[_Column]:
 
 def _keys(table: _Found, nodes: list[_Found]) -> _Keys:
     """Return the columns with ids of node tables. Numbers, which are often equal by chance, need a name like it."""
-    scored = _scored(table, nodes)
     return [
         (column, node)
-        for unlike, _, column, node in scored
-        if column is not table.id and (unlike < 0 or column.kind == "text")
+        for unlike, _, column, node in _scored(table, nodes)
+        if column is not table.id and (unlike < 0 or (column.kind == "text" and node is not table))
     ]
 
 
@@ -672,7 +707,8 @@ def _scored(table: _Found, nodes: list[_Found]) -> list[tuple[int, int, _Column,
 
 def _likeness(column: _Column, node: _Found) -> int:
     name, key = column.name.lower(), node.id.name.lower() if node.id else ""
-    return 2 * (name == key) + (node.node_type in name) + (key in name)
+    ends = re.search(rf"(^|[^a-z]){re.escape(key)}$", name) or column.name.endswith(key.capitalize())  # not `width`
+    return 2 * (name == key) + (node.node_type in name) + bool(ends)
 
 
 def _contained(table: _Found, column: _Column, other: _Found, ids: _Column, share: float = 0.9) -> bool:
@@ -701,6 +737,10 @@ def _node_table(table: _Found, keys: Sequence[_Column] = ()) -> Drafted:
         label = known[0] if len(known) == 1 else None
         if label is not None:
             notes.append(f"{label.name} is 0 or 1, and empty in {label.missing} of the rows: taken as the label")
+    if label is None:
+        label = next((one for one in rest if _OUTCOMES.fullmatch(one.name.lower()) and one.is_class), None)
+        if label is not None:
+            notes.append(f"{label.name} is taken as the label, for its name")
     for key, column in (("label", label), ("split", split)):
         if column is not None:
             drafted[key] = column.name

@@ -21,7 +21,7 @@ _INVENTORY_KEY = re.compile(r"^[ \t]+(hosts|children)\s*:(?:\s|$)", re.MULTILINE
 
 _ANSIBLE = re.compile(r"\bansible_\w+\s*=")
 
-_SLOTS = re.compile(rf"(?:{HOST})(?:\s+[\w-]+\s*=\s*\w+)+")
+_SLOTS = re.compile(rf"(?:{HOST})(?:\s+[\w-]+\s*=\s*\S+)+")
 
 _LISTED = re.compile(rf"(- +)?[\"']?({HOST})(\s+\d+)?[\"']?")
 

@@ -165,7 +165,9 @@ def read_hostfile(source: Source) -> Foreign:
         after = match and _COUNTED.fullmatch(match[1])
         slots = settings.get("slots")
         most = next((settings[name] for name in _MOST_SLOTS if name in settings), slots)
-        if not match or not all(_is_count(settings.get(name, "1")) for name in ("slots", *_MOST_SLOTS)):
+        if match and len(settings) < len(_SETTING.findall(match[2])):
+            wrong = f"`{words}` has the same word twice; leave one"
+        elif not match or not all(_is_count(settings.get(name, "1")) for name in ("slots", *_MOST_SLOTS)):
             wrong = f"expected `host slots=4`, found `{words}`"
         elif unknown is not None:
             near = (difflib.get_close_matches(unknown, _WORDS, 1) or ["slots"])[0]

@@ -448,6 +448,11 @@ class TrainConfig:
         "Neighbours sampled per vertex, one number per hop, first hop first; -1: all neighbours.", (15, 10, 5)
     )
     eval_fanouts: tuple[int, ...] | None = setting("Fanouts for evaluation; default: those of training.", None)
+    neighbors: Literal["fanout", "top"] = setting(
+        "Which neighbours of a vertex: `fanout` draws them; `top` takes those of the highest `weight_attr`, or without "
+        "it the latest by `time_attr`.",
+        "fanout",
+    )
     replace: bool = setting("Sample neighbours with replacement.", False)
     weight_attr: str | None = setting(
         "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None, form=WORD

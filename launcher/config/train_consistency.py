@@ -39,6 +39,12 @@ def check_training(config: ClusterConfig, reader: Reader) -> None:
         reader.report(("train", "fanouts"), "train.fanouts: empty; give one number per layer")
     elif reader.good(("train", "fanouts")):
         _layers(config, reader)
+    if train.neighbors == "top" and reader.good(("train", "neighbors")):
+        if train.weight_attr is None and train.time_attr is None:
+            text = "train.neighbors: top takes the heaviest or the latest neighbours; set weight_attr or time_attr"
+            reader.report(("train", "neighbors"), text)
+        elif train.replace:
+            reader.report(("train", "replace"), "train.replace: has no effect with neighbors: top; leave it out")
     _model(config, reader)
     for name, given in (("class_weights", train.class_weights), ("label_smoothing", train.label_smoothing)):
         if given and train.task not in ("auto", "classification"):

@@ -48,6 +48,7 @@ class Rule:
     shuffle: int = 0
     replace: bool = False
     weight: str | None = None
+    top: bool = False
     time: object = None  #: TimeRule
     until: int = 0  #: latest time allowed, used with ``time``
     barred: frozenset = frozenset()  #: excluded sources
@@ -102,7 +103,9 @@ def pick(graph, e, node, rule, key, tree_key=None):
     if whole and bounded and rule.shuffle == 0:
         return sorted(candidates, key=lambda c: (graph.time(e, c, rule.time), c)), True
     if weighted or last:
-        if weighted:
+        if weighted and rule.top:
+            race = {c: (-w, c) for c, w in zip(candidates, weights, strict=True)}
+        elif weighted:
             race = {
                 c: -math.log1p(-fraction(drawn, row.index(c))) / w for c, w in zip(candidates, weights, strict=True)
             }
@@ -159,7 +162,7 @@ def plain_sample(graph, seeds, settings, key):
             for tree, node in asked if fanouts[hop] else []:
                 rule = Rule(
                     fanouts[hop], max((f for f in fanouts[hop + 1 :] if f >= 0), default=0), settings.replace,
-                    settings.weight, settings.time, untils[tree] if tree is not None else 0,
+                    settings.weight, settings.top, settings.time, untils[tree] if tree is not None else 0,
                     barred(seeds.exclude.get(e), node),
                 )  # fmt: skip
                 rows[tree, node] = pick(graph, e, node, rule, key, tree_keys[tree] if disjoint else None)

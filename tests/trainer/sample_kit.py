@@ -22,6 +22,8 @@ KINDS = {
     "replace": {"replace": True},
     "weighted": {"weight": "w"},
     "weighted-replace": {"weight": "w", "replace": True},
+    "top": {"weight": "w", "top": True},
+    "top-until": {"weight": "w", "top": True, "time": TimeRule("t", "edge")},
     "node-time": {"time": TimeRule("time", "node")},
     "node-time-last": {"time": TimeRule("time", "node", last=True)},
     "edge-time": {"time": TimeRule("t", "edge")},

@@ -26,6 +26,7 @@ HOW = {
     "node times, last": {"time_attr": "time", "temporal_strategy": "last"},
     "edge times": {"time_attr": "edge_time"},
     "edge times, last": {"time_attr": "edge_time", "temporal_strategy": "last"},
+    "top until a time": {"weight_attr": "edge_weight", "neighbors": "top", "time_attr": "edge_time"},
     "disjoint": {"disjoint": True},
     "disjoint weighted": {"disjoint": True, "weight_attr": "edge_weight"},
     "induced": {"subgraph_type": "induced"},

@@ -80,6 +80,14 @@ def test_smaller_fanout_is_a_prefix_of_a_larger_one(degree, fanout, kind):
     assert np.array_equal(np.sort(whole), np.arange(1, degree + 1))
 
 
+@pytest.mark.parametrize("fanout", [1, 40, -1])
+def test_top_takes_the_heaviest_edges_and_of_equal_weights_the_first(fanout):
+    weights = np.random.default_rng(1).integers(0, 5, 300)  # 0: no candidate
+    order = [*np.lexsort((np.arange(300), -weights))][: fanout if fanout > 0 else np.count_nonzero(weights)]
+    picks = picked(star_graph(300, weights=weights), fanout, 7, shuffle=1, weight="w", top=True)
+    assert np.array_equal(picks, np.array(order) + 1)
+
+
 def test_conditions_that_every_edge_meets_change_no_draw():
     graph = star_graph(300, times=np.zeros(300, np.int64))
     for fanout, replace in ((5, False), (200, False), (-1, False), (7, True)):
@@ -208,12 +216,13 @@ def test_one_hop_equals_the_plain_sampler(case):
     weight = kind.get("weight") if e in graph.edge_attrs else None
     sources = np.unique(rng.integers(0, graph.num_nodes[e[0]], 12)) if case % 3 == 0 else None
     barred = rng.permutation(80)[:20] if case % 2 else np.empty(0, np.int64)
+    top = weight is not None and kind.get("top", False)
     fanout, shuffle, replace = int(rng.choice([-1, 1, 2, 4, 9])), int(rng.integers(0, 4)), kind.get("replace", False)
     nodes = rng.integers(0, graph.num_nodes[e[2]], 20)
     trees, times = rng.integers(0, 99, 20), rng.integers(-3, 8, 20)
     request = HopRequest(
         e, nodes, fanout, shuffle, case ^ edge_salt(e), replace, True, trees,
-        TimeBound(times, rule.attr, rule.on, rule.last) if rule else None, weight,
+        TimeBound(times, rule.attr, rule.on, rule.last) if rule else None, weight, top,
         (graph.edges[e][1][barred], graph.edges[e][0][barred]), sources,
     )  # fmt: skip
     sample = LocalGraph(graph.store()).sample_hops([request])[0]
@@ -221,7 +230,7 @@ def test_one_hop_equals_the_plain_sampler(case):
     for i, row in enumerate(rows):
         not_these = frozenset(graph.edges[e][0][edge] for edge in barred if graph.edges[e][1][edge] == nodes[i])
         allowed = None if sources is None else frozenset(sources.tolist())
-        how = Rule(fanout, shuffle, replace, weight, rule, int(times[i]), not_these, allowed)
+        how = Rule(fanout, shuffle, replace, weight, top, rule, int(times[i]), not_these, allowed)
         assert row.tolist() == pick(graph, e, int(nodes[i]), how, case, int(trees[i]))[0]
 
 

@@ -102,7 +102,7 @@ class DeviceHops:
         bounds: Any = self._no_ids if request.bound is None else request.bound.times
         neighbor_kernels.collect(
             len(nodes), hop.edges.indptr.argument, hop.edges.indices.argument, nodes, request.fanout, request.shuffle,
-            request.replace, request.bound is not None and request.bound.last, request.weight is not None,
+            request.replace, request.bound is not None and request.bound.last, request.weight is not None, request.top,
             self._times(hop), bounds, excluded, begin, end, self._weights(hop), self._no_bits, hop.work,
             hop.work_begin, hop.slots, hop.values, hop.found, hop.counts,
         )  # fmt: skip
@@ -134,9 +134,9 @@ class DeviceHops:
         bound = request.bound
         neighbor_kernels.draw_conditional(
             size, hop.edges.indptr.argument, nodes, orig_id, hop.trees, request.fanout, request.shuffle,
-            request.replace, bound is not None and bound.last, request.weight is not None, bound is not None, key,
-            self._times(hop), hop.found, hop.counts, begins, hop.work, work_begin, hop.slots, hop.values,
-            hop.values.view(torch.int64), picks,
+            request.replace, bound is not None and bound.last, request.weight is not None, request.top,
+            bound is not None, key, self._times(hop), hop.found, hop.counts, begins, hop.work, work_begin, hop.slots,
+            hop.values, hop.values.view(torch.int64), picks,
         )  # fmt: skip
 
     def _times(self, hop: _Hop) -> Any:

@@ -58,7 +58,7 @@ def count_picks(
 
 @kernel
 def collect(
-    indptr: Any, indices: Any, nodes: Any, fanout: Any, shuffle: Any, replace: Any, last: Any, weighted: Any,
+    indptr: Any, indices: Any, nodes: Any, fanout: Any, shuffle: Any, replace: Any, last: Any, weighted: Any, top: Any,
     times: Any, bounds: Any, excluded: Any, excluded_begin: Any, excluded_end: Any, weights: Any, allowed: Any,
     work: Any, work_begin: Any, slots: Any, values: Any, found: Any, counts: Any,
 ) -> None:  # fmt: skip
@@ -68,7 +68,7 @@ def collect(
     ``found``, int64 [n], with the number of candidates of each node, or with -1 - edge if an edge has an invalid
     weight. Corrects ``counts``, the numbers of edges to draw, for nodes with work memory.
     """
-    draws = Draws(fanout, shuffle, replace, last, weighted, np.uint64(0))
+    draws = Draws(fanout, shuffle, replace, last, weighted, top, np.uint64(0))
     conditions = Conditions(times, bounds, excluded, excluded_begin, excluded_end, allowed, weights)
     for i in range(cuda.grid(1), len(nodes), cuda.gridsize(1)):
         found[i] = 0
@@ -100,15 +100,15 @@ def draw_picks(
 @kernel
 def draw_conditional(
     indptr: Any, nodes: Any, orig_id: Any, trees: Any, fanout: Any, shuffle: Any, replace: Any, last: Any,
-    weighted: Any, timed: Any, key: Any, times: Any, found: Any, counts: Any, begins: Any, work: Any, work_begin: Any,
-    slots: Any, values: Any, ranks: Any, picks: Any,
+    weighted: Any, top: Any, timed: Any, key: Any, times: Any, found: Any, counts: Any, begins: Any, work: Any,
+    work_begin: Any, slots: Any, values: Any, ranks: Any, picks: Any,
 ) -> None:  # fmt: skip
     """As ``draw_picks``, but a node with work memory draws only among the candidates that ``collect`` listed for it.
 
     ``slots``, ``values``, ``found`` and ``counts``: as ``collect`` filled them. ``ranks``: a view of ``values`` as
     int64.
     """
-    draws = Draws(fanout, shuffle, replace, last, weighted, key)
+    draws = Draws(fanout, shuffle, replace, last, weighted, top, key)
     for i in range(cuda.grid(1), len(nodes), cuda.gridsize(1)):
         drawn = _node_key(key, orig_id[nodes[i]])
         if len(trees) > 0:

@@ -125,22 +125,27 @@ def _seed(seed: int | None, generator: Any) -> int:
 def sample_settings(
     graph: Graph, num_neighbors: Fanouts, *, replace: bool = False, subgraph_type: Any = "directional",
     disjoint: bool = False, temporal_strategy: str = "uniform", time_attr: str | None = None,
-    weight_attr: str | None = None,
+    weight_attr: str | None = None, neighbors: str = "fanout",
 ) -> SampleSettings:  # fmt: skip
-    """Turn torch_geometric's arguments into settings of the sampler.
+    """Turn torch_geometric's arguments, and ``neighbors``, into settings of the sampler.
 
     Raises ``SettingsError`` if they contradict each other or the graph.
     """
     if temporal_strategy not in ("uniform", "last"):
         raise SettingsError(f"temporal_strategy {temporal_strategy!r}; expected 'uniform' or 'last'")
-    time = None
+    if neighbors not in ("fanout", "top"):
+        raise SettingsError(f"neighbors {neighbors!r}; expected 'fanout' or 'top'")
+    time, top = None, neighbors == "top"
     if time_attr is not None:
-        time = TimeRule(time_attr, time_level(graph.manifest, time_attr), temporal_strategy == "last")
+        last = temporal_strategy == "last" or (top and weight_attr is None)
+        time = TimeRule(time_attr, time_level(graph.manifest, time_attr), last)
+        top = top and weight_attr is not None
     settings = SampleSettings(
         fanouts=fanouts_of(graph.manifest, num_neighbors),
         replace=replace,
         disjoint=disjoint or time is not None,
         weight=weight_attr,
+        top=top,
         time=time,
         induced=subgraph_type == "induced",
         edge_ids=True,

@@ -54,6 +54,7 @@ class LoaderSettings:
         time_attr: Integer attribute of nodes or edges; neighbours later than their seed are not sampled. If the seeds
             have no such attribute, their own is ``time``.
         last: With ``time_attr``: take the latest neighbours instead of drawing.
+        top: Take the heaviest neighbours instead of drawing, or without ``weight`` the latest.
         disjoint: Sample a separate subgraph for each seed. Implied by ``time_attr``.
         edge_attr: Edge attribute [E] or [E, d] that blocks get as ``edge_attr``, for the edge types that have it.
         categories: Integer node attributes [N] that batches get side by side as ``categories``, by node type.
@@ -74,6 +75,7 @@ class LoaderSettings:
     weight: str | None = None
     time_attr: str | None = None
     last: bool = False
+    top: bool = False
     disjoint: bool = False
     edge_attr: str | None = None
     categories: Mapping[NodeType, tuple[str, ...]] = field(default_factory=dict)
@@ -314,12 +316,14 @@ def timed_seeds(graph: Graph, settings: LoaderSettings, seeds: Ids, trees: Ids) 
 def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
     given = settings.fanouts
     every = {of: tuple(given) for of in graph.manifest.edges} if not isinstance(given, Mapping) else dict(given)
-    time = None
+    time, top = None, settings.top
     if settings.time_attr is not None:
-        time = TimeRule(settings.time_attr, time_level(graph.manifest, settings.time_attr), settings.last)
+        last = settings.last or (top and settings.weight is None)
+        time = TimeRule(settings.time_attr, time_level(graph.manifest, settings.time_attr), last)
+        top = top and settings.weight is not None
     disjoint = settings.disjoint or time is not None
     return SampleSettings(
-        every, replace=settings.replace, disjoint=disjoint, weight=settings.weight, time=time,
+        every, replace=settings.replace, disjoint=disjoint, weight=settings.weight, top=top, time=time,
         edge_ids=settings.edge_attr is not None,
     )  # fmt: skip
 

@@ -197,6 +197,8 @@ class DistLinkNeighborLoader(PyGLoader):
         directed: Deprecated; False means ``subgraph_type="induced"``.
         custom_cls: Class of the batches of an opened graph or of stores, instead of ``Data`` or ``HeteroData``.
         input_id: Ids that batches report as ``input_id`` instead of the links' positions.
+        neighbors: ``"fanout"`` draws neighbours; ``"top"`` takes those of the highest ``weight_attr``, or without it
+            the latest ones by ``time_attr``.
         avoid_links: Draw no negative that is an edge of the links' type. torch_geometric can draw such negatives.
         exclude: ``"self"`` removes the links of the global batch from the sampled edges, ``"both"`` also removes their
             reverses. Default: they can be sampled, as in torch_geometric, so the model can see the edges that it has to
@@ -250,8 +252,8 @@ class DistLinkNeighborLoader(PyGLoader):
         transform: Callable[[Any], Any] | None = None,
         transform_sampler_output: Callable[[Any], Any] | None = None, is_sorted: bool = False,
         filter_per_worker: bool | None = None, neighbor_sampler: None = None, directed: bool = True,
-        custom_cls: Callable[[], Any] | None = None, input_id: Any = None, *, avoid_links: bool = False,
-        exclude: str | None = None, reverse_type: Any = None, attrs: AttrNames | None = None,
+        custom_cls: Callable[[], Any] | None = None, input_id: Any = None, *, neighbors: str = "fanout",
+        avoid_links: bool = False, exclude: str | None = None, reverse_type: Any = None, attrs: AttrNames | None = None,
         seed: int | None = None, threads: int | None = None, prefetch: int | None = None, deadline: float = 120.0,
         rank: int | None = None, layout: RankLayout | None = None, **kwargs: Any,
     ):  # fmt: skip
@@ -269,7 +271,7 @@ class DistLinkNeighborLoader(PyGLoader):
         graph = as_graph(data, time_attr=time_attr, weight_attr=weight_attr)
         settings = sample_settings(
             graph, num_neighbors, replace=replace, subgraph_type=kind, disjoint=disjoint,
-            temporal_strategy=temporal_strategy, time_attr=time_attr, weight_attr=weight_attr,
+            temporal_strategy=temporal_strategy, time_attr=time_attr, weight_attr=weight_attr, neighbors=neighbors,
         )  # fmt: skip
         self.rule, given = negative_rule(neg_sampling, neg_sampling_ratio, avoid_links)
         self.inputs = link_inputs(graph, edge_label_index, edge_label, edge_label_time, input_id)

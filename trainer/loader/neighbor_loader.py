@@ -69,6 +69,8 @@ class DistNeighborLoader(PyGLoader):
         custom_cls: Class of the batches, instead of ``Data`` or ``HeteroData``. Ignored if ``data`` is a ``Data`` or
             ``HeteroData`` in memory.
         input_id: Ids that batches report as ``input_id`` instead of the seeds' positions.
+        neighbors: ``"fanout"`` draws neighbours; ``"top"`` takes those of the highest ``weight_attr``, or without it
+            the latest ones by ``time_attr``.
         attrs: Names of the attributes that batches have, or a mapping of types to names. Default: all.
         seed: Random seed of the order and of all draws; the same on every rank. Default: 0.
         threads: Number of sampler threads. Default: ``num_workers``, at least 1.
@@ -110,9 +112,10 @@ class DistNeighborLoader(PyGLoader):
         transform: Callable[[Any], Any] | None = None,
         transform_sampler_output: Callable[[Any], Any] | None = None, is_sorted: bool = False,
         filter_per_worker: bool | None = None, neighbor_sampler: None = None, directed: bool = True,
-        custom_cls: Callable[[], Any] | None = None, input_id: Any = None, *, attrs: AttrNames | None = None,
-        seed: int | None = None, threads: int | None = None, prefetch: int | None = None, deadline: float = 120.0,
-        rank: int | None = None, layout: RankLayout | None = None, **kwargs: Any,
+        custom_cls: Callable[[], Any] | None = None, input_id: Any = None, *, neighbors: str = "fanout",
+        attrs: AttrNames | None = None, seed: int | None = None, threads: int | None = None,
+        prefetch: int | None = None, deadline: float = 120.0, rank: int | None = None,
+        layout: RankLayout | None = None, **kwargs: Any,
     ):  # fmt: skip
         if neighbor_sampler is not None:
             raise SettingsError(
@@ -125,7 +128,7 @@ class DistNeighborLoader(PyGLoader):
         graph = as_graph(data, time_attr=time_attr, weight_attr=weight_attr)
         settings = sample_settings(
             graph, num_neighbors, replace=replace, subgraph_type=kind, disjoint=disjoint,
-            temporal_strategy=temporal_strategy, time_attr=time_attr, weight_attr=weight_attr,
+            temporal_strategy=temporal_strategy, time_attr=time_attr, weight_attr=weight_attr, neighbors=neighbors,
         )  # fmt: skip
         self.inputs = node_inputs(graph, input_nodes, input_time, input_id)
         self._several = isinstance(input_nodes, Mapping)

@@ -228,6 +228,7 @@ class _SubgraphGrowth:
 
     def _request(self, query: _HopQuery, trees: Positions | None) -> HopRequest:
         of, settings, rule, bound = query.edge_type, self._settings, self._settings.time, None
+        weighted = settings.weight in self._schema.edges[of].attrs
         if trees is not None and self._tree_times is not None:
             if rule is not None and bound_here(rule, self._schema.edges[of]):
                 bound = TimeBound(self._tree_times[trees], rule.attr, rule.on, rule.last)
@@ -242,7 +243,8 @@ class _SubgraphGrowth:
             orig_edge=of in self._orig_edges,
             trees=None if trees is None or self._tree_keys is None else self._tree_keys[trees],
             bound=bound,
-            weight=settings.weight if settings.weight in self._schema.edges[of].attrs else None,
+            weight=settings.weight if weighted else None,
+            top=settings.top and weighted,
             exclude=self._seeds.exclude.get(of),
         )
 

@@ -78,7 +78,7 @@ def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sour
     )
     draws = Draws(
         request.fanout, request.shuffle, request.replace, bound is not None and bound.last,
-        request.weight is not None, np.uint64(request.key),
+        request.weight is not None, request.top, np.uint64(request.key),
     )  # fmt: skip
     picks, wrong = pick_candidates(
         edges.indptr, edges.indices, rows, nodes.orig_id, _trees(request), conditions, draws, longest, counts,

@@ -97,6 +97,8 @@ class SampleHops(GraphRequest[list[HopSample]], frozen=True):
                 raise WireError(
                     f"a request has invalid values: fanout {one.fanout}, shuffle {one.shuffle}, key {one.key}"
                 )
+            if one.top and one.weight is None:
+                raise WireError("a request for the heaviest neighbours names no weight")
             times = None if one.bound is None else one.bound.times
             lengths = {len(ids) for ids in (one.nodes, one.trees, times) if ids is not None}
             if len(lengths) > 1 or (one.exclude is not None and len(one.exclude[0]) != len(one.exclude[1])):

@@ -32,10 +32,17 @@ def check_settings(schema: GraphSchema, settings: SampleSettings) -> None:
             raise SettingsError(f"fanout {bad[0]}; it must be below {_FANOUT_LIMIT}, or -1 for all neighbours")
 
     # Settings that contradict each other.
-    if weight is not None and time is not None:
+    if weight is not None and time is not None and not settings.top:
         raise SettingsError(
-            f"weights {weight!r} and times {time.attr!r} cannot be used together"
-            " (torch_geometric does not allow this either); pass one of them"
+            f"weights {weight!r} and times {time.attr!r} cannot be used together to draw neighbours (torch_geometric"
+            " does not allow this either); pass one of them, or take the heaviest neighbours (neighbors: top)"
+        )
+    if settings.top and weight is None:
+        raise SettingsError("neighbors: top takes the heaviest or latest neighbours; give weight_attr or time_attr")
+    if settings.top and time is not None and time.last:
+        raise SettingsError(
+            "neighbors: top with weight_attr takes the heaviest neighbours, temporal_strategy: last the latest; leave"
+            " out one of them"
         )
     if settings.induced and (settings.disjoint or time is not None):
         cause = "disjoint" if time is None else "temporal, because temporal subgraphs are disjoint"
@@ -43,9 +50,10 @@ def check_settings(schema: GraphSchema, settings: SampleSettings) -> None:
             f"induced subgraphs cannot be {cause} (torch_geometric does not allow this either);"
             " use directional or bidirectional subgraphs"
         )
-    if settings.replace and time is not None and time.last:
+    if settings.replace and (settings.top or (time is not None and time.last)):
+        which = "heaviest" if settings.top else "latest"
         raise SettingsError(
-            "the latest neighbours are not drawn at random, so replace has no effect; leave replace off"
+            f"the {which} neighbours are not drawn at random, so replace has no effect; leave replace off"
         )
 
     if weight is not None:

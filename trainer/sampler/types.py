@@ -62,6 +62,7 @@ class HopRequest:
     trees: Ids | None = None  #: int64 [n] tree to which each node belongs (disjoint sampling)
     bound: TimeBound | None = None
     weight: str | None = None  #: float or integer edge attribute; an edge's chance is proportional to it
+    top: bool = False  #: with ``weight``: return the heaviest edges instead of drawing; of equal weights, the first
     exclude: tuple[Ids, Ids] | None = None  #: (targets, sources), int64 [m] each: edges between them are not candidates
     sources: Ids | None = None  #: int64, ascending: only edges from these nodes (induced subgraphs)
     orig_edge: bool = False  #: edge ids are original ids, not global ids
@@ -166,6 +167,7 @@ class SampleSettings:
     replace: bool = False
     disjoint: bool = False  #: a tree per seed that shares no nodes with others; implied by ``time``
     weight: str | None = None  #: edge attribute
+    top: bool = False  #: with ``weight``: return the heaviest neighbours instead of drawing
     time: TimeRule | None = None
     induced: bool = False  #: return all edges between the sampled nodes instead of the drawn ones
     edge_ids: bool = False  #: return edge ids (for torch_geometric's batches and edge features)

@@ -1,4 +1,4 @@
-"""Numba kernels that draw edges by weight, or among edges that meet conditions, such as a latest time.
+"""Numba kernels that draw edges by weight or take the heaviest ones, or draw among edges that meet conditions.
 
 Weighted draws without replacement are an exponential race (Efraimidis and Spirakis, "Weighted random sampling with a
 reservoir", Information Processing Letters 97, 2006).
@@ -46,6 +46,7 @@ class Draws(NamedTuple):
     replace: bool
     last: bool
     weighted: bool
+    top: bool  #: with ``weighted``: take the heaviest edges
     key: Any  #: uint64
 
 
@@ -107,6 +108,8 @@ def draw_candidates(
     """
     if draws.last:
         _take_last(times, slots, ranks, draws.shuffle, picks)
+    elif draws.top:
+        _take_heaviest(slots, ranks, draws.shuffle, picks)
     elif draws.replace and draws.fanout >= 0:
         _take_with_replacement(slots, values, draws.weighted, drawn, picks)
     elif draws.weighted:
@@ -237,6 +240,24 @@ def _take_last(times: Any, slots: Any, ranks: Any, shuffle: int, picks: Any) -> 
         _sort_heap(ranks, slots, wanted)
         for j in range(wanted):
             slots[j] = ~slots[j]
+    for j in range(wanted):
+        picks[j] = slots[j]
+
+
+@_jit
+def _take_heaviest(slots: Any, ranks: Any, shuffle: int, picks: Any) -> None:
+    """Fill ``picks`` with the heaviest edges in ``slots``, the heaviest first; of equal weights, lower slots first.
+
+    ``ranks``: the bits of the weights as int64, which sort like the weights, as these are positive float64.
+    """
+    wanted = len(picks)
+    if wanted and (wanted < len(slots) or shuffle > 0):
+        for k in range(len(slots)):
+            ranks[k] = ~ranks[k]
+        _make_heap(ranks, slots, wanted)
+        for k in range(wanted, len(slots)):
+            _keep_smaller(ranks, slots, k, wanted)
+        _sort_heap(ranks, slots, wanted)
     for j in range(wanted):
         picks[j] = slots[j]
 

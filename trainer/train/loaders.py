@@ -160,6 +160,7 @@ def loader_settings(
         weight=settings.weight_attr,
         time_attr=settings.time_attr,
         last=settings.temporal_strategy == "last",
+        top=settings.neighbors == "top",
         disjoint=settings.disjoint,
         edge_attr=settings.edge_attr,
         categories=categories or {},

@@ -130,6 +130,10 @@ class TrainSettings:
     attention_dropout: float = setting("Dropout probability of attention weights (gat).", 0.0, at_least=0, below=1)
     fanouts: tuple[int, ...] = setting("Neighbours per hop, from the seeds outward; -1: all.", (15, 10, 5))
     eval_fanouts: tuple[int, ...] | None = setting("Fanouts for evaluation; default: fanouts.", None)
+    neighbors: Literal["fanout", "top"] = setting(
+        "Which neighbours: fanout draws them; top takes those of the highest weight_attr, or without it the latest by "
+        "time_attr.", "fanout"
+    )  # fmt: skip
     replace: bool = setting("Sample neighbours with replacement.", False)
     weight_attr: str | None = setting(
         "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,10 @@ while not os.path.exists("go"):
 def test_a_file_has_the_figures_while_the_run_lives(folder: MakeFolder, tmp_path: Path) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
+    left, other = (tmp_path / f"gnnfleet-{name}-node0.prom" for name in ("killed", "alive"))
+    left.touch()
+    other.touch()
+    os.utime(left, (0, 0))
     run = folder(prometheus=str(tmp_path)).rank(python(TRAIN)).start()
     file = tmp_path / "gnnfleet-test-node0.prom"
     wait_until(lambda: file.exists() and "gnnfleet_loss" in file.read_text())
@@ -34,7 +39,9 @@ def test_a_file_has_the_figures_while_the_run_lives(folder: MakeFolder, tmp_path
     assert found["gnnfleet_gpu_memory_used_bytes"] == (of_rank, 7e9) and "gnnfleet_remote_row_ratio" not in found
     assert found["gnnfleet_node_state"] == ({"run": "test", "node": "0", "state": "training"}, 1)
     (run.path / "go").touch()
-    assert run.end()["findings"] == [] and list(tmp_path.glob("*.prom*")) == []
+    assert run.end()["findings"] == [] and list(tmp_path.glob("*.prom*")) == [other], (
+        "left is that of a killed supervisor"
+    )
 
 
 def test_a_folder_that_is_missing_is_a_finding_and_ends_nothing(folder: MakeFolder, tmp_path: Path) -> None:

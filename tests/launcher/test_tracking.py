@@ -14,10 +14,11 @@ import pytest
 from launcher.config.schema import DataConfig, NodeConfig, RunConfig, TrainConfig
 from launcher.node import procs
 from launcher.node.child_process import Loop
-from launcher.node.diagnostics.host_load import HostLoad
+from launcher.node.peers.model import NoPeers
 from launcher.node.spec import NodeSpec, RunNode
 from launcher.node.supervisor import tracking
 from launcher.node.supervisor.journal import Journal
+from launcher.node.supervisor.observer import End, Sight
 from launcher.report.trackers import tracked_runs, tracked_words
 from plan_kit import cluster, facts_of, plan_of
 
@@ -54,27 +55,27 @@ def test_trackers_that_hang_end_with_the_run(tmp_path: Path, loop: Loop, monkeyp
         "job": {"trackers": {"mlflow": {}}},
     }
     spec = NodeSpec("r1", "t", 0, str(tmp_path), (RunNode("a", ranks=(0,)),), None, None, 9.0, 1.0, tracker=command)
-    tracked = tracking.Tracking(journal, loop, loop.turn)
-    tracked.begin(spec)
-    load = HostLoad(str(tmp_path))
-    load.look()
+    tracked = tracking.Tracking(spec, journal, loop, loop.turn)
+    tracked.begin(spec, None)
+    sight = Sight(spec, NoPeers(), {"ranks": {0: {"seeds_per_s": 9.0, "loss": 1.0}}}, [])
     found, deadline = [], time.monotonic() + 60
     while not found and time.monotonic() < deadline:
         loop.turn(0.05)
-        found += tracked.look({0: load.look()}, {0: {"seeds_per_s": 9.0, "loss": 1.0}})
+        found += tracked.look(sight)
     (finding,) = found
     assert (finding["kind"], finding["stop"]) == ("tracker", False)
     assert finding["text"] == "mlflow: no answer; the run itself is not affected"
-    assert tracked.look({}, {}) == []
+    assert tracked.look(sight) == []
 
     began = time.monotonic()
-    tracked.conclude("failed", {"reason": "rank 0 was killed"})
-    assert tracked.close() == [] and time.monotonic() - began < 10
+    end = End("failed", None, report={"reason": "rank 0 was killed"})
+    tracked.conclude(end)
+    assert tracked.ended(sight, end) == [] and time.monotonic() - began < 10
     folder = tmp_path / "track"
-    state, end = (json.loads((folder / name).read_text()) for name in ("mlflow.json", "end.json"))
+    state, told = (json.loads((folder / name).read_text()) for name in ("mlflow.json", "end.json"))
     assert state["token"] is None, "the processes of the ranks are ended by it, earlier"
     assert all(process is None or process.zombie for process in map(procs.look, state["pids"]))
-    assert end == {"state": "failed", "report": {"reason": "rank 0 was killed"}, "patience": 0.1}
+    assert told == {"state": "failed", "report": {"reason": "rank 0 was killed"}, "patience": 0.1}
     figures = json.loads((folder / "nodes.json").read_text())
     assert json.loads((folder / "job.json").read_text()) == command["job"] and set(figures) == {"t", "nodes", "ranks"}
     assert "mlflow: run 7, http://tracker/7" in (tmp_path / "logs/supervisor.log").read_text()

@@ -15,10 +15,13 @@ from launcher.node.record import append_json, why_unwritten, write_json, write_t
 
 
 class LatestWriter:
-    """Writes a file in a background thread; a newer text replaces one that is not yet written."""
+    """Writes a file in a background thread; a newer text replaces one that is not yet written.
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    before: called once in the thread, before the first write.
+    """
+
+    def __init__(self, path: str, before: Callable[[], None] = lambda: None) -> None:
+        self._path, self._before = path, before
         self._next: str | None = None
         self._busy = False
         self._error: OSError | None = None
@@ -46,21 +49,19 @@ class LatestWriter:
         return error
 
     def _write_on(self) -> None:
+        self._before()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._next is not None)
                 text, self._next, self._busy = self._next or "", None, True
-            error = self._write(text)
+            failed: OSError | None = None
+            try:
+                write_text(self._path, text)
+            except OSError as error:
+                failed = error
             with self._changed:
-                self._busy, self._error = False, error
+                self._busy, self._error = False, failed
                 self._changed.notify_all()
-
-    def _write(self, text: str) -> OSError | None:
-        try:
-            write_text(self._path, text)
-        except OSError as error:
-            return error
-        return None
 
 
 _STDOUT = 1

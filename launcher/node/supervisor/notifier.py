@@ -12,18 +12,18 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from launcher.node import procs
-from launcher.node.child_process import Child, Loop
+from launcher.node.child_process import Child
 from launcher.node.json_reader import loads
 from launcher.node.peers.member import Member
-from launcher.node.peers.model import Cause, Peers, sentence
+from launcher.node.peers.model import Peers, sentence
 from launcher.node.programs import notify
 from launcher.node.spec import NodeSpec
-from launcher.node.supervisor.journal import Journal
+from launcher.node.supervisor.observer import End, Finding, Observer, Sight
 
 #: What is told of findings; one that ends the run is told as the failure.
 _FINDINGS = {"nan": "nan", "stall": "stall", "node-lost": "lost", "server-lost": "lost"}
@@ -39,85 +39,84 @@ _SPLITS = ("train_", "val_", "test_")
 _TAIL = 1 << 16  # bytes at the end of the metrics in which the result stands
 
 
-class Notifier:
-    """Sends the messages of one node; none unless this node speaks for the run.
+class Notifier(Observer):
+    """Sends the messages of one node; none unless this node speaks for the run."""
 
-    first: content of node.json. loop: copies the output of the processes that send. idle: waits for so many seconds.
-    """
+    kind = "notify"
 
-    def __init__(self, first: NodeSpec, loop: Loop, journal: Journal, idle: Callable[[float], None]) -> None:
-        self._spec, self._loop, self._journal, self._idle = first, loop, journal, idle
+    def __init__(self, *of_node: Any) -> None:
+        super().__init__(*of_node)
         self._sending: list[tuple[str, Child]] = []  # event and process of each message under way
         self._told: set[tuple[str, Any]] = set()
         self._told_until = 0.0  # time of the last restart: findings before it have been told
 
-    def look(self, peers: Peers, findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    @staticmethod
+    def wanted(spec: NodeSpec) -> bool:
+        return bool(spec.notify)
+
+    def begin(self, spec: NodeSpec, restart: Mapping[str, Any] | None) -> None:
+        """Tell of an automatic restart, if this node is the hub of the new attempt."""
+        if restart is None:
+            return
+        self._told.clear()
+        self._told_until = restart["t"]
+        if spec.hub == spec.node_rank:
+            cause = {"node_rank": restart["cause_node"], "reason": restart["reason"]}
+            self._tell("restart", "running", restart["text"], {"cause": cause, "restarts": spec.generation})
+
+    def look(self, sight: Sight) -> list[Finding]:
         """Send a message about each new finding on any node; return findings about messages that did not arrive."""
-        lost = []
-        for event, child in [one for one in self._sending if not one[1].running()]:
-            self._sending.remove((event, child))
-            self._loop.forget(child)
-            if child.status[0]:
-                why = "; ".join(child.log.tail) or "its process was killed"
-                lost.append(self._finding(f"the message `{event}` did not arrive: {why}"))
-        for one in findings if self._speaks(peers) else ():
+        for one in sight.findings if self._speaks(sight.peers) else ():
             told = _FINDINGS.get(one["kind"])
             # A NaN reaches all ranks, and a stall all nodes: the first is told.
             key = (one["kind"], one["node_rank"] if told == "lost" else None)
             if told and not one["stop"] and one["t"] > self._told_until and key not in self._told:
                 self._told.add(key)
                 self._tell(told, "running", one["text"], {"node_rank": one["node_rank"], "rank": one["rank"]})
-        return lost
+        return self._arrived(0.0)
 
-    def restarted(self, spec: NodeSpec, record: Mapping[str, Any]) -> None:
-        """Send the message about an automatic restart, if this node is the hub of the new attempt."""
-        self._told.clear()
-        self._told_until = record["t"]
-        if spec.hub == spec.node_rank:
-            cause = {"node_rank": record["cause_node"], "reason": record["reason"]}
-            self._tell("restart", "running", record["text"], {"cause": cause, "restarts": spec.generation})
-
-    def ended(self, spec: NodeSpec, peers: Peers, cause: Cause | None) -> list[dict[str, Any]]:
-        """Send the message about the end of the run; wait briefly until it has arrived.
-
-        cause: first cause of the end, None if the run is done. Returns findings about messages that did not arrive.
-        """
-        if not self._speaks(peers):
+    def ended(self, sight: Sight, end: End) -> list[Finding]:
+        """Send the message about the end of the run; wait briefly until it has arrived."""
+        if end.left or not self._speaks(sight.peers):
             return []
+        spec, cause = sight.spec, end.cause
         state = "done" if cause is None else "stopped" if cause["kind"] == "stop" else "failed"
         result = _result(spec)
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items())
         text = f"{state}: {sentence(cause, spec.labels) if cause else shown}".rstrip(": ")
         more = {"cause": cause, "restarts": spec.generation, "result": result}
         self._tell("failure" if state == "failed" else "end", state, text, more)
-        lost = self._wait(_AT_THE_END, peers)
+        lost = self._arrived(_AT_THE_END)
         late = (f"the message `{event}` had not arrived when the run ended" for event, _ in self._sending)
-        return lost + [self._finding(text) for text in late]
+        return lost + [self.finding(text) for text in late]
 
-    def leave(self, peers: Peers) -> list[dict[str, Any]]:
-        """Wait for the messages that are still being sent, at most ``_LEAVING`` seconds. Returns as ``look``."""
-        return self._wait(_LEAVING, peers)
+    def close(self) -> list[Finding]:
+        """Wait for the messages that are still being sent, at most ``_LEAVING`` seconds."""
+        return self._arrived(_LEAVING)
 
-    def _finding(self, text: str) -> dict[str, Any]:
-        about = {"t": time.time(), "kind": "notify", "node_rank": self._spec.node_rank, "rank": None}
-        return {**about, "text": text, "stop": False}
-
-    def _wait(self, seconds: float, peers: Peers) -> list[dict[str, Any]]:
-        until, lost = time.monotonic() + seconds, self.look(peers, [])
-        while self._sending and time.monotonic() < until:
-            self._idle(0.05)
-            lost += self.look(peers, [])
-        return lost
+    def _arrived(self, seconds: float) -> list[Finding]:
+        """Wait at most ``seconds`` for the messages under way; return findings about those that did not arrive."""
+        until, lost = time.monotonic() + seconds, []
+        while True:
+            for event, child in [one for one in self._sending if not one[1].running()]:
+                self._sending.remove((event, child))
+                self.loop.forget(child)
+                if child.status[0]:
+                    why = "; ".join(child.log.tail) or "its process was killed"
+                    lost.append(self.finding(f"the message `{event}` did not arrive: {why}"))
+            if not self._sending or time.monotonic() >= until:
+                return lost
+            self.idle(0.05)
 
     def _speaks(self, peers: Peers) -> bool:
         if isinstance(peers, Member):
             remaining = (k for k in peers.spec.active if str(k) not in peers.lost)
-            return str(peers.spec.hub) in peers.lost and self._spec.node_rank == next(remaining)
+            return str(peers.spec.hub) in peers.lost and self.first.node_rank == next(remaining)
         return True
 
     def _tell(self, event: str, state: str, text: str, more: Mapping[str, Any]) -> None:
-        spec = self._spec
-        if not spec.notify or (spec.notify_on and event not in spec.notify_on):
+        spec = self.first
+        if spec.notify_on and event not in spec.notify_on:
             return
         message = {
             "text": f"gnnfleet {spec.run_id}: {text}",
@@ -131,18 +130,18 @@ class Notifier:
             **more,
         }
         command = spec.trainer or spec.server or {}
-        self._journal.event("notify", event=event, text=text)
+        self.journal.event("notify", event=event, text=text)
         argv = [sys.executable, str(Path(notify.__file__).resolve())]
         for target in spec.notify:
             request = {"targets": [target], "message": message, "env": command.get("env", {}), "pauses": _PAUSES}
             env = {**os.environ, notify.NOTICE: json.dumps(request)}  # not in argv, which all users can read
             env.pop(procs.TOKEN, None)  # the end of an attempt is not its end
             try:
-                child = Child("notify", argv, self._journal.path("logs", "notify.log"), env=env, cwd=spec.run_dir)
+                child = Child("notify", argv, self.journal.path("logs", "notify.log"), env=env, cwd=spec.run_dir)
             except OSError as error:
-                self._journal.log(f"notify: {event}: {error.strerror}")
+                self.journal.log(f"notify: {event}: {error.strerror}")
                 continue
-            self._loop.add(child)
+            self.loop.add(child)
             self._sending.append((event, child))
 
 

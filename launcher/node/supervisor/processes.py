@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launcher.node import procs
@@ -58,13 +58,13 @@ Idle = Callable[[float], object]
 
 def end_processes(
     children: list[Child], book: OutcomeBook, token: str, grace: float, idle: Idle, *, done: bool = False,
-    spared: str = "",
+    spared: Sequence[str] = (),
 ) -> list[procs.Process]:  # fmt: skip
     """End all processes of the run on this node; return those that still run after SIGKILL.
 
     children: the supervisor's child processes. token: marks all processes of the run, in their environment. grace:
     seconds between SIGTERM and SIGKILL. ``idle(seconds)`` waits and keeps the supervisor's heartbeat running. done: no
-    rank of the run needs a graph server any more. spared: variable and value (``NAME=value``) in the environment of
+    rank of the run needs a graph server any more. spared: variables and values (``NAME=value``) in the environment of
     processes that go on.
     """
     book.stopping = True
@@ -82,7 +82,7 @@ def end_processes(
 
     def running() -> list[procs.Process]:
         found = procs.run_processes(f"{procs.TOKEN}={token}", os.getpid())
-        kept = procs.with_variable(spared, found) if spared else []
+        kept = [process for mark in spared for process in procs.with_variable(mark, found)]
         return [process for process in found if process not in kept]
 
     left = procs.end(

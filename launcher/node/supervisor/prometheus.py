@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -10,8 +12,11 @@ from typing import Any
 
 from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.journal import LatestWriter
+from launcher.node.supervisor.observer import Finding, Observer, Sight
 
 _EVERY = 5.0  # seconds between two files; node_exporter is usually asked every 15 s or more
+
+_LEFT = 120.0  # seconds after which a file that was not renewed is that of a supervisor that was killed
 
 #: Gauges of a rank, by the field of its state (``Vitals.ranks``).
 _OF_RANKS = {
@@ -32,46 +37,60 @@ _OF_DEVICES = {
 }
 
 
-class PrometheusFile:
-    """The file ``gnnfleet-RUN-node<k>.prom`` in the folder ``spec.prometheus``; without a folder it does nothing.
+class PrometheusFile(Observer):
+    """The file ``gnnfleet-RUN-node<k>.prom`` in the folder ``spec.prometheus``.
 
-    It is written by a thread, so that a disk that hangs stops nothing, and deleted at the end of the run.
+    It is written by a thread, so that a disk that hangs stops nothing, and deleted at the end of the run. Files that
+    supervisors have left behind, as they were killed, are deleted by the next one that uses the folder.
     """
 
-    def __init__(self, spec: NodeSpec) -> None:
-        self._spec, self._next, self._told = spec, 0.0, False
-        self._path = os.path.join(spec.prometheus, f"gnnfleet-{spec.run_id}-node{spec.node_rank}.prom")
-        self._writer = LatestWriter(self._path)
+    kind = "prometheus"
 
-    def look(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Write the file if it is due. state: content of state.json. Returns a finding once if it cannot be written."""
-        if not self._spec.prometheus:
-            return []
+    def __init__(self, *of_node: Any) -> None:
+        super().__init__(*of_node)
+        self._next, self._told = 0.0, False
+        self._path = os.path.join(
+            self.first.prometheus, f"gnnfleet-{self.first.run_id}-node{self.first.node_rank}.prom"
+        )
+        self._writer = LatestWriter(self._path, before=self._delete_left)
+
+    @staticmethod
+    def wanted(spec: NodeSpec) -> bool:
+        return bool(spec.prometheus)
+
+    def look(self, sight: Sight) -> list[Finding]:
+        """Write the file if it is due. Returns a finding once if it cannot be written."""
         error = self._writer.failed()
         why = f"{self._path} cannot be written: {error.strerror}" if error else ""
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _EVERY
             try:
-                self._writer.put(self._text(state))
+                self._writer.put(self._text(sight.state))
             except ImportError:
                 why = "prometheus_client is not installed here: gnnfleet setup, or pip install prometheus_client"
         if not why or self._told:
             return []
         self._told = True
-        about = {"t": time.time(), "kind": "prometheus", "node_rank": self._spec.node_rank, "rank": None}
-        return [{**about, "text": why, "stop": False}]
+        return [self.finding(why)]
 
-    def close(self) -> None:
-        if self._spec.prometheus:
-            self._writer.settle(1.0)
-            with suppress(OSError):  # it was never written, or the disk hangs
-                os.unlink(self._path)
+    def close(self) -> list[Finding]:
+        self._next = math.inf
+        self._writer.settle(1.0)
+        with suppress(OSError):  # it was never written, or the disk hangs
+            os.unlink(self._path)
+        return []
+
+    def _delete_left(self) -> None:
+        for path in glob.glob(os.path.join(glob.escape(self.first.prometheus), "gnnfleet-*-node*.prom")):
+            with suppress(OSError):  # another user's, or another run deletes it now
+                if time.time() - os.stat(path).st_mtime > _LEFT:
+                    os.unlink(path)
 
     def _text(self, state: Mapping[str, Any]) -> str:
         from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
         registry = CollectorRegistry()
-        run = {"run": self._spec.run_id, "node": str(self._spec.node_rank)}
+        run = {"run": self.first.run_id, "node": str(self.first.node_rank)}
 
         def gauge(name: str, words: str, *labels: str) -> Gauge:
             return Gauge(name, words, [*run, *labels], registry=registry)

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NoReturn
 
 if not __package__:  # run as a file: make the package above importable
@@ -20,7 +21,6 @@ if not __package__:  # run as a file: make the package above importable
 
 from launcher.node import leases, procs
 from launcher.node.child_process import Child, Loop, outcome, signal_name
-from launcher.node.diagnostics.host_load import HostLoad
 from launcher.node.diagnostics.oom import OomWatch
 from launcher.node.environment import process_environment
 from launcher.node.exit_description import describe, describe_stop
@@ -32,6 +32,7 @@ from launcher.node.supervisor.attempt import read_returns, standing_of
 from launcher.node.supervisor.health import DepartedNodes, Health
 from launcher.node.supervisor.journal import Journal, stop_request
 from launcher.node.supervisor.notifier import Notifier
+from launcher.node.supervisor.observer import End, Observer, Sight
 from launcher.node.supervisor.outcomes import MAILBOX, Ended, Mailbox, OutcomeBook
 from launcher.node.supervisor.processes import RankRunners, complete_outcomes, end_processes
 from launcher.node.supervisor.prometheus import PrometheusFile
@@ -50,6 +51,9 @@ _LOST_GRACE = 2.0  # seconds of grace after a lost node: its detection has used 
 
 _LEAVING = 15.0  # seconds beyond the grace to wait for the other supervisors' end or acknowledgement
 
+#: What tells others of the run, in the order in which they end.
+OBSERVERS: tuple[type[Observer], ...] = (PrometheusFile, Notifier, Tracking)
+
 _SIGNALS = {"SIGHUP": "its tmux session was closed", "SIGINT": "Ctrl-C was pressed in its tmux session"}
 
 
@@ -60,11 +64,9 @@ class Supervisor:
         self.journal = Journal(spec.run_dir, spec.node_rank)
         self.loop = Loop(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         self.restarts = Restarts(self.first, self.loop, self.journal)
-        self.notifier = Notifier(self.first, self.loop, self.journal, self.idle)
-        self.tracking = Tracking(self.journal, self.loop, self.idle)
-        self.load, self.began = HostLoad(spec.run_dir), time.monotonic()
-        self.host: dict[str, float] = {}  # load of this machine, for trackers
-        self.prometheus = PrometheusFile(self.first)
+        of_node = (self.first, self.journal, self.loop, self.idle)
+        self.observers = [kind(*of_node) for kind in OBSERVERS if kind.wanted(self.first)]
+        self.began = time.monotonic()
         self.waiting = Waiting(spec, self.journal)
         self.waiting.over |= bool(self.returns)
         self.state, self.final = "starting", ""
@@ -127,7 +129,8 @@ class Supervisor:
                     self.await_turn()
                 self.set_state("starting")
 
-            self.tracking.begin(spec)
+            for observer in self.observers:
+                observer.begin(spec, self.restarts.records[-1] if spec.generation else None)
 
             # Start the graph server and the rank runners. A user's own command is started only once the graph server is
             # ready; ranks of the bundled trainer wait for it themselves.
@@ -232,7 +235,6 @@ class Supervisor:
         self.mailbox.close()
         self.begin(spec, self.peers)
         self.health.findings += [*found, self.restarts.finding]
-        self.notifier.restarted(spec, self.restarts.records[-1])
         self.set_state("starting")
 
     def leaves(self) -> bool:
@@ -423,9 +425,8 @@ class Supervisor:
             grace = 0.0
         elif self.peers.lost or (cause is not None and cause["kind"] == "lost"):
             grace = min(grace, _LOST_GRACE)
-        left = end_processes(
-            self.children, self.book, self.token, grace, self.idle, done=done, spared=self.tracking.mark
-        )
+        spared = [observer.mark for observer in self.observers if observer.mark]
+        left = end_processes(self.children, self.book, self.token, grace, self.idle, done=done, spared=spared)
         if left:
             self.journal.log(f"could not kill: {', '.join(f'{p.pid} {procs.command_line(p.pid)}' for p in left)}")
         complete_outcomes(self.children, self.keeper, self.runners, self.book, self.loop)
@@ -437,13 +438,15 @@ class Supervisor:
         first = self.peers.cause or self.cause
         asked = first and first["asked"] and first["asked"]["now"]
         restarts = self.restarts.state(self.spec, self.peers).get("restarts") or ()
-        report = {
+        words = {
             "seconds": round(time.monotonic() - self.began, 1),
             "reason": sentence(first, self.spec.labels) if first and end.state != "done" else end.reason,
             "restarts": len(restarts),
             "findings": [f"{finding['kind']}: {finding['text']}" for finding in self.health.newest],
         }
-        self.tracking.conclude(end.state, report, now=bool(asked or self.leaves()))
+        ending = End(end.state, first, now=bool(asked or self.leaves()), report=words)
+        for observer in self.observers:
+            observer.conclude(ending)
 
         # Wait until the hub has acknowledged this node's end; as the hub, for the end of all members.
         self.report()
@@ -451,9 +454,9 @@ class Supervisor:
         while not self.peers.may_leave() and time.monotonic() < deadline:
             self.idle(0.05)
         cause = self.peers.cause or self.cause
-        if not self.restarts.left:
-            self.take_findings(self.notifier.ended(self.spec, self.peers, cause))
-        self.take_findings(self.tracking.close())
+        ending = replace(ending, cause=cause, left=self.restarts.left)
+        for observer in self.observers:
+            self.take_findings(observer.ended(self.sight(), ending))
         self.journal.event("node-end", state=end.state, reason=end.reason)
         self.set_state(end.state)
         self.journal.settle(_LEAVING)
@@ -469,8 +472,8 @@ class Supervisor:
             leases.release(self.spec.run_id, self.spec.node_rank)
         except leases.LeaseError as error:
             self.journal.log(f"leases could not be released: {error}")
-        self.prometheus.close()
-        self.take_findings(self.notifier.leave(self.peers))
+        for observer in self.observers:
+            self.take_findings(observer.close())
 
     # State shown to other programs.
 
@@ -481,9 +484,14 @@ class Supervisor:
     def heartbeat(self) -> None:
         self._next_heartbeat = time.monotonic() + HEARTBEAT
         self.oom.look()
-        self.take_findings(self.notifier.look(self.peers, self.health.findings))
-        self.look_at_trackers()
         self.forecast.look(self.health.ranks)
+        sight = self.sight()
+        for observer in self.observers:
+            self.take_findings(observer.look(sight))
+        self.journal.put_state(sight.state)
+        self.report()
+
+    def sight(self) -> Sight:
         state = {
             "state": self.state,
             "time": time.time(),
@@ -499,18 +507,7 @@ class Supervisor:
             "queue": self.waiting.state,
             **self.restarts.state(self.spec, self.peers),
         }
-        self.journal.put_state(state)
-        self.take_findings(self.prometheus.look(state))
-        self.report()
-
-    def look_at_trackers(self) -> None:
-        if self.spec.tracker is None:
-            return
-        self.host = self.load.look()
-        members = self.peers.members if isinstance(self.peers, Hub) else {}
-        nodes = {k: member.host for k, member in members.items()} | {self.spec.node_rank: self.host}
-        ranks = {int(rank): one for member in members.values() for rank, one in member.ranks.items()}
-        self.take_findings(self.tracking.look(nodes, {**ranks, **self.health.ranks}))
+        return Sight(self.spec, self.peers, state, self.health.findings)
 
     def take_findings(self, found: list[dict[str, Any]]) -> None:
         self.health.findings += found
@@ -525,9 +522,10 @@ class Supervisor:
             "stacks": self.health.stacks,
             "waits": self.health.waits,
             "own_ranks": list(self.spec.ranks),
-            "host": self.host,
             "place": self.waiting.place,
         }
+        for observer in self.observers:
+            signs |= observer.signs
         if self.spec.restarts:
             standing = self.restarts.standing and self.restarts.standing.to_json()
             signs |= {"generation": self.spec.generation, "standing": standing}

@@ -24,6 +24,12 @@ class Module:
     def import_statements(self) -> list[ast.Import | ast.ImportFrom]:
         return list(_imports_in(self.body))
 
+    @cached_property
+    def loaded_statements(self) -> list[ast.Import | ast.ImportFrom]:
+        """Those that are carried out when the module is imported: not inside functions, nor for type checkers."""
+        outer = [node for node in self.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        return list(_imports_in(node for node in outer if not _is_for_type_checkers(node)))
+
     @property
     def package(self) -> str:
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
@@ -39,12 +45,12 @@ def read_modules(repository: Path, packages: Iterable[str] = PACKAGES) -> dict[s
     return found
 
 
-def imported(module: Module, known: Collection[str]) -> Iterator[str]:
-    """Yield the dotted names that ``module`` imports, also inside functions.
+def imported(module: Module, known: Collection[str], *, loaded: bool = False) -> Iterator[str]:
+    """Yield the dotted names that ``module`` imports, also inside functions; ``loaded``: only when it is imported.
 
     Raises ``ValueError`` for a relative import.
     """
-    for node in module.import_statements:
+    for node in module.loaded_statements if loaded else module.import_statements:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         else:
@@ -52,6 +58,10 @@ def imported(module: Module, known: Collection[str]) -> Iterator[str]:
                 raise ValueError(f"{module.path}:{node.lineno}: relative import")
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in known else node.module for name in names)
+
+
+def _is_for_type_checkers(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _imports_in(statements: Iterable[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -64,9 +74,9 @@ def _imports_in(statements: Iterable[ast.AST]) -> Iterator[ast.Import | ast.Impo
                 yield from _imports_in(inner)
 
 
-def module_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
+def module_graph(modules: Mapping[str, Module], *, loaded: bool = False) -> dict[str, set[str]]:
     return {
-        name: {other for other in imported(module, modules) if other in modules and other != name}
+        name: {other for other in imported(module, modules, loaded=loaded) if other in modules and other != name}
         for name, module in modules.items()
     }
 

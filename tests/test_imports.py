@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from import_graph import circles, imported, module_graph, package_graph, read_modules
+from import_graph import circles, imported, module_graph, package_graph, reached, read_modules
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = read_modules(REPOSITORY)
@@ -39,6 +39,30 @@ FOREIGN = {
 PACKAGES_ON_NODES = {
     "launcher.node.remote_folder": ["fsspec"],
     "launcher.node.supervisor.prometheus": ["prometheus_client"],
+}
+#: Features whose modules a launch, or the command line, imports only if they are used.
+LOADED_WHEN_USED = {
+    "launcher.run.launch": {
+        "report.html": "launcher.report.html",
+        "Slurm": "launcher.transport.slurm launcher.transport.slurm_client launcher.run.batch_job launcher.plan.sbatch",
+        "SSH": "launcher.transport.ssh launcher.transport.openssh launcher.transport.auth launcher.transport.fallback",
+        "data.store": "launcher.sync.parts_store launcher.sync.store_progress launcher.node.store "
+        "launcher.node.remote_folder launcher.config.store_consistency launcher.preflight.store_access",
+        "files of other launchers": "launcher.config.importers.detect launcher.config.importers.glt "
+        "launcher.config.importers.hostfile launcher.config.importers.ansible launcher.config.importers.pyg_command "
+        "launcher.config.importers.partition_folder",
+        "own commands and models": "launcher.plan.own_script launcher.plan.script_imports",
+        "wrap": "launcher.plan.wrap launcher.preflight.check_container",
+        "data.mode: verify": "launcher.sync.verify_parts launcher.preflight.shared_folder",
+        "train.track": "launcher.plan.tracking",
+        "run.notify": "launcher.preflight.notices launcher.node.programs.notify",
+        "run.encrypt": "launcher.plan.service_key",
+        "--nodes-needed, --include": "launcher.run.choose_hosts launcher.config.host_filter",
+        "--wait": "launcher.report.waiting",
+        "GPUs, bfloat16": "launcher.plan.device_sampling launcher.plan.precision",
+        "commands on runs, serving, sweeps": "launcher.manage launcher.serving launcher.sweep launcher.report.verdict "
+        "launcher.report.compare launcher.report.run_history",
+    },
 }
 #: Modules that users import or run; no other module imports them.
 ENTRIES = {"launcher.__main__", "trainer.__main__"}
@@ -94,6 +118,18 @@ def test_node_programs_use_the_standard_library_only() -> None:
 def test_no_import_cycles_among_packages_or_files() -> None:
     assert circles(package_graph(MODULES)) == []
     assert circles(module_graph(MODULES)) == []
+
+
+@pytest.mark.parametrize(("start", "most"), [("launcher.run.launch", 92)])
+def test_features_are_imported_where_they_are_used(start: str, most: int) -> None:
+    loaded = reached(module_graph(MODULES, loaded=True), start)
+    features = LOADED_WHEN_USED[start]
+    for feature, packages in features.items():
+        for package in packages.split():
+            assert any(within(module, package) for module in MODULES), f"{package} is gone; correct LOADED_WHEN_USED"
+            needless = [module for module in loaded if within(module, package)]
+            assert needless == [], f"{start} imports what only {feature} needs; import it inside a function"
+    assert len(loaded) <= most, f"{start} imports {len(loaded)} modules; `make size` says how many it did before"
 
 
 def test_import_cycles_are_found() -> None:

@@ -6,6 +6,7 @@ placeholders, so that the config can be checked and planned.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ def _devices(environ: Mapping[str, str]) -> tuple[int | str, ...]:
     if len(visible) == number and all(word.isdecimal() for word in visible):
         return tuple(map(int, visible))
     return tuple(range(number))
+
+
+def in_batch_job(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process belongs to the script of a Slurm batch job (sbatch), not to an interactive job (salloc)."""
+    return environ.get("ENVIRONMENT") == "BATCH" and bool(environ.get("SLURM_JOB_ID"))
 
 
 def decides_nodes(key: str) -> bool:

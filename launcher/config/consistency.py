@@ -11,7 +11,6 @@ from launcher.config.cache_size import parse_bytes
 from launcher.config.dataset_names import misspelt
 from launcher.config.roles import host_key
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, node_workdir
-from launcher.config.store_consistency import check_store
 from launcher.config.train_consistency import check_cache_size, check_training
 from launcher.config.validation import Reader
 from launcher.node.environment import RANK_VARIABLES
@@ -253,7 +252,10 @@ def _data(config: ClusterConfig, reader: Reader) -> None:
     memory, place = data.partition.memory, ("data", "partition", "memory")
     if memory is not None and not _MEMORY.fullmatch(memory.strip()) and reader.good(place):
         reader.report(place, f"data.partition.memory: expected a size (4GB), found `{memory}`")
-    check_store(config, reader)
+    if data.store is not None or data.store_options or data.store_limit is not None:
+        from launcher.config.store_consistency import check_store
+
+        check_store(config, reader)
     if data.serving:
         _serving(config, reader)
     elif not data.dataset and ("data",) not in reader.bad and reader.good(("data", "dataset"), ("data", "serving")):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from launcher.config.schema import TRACKERS, ClusterConfig, NodeConfig
 from launcher.errors import node_label
-from launcher.node.remote_folder import PACKAGES, scheme_of
 
 
 def host_key(config: ClusterConfig, node: NodeConfig) -> str:
@@ -50,6 +49,8 @@ def store_packages(config: ClusterConfig) -> tuple[str, ...]:
     """Return the Python packages that nodes with parts need to read ``data.store``; () if it is not set."""
     if config.data.store is None:
         return ()
+    from launcher.node.remote_folder import PACKAGES, scheme_of
+
     special = PACKAGES.get(scheme_of(config.data.store))
     return ("fsspec", special) if special else ("fsspec",)
 

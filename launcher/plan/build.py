@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,17 +19,12 @@ from launcher.config.schema import login_text
 from launcher.errors import UsageError
 from launcher.hostlist import fold
 from launcher.plan.commands import PlanContext, own_argv, with_commands
-from launcher.plan.device_sampling import sampling_line
 from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
-from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated
-from launcher.plan.own_script import checkpoint_file, own_command_files, own_model_files
+from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, OwnCommand, PlannedFile, copied, generated
 from launcher.plan.partition import PartitionFiles, outdated, partitioning, read_partition_files
 from launcher.plan.placement import place_nodes
-from launcher.plan.precision import precision_notes
 from launcher.plan.serialize import run_json
-from launcher.plan.service_key import new_key_pair
 from launcher.plan.topology import decide
-from launcher.plan.tracking import earlier_files
 from launcher.plan.trainable import check_model_class, check_trainable
 from launcher.text import count, spans
 
@@ -76,13 +71,17 @@ def make_plan(
     Raises UsageError if a file named in ``own_command`` or in the config does not exist.
     """
     inputs = _Inputs(config, facts or {}, manifest, serving)
-    own = own_command_files(own_command, config.run.files, cwd) if own_command else None
-    model = None if own_command or config.serve_only else own_model_files(config, cwd)
+    own, model = _own_files(config, own_command, cwd)
     running = {node.node_rank: node for node in before.nodes if node.node_rank not in inputs.facts} if before else {}
     nodes = place_nodes(config, run_id, inputs.facts, code_digest, inputs.parts, serving, running, own is not None)
     resumed = config.train.resume if not config.serve_only else None
     started = config.train.start if resumed is None and not (own or config.serve_only) else None
-    checkpoint = checkpoint_file("resume", resumed, config, cwd) if resumed is not None else None
+    checkpoint = _checkpoint_file("resume", resumed, config, cwd) if resumed is not None else None
+    tracked: tuple[PlannedFile, ...] = ()
+    if config.train.track and checkpoint:
+        from launcher.plan.tracking import earlier_files
+
+        tracked = earlier_files(checkpoint.source)
     context = PlanContext(
         config=config,
         facts=inputs.facts,
@@ -94,8 +93,8 @@ def make_plan(
         own=own,
         model=model,
         resume=checkpoint,
-        tracked=earlier_files(checkpoint.source) if config.train.track and checkpoint else (),
-        start=checkpoint_file("start", started.checkpoint, config, cwd) if started is not None else None,
+        tracked=tracked,
+        start=_checkpoint_file("start", started.checkpoint, config, cwd) if started is not None else None,
         serving=serving,
         version=before.version + 1 if before else 1,
         topology=decide(config, nodes, config.num_parts, inputs.parts, inputs.facts),
@@ -144,6 +143,8 @@ def final_plan(
     )
     contents = {"run.json": run_json(plan)}
     if plan.encrypted:
+        from launcher.plan.service_key import new_key_pair
+
         contents["service.key"] = service_key or Secret(json.dumps(new_key_pair()))
 
     def complete(node: NodePlan, file: PlannedFile) -> PlannedFile:
@@ -152,6 +153,31 @@ def final_plan(
 
     nodes = (replace(node, files=tuple(complete(node, file) for file in node.files)) for node in plan.nodes)
     return replace(plan, nodes=tuple(nodes))
+
+
+def _own_files(
+    config: ResolvedConfig, own_command: tuple[str, ...], cwd: Path
+) -> tuple[OwnCommand | None, OwnCommand | None]:
+    """Return the user's command and the user's model class, each with the files that are sent for it."""
+    if not own_command and (config.serve_only or ":" not in config.train.model):
+        return None, None
+    from launcher.plan.own_script import own_command_files, own_model_files
+
+    if own_command:
+        return own_command_files(own_command, config.run.files, cwd), None
+    return None, own_model_files(config, cwd)
+
+
+def _checkpoint_file(name: str, wanted: str, config: ResolvedConfig, cwd: Path) -> PlannedFile:
+    """Return the checkpoint for ``train.resume`` or ``train.start``, as ``name``.pt in the run folder.
+
+    ``wanted``: its path, or the id of a run. Raises UsageError if it does not exist.
+    """
+    of_run = cwd / config.run.runs_dir / wanted / "checkpoints" / "last.pt"
+    for path in (cwd / wanted, of_run):
+        if path.is_file():
+            return copied(f"{name}.pt", path)
+    raise UsageError(f"train.{name}: there is no file `{wanted}`, and no run with this id has a checkpoint ({of_run})")
 
 
 @dataclass(frozen=True)
@@ -185,6 +211,16 @@ def _launch_plan(
 ) -> LaunchPlan:
     config, own, topology = context.config, context.own, context.topology
     bundled = own is None and not config.serve_only
+    precision: Iterable[str] = ()
+    if bundled and config.train.precision == "bfloat16":
+        from launcher.plan.precision import precision_notes
+
+        precision = precision_notes(config, inputs.facts)
+    sampling = ""
+    if bundled and any(node.devices for node in nodes):
+        from launcher.plan.device_sampling import sampling_line
+
+        sampling = sampling_line(config, nodes, topology, inputs.parts, inputs.facts)
     return LaunchPlan(
         run_id=context.run_id,
         name=config.name,
@@ -197,17 +233,13 @@ def _launch_plan(
         runs_dir=config.run.runs_dir,
         code_digest=code_digest,
         final=inputs.facts_known and inputs.parts_known,
-        notes=(
-            *_notes(inputs),
-            *(own.notes if own else ()),
-            *(precision_notes(config, inputs.facts) if bundled else ()),
-        ),
+        notes=(*_notes(inputs), *(own.notes if own else ()), *precision),
         control_port=nodes[context.lead].control_port or None,
         lead=context.lead,
         serving=config.data.serving or "",
         version=context.version,
         topology=topology,
-        sampling=sampling_line(config, nodes, topology, inputs.parts, inputs.facts) if bundled else "",
+        sampling=sampling,
         dataset=config.data.dataset,
         encrypted=context.encrypted,
         own_command=tuple(own_argv(own, nodes[context.lead])) if own else (),

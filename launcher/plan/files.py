@@ -17,7 +17,6 @@ from launcher.plan.commands import PlanContext, tracker_command
 from launcher.plan.model import NodePlan, PlannedFile, copied, generated
 from launcher.plan.partition import PartFile, PartitionFiles
 from launcher.plan.placement import endpoint
-from launcher.plan.tracking import tracking_job
 
 FETCH_SPEC = "fetch.json"  #: file of a run folder: what ``launcher/node/store/fetch_parts.py`` fetches
 
@@ -170,7 +169,11 @@ def _node_spec(context: PlanContext, node: NodePlan) -> NodeSpec:
     """Return the content of the node's node.json, without the list of nodes."""
     run, config = context.config.run, context.config
     restarts = run.restarts if context.world.size else 0
-    command = tracker_command(context, node)
+    tracker, command = None, tracker_command(context, node)
+    if command:
+        from launcher.plan.tracking import tracking_job
+
+        tracker = {**_process(command), "job": tracking_job(context)}
     return NodeSpec(
         run_id=context.run_id,
         token=context.token.reveal(),
@@ -197,7 +200,7 @@ def _node_spec(context: PlanContext, node: NodePlan) -> NodeSpec:
         notify_on=run.notify_on,
         prometheus=run.prometheus or "",
         data_dir=node.data_dir if restarts and config.data.mode == "verify" else "",
-        tracker={**_process(command), "job": tracking_job(context)} if command else None,
+        tracker=tracker,
         queued_at=context.queued_at,
         wait_limit=context.wait_limit,
         epochs=config.train.epochs if context.own is None and context.world.size else 0,

@@ -141,6 +141,15 @@ class Partitioning:
 
 
 @dataclass(frozen=True)
+class OwnCommand:
+    """A user's command as it runs on every node, and the files for its working folder."""
+
+    argv: tuple[str, ...]
+    files: tuple[PlannedFile, ...]  #: dest relative to ``files/``
+    notes: tuple[str, ...]  #: notes for the user
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
     """The plan of a run or of a serving cluster: its nodes, ports, files and commands."""
 

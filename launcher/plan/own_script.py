@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config.schema import ClusterConfig
 from launcher.errors import UsageError
-from launcher.plan.model import PlannedFile, copied
+from launcher.plan.model import OwnCommand, copied
 from launcher.plan.script_imports import imported_modules, package_top
 
 _MOST_MODULES, _MOST_BYTES = 2000, 64 << 20  # of modules that are sent because a script imports them
-
-
-@dataclass(frozen=True)
-class OwnCommand:
-    """A user's command as it runs on every node, and the files for its working folder."""
-
-    argv: tuple[str, ...]
-    files: tuple[PlannedFile, ...]  #: dest relative to ``files/``
-    notes: tuple[str, ...]  #: notes for the user
 
 
 def own_command_files(
@@ -63,15 +53,12 @@ def own_command_files(
     return OwnCommand(tuple(words), planned, tuple(notes))
 
 
-def own_model_files(config: ClusterConfig, cwd: Path) -> OwnCommand | None:
+def own_model_files(config: ClusterConfig, cwd: Path) -> OwnCommand:
     """Collect the file of the class that ``train.model`` names, the modules that it imports, and ``run.files``.
 
-    Returns them as those of the command ``python FILE``; None if the model is a bundled one, or of an installed
-    package. Raises UsageError as ``own_command_files``.
+    Returns them as those of the command ``python FILE``. Raises UsageError as ``own_command_files``.
     """
-    name, colon, _ = config.train.model.rpartition(":")
-    if not colon:
-        return None
+    name = config.train.model.rpartition(":")[0]
     if not (cwd / name).is_file():
         raise UsageError(
             f"train.model: there is no file `{name}` in {cwd.absolute()}, the folder from which files are sent"
@@ -119,18 +106,6 @@ def _check_script(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -> 
             f"your own command: there is no file `{script}` in {cwd.absolute()}, the folder from which files are "
             "sent. Change to the folder of the script, or give an absolute path if the script is already on the nodes"
         )
-
-
-def checkpoint_file(name: str, wanted: str, config: ClusterConfig, cwd: Path) -> PlannedFile:
-    """Return the checkpoint for ``train.resume`` or ``train.start``, as ``name``.pt in the run folder.
-
-    ``wanted``: its path, or the id of a run. Raises UsageError if it does not exist.
-    """
-    of_run = cwd / config.run.runs_dir / wanted / "checkpoints" / "last.pt"
-    for path in (cwd / wanted, of_run):
-        if path.is_file():
-            return copied(f"{name}.pt", path)
-    raise UsageError(f"train.{name}: there is no file `{wanted}`, and no run with this id has a checkpoint ({of_run})")
 
 
 def _dest(path: Path, cwd: Path) -> str:

@@ -19,7 +19,6 @@ from launcher.node.environment import RANK_VARIABLES
 from launcher.plan.model import NO_SITE, Login, NodeFacts, NodePlan, target_text
 from launcher.plan.partition import PartitionFiles
 from launcher.plan.ports import choose, lead_candidates, service_candidates
-from launcher.plan.wrap import wrapped
 
 _SOURCE_CONDA = (
     """for root in "${CONDA_EXE%/bin/conda}" "$HOME"/{miniconda3,miniforge3,mambaforge,anaconda3} """
@@ -188,6 +187,10 @@ def container(
     () without ``wrap``. env: the variables that the command gets. data_dir: the partition folder; '' for none.
     """
     node, run = config.nodes[node_rank], config.run
+    if not node.wrap:
+        return ()
+    from launcher.plan.wrap import wrapped
+
     store = (config.data.store or "").partition("file://")[2]
     folders = [at_home(node_workdir(node, node_rank), fact), data_dir, store, run.prometheus or ""]
     folders += [at_home(node.env["GNNFLEET_KERNELS"], fact)] if "GNNFLEET_KERNELS" in node.env else []

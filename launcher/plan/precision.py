@@ -15,8 +15,6 @@ _OLD_DEVICE = re.compile(r"\b([KPV]\d{1,3}|M\d{2,3}|T\d{1,4}|GTX|TITAN|RTX 20\d\
 
 def precision_notes(config: ResolvedConfig, facts: Mapping[int, NodeFacts]) -> Iterable[str]:
     """Yield a note for each kind of node: whether bfloat16 pays there. Nodes without facts are left out."""
-    if config.train.precision != "bfloat16":
-        return
     kinds: dict[str, list[int]] = {}
     for k, node in enumerate(config.nodes):
         if node.trains and k in facts:

@@ -74,8 +74,6 @@ def ask_container(inquiry: Inquiry, k: int, fact: NodeFacts, outside: NodeAgent,
 
 
 def container_findings(survey: Survey, k: int) -> Iterator[Finding]:
-    if not survey.config.nodes[k].wrap:
-        return
     inside, outside = survey.probes[k]["inside"], survey.probes[k]["outside"]
     apart = [name for name in _SHARED if inside["namespaces"][name] != outside["namespaces"][name]]
     for name in apart:

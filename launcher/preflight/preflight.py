@@ -13,7 +13,6 @@ from launcher.errors import FleetError, TransportError
 from launcher.plan.model import NodeFacts
 from launcher.plan.placement import outer_python
 from launcher.plan.ports import candidate_ports
-from launcher.preflight.check_container import agent_in_container, ask_container, container_findings
 from launcher.preflight.check_devices import device_findings
 from launcher.preflight.check_health import speed_findings
 from launcher.preflight.check_machine import machine_findings, same_machine
@@ -22,10 +21,7 @@ from launcher.preflight.check_packages import package_findings
 from launcher.preflight.check_storage import storage_findings
 from launcher.preflight.connectivity import ConnectivityTest, interface_of
 from launcher.preflight.finding import Finding, Survey, connect_finding
-from launcher.preflight.notices import notice_findings
 from launcher.preflight.preflight_report import PreflightReport
-from launcher.preflight.shared_folder import SharedFolderTest
-from launcher.preflight.store_access import store_findings
 from launcher.preflight.survey import Inquiry
 from launcher.transport.base import Transport
 from launcher.transport.fanout import Answers, on_nodes
@@ -36,8 +32,12 @@ def all_findings(survey: Survey) -> list[Finding]:
     found: list[Finding] = []
     for node_rank in sorted(survey.probes):
         found.append(survey.finding(node_rank, "ok", "connect", "connected"))
-        for check in (machine_findings, container_findings, storage_findings, device_findings):
+        for check in (machine_findings, storage_findings, device_findings):
             found += check(survey, node_rank)
+        if survey.config.nodes[node_rank].wrap:
+            from launcher.preflight.check_container import container_findings
+
+            found += container_findings(survey, node_rank)
     found += package_findings(survey)
     found += same_machine(survey)
     return found
@@ -88,12 +88,18 @@ def run_preflight(
         working = {k: agents[k] for k in facts}
         trainers = working | {k: inside[k] for k in inside if k in facts}  # agents with the trainer's packages
         if config.data.store is not None:
+            from launcher.preflight.store_access import store_findings
+
             findings += store_findings(survey, trainers)
         if speed:
             findings += speed_findings(survey, trainers)
         if notify:
+            from launcher.preflight.notices import notice_findings
+
             findings += notice_findings(survey, working)
         if config.data.mode == "verify":
+            from launcher.preflight.shared_folder import SharedFolderTest
+
             findings += SharedFolderTest(survey, working).findings()
         if config.transport != "local" and len(facts) > 1:
             connectivity = ConnectivityTest(config, probes, facts, working).run()
@@ -158,6 +164,8 @@ def probe_all(
         transports[k].check_sessions()
         offset = agents[k].clock_offset(_CALL_MARGIN)
         if inquiry.config.nodes[k].wrap:
+            from launcher.preflight.check_container import agent_in_container, ask_container
+
             fact = _facts(inquiry.config, k, reply, offset)
             inside[k] = agent_in_container(inquiry, k, fact, transports[k])
             reply |= ask_container(inquiry, k, fact, agents[k], inside[k])

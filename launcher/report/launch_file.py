@@ -18,7 +18,6 @@ from launcher.files import write_whole
 from launcher.node import procs
 from launcher.node.json_reader import Record, flag, items, loads, moment, natural, none_or, one_of, text
 from launcher.text import clock_time
-from launcher.transport.slurm_client import job_status
 
 Stage = Literal["queue", "connect", "preflight", "partition", "sync", "start", "train", "collect", "end"]
 
@@ -137,6 +136,8 @@ class LaunchFile:
         For a launcher in a batch job: whether the job has not ended yet; None if Slurm does not tell.
         """
         if self.slurm_job:
+            from launcher.transport.slurm_client import job_status
+
             try:
                 return not job_status(self.slurm_job).ended
             except FleetError:
@@ -148,8 +149,12 @@ class LaunchFile:
     @property
     def requeued(self) -> bool:
         """Whether the batch job that launched the run waits in its queue again; its next start resumes the run."""
+        if not self.slurm_job or self.stage == "queue":
+            return False
+        from launcher.transport.slurm_client import job_status
+
         try:
-            return bool(self.slurm_job) and self.stage != "queue" and job_status(self.slurm_job).state == "PENDING"
+            return job_status(self.slurm_job).state == "PENDING"
         except FleetError:
             return False
 

@@ -36,46 +36,34 @@ done
 """
 
 
-def in_batch_job(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process belongs to the script of a Slurm batch job (sbatch), not to an interactive job (salloc)."""
-    return environ.get("ENVIRONMENT") == "BATCH" and bool(environ.get("SLURM_JOB_ID"))
-
-
-def batch_job(config: ClusterConfig) -> str:
-    """Return the id of the batch job whose script is this launcher; '' for none."""
-    return (config.slurm_job or "") if in_batch_job() else ""
-
-
 class JobWarning:
-    """Context manager that handles SIGUSR1 in a batch job; without effect elsewhere."""
+    """Context manager that handles SIGUSR1 in a batch job."""
 
     def __init__(self, interrupts: Interrupts) -> None:
         self.interrupts, self.received = interrupts, False
         self.save: Callable[[], object] | None = None  #: saves a checkpoint of the run; None while no run goes on
-        self._before: signal.Handlers | Callable[[int, FrameType | None], object] | int | None = None
 
     def __enter__(self) -> JobWarning:
-        if in_batch_job():
-            self.interrupts.patient = True
-            self._before = signal.signal(signal.SIGUSR1, self._handle)
+        self.interrupts.patient = True
+        signal.signal(signal.SIGUSR1, self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a second warning must not end what is left to do
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a second warning must not end what is left to do
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.received:
             self.received = True
             self.interrupts.cause = f"Slurm (end of job {os.environ['SLURM_JOB_ID']})"
-            threading.Thread(target=self._act, name="job-warning", daemon=True).start()
 
-    def _act(self) -> None:
-        if self.save is not None:
-            self.save()
-        os.kill(os.getpid(), signal.SIGTERM)
+            def act() -> None:
+                if self.save is not None:
+                    self.save()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+            threading.Thread(target=act, name="job-warning", daemon=True).start()
 
 
 def request_checkpoint(plan: LaunchPlan, transports: Mapping[int, Transport], say: Callable[[str], object]) -> None:

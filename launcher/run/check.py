@@ -22,7 +22,6 @@ from launcher.preflight.preflight import run_preflight
 from launcher.preflight.preflight_report import PreflightReport, print_findings, verdict
 from launcher.report.explain import hint
 from launcher.run.options import LaunchOptions
-from launcher.sync.verify_parts import PartsDiffer, verify
 from launcher.text import count
 from launcher.transport import Opened, close_all, connect_all
 from launcher.transport.base import Transport
@@ -56,6 +55,8 @@ def run_check(
 def _compared_parts(
     config: ResolvedConfig, options: LaunchOptions, report: PreflightReport, attempts: Opened
 ) -> list[Finding]:
+    from launcher.sync.verify_parts import PartsDiffer, verify
+
     plan = final_plan(config, run_id=options.run_id or "check", facts=report.facts, own_command=options.own_command)
     holding = [node.node_rank for node in plan.nodes if node.parts]
 

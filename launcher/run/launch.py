@@ -18,6 +18,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from launcher.command import Secret
+from launcher.config.allocation import in_batch_job
 from launcher.config.loader import to_yaml
 from launcher.config.resolve import ResolvedConfig, resolve_run
 from launcher.config.roles import ServingCluster
@@ -36,17 +37,14 @@ from launcher.report.events import EventLog
 from launcher.report.launch_file import LaunchFile, Stage, user_at_host
 from launcher.report.report import RunReport, RunState
 from launcher.report.run_folder import clear, register
-from launcher.run.batch_job import JobWarning, batch_job, in_batch_job, request_checkpoint, requeue_job
 from launcher.run.check import preflight_of_draft, show_findings
-from launcher.run.choose_hosts import choose_hosts
 from launcher.run.interrupts import Interrupts
 from launcher.run.lifecycle import RunContext, conduct
 from launcher.run.options import LaunchOptions, choose_run_id, run_folder
 from launcher.run.tmux_session import start_session
-from launcher.sync.parts_store import held_parts
+from launcher.sync.parts import held_parts
 from launcher.sync.progress import transfer_progress
 from launcher.sync.push import sync
-from launcher.sync.verify_parts import verify
 from launcher.text import count
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
@@ -78,7 +76,7 @@ class LaunchContext(RunContext):
     def __init__(self, config: ResolvedConfig, options: LaunchOptions, run_id: str, console: Console):
         self.config, self.options, self.run_id, self.console = config, options, run_id, console
         self.folder = run_folder(config, run_id)
-        self.file = options.launch_file(run_id, config.name, job=batch_job(config))
+        self.file = options.launch_file(run_id, config.name, job=(config.slurm_job or "") if in_batch_job() else "")
         self.notes: tuple[str, ...] = ()  #: findings that block the launch, for result.json
         super().__init__(config.run, self.folder, self.file.started, self._open_folder(), console, options.plain)
         self.held = ExitStack()  #: closed when the parts have been sent: until then nobody replaces them
@@ -153,13 +151,24 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
     first training step. Raises FleetError for a failure before anything runs on the nodes, Interrupted, and OutOfReach
     for a run that goes on without this machine; failures on the nodes are in the report.
     """
-    config = choose_hosts(config, options, console) if options.nodes_needed else config
+    if options.nodes_needed:
+        from launcher.run.choose_hosts import choose_hosts
+
+        config = choose_hosts(config, options, console)
     resolved = resolve_run(config)
     run_id = choose_run_id(config, options.run_id)
     # finds mistakes in the own command and in local parts before any connection is made
     draft = offline_plan(resolved, run_id, options.own_command, to_train=True)
     context = LaunchContext(resolved, options, run_id, console)
-    with Interrupts() as interrupts, closing(context.events), context.held, JobWarning(interrupts) as warning:
+    with ExitStack() as whole:
+        interrupts = whole.enter_context(Interrupts())
+        whole.enter_context(closing(context.events))
+        whole.enter_context(context.held)
+        warning = None
+        if in_batch_job():
+            from launcher.run.batch_job import JobWarning, request_checkpoint, requeue_job
+
+            warning = whole.enter_context(JobWarning(interrupts))
         try:
             with ExitStack() as opened:  # left before the end of the launch is recorded
                 attached = opened.enter_context(attach(run_id)) if attach else None
@@ -195,7 +204,8 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
                 )
                 for note in attached.check_reachable(plan, transports) if attached else ():
                     context.say(f"note: {note}", "yellow")
-                warning.save = partial(request_checkpoint, plan, transports, context.say)
+                if warning is not None:
+                    warning.save = partial(request_checkpoint, plan, transports, context.say)
                 print_placement(plan, console)
                 context.write_file("run.json", run_json(plan))
                 if plan.train is not None and is_own_model(plan.train.model):
@@ -241,7 +251,7 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
     # A batch job that has lost a node, or that has used its time, is requeued, to resume the run; not one that stalled.
     first = report.first_failure if report.state == "failed" else None
     lost_node = first is not None and first.name == "node" and not first.found
-    if in_batch_job() and (lost_node or (warning.received and report.state == "stopped")):
+    if warning is not None and (lost_node or (warning.received and report.state == "stopped")):
         requeue_job(resolved, run_id, context.folder, context.say)
     return report
 
@@ -303,6 +313,8 @@ def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
 def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:
     """Send the files of ``plan`` to its nodes; with ``data.mode: verify``, first verify the parts on the nodes."""
     if context.config.data.mode == "verify" and not context.config.data.serving:
+        from launcher.sync.verify_parts import verify
+
         checked = verify(plan, transports)
         if not context.options.own_command and not plan.serve_only:
             check_trainable(context.config, checked.manifest)

@@ -15,7 +15,6 @@ from launcher.errors import OutOfReach
 from launcher.plan.model import LaunchPlan
 from launcher.report.ending import checkpoint_node, conclude
 from launcher.report.events import EventLog
-from launcher.report.html.render import write_report
 from launcher.report.launch_file import Stage
 from launcher.report.report import RunReport, excluded_names, print_report, resume_command
 from launcher.run.interrupts import InterruptPrompt, Interrupts
@@ -117,6 +116,8 @@ def conduct(
         report.notes.append(interrupts.message)
         raise
     finally:
+        from launcher.report.html.render import write_report
+
         conclude(report, plan, time.time() - context.started, offsets)
         write_report(report)
     context.events.add("end", state=report.state, exit_status=report.exit_status, seconds=report.seconds)

@@ -21,7 +21,6 @@ from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import ExpendableNodes, nodes_reported_lost
 from launcher.report.events import EventLog, finding_words
 from launcher.report.report import Detached, Lost, RunReport
-from launcher.report.waiting import waiting_words
 from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.live_log import LiveLog
 from launcher.run.node_stream import NodeMessage, NodeStream, for_machines
@@ -323,7 +322,11 @@ class RunFollower:
         queued = bool(self._queued)
         if queued and len(self._states) < len(self._nodes):
             return
-        text = waiting_words(self._states) if queued else ""
+        text = ""
+        if queued:
+            from launcher.report.waiting import waiting_words
+
+            text = waiting_words(self._states)
         if text and text != self._waiting:
             self.live.say(text, "yellow")
         if self._waiting and not queued:

@@ -20,10 +20,8 @@ from launcher.config.importers.base import (
     named_dataset_overrides,
     node_overrides,
 )
-from launcher.config.importers.partition_folder import named_parts
 from launcher.config.schema import ClusterConfig
 from launcher.errors import UsageError
-from launcher.plan.sbatch import parse_options
 from launcher.report.launch_file import LaunchFile, Stage, waits_for_job
 from launcher.report.run_folder import never_ran
 from launcher.text import count, duration
@@ -105,8 +103,12 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[Overri
     """
     nodes = node_overrides(values["nodes"]) if values.get("nodes") and values["config"] != NODES_ONLY else ()
     environment = environment_overrides(values.get("venv"), values.get("conda"))
-    parts = named_parts(values.get("workspace"), values.get("part_config"), values.get("dataset_root_dir"))
-    dataset = named_dataset_overrides(values.get("dataset"), parts)
+    folders = Flags(
+        workspace=values.get("workspace"),
+        part_config=values.get("part_config"),
+        dataset_root_dir=values.get("dataset_root_dir"),
+    )
+    dataset = named_dataset_overrides(values.get("dataset"), folders.parts)
     keys = {**SHORT_KEYS, **FLAG_KEYS}
     job = slurm_overrides(values["slurm"]) if values.get("slurm") else ()
     for name in (*keys, "nodes", "dataset", "venv", "conda"):
@@ -126,6 +128,8 @@ def wait_limit(text: str | None) -> float | None:
 
 def slurm_overrides(text: str) -> tuple[Override, ...]:
     """Return the config overrides of ``--slurm partition=gpu,nodes=4,requeue``. Raises UsageError."""
+    from launcher.plan.sbatch import parse_options
+
     return (("transport", "slurm"), *((f"slurm.{name}", value) for name, value in parse_options(text).items()))
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -43,55 +40,8 @@ from launcher.transport.local import LocalTransport
 _LEFT_OUT = ("--source", "--memory")  # may differ between machines that make the same parts
 
 
-def ensure_parts_of(config: ResolvedConfig, console: Console) -> PartitionFiles | None:
-    """Return the parts of a run or serving cluster. Makes them on this machine if they do not exist yet.
-
-    With ``data.store``, also uploads parts that the store lacks. Returns None if the launching machine does not provide
-    parts (mode ``verify``, ``data.serving``). Raises FleetError.
-    """
-    if not config.makes_parts:
-        return None
-    return ensure_parts(config, console) if config.data.store is None else _ensure_stored(config, console)
-
-
-def held_parts(config: ResolvedConfig, console: Console, who: str, held: ExitStack) -> PartitionFiles | None:
-    """Return the parts as ``ensure_parts_of`` does. Until ``held`` is closed, no other process replaces them.
-
-    ``who``: this launch, for processes that wait for it (trainer/partition/work_folder.py has the other end).
-    """
-    path = Path(config.data.folder).expanduser()
-    path = path.with_name(f".{path.name}.lock")
-    while True:
-        parts = ensure_parts_of(config, console)
-        if parts is None or config.data.store is not None:
-            return parts
-        try:
-            lock = held.enter_context(path.open("a+"))
-        except OSError:  # a folder that this user cannot write; its parts are ready
-            return parts
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            maker = path.read_text()[:200]
-            console.print(Text(f"{maker} makes the parts in {config.data.folder}; waiting for it"), soft_wrap=True)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        found = read_partition_files(Path(parts.folder))
-        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()) and found == parts:
-            held.callback(_let_go, path, lock)
-            lock.truncate(0)
-            lock.write(who)
-            lock.flush()
-            return parts
-        lock.close()  # another process has replaced the parts meanwhile
-
-
-def _let_go(path: Path, lock: IO[str]) -> None:
-    with suppress(OSError):  # another launch sends these parts, too, and deletes the file later
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
-
-
-def _ensure_stored(config: ResolvedConfig, console: Console) -> PartitionFiles:
+def ensure_stored(config: ResolvedConfig, console: Console) -> PartitionFiles:
+    """Return the parts of ``data.store``; makes them on this machine, and uploads them, if the store lacks them."""
     url, options = config.data.store or "", config.data.store_options
     local = read_partition_files(Path(config.data.folder).expanduser())
     stored, made = stored_parts(url, options)

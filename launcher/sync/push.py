@@ -24,7 +24,6 @@ from launcher.node.programs.files import CODE_LIST, PART_SUFFIX, code_list
 from launcher.plan.files import FETCH_SPEC
 from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile
 from launcher.sync.progress import TransferProgress
-from launcher.sync.store_progress import StoreProgress
 from launcher.sync.transfer import FileTransfer, NodeSync, Stopped, is_manifest, with_digest
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
@@ -142,6 +141,8 @@ class _PlanTransfer(FileTransfer):
             self._fetch()
 
     def _fetch(self) -> None:
+        from launcher.sync.store_progress import StoreProgress
+
         self.current = f"the parts in {self.node.data_dir}"
         program = self.node.program("store/fetch_parts", f"{self.node.run_dir}/{FETCH_SPEC}")
         reader = StoreProgress(self.node.node_rank, self.progress)

@@ -14,7 +14,6 @@ from launcher.node.procs import allow_open_files
 from launcher.transport.base import Completed, Talk, Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.local import LocalTransport
-from launcher.transport.slurm import open_job, open_slurm, step_words
 
 if TYPE_CHECKING:
     from launcher.transport.auth import AskPassword, Credentials, Passwords
@@ -46,6 +45,8 @@ def open_transport(config: ClusterConfig, node_rank: int, credentials: Credentia
     if config.transport == "local":
         return LocalTransport(node_rank)
     if config.transport == "slurm":
+        from launcher.transport.slurm import open_slurm
+
         return open_slurm(config.slurm_job, config.nodes[node_rank].host, node_rank)
     from launcher.transport.fallback import open_over_ssh
 
@@ -57,6 +58,8 @@ def login_words(config: ClusterConfig, node: NodeConfig, *options: str) -> tuple
     if config.transport == "local":
         return ()
     if config.transport == "slurm":
+        from launcher.transport.slurm import step_words
+
         return step_words(config.slurm_job or "", node.host)
     port = ("-p", str(node.port)) if node.port else ()
     key = ("-i", node.key) if node.key else ()
@@ -72,6 +75,8 @@ def connect_all(config: ClusterConfig, ask: AskPassword = ask_password) -> Opene
     if config.transport == "local":
         return {rank: LocalTransport(rank) for rank in ranks}
     if config.transport == "slurm":
+        from launcher.transport.slurm import open_job
+
         return {**open_job(config.slurm_job, [node.host for node in config.nodes])}
     from launcher.transport.auth import Passwords
 

@@ -29,8 +29,9 @@ from launcher.plan.partition import PartitionFiles, read_partition_files
 from launcher.preflight.check_packages import package_findings
 from launcher.preflight.finding import Survey
 from launcher.preflight.preflight import run_preflight
-from launcher.sync import parts_store
-from launcher.sync.parts_store import ensure_parts_of, held_parts, made_from, push_parts, stored_parts
+from launcher.sync import parts, parts_store
+from launcher.sync.parts import ensure_parts_of, held_parts
+from launcher.sync.parts_store import made_from, push_parts, stored_parts
 from launcher.sync.progress import TransferProgress
 from launcher.sync.push import sync
 from launcher.sync.store_progress import StoreProgress
@@ -59,7 +60,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         folders.append(config.data.folder)
         return parts_in(Path(config.data.folder))
 
-    monkeypatch.setattr(parts_store, "ensure_parts", ensure)
+    for module in (parts, parts_store):
+        monkeypatch.setattr(module, "ensure_parts", ensure)
     return folders
 
 

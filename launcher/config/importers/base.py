@@ -7,13 +7,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from launcher.config.importers.partition_folder import ForeignParts, find_parts, named_parts
-from launcher.config.importers.pyg_command import Remote
 from launcher.errors import ConfigError, Problem, UsageError
 from launcher.hostlist import split_list
 from launcher.yaml_tree import Origin, Override, Scalar, Section, Tree
 from launcher.yaml_tree import YamlSequence as TreeList
+
+if TYPE_CHECKING:
+    from launcher.config.importers.partition_folder import ForeignParts
+    from launcher.config.importers.pyg_command import Remote
 
 _MAX_LINE = 4096  #: characters
 
@@ -121,6 +124,10 @@ class Flags:
     @property
     def parts(self) -> ForeignParts | None:
         """The partition folder at the path in ``part_config`` or ``dataset_root_dir``; None if there is none."""
+        if self.part_config is None and self.dataset_root_dir is None:
+            return None
+        from launcher.config.importers.partition_folder import named_parts
+
         return named_parts(self.workspace, self.part_config, self.dataset_root_dir)
 
 
@@ -131,8 +138,11 @@ def dataset_overrides(name: str) -> tuple[Override, ...]:
     parts are converted.
     """
     name = _RENAMED.get(name, name)
-    if (os.sep in name or "." in name) and (parts := find_parts(name)) is not None:
-        return parts.overrides
+    if os.sep in name or "." in name:
+        from launcher.config.importers.partition_folder import find_parts
+
+        if (parts := find_parts(name)) is not None:
+            return parts.overrides
     here = os.path.exists(os.path.expanduser(name)) and (os.sep in name or "." in name)
     stem = Path(name).stem if here else re.sub(r"[^A-Za-z0-9._-]", "-", name)
     dataset, source = ("file", name) if here else (name, None)

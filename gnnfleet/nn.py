@@ -5,6 +5,7 @@
 - ``inference``: torch_geometric's ``BasicGNN.inference`` with gnnfleet's loaders.
 - ``SAGEConv``, ``GCNConv``, ``GATConv``, ``HeteroSAGEConv``, ``RGCNConv``, ``HGTConv``: layers on the blocks of a
   ``BatchLoader`` batch (``batch.blocks``); ``build_model``: the bundled trainer's models made of these layers.
+- ``TokenTransformer``: a transformer over the nodes around each seed, with ``seed_tokens``, which lists them.
 - ``facts_of``: types of a graph and widths of their features, for ``build_model``; ``layer_needs``: the node and edge
   types that each layer of a model needs.
 - ``CategoryEmbeddings``, ``categories_of``: trainable embeddings of columns of categories, beside the features.
@@ -39,6 +40,7 @@ from trainer.nn.links import (
 )
 from trainer.nn.models import build_model
 from trainer.nn.sharded_embedding import ShardedEmbedding, embedding_state, load_embedding_state
+from trainer.nn.token_transformer import TokenTransformer, seed_tokens
 from trainer.nn.trim import Trimmed, TrimmedHetero, TrimToLayer, to_hetero
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "RGCNConv",
     "SAGEConv",
     "ShardedEmbedding",
+    "TokenTransformer",
     "TrimToLayer",
     "Trimmed",
     "TrimmedHetero",
@@ -78,6 +81,7 @@ __all__ = [
     "ranks",
     "score_edges",
     "score_triplets",
+    "seed_tokens",
     "softmax_loss",
     "to_hetero",
     "unsupervised_loss",

@@ -44,7 +44,7 @@ USER = Form(rf"""(?!-)([^\s'"`;&<>|(){{}}{_CONTROLS}]| (?!-))*(?<!\\)""", "a use
 
 VARIABLE = Form("[A-Za-z_][A-Za-z0-9_]*", "the name of a variable: letters, digits and _")
 MODEL = Form(
-    rf"\w+|(?!-)[^:{_CONTROLS}]+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+",
+    rf"\w[\w-]*|(?!-)[^:{_CONTROLS}]+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+",
     "the name of a bundled model, FILE.py:CLASS or PACKAGE.CLASS",
 )
 SBATCH_OPTION = Form("[a-z][a-z0-9_-]*", "a long option of sbatch, such as partition or gpus-per-node")
@@ -283,14 +283,15 @@ class DataConfig:
 
 
 #: Names of the bundled models.
-MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn")
+MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn", "token-transformer")
 
 #: Settings of `train` that only some bundled models read, and no class.
 OF_MODELS: Mapping[str, tuple[str, ...]] = {
     "output_heads": ("gat",),
-    "activation": tuple(name for name in MODELS if name not in ("hgt", "lightgcn")),
+    "activation": tuple(name for name in MODELS if name not in ("hgt", "lightgcn", "token-transformer")),
     "input_dropout": tuple(name for name in MODELS if name != "lightgcn"),
     "attention_dropout": ("gat",),
+    "max_tokens": ("token-transformer",),
 }
 
 
@@ -412,7 +413,7 @@ class TrainConfig:
 
     model: str = setting(
         "`sage`, `gcn` or `gat`; for heterogeneous graphs `rgcn`, `hgt` or `rsage` (GraphSAGE per edge type); for task "
-        "`link` also `lightgcn`. Or a "
+        "`link` also `lightgcn`; for any graph `token-transformer`. Or a "
         "class: `FILE.py:CLASS`, or `PACKAGE.CLASS` such as torch_geometric.nn.GraphSAGE.",
         "sage",
         form=MODEL,
@@ -434,9 +435,17 @@ class TrainConfig:
     )
     hidden: int = setting("Width of the hidden layers.", 256, at_least=1)
     layers: int | None = setting(
-        "Number of layers; default, and the only valid value: the number of fanouts.", None, at_least=1
+        "Number of layers; default, and the only valid value: the number of fanouts. token-transformer: any, default "
+        "2.",
+        None,
+        at_least=1,
     )
-    heads: int = setting("Number of attention heads (gat, hgt, model classes).", 4, at_least=1)
+    heads: int = setting("Number of attention heads (gat, hgt, token-transformer, model classes).", 4, at_least=1)
+    max_tokens: int = setting(
+        "Longest sequence of vertices around a seed, itself included (token-transformer); the nearest are kept.",
+        128,
+        at_least=2,
+    )
     output_heads: int | None = setting(
         "Number of attention heads of the last layer (gat); default: those of the others.", None, at_least=1
     )
@@ -517,9 +526,9 @@ class TrainConfig:
         above=0,
     )
     embeddings: Literal["auto", "featureless", "all"] = setting(
-        "Which vertices have trainable rows, in rgcn, hgt, rsage and model classes. featureless: those without "
-        "features in heterogeneous graphs; all: all, also beside features; auto: as featureless, and for task `link` "
-        "also the links' targets beside their features, if these rows take at most 1 GB.", "auto"
+        "Which vertices have trainable rows, in rgcn, hgt, rsage, token-transformer and model classes. featureless: "
+        "those without features, in heterogeneous graphs; all: all, also beside features; auto: as featureless, and "
+        "for task `link` also the links' targets beside their features, if these rows take at most 1 GB.", "auto"
     )  # fmt: skip
     embedding_lr: float | None = setting(
         "Learning rate of trainable rows of vertices (SparseAdam); default: lr.", None, above=0

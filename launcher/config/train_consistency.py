@@ -99,7 +99,12 @@ def _device_sampling(config: ClusterConfig, cpu_only: int | None, reader: Reader
 
 def _layers(config: ClusterConfig, reader: Reader) -> None:
     train, hops = config.train, len(config.train.fanouts)
-    if train.layers and train.layers != hops and reader.good(("train", "layers")):
+    if (
+        train.layers
+        and train.layers != hops
+        and train.model != "token-transformer"
+        and reader.good(("train", "layers"))
+    ):
         reader.report(
             ("train", "layers"),
             f"train.layers is {train.layers}, but train.fanouts has {hops} numbers; "
@@ -139,7 +144,11 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
             hint = "pass it to your class by train.model_args" if own else f"use {' or '.join(models)}"
             text = f"train.{name}: model {train.model} does not read it; {hint}"
             reader.report(("train", name), text)
-    if train.model in ("gat", "hgt") and train.hidden % train.heads and reader.good(("train", "heads")):
+    if (
+        train.model in ("gat", "hgt", "token-transformer")
+        and train.hidden % train.heads
+        and reader.good(("train", "heads"))
+    ):
         reader.report(
             ("train", "heads"),
             f"train.heads: {train.heads} heads do not divide train.hidden ({train.hidden}), as {train.model} needs; "

@@ -15,7 +15,7 @@ from launcher.plan.partition import NodesSpec, PartitionFiles, read_partition_fi
 #: Models that train on homogeneous graphs only; the other models train on any graph.
 HOMOGENEOUS_MODELS = ("sage", "gcn", "gat")
 
-_TYPED = "rgcn, hgt or rsage"
+_TYPED = "rgcn, hgt, rsage or token-transformer"
 
 _HETERO = {"synthetic-hetero": True, "synthetic": False, "ogbn-mag": True}  #: datasets whose kind is known by name
 

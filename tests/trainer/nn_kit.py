@@ -32,6 +32,8 @@ class Config:
     input_dropout: float = 0.0
     attention_dropout: float = 0.0
     fanouts: tuple[int, ...] = (15, 10, 5)
+    layers: int | None = None
+    max_tokens: int = 128
     seed: int = 0
     precision: str = "float32"
 

@@ -56,6 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "sage, edges": {"model": "sage", "edge_attr": "edge_attr"}, "sage, times": {"model": "sage", "time_attr": "time"},
     "rgcn": {"model": "rgcn"}, "hgt": {"model": "hgt"}, "rsage": {"model": "rsage"},
     "rsage, edges": {"model": "rsage", "edge_attr": "edge_attr"},
+    "tokens": {"model": "token-transformer", "max_tokens": 9},
     "rsage, times": {"model": "rsage", "time_attr": "time"},
 }  # fmt: skip
 

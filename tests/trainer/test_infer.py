@@ -31,7 +31,15 @@ from trainer.train.job import train
 from trainer.train.model import trained_model
 from trainer.train.settings import InferJob
 
-MODELS = {"sage": False, "gcn": False, "gat": False, "rgcn": True, "hgt": True, "rsage": True}
+MODELS = {
+    "sage": False,
+    "gcn": False,
+    "gat": False,
+    "rgcn": True,
+    "hgt": True,
+    "rsage": True,
+    "token-transformer": False,
+}
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "hgt, temporal": {"model": "hgt", "time_attr": "time"},
     "rsage, the latest": {"model": "rsage", "time_attr": "time", "temporal_strategy": "last"},
     "rsage, weighted": {"model": "rsage", "weight_attr": "edge_weight", "disjoint": True, "replace": True},
+    "tokens, top": {
+        "model": "token-transformer",
+        "weight_attr": "edge_weight",
+        "time_attr": "time",
+        "neighbors": "top",
+        "max_tokens": 20,
+    },
 }
 SMALL: dict[str, Any] = {"num_nodes": 300, "time": True, "edge_weight": True}
 

@@ -67,6 +67,7 @@ class Tokens:
     mask: Tensor  #: bool [seeds, k]
     scores: Tensor  #: float32 [seeds, k], 1 for neighbours that were drawn; 0 where masked
     hops: Tensor  #: int64 [seeds, k], distance from the seed, 1 for neighbours that were drawn; 0 where masked
+    types: Tensor | None = None  #: int64 [seeds, k], number of the type of each node; None: one type
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,10 @@ class ModelSettings(Protocol):
     @property
     def fanouts(self) -> tuple[int, ...]: ...
     @property
+    def layers(self) -> int | None: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
     def seed(self) -> int: ...
     @property
     def precision(self) -> str: ...
@@ -139,6 +143,16 @@ def _of_types(name: str) -> HeteroBuilder:
     return build
 
 
+def token_transformer(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
+    from trainer.nn.hetero_models import HeteroShape  # the import takes seconds
+    from trainer.nn.token_transformer import TokenModel
+
+    shape = HeteroShape(
+        settings.hidden, len(settings.fanouts), settings.dropout, None, precision_of(settings), settings.input_dropout
+    )  # fmt: skip
+    return TokenModel(facts, shape, settings.heads, settings.layers or 2, settings.max_tokens, embeddings)
+
+
 #: Models that read edge features.
 EDGE_MODELS = ("sage", "rsage")
 
@@ -147,6 +161,7 @@ HOMO_MODELS: dict[str, Builder] = {"sage": sage, "gcn": gcn, "gat": gat}
 
 #: Models of graphs with any number of types, by name; a builder takes (settings, facts, embeddings).
 HETERO_MODELS: dict[str, HeteroBuilder] = {name: _of_types(name) for name in ("rgcn", "hgt", "rsage", "lightgcn")}
+HETERO_MODELS["token-transformer"] = token_transformer
 
 
 def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None = None) -> nn.Module:

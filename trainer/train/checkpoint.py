@@ -38,10 +38,11 @@ Position = tuple[int, int]  #: complete epochs, and steps trained of the next ep
 
 #: Settings that change the loss curve; a run can be resumed only with the same values.
 BINDING = (
-    "model", "model_args", "hidden", "layers", "heads", "output_heads", "activation", "dropout", "input_dropout",
-    "attention_dropout", "fanouts", "neighbors", "replace", "weight_attr", "time_attr", "category_dims",
-    "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed", "precision",
-    "optimizer", "schedule", "clip", "class_weights", "label_smoothing", "negatives", "loss", "edge_attr", "embeddings",
+    "model", "model_args", "hidden", "layers", "max_tokens", "heads", "output_heads", "activation", "dropout",
+    "input_dropout", "attention_dropout", "fanouts", "neighbors", "replace", "weight_attr", "time_attr",
+    "category_dims", "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed",
+    "precision", "optimizer", "schedule", "clip", "class_weights", "label_smoothing", "negatives", "loss",
+    "edge_attr", "embeddings",
 )  # fmt: skip
 
 

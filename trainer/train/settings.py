@@ -21,14 +21,15 @@ from trainer.core.remote_settings import CacheSize, RemoteAccess
 from trainer.track.tracker import TRACKERS
 
 #: Names of the bundled models.
-MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn")
+MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn", "token-transformer")
 
 #: Settings that only some bundled models read, and no class of your own.
 OF_MODELS: Mapping[str, tuple[str, ...]] = {
     "output_heads": ("gat",),
-    "activation": tuple(name for name in MODELS if name not in ("hgt", "lightgcn")),
+    "activation": tuple(name for name in MODELS if name not in ("hgt", "lightgcn", "token-transformer")),
     "input_dropout": tuple(name for name in MODELS if name != "lightgcn"),
     "attention_dropout": ("gat",),
+    "max_tokens": ("token-transformer",),
 }
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -107,8 +108,8 @@ class TrainSettings:
     """
 
     model: str = setting(
-        "Model: sage, gcn or gat; for heterogeneous graphs rgcn, hgt or rsage; for links lightgcn; or a class, as "
-        "FILE.py:CLASS or PACKAGE.CLASS (torch_geometric.nn.GraphSAGE).", "sage"
+        "Model: sage, gcn or gat; for heterogeneous graphs rgcn, hgt or rsage; for links lightgcn; for any graph "
+        "token-transformer; or a class, as FILE.py:CLASS or PACKAGE.CLASS (torch_geometric.nn.GraphSAGE).", "sage"
     )  # fmt: skip
     model_args: Mapping[str, Any] | None = setting("Further arguments of a model class of your own, by name.", None)
     task: Literal[
@@ -121,8 +122,17 @@ class TrainSettings:
         "Node type with the labels, or edge type (source__relation__target); default: the only one.", None
     )
     hidden: int = setting("Width of hidden layers.", 256, at_least=1)
-    layers: int | None = setting("Number of layers; default, and only valid: the number of fanouts.", None, at_least=1)
-    heads: int = setting("Attention heads (gat, hgt).", 4, at_least=1)
+    layers: int | None = setting(
+        "Number of layers; default, and only valid: the number of fanouts. token-transformer: any, default 2.",
+        None,
+        at_least=1,
+    )
+    heads: int = setting("Attention heads (gat, hgt, token-transformer).", 4, at_least=1)
+    max_tokens: int = setting(
+        "Longest sequence of nodes around a seed, itself included (token-transformer); the nearest are kept.",
+        128,
+        at_least=2,
+    )
     output_heads: int | None = setting("Attention heads of the last layer (gat); default: heads.", None, at_least=1)
     activation: Literal["relu", "elu"] = setting("Function between layers, except in hgt.", "relu")
     dropout: float = setting("Dropout probability between layers.", 0.3, at_least=0, below=1)
@@ -174,9 +184,9 @@ class TrainSettings:
     schedule: Schedule | None = setting("How the learning rates change; default: they are constant.", None)
     clip: float | None = setting("Largest norm of the gradient of all weights; default: no limit.", None, above=0)
     embeddings: Literal["auto", "featureless", "all"] = setting(
-        "Which nodes have trainable rows, in rgcn, hgt, rsage and model classes. featureless: those without features, "
-        "in heterogeneous graphs; all: all, also beside features; auto: as featureless, and for task link also the "
-        "links' targets beside their features, if these rows take at most 1 GB.", "auto"
+        "Which nodes have trainable rows, in rgcn, hgt, rsage, token-transformer and model classes. featureless: those "
+        "without features, in heterogeneous graphs; all: all, also beside features; auto: as featureless, and for task "
+        "link also the links' targets beside their features, if these rows take at most 1 GB.", "auto"
     )  # fmt: skip
     embedding_lr: float | None = setting(
         "Learning rate of trainable rows of nodes (SparseAdam); default: lr.", None, above=0
@@ -453,7 +463,7 @@ def _bad_schedule(settings: TrainSettings) -> Iterator[str]:
 
 
 def _bad_fanouts(settings: TrainSettings) -> Iterator[str]:
-    if settings.layers not in (None, len(settings.fanouts)):
+    if settings.layers not in (None, len(settings.fanouts)) and settings.model != "token-transformer":
         yield f"layers is {settings.layers}, but there are {len(settings.fanouts)} fanouts; give one fanout per layer"
     for name in ("fanouts", "eval_fanouts"):
         fanouts = getattr(settings, name)

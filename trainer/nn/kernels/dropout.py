@@ -92,7 +92,7 @@ def mask_rows_cpu(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
 
 def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
     """Return the same values as ``mask_rows_cpu``, bit for bit, computed by torch operations on any device."""
-    state = _mix_tensor(n_id ^ _signed(stream_key))
+    state = mix_tensor(n_id ^ signed(stream_key))
     columns = torch.arange(h.shape[1], device=h.device)
     bits = (state[:, None] + columns * STRIDE) & MASK32
     bits = ((bits ^ (bits >> 16)) * LOW_A) & MASK32
@@ -106,13 +106,15 @@ def threshold_of(p: float) -> int:
     return min(round(p * 2**32), MASK32)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """Return the int64 with the bits of a uint64."""
     return value - 2**64 if value >= 2**63 else value
 
 
-def _mix_tensor(value: Tensor) -> Tensor:
+def mix_tensor(value: Tensor) -> Tensor:
+    """Return ``rng.mix`` of each number, int64 [n]."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        value = (value ^ ((value >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
+        value = (value ^ ((value >> shift) & (2 ** (64 - shift) - 1))) * signed(factor)
     return value ^ ((value >> 31) & (2**33 - 1))
 
 

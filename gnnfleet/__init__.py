@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from launcher.errors import FleetError
     from launcher.manage.from_python import LaunchedRun, RunFailed, launch
     from trainer import (
+        DistAnchorNeighborLoader,
         DistClusterLoader,
         DistGraphSAINTEdgeSampler,
         DistGraphSAINTNodeSampler,
@@ -72,6 +73,7 @@ __all__ = [
     "BatchLoader",
     "CheckpointError",
     "DataError",
+    "DistAnchorNeighborLoader",
     "DistClusterLoader",
     "DistGraphSAINTEdgeSampler",
     "DistGraphSAINTNodeSampler",

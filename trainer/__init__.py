@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.graph.open import Graph
+    from trainer.loader.anchor_loader import DistAnchorNeighborLoader
     from trainer.loader.cluster_gcn import DistClusterLoader
     from trainer.loader.graph_saint import (
         DistGraphSAINTEdgeSampler,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from trainer.train.steplog import StepLog
 
 __all__ = [
+    "DistAnchorNeighborLoader",
     "DistClusterLoader",
     "DistGraphSAINTEdgeSampler",
     "DistGraphSAINTNodeSampler",
@@ -48,6 +50,7 @@ __all__ = [
 
 #: Name -> module, imported on first use, so that ``import trainer`` does not import torch.
 _LAZY = {
+    "DistAnchorNeighborLoader": "trainer.loader.anchor_loader",
     "DistClusterLoader": "trainer.loader.cluster_gcn",
     "DistGraphSAINTEdgeSampler": "trainer.loader.graph_saint",
     "DistGraphSAINTNodeSampler": "trainer.loader.graph_saint",

@@ -7,6 +7,7 @@ import pytest
 import scipy
 
 from trainer.core.errors import DataError, SettingsError
+from trainer.core.rng import hashed
 from trainer.loader.negatives import NegativeDraw, NegativeRule, draw_negatives
 
 KEY = 12345
@@ -123,9 +124,14 @@ def test_invalid_weights_are_refused(weight, message):
         NegativeDraw(3, np.array(weight))
 
 
-def test_weights_and_times_at_once_are_refused():
-    with pytest.raises(SettingsError, match="by weight and by time"):
-        NegativeDraw(2, np.ones(2), np.arange(2))
+def test_weights_apply_among_the_nodes_up_to_a_time():
+    draw = NegativeDraw(4, np.array([3, 0, 1, 5]), np.array([7, 1, 5, 9]))
+    keys = hashed(np.arange(4000, dtype=np.uint64))
+    share = np.bincount(draw.draw(keys, np.full(4000, 8)), minlength=4) / 4000
+    assert share[1] == share[3] == 0 and 0.72 < share[0] < 0.78
+    assert set(draw.draw(keys[:100], np.full(100, 6))) == {2}
+    with pytest.raises(DataError, match="nodes up to it have weight 0"):
+        draw.draw(keys[:1], np.array([3]))
 
 
 def test_another_key_draws_other_negatives():

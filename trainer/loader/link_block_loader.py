@@ -14,11 +14,10 @@ from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout, SeedShare
 from trainer.loader.block_loader import AnyBatch, BlockLoader, LoaderSettings
 from trainer.loader.link_loader import excluded
-from trainer.loader.link_seeds import LinkInputs
+from trainer.loader.link_seeds import LinkInputs, reverse_type
 from trainer.loader.link_trees import TimedLinks, TimeGroups, tree_seeds
-from trainer.loader.negatives import NegativeDraw, NegativeRule, draw_negatives
+from trainer.loader.negatives import NegativeDraw, NegativeRule, draw_negatives, linked_in_step
 from trainer.sampler.types import SeedSet
-from trainer.store.manifest import Manifest
 from trainer.store.part_store import PartStore
 
 _NONE = np.empty(0, np.int64)
@@ -86,15 +85,7 @@ class LinkBlockLoader(BlockLoader):
 
     def _corrected(self, share: SeedShare, ends: LinkEnds, src: Ids, dst: Ids, negatives: Ids) -> LinkEnds:
         """Return ``ends`` with ``log_q``, and with all targets that the step links to a link's source in ``equal``."""
-        equal = dst[:, None] == negatives
-        sources, targets = self.links.ends.ends_of(share.batch)
-        if len(src):
-            order = np.argsort(src, kind="stable")
-            first = np.searchsorted(src[order], sources)
-            count = np.searchsorted(src[order], sources, side="right") - first
-            number = np.repeat(np.arange(len(sources)), count)
-            within = np.arange(len(number)) - np.repeat(np.cumsum(count) - count, count)
-            equal[order[first[number] + within], np.searchsorted(negatives, targets[number])] = True
+        equal = linked_in_step(src, negatives, *self.links.ends.ends_of(share.batch))
         assert self.link_settings.log_q is not None
         log_q = torch.from_numpy(self.link_settings.log_q[np.concatenate([dst, negatives])])
         return replace(ends, equal=torch.from_numpy(equal), log_q=log_q)
@@ -133,16 +124,3 @@ def distinct_ends(
         places += np.split(inverse.astype(np.int64), np.cumsum([len(ids) for ids in group])[:-1])
     found = [torch.from_numpy(np.ascontiguousarray(place)) for place in places]
     return SeedSet(nodes), LinkEnds(edge_type[0], edge_type[2], *found)
-
-
-def reverse_type(manifest: Manifest, edge_type: EdgeType) -> EdgeType | None:
-    """Return the type of the reverse edges of links, or None if the graph has no such type.
-
-    For a relation ``r`` this is ``rev_r``, and for ``rev_r`` it is ``r``, if the graph has that type. Otherwise it is
-    ``edge_type`` itself if sources and targets have the same node type.
-    """
-    source, relation, target = edge_type
-    named = relation.removeprefix("rev_") if relation.startswith("rev_") else f"rev_{relation}"
-    if (target, named, source) in manifest.edges:
-        return target, named, source
-    return edge_type if source == target else None

@@ -29,10 +29,10 @@ from trainer.loader.arguments import (
     subgraph_kind,
     wanted_attrs,
 )
-from trainer.loader.link_seeds import canonical, labels_with_negatives, link_inputs, negative_rule, node_draws
+from trainer.loader.link_seeds import given_or_reverse, labels_with_negatives, link_inputs, negative_rule, node_draws
 from trainer.loader.negatives import NegativeRule, draw_negatives
 from trainer.loader.pyg_batch import Output
-from trainer.loader.pyg_loader import BatchSeeds, PyGLoader
+from trainer.loader.pyg_loader import BatchSeeds, PyGLoader, trees_by_owner
 from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import SeedSet
 from trainer.store.part_store import PartStore
@@ -315,7 +315,7 @@ class DistLinkNeighborLoader(PyGLoader):
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
         out = super().output(sampled, seeded)
         if out.batch is not None:
-            out.batch = self._by_link(out.batch, seeded.extra)
+            out.batch = trees_by_owner(out.batch, seeded.extra.owners)
         return out
 
     def annotate(self, data: Any, out: Output) -> None:
@@ -372,17 +372,6 @@ class DistLinkNeighborLoader(PyGLoader):
         label = torch.ones(len(share.positions)) if label is None else label
         return torch.cat([label, label.new_zeros((num_negatives, *label.shape[1:]))])
 
-    def _by_link(self, batch: Any, index: LinkIndex) -> Any:
-        """Return for each node of a disjoint batch the index of the link that it was sampled for.
-
-        ``batch``: for each node the number of its tree; each seed has one tree. In a heterogeneous graph, ``batch`` and
-        the result are dicts by node type.
-        """
-        owners = torch.from_numpy(np.concatenate(list(index.owners.values())))
-        if isinstance(batch, dict):
-            return {of: owners[trees] for of, trees in batch.items()}
-        return owners[batch]
-
 
 def _reverse_type(graph: Any, edge_type: EdgeType, exclude: str | None, given: Any) -> EdgeType | None:
     if exclude not in (None, "self", "both"):
@@ -393,16 +382,4 @@ def _reverse_type(graph: Any, edge_type: EdgeType, exclude: str | None, given: A
                 "reverse_type has no effect without exclude='both'; set exclude too, or leave reverse_type out"
             )
         return None
-    if given is not None:
-        reverse = canonical(graph, given)
-        if (reverse[0], reverse[2]) != (edge_type[2], edge_type[0]):
-            raise SettingsError(f"reverse_type {reverse} does not lead from {edge_type[2]!r} to {edge_type[0]!r}")
-        return reverse
-    named = (edge_type[2], f"rev_{edge_type[1]}", edge_type[0])
-    if named in graph.manifest.edges:
-        return named
-    if edge_type[0] == edge_type[2]:
-        return edge_type
-    raise SettingsError(
-        f"exclude='both': the graph has no edge type {named}; pass the type of the reverse edges as reverse_type"
-    )
+    return given_or_reverse(graph, edge_type, given, "exclude='both'")

@@ -18,9 +18,10 @@ from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType
 from trainer.graph.open import Graph
 from trainer.loader.edge_endpoints import EdgeEndpoints, HeldEndpoints, StoredEndpoints
-from trainer.loader.negatives import DST, SRC, NegativeDraw, NegativeRule
+from trainer.loader.negatives import NegativeDraw, NegativeRule
 from trainer.loader.node_seeds import as_array, checked_ids
 from trainer.sampler.types import RowRequest, SampleSettings
+from trainer.store.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,13 @@ def node_draws(
     With temporal sampling by node times, this reads the times of all nodes of both types. The result then takes 12
     bytes per node, and sorting the times takes 24 bytes per node.
     """
-    draws = []
-    for end, weight in ((SRC, weights.src_weight), (DST, weights.dst_weight)):
-        of = edge_type[0] if end == SRC else edge_type[2]
-        num_nodes = graph.manifest.nodes[of].num_nodes
-        draws.append(NegativeDraw(num_nodes, None if weight is None else as_array(weight), _times(graph, of, settings)))
-    return draws[SRC], draws[DST]
+    ends = (edge_type[0], weights.src_weight), (edge_type[2], weights.dst_weight)
+    src, dst = (node_draw(graph, of, None if w is None else as_array(w), settings) for of, w in ends)
+    return src, dst
+
+
+def node_draw(graph: Graph, of: NodeType, weight: Array | None, settings: SampleSettings) -> NegativeDraw:
+    return NegativeDraw(graph.manifest.nodes[of].num_nodes, weight, _times(graph, of, settings))
 
 
 def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Tensor | None:
@@ -117,12 +119,12 @@ def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Te
     return label + 1 if len(label) and not label.is_complex() and label.min() == 0 else label
 
 
-def canonical(graph: Graph, given: Any, with_ids: bool = False) -> EdgeType:
+def canonical(graph: Graph, given: Any, with_ids: bool = False, where: str = "edge_label_index") -> EdgeType:
     """Return the edge type that ``given`` names: a full triple, or an unambiguous (source, target) pair or relation.
 
     With ``with_ids``, the graph need not have the type: a triple is returned unchanged, and a pair gets the relation
     ``to``, as in torch_geometric. Warns if the graph has a type of a similar name. Raises ``SettingsError`` for any
-    other name.
+    other name; ``where``: the argument that it names.
     """
     names = (given,) if isinstance(given, str) else tuple(given)
     if names in graph.manifest.edges:
@@ -133,15 +135,47 @@ def canonical(graph: Graph, given: Any, with_ids: bool = False) -> EdgeType:
         alike = [of[1] for of in graph.manifest.edges if (of[0], of[2]) == (names[0], names[-1])]
         if nearest := difflib.get_close_matches(relation, alike, 1):
             warnings.warn(
-                f"edge_label_index: the graph has no edges of {(names[0], relation, names[-1])}, so the batches have"
+                f"{where}: the graph has no edges of {(names[0], relation, names[-1])}, so the batches have"
                 f" none either; did you mean {nearest[0]!r}?",
                 stacklevel=5,
             )
         return names[0], relation, names[-1]
     if len(ends) != 1:
         problem = "is ambiguous" if ends else "is not an edge type"
-        raise SettingsError(f"edge_label_index: {given!r} {problem}; the graph has {sorted(graph.manifest.edges)}")
+        raise SettingsError(f"{where}: {given!r} {problem}; the graph has {sorted(graph.manifest.edges)}")
     return ends[0]
+
+
+def reverse_type(manifest: Manifest, edge_type: EdgeType) -> EdgeType | None:
+    """Return the type of the reverse edges of links, or None if the graph has no such type.
+
+    For a relation ``r`` this is ``rev_r``, and for ``rev_r`` it is ``r``, if the graph has that type. Otherwise it is
+    ``edge_type`` itself if sources and targets have the same node type.
+    """
+    source, relation, target = edge_type
+    named = relation.removeprefix("rev_") if relation.startswith("rev_") else f"rev_{relation}"
+    if (target, named, source) in manifest.edges:
+        return target, named, source
+    return edge_type if source == target else None
+
+
+def given_or_reverse(graph: Graph, edge_type: EdgeType, given: Any, why: str) -> EdgeType:
+    """Return ``given``, the type of the reverse edges of ``edge_type``, or by default ``reverse_type``.
+
+    Raises ``SettingsError`` if it does not lead back, or the graph has no such type; ``why``: what needs it.
+    """
+    if given is not None:
+        reverse = canonical(graph, given, where="reverse_type")
+        if (reverse[0], reverse[2]) != (edge_type[2], edge_type[0]):
+            raise SettingsError(f"reverse_type {reverse} does not lead from {edge_type[2]!r} to {edge_type[0]!r}")
+        return reverse
+    if (found := reverse_type(graph.manifest, edge_type)) is None:
+        named = (edge_type[2], f"rev_{edge_type[1]}", edge_type[0])
+        raise SettingsError(
+            f"{why}: the graph has no edge type {named}; pass the type of the reverse edges as reverse_type, or"
+            " partition the graph with undirected: true"
+        )
+    return found
 
 
 def _typed(graph: Graph, given: Any) -> tuple[EdgeType, Any]:

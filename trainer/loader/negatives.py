@@ -53,24 +53,22 @@ class NegativeRule:
 
 
 class NegativeDraw:
-    """Draws nodes of one type (original ids): uniformly, by weight, or among nodes up to a given time."""
+    """Draws nodes of one type (original ids): uniformly or by weight, among all nodes or those up to a given time."""
 
     def __init__(self, num_nodes: int, weight: Array | None = None, times: Array | None = None):
         """Args:
             weight: [num_nodes], non-negative; need not sum to 1.
             times: Integer [num_nodes].
 
-        Raises ``SettingsError`` for invalid weights, and for weights together with times.
+        Raises ``SettingsError`` for invalid weights.
         """
         self._num_nodes = num_nodes
-        self._sums = None if weight is None else _running_sums(weight, num_nodes)
         self._by_time: Array | None = None
         if times is not None:
-            if weight is not None:
-                raise SettingsError("negatives cannot be drawn by weight and by time at once; leave the weights out")
             order = np.argsort(times, kind="stable")
             self._sorted_times = times[order]
             self._by_time = order.astype(np.int32) if num_nodes < 2**31 else order
+        self._sums = None if weight is None else _running_sums(weight, num_nodes, self._by_time)
 
     def draw(self, keys: npt.NDArray[np.uint64], times: Ids | None = None) -> Ids:
         """Draw one original id per key, int64 [n].
@@ -82,15 +80,20 @@ class NegativeDraw:
             return np.empty(0, np.int64)
         if self._num_nodes == 0:
             raise DataError("negatives cannot be drawn: the node type has no nodes")
+        num_candidates: Ids = np.full(len(keys), self._num_nodes)
+        if self._by_time is not None and times is not None:
+            num_candidates = np.searchsorted(self._sorted_times, times, side="right")
+            if (none := np.flatnonzero(num_candidates == 0)).size:
+                raise DataError(f"no negative for a link of time {times[none[0]]}: all nodes are later")
         share = fractions(keys)
-        if self._sums is not None:
-            return np.searchsorted(self._sums, share * self._sums[-1], side="right").astype(np.int64)
-        if self._by_time is None or times is None:
-            return (share * self._num_nodes).astype(np.int64)
-        num_candidates = np.searchsorted(self._sorted_times, times, side="right")
-        if (none := np.flatnonzero(num_candidates == 0)).size:
-            raise DataError(f"no negative for a link of time {times[none[0]]}: all nodes are later")
-        return self._by_time[(share * num_candidates).astype(np.int64)].astype(np.int64)
+        if self._sums is None:
+            found = (share * num_candidates).astype(np.int64)
+        else:
+            total = self._sums[num_candidates - 1]
+            if (none := np.flatnonzero(total == 0)).size and times is not None:
+                raise DataError(f"no negative for a link of time {times[none[0]]}: nodes up to it have weight 0")
+            found = np.searchsorted(self._sums, share * total, side="right").astype(np.int64)
+        return found if self._by_time is None else self._by_time[found].astype(np.int64)
 
 
 def draw_negatives(
@@ -126,13 +129,28 @@ def draw_negatives(
     )
 
 
-def _running_sums(weight: Array, num_nodes: int) -> npt.NDArray[np.float64]:
+def linked_in_step(src: Ids, candidates: Ids, sources: Ids, targets: Ids) -> npt.NDArray[np.bool_]:
+    """Return which candidates the links of a step have as a target of each source, bool [n, m].
+
+    ``src`` [n]; ``candidates`` [m]: ascending, with all targets among them. ``sources``, ``targets``: the links.
+    """
+    found = np.zeros((len(src), len(candidates)), np.bool_)
+    order = np.argsort(src, kind="stable")
+    first = np.searchsorted(src[order], sources)
+    count = np.searchsorted(src[order], sources, side="right") - first
+    number = np.repeat(np.arange(len(sources)), count)
+    within = np.arange(len(number)) - np.repeat(np.cumsum(count) - count, count)
+    found[order[first[number] + within], np.searchsorted(candidates, targets[number])] = True
+    return found
+
+
+def _running_sums(weight: Array, num_nodes: int, order: Array | None) -> npt.NDArray[np.float64]:
     values = np.asarray(weight, np.float64)
     if values.shape != (num_nodes,):
         raise SettingsError(f"weights of negatives have shape {list(values.shape)}, expected [{num_nodes}]")
     if not (np.isfinite(values).all() and (values >= 0).all() and values.sum() > 0):
         raise SettingsError("weights of negatives must be finite, not negative, and not all 0")
-    return np.cumsum(values)
+    return np.cumsum(values if order is None else values[order])
 
 
 def _keys(key: int, places: Ids, j: Ids, attempt: int) -> npt.NDArray[np.uint64]:

@@ -133,7 +133,7 @@ class DistNeighborLoader(PyGLoader):
         self.inputs = node_inputs(graph, input_nodes, input_time, input_id)
         self._several = isinstance(input_nodes, Mapping)
         super().__init__(
-            graph, len(self.inputs), self.inputs.digest(), settings, wanted_attrs(graph, attrs), options,
+            graph, len(self.inputs), self.inputs_digest(), settings, wanted_attrs(graph, attrs), options,
             OutputOptions(kind, transform, transform_sampler_output, bool(filter_per_worker), custom_cls),
             stream=STREAMS.get(split_name(input_nodes) or "", OTHER_STREAM), rank=rank, layout=layout,
         )  # fmt: skip
@@ -150,6 +150,10 @@ class DistNeighborLoader(PyGLoader):
                 " over none is NaN; start fewer ranks, or sum the loss and divide",
                 stacklevel=2,
             )
+
+    def inputs_digest(self) -> str:
+        """Return a digest of what all ranks must be given alike, besides the settings of sampling and order."""
+        return self.inputs.digest()
 
     def part_of(self, positions: Ids) -> Ids:
         parts = np.empty(len(positions), np.int64)
@@ -187,7 +191,7 @@ class DistNeighborLoader(PyGLoader):
         return ids[of], times[of]
 
     def annotate(self, data: Any, out: Output) -> None:
-        ids, times = out.metadata
+        ids, times = out.metadata[:2]
         if not self._several:
             (of,) = self.inputs.of
             ids, times = {of: ids}, {of: times}

@@ -70,7 +70,13 @@ def init(ctx: click.Context, **values: Any) -> None:
 
     request = _request_of(values)
     if not ask:
-        _check_complete(request, bool(values["yes"]))
+        yes = bool(values["yes"])
+        missing = [] if request.hosts else ["the hosts (gnnfleet init gnn1 gnn2)"]
+        if not (request.dataset or yes):
+            missing.append("the graph (--dataset NAME or PATH, or --yes for a synthetic one)")
+        if missing:
+            why = "--yes asks no questions" if yes else "no terminal to ask questions on"
+            raise UsageError(f"{why}; give {' and '.join(missing)}")
     check_writable(dest, values["force"], ask)
     if ask:
         request = _ask_missing(request)
@@ -108,15 +114,6 @@ def _request_of(values: dict[str, Any]) -> InitRequest:
     for name, text in environment.items():  # the shell has expanded ~, but home folders differ between hosts
         request = request.with_environment(name, written_path(Path(text)) if "/" in text else text)
     return request
-
-
-def _check_complete(request: InitRequest, yes: bool) -> None:
-    """Raise UsageError if no hosts are given, or neither a graph nor ``--yes``."""
-    missing = [] if request.hosts else ["the hosts (gnnfleet init gnn1 gnn2)"]
-    missing += [] if request.dataset or yes else ["the graph (--dataset NAME or PATH, or --yes for a synthetic one)"]
-    if missing:
-        why = "--yes asks no questions" if yes else "no terminal to ask questions on"
-        raise UsageError(f"{why}; give {' and '.join(missing)}")
 
 
 def _ask_missing(request: InitRequest) -> InitRequest:

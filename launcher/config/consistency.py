@@ -47,27 +47,18 @@ def check_nodes(config: ClusterConfig, reader: Reader) -> None:
 
 def check(config: ClusterConfig, reader: Reader) -> None:
     """Report contradictions in the config of the whole cluster: roles, parts, training settings and ports."""
-    _nodes(config, reader)
+    if not config.nodes and reader.good(("nodes",)):
+        reader.report(("nodes",), "nodes: empty; list at least one host")
+    elif config.nodes and not config.data.serving and reader.good(("nodes",), ("data", "serving")):
+        _holders(config, reader)
+    if config.world_size > _MOST_RANKS and reader.good(("nodes",)):
+        reader.report(
+            ("nodes",),
+            f"nodes: {config.world_size:,} training processes in total, of at most {_MOST_RANKS:,}; lower procs",
+        )
     _data(config, reader)
     check_training(config, reader)
     _ports(config, reader)
-    _restarts(config, reader)
-    _notify(config, reader)
-
-
-def _notify(config: ClusterConfig, reader: Reader) -> None:
-    for number, target in enumerate(config.run.notify):
-        try:
-            wrong = "" if shlex.split(target) else "expected a URL, a command or $NAME, found an empty text"
-        except ValueError as error:
-            wrong = f"`{target}`: {error}"
-        if re.match(r"https?://[^/]*@", target, re.IGNORECASE):
-            wrong = "a URL with a user or password; put the whole URL into a variable of the node, and name it: $NAME"
-        if wrong:
-            reader.report(("run", "notify", number), f"run.notify: {wrong}")
-
-
-def _restarts(config: ClusterConfig, reader: Reader) -> None:
     run, training = config.run, sum(node.trains for node in config.nodes)
     if (
         run.restarts
@@ -80,6 +71,15 @@ def _restarts(config: ClusterConfig, reader: Reader) -> None:
             f"run.min_nodes is {run.min_nodes}, but only {count(training, 'node')} "
             f"{'trains' if training == 1 else 'train'}; lower it",
         )
+    for number, target in enumerate(config.run.notify):
+        try:
+            wrong = "" if shlex.split(target) else "expected a URL, a command or $NAME, found an empty text"
+        except ValueError as error:
+            wrong = f"`{target}`: {error}"
+        if re.match(r"https?://[^/]*@", target, re.IGNORECASE):
+            wrong = "a URL with a user or password; put the whole URL into a variable of the node, and name it: $NAME"
+        if wrong:
+            reader.report(("run", "notify", number), f"run.notify: {wrong}")
 
 
 def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> None:
@@ -153,18 +153,6 @@ def _server(node: NodeConfig, k: int, reader: Reader) -> None:
                 ("nodes", k, name),
                 f"nodes.{k}.{name}: a server starts no training processes; leave {name} out, or make it `role: worker`",
             )
-
-
-def _nodes(config: ClusterConfig, reader: Reader) -> None:
-    if not config.nodes and reader.good(("nodes",)):
-        reader.report(("nodes",), "nodes: empty; list at least one host")
-    elif config.nodes and not config.data.serving and reader.good(("nodes",), ("data", "serving")):
-        _holders(config, reader)
-    if config.world_size > _MOST_RANKS and reader.good(("nodes",)):
-        reader.report(
-            ("nodes",),
-            f"nodes: {config.world_size:,} training processes in total, of at most {_MOST_RANKS:,}; lower procs",
-        )
 
 
 def _holders(config: ClusterConfig, reader: Reader) -> None:
@@ -289,23 +277,22 @@ def _ports(config: ClusterConfig, reader: Reader) -> None:
     if not reader.good(("run", "master_port"), ("run", "service_port"), ("run", "control_port")):
         return
     if run.service_port != "auto":
-        _service_ports(run.service_port, run.service_port + count - 1, config, reader)
+        last = run.service_port + count - 1
+        if last > 65535:
+            reader.report(
+                ("run", "service_port"),
+                f"run.service_port: {len(config.nodes)} nodes need ports {run.service_port} to {last}, "
+                "but 65535 is the highest",
+            )
+        for name in ("master_port", "control_port"):
+            port = getattr(config.run, name)
+            if port != "auto" and run.service_port <= port <= last:
+                reader.report(
+                    ("run", name),
+                    f"run.{name}: {port} is one of the graph service's ports, {run.service_port} to {last} "
+                    "(run.service_port)",
+                )
     if run.control_port != "auto" and run.control_port == run.master_port:
         reader.report(
             ("run", "control_port"), f"run.control_port: {run.control_port} is also run.master_port; choose another"
         )
-
-
-def _service_ports(first: int, last: int, config: ClusterConfig, reader: Reader) -> None:
-    if last > 65535:
-        reader.report(
-            ("run", "service_port"),
-            f"run.service_port: {len(config.nodes)} nodes need ports {first} to {last}, but 65535 is the highest",
-        )
-    for name in ("master_port", "control_port"):
-        port = getattr(config.run, name)
-        if port != "auto" and first <= port <= last:
-            reader.report(
-                ("run", name),
-                f"run.{name}: {port} is one of the graph service's ports, {first} to {last} (run.service_port)",
-            )

@@ -45,7 +45,15 @@ def filtered(config: ClusterConfig, include: Sequence[str], exclude: Sequence[st
 
 def with_nodes(config: ClusterConfig, left: Sequence[NodeConfig]) -> ClusterConfig:
     """Return ``config`` with only the nodes ``left``, and their parts in a folder of their own, as in ``filtered``."""
-    _check_master_addr(config, left)
+    first, master = config.nodes[lead(config)], config.run.master_addr
+    gone = first.host not in (node.host for node in left)
+    after = replace(config, nodes=tuple(left))
+    if gone and master in (first.host, first.address) and after.world_size:
+        now = lead(after)
+        raise UsageError(
+            f"run.master_addr is {master}, but {first.host} is excluded; "
+            f"give --master-addr {left[now].address or 'auto'}, as the lead node is now {left[now].host} (node{now})"
+        )
     data, parts = config.data, sum(node.holds for node in left)
     if data.mode == "sync" and data.num_parts is None and parts != sum(node.holds for node in config.nodes):
         data = replace(data, folder=f"{data.folder.rstrip('/')}-{parts}")
@@ -174,15 +182,3 @@ def _hosts(config: ClusterConfig) -> str:
     hosts = [node.host for node in config.nodes]
     listed = shorten(fold(dict.fromkeys(hosts)), 200, placeholder=" …")
     return f"{listed} (node0 to node{len(hosts) - 1})" if len(set(hosts)) < len(hosts) else listed
-
-
-def _check_master_addr(config: ClusterConfig, left: Sequence[NodeConfig]) -> None:
-    first, master = config.nodes[lead(config)], config.run.master_addr
-    gone = first.host not in (node.host for node in left)
-    after = replace(config, nodes=tuple(left))
-    if gone and master in (first.host, first.address) and after.world_size:
-        now = lead(after)
-        raise UsageError(
-            f"run.master_addr is {master}, but {first.host} is excluded; "
-            f"give --master-addr {left[now].address or 'auto'}, as the lead node is now {left[now].host} (node{now})"
-        )

@@ -131,12 +131,26 @@ class Reader:
             return tree
         node = self._split_host(("nodes", index), tree)
         if _is_server(node) or "role" not in node.items and defaults and _is_server(defaults):
-            node, defaults = _without_set_on_all(node), defaults and _without(defaults, _TRAINING_KEYS)
+            # Servers do not train: a key set for all nodes, as by ``--set nodes.*.procs=2``, does not concern them.
+            set_on_all = {
+                name
+                for name in _TRAINING_KEYS
+                if name in node.items and node.items[name].origin.file.startswith(_SET_ON_ALL)
+            }
+            node, defaults = _without(node, set_on_all), defaults and _without(defaults, _TRAINING_KEYS)
         if not defaults:
             return node
         if note := _replaced_environment(node, defaults):
             self._replaced[index] = note
-        return _with_defaults(node, defaults)
+        # Add defaults to a node. Keys of the node take precedence; the variables in ``env`` are merged.
+        inherited = dict(defaults.items)
+        if any(name in node.items for name in _ENVIRONMENT):
+            inherited = {name: item for name, item in inherited.items() if name not in _ENVIRONMENT}
+        items = {**inherited, **node.items}
+        own, common = node.items.get("env"), inherited.get("env")
+        if isinstance(own, Section) and isinstance(common, Section):
+            items["env"] = Section(own.origin, {**common.items, **own.items}, {**common.keys, **own.keys})
+        return Section(node.origin, items, node.keys)
 
     def _split_host(self, path: KeyPath, node: Section) -> Section:
         """Split ``host: user@host:port`` into the keys user, host and port."""
@@ -351,16 +365,6 @@ def _is_server(node: Section) -> bool:
     return isinstance(role, Scalar) and role.text == "server"
 
 
-def _without_set_on_all(server: Section) -> Section:
-    # Servers do not train: a key set for all nodes, as by ``--set nodes.*.procs=2``, does not concern them.
-    set_on_all = {
-        name
-        for name in _TRAINING_KEYS
-        if name in server.items and server.items[name].origin.file.startswith(_SET_ON_ALL)
-    }
-    return _without(server, set_on_all)
-
-
 def _without(node: Section, names: Collection[str]) -> Section:
     return replace(node, items={name: item for name, item in node.items.items() if name not in names})
 
@@ -379,21 +383,6 @@ def _replaced_environment(node: Section, defaults: Section) -> str:
     (name, value), (other, replaced) = own[0], common[0]
     where = f"{value.origin.file}:{value.origin.line}" if value.origin.line else value.origin.file
     return f"`{name}: {value.text}` of this node ({where}) replaces `{other}: {replaced.text}` of `defaults`"
-
-
-def _with_defaults(node: Section, defaults: Section) -> Section:
-    """Add defaults to a node. Keys of the node take precedence; the variables in ``env`` are merged.
-
-    If the node has ``python``, ``venv`` or ``conda``, these three keys of ``defaults`` are ignored.
-    """
-    inherited = dict(defaults.items)
-    if any(name in node.items for name in _ENVIRONMENT):
-        inherited = {name: item for name, item in inherited.items() if name not in _ENVIRONMENT}
-    items = {**inherited, **node.items}
-    own, common = node.items.get("env"), inherited.get("env")
-    if isinstance(own, Section) and isinstance(common, Section):
-        items["env"] = Section(own.origin, {**common.items, **own.items}, {**common.keys, **own.keys})
-    return Section(node.origin, items, node.keys)
 
 
 def _entry(kind: Any, name: str, tree: Tree) -> Any:

@@ -77,9 +77,17 @@ def export_kubernetes(request: ExportRequest, cluster: Cluster) -> Exported:
     if cluster.store_secret and config.data.store is None:
         raise UsageError("--store-secret is for a config with data.store, from which the pods fetch their parts")
     name = resource_name(request.run_id)
-    groups = _group_names(config)
+    # The name of each node's group: consecutive nodes whose pods are equal belong to one group.
+    groups: list[str] = []
+    for _, members in groupby(config.nodes, key=lambda node: (node.role, len(node.devices), node.cpus, node.memory)):
+        nodes = list(members)
+        role = f"{nodes[0].role}s"
+        others = sum(1 for group in dict.fromkeys(groups) if group.startswith(role))
+        groups += [f"{role}-{others}" if others else role] * len(nodes)
     folder = _parts_folder(config, cluster)
-    hosts = _hostnames(name, groups, cluster.kind)
+    # The host name of each pod, as given by an Indexed Job or by a JobSet with one replica of each Job.
+    job = {group: f"{name}-{group}-0" if cluster.kind == "jobset" else f"{name}-{group}" for group in groups}
+    hosts = [f"{job[group]}-{groups[:k].count(group)}" for k, group in enumerate(groups)]
     places = [Place(f"{host}.{name}", "0.0.0.0", HOME, exported_run.PYTHON, folder) for host in hosts]
     digest = code_digest()
     request = replace(request, config=config, run_id=name)
@@ -131,26 +139,6 @@ _Dumper.add_representer(str, _text)
 
 
 # Nodes and names.
-
-
-def _group_names(config: ResolvedConfig) -> list[str]:
-    """Return the name of each node's group. Consecutive nodes whose pods are equal belong to one group."""
-    names: list[str] = []
-    for _, members in groupby(config.nodes, key=lambda node: (node.role, len(node.devices), node.cpus, node.memory)):
-        nodes = list(members)
-        role = f"{nodes[0].role}s"
-        others = sum(1 for group in dict.fromkeys(names) if group.startswith(role))
-        names += [f"{role}-{others}" if others else role] * len(nodes)
-    return names
-
-
-def _hostnames(name: str, groups: Sequence[str], kind: str) -> list[str]:
-    """Return the host name of each pod, as given by an Indexed Job or by a JobSet with one replica of each Job.
-
-    ``groups``: the group of each pod; each group is one Job. ``kind``: jobset, or another value for Indexed Jobs.
-    """
-    job = {group: f"{name}-{group}-0" if kind == "jobset" else f"{name}-{group}" for group in groups}
-    return [f"{job[group]}-{groups[:k].count(group)}" for k, group in enumerate(groups)]
 
 
 def _parts_folder(config: ResolvedConfig, cluster: Cluster) -> str:

@@ -82,13 +82,17 @@ def _pod_spec(plan: LaunchPlan, group: Group, request: ExportRequest, cluster: C
     config, devices = request.config, len(group.first.devices)
     program = ["python3", "-m", "launcher.node.pods.pod"]
     alive = {"exec": {"command": [*program, "--alive", RUN]}, "timeoutSeconds": 15}
+    found = {f"graph-{node.node_rank}"[:15]: node.service_port for node in group.nodes if node.server}
+    if plan.nodes[plan.lead] in group.nodes:
+        found |= {"master": plan.master_port}
+        found |= {"control": plan.control_port} if plan.control_port else {}
     container: Manifest = {
         "name": "node",
         "image": cluster.image,
         "command": [*program, RUN, SECRETS],
         "workingDir": "/",  # python -m imports modules of the working folder first, which the image may have set
         "env": [_first_node(group), {"name": "GNNFLEET_KERNELS", "value": f"{HOME}/kernels"}],
-        "ports": _ports(plan, group),
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in found.items()],
         "startupProbe": {**alive, "periodSeconds": 10, "failureThreshold": math.ceil((WAIT * 3 + 60) / 10)},
         "livenessProbe": {**alive, "periodSeconds": 30, "failureThreshold": 4},
         "volumeMounts": [
@@ -147,14 +151,6 @@ def _fetch(group: Group, cluster: Cluster, mounts: list[Manifest]) -> Manifest:
 
 def _first_node(group: Group) -> Manifest:
     return {"name": "GNNFLEET_FIRST_NODE", "value": str(group.first.node_rank)}
-
-
-def _ports(plan: LaunchPlan, group: Group) -> list[Manifest]:
-    found = {f"graph-{node.node_rank}"[:15]: node.service_port for node in group.nodes if node.server}
-    if plan.nodes[plan.lead] in group.nodes:
-        found |= {"master": plan.master_port}
-        found |= {"control": plan.control_port} if plan.control_port else {}
-    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in found.items()]
 
 
 def _has_claim(cluster: Cluster, mount_path: str) -> bool:

@@ -106,7 +106,12 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
     if slurm:
         sbatch = {**normalized(config.slurm), **sbatch, **normalized(sbatch)}
         config = _with_devices_of_job(config, sbatch)
-        _check_equal_nodes(config)
+        shapes = {(node.role, node.nproc, len(node.devices)) for node in config.nodes}
+        if len(shapes) > 1 or "worker" not in {role for role, _, _ in shapes}:
+            raise UsageError(
+                "--to slurm: the nodes of a job get equal numbers of tasks, so all nodes must be workers with equal "
+                "procs and devices"
+            )
     request = replace(request, config=config)
     hosts = [f"\0HOST{k}\0" if slurm else _host(config, k) for k in range(len(config.nodes))]
     plan = placed_plan(request, [Place(host, "0.0.0.0", _RUNS, _PYTHON, _PARTS) for host in hosts], Secret())
@@ -151,15 +156,6 @@ def _host(config: ResolvedConfig, k: int) -> str:
     master = config.run.master_addr if k == lead(config) and config.run.master_addr != "auto" else ""
     local = "127.0.0.1" if config.transport == "local" else ""
     return config.nodes[k].address or master or local or config.nodes[k].host
-
-
-def _check_equal_nodes(config: ResolvedConfig) -> None:
-    shapes = {(node.role, node.nproc, len(node.devices)) for node in config.nodes}
-    if len(shapes) > 1 or "worker" not in {role for role, _, _ in shapes}:
-        raise UsageError(
-            "--to slurm: the nodes of a job get equal numbers of tasks, so all nodes must be workers with equal procs "
-            "and devices"
-        )
 
 
 def _with_devices_of_job(config: ResolvedConfig, options: Mapping[str, str]) -> ResolvedConfig:
@@ -240,6 +236,15 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None, s
     width = len(plan.nodes) + 1
     place = int(hashlib.sha256(plan.run_id.encode()).hexdigest()[:8], 16) % max(1, len(_PORTS) // width)
     auto = config.run.master_port == "auto", config.run.service_port == "auto"
+    # cluster.json for a here-document in which Bash replaces variables: the ports, and hosts of a job
+    head = json.loads(cluster)
+    nodes = head.pop("nodes")
+    for k, node in enumerate(nodes):
+        if node.get("endpoint"):
+            node["endpoint"] = node["endpoint"].removesuffix(str(plan.nodes[k].service_port)) + f"\0PORT{k}\0"
+    lines = ",\n".join(f"  {json.dumps(node, ensure_ascii=False)}" for node in nodes)
+    made = re.sub(r"([\\$`])", r"\\\1", f'{json.dumps(head)[:-1]}, "nodes": [\n{lines}\n]}}'.replace("\\u0000", "\0"))
+    made = re.sub("\0PORT([0-9]+)\0", r"$((SERVICE_PORT + \1))", made)
     return {
         "what": f"{words}: {count(plan.world_size, 'process', 'es')} on {count(len(plan.nodes), 'node')}",
         "needs": ", ".join(needs),
@@ -256,7 +261,7 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None, s
         else "",
         "fetch": _fetch(config, plan),
         "remedy": "make the parts there, or copy them" if partition else "copy the parts there, or change PARTS",
-        "cluster": _cluster_text(cluster, plan),
+        "cluster": _Code(re.sub("\0HOST([0-9]+)\0", r"${HOSTS[\1]}", made)),
         "world_size": plan.world_size,
         "first_port": _PORTS[place * width],
         "master_port": "" if auto[0] else plan.master_port,
@@ -298,19 +303,6 @@ def _node_values(config: ResolvedConfig, plan: LaunchPlan, hosts: Sequence[str],
         "server": _server(plan),
         "trainer": _trainer(plan, kind, bool(config.nodes[0].wrap)),
     }
-
-
-def _cluster_text(text: str, plan: LaunchPlan) -> _Code:
-    """Return cluster.json for a here-document in which Bash replaces variables: the ports, and hosts of a job."""
-    head = json.loads(text)
-    nodes = head.pop("nodes")
-    for k, node in enumerate(nodes):
-        if node.get("endpoint"):
-            node["endpoint"] = node["endpoint"].removesuffix(str(plan.nodes[k].service_port)) + f"\0PORT{k}\0"
-    lines = ",\n".join(f"  {json.dumps(node, ensure_ascii=False)}" for node in nodes)
-    made = re.sub(r"([\\$`])", r"\\\1", f'{json.dumps(head)[:-1]}, "nodes": [\n{lines}\n]}}'.replace("\\u0000", "\0"))
-    made = re.sub("\0PORT([0-9]+)\0", r"$((SERVICE_PORT + \1))", made)
-    return _Code(re.sub("\0HOST([0-9]+)\0", r"${HOSTS[\1]}", made))
 
 
 def _exports(config: ResolvedConfig, plan: LaunchPlan) -> Iterable[_Code]:

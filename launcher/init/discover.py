@@ -127,7 +127,10 @@ def _python(request: InitRequest) -> Command:
 
 
 def _host_facts(request: InitRequest, config: ResolvedConfig, k: int, agent: NodeAgent) -> HostFacts:
-    probed = agent.call("probe", _probe_request(config, k), _TIMEOUT)
+    asked = {"workdir": node_workdir(config.nodes[k], k), "ports": [], "devices": True}
+    probed = agent.call(
+        "probe", dict.fromkeys(("address", "peer", "run_dir", "session", "manifest"), "") | asked, _TIMEOUT
+    )
     given = [text for text in request.environment.values() if "/" in text]
     query = {
         "packages": program_source("packages"),
@@ -143,13 +146,6 @@ def _host_facts(request: InitRequest, config: ResolvedConfig, k: int, agent: Nod
         home=probed["home"],
         shares=tuple(found["shares"]),
     )
-
-
-def _probe_request(config: ResolvedConfig, k: int) -> dict[str, Any]:
-    return {
-        "address": "", "peer": "", "workdir": node_workdir(config.nodes[k], k), "run_dir": "", "session": "",
-        "ports": [], "manifest": "", "devices": True,
-    }  # fmt: skip
 
 
 # -- shared folders ------------------------------------------------------

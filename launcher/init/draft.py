@@ -173,21 +173,19 @@ def _nodes(draft: Draft) -> Iterator[Line]:
             yield Line("  ", f"Left out: {why}")
             yield Line(f"  # - {value(host)}")
         else:
-            yield from _node(draft, k, host)
-
-
-def _node(draft: Draft, k: int, host: str) -> Iterator[Line]:
-    facts, chosen, devices = draft.discovery.facts[k], draft.chosen[k], draft.devices[k]
-    own = _own_environment(draft, chosen)
-    machine = f"{count(facts.cpus, 'CPU')}, {size(facts.memory)}" + ("" if facts.gpus else ", no GPU")
-    keys = bool(own or devices)
-    yield Line(f"  - host: {value(host)}" if keys else f"  - {value(host)}", machine)
-    if own:
-        yield Line(f"    {own.key}: {value(own.path)}", _versions(own))
-    if devices:
-        yield Line(f"    devices: {value(devices)}", _gpus(facts, devices))
-    for remark in _remarks(facts, chosen):
-        yield Line("    ", remark)
+            facts, chosen, devices = draft.discovery.facts[k], draft.chosen[k], draft.devices[k]
+            own = _own_environment(draft, chosen)
+            machine = f"{count(facts.cpus, 'CPU')}, {size(facts.memory)}" + ("" if facts.gpus else ", no GPU")
+            keys = bool(own or devices)
+            yield Line(f"  - host: {value(host)}" if keys else f"  - {value(host)}", machine)
+            if own:
+                yield Line(f"    {own.key}: {value(own.path)}", _versions(own))
+            if devices:
+                names = [gpu.name for gpu in facts.gpus if gpu.index in set(devices)]
+                kinds = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+                yield Line(f"    devices: {value(devices)}", f"{kinds}; one process each")
+            for remark in _remarks(facts, chosen):
+                yield Line("    ", remark)
 
 
 def _own_environment(draft: Draft, chosen: Environment | None) -> Environment | None:
@@ -196,11 +194,6 @@ def _own_environment(draft: Draft, chosen: Environment | None) -> Environment | 
     if draft.request.environment or draft.request.local or chosen is None or default is None:
         return None
     return chosen if (chosen.key, chosen.path) != (default.key, default.path) else None
-
-
-def _gpus(facts: HostFacts, devices: Iterable[int]) -> str:
-    names = [gpu.name for gpu in facts.gpus if gpu.index in set(devices)]
-    return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) + "; one process each"
 
 
 def _remarks(facts: HostFacts, chosen: Environment | None) -> Iterator[str]:

@@ -48,38 +48,48 @@ def write_config(request: InitRequest, dest: Path, options: InitOptions) -> int:
     """
     with _connected_hosts(request, options) as (request, discovery, opened):
         if not discovery.facts:
-            raise _no_host(request, discovery)
+            lines = "\n  ".join(reasons(request, discovery.errors))
+            remedy = common_remedy(request, discovery.errors)
+            raise PreflightRefused(
+                f"no host could be queried, so no file was written:\n  {lines}"
+                + (f"\nTo accept the unknown keys, {remedy}" if remedy else "")
+            )
         request = ask_environment(request, discovery) if options.ask else request
         draft = _draft(request, discovery, dest, options.program)
         text = text_of(draft)
-        _validate(text, dest)
+        with NamedTemporaryFile("w", dir=dest.absolute().parent, prefix=".", suffix=".yml") as file:
+            file.write(text)
+            file.flush()
+            try:
+                read_config(LaunchOptions(Path(file.name)))
+            except ConfigError as error:
+                raise in_flags(error.problems) from None
         write_whole(dest, text)
-        hosts = _hosts_json(draft)
+        hosts = [
+            {"host": host, "error": reason(draft.request, k, draft.discovery.errors[k])}
+            if k in draft.discovery.errors
+            else {
+                "host": host,
+                "environment": {one.key: one.path, "versions": dict(one.versions)}
+                if (one := draft.chosen[k])
+                else None,
+                "devices": list(draft.devices[k]),
+                "cpus": draft.discovery.facts[k].cpus,
+                "memory": draft.discovery.facts[k].memory,
+            }
+            for k, host in enumerate(draft.request.hosts)
+        ]
         _show(draft, options.console)
         checked = _check(draft, dest, opened, options) if options.check else {}
     if options.as_json:
         click.echo(json.dumps({"file": str(dest), "hosts": hosts, **checked}, indent=1))
-    _print_next(dest, options, bool(checked.get("blocked")), setup=bool(_lacking(draft)))
-    return 3 if discovery.errors or checked.get("blocked") else 0
-
-
-def _validate(text: str, dest: Path) -> None:
-    with NamedTemporaryFile("w", dir=dest.absolute().parent, prefix=".", suffix=".yml") as file:
-        file.write(text)
-        file.flush()
-        try:
-            read_config(LaunchOptions(Path(file.name)))
-        except ConfigError as error:
-            raise in_flags(error.problems) from None
-
-
-def _print_next(dest: Path, options: InitOptions, blocked: bool, setup: bool) -> None:
-    """Print which file was written, and the command to run next. ``setup``: packages are missing on a host."""
+    blocked, setup = bool(checked.get("blocked")), bool(_lacking(draft))  # setup: packages are missing on a host
     command = f"{options.program} --config {dest}"
     if blocked or setup:
         command = f"{options.program} {'setup' if setup else 'check'} --config {dest}"
     first = "Fix the problems above" if blocked and not setup else "Read it"
     options.console.print(f"Wrote [bold]{escape(str(dest))}[/]. {first}, then run: {escape(command)}", soft_wrap=True)
+    return 3 if discovery.errors or blocked else 0
 
 
 def _draft(request: InitRequest, discovery: Discovery, dest: Path, program: str) -> Draft:
@@ -127,31 +137,7 @@ def _connect(request: InitRequest, before: Opened, options: InitOptions) -> Open
     return {**before, **{ranks[i]: one for i, one in opened.items()}}
 
 
-def _no_host(request: InitRequest, discovery: Discovery) -> PreflightRefused:
-    lines = "\n  ".join(reasons(request, discovery.errors))
-    remedy = common_remedy(request, discovery.errors)
-    return PreflightRefused(
-        f"no host could be queried, so no file was written:\n  {lines}"
-        + (f"\nTo accept the unknown keys, {remedy}" if remedy else "")
-    )
-
-
 # -- output --------------------------------------------------------------
-
-
-def _hosts_json(draft: Draft) -> list[dict[str, Any]]:
-    return [
-        {"host": host, "error": reason(draft.request, k, draft.discovery.errors[k])}
-        if k in draft.discovery.errors
-        else {
-            "host": host,
-            "environment": {one.key: one.path, "versions": dict(one.versions)} if (one := draft.chosen[k]) else None,
-            "devices": list(draft.devices[k]),
-            "cpus": draft.discovery.facts[k].cpus,
-            "memory": draft.discovery.facts[k].memory,
-        }
-        for k, host in enumerate(draft.request.hosts)
-    ]
 
 
 def _show(draft: Draft, console: Console) -> None:

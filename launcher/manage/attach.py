@@ -86,29 +86,31 @@ def make_session(run_id: str, panes: Sequence[Pane]) -> str:
             group = panes[start : start + _PER_WINDOW]
             first = start == 0
             window = session.windows[0] if first else session.new_window(window_shell=_pane_command(group[0]))
-            _fill(window, group)
+            # Split a window into tiled panes, one for each item of ``group``. The first pane exists already.
+            window.rename_window(group[0].label.split()[0] if len(group) == 1 else "nodes")
+            for option, value in {
+                "synchronize-panes": "off",
+                "pane-border-status": "top",
+                "remain-on-exit": "on",
+            }.items():
+                window.set_option(option, value)
+            window.set_option("pane-border-format", " #{@gnnfleet_node} ")
+            tmux_panes = [window.panes[0]]
+            for pane in group[1:]:
+                tmux_panes.append(
+                    tmux_panes[-1].split(direction=PaneDirection.Below, shell=_pane_command(pane), attach=False)
+                )
+                window.select_layout("tiled")
+            for tmux_pane, pane in zip(tmux_panes, group, strict=True):
+                tmux_pane.cmd("set-option", "-p", "@gnnfleet_node", pane.label)  # the node's tmux overwrites the title
+                tmux_pane.cmd("select-pane", "-T", pane.label)
+            tmux_panes[0].select()
         session.windows[0].select()
     except libtmux.exc.TmuxCommandNotFound:
         raise SessionError("tmux is not installed on this machine; install it (apt install tmux)") from None
     except libtmux.exc.LibTmuxException as error:
         raise SessionError(f"tmux could not create session {name}: {error}") from None
     return name
-
-
-def _fill(window: libtmux.Window, group: Sequence[Pane]) -> None:
-    """Split a window into tiled panes, one for each item of ``group``. The first pane exists already."""
-    window.rename_window(group[0].label.split()[0] if len(group) == 1 else "nodes")
-    for option, value in {"synchronize-panes": "off", "pane-border-status": "top", "remain-on-exit": "on"}.items():
-        window.set_option(option, value)
-    window.set_option("pane-border-format", " #{@gnnfleet_node} ")
-    tmux_panes = [window.panes[0]]
-    for pane in group[1:]:
-        tmux_panes.append(tmux_panes[-1].split(direction=PaneDirection.Below, shell=_pane_command(pane), attach=False))
-        window.select_layout("tiled")
-    for tmux_pane, pane in zip(tmux_panes, group, strict=True):
-        tmux_pane.cmd("set-option", "-p", "@gnnfleet_node", pane.label)  # the node's tmux overwrites the title
-        tmux_pane.cmd("select-pane", "-T", pane.label)
-    tmux_panes[0].select()
 
 
 def _pane_command(pane: Pane) -> str:

@@ -67,7 +67,12 @@ def collect_run(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None
         return CollectResult(folder, None, why, tuple(report.notes), 1)
     notes = tuple(report.notes)
     fill_from(report, views)
-    conclude(report, run.found.needed_plan, _seconds(run, views))
+    records = [(view, record) for view in views.values() for record in (view.result or {}).get("outcomes", ())]
+    begins = [record["started"] - view.offset for view, record in records if record["started"]]
+    ends = [record["ended"] - view.offset for view, record in records if record["ended"]]
+    launch: LaunchFile | None = run.found.launch
+    begin = launch.started if launch else min(begins, default=0.0)
+    conclude(report, run.found.needed_plan, max(0.0, max(ends, default=begin) - begin))
     write_report(report)
     return CollectResult(folder, report, "", notes, report.exit_status)
 
@@ -94,12 +99,3 @@ def prepare_folder(run: OpenRun, folder: Path) -> None:
 def folder_for(run: OpenRun, runs_dir: Path) -> Path:
     """Return the run's folder on this machine or, if there is none, the path of a new one in ``runs_dir``."""
     return run.found.folder or runs_dir / run.found.run_id
-
-
-def _seconds(run: OpenRun, views: Mapping[int, NodeView]) -> float:
-    records = [(view, record) for view in views.values() for record in (view.result or {}).get("outcomes", ())]
-    begins = [record["started"] - view.offset for view, record in records if record["started"]]
-    ends = [record["ended"] - view.offset for view, record in records if record["ended"]]
-    launch: LaunchFile | None = run.found.launch
-    begin = launch.started if launch else min(begins, default=0.0)
-    return max(0.0, max(ends, default=begin) - begin)

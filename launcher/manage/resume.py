@@ -78,7 +78,13 @@ def prepare_offline(found: FoundRun, options: LaunchOptions, notes: tuple[str, .
     assert folder is not None
     own = options.own_command or own_command_of(found)
     if own and not options.own_command:
-        _check_no_trainer_options(found, options)
+        # The user's own command does not read trainer settings.
+        keys = {split_override(override)[0] for override in options.overrides}
+        if given := sorted(keys & {SHORT_KEYS[name] for name in TRAINER_ONLY}):
+            raise UsageError(
+                f"{', '.join(given)}: the run's own command does not read settings of the bundled trainer; give the "
+                f"command with its new options: gnnfleet resume {found.words} -- python …"
+            )
     _check_not_done(found, options, own)
     checkpoint = folder / "checkpoints" / "last.pt"
     overrides: tuple[Override, ...] = (("run.runs_dir", str(folder.parent.absolute())),)
@@ -104,16 +110,6 @@ def prepare_offline(found: FoundRun, options: LaunchOptions, notes: tuple[str, .
     return PreparedResume(resumed, cwd, message, notes)
 
 
-def _check_no_trainer_options(found: FoundRun, options: LaunchOptions) -> None:
-    # The user's own command does not read trainer settings.
-    keys = {split_override(override)[0] for override in options.overrides}
-    if given := sorted(keys & {SHORT_KEYS[name] for name in TRAINER_ONLY}):
-        raise UsageError(
-            f"{', '.join(given)}: the run's own command does not read settings of the bundled trainer; give the "
-            f"command with its new options: gnnfleet resume {found.words} -- python …"
-        )
-
-
 def _check_not_done(found: FoundRun, options: LaunchOptions, own: Sequence[str]) -> None:
     """Raise UsageError if there is nothing left to train.
 
@@ -136,7 +132,9 @@ def _check_not_done(found: FoundRun, options: LaunchOptions, own: Sequence[str])
             f"run {found.run_id} ended early at epoch {epochs}, as {why}; to train on, give a larger patience: "
             f"gnnfleet resume {found.words} --set train.early_stop.patience=…"
         )
-    wanted = _wanted_epochs(options) or found.needed_config.train.epochs
+    given = [text for key, text in map(split_override, options.overrides) if key == "train.epochs"]
+    asked = int(given[-1]) if given and given[-1].strip().isdecimal() else 0
+    wanted = asked or found.needed_config.train.epochs
     if wanted < epochs or (wanted == epochs and done):
         state = "is done at" if done else "has trained"
         few = f", so {wanted} epochs leave nothing to train" if wanted < epochs else ""
@@ -160,12 +158,6 @@ def _epochs_trained(found: FoundRun) -> int:
     with path.open("rb") as file:
         lines = [line for line in file if _EPOCH_LINE.search(line)]  # without the step lines, of which there are many
     return max((line["epoch"] for line in records(METRIC, lines) if "epoch" in line), default=0)
-
-
-def _wanted_epochs(options: LaunchOptions) -> int | None:
-    """Return the ``train.epochs`` that ``options`` set; None if they do not, or if it is no number."""
-    given = [text for key, text in map(split_override, options.overrides) if key == "train.epochs"]
-    return int(given[-1]) if given and given[-1].strip().isdecimal() else None
 
 
 def _files_changed(found: FoundRun, own: Sequence[str]) -> bool:

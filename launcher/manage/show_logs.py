@@ -16,7 +16,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from launcher.command import Command
 from launcher.errors import TransportError, UsageError
 from launcher.manage.node_views import OpenRun, if_run_exists
 from launcher.node.json_reader import record_in
@@ -163,7 +162,12 @@ class _Follower(threading.Thread):
             return
         while not self._over and not self.stop.is_set():
             try:
-                status = self.transport.stream(self._command(), self._handle_line, self.stop)
+                words = ["--offsets", json.dumps(self.offsets)] if self.offsets else []
+                status = self.transport.stream(
+                    if_run_exists(self.node, self.node.program("watch", self.node.run_dir, *self.options, *words)),
+                    self._handle_line,
+                    self.stop,
+                )
                 if self._over or self.stop.is_set() or status == 0:
                     return
                 self.lost = f"watch.py on the node ended with exit status {status}"
@@ -179,10 +183,6 @@ class _Follower(threading.Thread):
                 self.lost = error.message
                 return
             self.lost = ""
-
-    def _command(self) -> Command:
-        words = ["--offsets", json.dumps(self.offsets)] if self.offsets else []
-        return if_run_exists(self.node, self.node.program("watch", self.node.run_dir, *self.options, *words))
 
     def _handle_line(self, text: str) -> None:
         message = message_in(text)

@@ -155,20 +155,18 @@ def rendered(status: Status) -> Group:
     ]
     if status.views:
         rows = [row for k, view in status.views.items() for row in _rows(view, status.ranks[k])]
-        parts.append(_table(rows))
+        shown = [
+            i
+            for i, column in enumerate(_COLUMNS)
+            if column.title not in _OPTIONAL or any(row[i] != "–" for row in rows)
+        ]
+        parts.append(FittedTable([_COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows]))
     parts += [Text(f"note: {note}", "yellow") for note in verdict.notes]
     parts += [Text(f"finding: {text}", "yellow") for text in (*_findings(status), *status.faults)]
     parts += [Text(f"next: {command}", "dim") for command in verdict.next]
     if status.found.folder:
         parts.append(Text(f"run folder: {status.found.folder}", "dim"))
     return Group(*parts)
-
-
-def _table(rows: list[tuple[Cell, ...]]) -> FittedTable:
-    shown = [
-        i for i, column in enumerate(_COLUMNS) if column.title not in _OPTIONAL or any(row[i] != "–" for row in rows)
-    ]
-    return FittedTable([_COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
 
 def _rows(view: NodeView, ranks: Sequence[int]) -> Iterator[tuple[Cell, ...]]:

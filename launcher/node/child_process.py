@@ -150,15 +150,12 @@ class Loop:
             if key.data is None:
                 os.read(self._wake, 4096)
             elif not isinstance(key.data, Child):
-                if self._watched(key):
+                # An earlier event of the same turn may have closed the socket.
+                if self._selector.get_map().get(key.fd) == key:
                     key.data(events)
             elif not key.data.pump():
                 self._selector.unregister(key.data)
         self._reap()
-
-    def _watched(self, key: selectors.SelectorKey) -> bool:
-        # An earlier event of the same turn may have closed the socket.
-        return self._selector.get_map().get(key.fd) == key
 
     def _reap(self) -> None:
         # Adopted orphans are collected, too, so that no zombies remain.

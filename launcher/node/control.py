@@ -42,17 +42,14 @@ class NodeFolder:
         self.lease_key: tuple[str, int] | None = None
         self.mark = f"GNNFLEET_RUN_DIR={self.run_dir}"  #: entry in the environment of the run's processes
         try:
-            self._read_spec()
+            spec = read_json(self.path("node.json"))
+            if spec is None and not os.path.exists(self.path("node.json")):
+                raise SystemExit(f"control: no run in {self.run_dir} (it has no node.json)")
+            self.mark = f"{procs.TOKEN}={procs.node_token(spec['token'], spec['node_rank'])}"
+            self.grace = float(spec["grace"])
+            self.lease_key = str(spec["run_id"]), int(spec["node_rank"])
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             self.damage = f"{self.path('node.json')} is damaged ({error!r}); processes are found by the run folder"
-
-    def _read_spec(self) -> None:
-        spec = read_json(self.path("node.json"))
-        if spec is None and not os.path.exists(self.path("node.json")):
-            raise SystemExit(f"control: no run in {self.run_dir} (it has no node.json)")
-        self.mark = f"{procs.TOKEN}={procs.node_token(spec['token'], spec['node_rank'])}"
-        self.grace = float(spec["grace"])
-        self.lease_key = str(spec["run_id"]), int(spec["node_rank"])
 
     def path(self, *names: str) -> str:
         return os.path.join(self.run_dir, *names)

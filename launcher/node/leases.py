@@ -264,7 +264,13 @@ def _opened(path: str, create: bool) -> int | None:
     except FileNotFoundError:
         if not create:
             return None
-        _make(path)
+        # The mode of /tmp: all users may add files, and remove only their own.
+        mask = os.umask(0)
+        try:
+            with suppress(FileExistsError):  # another process was faster
+                os.mkdir(path, 0o1777)
+        finally:
+            os.umask(mask)
         return _opened(path, create)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
@@ -274,16 +280,6 @@ def _opened(path: str, create: bool) -> int | None:
     if status.st_uid == os.geteuid() and status.st_mode & 0o1777 != 0o1777:
         os.fchmod(descriptor, 0o1777)
     return descriptor
-
-
-def _make(path: str) -> None:
-    # The mode of /tmp: all users may add files, and remove only their own.
-    mask = os.umask(0)
-    try:
-        with suppress(FileExistsError):  # another process was faster
-            os.mkdir(path, 0o1777)
-    finally:
-        os.umask(mask)
 
 
 def _lock(descriptor: int, path: str, deadline: float, patience: float) -> None:

@@ -278,16 +278,13 @@ def last_lines(path: str, count: int) -> int:
             data = file.read(size)
             ends = data.count(b"\n")
             if found + ends >= count:
-                return offset + _nth_last_line_end(data, count - found) + 1
+                number = count - found
+                index = len(data)
+                for _ in range(number):
+                    index = data.rindex(b"\n", 0, index)
+                return offset + index + 1
             found += ends
     return 0
-
-
-def _nth_last_line_end(data: bytes, number: int) -> int:
-    index = len(data)
-    for _ in range(number):
-        index = data.rindex(b"\n", 0, index)
-    return index
 
 
 def pause_or_exit(seconds: float) -> None:

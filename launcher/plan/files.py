@@ -115,20 +115,18 @@ def _part_files(context: PlanContext, node: NodePlan, folder: str, files: tuple[
         PlannedFile(f"{node.data_dir}/{file.path}", file.bytes, sha256=file.sha256, url=f"{url}/{file.path}")
         for file in files
     ]
-    spec = json.dumps(_fetch_spec(context, node, url, files))
-    return [*fetched, generated(f"{node.run_dir}/{FETCH_SPEC}", spec, mode=0o600)]
-
-
-def _fetch_spec(context: PlanContext, node: NodePlan, url: str, files: tuple[PartFile, ...]) -> Mapping[str, Any]:
     data = context.config.data
-    return {
-        "url": url,
-        "options": data.store_options,
-        "folder": node.data_dir,
-        "files": [[file.path, file.bytes, file.sha256] for file in files],
-        "run_dir": node.run_dir,
-        "limit": None if data.store_limit is None else parse_bytes(data.store_limit),
-    }
+    spec = json.dumps(
+        {
+            "url": url,
+            "options": data.store_options,
+            "folder": node.data_dir,
+            "files": [[file.path, file.bytes, file.sha256] for file in files],
+            "run_dir": node.run_dir,
+            "limit": None if data.store_limit is None else parse_bytes(data.store_limit),
+        }
+    )
+    return [*fetched, generated(f"{node.run_dir}/{FETCH_SPEC}", spec, mode=0o600)]
 
 
 def _generated(context: PlanContext, node: NodePlan, shared: SharedFiles) -> list[PlannedFile]:
@@ -174,6 +172,11 @@ def _node_spec(context: PlanContext, node: NodePlan) -> NodeSpec:
         from launcher.plan.tracking import tracking_job
 
         tracker = {**_process(command), "job": tracking_job(context)}
+    devices = sorted({str(device).replace("/", "_") for device in node.devices})
+    ports = (node.master_port, node.control_port, node.service_port)
+    taken = [*(f"cuda:{device}" for device in devices), *(f"port:{port}" for port in ports if port)]
+    if not devices and (context.world.size or not taken):  # not of lasting graph servers, for which nobody can wait
+        taken.append(f"cpu:{context.run_id}-node{node.node_rank}")
     return NodeSpec(
         run_id=context.run_id,
         token=context.token.reveal(),
@@ -187,7 +190,7 @@ def _node_spec(context: PlanContext, node: NodePlan) -> NodeSpec:
         hub=context.lead,
         master_addr=context.fixed_master_addr,
         peer_timeout=run.peer_timeout,
-        leases=_leases(context, node),
+        leases=tuple(taken),
         operator=context.operator,
         on_stall=run.on_stall,
         stall_after=run.stall_after,
@@ -205,15 +208,6 @@ def _node_spec(context: PlanContext, node: NodePlan) -> NodeSpec:
         wait_limit=context.wait_limit,
         epochs=config.train.epochs if context.own is None and context.world.size else 0,
     )
-
-
-def _leases(context: PlanContext, node: NodePlan) -> tuple[str, ...]:
-    devices = sorted({str(device).replace("/", "_") for device in node.devices})
-    ports = (node.master_port, node.control_port, node.service_port)
-    taken = [*(f"cuda:{device}" for device in devices), *(f"port:{port}" for port in ports if port)]
-    if not devices and (context.world.size or not taken):  # not of lasting graph servers, for which nobody can wait
-        taken.append(f"cpu:{context.run_id}-node{node.node_rank}")
-    return tuple(taken)
 
 
 def _process(command: Command) -> Mapping[str, Any]:

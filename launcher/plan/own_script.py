@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher.config.schema import ClusterConfig
@@ -45,7 +45,17 @@ def own_command_files(
                 notes.append(f"folder `{word}` in your command is not sent; add it to run.files if the nodes need it")
     for dest, path in _walk(extra, cwd):
         _add(files, dest, path)
-    _check_script(argv, files, cwd)
+    # The nodes would not have a script with a relative path.
+    script = argv[1] if len(argv) > 1 and Path(argv[0]).name.startswith("python") else argv[0]
+    if (
+        script.endswith(".py")
+        and not script.startswith(("/", "~"))
+        and not {script, _dest(cwd / script, cwd)} & set(files)
+    ):
+        raise UsageError(
+            f"your own command: there is no file `{script}` in {cwd.absolute()}, the folder from which files are "
+            "sent. Change to the folder of the script, or give an absolute path if the script is already on the nodes"
+        )
     _add_modules(files, argv, extra, cwd, as_module)
     planned = tuple(
         copied(dest, path, mode=0o755 if os.access(path, os.X_OK) else 0o644) for dest, path in sorted(files.items())
@@ -92,20 +102,6 @@ def _add_modules(
         top = dest.parents[len(script.relative_to(folder).parts) - 1 if as_module else 0]
     for path in modules:
         _add(files, (top / path.relative_to(folder)).as_posix(), path)
-
-
-def _check_script(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -> None:
-    # The nodes would not have a script with a relative path.
-    script = argv[1] if len(argv) > 1 and Path(argv[0]).name.startswith("python") else argv[0]
-    if (
-        script.endswith(".py")
-        and not script.startswith(("/", "~"))
-        and not {script, _dest(cwd / script, cwd)} & set(files)
-    ):
-        raise UsageError(
-            f"your own command: there is no file `{script}` in {cwd.absolute()}, the folder from which files are "
-            "sent. Change to the folder of the script, or give an absolute path if the script is already on the nodes"
-        )
 
 
 def _dest(path: Path, cwd: Path) -> str:

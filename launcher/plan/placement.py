@@ -80,7 +80,12 @@ def place_nodes(
     command. The other arguments are those of ``launcher.plan.build.make_plan``.
     """
     data_name = manifest.fingerprint if manifest else re.sub(r"[^\w.-]+", "-", config.data.dataset)
-    held, homes = holdings(config), _homes(config, serving)
+    # The home server of each client: graph servers round-robin.
+    if serving:
+        labels = [serving.label(server) for server in serving.servers]
+    else:
+        labels = [node_label(k, config.nodes[k].host) for k in gateways(config)]
+    held, homes = holdings(config), dict(zip(clients(config), itertools.cycle(labels), strict=False))
     nodes, first_rank = [], 0
     for k, node in enumerate(config.nodes):
         if running and k in running:
@@ -142,15 +147,6 @@ def place_nodes(
             )
         )
     return tuple(nodes)
-
-
-def _homes(config: ClusterConfig, serving: ServingCluster | None) -> dict[int, str]:
-    # The home server of each client: graph servers round-robin.
-    if serving:
-        labels = [serving.label(server) for server in serving.servers]
-    else:
-        labels = [node_label(k, config.nodes[k].host) for k in gateways(config)]
-    return dict(zip(clients(config), itertools.cycle(labels), strict=False))
 
 
 def interpreter(config: ClusterConfig, node_rank: int) -> Command:

@@ -9,7 +9,6 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from launcher.command import Command, Secret, is_secret, quote
-from launcher.config.schema import TrainConfig
 from launcher.hostlist import fold
 from launcher.plan.model import LaunchPlan, NodePlan, Partitioning, PlannedFile
 from launcher.plan.node_groups import fold_nodes
@@ -117,7 +116,9 @@ def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, st
     if plan.own_command:
         yield "training", describe_command(Command(plan.own_command))
     elif plan.train:
-        yield "training", _describe_training(plan, plan.train)
+        batch = f"batches of {plan.train.batch_size} seeds over {count(plan.world_size, 'process', 'es')}"
+        shape = f"{plan.train.model}, hidden {plan.train.hidden}, fanouts {','.join(map(str, plan.train.fanouts))}"
+        yield "training", f"the bundled trainer: {shape}, {batch}, {count(plan.train.epochs, 'epoch')}"
     total, files = sum(map(plan.sent_bytes, plan.nodes)), sum(map(plan.sent_files, plan.nodes))
     yield "code", f"digest {plan.code_digest[:16]}"
     yield "transfer", f"{decimal(total)} in {count(files, 'file')} to all nodes"
@@ -152,13 +153,6 @@ def _describe_partitioning(plan: LaunchPlan, made: Partitioning) -> str:
     return f"{made.source} is partitioned into {parts} ({made.method}) in {where}, unless they exist"
 
 
-def _describe_training(plan: LaunchPlan, train: TrainConfig) -> str:
-    """Return the sentence ``the bundled trainer: sage, hidden 256, fanouts 15,10,5, …``."""
-    batch = f"batches of {train.batch_size} seeds over {count(plan.world_size, 'process', 'es')}"
-    shape = f"{train.model}, hidden {train.hidden}, fanouts {','.join(map(str, train.fanouts))}"
-    return f"the bundled trainer: {shape}, {batch}, {count(train.epochs, 'epoch')}"
-
-
 def _topology(plan: LaunchPlan) -> str:
     """Return the sentence ``replicated (auto: the edges of all parts take 34.2 MB); 17.1 MB more for node0, …``."""
     text = f"{plan.topology.choice} ({plan.topology.why})" if plan.topology.choice else plan.topology.why
@@ -189,7 +183,10 @@ def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Itera
     for name, files in {"code": plan.code, **file_groups(node)}.items():
         if files:
             named = name in ("own", "generated")
-            shown = _files(node, files, list_them=named) if sizes else _names(node, files, list_them=named)
+            if sizes:
+                shown = _files(node, files, list_them=named)
+            else:
+                shown = ", ".join(_name(node, file) for file in files) if named else count(len(files), "file")
             yield "files", f"{name}: {shown}"
     logs = ["supervisor", *(["runners"] if node.ranks else []), *(["server"] if node.server else [])]
     yield "logs", f"{node.run_dir}/logs: {' '.join(f'{log}.log' for log in [*logs, *(f'rank{k}' for k in node.ranks)])}"
@@ -216,10 +213,6 @@ def _files(node: NodePlan, files: Sequence[PlannedFile], *, list_them: bool) -> 
     if not list_them:
         return f"{count(len(files), 'file')}, {total}"
     return ", ".join(f"{_name(node, file)} ({_size(file)})" for file in files) + f", {total}"
-
-
-def _names(node: NodePlan, files: Sequence[PlannedFile], *, list_them: bool) -> str:
-    return ", ".join(_name(node, file) for file in files) if list_them else count(len(files), "file")
 
 
 def _name(node: NodePlan, file: PlannedFile) -> str:

@@ -30,7 +30,15 @@ def check_trainable(config: ClusterConfig, parts: PartitionFiles | None) -> None
     as the config describes it: its types, and the splits of its tables.
     """
     _check_model(config, parts)
-    if _needs_seeds(config, parts):
+    # Tasks of links and of labels of edges need no nodes with a train split.
+    task, target = config.train.task, config.train.target
+    held_out = holds_out(config.data.options) if parts is None else parts.links_held_out
+    tables = _mapping(config.data.options.get("edges")).values()
+    labelled = any(isinstance(table, Mapping) and table.get("label") for table in tables)
+    if parts is not None:
+        labelled = any({"y", "edge_split"} <= set(spec.attrs) for spec in parts.edges.values())
+    of_edges = task == "link" or task.startswith("edge-")
+    if not of_edges and not (task == "auto" and (held_out or labelled or "__" in (target or ""))):
         if parts is not None:
             _check_train_seeds(config, parts)
             _check_labels(config, parts)
@@ -99,18 +107,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
         except ValueError:
             return {}
     return value if isinstance(value, Mapping) else {}
-
-
-def _needs_seeds(config: ClusterConfig, parts: PartitionFiles | None) -> bool:
-    """Return whether the task needs nodes with a train split. Tasks of links and of labels of edges need none."""
-    task, target = config.train.task, config.train.target
-    held_out = holds_out(config.data.options) if parts is None else parts.links_held_out
-    tables = _mapping(config.data.options.get("edges")).values()
-    labelled = any(isinstance(table, Mapping) and table.get("label") for table in tables)
-    if parts is not None:
-        labelled = any({"y", "edge_split"} <= set(spec.attrs) for spec in parts.edges.values())
-    of_edges = task == "link" or task.startswith("edge-")
-    return not of_edges and not (task == "auto" and (held_out or labelled or "__" in (target or "")))
 
 
 def _check_splits(data: DataConfig) -> None:

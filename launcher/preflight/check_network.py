@@ -46,7 +46,14 @@ def network_findings(survey: Survey, result: Connectivity) -> Iterator[Finding]:
             yield survey.finding(k, "ok", "network", _success(result, bool(groups)))
     yield from _interfaces(survey, result)
     for group in groups:
-        yield _finding(survey, result, group)
+        everyone = len(result.listening)
+        sources = _node_names(group.sources, everyone - len(group.targets) if len(group.targets) == 1 else everyone)
+        targets = _node_names(group.targets, everyone - 1 if len(group.sources) == 1 else everyone)
+        port = _port_text(result, group)
+        free = " on free ports" if group.use == FREE else ""
+        message = f"{sources} → {targets}{port} blocked{free}: {_REASONS.get(group.why, group.why)}"
+        node_rank = min(group.sources) if len(group.sources) == 1 else group.targets[0]
+        yield survey.finding(node_rank, "block", "network", message, _remedy(survey, result, group))
 
 
 def _success(result: Connectivity, others_blocked: bool) -> str:
@@ -117,17 +124,6 @@ def _by_sources(sources: Mapping[tuple[int, str, str], set[int]]) -> list[Group]
 
 
 # -- messages ------------------------------------------------------------
-
-
-def _finding(survey: Survey, result: Connectivity, group: Group) -> Finding:
-    everyone = len(result.listening)
-    sources = _node_names(group.sources, everyone - len(group.targets) if len(group.targets) == 1 else everyone)
-    targets = _node_names(group.targets, everyone - 1 if len(group.sources) == 1 else everyone)
-    port = _port_text(result, group)
-    free = " on free ports" if group.use == FREE else ""
-    message = f"{sources} → {targets}{port} blocked{free}: {_REASONS.get(group.why, group.why)}"
-    node_rank = min(group.sources) if len(group.sources) == 1 else group.targets[0]
-    return survey.finding(node_rank, "block", "network", message, _remedy(survey, result, group))
 
 
 def _node_names(ranks: Collection[int], all_of: int) -> str:

@@ -184,7 +184,9 @@ def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Fin
             wanted = [*missing, *(one.name for one in differing), *without_cuda]
             remedy, command = f"add to the container's image: `{repair(survey, k, wanted)}`", ""
         elif _has_system_python(survey, k):
-            remedy, command = _use_new_environment(survey), _new_environment(survey, k)
+            pins = [_pin(survey, k, name) for name in _needed(survey, k)]
+            remedy = _use_new_environment(survey)
+            command = "; ".join([*survey.config.nodes[k].setup, new_venv(OWN_VENV, pins, _torch_tag(survey, k))])
         else:
             remedy, command = "", repair(survey, k, [*missing, *(one.name for one in differing), *without_cuda])
         if missing and (replaced := survey.config.nodes[k].replaces):
@@ -209,11 +211,6 @@ def _use_new_environment(survey: Survey) -> str:
     own = any(node.python != "python3" for node in survey.config.nodes)  # a node's own key overrides the default
     key = "'nodes.*.venv=" + OWN_VENV + "'" if own else f"defaults.venv={OWN_VENV}"
     return f"create a virtual environment, and use it by `--set {key}` or by `venv` in the cluster file"
-
-
-def _new_environment(survey: Survey, k: int) -> str:
-    pins = [_pin(survey, k, name) for name in _needed(survey, k)]
-    return "; ".join([*survey.config.nodes[k].setup, new_venv(OWN_VENV, pins, _torch_tag(survey, k))])
 
 
 def _cannot_use_devices(survey: Survey, k: int) -> bool:

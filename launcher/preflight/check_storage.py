@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from launcher.config.cache_size import CacheSize
 from launcher.config.roles import clients, gateways, serves
-from launcher.config.schema import ClusterConfig, TrainConfig
+from launcher.config.schema import ClusterConfig
 from launcher.node.exit_description import size
 from launcher.preflight.finding import Finding, GraphSize, Survey
 
@@ -60,16 +60,12 @@ def _batch(config: ClusterConfig, graph: GraphSize | None) -> int:
     if graph is None or not config.world_size:
         return 0
     seeds = -(-config.train.batch_size // config.world_size)
-    return round(min(graph.nodes, seeds * _tree(config.train)) * graph.row_bytes)
-
-
-def _tree(train: TrainConfig) -> int:
-    """Return the maximum number of vertices sampled for one seed; a fanout of -1 counts as all vertices."""
+    # The maximum number of vertices sampled for one seed; a fanout of -1 counts as all vertices.
     total = width = 1
-    for fanout in train.fanouts:
+    for fanout in config.train.fanouts:
         width *= fanout if fanout > 0 else 1 << 40
         total += width
-    return total
+    return round(min(graph.nodes, seeds * total) * graph.row_bytes)
 
 
 _LOGS = 200 * 10**6  # bytes for logs and checkpoints of a small run

@@ -102,19 +102,16 @@ class FaultInjector:
 
     def _watch(self) -> None:
         while not (self._over.is_set() or self.happened):
-            self._count()
+            # The progress file has the epoch and its step; only metrics lines have the number of steps per epoch.
+            for line in self._tail.lines():
+                if line["kind"] == "step" and _naturals(line.get("epoch"), line.get("step"), line.get("steps")):
+                    self._per_epoch = line["steps"]
+                    self.steps = max(self.steps, (line["epoch"] - 1) * self._per_epoch + line["step"] + 1)
+            progress = read_progress(self._progress)
+            if self._per_epoch and progress and progress[2] in ("load", "compute", "reduce"):
+                self.steps = max(self.steps, (progress[0] - 1) * self._per_epoch + progress[1])
             if self.steps < self.fault.step or not self._inject():
                 self._over.wait(_POLL)
-
-    def _count(self) -> None:
-        # The progress file has the epoch and its step; only metrics lines have the number of steps per epoch.
-        for line in self._tail.lines():
-            if line["kind"] == "step" and _naturals(line.get("epoch"), line.get("step"), line.get("steps")):
-                self._per_epoch = line["steps"]
-                self.steps = max(self.steps, (line["epoch"] - 1) * self._per_epoch + line["step"] + 1)
-        progress = read_progress(self._progress)
-        if self._per_epoch and progress and progress[2] in ("load", "compute", "reduce"):
-            self.steps = max(self.steps, (progress[0] - 1) * self._per_epoch + progress[1])
 
     def _inject(self) -> bool:
         pid = self._rank_pid() if self.fault.target == "rank" else self._server_pid()

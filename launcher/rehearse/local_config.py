@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import UsageError
 
 #: Vertices of generated graphs whose options do not contain num_nodes; trainer/data/options.py has these defaults.
@@ -41,8 +41,22 @@ def local_config(config: ClusterConfig, folder: Path, vertices: int) -> ClusterC
         slurm_job=None,
         nodes=tuple(_node(node, folder) for node in config.nodes),
         data=_data(config.data, len(config.holders), folder, vertices),
-        train=_train(config.train),
-        run=_run(config.run, encrypt=config.run.encrypt == "auto" and config.transport != "local"),
+        train=replace(
+            config.train,
+            backend="gloo" if config.train.backend == "nccl" else config.train.backend,
+            sampling="cpu" if config.train.sampling == "cuda" else config.train.sampling,
+            device_cache="0",
+            resume=None,
+            start=None,
+        ),
+        run=replace(
+            config.run,
+            master_addr="auto",
+            master_port="auto",
+            service_port="auto",
+            control_port="auto",
+            encrypt="on" if (config.run.encrypt == "auto" and config.transport != "local") else config.run.encrypt,
+        ),
     )
 
 
@@ -104,25 +118,3 @@ def _number(value: Any, default: float) -> float:
         return max(float(value), 0.0) or default
     except (TypeError, ValueError):  # the trainer reports other values
         return default
-
-
-def _train(train: TrainConfig) -> TrainConfig:
-    return replace(
-        train,
-        backend="gloo" if train.backend == "nccl" else train.backend,
-        sampling="cpu" if train.sampling == "cuda" else train.sampling,
-        device_cache="0",
-        resume=None,
-        start=None,
-    )
-
-
-def _run(run: RunConfig, *, encrypt: bool) -> RunConfig:
-    return replace(
-        run,
-        master_addr="auto",
-        master_port="auto",
-        service_port="auto",
-        control_port="auto",
-        encrypt="on" if encrypt else run.encrypt,
-    )

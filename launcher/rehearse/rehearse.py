@@ -12,7 +12,6 @@ from rich.text import Text
 
 from launcher.config.loader import load_config, to_yaml
 from launcher.config.resolve import ResolvedConfig, resolve_run
-from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, UsageError
 from launcher.files import write_whole
 from launcher.plan.build import offline_plan
@@ -48,7 +47,18 @@ def rehearse(options: RehearseOptions, console: Console) -> RunReport:
     if options.fault:
         options.fault.check(resolved)
     run_id = choose_run_id(rehearsed, options.launch.run_id)
-    _describe(config, resolved, file, console)
+    if config.transport != "local":
+        shown = [f"node{k} stands for {node.host}" for k, node in enumerate(config.nodes[:8])]
+        more = [f"{len(config.nodes) - 8} more"] if len(config.nodes) > 8 else []
+        console.print(Text(f"rehearsal: {', '.join([*shown, *more])}"), soft_wrap=True)
+    size = resolved.data.options.get("num_nodes") or resolved.data.options.get("subset")
+    lines = [f"rehearsal: {resolved.data.dataset} with at most {size:,} vertices; its config is {file}"]
+    cpus = os.cpu_count() or 1
+    if resolved.world_size > cpus:
+        processes = count(resolved.world_size, "training process", "es")
+        lines.append(f"note: {processes} share {count(cpus, 'processor')}; times say nothing about the cluster")
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
     launched = replace(options.launch, config=file, overrides=(), include=(), exclude=(), run_id=run_id)
     injector = _injector(options, resolved, run_id, console)
     with injector or nullcontext():
@@ -74,18 +84,3 @@ def _write(file: Path, text: str) -> None:
         raise UsageError(
             f"{error.filename or file}: {error.strerror}; choose another folder for the rehearsal with --folder"
         ) from None
-
-
-def _describe(config: ClusterConfig, rehearsed: ResolvedConfig, file: Path, console: Console) -> None:
-    if config.transport != "local":
-        shown = [f"node{k} stands for {node.host}" for k, node in enumerate(config.nodes[:8])]
-        more = [f"{len(config.nodes) - 8} more"] if len(config.nodes) > 8 else []
-        console.print(Text(f"rehearsal: {', '.join([*shown, *more])}"), soft_wrap=True)
-    size = rehearsed.data.options.get("num_nodes") or rehearsed.data.options.get("subset")
-    lines = [f"rehearsal: {rehearsed.data.dataset} with at most {size:,} vertices; its config is {file}"]
-    cpus = os.cpu_count() or 1
-    if rehearsed.world_size > cpus:
-        processes = count(rehearsed.world_size, "training process", "es")
-        lines.append(f"note: {processes} share {count(cpus, 'processor')}; times say nothing about the cluster")
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)

@@ -138,13 +138,30 @@ def profile_lines(profile: Profile, *, ended: bool = False) -> Iterator[str]:
     ranks, epochs = count(len(profile.ranks), "rank"), "epoch" if len(profile.epochs) == 1 else "epochs"
     which = f"{epochs} {spans(profile.epochs)}" + ("" if profile.whole or ended else " so far")
     yield f"time per step: {milliseconds(profile.step_s)}, mean of {ranks}, {which}:"
-    yield from _table(profile)
+    shown = {kind: seconds for kind, seconds in profile.spent.items() if profile.share[kind] >= _NOTABLE}
+    columns = [
+        ("", "ms", "share"),
+        *((kind, f"{1000 * seconds:.1f}", f"{profile.share[kind]:.0%}") for kind, seconds in shown.items()),
+    ]
+    widths = [max(map(len, column)) for column in columns]
+    for cells in zip(*columns, strict=True):
+        first, *rest = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        yield f"  {cells[0].ljust(len(first))}{_GAP}{_GAP.join(rest)}".rstrip()
     most = profile.most_remote
     if seconds := most.spent["remote"]:
         wait = f"{milliseconds(seconds)} of its {milliseconds(most.step_s)} per step ({seconds / most.step_s:.0%})"
         yield f"longest wait for other hosts: {most.name}, {wait}"
     if profile.remote_bytes or (profile.whole and profile.hit_rate is not None):
-        yield "received from other hosts: " + _bytes(profile)
+        text = f"{decimal(round(profile.remote_bytes or 0))} per epoch"
+        if profile.predicted is not None:
+            text += f", predicted {decimal(round(profile.predicted))}"
+        cached, held = profile.hit_rate, profile.held_rate
+        if cached is not None and held is not None:
+            requested = max(0.0, 1 - cached - held)
+            text += (
+                f"; remote rows: {cached:.0%} cached, {held:.0%} held from recent batches, {requested:.0%} requested"
+            )
+        yield "received from other hosts: " + text
 
 
 def milliseconds(seconds: float) -> str:
@@ -155,27 +172,3 @@ def milliseconds(seconds: float) -> str:
 def rank_name(rank: int, node: int | None) -> str:
     """Return the name of a rank: ``node1/rank3``, or ``rank3`` if ``node`` is None."""
     return f"rank{rank}" if node is None else f"node{node}/rank{rank}"
-
-
-def _table(profile: Profile) -> Iterator[str]:
-    shown = {kind: seconds for kind, seconds in profile.spent.items() if profile.share[kind] >= _NOTABLE}
-    columns = [
-        ("", "ms", "share"),
-        *((kind, f"{1000 * seconds:.1f}", f"{profile.share[kind]:.0%}") for kind, seconds in shown.items()),
-    ]
-    widths = [max(map(len, column)) for column in columns]
-    for cells in zip(*columns, strict=True):
-        first, *rest = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        yield f"  {cells[0].ljust(len(first))}{_GAP}{_GAP.join(rest)}".rstrip()
-
-
-def _bytes(profile: Profile) -> str:
-    """Return the text ``12.3 MB per epoch, predicted 12.1 MB; …``."""
-    text = f"{decimal(round(profile.remote_bytes or 0))} per epoch"
-    if profile.predicted is not None:
-        text += f", predicted {decimal(round(profile.predicted))}"
-    cached, held = profile.hit_rate, profile.held_rate
-    if cached is not None and held is not None:
-        requested = max(0.0, 1 - cached - held)
-        text += f"; remote rows: {cached:.0%} cached, {held:.0%} held from recent batches, {requested:.0%} requested"
-    return text

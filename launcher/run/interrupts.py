@@ -9,7 +9,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -76,7 +76,10 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            _silence(self._terminals)
+            # Printing to a closed terminal would fail.
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for stream in self._terminals:
+                os.dup2(nowhere, stream)
             if self.ignore_hangup or self.exit_on_next:
                 return
         if number == signal.SIGTERM and self.patient and (self._raised or self.exit_on_next):
@@ -140,13 +143,6 @@ def _terminal_settings() -> Any:
         return None
 
 
-def _silence(streams: Sequence[int]) -> None:
-    # Printing to a closed terminal would fail.
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in streams:
-        os.dup2(nowhere, stream)
-
-
 class Keys:
     """Context manager that reads single key presses without echo; Ctrl-C stays a signal."""
 
@@ -203,7 +199,15 @@ class InterruptPrompt:
         self.cause = _WORDS[signal.Signals(number)]
         action = self.policy.action(number, now)
         if action == "ask":
-            self._ask()
+            board = self.live.board
+            self.live.ask(
+                [
+                    f"{self.cause}. Run {board.run_id}: {board.summary()}.",
+                    "s: stop every node, d: detach (the run goes on), Enter: keep following; Ctrl-C again: stop",
+                ]
+            )
+            if self._keys is None:
+                self._keys = self._stack.enter_context(self._keys_of())
             return None
         self._close()
         return action
@@ -220,17 +224,6 @@ class InterruptPrompt:
                     self.live.say("the run goes on", "bold")
                 return action
         return None
-
-    def _ask(self) -> None:
-        board = self.live.board
-        self.live.ask(
-            [
-                f"{self.cause}. Run {board.run_id}: {board.summary()}.",
-                "s: stop every node, d: detach (the run goes on), Enter: keep following; Ctrl-C again: stop",
-            ]
-        )
-        if self._keys is None:
-            self._keys = self._stack.enter_context(self._keys_of())
 
     def _keys_of(self) -> Keys:
         return Keys()

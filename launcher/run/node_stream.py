@@ -160,7 +160,9 @@ class NodeStream(threading.Thread):
         if message is None:
             return  # output of a shell profile or of run.setup
         self._last_message, self._has_messages = time.monotonic(), True
-        self._connection_works()
+        if self.broken_since is not None:
+            self._put_message({"back": time.monotonic() - self.broken_since})
+            self.broken_since, self._pause = None, RETRY_EVERY
         if "file" in message:
             self.offsets[message["file"]] = message["offset"]
         self.over = "result" in message or "lost" in message
@@ -172,11 +174,6 @@ class NodeStream(threading.Thread):
         if self.broken_since is None and not self._ended():
             self.broken_since = time.monotonic()
             self._put_message({"broken": why})
-
-    def _connection_works(self) -> None:
-        if self.broken_since is not None:
-            self._put_message({"back": time.monotonic() - self.broken_since})
-            self.broken_since, self._pause = None, RETRY_EVERY
 
     def _reconnect(self, deadline: float = math.inf) -> None:
         """Try to reconnect until that succeeds, ``enough`` is set, or ``deadline`` (monotonic seconds) has passed."""

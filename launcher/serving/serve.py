@@ -133,7 +133,15 @@ def serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Iterat
     connections = connect_all(wanted)
     try:
         # The cluster may have been started from another machine.
-        plan = _plan_on_hosts(connections, wanted, name) or (known.plan if known else None)
+        transports = {k: attempt for k, attempt in connections.items() if isinstance(attempt, Transport)}
+
+        def texts(k: int) -> dict[str, str]:
+            folder = wanted.nodes[k].workdir.replace("{node_rank}", "*").rstrip("/")
+            return read_files(transports[k], [f"{folder}/runs/{name}/node*/run.json"])
+
+        found = {text for files in on_nodes(transports, texts).or_raise().values() for text in files.values()}
+        plans = [plan for plan in map(read_run, found) if plan.serve_only]
+        plan = max(plans, key=lambda plan: plan.version, default=None) or (known.plan if known else None)
         if plan is None:
             yield ServingState(wanted, connections)
         elif different := differences(plan, wanted):
@@ -147,20 +155,6 @@ def serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Iterat
             yield ServingState(wanted, connections, plan, server_states(run, (*FILES, *SECRETS)))
     finally:
         close_all(connections)
-
-
-def _plan_on_hosts(
-    connections: Mapping[int, Transport | TransportError], config: ResolvedConfig, name: str
-) -> LaunchPlan | None:
-    transports = {k: attempt for k, attempt in connections.items() if isinstance(attempt, Transport)}
-
-    def texts(k: int) -> dict[str, str]:
-        folder = config.nodes[k].workdir.replace("{node_rank}", "*").rstrip("/")
-        return read_files(transports[k], [f"{folder}/runs/{name}/node*/run.json"])
-
-    found = {text for files in on_nodes(transports, texts).or_raise().values() for text in files.values()}
-    plans = [plan for plan in map(read_run, found) if plan.serve_only]
-    return max(plans, key=lambda plan: plan.version, default=None)
 
 
 def _config_of(node: NodePlan) -> NodeConfig:

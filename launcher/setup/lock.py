@@ -38,9 +38,13 @@ def lock_of(requirements: Requirements, target: Target) -> WheelLock:
     path = _lock_file(requirements, target)
     with suppress(OSError, ValueError, KeyError, TypeError):
         return _read(path, target)
-    wheels, no_kernels = _resolve(requirements, target)
-    lock = WheelLock(target, wheels, _find_uv(requirements, target), no_kernels)
-    if not no_kernels:
+    # Resolve the roots and all packages that they require on ``target``; then numba-cuda, if the target needs it.
+    chosen, why = _settled(requirements, target, {}), ""
+    if target.kernels:
+        chosen, why = _with_kernels(requirements, target, chosen)
+    wheels = tuple(sorted((_wheel(one.found) for one in chosen.values()), key=lambda wheel: wheel.name))
+    lock = WheelLock(target, wheels, _find_uv(requirements, target), why)
+    if not why:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = {"wheels": [asdict(one) for one in lock.wheels], "uv": lock.uv and asdict(lock.uv)}
         write_whole(path, json.dumps(kept))
@@ -62,18 +66,6 @@ def _read(path: Path, target: Target) -> WheelLock:
     found = json.loads(path.read_text())
     wheels = tuple(Wheel(**one) for one in found["wheels"])
     return WheelLock(target, wheels, Wheel(**found["uv"]) if found["uv"] else None)
-
-
-def _resolve(requirements: Requirements, target: Target) -> tuple[tuple[Wheel, ...], str]:
-    """Resolve the roots and all packages that they require on ``target``; then numba-cuda, if the target needs it.
-
-    Returns the wheels by name, and why numba-cuda is not among them ('' if it is, or is not needed). Packages for
-    kernels do not change the versions of the others.
-    """
-    chosen, why = _settled(requirements, target, {}), ""
-    if target.kernels:
-        chosen, why = _with_kernels(requirements, target, chosen)
-    return tuple(sorted((_wheel(one.found) for one in chosen.values()), key=lambda wheel: wheel.name)), why
 
 
 @dataclass(frozen=True)

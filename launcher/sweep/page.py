@@ -38,16 +38,6 @@ def sweep_page(definition: Definition, trials: Sequence[Trial], metric: Metric, 
         headline = f"{best.name} was best: {values_words(best, definition.space)}" + (f" · {why}" if why else "")
     charts = [*_charts(definition, trials, metric)]
     failed = tuple(f"{trial.name}: {trial.cause}" for trial in trials if trial.state == "failed")
-    sections = [
-        *([Section("plots", "Values and scores", tuple(charts))] if charts else []),
-        *([Section("failed", "Failed trials", (Words(failed, "bad"),))] if failed else []),
-        Section("trials", "Trials", (_table(definition, trials, metric),)),
-    ]
-    state = "running" if any(not trial.ended for trial in trials) else "done" if best else "failed"
-    return ReportPage(definition.name, state, headline, tuple(facts), tuple(sections), "report of a sweep")
-
-
-def _table(definition: Definition, trials: Sequence[Trial], metric: Metric) -> Table:
     keys = [dimension.key for dimension in definition.space]
     columns = ("trial", *(f"#{key}" for key in keys), "state", "#epochs", f"#{metric.title}", "#took", "hosts", "run")
     rows = [
@@ -59,7 +49,13 @@ def _table(definition: Definition, trials: Sequence[Trial], metric: Metric) -> T
         )
         for trial in sorted(trials, key=lambda one: _order(one, metric))
     ]  # fmt: skip
-    return Table(columns, tuple(rows))
+    sections = [
+        *([Section("plots", "Values and scores", tuple(charts))] if charts else []),
+        *([Section("failed", "Failed trials", (Words(failed, "bad"),))] if failed else []),
+        Section("trials", "Trials", (Table(columns, tuple(rows)),)),
+    ]
+    state = "running" if any(not trial.ended for trial in trials) else "done" if best else "failed"
+    return ReportPage(definition.name, state, headline, tuple(facts), tuple(sections), "report of a sweep")
 
 
 def _order(trial: Trial, metric: Metric) -> tuple[bool, float]:

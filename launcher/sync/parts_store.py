@@ -46,7 +46,18 @@ def ensure_stored(config: ResolvedConfig, console: Console) -> PartitionFiles:
     local = read_partition_files(Path(config.data.folder).expanduser())
     stored, made = stored_parts(url, options)
     if local is None and stored is not None:
-        _check_made_alike(config, stored, made)
+        if stored.num_parts != config.num_parts:
+            raise UsageError(
+                f"data.store: {stored.folder} has {count(stored.num_parts, 'part')}, but the config needs "
+                f"{config.num_parts}; set data.num_parts, or use another folder of the store"
+            )
+        wanted = made_from(config)
+        if made and list(made) != wanted:
+            raise UsageError(
+                f"data.store: the parts in {stored.folder} were made with other options: {_unlike(made, wanted)} in "
+                f"the store, {_unlike(wanted, made)} in the config; correct the config, use another folder of the "
+                "store, or run `gnnfleet partition push --config FILE --force` to replace the parts in the store"
+            )
         console.print(Text(f"parts are in {url}"), soft_wrap=True)
         return stored
     check_source(config)
@@ -54,7 +65,13 @@ def ensure_stored(config: ResolvedConfig, console: Console) -> PartitionFiles:
     if stored is None:
         push_parts(local, url, options, made_from(config), console)
     else:
-        _check_same(local, stored)
+        if local.files[-1].sha256 != stored.files[-1].sha256:
+            raise FleetError(
+                f"{stored.folder} has other parts than {local.folder} on this machine "
+                f"({count(stored.num_parts, 'part')} of {stored.dataset}, and {count(local.num_parts, 'part')} of "
+                f"{local.dataset}). Move {local.folder} away to use the parts in the store, or run `gnnfleet partition "
+                "push --config FILE --force` to replace the parts in the store"
+            )
     return replace(local, folder=url)
 
 
@@ -89,37 +106,11 @@ def made_from(config: ResolvedConfig) -> list[str]:
     return [word for name, value in pairs if name not in _LEFT_OUT for word in (name, value)]
 
 
-def _check_made_alike(config: ResolvedConfig, stored: PartitionFiles, made: Sequence[str]) -> None:
-    """Raise UsageError if the parts in the store differ from those that the config describes."""
-    if stored.num_parts != config.num_parts:
-        raise UsageError(
-            f"data.store: {stored.folder} has {count(stored.num_parts, 'part')}, but the config needs "
-            f"{config.num_parts}; set data.num_parts, or use another folder of the store"
-        )
-    wanted = made_from(config)
-    if made and list(made) != wanted:
-        raise UsageError(
-            f"data.store: the parts in {stored.folder} were made with other options: {_unlike(made, wanted)} in the "
-            f"store, {_unlike(wanted, made)} in the config; correct the config, use another folder of the store, or "
-            "run `gnnfleet partition push --config FILE --force` to replace the parts in the store"
-        )
-
-
 def _unlike(one: Sequence[str], other: Sequence[str]) -> str:
     """Return the options, with their values, that ``one`` has and ``other`` has not, for a message."""
     pairs = set(zip(other[::2], other[1::2], strict=False))
     found = [" ".join(pair) for pair in zip(one[::2], one[1::2], strict=False) if pair not in pairs]
     return f"`{' '.join(found)}`" if found else "nothing"
-
-
-def _check_same(local: PartitionFiles, stored: PartitionFiles) -> None:
-    if local.files[-1].sha256 != stored.files[-1].sha256:
-        raise FleetError(
-            f"{stored.folder} has other parts than {local.folder} on this machine "
-            f"({count(stored.num_parts, 'part')} of {stored.dataset}, and {count(local.num_parts, 'part')} of "
-            f"{local.dataset}). Move {local.folder} away to use the parts in the store, or run `gnnfleet partition "
-            "push --config FILE --force` to replace the parts in the store"
-        )
 
 
 def push_parts(

@@ -128,7 +128,18 @@ class _PlanTransfer(FileTransfer):
         found = self.inventory(files, [self.node.code_dir])
         has_code = found["folders"][0]
         if not has_code:
-            self._send_code()
+            self.current = self.node.code_dir
+            data, sha256 = self.archive.data()
+            # A unique name: launches at the same time send the same code, and each deletes its own archive.
+            dest = f"{self.node.code_dir}-{sha256[:8]}-{secrets.token_hex(4)}.tgz{PART_SUFFIX}"
+            with tempfile.NamedTemporaryFile(suffix=".tgz") as packed:
+                packed.write(data)
+                packed.flush()
+                self.progress.start(self.node.node_rank, len(data))
+                self.transport.upload(Path(packed.name), dest, on_bytes=self.advance)
+            self.ask({"op": "unpack", "archive": dest, "sha256": sha256, "dest": self.node.code_dir})
+            self.files_sent += 1
+            self.bytes_sent += len(data)
         self.send_files(list(zip(files, found["files"], strict=True)))
         if has_code:
             self.bytes_present += self.archive.unpacked_bytes
@@ -138,33 +149,16 @@ class _PlanTransfer(FileTransfer):
                 self.current = file.dest
                 self.transport.write(file.content.encode(), file.dest, mode=file.mode)
         if any(file.url for file in self.node.files):
-            self._fetch()
+            from launcher.sync.store_progress import StoreProgress
 
-    def _fetch(self) -> None:
-        from launcher.sync.store_progress import StoreProgress
-
-        self.current = f"the parts in {self.node.data_dir}"
-        program = self.node.program("store/fetch_parts", f"{self.node.run_dir}/{FETCH_SPEC}")
-        reader = StoreProgress(self.node.node_rank, self.progress)
-        try:
-            self.files_sent += reader.follow(self.transport, program, self.stop)
-        except SyncError as error:
-            raise self.error(str(error)) from None
-        finally:
-            self.bytes_fetched += reader.bytes
-        self.check_stop()
-        self.bytes_present += reader.present
-
-    def _send_code(self) -> None:
-        self.current = self.node.code_dir
-        data, sha256 = self.archive.data()
-        # A unique name: launches at the same time send the same code, and each deletes its own archive.
-        dest = f"{self.node.code_dir}-{sha256[:8]}-{secrets.token_hex(4)}.tgz{PART_SUFFIX}"
-        with tempfile.NamedTemporaryFile(suffix=".tgz") as packed:
-            packed.write(data)
-            packed.flush()
-            self.progress.start(self.node.node_rank, len(data))
-            self.transport.upload(Path(packed.name), dest, on_bytes=self.advance)
-        self.ask({"op": "unpack", "archive": dest, "sha256": sha256, "dest": self.node.code_dir})
-        self.files_sent += 1
-        self.bytes_sent += len(data)
+            self.current = f"the parts in {self.node.data_dir}"
+            program = self.node.program("store/fetch_parts", f"{self.node.run_dir}/{FETCH_SPEC}")
+            reader = StoreProgress(self.node.node_rank, self.progress)
+            try:
+                self.files_sent += reader.follow(self.transport, program, self.stop)
+            except SyncError as error:
+                raise self.error(str(error)) from None
+            finally:
+                self.bytes_fetched += reader.bytes
+            self.check_stop()
+            self.bytes_present += reader.present

@@ -150,7 +150,11 @@ class FileTransfer(ABC):
     def _commit(self, files: list[PlannedFile]) -> None:
         """Let the node check and rename uploaded files. Send a file with a wrong digest once more."""
         for file, error in self._commit_once(files):
-            self._check_source(file)
+            if sha256_of(file.source) != file.sha256:
+                raise SyncError(
+                    f"{file.source} on this machine differs from its manifest (damaged, or changed after "
+                    f"partitioning), so {self.receiver.label} rejected it. Delete the partition folder and run again"
+                )
             self.progress.start(self.receiver.node_rank, file.bytes)
             self._upload(file, 0)
             if self._commit_once([file]) and not self._is_there(file):
@@ -191,14 +195,6 @@ class FileTransfer(ABC):
                 return True
             self.stop.wait(pause)
         return False
-
-    def _check_source(self, file: PlannedFile) -> None:
-        """Raise SyncError if the local file itself has a wrong digest, since sending it again would not help."""
-        if sha256_of(file.source) != file.sha256:
-            raise SyncError(
-                f"{file.source} on this machine differs from its manifest (damaged, or changed after partitioning), "
-                f"so {self.receiver.label} rejected it. Delete the partition folder and run again"
-            )
 
     def _check_room(self, need: int, folder: str, full: bool = False) -> None:
         disk = self.ask({"op": "disk", "path": folder})

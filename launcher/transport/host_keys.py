@@ -121,7 +121,22 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
         if same:
             return
         if others := [line for line in self.known if not line.revoked]:
-            return self._refuse(self._changed(key, others[0]))
+            known = others[0]
+            remove = f"remove the old key with `ssh-keygen -f {known.where.rpartition(':')[0]} -R '{self.name}'`"
+            if self.mode in ("yes", "ask"):  # an unknown key is refused, so removing the old one is not enough
+                steps = f"{remove} and store the new one with {self._store()}; "
+                steps += "or remove it and set `host_keys: accept-new`"
+            else:
+                steps = f"{remove} and try again"
+            return self._refuse(
+                HostKeyError(
+                    f"host key of {self.name} has CHANGED: the host presents {_shown(key)}, but {known.where} "
+                    f"has another {known.type} key. The machine was reinstalled, or another machine answers in its "
+                    "place",
+                    remedy=f"if it was reinstalled, {_compare(key)}, then {steps}",
+                    code="host-key-changed",
+                )
+            )
         if self.mode in ("yes", "ask"):
             raise self._unknown(key)
         self._add(key)
@@ -135,7 +150,16 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
 
     def _add(self, key: paramiko.PKey) -> None:
         try:
-            _append(self.files[0], f"{self.name} {key.get_name()} {key.get_base64()}")
+            # The file is locked, as other threads and processes may append, too.
+            path = self.files[0]
+            line = f"{self.name} {key.get_name()} {key.get_base64()}"
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with path.open("a+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                file.seek(0)
+                text = file.read()
+                if line not in text.splitlines():
+                    file.write(("\n" if text and not text.endswith("\n") else "") + line + "\n")
         except OSError as error:
             if self.mode == "no":
                 return
@@ -149,19 +173,6 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
             f"host key of {self.name} is not known: {_shown(key)}",
             remedy=f"{_compare(key)}, then store the key with {self._store()}; or set `host_keys: accept-new`",
             code="host-key-unknown",
-        )
-
-    def _changed(self, key: paramiko.PKey, known: KnownKey) -> HostKeyError:
-        remove = f"remove the old key with `ssh-keygen -f {known.where.rpartition(':')[0]} -R '{self.name}'`"
-        if self.mode in ("yes", "ask"):  # an unknown key is refused, so removing the old one is not enough
-            steps = f"{remove} and store the new one with {self._store()}; or remove it and set `host_keys: accept-new`"
-        else:
-            steps = f"{remove} and try again"
-        return HostKeyError(
-            f"host key of {self.name} has CHANGED: the host presents {_shown(key)}, but {known.where} "
-            f"has another {known.type} key. The machine was reinstalled, or another machine answers in its place",
-            remedy=f"if it was reinstalled, {_compare(key)}, then {steps}",
-            code="host-key-changed",
         )
 
     def _store(self) -> str:
@@ -180,14 +191,3 @@ def _compare(key: paramiko.PKey) -> str:
 
 def _shown(key: paramiko.PKey) -> str:
     return f"{key.get_name()} {key.fingerprint}"
-
-
-def _append(path: Path, line: str) -> None:
-    # The file is locked, as other threads and processes may append, too.
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with path.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        text = file.read()
-        if line not in text.splitlines():
-            file.write(("\n" if text and not text.endswith("\n") else "") + line + "\n")

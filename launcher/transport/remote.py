@@ -228,18 +228,15 @@ class RemoteTransport(ProcessTransport):
                     sftp.close()
                     raise EOFError(f"no progress for {STALL:g} s") from error
                 self._sftp_idle.append(sftp)
-                raise self._file_error(verb, path, error) from error
+                why = error.strerror or str(error)
+                if why == "Failure":
+                    why = "the host reports only `Failure`; check whether the disk is full"
+                message = f"cannot {verb} {path}: {why}"
+                raise RemoteFileError(message, errno=error.errno, host=self.target, node_rank=self.node_rank) from error
             except BaseException:
                 sftp.close()
                 raise
             self._sftp_idle.append(sftp)
-
-    def _file_error(self, verb: str, path: str, error: OSError) -> RemoteFileError:
-        why = error.strerror or str(error)
-        if why == "Failure":
-            why = "the host reports only `Failure`; check whether the disk is full"
-        message = f"cannot {verb} {path}: {why}"
-        return RemoteFileError(message, errno=error.errno, host=self.target, node_rank=self.node_rank)
 
 
 # -- limits of parallel logins ---------------------------------------------

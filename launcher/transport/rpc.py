@@ -128,16 +128,16 @@ class NodeAgent:
             self._talk.send(repr(asked))
         while (line := self._talk.receive(max(0.0, deadline - time.monotonic()))) is not None:
             if line.startswith(MARKER):
-                return self._checked(line[len(MARKER) :])
+                text = line[len(MARKER) :]
+                with suppress(
+                    ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError, OverflowError
+                ):
+                    answer = parsed(text)
+                    received, sent = answer["times"]
+                    if isinstance(answer.get("error", ""), str) and math.isfinite(received) and math.isfinite(sent):
+                        return dict(answer)
+                raise NodeCallError(f"invalid reply from {self._python}: {text[:_SHOWN]!r}", **_where(self._transport))
         raise _ended(self._talk.ended(), self._python, self._transport)
-
-    def _checked(self, text: str) -> dict[str, Any]:
-        with suppress(ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError, OverflowError):
-            answer = parsed(text)
-            received, sent = answer["times"]
-            if isinstance(answer.get("error", ""), str) and math.isfinite(received) and math.isfinite(sent):
-                return dict(answer)
-        raise NodeCallError(f"invalid reply from {self._python}: {text[:_SHOWN]!r}", **_where(self._transport))
 
     def close(self) -> None:
         """End the process. Safe to call twice."""

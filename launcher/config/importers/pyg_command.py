@@ -96,16 +96,13 @@ def _script(remote: Remote, words: list[str]) -> Remote:
         raise _refused(remote.text, f"`{wrong}` is not supported; leave it out, as gnnfleet collects the output")
     python = _home(words[0], remote)
     if "/" in python and not remote.interpreter[0]:
-        remote = replace(remote, interpreter=_of_python(_joined(remote.folder, python)))
+        # ``("conda", prefix)`` if ``path`` is the Python of a conda environment, else ``("python", path)``
+        path = _joined(remote.folder, python)
+        prefix = posixpath.dirname(posixpath.dirname(path))
+        remote = replace(remote, interpreter=("conda", prefix) if _manager(prefix) == "conda" else ("python", path))
     elif not remote.interpreter[0]:
         remote = replace(remote, interpreter=("python", python))
     return replace(remote, words=tuple(words[1:]))
-
-
-def _of_python(path: str) -> tuple[str, str]:
-    """Return ``("conda", prefix)`` if ``path`` is the Python of a conda environment, else ``("python", path)``."""
-    prefix = posixpath.dirname(posixpath.dirname(path))
-    return ("conda", prefix) if _manager(prefix) == "conda" else ("python", path)
 
 
 def _manager(prefix: str) -> str:

@@ -95,7 +95,11 @@ class _StallRule:
         self._looked = now
         seen = {rank: (entry["t"], entry["kind"], str(entry["at"])) for rank, entry in ranks.items()}
         if seen != self._seen:
-            self._move(now, seen, ranks)
+            if self._begun:
+                self.longest = max(self.longest, now - self._changed)
+            self._stepped = self._stepped or any(entry["kind"] != "start" for entry in ranks.values())
+            self._begun = self._stepped or any(entry["at"] is not None for entry in ranks.values())
+            self._seen, self._changed, self._reported = seen, now, False
             return
         running = {rank: entry for rank, entry in ranks.items() if not entry["ended"]}
         if running and not self._reported and now - self._changed > self._limit(running):
@@ -109,13 +113,6 @@ class _StallRule:
             return None
         finding = self._finding(silence, left)
         return {name: finding[name] for name in ("node_rank", "rank", "text")}
-
-    def _move(self, now: float, seen: object, ranks: Mapping[int, Entry]) -> None:
-        if self._begun:
-            self.longest = max(self.longest, now - self._changed)
-        self._stepped = self._stepped or any(entry["kind"] != "start" for entry in ranks.values())
-        self._begun = self._stepped or any(entry["at"] is not None for entry in ranks.values())
-        self._seen, self._changed, self._reported = seen, now, False
 
     def _limit(self, ranks: Mapping[int, Entry]) -> float:
         if self.after is None:
@@ -134,7 +131,8 @@ class _StallRule:
             text = f"no process has trained its first step within {silence:.0f} s; "
         working = {rank: entry for rank, entry in ranks.items() if not entry.get("done")}
         ranks = working or ranks  # a rank that has ended its work keeps no other waiting
-        behind = _behind(ranks)
+        least = min(map(_position, ranks.values()))
+        behind = sorted(rank for rank, entry in ranks.items() if _position(entry) == least)
         others = [entry for rank, entry in ranks.items() if rank not in behind]
         first = behind[0] if others else None
         if not working:
@@ -155,12 +153,6 @@ def _position(entry: Entry) -> tuple[float, ...]:
         return (epoch, phase in ("evaluate", "between"), step, PHASES.index(phase))
     kind = _KINDS.index(entry["kind"]) if entry["kind"] in _KINDS else len(_KINDS)
     return (entry["epoch"] or 0, kind > 1, entry["step"] or 0, kind)
-
-
-def _behind(ranks: Mapping[int, Entry]) -> list[int]:
-    """Return the ranks with the least progress, ascending."""
-    least = min(map(_position, ranks.values()))
-    return sorted(rank for rank, entry in ranks.items() if _position(entry) == least)
 
 
 def _names(some: Sequence[int], ranks: Mapping[int, Entry]) -> str:

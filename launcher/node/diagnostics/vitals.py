@@ -111,9 +111,6 @@ class Vitals:
         if math.isfinite(loss):
             self._finite[rank] = (loss, known["step"])
             return None
-        return self._lost_loss(rank, loss, known)
-
-    def _lost_loss(self, rank: int, loss: float, known: dict[str, Any]) -> dict[str, Any]:
         where = f"in epoch {known['epoch']}" + (f" at step {known['step']}" if known["kind"] == "step" else "")
         text = f"the loss of rank {rank} on {self.label} is {'NaN' if math.isnan(loss) else loss} {where}"
         if rank in self._finite:

@@ -392,7 +392,19 @@ class Hub:
         if member.left is not None:
             return
         if cause["kind"] in ("failure", "lost") and cause["node_rank"] == member.node_rank and self._can_lose(member):
-            return self._leave(member, cause)
+            # If the member is still connected, it gets the order to stop.
+            self.gone[str(member.node_rank)] = {
+                "since": cause["t"],
+                "t": cause["t"] + member.ahead,
+                "why": cause["reason"],
+                "how": cause["kind"],
+                "kind": "server-lost",
+                "text": left_words(cause, self.spec.crew, self._gone),
+            }
+            member.left = cause
+            self._finish()
+            self._broadcast()
+            return
         if cause["kind"] == "lost":
             self.lost[str(member.node_rank)] = {"since": cause["t"], "why": cause["reason"]}
         self._stop(fatal(cause, self.spec.crew, self._gone))
@@ -409,20 +421,6 @@ class Hub:
     def _waits(self) -> bool:
         """Whether the run still waits in line; it does not begin without one of its nodes."""
         return self.spec.queued_at > 0 and self.spec.generation == 0 and not self.turn["go"]
-
-    def _leave(self, member: MemberStatus, cause: Cause) -> None:
-        # If the member is still connected, it gets the order to stop.
-        self.gone[str(member.node_rank)] = {
-            "since": cause["t"],
-            "t": cause["t"] + member.ahead,
-            "why": cause["reason"],
-            "how": cause["kind"],
-            "kind": "server-lost",
-            "text": left_words(cause, self.spec.crew, self._gone),
-        }
-        member.left = cause
-        self._finish()
-        self._broadcast()
 
     @property
     def _gone(self) -> set[int]:

@@ -103,17 +103,14 @@ class Link:
                 return self._end(error.strerror or str(error))
             if not data:
                 return self._end("connection closed")
-            self._take(data)
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            for line in lines:
+                if self._open and not self._too_long(line):
+                    self._take_line(line)
+            if self._open:
+                self._too_long(self._partial)
             if not self._open:
                 return
-
-    def _take(self, data: bytes) -> None:
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        for line in lines:
-            if self._open and not self._too_long(line):
-                self._take_line(line)
-        if self._open:
-            self._too_long(self._partial)
 
     def _too_long(self, line: bytes) -> bool:
         limit = MAX_GREETING if self.node_rank is None else MAX_LINE

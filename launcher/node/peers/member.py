@@ -149,7 +149,10 @@ class Member:
         if not self.lost:
             why, since = self._overdue(now)
             if why:
-                self._lose(why, since)
+                self.lost[str(self.spec.hub)] = {"since": since, "why": why}
+                if self.order is None:
+                    self.cause = make_cause(self.spec.hub, "node", "lost", why, since)
+                    self.order = Order(self.cause)
         silent = self._heard is not None and now - self._heard > min(_SILENT, self.spec.peer_timeout / 2)
         # On slow machines a connection gets longer: the hub may have accepted it already, and left the previous one.
         tried_for = _SILENT * max(1.0, self.spec.peer_timeout / _USUAL_TIMEOUT)
@@ -159,7 +162,11 @@ class Member:
         if self._link is None and late and not self.may_leave():
             self._connect()
         if now - self._pinged >= self._ping_every:
-            self._ping(now)
+            # Pings go out more often than reports: after a network cut, nearly all of ``peer_timeout`` is left to
+            # reconnect.
+            self._pinged = now
+            if self._proven is not None and not self._proven.waiting:
+                self._proven.send({"ping": 1})
 
     def report(self, report: Report) -> None:
         self._own = report
@@ -196,13 +203,6 @@ class Member:
         # A small multiple of a round trip, so that a new attempt begins soon after a network cut.
         trip = self._offset.quickest
         return _TRY_FOR if trip is None else min(_TRY_FOR, max(_TRY_EVERY, _TRIPS_FOR * trip))
-
-    def _ping(self, now: float) -> None:
-        # Pings go out more often than reports: after a network cut, nearly all of ``peer_timeout`` is left to
-        # reconnect.
-        self._pinged = now
-        if self._proven is not None and not self._proven.waiting:
-            self._proven.send({"ping": 1})
 
     def _connect(self) -> None:
         self._forget_attempt()
@@ -351,12 +351,6 @@ class Member:
         if now - self._heard > spec.peer_timeout:
             return f"{silence(spec)}; its machine or the network is down", self._clock() - (now - self._heard)
         return "", 0.0
-
-    def _lose(self, why: str, since: float) -> None:
-        self.lost[str(self.spec.hub)] = {"since": since, "why": why}
-        if self.order is None:
-            self.cause = make_cause(self.spec.hub, "node", "lost", why, since)
-            self.order = Order(self.cause)
 
 
 def _add(age: Any, seconds: float) -> float | None:

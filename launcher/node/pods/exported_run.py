@@ -63,16 +63,6 @@ class ExportedNode:
 
     def __init__(self, run: str, environ: Mapping[str, str]) -> None:
         self.run = run
-        self.export = self._export()
-        self.node_rank = _number(environ, "GNNFLEET_FIRST_NODE") + _number(environ, "JOB_COMPLETION_INDEX")
-        folders = self.export["run_dirs"]
-        if self.node_rank >= len(folders):
-            raise Unusable(f"this pod would be node{self.node_rank}, but the run has {len(folders)} nodes")
-        self.run_dir, self.lead_dir = folders[self.node_rank], folders[self.export["lead"]]
-        self.leads = self.node_rank == self.export["lead"]
-        self.deadline = time.monotonic() + self.export["wait"]
-
-    def _export(self) -> dict[str, Any]:
         path = os.path.join(self.run, "export.json")
         try:
             export: Any = read_json(path)
@@ -82,7 +72,14 @@ class ExportedNode:
             raise Unusable(f"{path} does not exist; mount the ConfigMap of the run")
         if (export.get("format"), export.get("version")) != (FORMAT, VERSION):
             raise Unusable(f"{path} was written by gnnfleet {export.get('gnnfleet')}, which this image cannot read")
-        return dict(export)
+        self.export = dict(export)
+        self.node_rank = _number(environ, "GNNFLEET_FIRST_NODE") + _number(environ, "JOB_COMPLETION_INDEX")
+        folders = self.export["run_dirs"]
+        if self.node_rank >= len(folders):
+            raise Unusable(f"this pod would be node{self.node_rank}, but the run has {len(folders)} nodes")
+        self.run_dir, self.lead_dir = folders[self.node_rank], folders[self.export["lead"]]
+        self.leads = self.node_rank == self.export["lead"]
+        self.deadline = time.monotonic() + self.export["wait"]
 
     def node_file(self, token: str = "") -> dict[str, Any]:
         """Return the content of ``node<k>.json``. ``token``: replaces the placeholder of the run's secret."""

@@ -116,17 +116,6 @@ class Pod(ExportedNode):
         self._write_private("node.json", json.dumps(spec))
         if self.export["encrypted"]:
             self._write_private("service.key", _secret(secrets, "service.key"))
-        self._copy_own_files()
-        return dict(node["env"])
-
-    def _write_private(self, name: str, text: str) -> None:
-        path = self.path(name)
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-
-    def _copy_own_files(self) -> None:
         # Without the links by which Kubernetes updates a mounted ConfigMap.
         shutil.rmtree(self.path("files"), ignore_errors=True)
         os.makedirs(self.path("files"))
@@ -135,6 +124,14 @@ class Pod(ExportedNode):
             os.makedirs(os.path.dirname(dest), exist_ok=True)
             shutil.copyfile(os.path.join(self.run, item["key"]), dest)
             os.chmod(dest, item["mode"])
+        return dict(node["env"])
+
+    def _write_private(self, name: str, text: str) -> None:
+        path = self.path(name)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
 
     # The supervisor.
 

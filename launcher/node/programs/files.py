@@ -196,7 +196,15 @@ def unpack(archive: str, sha256: str, dest: str) -> str:
         except OSError:
             if not os.path.isdir(dest):
                 raise
-            _replace(temporary, dest)
+            # Compiled modules go, too: they may come from a damaged file of the same size and time.
+            import shutil
+
+            for folder, _, names in os.walk(temporary):
+                into = os.path.join(dest, os.path.relpath(folder, temporary))
+                os.makedirs(into, exist_ok=True)
+                shutil.rmtree(os.path.join(into, "__pycache__"), ignore_errors=True)
+                for name in names:
+                    os.replace(os.path.join(folder, name), os.path.join(into, name))
         os.unlink(archive)
         return ""
     finally:
@@ -204,18 +212,6 @@ def unpack(archive: str, sha256: str, dest: str) -> str:
             import shutil
 
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _replace(source: str, dest: str) -> None:
-    # Compiled modules go, too: they may come from a damaged file of the same size and time.
-    import shutil
-
-    for folder, _, names in os.walk(source):
-        into = os.path.join(dest, os.path.relpath(folder, source))
-        os.makedirs(into, exist_ok=True)
-        shutil.rmtree(os.path.join(into, "__pycache__"), ignore_errors=True)
-        for name in names:
-            os.replace(os.path.join(folder, name), os.path.join(into, name))
 
 
 def code_list(files: list[tuple[str, str]]) -> bytes:

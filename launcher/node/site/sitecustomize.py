@@ -19,16 +19,14 @@ def _register() -> None:
     name = "server" if os.environ.get("GNNFLEET_PROCESS") == "server" else f"rank{rank}" if rank.isdigit() else ""
     if run_dir and name:
         with suppress(Exception):  # a script must neither fail nor print because of this module
-            _write_stacks_to(os.path.join(run_dir, "procs", f"stacks-{name}"))
+            import faulthandler
+            import signal
 
-
-def _write_stacks_to(path: str) -> None:
-    import faulthandler
-    import signal
-
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    # A real-time signal, since scripts may handle SIGUSR1 themselves.
-    faulthandler.register(signal.SIGRTMAX - 4, file=file, all_threads=True)
+            file = os.open(
+                os.path.join(run_dir, "procs", f"stacks-{name}"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600
+            )
+            # A real-time signal, since scripts may handle SIGUSR1 themselves.
+            faulthandler.register(signal.SIGRTMAX - 4, file=file, all_threads=True)
 
 
 def _run_hidden() -> None:

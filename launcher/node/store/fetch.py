@@ -61,7 +61,12 @@ def fetch(store: RemoteFolder, folder: str, files: list[Wanted], lines: Progress
         todo.sort(key=lambda item: item[0].path == MANIFEST)
         need = sum(file.bytes - have for file, have in todo)
         lines.put("start", bytes=need, present=sum(file.bytes for file in files) - need)
-        _check_room(folder, need)
+        free = disk(folder)["free"]
+        if free < need:
+            raise StoreError(
+                f"disk full at {folder}: {size(need)} still to be fetched, {size(free)} free. Make room or choose "
+                "another workdir, then run again to resume"
+            )
         last = [item for item in todo if item[0].path == MANIFEST]
         for group in (todo[: len(todo) - len(last)], last):
             for file, error in _Transfer(store, folder, lines).run(group):
@@ -91,7 +96,11 @@ class _Transfer:
         try:
             pending: list[Future[list[tuple[Wanted, str]]]] = []
             for chunk, data in self._read_ahead(reads, _chunks(files)):
-                self._append(chunk, data)
+                path = f"{self.folder}/{chunk.file.path}{PART_SUFFIX}"
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "r+b" if chunk.start else "wb") as out:
+                    out.seek(chunk.start)
+                    out.write(data)
                 if chunk.end == chunk.file.bytes:
                     self._complete.append(chunk.file)
                 if sum(file.bytes for file in self._complete) >= _BATCH:
@@ -149,13 +158,6 @@ class _Transfer:
                 time.sleep(pause)
         raise AssertionError
 
-    def _append(self, chunk: _Chunk, data: bytes) -> None:
-        path = f"{self.folder}/{chunk.file.path}{PART_SUFFIX}"
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "r+b" if chunk.start else "wb") as out:
-            out.seek(chunk.start)
-            out.write(data)
-
     def _taken(self) -> list[Wanted]:
         taken, self._complete = self._complete, []
         return taken
@@ -175,15 +177,6 @@ def _chunks(files: list[tuple[Wanted, int]]) -> Iterator[_Chunk]:
 
 def _entry(folder: str, file: Wanted) -> dict[str, Any]:
     return {"path": f"{folder}/{file.path}", "bytes": file.bytes, "sha256": file.sha256}
-
-
-def _check_room(folder: str, need: int) -> None:
-    free = disk(folder)["free"]
-    if free < need:
-        raise StoreError(
-            f"disk full at {folder}: {size(need)} still to be fetched, {size(free)} free. Make room or choose another "
-            "workdir, then run again to resume"
-        )
 
 
 @contextmanager

@@ -59,7 +59,11 @@ def claim(folder: str, url: str, run_dir: str, need: int, limit: int | None) -> 
         for name in evicted:
             os.rename(os.path.join(top, name), os.path.join(top, _EVICTED + name))
         os.makedirs(folder, exist_ok=True)
-        _write_claim(folder, url, run_dir)
+        path, now = os.path.join(folder, NOTE), time.time()
+        runs = [run for run in _note(path).get("runs", []) if run["run_dir"] != run_dir and _uses(run)]
+        if run_dir:
+            runs.append({"run_dir": run_dir, "host": socket.gethostname(), "boot_id": boot_id(), "since": now})
+        write_json(path, {"url": url, "used": now, "runs": runs})
         _delete_evicted(top)
     return evicted
 
@@ -104,14 +108,6 @@ def _uses(run: dict[str, Any]) -> bool:
         return False
     state = state_of(run_dir)
     return bool(lives(state.get("pid"), state.get("start_ticks")) if state else age < _START_TIME)
-
-
-def _write_claim(folder: str, url: str, run_dir: str) -> None:
-    path, now = os.path.join(folder, NOTE), time.time()
-    runs = [run for run in _note(path).get("runs", []) if run["run_dir"] != run_dir and _uses(run)]
-    if run_dir:
-        runs.append({"run_dir": run_dir, "host": socket.gethostname(), "boot_id": boot_id(), "since": now})
-    write_json(path, {"url": url, "used": now, "runs": runs})
 
 
 def _notes(top: str) -> dict[str, dict[str, Any]]:

@@ -40,7 +40,13 @@ def push_parts(spec: dict[str, Any], lines: ProgressLines) -> int:
     store, folder = RemoteFolder(spec["url"], spec["options"]), spec["folder"]
     files = [Wanted(*file) for file in spec["files"]]
     manifest = next(file for file in files if file.path == MANIFEST)
-    _check_digests(folder, files)
+    entries = [{"path": os.path.join(folder, file.path), "bytes": file.bytes, "sha256": file.sha256} for file in files]
+    for state in inventory(entries):
+        if state["state"] != "present":
+            raise StoreError(
+                f"{state['path']} differs from its manifest or is missing; nothing was uploaded. Delete the partition "
+                "folder and make the parts again"
+            )
     if spec["replace"]:
         for path in [MANIFEST, *store.files()]:
             store.delete(path)
@@ -67,16 +73,6 @@ def pushed_note(store: RemoteFolder) -> dict[str, Any]:
     except (NotStored, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _check_digests(folder: str, files: list[Wanted]) -> None:
-    entries = [{"path": os.path.join(folder, file.path), "bytes": file.bytes, "sha256": file.sha256} for file in files]
-    for state in inventory(entries):
-        if state["state"] != "present":
-            raise StoreError(
-                f"{state['path']} differs from its manifest or is missing; nothing was uploaded. Delete the partition "
-                "folder and make the parts again"
-            )
 
 
 def _upload_all(store: RemoteFolder, folder: str, files: list[Wanted], lines: ProgressLines) -> None:

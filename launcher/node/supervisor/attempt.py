@@ -118,14 +118,10 @@ def archive(run_dir: str, generation: int) -> None:
             try:
                 os.rename(path, os.path.join(folder, os.path.basename(path)))
             except OSError:
-                _remove(path)
+                with suppress(OSError):
+                    shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
     for name in ("outcomes", "procs"):
         os.makedirs(os.path.join(run_dir, name), exist_ok=True)
-
-
-def _remove(path: str) -> None:
-    with suppress(OSError):
-        shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
 
 
 def first_cluster(run_dir: str) -> dict[str, Any] | None:

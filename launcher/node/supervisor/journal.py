@@ -108,7 +108,11 @@ class Journal:
         self._log = LineLog(self.path("logs", "supervisor.log"))
         self._screen = Screen()
         self._state = LatestWriter(self.path("state.json"))
-        self._reserve()
+        try:
+            with open(self.path(".reserve"), "wb") as file:
+                file.write(b"\1" * _RESERVE)  # some file systems allocate no space for zeros
+        except OSError as error:
+            self._note(".reserve", error)
 
     def path(self, *names: str) -> str:
         return os.path.join(self.run_dir, *names)
@@ -172,13 +176,6 @@ class Journal:
             os.unlink(self.path(".reserve"))
         except OSError:  # nothing was reserved, or the run folder has been deleted
             return
-
-    def _reserve(self) -> None:
-        try:
-            with open(self.path(".reserve"), "wb") as file:
-                file.write(b"\1" * _RESERVE)  # some file systems allocate no space for zeros
-        except OSError as error:
-            self._note(".reserve", error)
 
     def _note(self, name: str, error: OSError) -> None:
         self.trouble = why_unwritten(self.path(name), error)

@@ -59,10 +59,22 @@ class RankRunner:
         try:
             child = self._start()
         except OSError as error:
-            return self._not_started(error, started)
+            text = f"cannot start {self.argv[0]}: {error.strerror}"
+            print(text, file=sys.stderr)
+            record = outcome(self.name, self.node_rank, self.rank, returncode=127, started=started, ended=time.time())
+            self._write("outcomes", {**record, "failed": True, "note": text, "tail": [text]})
+            return 127
         while child.running():
             self.loop.turn(0.5)
-            self._apply_stop(child)
+            now = time.monotonic()
+            alone = supervisor_gone(self.environment)
+            if self._kill_at is None and (self.loop.signals or alone):
+                child.terminate()
+                self._kill_at = now + self.grace
+            if self._kill_at is not None and alone:
+                self._kill_at = min(self._kill_at, now + _LONE_GRACE)
+            if self._kill_at is not None and now >= self._kill_at and child.running():
+                procs.send_group(child.pid, signal.SIGKILL)
             oom.look()
         child.pump()
         status = self._report(child, oom)
@@ -88,24 +100,6 @@ class RankRunner:
         runner = {"pid": os.getpid(), "start_ticks": me.start_ticks if me else 0}
         self._write("procs", {**child.record(), "rank": self.rank, "runner": runner})
         return child
-
-    def _not_started(self, error: OSError, started: float) -> int:
-        text = f"cannot start {self.argv[0]}: {error.strerror}"
-        print(text, file=sys.stderr)
-        record = outcome(self.name, self.node_rank, self.rank, returncode=127, started=started, ended=time.time())
-        self._write("outcomes", {**record, "failed": True, "note": text, "tail": [text]})
-        return 127
-
-    def _apply_stop(self, child: Child) -> None:
-        now = time.monotonic()
-        alone = supervisor_gone(self.environment)
-        if self._kill_at is None and (self.loop.signals or alone):
-            child.terminate()
-            self._kill_at = now + self.grace
-        if self._kill_at is not None and alone:
-            self._kill_at = min(self._kill_at, now + _LONE_GRACE)
-        if self._kill_at is not None and now >= self._kill_at and child.running():
-            procs.send_group(child.pid, signal.SIGKILL)
 
     def _report(self, child: Child, watch: OomWatch) -> int:
         status, signaled = child.status

@@ -63,7 +63,16 @@ class Rendezvous:
         """
         peers = self.peers
         if isinstance(peers, Member):
-            return self._as_member(peers)
+            decision = peers.decision
+            if decision is not None and decision["generation"] > self._spec.generation:
+                if not decision["leave"]:
+                    return decision
+                self._left.add(peers.spec.hub)
+                self._replace_hub(peers)
+            elif peers.lost:
+                self.lost |= peers.lost
+                self._replace_hub(peers)
+            return None
         if standing is None:
             return None
         if isinstance(peers, Hub):
@@ -74,18 +83,6 @@ class Rendezvous:
         return {**decide(end, time.time()), **self._history}
 
     # With another node as the hub.
-
-    def _as_member(self, peers: Member) -> Decision | None:
-        decision = peers.decision
-        if decision is not None and decision["generation"] > self._spec.generation:
-            if not decision["leave"]:
-                return decision
-            self._left.add(peers.spec.hub)
-            self._replace_hub(peers)
-        elif peers.lost:
-            self.lost |= peers.lost
-            self._replace_hub(peers)
-        return None
 
     def _replace_hub(self, peers: Member) -> None:
         """Connect to the remaining node with the lowest node_rank as the new hub; if that is this node, become the hub.

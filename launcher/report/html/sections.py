@@ -47,7 +47,15 @@ def traffic_blocks(record: RunRecord) -> Iterator[Block]:
         return
     pairs = pairs_of(ranks)
     if pairs and plan:
-        yield from _maps(pairs, plan.serving)
+        # Heat maps of bytes and of cached rows.
+        asking, asked = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
+        to = [f"node{i}" for i in asking]
+        of = [f"{plan.serving}/node{j}" if plan.serving else f"node{j}" for j in asked]
+        sent = [[pairs[i, j]["remote_bytes"] if (i, j) in pairs else None for j in asked] for i in asking]
+        yield pair_chart("bytes", "Bytes from other nodes, all epochs", to, of, sent, "bytes")
+        hits = [[_hits(pairs.get((i, j))) for j in asked] for i in asking]
+        if any(value is not None for row in hits for value in row):
+            yield pair_chart("hits", "Share of remote rows that were cached or held, all epochs", to, of, hits, "share")
     yield _by_rank(ranks)
     if record.metrics.analysis.profile and (predicted := record.metrics.analysis.profile.predicted) is not None:
         yield Words((f"Predicted before the first epoch: {decimal(round(predicted))} per epoch.",))
@@ -62,17 +70,6 @@ def pairs_of(ranks: Iterable[RankTraffic]) -> Pairs:
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value
     return found
-
-
-def _maps(pairs: Pairs, serving: str) -> Iterator[Block]:
-    """Yield heat maps of bytes and of cached rows. ``serving``: serving cluster that the rows came from, or ''."""
-    asking, asked = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
-    to, of = [f"node{i}" for i in asking], [f"{serving}/node{j}" if serving else f"node{j}" for j in asked]
-    sent = [[pairs[i, j]["remote_bytes"] if (i, j) in pairs else None for j in asked] for i in asking]
-    yield pair_chart("bytes", "Bytes from other nodes, all epochs", to, of, sent, "bytes")
-    hits = [[_hits(pairs.get((i, j))) for j in asked] for i in asking]
-    if any(value is not None for row in hits for value in row):
-        yield pair_chart("hits", "Share of remote rows that were cached or held, all epochs", to, of, hits, "share")
 
 
 def _hits(pair: Mapping[str, float] | None) -> float | None:

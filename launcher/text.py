@@ -18,7 +18,7 @@ from rich.text import Text
 
 Cell = Text | str
 
-_GAP = 2
+GAP = 2  #: spaces between two columns
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,20 @@ class FittedTable:
     rows: Sequence[Sequence[Cell]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        needed = [self._needed(i) for i in range(len(self.columns))]
-        shown = list(range(len(self.columns)))
-        while _total(shown, needed) > options.max_width and len(shown) > 1:
-            shown.remove(min(shown, key=lambda i: self.columns[i].worth))
+        widest = [
+            max(cell_len(str(cell)) for cell in (column.title, *(row[i] for row in self.rows)))
+            for i, column in enumerate(self.columns)
+        ]
+        needed = [
+            most if column.cut_to is None else min(column.cut_to, most)
+            for column, most in zip(self.columns, widest, strict=True)
+        ]
+        shown = fitting(self.columns, needed, options.max_width)
         room = options.max_width - _total(shown, needed)
-        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
         for i in shown:
             column = self.columns[i]
-            width = min(self._widest(i), needed[i] + room) if column.cut_to is not None else needed[i]
+            width = min(widest[i], needed[i] + room) if column.cut_to is not None else needed[i]
             table.add_column(
                 column.title,
                 justify="right" if column.right else "left",
@@ -57,16 +62,17 @@ class FittedTable:
             table.add_row(*(row[i] for i in shown))
         yield table
 
-    def _widest(self, i: int) -> int:
-        return max(cell_len(str(cell)) for cell in (self.columns[i].title, *(row[i] for row in self.rows)))
 
-    def _needed(self, i: int) -> int:
-        cut_to = self.columns[i].cut_to
-        return self._widest(i) if cut_to is None else min(cut_to, self._widest(i))
+def fitting(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:
+    """Return which columns fit into ``room`` characters: all without those of the lowest worth, at least one."""
+    shown = list(range(len(columns)))
+    while _total(shown, widths) > room and len(shown) > 1:
+        shown.remove(min(shown, key=lambda i: columns[i].worth))
+    return shown
 
 
 def _total(shown: Sequence[int], widths: Sequence[int]) -> int:
-    return sum(widths[i] for i in shown) + _GAP * (len(shown) - 1)
+    return sum(widths[i] for i in shown) + GAP * (len(shown) - 1)
 
 
 def count(number: int, thing: str, plural: str = "s") -> str:

@@ -39,6 +39,11 @@ def options_of(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
         if own_command and merged.get(name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{flag} is for the bundled trainer; put options of your own command after --", ctx)
+    # How to read a file of another launcher.
+    names = (
+        "nodes", "group", "dataset", "batch_size", "master_addr", "num_nodes", "workspace", "part_config",
+        "dataset_root_dir",
+    )  # fmt: skip
     return LaunchOptions(
         config=merged["config"],
         overrides=overrides_of(merged, sets),
@@ -53,7 +58,9 @@ def options_of(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
         wait=wait_limit(merged.get("wait")),
         nodes_needed=merged.get("nodes_needed") or "",
         resumed_from=merged.get("resumed_from"),
-        flags=flags_of(merged, remote),
+        flags=Flags(
+            **{name: merged.get(name) for name in names}, extra_envs=merged.get("extra_env") or (), remote=remote
+        ),
     )
 
 
@@ -150,15 +157,6 @@ def config_of(values: Mapping[str, Any]) -> Path | None:
         raise UsageError("--config and --ip_config are both given; keep the one that lists the hosts")
     in_workspace = Path(values.get("workspace") or ".").expanduser() / ip_config
     return in_workspace if in_workspace.exists() else Path(ip_config)
-
-
-def flags_of(values: Mapping[str, Any], remote: Remote | None) -> Flags:
-    """Return the command-line flags that say how to read a file of another launcher."""
-    names = (
-        "nodes", "group", "dataset", "batch_size", "master_addr", "num_nodes", "workspace", "part_config",
-        "dataset_root_dir",
-    )  # fmt: skip
-    return Flags(**{name: values.get(name) for name in names}, extra_envs=values.get("extra_env") or (), remote=remote)
 
 
 @click.command(

@@ -58,7 +58,7 @@ _ORDER = (
 )
 
 
-class OwnCommandGroup(click.Group):
+class _OwnCommandGroup(click.Group):
     """A click group that stores the words after ``--``, the user's own command, in ``ctx.meta["own_command"]``."""
 
     command_class = GroupedOptions
@@ -122,7 +122,7 @@ def config_options(command: F) -> F:
     return with_options(*given)(foreign_options(command))
 
 
-class PartitionCommand(GroupedOptions):
+class _PartitionCommand(GroupedOptions):
     """A command that handles ``partition --help`` itself and passes ``partition make --help`` on to the trainer."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -148,7 +148,7 @@ launch_options = with_options(
 
 
 @click.group(
-    cls=OwnCommandGroup,
+    cls=_OwnCommandGroup,
     invoke_without_command=True,
     epilog=_EPILOG,
     context_settings={**_CONTEXT, "max_content_width": 110},
@@ -215,7 +215,7 @@ gnnfleet.add_command(rehearse_command(config_options))
 
 
 @gnnfleet.command(
-    cls=PartitionCommand,
+    cls=_PartitionCommand,
     context_settings={**_CONTEXT, "ignore_unknown_options": True, "help_option_names": []},
     epilog=examples(
         "partition make --config cluster.yml",

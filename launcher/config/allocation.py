@@ -42,7 +42,7 @@ def split_node_list(text: str) -> tuple[str, ...]:
     return tuple(host for word in split_list(text) for host in expand(word))
 
 
-def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
+def _current_allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Return the allocation of the Slurm job of this process; None outside of a job. Raises RangeError."""
     job, hosts = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
     if not job or not hosts:
@@ -91,7 +91,7 @@ def with_allocation(tree: Section, environ: Mapping[str, str], report: Report) -
     nodes = tree.items.get("nodes", Scalar(transport.origin, "", "null"))
     found, listed, problem = None, nodes, None
     try:
-        found = current_allocation(environ)
+        found = _current_allocation(environ)
         listed = nodes if is_count(nodes) else expand_nodes(nodes)
     except RangeError as error:
         problem = Problem(transport.origin.file, transport.origin.line, f"SLURM_JOB_NODELIST or nodes: {error}")

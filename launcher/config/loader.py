@@ -19,7 +19,7 @@ import yaml
 from launcher.config.allocation import decides_nodes, with_allocation
 from launcher.config.consistency import check, check_nodes
 from launcher.config.schema import ClusterConfig, NodeConfig, TrainConfig
-from launcher.config.validation import KeyPath, Reader, dotted, has_keys, short_form, without_options
+from launcher.config.validation import KeyPath, Reader, dotted, has_keys, short_form
 from launcher.errors import ConfigError, Problem
 from launcher.files import read_text
 from launcher.hostlist import RangeError, fold
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from launcher.config.importers.base import Foreign
 
 
-def apply_override(tree: Section, override: Override, report: Report) -> Section:
+def _apply_override(tree: Section, override: Override, report: Report) -> Section:
     """Return ``tree`` with one override applied.
 
     Relative paths in the value start from the current directory. An invalid override is reported and not applied.
@@ -101,14 +101,12 @@ def _put(tree: Tree, words: Words[str], value: Tree, origin: Origin, path: str =
 
 
 def _long_form(tree: Tree, path: str, word: str) -> Tree:
-    """Expand ``nodes: 2``, ``- node[01-04]``, ``- user@host`` and ``early_stop: 3`` to entries with keys."""
+    """Expand ``nodes: 2``, ``- node[01-04]``, ``- user@host``, ``early_stop: 3`` and the like to entries with keys."""
     if path == "nodes" and (word.isdecimal() or word == "*"):
         return expand_nodes(tree)
     if path.startswith("nodes.") and path.count(".") == 1 and isinstance(tree, Scalar) and not tree.empty:
         return Section(tree.origin, {"host": tree}, {"host": tree.origin})
-    if path == "train.track":
-        return without_options(tree)
-    if path.startswith("train.") and isinstance(tree, Scalar) and not tree.empty:
+    if path.startswith("train."):
         kinds = get_args(get_type_hints(TrainConfig).get(path.removeprefix("train.")))
         return short_form(kinds[0], tree) if kinds and has_keys(kinds[0]) else tree
     return tree
@@ -219,10 +217,10 @@ def overridden(path: Path, overrides: Sequence[Override], foreign: Foreign | Non
     tree = foreign.tree if foreign else _read_file(path, report)
     first = [override for override in overrides if decides_nodes(split_override(override)[0])]
     for override in first:
-        tree = apply_override(tree, override, report)
+        tree = _apply_override(tree, override, report)
     tree = with_allocation(tree, os.environ, report)
     for override in (one for one in overrides if one not in first):
-        tree = apply_override(tree, override, report)
+        tree = _apply_override(tree, override, report)
     if foreign:
         graph_is_named(foreign, tree, path)
     return tree

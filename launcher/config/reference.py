@@ -116,11 +116,11 @@ def _table(section: type) -> str:
 
 def _cells(item: Field[Any], hint: Any) -> str:
     limits: Mapping[str, float] = item.metadata["limits"]
-    kind = type_in_words(hint) + (f", {limits_in_words(limits)}" if limits else "")
+    kind = _type_in_words(hint) + (f", {limits_in_words(limits)}" if limits else "")
     return f"| `{item.name}` | {kind} | {_default(item, hint)} | {item.metadata['help']} |"
 
 
-def type_in_words(hint: Any) -> str:
+def _type_in_words(hint: Any) -> str:
     """Describe a field's type, for instance ``list of whole numbers`` or ``sync or verify``."""
     words = {str: "text", int: "whole number", float: "number", bool: "true or false"}
     kind, inside = get_origin(hint), get_args(hint)
@@ -129,12 +129,12 @@ def type_in_words(hint: Any) -> str:
     if kind is Literal:
         return " or ".join(f"`{choice}`" for choice in inside)
     if kind in (Union, UnionType):
-        return " or ".join(type_in_words(one) for one in inside if one is not type(None))
+        return " or ".join(_type_in_words(one) for one in inside if one is not type(None))
     if kind is tuple and get_origin(inside[0]) in (Union, UnionType):
-        return "list of " + " or ".join(f"{type_in_words(one)}s" for one in get_args(inside[0]))
+        return "list of " + " or ".join(f"{_type_in_words(one)}s" for one in get_args(inside[0]))
     if kind is tuple:
         plural = "" if get_origin(inside[0]) is Literal else "s"
-        return "list of nodes" if is_dataclass(inside[0]) else f"list of {type_in_words(inside[0])}{plural}"
+        return "list of nodes" if is_dataclass(inside[0]) else f"list of {_type_in_words(inside[0])}{plural}"
     return "section"
 
 

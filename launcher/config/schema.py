@@ -560,7 +560,7 @@ class TrainConfig:
     checkpoint_seconds: float = setting(
         "Seconds between checkpoints within an epoch; 0: none.", 60.0, at_least=0, below=1_000_000
     )
-    track: Mapping[str, Any] | None = setting(
+    track: Mapping[str, Mapping[str, Any]] | None = setting(
         "Trackers that the lead node sends the run to: `[tensorboard, wandb, mlflow]`, or each with its options, as "
         "`{wandb: {project: gnn, mode: offline}}`; also for your own command.",
         None,

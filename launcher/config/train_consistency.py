@@ -72,7 +72,7 @@ def check_training(config: ClusterConfig, reader: Reader) -> None:
             ("train", "backend"),
             f"train.backend: nccl needs devices on every node, but {host} (node{cpu_only}) lists none",
         )
-    mig = next((k for k, node in enumerate(config.nodes) if any(map(is_mig, node.devices))), None)
+    mig = next((k for k, node in enumerate(config.nodes) if any(map(_is_mig, node.devices))), None)
     if train.backend == "nccl" and mig is not None and config.world_size > 1:
         reader.report(
             ("train", "backend"),
@@ -283,6 +283,6 @@ def check_cache_size(key: str, text: str, rows: str, reader: Reader) -> None:
             reader.report(place, f"{key}: {error}")
 
 
-def is_mig(device: int | str) -> bool:
+def _is_mig(device: int | str) -> bool:
     """Return whether a device is named by the UUID of a MIG instance."""
     return isinstance(device, str) and device.startswith("MIG")

@@ -242,13 +242,11 @@ class Reader:
             return self._mapping(get_args(wanted)[1], tree)
         if is_dataclass(wanted):
             return self._section(wanted, tree, path)  # type: ignore[arg-type]
-        return plain_value(tree) if wanted is Any else _scalar(wanted, tree)
+        return _plain_value(tree) if wanted is Any else _scalar(wanted, tree)
 
     def _one_of_types(self, kinds: list[Any], tree: Tree, path: KeyPath) -> Any:
-        if path == ("train", "track"):
-            tree = without_options(tree)
         words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-        if has_keys(kinds[0]) and isinstance(tree, Scalar) and not tree.empty:
+        if has_keys(kinds[0]):
             tree = short_form(kinds[0], tree)
         if isinstance(tree, Scalar) and tree.text in words:
             return tree.text
@@ -298,22 +296,23 @@ def has_keys(kind: Any) -> bool:
     return is_dataclass(kind) or get_origin(kind) is Mapping
 
 
-def short_form(section: type, tree: Scalar) -> Section:
-    """Return the section for which a value of its first key is short, as ``{patience: 3}`` for ``3``.
+def short_form(kind: Any, tree: Tree) -> Tree:
+    """Return the section or mapping of type ``kind`` for which a value is short; other values as they are.
 
-    The first key of a mapping without a class of its own is ``name``.
+    A value of the first key, as ``{patience: 3}`` for ``3``; that of a mapping without a class of its own is ``name``.
+    For a mapping of options by name, a name or a list of names, as ``{wandb: {}}`` for ``[wandb]``.
     """
-    name = settings(section)[0].name if is_dataclass(section) else "name"
-    return Section(tree.origin, {name: tree}, {name: tree.origin})
-
-
-def without_options(tree: Tree) -> Tree:
-    """Return the section for which a name or a list of names is short, as ``{wandb: {}}`` for ``[wandb]``."""
-    names = tree.items if isinstance(tree, YamlSequence) else (tree,) if isinstance(tree, Scalar) else ()
-    texts = {name.text: Section(name.origin, {}, {}) for name in names if isinstance(name, Scalar) and not name.empty}
-    if not texts or len(texts) < len(names):
+    if get_origin(kind) is Mapping and get_origin(get_args(kind)[1]) is Mapping:
+        names = tree.items if isinstance(tree, YamlSequence) else (tree,) if isinstance(tree, Scalar) else ()
+        given = [name for name in names if isinstance(name, Scalar) and not name.empty]
+        texts = {name.text: Section(name.origin, {}, {}) for name in given}
+        if not texts or len(texts) < len(names):
+            return tree
+        return Section(tree.origin, texts, dict.fromkeys(texts, tree.origin))
+    if not isinstance(tree, Scalar) or tree.empty:
         return tree
-    return Section(tree.origin, texts, dict.fromkeys(texts, tree.origin))
+    name = settings(kind)[0].name if isinstance(kind, type) and is_dataclass(kind) else "name"
+    return Section(tree.origin, {name: tree}, {name: tree.origin})
 
 
 def dotted(path: KeyPath) -> str:
@@ -327,12 +326,12 @@ def _place_of(section: str) -> str:
     return f"in {section}" if section else "at the top level"
 
 
-def plain_value(tree: Tree) -> Any:
+def _plain_value(tree: Tree) -> Any:
     """Convert a tree to plain lists, dicts, texts and numbers. ``1e-3`` becomes a number."""
     if isinstance(tree, Section):
-        return {name: plain_value(item) for name, item in tree.items.items()}
+        return {name: _plain_value(item) for name, item in tree.items.items()}
     if isinstance(tree, YamlSequence):
-        return [plain_value(item) for item in tree.items]
+        return [_plain_value(item) for item in tree.items]
     if not tree.plain or tree.tag == "str" and not FLOAT.fullmatch(tree.text):
         return tree.text
     if tree.empty:
@@ -387,7 +386,7 @@ def _replaced_environment(node: Section, defaults: Section) -> str:
 
 def _entry(kind: Any, name: str, tree: Tree) -> Any:
     try:
-        return plain_value(tree) if kind is Any else _scalar(kind, tree)
+        return _plain_value(tree) if kind is Any or get_origin(kind) is Mapping else _scalar(kind, tree)
     except _Wrong as wrong:
         raise _Wrong(f"{name}: {wrong}") from None
 

@@ -21,7 +21,7 @@ from launcher.transport import login_words
 _MAX_LOGINS = 3  #: login commands in one message
 
 
-def is_unknown(error: NodeError) -> bool:
+def _is_unknown(error: NodeError) -> bool:
     """Whether ``error`` means that an SSH host key, of the host or a jump host, is unknown; False if it has changed."""
     return error.code == "host-key-unknown"
 
@@ -30,19 +30,19 @@ def reasons(request: InitRequest, errors: Mapping[int, NodeError]) -> Iterator[s
     """Yield one line per host: its name, the error, and a remedy unless ``common_remedy`` returns one for the host."""
     common = common_remedy(request, errors)
     for k, error in errors.items():
-        words = error.message if common and is_unknown(error) else reason(request, k, error)
+        words = error.message if common and _is_unknown(error) else reason(request, k, error)
         yield f"{request.hosts[k]}: {words}"
 
 
 def common_remedy(request: InitRequest, errors: Mapping[int, NodeError]) -> str:
     """Return one remedy for all hosts whose SSH keys are unknown; "" for fewer than two such hosts."""
-    unknown = [k for k, error in errors.items() if is_unknown(error)]
+    unknown = [k for k, error in errors.items() if _is_unknown(error)]
     return _remedy(request, unknown) if len(unknown) > 1 else ""
 
 
 def reason(request: InitRequest, k: int, error: NodeError) -> str:
     """Return error and remedy of one host, without the host's name."""
-    remedy = _remedy(request, [k]) if is_unknown(error) else error.remedy
+    remedy = _remedy(request, [k]) if _is_unknown(error) else error.remedy
     return error.message + (f" – {remedy}" if remedy else "")
 
 
@@ -98,7 +98,7 @@ def ask_environment(request: InitRequest, discovery: Discovery) -> InitRequest:
 
 def ask_access(request: InitRequest, errors: Mapping[int, NodeError], console: Console) -> InitRequest:
     """Ask whether to trust unknown host keys and whether to use a password; return the request with the answers."""
-    unknown = [k for k, error in errors.items() if is_unknown(error)]
+    unknown = [k for k, error in errors.items() if _is_unknown(error)]
     if unknown and request.host_keys is None:
         for k in unknown[:_MAX_LISTED]:
             console.print(f"  {escape(f'{request.hosts[k]}: {errors[k].message}')}", soft_wrap=True)

@@ -70,13 +70,9 @@ def attach_argv(config: ResolvedConfig, node: NodePlan) -> tuple[str, ...]:
     return ("ssh", "-t", *words, target, f"tmux attach -r -t '={node.session}'")
 
 
-def session_of(run_id: str) -> str:
-    return "gnnfleet-" + re.sub(r"[^A-Za-z0-9_-]", "-", run_id)
-
-
 def make_session(run_id: str, panes: Sequence[Pane]) -> str:
     """Create the local tmux session unless it exists; return its name. Raises SessionError."""
-    name = session_of(run_id)
+    name = "gnnfleet-" + re.sub(r"[^A-Za-z0-9_-]", "-", run_id)
     server = libtmux.Server()
     try:
         if server.has_session(name, exact=True):

@@ -42,7 +42,7 @@ def follow(
         if isinstance(attempt, Transport):
             transports[k] = attempt
         elif k < len(config.nodes):
-            transports[k] = LateTransport(config, k, attempt)
+            transports[k] = _LateTransport(config, k, attempt)
         else:
             raise attempt
     # ``stop`` is meant for the launcher of the run only.
@@ -61,7 +61,7 @@ def follow(
             raise Interrupted(interrupts.message) from None
 
 
-class LateTransport(Transport):
+class _LateTransport(Transport):
     """A transport to a node that was unreachable. ``connect`` tries again; other methods fail until it succeeds."""
 
     def __init__(self, config: ClusterConfig, node_rank: int, error: TransportError):

@@ -76,7 +76,7 @@ def prepare_offline(found: FoundRun, options: LaunchOptions, notes: tuple[str, .
     folder = found.folder
     _ = found.needed_config
     assert folder is not None
-    own = options.own_command or own_command_of(found)
+    own = options.own_command or _own_command_of(found)
     if own and not options.own_command:
         # The user's own command does not read trainer settings.
         keys = {split_override(override)[0] for override in options.overrides}
@@ -180,7 +180,7 @@ def _changed_since_kept(kept: Path, cwd: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def own_command_of(found: FoundRun) -> tuple[str, ...]:
+def _own_command_of(found: FoundRun) -> tuple[str, ...]:
     """Return the user's own command of the run; () for the bundled trainer.
 
     Raises UsageError if this machine does not know the command.

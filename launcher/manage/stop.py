@@ -67,7 +67,7 @@ class NodeStopResult:
         return values | {"killed": list(self.killed), "leftovers": list(self.leftovers), "trouble": self.trouble}
 
 
-def stop_run(run: OpenRun, *, now: bool) -> list[NodeStopResult]:
+def _stop_run(run: OpenRun, *, now: bool) -> list[NodeStopResult]:
     """Stop all nodes of the run in parallel. ``now``: kill processes without waiting ``run.grace`` seconds."""
     nodes = run.nodes
     grace = run.found.config.run.grace if run.found.config else 5.0
@@ -93,7 +93,7 @@ def _stop_node(node: NodePlan, transport: Transport | TransportError, timeout: f
     return NodeStopResult(node, report.was, report.killed, report.leftovers)
 
 
-def stop_launcher(launch: LaunchFile) -> bool:
+def _stop_launcher(launch: LaunchFile) -> bool:
     """End a launcher on this machine that has started nothing on the nodes yet; returns whether it ended."""
     try:
         os.kill(launch.pid, signal.SIGTERM)
@@ -147,7 +147,7 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
         console.print(Text(ended.message), soft_wrap=True)
         return ended
     try:
-        stopped = stop_run(run, now=now)
+        stopped = _stop_run(run, now=now)
     except KeyboardInterrupt:
         raise Interrupted(
             "interrupted; nodes that have received the stop request will stop. "
@@ -185,7 +185,7 @@ def _end_here(found: FoundRun) -> StopResult:
         message = f"run {found.run_id}: Slurm job {launch.slurm_job} was cancelled, which would have resumed it"
         return StopResult(found.run_id, message, (), True, None)
     if found.result is None and launch is not None and launch.alive():
-        if not stop_launcher(launch):
+        if not _stop_launcher(launch):
             raise FleetError(
                 f"the launcher of run {found.run_id} (pid {launch.pid}) did not end; kill it: kill -9 {launch.pid}"
             )

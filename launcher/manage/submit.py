@@ -55,7 +55,7 @@ def in_queue(config: ClusterConfig) -> bool:
     return config.transport == "slurm" and config.slurm_job is None
 
 
-def submit_run(config: ClusterConfig, options: LaunchOptions, console: Console) -> SubmittedRun:
+def _submit_run(config: ClusterConfig, options: LaunchOptions, console: Console) -> SubmittedRun:
     """Check the config, write the batch script into a new run folder, and submit it.
 
     Raises ConfigError, UsageError for mistakes that can be found without the nodes, and FleetError if sbatch refuses.
@@ -95,12 +95,12 @@ def submit_run(config: ClusterConfig, options: LaunchOptions, console: Console) 
 def script_of(config: ClusterConfig, options: LaunchOptions, run_id: str) -> str:
     """Return the batch script that launches the run ``run_id``. Raises UsageError for an invalid option of sbatch."""
     folder = run_folder(config, run_id).absolute()
-    words = launch_words(folder / CONFIG, run_id, folder.parent, options)
+    words = _launch_words(folder / CONFIG, run_id, folder.parent, options)
     name = f"gnnfleet-{config.name}"
     return sbatch_script(config, run_id=run_id, command=words, cwd=Path.cwd(), log=folder / LOG, job_name=name)
 
 
-def launch_words(config: Path, run_id: str, runs_dir: Path, options: LaunchOptions) -> tuple[str, ...]:
+def _launch_words(config: Path, run_id: str, runs_dir: Path, options: LaunchOptions) -> tuple[str, ...]:
     """Return the command of the batch script: a launch of the config on the nodes of the job."""
     program = (sys.executable, os.path.abspath(sys.argv[0]))
     words = ("launch", "--config", str(config), "--run-id", run_id, "--runs-dir", str(runs_dir), "--plain")
@@ -183,7 +183,7 @@ def submit_and_follow(config: ClusterConfig, options: LaunchOptions, console: Co
 
     Ctrl-C ends only the output; the job goes on.
     """
-    run = submit_run(config, options, console)
+    run = _submit_run(config, options, console)
     result: Mapping[str, Any] = {"state": "detached", "exit_status": 0}
     try:
         if not options.detach:

@@ -88,8 +88,8 @@ def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, An
     is left, "was": state before, "killed", "leftovers": [{"pid", "command"}], "notes": [text]}.
     """
     state = folder.state
-    was = state_word(folder, state)
-    request_stop(folder, request)
+    was = _state_word(folder, state)
+    _request_stop(folder, request)
     deadline = time.monotonic() + timeout
     while state and _alive(state) and time.monotonic() < deadline:
         # state.json has the states of all nodes of the run: it is read again only once this supervisor has ended
@@ -102,13 +102,13 @@ def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, An
         procs.send(supervisor, signal.SIGKILL)
     left = procs.end(folder.running, 0.0 if request["now"] or not killed else min(folder.grace, 1.0))
     if session:
-        close_session(session)
-    notes = [folder.damage, "" if left else release_leases(folder)]
+        _close_session(session)
+    notes = [folder.damage, "" if left else _release_leases(folder)]
     ended = {"killed": killed, "leftovers": describe(left)}
     return {"stopped": not left, "was": was, **ended, "notes": [*filter(None, notes)]}
 
 
-def state_word(folder: NodeFolder, state: dict[str, Any] | None) -> str:
+def _state_word(folder: NodeFolder, state: dict[str, Any] | None) -> str:
     """Return the node's state in one word: that of ``result.json`` or ``state.json``, "lost" or "not started".
 
     ``state``: content of ``state.json``.
@@ -122,7 +122,7 @@ def state_word(folder: NodeFolder, state: dict[str, Any] | None) -> str:
     return str(state["state"]) if alive else "lost"
 
 
-def release_leases(folder: NodeFolder) -> str:
+def _release_leases(folder: NodeFolder) -> str:
     """Release the leases of a node whose supervisor has ended; returns why that failed, or ''."""
     try:
         if folder.lease_key is not None:
@@ -132,7 +132,7 @@ def release_leases(folder: NodeFolder) -> str:
     return ""
 
 
-def request_stop(folder: NodeFolder, request: dict[str, Any]) -> None:
+def _request_stop(folder: NodeFolder, request: dict[str, Any]) -> None:
     """Write ``control/stop``, without content if the disk is full. If that fails, send SIGTERM to the supervisor."""
     path = folder.path("control", "stop")
     try:
@@ -152,7 +152,7 @@ def describe(processes: list[procs.Process]) -> list[dict[str, Any]]:
     return [{"pid": process.pid, "command": procs.command_line(process.pid)} for process in processes]
 
 
-def close_session(name: str) -> None:
+def _close_session(name: str) -> None:
     try:
         subprocess.run(["tmux", "kill-session", "-t", f"={name}"], capture_output=True, timeout=10, check=False)
     except (FileNotFoundError, subprocess.TimeoutExpired):  # tmux is not installed, or hangs

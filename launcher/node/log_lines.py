@@ -83,7 +83,7 @@ class TracebackFinder:
         return "frames" if _HEADER.match(line) else "chained"
 
 
-class CrashFinder:
+class _CrashFinder:
     """Keeps the stack that faulthandler prints when a process crashes (ranks run with PYTHONFAULTHANDLER)."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class LineLog:
     def __init__(self, path: str) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL)
         self.traceback = TracebackFinder()
-        self.crash = CrashFinder()
+        self.crash = _CrashFinder()
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._partial = b""
         self._redrawn = False

@@ -83,7 +83,11 @@ class Watcher:
             if changed:
                 pause = _FASTEST
             else:
-                pause_or_exit(pause)
+                # Wait; the end of standard input, if it is a pipe or socket, says that the caller has gone.
+                if not stat.S_ISFIFO(os.fstat(0).st_mode) and not stat.S_ISSOCK(os.fstat(0).st_mode):
+                    time.sleep(pause)
+                elif select.select([0], [], [], pause)[0] and not os.read(0, 4096):
+                    raise BrokenPipeError
                 pause = min(pause * 1.3, _SLOWEST)
                 self.emit_quiet()
 
@@ -107,7 +111,7 @@ class Watcher:
         for name, _ in self.files():
             path = self._path(name)
             skipped = [self.offsets.get(name, 0)]
-            skipped += [first_since(path, since)] if since is not None else []
+            skipped += [_first_since(path, since)] if since is not None else []
             skipped += [last_lines(path, tail)] if tail is not None else []
             self.offsets[name] = max(skipped)
 
@@ -128,7 +132,7 @@ class Watcher:
             return ""
         age = time.time() - self._state["time"]
         gone = f"the supervisor (pid {self._state['pid']}) is gone; its last sign of life was {age:.0f} s ago"
-        return gone + (f"; the disk of {self.run_dir} is full" if disk_full(self.run_dir) else "")
+        return gone + (f"; the disk of {self.run_dir} is full" if _disk_full(self.run_dir) else "")
 
     def emit_state(self) -> None:
         path = self._path("state.json")
@@ -170,7 +174,14 @@ class Watcher:
     def new_lines(self, name: str) -> bytes:
         """Return the next complete lines of a file, at most about 256 KiB; empty if it does not exist."""
         with suppress(FileNotFoundError, IsADirectoryError):
-            return complete_lines(self._path(name), self.offsets.get(name, 0))
+            with open(self._path(name), "rb") as file:
+                file.seek(self.offsets.get(name, 0))
+                data = file.read(_CHUNK)
+                if b"\n" not in data:
+                    data += file.readline(_LONGEST)
+                    if len(data) >= _LONGEST and not data.endswith(b"\n"):
+                        return data
+            return data[: data.rfind(b"\n") + 1]
         return b""
 
     def emit_new(self, name: str, data: bytes) -> bool:
@@ -206,7 +217,7 @@ class Watcher:
         return os.path.join(self.run_dir, name)
 
 
-def disk_full(path: str) -> bool:
+def _disk_full(path: str) -> bool:
     """Whether the file system has less than 16 KiB left."""
     try:
         disk = os.statvfs(path)
@@ -215,22 +226,7 @@ def disk_full(path: str) -> bool:
     return disk.f_bavail * disk.f_frsize < _SMALL_FILE
 
 
-def complete_lines(path: str, offset: int) -> bytes:
-    """Return the complete lines of ``path`` from byte ``offset`` on, at most about 256 KiB.
-
-    A line longer than 8 MiB is returned in pieces, by several calls.
-    """
-    with open(path, "rb") as file:
-        file.seek(offset)
-        data = file.read(_CHUNK)
-        if b"\n" not in data:
-            data += file.readline(_LONGEST)
-            if len(data) >= _LONGEST and not data.endswith(b"\n"):
-                return data
-    return data[: data.rfind(b"\n") + 1]
-
-
-def first_since(path: str, since: float) -> int:
+def _first_since(path: str, since: float) -> int:
     """Return the byte offset of the first line of a log that is not earlier than ``since``.
 
     Uses binary search, as the lines are in order of time.
@@ -285,14 +281,6 @@ def last_lines(path: str, count: int) -> int:
                 return offset + index + 1
             found += ends
     return 0
-
-
-def pause_or_exit(seconds: float) -> None:
-    """Sleep for ``seconds``. Raises BrokenPipeError once the caller has closed standard input (a pipe or socket)."""
-    if not stat.S_ISFIFO(os.fstat(0).st_mode) and not stat.S_ISSOCK(os.fstat(0).st_mode):
-        time.sleep(seconds)
-    elif select.select([0], [], [], seconds)[0] and not os.read(0, 4096):
-        raise BrokenPipeError
 
 
 def main() -> int:

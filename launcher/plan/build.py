@@ -31,11 +31,6 @@ from launcher.text import count, spans
 _LISTED = 4  # number of hosts or servers that the notes list one by one
 
 
-def new_token() -> Secret:
-    """Return a random token, which is set in the environment of all processes of a run to identify them."""
-    return Secret(secrets.token_hex(16))
-
-
 def make_plan(
     config: ResolvedConfig,
     *,
@@ -134,7 +129,7 @@ def final_plan(
         facts=facts,
         own_command=own_command,
         manifest=manifest,
-        token=new_token(),
+        token=Secret(secrets.token_hex(16)),
         operator=operator,
         before=before,
         serving=serving,

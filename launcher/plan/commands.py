@@ -84,11 +84,11 @@ class PlanContext:
 
 def with_commands(context: PlanContext, node: NodePlan) -> NodePlan:
     """Return the plan of a node with the commands of its graph server and of its ranks."""
-    server = server_command(context, node) if node.service_port else None
-    return replace(node, server=server, trainer=trainer_command(context, node) if node.ranks else None)
+    server = _server_command(context, node) if node.service_port else None
+    return replace(node, server=server, trainer=_trainer_command(context, node) if node.ranks else None)
 
 
-def server_command(context: PlanContext, node: NodePlan) -> Command:
+def _server_command(context: PlanContext, node: NodePlan) -> Command:
     """Build the command of a node's graph server. A gateway also samples whole batches for clients."""
     run, own, gateway = context.config.run, ",".join(map(str, node.parts)), node.node_rank in context.gateways
     argv = [node.start.argv[0], "-m", "trainer", "serve", "--parts", node.data_dir, "--own", own]
@@ -103,7 +103,7 @@ def server_command(context: PlanContext, node: NodePlan) -> Command:
     return Command(tuple(argv), _with_user_env(context, node, env), node.run_dir)
 
 
-def trainer_command(context: PlanContext, node: NodePlan) -> Command:
+def _trainer_command(context: PlanContext, node: NodePlan) -> Command:
     """Build the command of the rank runner, a program that the supervisor starts once per rank.
 
     The rank runner starts the bundled trainer at once, but a user's own command only when the graph server is ready.

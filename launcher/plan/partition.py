@@ -82,7 +82,7 @@ class NodesSpec(msgspec.Struct):
     num_classes: int | None = None  #: 0: no class labels; None: unknown
 
 
-class EdgesSpec(msgspec.Struct):
+class _EdgesSpec(msgspec.Struct):
     """What a manifest says of the edges of a type."""
 
     attrs: dict[str, Any] = {}
@@ -106,7 +106,7 @@ class PartitionFiles:
     num_parts: int
     files: tuple[PartFile, ...]  #: manifest.json included, last
     nodes: Mapping[str, NodesSpec] = field(default_factory=dict)  #: by node type; empty: unknown
-    edges: Mapping[str, EdgesSpec] = field(default_factory=dict)  #: by edge type
+    edges: Mapping[str, _EdgesSpec] = field(default_factory=dict)  #: by edge type
     links_held_out: bool = False  #: whether links are held out to be predicted (dataset option ``hold_out``)
     hetero: bool | None = None  #: whether the graph is heterogeneous; None: unknown
 
@@ -213,7 +213,7 @@ class _Manifest(msgspec.Struct):
     num_parts: Annotated[int, msgspec.Meta(ge=1)]
     files: tuple[_ManifestFile, ...]
     nodes: dict[str, NodesSpec] = {}
-    edges: dict[str, EdgesSpec] = {}
+    edges: dict[str, _EdgesSpec] = {}
     graph_attrs: dict[str, Any] = {}
     hetero: bool | None = None
 

@@ -96,7 +96,7 @@ def place_nodes(
         code_dir, folder = f"{workdir}/code/{code_digest[:16]}", run_dir(workdir, run_id, k)
         ranks = tuple(range(first_rank, first_rank + node.nproc))
         first_rank += node.nproc
-        address = node_address(config, k, fact)
+        address = _node_address(config, k, fact)
         control, master = lead_candidates(config, k)
 
         # The command that tmux runs: the supervisor, which starts the processes in ``node.json``.
@@ -194,7 +194,7 @@ def container(
     return wrapped(node.wrap, absolute, env, fact.ids if fact else "")
 
 
-def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> str:
+def _node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> str:
     """Return the address at which other nodes reach a node.
 
     This is the configured address, if there is one. Otherwise it is 127.0.0.1 with ``transport: local``, else the

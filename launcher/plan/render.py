@@ -77,17 +77,17 @@ def print_placement(plan: LaunchPlan, console: Console) -> None:
     console.print(Text("\n").join(lines), soft_wrap=True)
 
 
-def describe_command(command: Command) -> str:
+def _describe_command(command: Command) -> str:
     """Return the words of a command, quoted for a shell; secrets are shown as ``***``."""
     return " ".join(_word(word) for word in command.argv)
 
 
-def describe_env(env: Mapping[str, str]) -> str:
+def _describe_env(env: Mapping[str, str]) -> str:
     """Return environment variables as ``A=1 B='two words'``, sorted; secrets are shown as ``***``."""
     return " ".join(f"{name}={'***' if is_secret(name) else _word(value)}" for name, value in sorted(env.items()))
 
 
-def file_groups(node: NodePlan) -> dict[str, list[PlannedFile]]:
+def _file_groups(node: NodePlan) -> dict[str, list[PlannedFile]]:
     """Return a node's files in three groups: parts, own (the user's), generated."""
     groups: dict[str, list[PlannedFile]] = {"parts": [], "own": [], "generated": []}
     tops = {"own": f"{node.run_dir}/files/"}
@@ -111,10 +111,10 @@ def _summary(plan: LaunchPlan) -> str:
 def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, str]]:
     """Yield the lines about the whole run. ``full``: show the partitioner's command line instead of a sentence."""
     if made := plan.partition:
-        first = f"{describe_env(made.command.env)} {describe_command(made.command)}"
+        first = f"{_describe_env(made.command.env)} {_describe_command(made.command)}"
         yield "partition", first if full else _describe_partitioning(plan, made)
     if plan.own_command:
-        yield "training", describe_command(Command(plan.own_command))
+        yield "training", _describe_command(Command(plan.own_command))
     elif plan.train:
         batch = f"batches of {plan.train.batch_size} seeds over {count(plan.world_size, 'process', 'es')}"
         shape = f"{plan.train.model}, hidden {plan.train.hidden}, fanouts {','.join(map(str, plan.train.fanouts))}"
@@ -171,16 +171,16 @@ def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Itera
     yield "folders", f"run {node.run_dir}{parts}  code {node.code_dir}"
     for line in node.start.setup:
         yield "setup", line
-    yield "env", describe_env(node.start.env)
+    yield "env", _describe_env(node.start.env)
     if node.wrap:
-        yield "wrap", describe_command(Command(node.wrap))
-    yield "start", describe_command(node.start)
+        yield "wrap", _describe_command(Command(node.wrap))
+    yield "start", _describe_command(node.start)
     for name, command in (("server", node.server), ("trainer", node.trainer)):
         if command:
-            yield name, f"cd {quote(command.cwd)}; {describe_command(command)}"
+            yield name, f"cd {quote(command.cwd)}; {_describe_command(command)}"
             own = {name: value for name, value in command.env.items() if node.start.env.get(name) != value}
-            yield "  env", describe_env(own)
-    for name, files in {"code": plan.code, **file_groups(node)}.items():
+            yield "  env", _describe_env(own)
+    for name, files in {"code": plan.code, **_file_groups(node)}.items():
         if files:
             named = name in ("own", "generated")
             if sizes:

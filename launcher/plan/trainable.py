@@ -32,7 +32,7 @@ def check_trainable(config: ClusterConfig, parts: PartitionFiles | None) -> None
     _check_model(config, parts)
     # Tasks of links and of labels of edges need no nodes with a train split.
     task, target = config.train.task, config.train.target
-    held_out = holds_out(config.data.options) if parts is None else parts.links_held_out
+    held_out = _holds_out(config.data.options) if parts is None else parts.links_held_out
     tables = _mapping(config.data.options.get("edges")).values()
     labelled = any(isinstance(table, Mapping) and table.get("label") for table in tables)
     if parts is not None:
@@ -91,7 +91,7 @@ def is_hetero(data: DataConfig) -> bool | None:
     return _HETERO.get(data.dataset)
 
 
-def holds_out(options: Mapping[str, Any]) -> bool:
+def _holds_out(options: Mapping[str, Any]) -> bool:
     """Return whether links are held out to be predicted: by an option, or by the split of an edge table."""
     tables = [table for table in _mapping(options.get("edges")).values() if isinstance(table, Mapping)]
     unlabelled = [table for table in tables if not table.get("label")]

@@ -97,12 +97,12 @@ def _names(survey: Survey, k: int) -> Iterator[Finding]:
 def _service_port(survey: Survey, k: int) -> Iterator[Finding]:
     config = survey.config
     if serves(config, k):
-        yield ports_finding(survey, k, "service port", service_candidates(config, k), "run.service_port")
+        yield _ports_finding(survey, k, "service port", service_candidates(config, k), "run.service_port")
     if k == lead(config) and config.world_size:
-        yield ports_finding(survey, k, "master port", master_candidates(config), "run.master_port")
+        yield _ports_finding(survey, k, "master port", master_candidates(config), "run.master_port")
 
 
-def ports_finding(survey: Survey, k: int, check: str, candidates: tuple[int, ...], setting: str) -> Finding:
+def _ports_finding(survey: Survey, k: int, check: str, candidates: tuple[int, ...], setting: str) -> Finding:
     """Return a finding about a port of node ``k``, which blocks the run if no port in ``candidates`` is free.
 
     ``setting``: the config key of the port.

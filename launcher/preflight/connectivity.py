@@ -38,7 +38,7 @@ MASTER, CONTROL, SERVICE, FREE = "master port", "control port", "service port", 
 Agents = Mapping[int, NodeAgent]
 
 
-class Endpoint(NamedTuple):
+class _Endpoint(NamedTuple):
     """An address and port at which one node listens."""
 
     node_rank: int
@@ -51,7 +51,7 @@ class BlockedRoute(NamedTuple):
     """A node and an endpoint to which this node cannot connect."""
 
     source: int  #: node_rank
-    endpoint: Endpoint
+    endpoint: _Endpoint
     why: str  #: a word such as ``refused``, as returned by ``node/programs/network.py``
 
 
@@ -64,13 +64,13 @@ class Listeners:
     ports: Mapping[str, int]  #: use -> port
     refused: Mapping[str, str]  #: use -> error, for ports on which the node could not listen
 
-    def endpoints(self, node_rank: int, own: str, master_addr: str) -> list[Endpoint]:
+    def endpoints(self, node_rank: int, own: str, master_addr: str) -> list[_Endpoint]:
         """Return the endpoints at which other nodes connect to this node if its address is ``own``."""
         found = []
         for use, port in self.ports.items():
             address = own if use == FREE else self.public or own
             address = master_addr if use == MASTER and master_addr else address
-            found.append(Endpoint(node_rank, address, port, use))
+            found.append(_Endpoint(node_rank, address, port, use))
         return found
 
 
@@ -134,7 +134,7 @@ class RequiredRoutes:
         return frozenset(nodes if self.any_leads else wanted.intersection(nodes)) - {source}
 
 
-def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopback: bool) -> tuple[str, ...]:
+def _own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopback: bool) -> tuple[str, ...]:
     """Return the IP addresses of node ``k`` for gloo and NCCL, in order of preference.
 
     If the node has the configured ``address``, only that address is returned. Else, if the configured ``interface`` has
@@ -159,25 +159,11 @@ def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopb
     return tuple(address for _, address in sorted(usable, key=rank)) or (probe["address"],)
 
 
-def public_address(config: ClusterConfig, k: int, own: Collection[str]) -> str:
-    """Return the configured address of node ``k`` if it is none of the node's own addresses, else ''.
-
-    Such an address is a host name or, behind NAT, a public address. ``own``: addresses of the node's interfaces.
-    """
-    given = config.nodes[k].address or ""
-    return "" if given in own else given
-
-
 def interface_of(probe: Mapping[str, object], address: str) -> str:
     """Return the network interface that has ``address``; '' if none has it."""
     addresses = probe["addresses"]
     assert isinstance(addresses, (list, tuple))
     return next((name for name, own in addresses if own == address), "")
-
-
-def all_on_one_machine(probes: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Return whether all nodes were reached over loopback."""
-    return all(_is_loopback(probe["address"]) for probe in probes.values())
 
 
 def _is_loopback(address: str) -> bool:
@@ -248,24 +234,27 @@ class ConnectivityTest:
             refused |= taken
             gone = {ports[use] for use in taken}
             self.facts[k] = replace(fact, free_ports=tuple(port for port in fact.free_ports if port not in gone))
-        own = own_addresses(self.config, k, self.probes[k], all_on_one_machine(self.probes))
+        on_one_machine = all(_is_loopback(probe["address"]) for probe in self.probes.values())
+        own = _own_addresses(self.config, k, self.probes[k], on_one_machine)
         refused = {use: why for use, why in refused.items() if use not in kept}
-        return Listeners(own, public_address(self.config, k, own), kept | {FREE: reply["free"]}, refused)
+        given = self.config.nodes[k].address or ""
+        public = "" if given in own else given
+        return Listeners(own, public, kept | {FREE: reply["free"]}, refused)
 
-    def _endpoints(self, chosen: Mapping[int, str]) -> list[Endpoint]:
+    def _endpoints(self, chosen: Mapping[int, str]) -> list[_Endpoint]:
         master = "" if self.config.run.master_addr == "auto" else self.config.run.master_addr
         masters = {self.routes.lead: master}
         return [one for k, own in chosen.items() for one in self.listening[k].endpoints(k, own, masters.get(k, ""))]
 
     def _connect_all(
-        self, endpoints: Collection[Endpoint], some: Mapping[int, Collection[int]] | None = None
+        self, endpoints: Collection[_Endpoint], some: Mapping[int, Collection[int]] | None = None
     ) -> list[BlockedRoute]:
         """Let every node connect to those of ``endpoints`` that it must reach; return the blocked routes.
 
         ``some``: the only nodes to which each node connects, by its node_rank; None: to all.
         """
         by_address = {(one.node_rank, one.address, one.port): one for one in endpoints}
-        of_node: dict[int, list[Endpoint]] = defaultdict(list)
+        of_node: dict[int, list[_Endpoint]] = defaultdict(list)
         for one in endpoints:
             of_node[one.node_rank].append(one)
 
@@ -302,7 +291,7 @@ class ConnectivityTest:
         return chosen, [one for k in unreached for one in closed[k, chosen[k]]]
 
 
-def _targets(endpoints: Iterable[Endpoint]) -> list[tuple[int, str, list[int]]]:
+def _targets(endpoints: Iterable[_Endpoint]) -> list[tuple[int, str, list[int]]]:
     """Group endpoints into (node_rank, address, ports), the form of a request to ``node/programs/network.py``."""
     found: dict[tuple[int, str], list[int]] = defaultdict(list)
     for one in endpoints:

@@ -42,7 +42,7 @@ class Inquiry:
 
         ``run_id``: id of the run to be launched; nodes report whether they already have its run folder.
         """
-        parts = local_parts(config.data.folder) if config.makes_parts else None
+        parts = _local_parts(config.data.folder) if config.makes_parts else None
         return cls(config, run_id, code_digest(), parts)
 
     def request(self, k: int, peer: str = "") -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _graph(found: Mapping[str, Any]) -> GraphSize:
     return GraphSize(found["nodes"], found["row_bytes"])
 
 
-def local_parts(folder: str) -> LocalParts | None:
+def _local_parts(folder: str) -> LocalParts | None:
     """Read the manifest in ``folder`` on the launching machine; None if it is missing or damaged."""
     try:
         manifest = read_json(str(Path(folder).expanduser() / "manifest.json"))

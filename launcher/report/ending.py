@@ -57,7 +57,7 @@ class ExpendableNodes:
             self._over = self._over or not result.get("left")
             return
         cause = result.get("cause")
-        if k != self._lead and lost_its_hub(result):
+        if k != self._lead and _lost_its_hub(result):
             self._alone.add(k)
         elif cause:
             self._over = self._over or k == self._lead or cause["node_rank"] != k or cause["kind"] == "stop"
@@ -84,13 +84,13 @@ class ExpendableNodes:
         self._never.add(k)
 
 
-def lost_its_hub(result: Mapping[str, Any]) -> bool:
+def _lost_its_hub(result: Mapping[str, Any]) -> bool:
     """Whether a member of a run ended because it lost its hub. It does not know whether the others have gone on."""
     cause, lost = result.get("cause"), result.get("lost") or {}
     return bool(lost) and (cause is None or (cause["kind"] == "lost" and str(cause["node_rank"]) in lost))
 
 
-def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: int) -> bool:
+def _hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: int) -> bool:
     """Whether the lead node was cut off: it reports all other nodes lost, and they report it lost.
 
     False unless at least two other nodes have a result. ``results``: content of ``result.json`` by node_rank.
@@ -247,7 +247,7 @@ def _lost_nodes(report: RunReport, nodes: int, hub: int, offset: Callable[[int],
     too, if another node reports it lost.
     """
     found, results = dict(report.lost), report.results
-    trust_hub = hub in results and not hub_was_cut_off(results, nodes, hub)
+    trust_hub = hub in results and not _hub_was_cut_off(results, nodes, hub)
     for reporter, result in sorted(results.items()):
         for key, lost in nodes_reported_lost(result).items():
             k = int(key)

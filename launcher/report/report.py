@@ -33,7 +33,7 @@ def _mean_loss(lines: Sequence[Mapping[str, Any]]) -> float:
     return float(sum(line["loss"] for line in lines) / len(lines))
 
 
-def output_lines(folder: Path) -> Iterator[str]:
+def _output_lines(folder: Path) -> Iterator[str]:
     """Yield lines that list the files under ``folder/output``, with their sizes."""
     top = folder / "output"
     found = sorted(path for path in top.rglob("*") if path.is_file()) if top.is_dir() else []
@@ -236,7 +236,7 @@ def _print_done(report: RunReport, console: Console) -> None:
             if beside := metric.baseline(result, split):
                 text.append(f"  {beside}", "yellow" if "not better" in beside else "not bold")
             console.print(text, soft_wrap=True)
-    for line in output_lines(report.folder):
+    for line in _output_lines(report.folder):
         console.print(Text(line), soft_wrap=True)
 
 

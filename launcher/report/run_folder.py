@@ -58,11 +58,11 @@ def known_runs(runs_dirs: Iterable[Path]) -> list[Path]:
         with suppress(ValueError, KeyError, TypeError):  # a damaged file must not hide the other runs
             folders.append(Path(loads(_text(entry))["folder"]))
     folders += [folder for top in runs_dirs if top.is_dir() for folder in top.iterdir()]
-    unique = {folder.resolve(): folder for folder in folders if is_run_folder(folder)}
+    unique = {folder.resolve(): folder for folder in folders if _is_run_folder(folder)}
     return sorted(unique.values(), key=began, reverse=True)
 
 
-def is_run_folder(folder: Path) -> bool:
+def _is_run_folder(folder: Path) -> bool:
     """Return whether a launch or ``gnnfleet collect`` created the folder."""
     return any(os.path.isfile(folder / mark) for mark in _MARKS)  # False also without permission
 
@@ -182,7 +182,7 @@ def read_folder(folder: Path) -> FoundRun:
     """Read a run folder. Raises FleetError if a file in it is damaged."""
     launch = LaunchFile.read(folder)
     run_id = launch.run_id if launch else folder.name
-    return FoundRun(run_id, folder, launch, read_plan(folder), read_config_of(folder), read_result(folder))
+    return FoundRun(run_id, folder, launch, read_plan(folder), _read_config_of(folder), read_result(folder))
 
 
 def read_plan(folder: Path) -> LaunchPlan | None:
@@ -211,7 +211,7 @@ def read_result(folder: Path) -> dict[str, Any] | None:
         ) from None
 
 
-def read_config_of(folder: Path) -> ResolvedConfig | None:
+def _read_config_of(folder: Path) -> ResolvedConfig | None:
     """Read the config of a run from its folder; None if it has none. Ignores ``run.files``: the files may be gone.
 
     Raises FleetError if the config is invalid.
@@ -226,7 +226,7 @@ def read_config_of(folder: Path) -> ResolvedConfig | None:
 
 
 def _given_folder(folder: Path) -> Path:
-    if is_run_folder(folder):
+    if _is_run_folder(folder):
         return folder
     what = "is not a run folder (no launch.json or run.json)" if folder.is_dir() else "is not a folder"
     raise UsageError(f"{folder} {what}; `gnnfleet runs` lists the runs known here")

@@ -76,7 +76,7 @@ class Curves:
                 self.evals.setdefault(str(line.get("split")), {})[epoch] = score
 
     def series(self) -> Series:
-        steps = [point for epoch in sorted(self.steps) for point in mean_over_ranks(self.steps[epoch])]
+        steps = [point for epoch in sorted(self.steps) for point in _mean_over_ranks(self.steps[epoch])]
         mean: dict[float, float] = {}
         for line in sorted(self.epochs, key=lambda line: int(line["rank"])):
             epoch, loss = number(line.get("epoch")), number(line.get("loss"))
@@ -125,7 +125,7 @@ class Curves:
         self.epochs.append({name: value for name, value in line.items() if name != "step_loss"})
 
 
-def mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
+def _mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
     """Merge the points of all ranks into one curve.
 
     Each rank logs about one step per second, and ranks log different steps. For a smooth curve, consecutive points of
@@ -136,10 +136,10 @@ def mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
         if rank in groups[-1]:
             groups.append({})
         groups[-1][rank] = (x, y)
-    return [mean_point(list(group.values())) for group in groups if group]
+    return [_mean_point(list(group.values())) for group in groups if group]
 
 
-def mean_point(points: Sequence[Point]) -> Point:
+def _mean_point(points: Sequence[Point]) -> Point:
     return sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)
 
 
@@ -148,7 +148,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     size = math.ceil(len(points) / POINTS) if points else 1
     if size == 1:
         return list(points)
-    return [mean_point(points[i : i + size]) for i in range(0, len(points), size)]
+    return [_mean_point(points[i : i + size]) for i in range(0, len(points), size)]
 
 
 def number(value: Any) -> float | None:

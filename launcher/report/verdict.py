@@ -131,7 +131,7 @@ def from_here(found: FoundRun) -> Verdict:
         return Verdict("unknown", found.without_plan)
     if found.launch is not None and found.launch.alive() is None:
         sentence = (
-            f"run {found.run_id} had not started when its launcher last updated its state: {launcher_words(found)}"
+            f"run {found.run_id} had not started when its launcher last updated its state: {_launcher_words(found)}"
         )
         return Verdict("unknown", sentence, (), (f"gnnfleet status {found.words}",))
     if found.launch is not None and found.launch.alive():
@@ -177,7 +177,7 @@ def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], u
     if again:
         ranks = [own for own in last_ranks({view.node.node_rank: view for view in everyone}, hub).values() if own]
         size = f"{count(len(ranks), 'training node')}, {count(sum(map(len, ranks)), 'rank')}"
-    sentence = f"run {found.run_id} {verb}: {size}" + (f", {where}" if where else "") + f"; {launcher_words(found)}"
+    sentence = f"run {found.run_id} {verb}: {size}" + (f", {where}" if where else "") + f"; {_launcher_words(found)}"
     notes = [
         *_unreachable_notes(unreachable, alive),
         *(_ended_note(view) for view in everyone if view.reached and not view.alive),
@@ -199,7 +199,11 @@ def _cannot_know(found: FoundRun, everyone: list[NodeView], unreachable: list[No
         names = ", ".join(view.node.label for view in unreachable)
         sentence = f"run {found.run_id} may still run: {names} cannot be reached from here; {rest} ended"
     hub = last_hub(everyone, found.needed_plan.lead)
-    notes = [*_unreachable_notes(unreachable, reached), *(_ended_note(view) for view in reached), launcher_words(found)]
+    notes = [
+        *_unreachable_notes(unreachable, reached),
+        *(_ended_note(view) for view in reached),
+        _launcher_words(found),
+    ]
     lead_has_result = any(view.result is not None and view.node.node_rank == hub for view in reached)
     first = "collect" if lead_has_result else "status"  # the lead node ends last, with the result of the run
     return Verdict(
@@ -221,7 +225,7 @@ def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
     others = [view for view in everyone if _why_ended(view) not in why and view.node.label not in why]
     notes = [_ended_note(view) for view in others if view.word != "done"]
     sentence += f": {why}" if why else ""
-    return Verdict(state, f"{sentence}; {launcher_words(found)}", tuple(notes), _after(found, state))
+    return Verdict(state, f"{sentence}; {_launcher_words(found)}", tuple(notes), _after(found, state))
 
 
 def _over_by_result(found: FoundRun, result: Mapping[str, Any], unreachable: Sequence[NodeView] = ()) -> Verdict:
@@ -239,7 +243,7 @@ def _over_by_result(found: FoundRun, result: Mapping[str, Any], unreachable: Seq
         if view.node.label not in str(notes)
     )
     if state == "stopped" and found.launch is not None and found.launch.requeued:
-        sentence += f"; {launcher_words(found)}"
+        sentence += f"; {_launcher_words(found)}"
         return Verdict(state, sentence, notes, (f"gnnfleet status {found.words}", f"gnnfleet stop {found.words}"))
     alarm = nan_finding(result.get("findings") or ()) is not None
     return Verdict(state, sentence, notes, _after(found, state, unreachable, collected=True), alarm)
@@ -278,11 +282,11 @@ def _preparing(found: FoundRun, launch: LaunchFile) -> Verdict:
 
 
 def _never_started(found: FoundRun, nodes: str) -> Verdict:
-    sentence = f"run {found.run_id} never started: {launcher_words(found)}; {nodes}"
+    sentence = f"run {found.run_id} never started: {_launcher_words(found)}; {nodes}"
     return Verdict("never started", sentence, (), _after(found, "failed", collected=True))
 
 
-def launcher_words(found: FoundRun) -> str:
+def _launcher_words(found: FoundRun) -> str:
     """Return a clause such as ``its launcher (alice@laptop, pid 71) has ended``."""
     if found.launch is None:
         return "it was launched from another machine"

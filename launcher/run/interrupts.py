@@ -190,7 +190,7 @@ class InterruptPrompt:
     ):
         self.live = live
         self.cause = "Ctrl-C"  #: name of the last signal, for messages
-        self.policy = Policy(on_interrupt, at_terminal(live) if can_ask is None else can_ask, viewer)
+        self.policy = Policy(on_interrupt, _at_terminal(live) if can_ask is None else can_ask, viewer)
         self._keys: Keys | None = None
         self._stack = ExitStack()
 
@@ -243,6 +243,6 @@ class InterruptPrompt:
         self._close()
 
 
-def at_terminal(live: LiveLog) -> bool:
+def _at_terminal(live: LiveLog) -> bool:
     """Whether stdin and the output are a terminal, so that the user can answer a question."""
     return live.console.is_terminal and sys.stdin is not None and sys.stdin.isatty()

@@ -297,11 +297,11 @@ def require_preflight(
             f"preflight refused the run because of {node_ranges(nodes)}; nothing was changed on the nodes"
         )
     context.say(f"preflight: {len(report.findings) - len(noteworthy)} checks passed")
-    record_versions(context.events, report.facts)
+    _record_versions(context.events, report.facts)
     return report.facts, {k: attempt for k, attempt in attempts.items() if isinstance(attempt, Transport)}
 
 
-def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
+def _record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
     """Add the package versions of the nodes to ``events``: one event for each set of nodes with equal versions."""
     alike: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for k, fact in sorted(facts.items()):

@@ -3,70 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rich.text import Text
 
 from launcher.report.device_use import DeviceUse, together
 from launcher.run.live_state import OLD_HEARTBEAT, Board, NodeRow, RankRow, mean
-from launcher.text import between_words, spans
-
-_GAP = "  "
+from launcher.text import GAP, Column, between_words, fitting, spans
 
 _FINDINGS = 2  # most findings shown
 
 _STYLES = ("bold red", "yellow", "yellow", "")  # by severity
 
 
-@dataclass(frozen=True)
-class Line:
-    """The cells of one table row, as texts. ``severity``: from ``Board.severity``, 0 to 3; 0 is the most urgent."""
-
-    node: str
-    host: str
-    ranks: str
-    state: str
-    epoch: str
-    step: str
-    speed: str
-    idle: str
-    loss: str
-    most: str
-    remote: str
-    device_step: str
-    device_share: str
-    device_memory: str
-    heartbeat: str
-    severity: int
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column of the table, with a ``worth``: if the table is too wide, columns of the lowest worth are left out."""
-
-    title: str
-    text: Callable[[Line], str]  #: cell of a row
-    worth: int
-    left: bool = False  #: aligned left
-
+Row = tuple[
+    int, tuple[str, ...]
+]  #: severity (from ``Board.severity``, 0 to 3; 0 is the most urgent), and a cell per column
 
 _COLUMNS = (
-    Column("node", lambda line: line.node, 9, left=True),
-    Column("host", lambda line: line.host, 1, left=True),
-    Column("rank", lambda line: line.ranks, 8),
-    Column("state", lambda line: line.state, 9, left=True),
-    Column("epoch", lambda line: line.epoch, 6),
-    Column("step", lambda line: line.step, 7),
-    Column("seeds/s", lambda line: line.speed, 4),
-    Column("no step for", lambda line: line.idle, 8),
-    Column("loss", lambda line: line.loss, 5),
-    Column("mostly", lambda line: line.most, 2),
-    Column("remote", lambda line: line.remote, 2),
-    Column("gpu ms", lambda line: line.device_step, 2),
-    Column("gpu", lambda line: line.device_share, 4),
-    Column("gpu memory", lambda line: line.device_memory, 3),
-    Column("heard", lambda line: line.heartbeat, 3),
+    Column("node", 9),
+    Column("host", 1),
+    Column("rank", 8, right=True),
+    Column("state", 9),
+    Column("epoch", 6, right=True),
+    Column("step", 7, right=True),
+    Column("seeds/s", 4, right=True),
+    Column("no step for", 8, right=True),
+    Column("loss", 5, right=True),
+    Column("mostly", 2, right=True),
+    Column("remote", 2, right=True),
+    Column("gpu ms", 2, right=True),
+    Column("gpu", 4, right=True),
+    Column("gpu memory", 3, right=True),
+    Column("heard", 3, right=True),
 )
 
 
@@ -77,7 +46,7 @@ def render(board: Board, width: int, height: int, now: float, question: Sequence
     below = [line for text in below for line in between_words(text, width)]
     below += [line for text in question for line in between_words(Text(text, "bold"), width)]
     room = max(1, height - 1 - len(head) - len(below))
-    lines = [*head, *_table(*_lines(board, now, room), width), *below]
+    lines = [*head, *_table(*_rows(board, now, room), width), *below]
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
         line.truncate(width, overflow="ellipsis")
@@ -105,61 +74,49 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _lines(board: Board, now: float, room: int) -> tuple[list[Line], str]:
+def _rows(board: Board, now: float, room: int) -> tuple[list[Row], str]:
     """Return at most ``room`` table rows, and a text about the nodes without a row.
 
     A row for each rank if they fit, else for each node, else for the nodes that need most attention.
     """
     nodes = sorted(board.nodes.values(), key=lambda node: (board.severity(node.node_rank, now), node.node_rank))
-    if sum(max(1, len(node.ranks)) for node in nodes) <= room:
-        return [line for node in sorted(nodes, key=_node_rank) for line in _rank_lines(board, node, now)], ""
-    if len(nodes) <= room:
-        return [_node_line(board, node, now) for node in sorted(nodes, key=_node_rank)], ""
-    shown, rest = nodes[: room - 1], nodes[room - 1 :]
-    return [_node_line(board, node, now) for node in shown], _rest(board, rest)
+    by_rank = sum(max(1, len(node.ranks)) for node in nodes) <= room
+    shown, rest = (nodes, []) if by_rank or len(nodes) <= room else (nodes[: room - 1], nodes[room - 1 :])
+    rows = []
+    for node in shown if rest else sorted(nodes, key=lambda node: node.node_rank):
+        ranks = [board.ranks[rank] for rank in node.ranks]
+        severity, groups = (
+            board.severity(node.node_rank, now),
+            [[row] for row in ranks] if by_rank and ranks else [ranks],
+        )
+        for i, group in enumerate(groups):
+            name, host, *cells = _cells(board, node, group, now)
+            rows.append((severity, (*(("", "") if i else (name, host)), *cells)))
+    return rows, _rest(board, rest) if rest else ""
 
 
-def _node_rank(node: NodeRow) -> int:
-    return node.node_rank
-
-
-def _rank_lines(board: Board, node: NodeRow, now: float) -> list[Line]:
-    rows = [board.ranks[rank] for rank in node.ranks]
-    if not rows:
-        return [_node_line(board, node, now)]
-    lines = [_line(board, node, [row], now) for row in rows]
-    return [lines[0], *(_nameless(line) for line in lines[1:])]
-
-
-def _nameless(line: Line) -> Line:
-    return Line("", "", *(getattr(line, name) for name in list(Line.__dataclass_fields__)[2:]))
-
-
-def _node_line(board: Board, node: NodeRow, now: float) -> Line:
-    return _line(board, node, [board.ranks[rank] for rank in node.ranks], now)
-
-
-def _line(board: Board, node: NodeRow, rows: list[RankRow], now: float) -> Line:
+def _cells(board: Board, node: NodeRow, rows: list[RankRow], now: float) -> tuple[str, ...]:
+    """Return the cells of a row, in the order of ``_COLUMNS``, for some ranks of a node."""
     stepping = [row for row in rows if row.step is not None]
     slowest = min(stepping, key=lambda row: row.place, default=None)
+    speeds = [row.seeds_per_s for row in stepping if not row.idle and row.seeds_per_s is not None]
     age, device = node.age(now), together([row.device for row in rows if row.device]) or DeviceUse()
-    return Line(
-        node=f"node{node.node_rank}",
-        host=node.host,
-        ranks=spans([row.rank for row in rows]),
-        state=_state(node, rows, age),
-        epoch=_of(slowest.epoch, board.epochs) if slowest else "",
-        step=_of((slowest.step or 0) + 1, slowest.steps).rjust(2 * len(str(slowest.steps)) + 1) if slowest else "",
-        speed=_shown(_sum([row.seeds_per_s for row in stepping if not row.idle]), "{:,.0f}"),
-        idle=_shown(max((row.idle_s for row in stepping if row.idle), default=None), "{:.0f} s"),
-        loss=_shown(mean(row.loss for row in stepping), "{:.4f}"),
-        most=slowest.most if slowest else "",
-        remote=_shown(mean(row.remote_share for row in stepping), "{:.0%}"),
-        device_step=_shown(device.step_s and 1000 * device.step_s, "{:.3g}"),
-        device_share=device.share,
-        device_memory=device.memory,
-        heartbeat="" if age is None else f"{age:.0f} s",
-        severity=board.severity(node.node_rank, now),
+    return (
+        f"node{node.node_rank}",
+        node.host,
+        spans([row.rank for row in rows]),
+        _state(node, rows, age),
+        _of(slowest.epoch, board.epochs) if slowest else "",
+        _of((slowest.step or 0) + 1, slowest.steps).rjust(2 * len(str(slowest.steps)) + 1) if slowest else "",
+        _shown(sum(speeds) if speeds else None, "{:,.0f}"),
+        _shown(max((row.idle_s for row in stepping if row.idle), default=None), "{:.0f} s"),
+        _shown(mean(row.loss for row in stepping), "{:.4f}"),
+        slowest.most if slowest else "",
+        _shown(mean(row.remote_share for row in stepping), "{:.0%}"),
+        _shown(device.step_s and 1000 * device.step_s, "{:.3g}"),
+        device.share,
+        device.memory,
+        "" if age is None else f"{age:.0f} s",
     )
 
 
@@ -183,33 +140,17 @@ def _rest(board: Board, nodes: list[NodeRow]) -> str:
     return f"… {len(nodes)} more nodes: {', '.join(states)}{where}"
 
 
-def _table(lines: list[Line], rest: str, width: int) -> list[Text]:
-    columns = [column for column in _COLUMNS if any(column.text(line) for line in lines)]
-    while _width(columns, lines) > width and len(columns) > 1:
-        columns.remove(min(columns, key=lambda column: column.worth))
-    widths = [_column_width(column, lines) for column in columns]
-    titles = [column.title for column in columns]
-    table = [Text(_joined(columns, titles, widths), "dim")]
-    for line in lines:
-        cells = [column.text(line) for column in columns]
-        table.append(Text(_joined(columns, cells, widths), _STYLES[line.severity]))
+def _table(rows: list[Row], rest: str, width: int) -> list[Text]:
+    known = [i for i in range(len(_COLUMNS)) if any(cells[i] for _, cells in rows)]
+    columns = [_COLUMNS[i] for i in known]
+    lines = [tuple(column.title for column in columns), *(tuple(cells[i] for i in known) for _, cells in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    shown = fitting(columns, widths, width)
+    table = []
+    for cells, style in zip(lines, ["dim", *(_STYLES[severity] for severity, _ in rows)], strict=True):
+        padded = (cells[i].rjust(widths[i]) if columns[i].right else cells[i].ljust(widths[i]) for i in shown)
+        table.append(Text((" " * GAP).join(padded).rstrip(), style))
     return [*table, *([Text(rest, "dim")] if rest else [])]
-
-
-def _joined(columns: list[Column], cells: list[str], widths: list[int]) -> str:
-    padded = (
-        cell.ljust(width) if column.left else cell.rjust(width)
-        for column, cell, width in zip(columns, cells, widths, strict=True)
-    )
-    return _GAP.join(padded).rstrip()
-
-
-def _column_width(column: Column, lines: list[Line]) -> int:
-    return max([len(column.title), *(len(column.text(line)) for line in lines)])
-
-
-def _width(columns: list[Column], lines: list[Line]) -> int:
-    return sum(_column_width(column, lines) for column in columns) + len(_GAP) * (len(columns) - 1)
 
 
 def _of(number: int | None, total: int | None) -> str:
@@ -220,8 +161,3 @@ def _shown(value: float | None, form: str) -> str:
     if value is None:
         return ""
     return form.format(value) if math.isfinite(value) else str(value)
-
-
-def _sum(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None

@@ -75,7 +75,7 @@ class StopReport:
     was: str  #: state of the node before; '' if its control.py is of a version that does not report it
 
 
-def new_session_argv(node: NodePlan) -> tuple[str, ...]:
+def _new_session_argv(node: NodePlan) -> tuple[str, ...]:
     """Return the arguments of tmux that create the session of a node. The session ends with its command."""
     command = shell_line(Command(("bash", "-c", _RUN, "bash", node.run_dir)))  # tmux runs it in the user's login shell
     start = ("new-session", "-d", "-s", node.session, "-x", "220", "-y", "50", command)
@@ -93,7 +93,7 @@ def start_session(transport: Transport, node: NodePlan, *, start_timeout: float)
         _await_supervisor(transport, node, session, start_timeout)
         return
     words = ("bash", "-c", _START, "bash", node.run_dir, node.session, str(max(1, round(start_timeout))))
-    done = transport.run(Command((*words, *new_session_argv(node))), timeout=start_timeout + 2 * _TMUX_TIMEOUT)
+    done = transport.run(Command((*words, *_new_session_argv(node))), timeout=start_timeout + 2 * _TMUX_TIMEOUT)
     if done.returncode != 0:
         exists = done.returncode == _TMUX_FAILED and b"duplicate session" in done.stderr
         kind = SessionExists if exists else SessionError

@@ -109,7 +109,7 @@ def _attach(name: str, config: ClusterConfig, config_path: Path, run_id: str, co
     for note in notes:
         _say(console, f"note: {note}")
     serving = ServingCluster(cluster.name, cluster.num_parts, cluster.servers, server is not None)
-    return Attachment(serving, key, partial(check_routes, serving))
+    return Attachment(serving, key, partial(_check_routes, serving))
 
 
 def detach(name: str, config: ClusterConfig, config_path: Path, run_id: str) -> list[str]:
@@ -157,7 +157,7 @@ def known_serving(config: ClusterConfig) -> ServingCluster | None:
     return ServingCluster(plan.run_id, plan.num_parts, servers, plan.encrypted)
 
 
-def check_routes(serving: ServingCluster, plan: LaunchPlan, transports: Mapping[int, Transport]) -> list[str]:
+def _check_routes(serving: ServingCluster, plan: LaunchPlan, transports: Mapping[int, Transport]) -> list[str]:
     """Test the connection from each node to each graph server; return a note for each that fails.
 
     Raises PreflightRefused if a node reaches no server.

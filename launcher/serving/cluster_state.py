@@ -150,11 +150,11 @@ def newest_description(states: Mapping[int, ServerState], name: str) -> ClusterD
     texts = {k: one.files["cluster.json"] for k, one in states.items() if "cluster.json" in one.files}
     clusters = [read_description(text, states[k].view.node.label) for k, text in texts.items()]
     if not clusters:
-        raise FleetError(f"serving cluster {name}: {why_unknown(states)}")
+        raise FleetError(f"serving cluster {name}: {_why_unknown(states)}")
     return max(clusters, key=lambda cluster: cluster.version)
 
 
-def why_unknown(states: Mapping[int, ServerState]) -> str:
+def _why_unknown(states: Mapping[int, ServerState]) -> str:
     """Return why no node has a ``cluster.json``."""
     unreachable = [
         f"  {one.view.node.label}: {one.view.unreachable}" for one in states.values() if one.view.unreachable
@@ -165,7 +165,7 @@ def why_unknown(states: Mapping[int, ServerState]) -> str:
     return f"none of its nodes has files of the cluster any more{more}"
 
 
-def check_serving(found: FoundRun) -> None:
+def _check_serving(found: FoundRun) -> None:
     """Raise UsageError if ``found`` is a training run, not a serving cluster."""
     if found.plan is not None and not found.plan.serve_only:
         raise UsageError(
@@ -183,7 +183,7 @@ def open_serving(name: str, config: ClusterConfig, config_path: Path) -> Iterato
     folder = known_here(name, [Path(config.run.runs_dir).expanduser()])
     if folder is not None and (folder / "run.json").is_file():
         found = read_folder(folder)
-        check_serving(found)
+        _check_serving(found)
         with opened(found) as run:
             yield run
         return
@@ -197,7 +197,7 @@ def open_serving(name: str, config: ClusterConfig, config_path: Path) -> Iterato
     with discovered(replace(config, nodes=hosts, transport=config.transport), config_path, name) as run:
         if run.found.run_id != name:
             raise UsageError(f"no serving cluster `{name}` on the server nodes of {config_path}")
-        check_serving(run.found)
+        _check_serving(run.found)
         yield run
 
 
@@ -224,5 +224,5 @@ def open_named(
     with chosen(Choice(name, config, (), runs_dir), offline=offline) as run:
         if run.found.run_id != name and Path(name).name != run.found.run_id:
             raise UsageError(f"no serving cluster `{name}` is known here; did you mean {run.found.run_id}?")
-        check_serving(run.found)
+        _check_serving(run.found)
         yield run

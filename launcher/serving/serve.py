@@ -102,10 +102,10 @@ def serve(config: ClusterConfig, options: LaunchOptions, name: str, console: Con
     wanted = resolve_serving(config)
     check_run_id(name, "--name")
     with Interrupts(), serving_state(wanted, name, console) as found:
-        context = ServeContext(wanted, options, name, console, running=bool(found.alive or found.unreachable))
+        context = _ServeContext(wanted, options, name, console, running=bool(found.alive or found.unreachable))
         with closing(context.events), context.held:
             try:
-                return start_missing(context, found)
+                return _start_missing(context, found)
             except KeyboardInterrupt:
                 why = "interrupted; the servers started by this command were stopped"
                 context.give_up("stopped", why, Interrupted.exit_status)
@@ -223,7 +223,7 @@ def _move_away(found: FoundRun, different: list[str], console: Console) -> None:
 # -- starting servers ------------------------------------------------------------------------------
 
 
-def start_missing(context: ServeContext, found: ServingState) -> Served:
+def _start_missing(context: _ServeContext, found: ServingState) -> Served:
     """Start the servers that do not run, and send the new list of servers to those that do."""
     to_start = found.to_start
     left = [
@@ -252,7 +252,7 @@ def start_missing(context: ServeContext, found: ServingState) -> Served:
     return Served(cluster, to_start, tuple(left), context.folder)
 
 
-def _new_plan(context: ServeContext, found: ServingState) -> LaunchPlan:
+def _new_plan(context: _ServeContext, found: ServingState) -> LaunchPlan:
     """Return the plan of the cluster, in which servers that run keep theirs.
 
     A server that starts again keeps its port unless another process uses it now.
@@ -278,7 +278,7 @@ def _new_plan(context: ServeContext, found: ServingState) -> LaunchPlan:
     )
 
 
-def _start(context: ServeContext, found: ServingState, plan: LaunchPlan) -> None:
+def _start(context: _ServeContext, found: ServingState, plan: LaunchPlan) -> None:
     """Start the missing nodes with their files, and wait until they serve; on any error, stop them."""
     new = replace(plan, nodes=tuple(plan.nodes[k] for k in found.to_start))
     transports = {k: each for k in found.to_start if isinstance(each := found.connections[k], Transport)}
@@ -316,7 +316,7 @@ def _update(found: ServingState, plan: LaunchPlan, behind: list[int], cluster_te
     ]
 
 
-class ServeContext(LaunchContext):
+class _ServeContext(LaunchContext):
     """State of one ``gnnfleet serve`` command.
 
     ``running``: whether the cluster was running before the command. If so, its recorded stage and result do not change

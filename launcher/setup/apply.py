@@ -83,7 +83,7 @@ def apply(
     return answers.values, answers.errors
 
 
-def setup_folder(environment: str) -> str:
+def _setup_folder(environment: str) -> str:
     """Return the temporary folder on a host, beside its environment; removed when the installation is complete."""
     return f"{environment}.setup"
 
@@ -96,7 +96,7 @@ def _set_up(
     stop: threading.Event,
 ) -> Result:
     k = host.state.node_rank
-    wheels = f"{setup_folder(host.state.environment)}/wheels"
+    wheels = f"{_setup_folder(host.state.environment)}/wheels"
     if host.fetched:
         _fetch(host, connections.agents[k], wheels, progress, stop)
     if host.sent:
@@ -140,7 +140,7 @@ def _request(host: HostPlan) -> dict[str, Any]:
     return {
         "op": "install",
         "environment": host.state.environment,
-        "folder": setup_folder(host.state.environment),
+        "folder": _setup_folder(host.state.environment),
         "base": host.base,
         "requirements": [wheel.pin for wheel in host.lock.wheels if wheel.name in changed],
         "uv": host.state.uv,

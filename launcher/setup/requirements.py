@@ -70,7 +70,7 @@ class Target:
         return f"Python {self.python} on {self.arch}"
 
 
-def requires_here(name: str) -> Iterable[str]:
+def _requires_here(name: str) -> Iterable[str]:
     """Return the requirements of a package of this machine, as text (PEP 508); () if it is not installed."""
     try:
         return metadata.requires(name) or ()
@@ -84,7 +84,7 @@ class Requirements:
 
     roots: tuple[str, ...]  #: as requirements (PEP 508), such as ``torch`` or ``numba-cuda[cu13]>=0.30``
     pins: Mapping[str, str]  #: version of each package of this machine, by canonical name
-    requires: Callable[[str], Iterable[str]] = requires_here  #: what packages require, as far as known
+    requires: Callable[[str], Iterable[str]] = _requires_here  #: what packages require, as far as known
 
     def line(self, name: str, target: Target, requirement: str = "") -> str:
         """Return what pip is to install for package ``name``, such as ``numpy==2.1.0``.

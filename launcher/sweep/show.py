@@ -146,7 +146,7 @@ def trial_table(
         rows.append(
             [
                 trial.name,
-                *shown_values(trial, definition.space).values(),
+                *_shown_values(trial, definition.space).values(),
                 Text(state, _STYLES.get(state, "cyan")),
                 "" if epoch is None else str(epoch),
                 Text(shown, "bold green" if trial is best else ""),
@@ -165,11 +165,11 @@ def best_trial(trials: Iterable[Trial], better: str) -> Trial | None:
     return max(scored, key=lambda trial: sign * (trial.score or 0.0), default=None)
 
 
-def shown_values(trial: Trial, space: Space) -> dict[str, str]:
+def _shown_values(trial: Trial, space: Space) -> dict[str, str]:
     """Return the values of a trial by key; numbers that were drawn from a range have four digits."""
     drawn = {dimension.key for dimension in space if isinstance(dimension, Range) and not dimension.whole}
     return {key: f"{float(text):.4g}" if key in drawn else text for key, text in trial.values.items()}
 
 
 def values_words(trial: Trial, space: Space) -> str:
-    return " ".join(f"{key}={text}" for key, text in shown_values(trial, space).items())
+    return " ".join(f"{key}={text}" for key, text in _shown_values(trial, space).items())

@@ -99,7 +99,7 @@ def define(options: SweepOptions) -> tuple[Definition, SweepFolder]:
             f"{asked[0]} asks for a password (`password: true`), which nobody can type when a trial is launched; let "
             "it accept a key"
         )
-    names = node_names(config)
+    names = _node_names(config)
     size = options.nodes_per_run or len(names)
     if size > len(names):
         raise UsageError(f"--nodes-per-run {size}: the config has {count(len(names), 'node')} that can train")
@@ -128,7 +128,7 @@ def define(options: SweepOptions) -> tuple[Definition, SweepFolder]:
     return definition, SweepFolder(Path(config.run.runs_dir).parent / "sweeps" / name)
 
 
-def node_names(config: ClusterConfig) -> list[str]:
+def _node_names(config: ClusterConfig) -> list[str]:
     """Return a name for ``--include`` of each node that can train. Raises UsageError if nodes have different roles."""
     if not config.data.serving and any(node.role != "worker" for node in config.nodes):
         raise UsageError(
@@ -172,7 +172,7 @@ class Sweep:
     def __init__(self, folder: SweepFolder, definition: Definition, console: Console, *, plain: bool = False):
         self.folder, self.definition = folder, definition
         self.config = load_config(folder.config)
-        self.pool = HostPool(node_names(self.config), definition.nodes_per_run)
+        self.pool = HostPool(_node_names(self.config), definition.nodes_per_run)
         named = [node for node in self.config.nodes if node.trains]
         self._machines = {name: node.host for name, node in zip(self.pool.names, named, strict=True)}
         self.metric = Metric(definition.metric, definition.goal)
@@ -382,7 +382,7 @@ class Sweep:
 
 def unreachable(config: ClusterConfig, names: Sequence[str]) -> set[str]:
     """Return the nodes, by name, on which no command can be run now."""
-    ordered = [name for name in node_names(config) if name in names]
+    ordered = [name for name in _node_names(config) if name in names]
     chosen = resolve_run(filtered(config, ordered, ()))
     attempts = connect_all(chosen)
     away = set()

@@ -135,7 +135,7 @@ def push_parts(
         "made": list(made),
         "replace": replace_others,
     }
-    done = run_here("push_parts", spec, url, console)
+    done = _run_here("push_parts", spec, url, console)
     console.print(Text(f"parts uploaded to {url}: {decimal(done.bytes)} sent, {decimal(done.present)} already there"))
 
 
@@ -151,7 +151,7 @@ def fetch_parts(
         "run_dir": "",
         "limit": None,
     }
-    done = run_here("fetch_parts", spec, parts.folder, console)
+    done = _run_here("fetch_parts", spec, parts.folder, console)
     console.print(Text(f"parts fetched into {folder}: {decimal(done.bytes)}, {decimal(done.present)} already there"))
 
 
@@ -159,7 +159,7 @@ def _file_list(files: Sequence[PartFile]) -> list[tuple[str, int, str]]:
     return [(file.path, file.bytes, file.sha256) for file in files]
 
 
-def run_here(program: str, spec: Mapping[str, Any], label: str, console: Console) -> StoreProgress:
+def _run_here(program: str, spec: Mapping[str, Any], label: str, console: Console) -> StoreProgress:
     """Run ``launcher/node/store/<program>.py`` on this machine; return its progress. Raises FleetError.
 
     The program runs in a new process, which can be killed even while fsspec waits for the store. ``spec``: input of the

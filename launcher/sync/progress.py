@@ -35,7 +35,7 @@ class TransferProgress:
         """Print a line about a node, such as a retry."""
 
 
-class LineProgress(TransferProgress):
+class _LineProgress(TransferProgress):
     def __init__(self, console: Console, labels: Mapping[int, str]):
         self.console, self.labels = console, labels
         self._sent: dict[int, int] = {}
@@ -61,7 +61,7 @@ class LineProgress(TransferProgress):
         self.console.print(f"{self.labels[node_rank]}: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
-class BarProgress(TransferProgress):
+class _BarProgress(TransferProgress):
     """One bar per node with bytes, speed and time left."""
 
     def __init__(self, progress: Progress, labels: Mapping[int, str]):
@@ -91,7 +91,7 @@ def transfer_progress(console: Console, labels: Mapping[int, str]) -> Iterator[T
     ``labels``: names of the nodes by node_rank.
     """
     if not console.is_terminal:
-        yield LineProgress(console, labels)
+        yield _LineProgress(console, labels)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -101,4 +101,4 @@ def transfer_progress(console: Console, labels: Mapping[int, str]) -> Iterator[T
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        yield BarProgress(progress, labels)
+        yield _BarProgress(progress, labels)

@@ -33,7 +33,7 @@ _CALL_TIMEOUT = 60.0  # seconds
 _LARGE = 64 << 20  # bytes; larger files are committed one at a time, so that progress shows during hashing
 
 
-class Receiver(Protocol):
+class _Receiver(Protocol):
     """The node to which files are sent, such as a ``NodePlan``."""
 
     @property
@@ -74,7 +74,7 @@ class FileTransfer(ABC):
 
     def __init__(
         self,
-        node: Receiver,
+        node: _Receiver,
         transport: Transport,
         progress: TransferProgress,
         stop: threading.Event,
@@ -224,7 +224,7 @@ class FileTransfer(ABC):
         return SyncError(f"{self.receiver.label}: {message}")
 
 
-def ask_files(transport: Transport, node: Receiver, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+def ask_files(transport: Transport, node: _Receiver, request: dict[str, Any], timeout: float) -> dict[str, Any]:
     """Send one request to ``launcher/node/programs/files.py`` on a node; ``timeout`` in seconds. Raises SyncError."""
     answer: dict[str, Any] = call(transport, node.python, "files", request, timeout)
     if answer.get("errno") == errno.ENOSPC:

@@ -62,7 +62,7 @@ class LoginRefused(paramiko.AuthenticationException):
         self.wants_password = only_password and credentials.passphrase is not None and not self.password_tried
 
 
-class Offer(AuthSource):
+class _Offer(AuthSource):
     """One key or password to log in with.
 
     ``attempt`` tries to log in. It returns [] if the login is complete, else the methods that the host also requires.
@@ -92,13 +92,13 @@ class Login(AuthStrategy):
         self.files = (credentials.key,) if credentials.key else host.identity_files
         self._agent_keys: Sequence[AgentKey] = ()
 
-    def get_sources(self) -> Iterator[Offer]:
+    def get_sources(self) -> Iterator[_Offer]:
         # Unless the config names a key, a password comes first: servers count each refused key as a failure.
         user, passwords = self.host.user, list(self._passwords())
         yield from () if self.credentials.key else passwords
         if self.host.uses_keys or self.credentials.key:
             for key, label in self._keys():
-                yield Offer(user, "publickey", label, partial(_by_key, user, key))
+                yield _Offer(user, "publickey", label, partial(_by_key, user, key))
         yield from passwords if self.credentials.key else ()
 
     def authenticate(self, transport: paramiko.Transport) -> list[SourceResult]:
@@ -116,10 +116,10 @@ class Login(AuthStrategy):
         result.append(SourceResult(offer, []))
         return result
 
-    def _try_offers(self, transport: paramiko.Transport, offers: list[Offer]) -> Offer:
+    def _try_offers(self, transport: paramiko.Transport, offers: list[_Offer]) -> _Offer:
         """Try ``offers`` until the host accepts the login; return the last offer. Raises LoginRefused."""
         tried: list[str] = []
-        postponed: list[Offer] = []  # their method was not allowed yet; it may be the host's second factor
+        postponed: list[_Offer] = []  # their method was not allowed yet; it may be the host's second factor
         allowed: Collection[str] | None = None  # None: unknown
         while offer := next((each for each in offers if allowed is None or each.method in allowed), None):
             is_key = offer.method == "publickey"
@@ -142,7 +142,7 @@ class Login(AuthStrategy):
             tried += [] if is_key else [offer.label]
             offers = [each for each in offers if each is not offer and (is_key or each.method == "publickey")]
         if not tried:
-            nothing = Offer(self.host.user, "none", "nothing", lambda ssh: ssh.auth_none(self.host.user))
+            nothing = _Offer(self.host.user, "none", "nothing", lambda ssh: ssh.auth_none(self.host.user))
             try:
                 nothing.authenticate(transport)
                 return nothing
@@ -153,12 +153,12 @@ class Login(AuthStrategy):
                     raise
         raise LoginRefused(tried, allowed or (), [path for path in self.files if is_locked(path)], self.credentials)
 
-    def _passwords(self) -> Iterator[Offer]:
+    def _passwords(self) -> Iterator[_Offer]:
         # ``keyboard-interactive`` comes last, as the host may use it to ask for a one-time code.
         if self.credentials.password is not None:
             user, secret = self.host.user, self.credentials.password.reveal()
-            yield Offer(user, "password", "the password", lambda ssh: ssh.auth_password(user, secret, fallback=False))
-            yield Offer(
+            yield _Offer(user, "password", "the password", lambda ssh: ssh.auth_password(user, secret, fallback=False))
+            yield _Offer(
                 user, "keyboard-interactive", "the password", lambda ssh: ssh.auth_interactive(user, _answering(secret))
             )
 

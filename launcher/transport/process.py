@@ -270,14 +270,14 @@ class ProcessTransport(Transport):
         with ExitStack() as stack:
             process = stack.enter_context(self._started(command, time.monotonic() + STALL))
             stack.callback(self._kill, process)
-            return ProcessTalk(self, process, command.argv[0], stack.pop_all().close)
+            return _ProcessTalk(self, process, command.argv[0], stack.pop_all().close)
 
     def _timed_out(self, command: Command, timeout: float) -> CommandTimeout:
         message = f"`{command.argv[0]}` did not end within {timeout:g} s"
         return CommandTimeout(message, host=self.target, node_rank=self.node_rank)
 
 
-class ProcessTalk(Talk):
+class _ProcessTalk(Talk):
     """A ``Talk`` with a ``Process``. ``end`` kills the command if it is still running, and closes its pipes."""
 
     def __init__(self, transport: ProcessTransport, process: Process, name: str, end: Callable[[], None]):

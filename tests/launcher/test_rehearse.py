@@ -126,6 +126,12 @@ def test_a_killed_rank_is_reported_as_in_a_real_run(tmp_path: Path) -> None:
     assert "node0 stands for gnn1" in done.output
     assert "rank 1 on node0 (local) was killed by signal 9 (SIGKILL)" in done.output
     assert done.result["state"] == "failed" and done.result["exit_status"] == 137
+
+
+@pytest.mark.slow
+def test_a_fault_that_did_not_happen_is_an_error(tmp_path: Path) -> None:
+    write_cluster(tmp_path, [{"host": "gnn1", "procs": 2}])
+    (tmp_path / "steps.py").write_text(SCRIPT)
     late = rehearse(tmp_path, "--vertices", "200", "--fault", "rank1:kill@step121", "--", "python", "steps.py")
     assert late.status == 1, late.output
     assert "error: the fault rank1:kill@step121 did not happen: the run ended after 120 steps" in late.output

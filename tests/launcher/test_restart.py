@@ -215,14 +215,6 @@ def test_the_newest_checkpoint_that_is_not_damaged_is_taken(tmp_path: Path) -> N
     assert newest_checkpoint(str(tmp_path)) == {"file": "epoch-0002-step-000040.pt", "epoch": 2, "step": 40}
 
 
-def test_a_checkpoint_of_the_trainer_is_recognised(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    from trainer.train.checkpoint import save_content
-
-    save_content(tmp_path / "checkpoints", (3, 7), {"weights": list(range(1000))})
-    assert newest_checkpoint(str(tmp_path)) == {"file": "epoch-0003-step-000007.pt", "epoch": 3, "step": 7}
-
-
 def test_a_shared_folder_has_the_parts_whose_files_are_complete(tmp_path: Path) -> None:
     files = [{"path": f"part{p}/x.npy", "bytes": 3, "sha256": ""} for p in range(3)]
     (tmp_path / "manifest.json").write_text(json.dumps({"num_parts": 3, "files": files}))

@@ -455,6 +455,7 @@ def test_digests_of_wheels_in_reports_of_older_pips() -> None:
         lock._wheel(found)
 
 
+@pytest.mark.slow
 def test_a_pip_that_is_too_old_is_replaced_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pip 22.0, that of Ubuntu 22.04, cannot report what it would install."""
     monkeypatch.setattr(wheels.metadata, "version", lambda name: "22.0.2+dfsg")
@@ -488,6 +489,7 @@ def test_settings_of_pip_do_not_change_what_setup_asks(monkeypatch: pytest.Monke
     ]
 
 
+@pytest.mark.slow
 def test_gnnfleet_itself_is_sent_as_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = own_wheel.own_wheel(own_wheel.cache_folder() / "wheels")
     small = {**found, "metadata": {**found["metadata"], "requires_dist": ["graphdep>=1"]}}

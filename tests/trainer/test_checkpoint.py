@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from launcher.node.supervisor.attempt import newest_checkpoint
 from trainer.core.errors import CheckpointError
 from trainer.store.manifest import EdgeSpec, Manifest, NodeSpec
 from trainer.train import checkpoint as module
@@ -256,3 +257,8 @@ def test_settings_that_do_not_change_the_loss_curve_may_differ() -> None:
     check_fits(made(), other, recut, "last.pt", "classification")
     with pytest.raises(CheckpointError, match="belongs to another run: lr is 0.5, in the checkpoint 0.004$"):
         check_fits(made(), dataclasses.replace(other, lr=0.5), recut, "last.pt", "classification")
+
+
+def test_supervisors_recognise_a_checkpoint(tmp_path: Path) -> None:
+    module.save_content(tmp_path / "checkpoints", (3, 7), {"weights": list(range(1000))})
+    assert newest_checkpoint(str(tmp_path)) == {"file": "epoch-0003-step-000007.pt", "epoch": 3, "step": 7}

@@ -37,7 +37,7 @@ _PAUSE = 10.0  # seconds between two tries
 _REPORT_EVERY = 10.0  # seconds between two lines
 
 
-class PodProgress(ProgressLines):
+class _PodProgress(ProgressLines):
     """Prints the progress for people, and passes the number of bytes to ``record`` every few seconds."""
 
     def __init__(self, url: str, record: Callable[[int], None]) -> None:
@@ -83,7 +83,7 @@ def fetch_for(node: ExportedNode) -> None:
         write_json(node.path(FETCHED), {"bytes": count, "time": time.time()})
 
     record(0)
-    lines = PodProgress(spec["url"], record)
+    lines = _PodProgress(spec["url"], record)
     seen, deadline = 0, node.deadline
     while True:
         try:

@@ -118,7 +118,16 @@ def make(environment: str, folder: str, request: dict[str, Any]) -> tuple[str, b
     run([request["base"], "-m", "venv", "--without-pip", new], INSTALL_SECONDS)
     tool = add_packages(new, folder, request)
     cuda = importable(new, request["imports"])
-    move_paths(new, environment)
+    # Replace the path ``new`` by ``final`` in pyvenv.cfg and the scripts of the environment in ``new``.
+    programs = os.path.join(new, "bin")
+    for path in [os.path.join(new, "pyvenv.cfg"), *(os.path.join(programs, name) for name in os.listdir(programs))]:
+        if os.path.islink(path) or not os.path.isfile(path):
+            continue
+        with open(path, "rb") as file:
+            data = file.read()
+        if new.encode() in data and b"\0" not in data:  # programs in machine code have zero bytes
+            with open(path, "wb") as file:
+                file.write(data.replace(new.encode(), environment.encode()))
     os.makedirs(os.path.dirname(environment), exist_ok=True)
     os.rename(new, environment)
     return tool, cuda
@@ -142,7 +151,16 @@ def repair(environment: str, folder: str, request: dict[str, Any]) -> tuple[str,
 def add_packages(environment: str, folder: str, request: dict[str, Any]) -> str:
     """Install the wheels of ``folder`` with uv, or with pip where uv cannot run. Returns "uv" or "pip"."""
     wheels = os.path.join(folder, "wheels")
-    check_room(environment, wheels)
+    need = 0
+    for name in os.listdir(wheels):
+        if name.endswith(".whl"):
+            with zipfile.ZipFile(os.path.join(wheels, name)) as wheel:
+                need += sum(entry.file_size for entry in wheel.infolist())
+    free = shutil.disk_usage(wheels).free
+    if free < need:
+        raise Failed(
+            "disk full: %.1f GB are needed beside %s, %.1f GB are free" % (need / 1e9, environment, free / 1e9)
+        )
     listed = os.path.join(folder, "requirements.txt")
     with open(listed, "w") as file:
         file.write("\n".join(request["requirements"]) + "\n")
@@ -165,20 +183,6 @@ def add_packages(environment: str, folder: str, request: dict[str, Any]) -> str:
     words = ["--isolated", "--disable-pip-version-check", "--no-warn-script-location", "--no-cache-dir", "--no-compile"]
     run([python, pip, "install", *words, "--force-reinstall", *common], INSTALL_SECONDS)
     return "pip"
-
-
-def check_room(environment: str, wheels: str) -> None:
-    """Raise Failed if the unpacked wheels would fill the disk."""
-    need = 0
-    for name in os.listdir(wheels):
-        if name.endswith(".whl"):
-            with zipfile.ZipFile(os.path.join(wheels, name)) as wheel:
-                need += sum(entry.file_size for entry in wheel.infolist())
-    free = shutil.disk_usage(wheels).free
-    if free < need:
-        raise Failed(
-            "disk full: %.1f GB are needed beside %s, %.1f GB are free" % (need / 1e9, environment, free / 1e9)
-        )
 
 
 def unpacked_uv(folder: str, wheel: str) -> str:
@@ -206,19 +210,6 @@ def importable(environment: str, modules: list[str]) -> bool:
     )
     printed = run([os.path.join(environment, "bin", "python"), "-c", code], IMPORT_SECONDS)
     return printed.split()[-1:] == ["True"]
-
-
-def move_paths(new: str, final: str) -> None:
-    """Replace the path ``new`` by ``final`` in pyvenv.cfg and the scripts of the environment in ``new``."""
-    programs = os.path.join(new, "bin")
-    for path in [os.path.join(new, "pyvenv.cfg"), *(os.path.join(programs, name) for name in os.listdir(programs))]:
-        if os.path.islink(path) or not os.path.isfile(path):
-            continue
-        with open(path, "rb") as file:
-            data = file.read()
-        if new.encode() in data and b"\0" not in data:  # programs in machine code have zero bytes
-            with open(path, "wb") as file:
-                file.write(data.replace(new.encode(), final.encode()))
 
 
 def run(argv: list[str], seconds: float) -> str:

@@ -127,7 +127,16 @@ def capacity() -> dict[str, Any]:
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     words = read("/proc/meminfo").partition("MemAvailable:")[2].split()
-    limit, room = group_memory()
+    # The smallest memory limit and the smallest free memory among the cgroups of this process, in bytes.
+    found = []
+    for line in read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += group_limits("/sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            found += group_limits("/sys/fs/cgroup/memory", path, *names)
+    limit, room = (min(one for one, _ in found), min(room for _, room in found)) if found else (0, 0)
     open_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
         "memory": total,
@@ -177,22 +186,6 @@ def group_cpus(root: str, path: str) -> list[float]:
         if path in ("", "/"):
             return found
         path = os.path.dirname(path)
-
-
-def group_memory() -> tuple[int, int]:
-    """Return the smallest memory limit and the smallest free memory among the cgroups of this process, in bytes.
-
-    Only cgroups with a limit count; (0, 0) if there are none.
-    """
-    found = []
-    for line in read("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            found += group_limits("/sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            found += group_limits("/sys/fs/cgroup/memory", path, *names)
-    return (min(one for one, _ in found), min(room for _, room in found)) if found else (0, 0)
 
 
 def group_limits(root: str, path: str, most: str, used: str, cache: str) -> list[tuple[int, int]]:

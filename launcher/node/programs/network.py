@@ -33,7 +33,16 @@ STRANGER, NO_NAME, NO_ANSWER = "stranger", "name", "no answer"
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
     if request["op"] == "open":
-        return open_all(request)
+        listeners = Listeners(greeting(request["token"], request["rank"]))
+        refused = {}
+        for port in request["ports"]:
+            try:
+                listeners.add(port)
+            except OSError as error:
+                refused[str(port)] = error.strerror or str(error)
+        free = listeners.add(0)
+        listeners.start()
+        return {"refused": refused, "free": free}
     return {"blocked": list(connect_all(request))}
 
 
@@ -43,20 +52,6 @@ def greeting(token: str, rank: int) -> bytes:
 
 
 # -- listening -----------------------------------------------------------
-
-
-def open_all(request: dict[str, Any]) -> dict[str, Any]:
-    """Listen on all ports of a request with "op" ``open``; return the reply."""
-    listeners = Listeners(greeting(request["token"], request["rank"]))
-    refused = {}
-    for port in request["ports"]:
-        try:
-            listeners.add(port)
-        except OSError as error:
-            refused[str(port)] = error.strerror or str(error)
-    free = listeners.add(0)
-    listeners.start()
-    return {"refused": refused, "free": free}
 
 
 class Listeners:

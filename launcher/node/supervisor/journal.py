@@ -67,7 +67,7 @@ class LatestWriter:
 _STDOUT = 1
 
 
-class Screen:
+class _Screen:
     """Standard output. A write to a terminal never blocks: lines that the terminal does not accept are dropped."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Journal:
         for folder in _FOLDERS:
             os.makedirs(self.path(folder), exist_ok=True)
         self._log = LineLog(self.path("logs", "supervisor.log"))
-        self._screen = Screen()
+        self._screen = _Screen()
         self._state = LatestWriter(self.path("state.json"))
         try:
             with open(self.path(".reserve"), "wb") as file:

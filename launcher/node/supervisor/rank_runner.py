@@ -30,7 +30,7 @@ _GLANCE = 0.05  # seconds between two checks for the graph server's ready file
 _LONE_GRACE = 1.0  # seconds between SIGTERM and SIGKILL when the supervisor has died
 
 
-class RankRunner:
+class _RankRunner:
     """Runs one rank: starts its command, copies its output to a log, and writes its outcome."""
 
     def __init__(
@@ -149,7 +149,7 @@ def main() -> int:
         parser.error("give the rank's command after --")
     procs.die_with_parent(signal.SIGTERM)
     procs.adopt_orphans()
-    return RankRunner(os.path.abspath(options.run_dir), argv, dict(os.environ), options.await_server).run()
+    return _RankRunner(os.path.abspath(options.run_dir), argv, dict(os.environ), options.await_server).run()
 
 
 if __name__ == "__main__":

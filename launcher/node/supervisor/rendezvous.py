@@ -35,7 +35,7 @@ def connect(spec: NodeSpec, loop: Loop) -> Peers:
     return Hub(spec, loop) if spec.node_rank == spec.hub else Member(spec, loop)
 
 
-class Rendezvous:
+class _Rendezvous:
     """Makes or receives the decision about a restart after one attempt. Call ``look`` several times a second.
 
     spec: node.json of the attempt that has ended. first: node.json of the first attempt. cause: what ended the attempt,
@@ -197,7 +197,7 @@ class Restarts:
     """
 
     def __init__(self, first: NodeSpec, loop: Loop, journal: Journal) -> None:
-        self.rendezvous: Rendezvous | None = None  #: while the supervisors decide
+        self.rendezvous: _Rendezvous | None = None  #: while the supervisors decide
         self.guest: Guest | None = None  #: while this node waits for the next attempt of the others
         self.standing: Standing | None = None  #: what this node can contribute; None while its processes run
         self.decision: Decision | None = None  #: of the rendezvous; None before it is made
@@ -218,7 +218,7 @@ class Restarts:
         cause = own or peers.cause
         if spec.restarts and cause is not None and cause["kind"] != "stop":
             history = {"records": self.records, "gone": self._gone | peers.gone}
-            self.rendezvous = Rendezvous(spec, self._first, self._loop, peers, own, history)
+            self.rendezvous = _Rendezvous(spec, self._first, self._loop, peers, own, history)
 
     def look(self, peers: Peers) -> Peers:
         """Check for a decision; return the connections to use, which are new ones when the hub was replaced."""

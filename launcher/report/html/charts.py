@@ -51,7 +51,7 @@ def loss_chart(record: RunRecord) -> Chart | None:
     """
     own, begin = record.metrics.series, resumed_at(record)
     data = [
-        _line("earlier run", thinned_before(series.step_loss or series.epoch_loss, begin), colour=_EARLIER)
+        _line("earlier run", _thinned_before(series.step_loss or series.epoch_loss, begin), colour=_EARLIER)
         for series in (one.metrics.series for one in record.earlier[-1:])
     ]
     data += [
@@ -174,7 +174,7 @@ def resumed_at(record: RunRecord) -> float | None:
     return min(firsts) - 1 if firsts else None
 
 
-def thinned_before(points: Sequence[Point], end: float | None) -> list[Point]:
+def _thinned_before(points: Sequence[Point], end: float | None) -> list[Point]:
     """Return the points whose x is at most ``end`` (None: all). ``points`` are already thinned."""
     return [point for point in points if end is None or point[0] <= end]
 

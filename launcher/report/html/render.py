@@ -65,6 +65,7 @@ def render(page: ReportPage, *, live: str = "") -> str:
 
     ``live``: URL path at which an open page asks for new content; '' for a file that does not change.
     """
+    text = json.dumps([figure(chart) for chart in page.charts], separators=(",", ":"))
     return str(
         _template("report.html.j2").render(
             page=page,
@@ -72,7 +73,8 @@ def render(page: ReportPage, *, live: str = "") -> str:
             style=_own("report.css"),
             program=_own("report.js"),
             library=_library(),
-            figures=figures_json(page),
+            # JSON that is safe within a script element
+            figures=text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"),
         )
     )
 
@@ -80,12 +82,6 @@ def render(page: ReportPage, *, live: str = "") -> str:
 def render_main(page: ReportPage) -> str:
     """Render the content between header and footer, which ``gnnfleet report --watch`` updates in open pages."""
     return str(_template("main.html.j2").render(page=page))
-
-
-def figures_json(page: ReportPage) -> str:
-    """Return all charts of the page as JSON that is safe within a script element."""
-    text = json.dumps([figure(chart) for chart in page.charts], separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def figure(chart: Chart) -> dict[str, Any]:

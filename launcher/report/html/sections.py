@@ -37,7 +37,7 @@ from launcher.text import count, seconds_words, spans
 Pairs = Mapping[tuple[int, int], Mapping[str, float]]  #: (requesting node, owner node) → sums of rows and bytes
 
 
-def traffic_blocks(record: RunRecord) -> Iterator[Block]:
+def _traffic_blocks(record: RunRecord) -> Iterator[Block]:
     """Yield heat maps of bytes and of cached rows between pairs of nodes, and a table by rank.
 
     Nothing if no rank received bytes from other nodes.
@@ -109,7 +109,7 @@ def report_page(record: RunRecord) -> ReportPage:
         Section("cause", "First failure", tuple(_cause(record))),
         Section("training", "Training", tuple(_training(record))),
         Section("time", "Where the time goes", tuple(_time(record))),
-        Section("traffic", "Between nodes", tuple(traffic_blocks(record))),
+        Section("traffic", "Between nodes", tuple(_traffic_blocks(record))),
         Section("parts", "Partition", tuple(_parts(record))),
         Section("events", "Timeline and events", tuple(_events(record))),
         Section("nodes", "Nodes", tuple(_nodes(record))),

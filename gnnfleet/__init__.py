@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from trainer.graph.open import Graph
     from trainer.graph.seed_order import RankLayout
     from trainer.loader.block_loader import BatchLoader, LoaderSettings
+    from trainer.loader.encodings import AddHopDistance, AddRandomWalkPE
     from trainer.nn.layerwise_inference import WholeGraph
     from trainer.sampler.types import RowRequest
     from trainer.store.manifest import read_manifest
@@ -70,6 +71,8 @@ if TYPE_CHECKING:
 __all__ = [
     "HOMO_EDGE",
     "HOMO_NODE",
+    "AddHopDistance",
+    "AddRandomWalkPE",
     "BatchLoader",
     "CheckpointError",
     "DataError",
@@ -129,6 +132,7 @@ _DEFINED_IN = {
     "trainer.graph.open": ("Graph",),
     "trainer.graph.seed_order": ("RankLayout",),
     "trainer.loader.block_loader": ("BatchLoader", "LoaderSettings"),
+    "trainer.loader.encodings": ("AddHopDistance", "AddRandomWalkPE"),
     "trainer.sampler.types": ("RowRequest",),
     "trainer.store.manifest": ("read_manifest",),
     "trainer.train.checkpoint": ("load_checkpoint",),

@@ -99,25 +99,18 @@ def config_page() -> str:
     parts = [_INTRO]
     for name, section in sections().items():
         title = _TITLES.get(name, name)
-        parts.append(f"## {title}\n\n{section.__doc__}\n\n{_table(section)}")
+        hints = get_type_hints(section)
+        rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for item in settings(section):
+            limits: Mapping[str, float] = item.metadata["limits"]
+            kind = _type_in_words(hints[item.name]) + (f", {limits_in_words(limits)}" if limits else "")
+            rows.append(f"| `{item.name}` | {kind} | {_default(item, hints[item.name])} | {item.metadata['help']} |")
+        parts.append("\n".join([f"## {title}\n\n{section.__doc__}\n", *rows]) + "\n")
     return "\n".join(parts)
 
 
 def main() -> None:
     Path(CODE_ROOT / "docs" / "config.md").write_text(config_page(), encoding="utf-8")
-
-
-def _table(section: type) -> str:
-    hints = get_type_hints(section)
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    rows += [_cells(item, hints[item.name]) for item in settings(section)]
-    return "\n".join(rows) + "\n"
-
-
-def _cells(item: Field[Any], hint: Any) -> str:
-    limits: Mapping[str, float] = item.metadata["limits"]
-    kind = _type_in_words(hint) + (f", {limits_in_words(limits)}" if limits else "")
-    return f"| `{item.name}` | {kind} | {_default(item, hint)} | {item.metadata['help']} |"
 
 
 def _type_in_words(hint: Any) -> str:

@@ -22,7 +22,6 @@ from launcher.preflight.survey import Inquiry
 from launcher.text import Column, FittedTable, clock_time, spans
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
-from launcher.transport.rpc import NodeAgent
 
 _COLUMNS = (
     Column("host", 9, cut_to=12),
@@ -69,7 +68,10 @@ def show_hosts(config: ResolvedConfig, console: Console, *, speed: bool = False,
             failed = {k: one for k, one in attempts.items() if isinstance(one, Exception)} | answers.errors
             probes = {k: probe for k, (probe, _) in sorted(answers.values.items())}
             groups = _groups(config, probes, failed)
-            figures = _measured(groups, probes, {**agents, **inside}) if speed else {}
+            first = [group[0] for group in groups if group[0] in probes] if speed else []
+            trainers = {**agents, **inside}
+            folders = {k: probes[k]["workdir"] for k in first}
+            figures = measured({k: trainers[k] for k in first}, folders) if first else {}
     finally:
         close_all(attempts)
     slow = slow_hosts(figures, probes)
@@ -91,13 +93,6 @@ def _groups(
         key = (probes[k]["hostname"], probes[k]["boot_id"]) if known else (config.nodes[k].login,)
         found.setdefault(key, []).append(k)
     return list(found.values())
-
-
-def _measured(
-    groups: Sequence[Sequence[int]], probes: Mapping[int, Mapping[str, Any]], agents: Mapping[int, NodeAgent]
-) -> dict[int, Mapping[str, Any]]:
-    first = [group[0] for group in groups if group[0] in probes]
-    return measured({k: agents[k] for k in first}, {k: probes[k]["workdir"] for k in first})
 
 
 def _host(

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.config.loader import load_config, to_yaml
-from launcher.config.resolve import ResolvedConfig, resolve_run
+from launcher.config.resolve import resolve_run
 from launcher.errors import FleetError, UsageError
 from launcher.files import write_whole
 from launcher.plan.build import offline_plan
@@ -60,7 +60,9 @@ def rehearse(options: RehearseOptions, console: Console) -> RunReport:
     for line in lines:
         console.print(Text(line), soft_wrap=True)
     launched = replace(options.launch, config=file, overrides=(), include=(), exclude=(), run_id=run_id)
-    injector = _injector(options, resolved, run_id, console)
+    injector = None
+    if options.fault is not None:
+        injector = FaultInjector(options.fault, offline_plan(resolved, run_id, options.launch.own_command), console)
     with injector or nullcontext():
         report = launch(rehearsed, launched, console)
     if injector and not injector.happened and report.state == "done":
@@ -69,12 +71,6 @@ def rehearse(options: RehearseOptions, console: Console) -> RunReport:
             "earlier step, or train more epochs (--epochs)"
         )
     return report
-
-
-def _injector(options: RehearseOptions, config: ResolvedConfig, run_id: str, console: Console) -> FaultInjector | None:
-    if options.fault is None:
-        return None
-    return FaultInjector(options.fault, offline_plan(config, run_id, options.launch.own_command), console)
 
 
 def _write(file: Path, text: str) -> None:

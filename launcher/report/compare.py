@@ -144,7 +144,7 @@ def figures_of(found: FoundRun, runs_dirs: Sequence[Path] = ()) -> RunFigures:
     assert found.folder is not None, "only runs known here are compared"
     return RunFigures(
         entry_of(found.folder),
-        _read_by(_flat(found.config), own=found.own) if found.config else {},
+        _flat(found.config, own=found.own) if found.config else {},
         " ".join(found.launch.own_command) if found.launch else "",
         _parts_of(found.plan),
         _versions(found.folder / "events.jsonl", found.plan),
@@ -287,16 +287,14 @@ def _unlike(values: Iterable[Any]) -> bool:
     return len({json.dumps(value, sort_keys=True, default=str) for value in values}) > 1
 
 
-def _flat(config: ClusterConfig) -> dict[str, Any]:
+def _flat(config: ClusterConfig, *, own: bool) -> dict[str, Any]:
+    """Return the settings by dotted key. own: the run has a user's own command, which ignores the ``train`` keys."""
     tree = yaml.safe_load(to_yaml(config))
     nodes = tree.pop("nodes")
+    if own:
+        tree.pop("train", None)
     keys = dict.fromkeys(key for node in nodes for key in node)
     return {f"nodes.*.{key}": _merged([node.get(key) for node in nodes]) for key in keys} | dict(_leaves(tree))
-
-
-def _read_by(config: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
-    # A user's own command ignores the ``train`` keys.
-    return {key: value for key, value in config.items() if not (own and key.startswith("train."))}
 
 
 def _merged(values: Sequence[Any]) -> Any:

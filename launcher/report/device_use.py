@@ -29,7 +29,7 @@ class DeviceUse:
         values = line.get("device")
         if not isinstance(values, Mapping) or not values:
             return None
-        return cls(*(_number(values.get(name)) for name in cls.__dataclass_fields__))
+        return cls(*(known_number(values.get(name)) for name in cls.__dataclass_fields__))
 
     @property
     def memory(self) -> str:
@@ -62,7 +62,7 @@ def together(uses: Sequence[DeviceUse]) -> DeviceUse | None:
         return None
     fullest = max(uses, key=lambda use: use.used_bytes or 0.0)
     return DeviceUse(
-        _mean([use.step_s for use in uses]), _mean([use.utilization for use in uses]),
+        mean([use.step_s for use in uses]), mean([use.utilization for use in uses]),
         max((use.peak_bytes for use in uses if use.peak_bytes is not None), default=None),
         fullest.used_bytes, fullest.total_bytes,
     )  # fmt: skip
@@ -101,10 +101,12 @@ def _words(use: DeviceUse) -> str:
     return ", ".join(filter(None, words))
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the known values; None if none is known."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
-def _number(value: Any) -> float | None:
+def known_number(value: Any) -> float | None:
+    """Return a number; None for any other value."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

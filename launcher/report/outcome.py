@@ -186,7 +186,11 @@ def aftermath_of(first: Outcome, outcomes: Iterable[Outcome]) -> Aftermath:
     others = [outcome for outcome in outcomes if outcome is not first and not outcome.done_without]
     failed = [outcome for outcome in others if outcome.failed and not outcome.stopped]
     stopped = [outcome for outcome in others if outcome.stopped]
-    return Aftermath(_lead(first, failed), (*_folded(failed), *_stopped(stopped)))
+    lines = _folded(failed)
+    kinds = Counter("rank" if outcome.rank is not None else outcome.name for outcome in stopped)
+    if counts := [count(kinds[kind], kind) for kind in ("rank", "server", "node") if kinds[kind]]:
+        lines.append(f"stopped after it: {' and '.join(counts)}")
+    return Aftermath(_lead(first, failed), tuple(lines))
 
 
 def _lead(first: Outcome, failed: Sequence[Outcome]) -> str:
@@ -207,12 +211,6 @@ def _folded(failed: Iterable[Outcome]) -> list[str]:
     lines = [f"then {_who(each)} {_short(each[0].reason)}" for each in largest[:_KINDS_SHOWN]]
     left = sum(map(len, largest[_KINDS_SHOWN:]))
     return [*lines, f"then {count(left, 'more error')}, see the logs"] if left else lines
-
-
-def _stopped(stopped: Iterable[Outcome]) -> list[str]:
-    kinds = Counter("rank" if outcome.rank is not None else outcome.name for outcome in stopped)
-    counts = [count(kinds[kind], kind) for kind in ("rank", "server", "node") if kinds[kind]]
-    return [f"stopped after it: {' and '.join(counts)}"] if counts else []
 
 
 def _who(outcomes: Sequence[Outcome]) -> str:

@@ -127,6 +127,11 @@ class RunReport:
         return max([_EXIT_STATUS[self.state], *own])
 
     def to_json(self) -> dict[str, Any]:
+        metrics = self.metrics.summary()
+        if self._last_loss is not None:
+            metrics["last_loss"] = self._last_loss
+        if self.checkpoint:
+            metrics["checkpoint"] = str(self.checkpoint)  # on this machine instead of that on the node
         return {
             "run_id": self.run_id,
             "state": self.state,
@@ -136,7 +141,7 @@ class RunReport:
             "first_failure": self.first_failure.to_json() if self.first_failure else None,
             "stopped_by": self.stopped_by,
             "findings": [dict(finding) for finding in self.findings],
-            "metrics": self._summary(),
+            "metrics": metrics,
             "notes": list(self.notes),
             **({"trackers": [*found]} if (found := tracked_runs(self.folder)) else {}),
             **({"restarts": [dict(one) for one in self.restarts]} if self.restarts else {}),
@@ -147,12 +152,6 @@ class RunReport:
         """The last checkpoint in the run folder; None if no checkpoint was collected."""
         path = self.folder / "checkpoints" / "last.pt"
         return path if path.exists() else None
-
-    def _summary(self) -> dict[str, Any]:
-        # With the checkpoint's path on this machine instead of that on the node.
-        summary = self.metrics.summary()
-        summary |= {} if self._last_loss is None else {"last_loss": self._last_loss}
-        return summary | ({"checkpoint": str(self.checkpoint)} if self.checkpoint else {})
 
     @property
     def last_steps(self) -> list[Mapping[str, Any]]:

@@ -29,7 +29,7 @@ class Series:
 
     @property
     def epochs_done(self) -> int:
-        return max((_whole(line.get("epoch")) for line in self.epochs), default=0)
+        return max((int(number(line.get("epoch")) or 0) for line in self.epochs), default=0)
 
 
 @dataclass
@@ -159,7 +159,3 @@ def number(value: Any) -> float | None:
         return float(value) if math.isfinite(value) else None
     except OverflowError:  # an integer too large for a float
         return None
-
-
-def _whole(value: Any) -> int:
-    return int(number(value) or 0)

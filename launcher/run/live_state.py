@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.node.diagnostics.vitals import IDLE, largest
 from launcher.plan.model import LaunchPlan
-from launcher.report.device_use import DeviceUse
+from launcher.report.device_use import DeviceUse, known_number, mean
 from launcher.report.events import finding_words
 from launcher.text import count
 
@@ -44,16 +44,16 @@ class RankRow:
 
         A value of the wrong type becomes None.
         """
-        t = _number(metric.get("t"))
+        t = known_number(metric.get("t"))
         if t is not None and t < self.t:
             return
         self.t = self.t if t is None else t
         for name in ("epoch", "step", "steps"):
             value = metric.get(name)
             setattr(self, name, value if isinstance(value, int) else None)
-        self.idle_s = _number(metric.get("idle_s")) or 0.0
+        self.idle_s = known_number(metric.get("idle_s")) or 0.0
         for name in ("loss", "seeds_per_s", "remote_share"):
-            setattr(self, name, _number(metric.get(name)))
+            setattr(self, name, known_number(metric.get(name)))
         self.most, self.device = most_of(metric), DeviceUse.of(metric)
 
     @property
@@ -247,17 +247,7 @@ class Board:
         return f"{text}; epoch {row.epoch}{of_epochs}, step {(row.step or 0) + 1}{of_steps}"
 
 
-def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the known values; None if none is known."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
 def most_of(metric: Metric) -> str:
     """Return the phase that takes most of a step, and its share, as ``forward 41%``; '' if unknown."""
     most = largest(metric.get("spent")) or metric.get("most")
     return f"{most[0]} {most[1]:.0%}" if isinstance(most, list) and len(most) == 2 else ""
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

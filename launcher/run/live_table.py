@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from launcher.report.device_use import DeviceUse, together
-from launcher.run.live_state import OLD_HEARTBEAT, Board, NodeRow, RankRow, mean
+from launcher.report.device_use import DeviceUse, mean, together
+from launcher.run.live_state import OLD_HEARTBEAT, Board, NodeRow, RankRow
 from launcher.text import GAP, Column, between_words, fitting, spans
 
 _FINDINGS = 2  # most findings shown

@@ -62,17 +62,14 @@ def held_up(pid: int, samples: Sequence[Sample], in_swap: int = 0, wchans: Mappi
         return f"state D: waits for memory ({faults:,.0f} major page faults per second{swap})"
     shares = {tid: sum(sample.states.get(tid) == "D" for sample in samples) / len(samples) for tid in threads}
     wchans = wchans or {}
-    if blocked >= MOSTLY and (where := next((wchans[tid] for tid in threads if _reclaims(wchans.get(tid, ""))), "")):
-        return f"state D: waits for memory (held back by the memory limit of its cgroup, in {where})"
+    reclaiming = [where for tid in threads if any(name in (where := wchans.get(tid, "")) for name in _RECLAIM)]
+    if blocked >= MOSTLY and reclaiming:
+        return f"state D: waits for memory (held back by the memory limit of its cgroup, in {reclaiming[0]})"
     tid = max(shares, key=lambda tid: shares[tid], default=None)
     if tid is None or shares[tid] < ALWAYS:
         return ""
     where = f" in {wchans[tid]}" if wchans.get(tid, "0") not in ("", "0") else ""
     return f"state D: is blocked{where} (a disk, a network file system or a device does not answer)"
-
-
-def _reclaims(wchan: str) -> bool:
-    return any(name in wchan for name in _RECLAIM)
 
 
 class ProcessWatch:
@@ -86,22 +83,16 @@ class ProcessWatch:
         """Add a sample, unless the process has ended. now: ``time.monotonic()``."""
         try:
             state, faults, cpu_s = parse_stat(_text(f"/proc/{self.pid}/stat"))
-            states = {tid: _state(self.pid, tid) for tid in _threads(self.pid)}
+            states = {int(tid): _state(self.pid, int(tid)) for tid in os.listdir(f"/proc/{self.pid}/task")}
         except (OSError, ValueError):
             return
         self.samples.append(Sample(now, {**states, self.pid: state}, faults, cpu_s))
 
     def held_up(self) -> str:
         """Return why the kernel keeps the process from running, by the samples so far; '' if it does not."""
-        wchans = {tid: _word(f"/proc/{self.pid}/task/{tid}/wchan") for tid in self._blocked()}
+        blocked = {tid for sample in self.samples for tid, state in sample.states.items() if state == "D"}
+        wchans = {tid: _word(f"/proc/{self.pid}/task/{tid}/wchan") for tid in blocked}
         return held_up(self.pid, self.samples, _in_swap(self.pid), wchans)
-
-    def _blocked(self) -> set[int]:
-        return {tid for sample in self.samples for tid, state in sample.states.items() if state == "D"}
-
-
-def _threads(pid: int) -> list[int]:
-    return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
 
 
 def _state(pid: int, tid: int) -> str:

@@ -144,6 +144,9 @@ def make_cause(
     follow_up: as in the outcome of the process.
     """
     rank = int(name[4:]) if name.startswith("rank") else None
+    if asked is not None:
+        texts = {name: str(asked.get(name) or "")[:_MAX_TEXT] for name in ("by", "why")}
+        asked = {**texts, "now": bool(asked.get("now"))}
     return {
         "node_rank": node_rank,
         "name": name,
@@ -152,13 +155,8 @@ def make_cause(
         "reason": reason[:_MAX_TEXT],
         "t": t,
         "follow_up": follow_up,
-        "asked": None if asked is None else _asked(asked),
+        "asked": asked,
     }
-
-
-def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
-    texts = {name: str(request.get(name) or "")[:_MAX_TEXT] for name in ("by", "why")}
-    return {**texts, "now": bool(request.get("now"))}
 
 
 def received_cause(cause: Cause | None, ahead: float, num_nodes: int) -> Cause | None:

@@ -113,24 +113,19 @@ class ExportedNode:
         while not done():
             now = time.monotonic()
             if now > look:
-                look, after = now + _LOOK_EVERY, self._fetches()
+                look = now + _LOOK_EVERY
+                after = [_json_or_none(os.path.join(folder, FETCHED)) for folder in self.export["run_dirs"]]
                 if before is not None and after != before:
                     self.deadline = now + self.export["wait"]
                 before = after
-                self._beat()
+                os.makedirs(self.run_dir, exist_ok=True)
+                write_json(self.path("waiting.json"), {"time": time.time()})
             if now > self.deadline:
                 raise TooLate(f"waited {self.export['wait']:g} s {what}")
             if now > report:
                 print(f"waiting {what}", flush=True)
                 report = now + _REPORT_EVERY
             time.sleep(POLL)
-
-    def _fetches(self) -> list[Any]:
-        return [_json_or_none(os.path.join(folder, FETCHED)) for folder in self.export["run_dirs"]]
-
-    def _beat(self) -> None:
-        os.makedirs(self.run_dir, exist_ok=True)
-        write_json(self.path("waiting.json"), {"time": time.time()})
 
     def alive(self) -> bool:
         """Whether the supervisor, or this program while it waits, has written its heartbeat in the last minute."""

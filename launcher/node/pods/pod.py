@@ -81,16 +81,17 @@ class Pod(ExportedNode):
             return int(read_json(os.path.join(run_dir, "attempt.json"))["attempt"])
         return -1
 
-    def _has_begun(self, run_dir: str, attempt: int) -> bool:
-        return self._attempt(run_dir) >= attempt
-
     def await_others(self, attempt: int) -> None:
         """Wait until all nodes have begun ``attempt``, if this is the lead node. Raises TooLate.
 
         So a supervisor does not meet nodes that still fetch their parts.
         """
         for k, folder in enumerate(self.export["run_dirs"]) if self.leads else ():
-            self.wait(partial(self._has_begun, folder, attempt), f"for node{k} to begin attempt {attempt}")
+
+            def has_begun(folder: str = folder) -> bool:
+                return self._attempt(folder) >= attempt
+
+            self.wait(has_begun, f"for node{k} to begin attempt {attempt}")
 
     def await_names(self) -> None:
         """Wait until the DNS names of all nodes resolve, that is, until their pods run. Raises TooLate."""
@@ -153,12 +154,11 @@ class Pod(ExportedNode):
             pass
         result = record_in(RESULT, self.path("result.json"))
         print(f"node{self.node_rank}: {_sentence(result)}", flush=True)
-        return 0 if result is not None and self._run_done(result) else 1
-
-    def _run_done(self, result: Mapping[str, Any]) -> bool:
+        if result is None or result["state"] != "done":
+            return 1
         # A node that only serves is done, too, when a failure elsewhere has stopped it; it must then run again.
         spec = read_json(self.path("node.json"))
-        return result["state"] == "done" and (spec["trainer"] is not None or not result["reason"])
+        return 0 if spec["trainer"] is not None or not result["reason"] else 1
 
 
 class _LogPrinter(Watcher):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from trainer.loader.link_loader import DistLinkNeighborLoader
     from trainer.loader.neighbor_loader import DistNeighborLoader
+    from trainer.loader.rule_loaders import DistPPRLoader, DistWalkLoader
     from trainer.loader.shadow import DistShaDowKHopSampler
     from trainer.loader.zip_loader import DistZipLoader
     from trainer.train.script_run import Run, run
@@ -39,7 +40,9 @@ __all__ = [
     "DistGraphSAINTRandomWalkSampler",
     "DistLinkNeighborLoader",
     "DistNeighborLoader",
+    "DistPPRLoader",
     "DistShaDowKHopSampler",
+    "DistWalkLoader",
     "DistZipLoader",
     "Run",
     "StepLog",
@@ -57,7 +60,9 @@ _LAZY = {
     "DistGraphSAINTRandomWalkSampler": "trainer.loader.graph_saint",
     "DistLinkNeighborLoader": "trainer.loader.link_loader",
     "DistNeighborLoader": "trainer.loader.neighbor_loader",
+    "DistPPRLoader": "trainer.loader.rule_loaders",
     "DistShaDowKHopSampler": "trainer.loader.shadow",
+    "DistWalkLoader": "trainer.loader.rule_loaders",
     "DistZipLoader": "trainer.loader.zip_loader",
     "Run": "trainer.train.script_run",
     "StepLog": "trainer.train.steplog",

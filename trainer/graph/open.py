@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, NodeType
 from trainer.graph.prefetch import RemoteSampler, Sampler
 from trainer.graph.seed_order import RankLayout
 from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.in_edges import InEdgesOf
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.subgraph_sampler import SubgraphSampler
 from trainer.sampler.types import SampleSettings
@@ -87,6 +89,10 @@ class Graph:
         """The connection of a client to its graph servers, or None in a process that holds parts."""
         return self.access if isinstance(self.access, Gateway) else None
 
+    @cached_property
+    def _in_edges(self) -> InEdgesOf:
+        return InEdgesOf(self.store)
+
     @property
     def digest(self) -> str:
         """sha256 of ``manifest.json``, hexadecimal. Equal digests mean equal partitions.
@@ -114,7 +120,7 @@ class Graph:
         """
         if self.gateway:
             return RemoteSampler(self.gateway, settings, attrs, labels)
-        return SubgraphSampler(self.access, self.manifest, settings, attrs, labels)
+        return SubgraphSampler(self.access, self.manifest, settings, attrs, labels, in_edges=self._in_edges)
 
     def threads(self, threads: int, prefetch: int) -> int:
         """Return the number of sampler threads of a loader.

@@ -13,10 +13,12 @@ from trainer.core.arrays import Ids
 from trainer.core.errors import SettingsError
 from trainer.core.schema import NodeType
 from trainer.graph.in_memory import as_graph
+from trainer.graph.open import Graph
 from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedShare
 from trainer.loader.arguments import (
     AttrNames,
     Fanouts,
+    LoadOptions,
     OutputOptions,
     load_options,
     sample_settings,
@@ -26,10 +28,87 @@ from trainer.loader.arguments import (
 from trainer.loader.node_seeds import node_inputs, split_name
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import BatchSeeds, PyGLoader
-from trainer.sampler.types import RowRequest, SeedSet
+from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
 
 
-class DistNeighborLoader(PyGLoader):
+class NodeLoader(PyGLoader):
+    """A loader whose seeds are nodes."""
+
+    def __init__(
+        self, graph: Graph, settings: SampleSettings, input_nodes: Any, input_time: Any, input_id: Any,
+        attrs: AttrNames | None, options: LoadOptions, output: OutputOptions, rank: int | None,
+        layout: RankLayout | None,
+    ):  # fmt: skip
+        self.inputs = node_inputs(graph, input_nodes, input_time, input_id)
+        self._several = isinstance(input_nodes, Mapping)
+        super().__init__(
+            graph, len(self.inputs), self.inputs_digest(), settings, wanted_attrs(graph, attrs), options, output,
+            stream=STREAMS.get(split_name(input_nodes) or "", OTHER_STREAM), rank=rank, layout=layout,
+        )  # fmt: skip
+        if (time := settings.time) is not None:
+            for of, inputs in self.inputs.of.items():
+                own = time.on == "node" and time.attr in graph.manifest.nodes[of].attrs
+                if inputs.times is None and not own:
+                    raise SettingsError(
+                        f"{of!r} nodes have no attribute {time.attr!r} with their times; pass input_time"
+                    )
+        if 0 < len(self.inputs) < self.layout.world_size:
+            warnings.warn(
+                f"{len(self.inputs)} seeds for {self.layout.world_size} ranks: some batches have no seed, and a mean"
+                " over none is NaN; start fewer ranks, or sum the loss and divide",
+                stacklevel=2,
+            )
+
+    def inputs_digest(self) -> str:
+        """Return a digest of what all ranks must be given alike, besides the settings of sampling and order."""
+        return self.inputs.digest()
+
+    def part_of(self, positions: Ids) -> Ids:
+        parts = np.empty(len(positions), np.int64)
+        for of, (rows, own) in self.inputs.split(positions).items():
+            parts[rows] = self.graph.store.books[of].part_of(self.inputs.of[of].nodes[own])
+        return parts
+
+    def seeds(self, share: SeedShare) -> BatchSeeds:
+        split = self.inputs.split(share.positions)
+        nodes = {of: self.inputs.of[of].nodes[own] for of, (_, own) in split.items()}
+        trees = {of: share.places[rows] for of, (rows, _) in split.items()} if self.settings.disjoint else {}
+        seeds = SeedSet(nodes, trees, self._times(split, nodes))
+        return BatchSeeds(seeds, self._metadata(split))
+
+    def _times(self, split: dict[NodeType, tuple[Ids, Ids]], nodes: dict[NodeType, Ids]) -> dict[NodeType, Ids]:
+        time = self.settings.time
+        if time is None:
+            return {}
+        given = {of: self.inputs.of[of].times for of in split}
+        times = {of: values[split[of][1]] for of, values in given.items() if values is not None}
+        asked = [of for of in split if of not in times]
+        rows = self.graph.access.gather([RowRequest(of, nodes[of], (time.attr,)) for of in asked]) if asked else []
+        own = {of: answer[time.attr].astype(np.int64) for of, answer in zip(asked, rows, strict=True)}
+        return {of: times.get(of, own.get(of)) for of in split}  # type: ignore[misc]
+
+    def _metadata(self, split: dict[NodeType, tuple[Ids, Ids]]) -> tuple[Any, Any]:
+        ids, times = {}, {}
+        for of, (_, own) in split.items():
+            inputs = self.inputs.of[of]
+            ids[of] = torch.from_numpy(own if inputs.input_id is None else inputs.input_id[own])
+            times[of] = None if inputs.times is None else torch.from_numpy(inputs.times[own])
+        if self._several:
+            return ids, times
+        (of,) = split
+        return ids[of], times[of]
+
+    def annotate(self, data: Any, out: Output) -> None:
+        ids, times = out.metadata
+        if not self._several:
+            (of,) = self.inputs.of
+            ids, times = {of: ids}, {of: times}
+        for of, input_id in ids.items():
+            store = data[of] if self.graph.manifest.hetero else data
+            store.input_id, store.seed_time, store.batch_size = input_id, times[of], len(input_id)
+
+
+class DistNeighborLoader(NodeLoader):
     """Yield mini-batches of sampled neighbours from a partitioned graph, like torch_geometric's ``NeighborLoader``.
 
     Arguments, defaults and batches are those of ``NeighborLoader``. Every rank must pass the same arguments, with the
@@ -130,71 +209,8 @@ class DistNeighborLoader(PyGLoader):
             graph, num_neighbors, replace=replace, subgraph_type=kind, disjoint=disjoint,
             temporal_strategy=temporal_strategy, time_attr=time_attr, weight_attr=weight_attr, neighbors=neighbors,
         )  # fmt: skip
-        self.inputs = node_inputs(graph, input_nodes, input_time, input_id)
-        self._several = isinstance(input_nodes, Mapping)
         super().__init__(
-            graph, len(self.inputs), self.inputs_digest(), settings, wanted_attrs(graph, attrs), options,
+            graph, settings, input_nodes, input_time, input_id, attrs, options,
             OutputOptions(kind, transform, transform_sampler_output, bool(filter_per_worker), custom_cls),
-            stream=STREAMS.get(split_name(input_nodes) or "", OTHER_STREAM), rank=rank, layout=layout,
+            rank, layout,
         )  # fmt: skip
-        if (time := settings.time) is not None:
-            for of, inputs in self.inputs.of.items():
-                own = time.on == "node" and time.attr in graph.manifest.nodes[of].attrs
-                if inputs.times is None and not own:
-                    raise SettingsError(
-                        f"{of!r} nodes have no attribute {time.attr!r} with their times; pass input_time"
-                    )
-        if 0 < len(self.inputs) < self.layout.world_size:
-            warnings.warn(
-                f"{len(self.inputs)} seeds for {self.layout.world_size} ranks: some batches have no seed, and a mean"
-                " over none is NaN; start fewer ranks, or sum the loss and divide",
-                stacklevel=2,
-            )
-
-    def inputs_digest(self) -> str:
-        """Return a digest of what all ranks must be given alike, besides the settings of sampling and order."""
-        return self.inputs.digest()
-
-    def part_of(self, positions: Ids) -> Ids:
-        parts = np.empty(len(positions), np.int64)
-        for of, (rows, own) in self.inputs.split(positions).items():
-            parts[rows] = self.graph.store.books[of].part_of(self.inputs.of[of].nodes[own])
-        return parts
-
-    def seeds(self, share: SeedShare) -> BatchSeeds:
-        split = self.inputs.split(share.positions)
-        nodes = {of: self.inputs.of[of].nodes[own] for of, (_, own) in split.items()}
-        trees = {of: share.places[rows] for of, (rows, _) in split.items()} if self.settings.disjoint else {}
-        seeds = SeedSet(nodes, trees, self._times(split, nodes))
-        return BatchSeeds(seeds, self._metadata(split))
-
-    def _times(self, split: dict[NodeType, tuple[Ids, Ids]], nodes: dict[NodeType, Ids]) -> dict[NodeType, Ids]:
-        time = self.settings.time
-        if time is None:
-            return {}
-        given = {of: self.inputs.of[of].times for of in split}
-        times = {of: values[split[of][1]] for of, values in given.items() if values is not None}
-        asked = [of for of in split if of not in times]
-        rows = self.graph.access.gather([RowRequest(of, nodes[of], (time.attr,)) for of in asked]) if asked else []
-        own = {of: answer[time.attr].astype(np.int64) for of, answer in zip(asked, rows, strict=True)}
-        return {of: times.get(of, own.get(of)) for of in split}  # type: ignore[misc]
-
-    def _metadata(self, split: dict[NodeType, tuple[Ids, Ids]]) -> tuple[Any, Any]:
-        ids, times = {}, {}
-        for of, (_, own) in split.items():
-            inputs = self.inputs.of[of]
-            ids[of] = torch.from_numpy(own if inputs.input_id is None else inputs.input_id[own])
-            times[of] = None if inputs.times is None else torch.from_numpy(inputs.times[own])
-        if self._several:
-            return ids, times
-        (of,) = split
-        return ids[of], times[of]
-
-    def annotate(self, data: Any, out: Output) -> None:
-        ids, times = out.metadata[:2]
-        if not self._several:
-            (of,) = self.inputs.of
-            ids, times = {of: ids}, {of: times}
-        for of, input_id in ids.items():
-            store = data[of] if self.graph.manifest.hetero else data
-            store.input_id, store.seed_time, store.batch_size = input_id, times[of], len(input_id)

@@ -50,7 +50,7 @@ def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, copy_ids:
 
     subgraph, rows = sampled.subgraph, sampled.rows
     node = {of: _original_ids(rows[of], copy_ids) for of in subgraph.nodes}
-    edge = {of: _original_ids(rows[of], copy_ids) for of in subgraph.edges}
+    edge = {of: _original_ids(rows[of], copy_ids) for of in subgraph.edges if of in rows}
     ends = {of: torch.from_numpy(edges.ends()) for of, edges in subgraph.edges.items()}
     row, col = ({of: both[end] for of, both in ends.items()} for end in (0, 1))
     batch = {of: _as_int64(n.tree) for of, n in subgraph.nodes.items() if n.tree is not None}
@@ -60,7 +60,7 @@ def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, copy_ids:
     if hetero:
         return HeteroSamplerOutput(node, row, col, edge, batch or None, num_nodes, num_edges)
     return SamplerOutput(
-        node[HOMO_NODE], row[HOMO_EDGE], col[HOMO_EDGE], edge[HOMO_EDGE], batch.get(HOMO_NODE),
+        node[HOMO_NODE], row[HOMO_EDGE], col[HOMO_EDGE], edge.get(HOMO_EDGE), batch.get(HOMO_NODE),
         num_nodes and num_nodes[HOMO_NODE], num_edges and num_edges[HOMO_EDGE],
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from trainer.core.errors import DataError, SettingsError
 from trainer.core.schema import EdgeType, NodeType, edge_salt
 from trainer.sampler.array_ops import ArrayOps
 from trainer.sampler.relabel import NodeGrowth
+from trainer.sampler.rules import rule_schema
 from trainer.sampler.settings import bound_here, check_settings
 from trainer.sampler.types import (
     EdgeRanges,
@@ -69,6 +70,8 @@ def sample_multi_hop(
     """
     check_settings(schema, settings)
     _check_seeds(schema, seeds, settings)
+    if settings.rule is not None:
+        schema = rule_schema(schema, settings.fanouts)
     growth = _SubgraphGrowth(schema, seeds, settings, key, tables, orig_edges)
     try:
         for hop in range(settings.num_hops):
@@ -117,6 +120,8 @@ def _check_seeds(schema: GraphSchema, seeds: SeedSet, settings: SampleSettings) 
         bad = np.flatnonzero((ids < 0) | (ids >= num_nodes))
         if len(bad):
             raise DataError(f"seed {ids[bad[0]]} at position {bad[0]} is not a node; ids go from 0 to {num_nodes - 1}")
+        if settings.rule is not None and seeds.exclude:
+            raise SettingsError(f"{settings.rule.name}: edges cannot be excluded, as link loaders do; draw neighbours")
         if settings.time is not None and of not in seeds.times:
             raise SettingsError(f"temporal sampling needs a time for each seed of {of!r}; pass times with the seeds")
 
@@ -230,7 +235,7 @@ class _SubgraphGrowth:
         of, settings, rule, bound = query.edge_type, self._settings, self._settings.time, None
         weighted = settings.weight in self._schema.edges[of].attrs
         if trees is not None and self._tree_times is not None:
-            if rule is not None and bound_here(rule, self._schema.edges[of]):
+            if rule is not None and (settings.rule is not None or bound_here(rule, self._schema.edges[of])):
                 bound = TimeBound(self._tree_times[trees], rule.attr, rule.on, rule.last)
         return HopRequest(
             edge_type=of,

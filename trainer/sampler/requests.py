@@ -303,6 +303,10 @@ class GraphAccess(Protocol):
         """
         return self.ask(Endpoints(edge_type, edges))
 
+    def look(self, edges: int) -> None:
+        """Tell that so many edges were looked at without a request, for an access that limits them."""
+        return
+
 
 Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 

@@ -7,16 +7,19 @@ with the authors of the highest PageRank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
-from trainer.sampler.types import PPR, GraphSchema, Rule, Walks
+from trainer.sampler.types import PPR, GraphSchema, Rule, SampleSettings, Walks
 from trainer.store.manifest import EdgeSpec, NodeSpec
 
 #: Lowest ``alpha * eps``: the push of a seed looks at up to 1 / (alpha * eps) edges.
 LEAST_PUSH = 1e-7
+
+MOST_CHOSEN = 1 << 14  #: neighbours of a seed
 
 MOST_STEPS = 1 << 16  #: of all walks of a seed
 
@@ -100,3 +103,13 @@ def metapath_of(rule: Walks, schema: GraphSchema) -> Sequence[EdgeType]:
     if len(schema.edges) == 1:
         return list(schema.edges)
     raise SettingsError(f"walks: the graph has several edge types; choose a metapath among {list(schema.edges)}")
+
+
+def num_requests(schema: GraphSchema, settings: SampleSettings) -> int:
+    """Return about how many consecutive requests a batch needs at most."""
+    rule, layers = settings.rule, settings.num_hops
+    if isinstance(rule, PPR):  # three for the rows of each round of the push
+        layers *= 3 * math.ceil(math.log(rule.alpha * rule.eps) / math.log(1 - rule.alpha))
+    elif rule is not None:
+        layers *= 1 + rule.length * len(metapath_of(rule, schema))
+    return layers + 2 + settings.induced

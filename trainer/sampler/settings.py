@@ -10,6 +10,7 @@ import numpy as np
 from trainer.core.arrays import Array
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name
+from trainer.sampler.rules import MOST_CHOSEN, check_rule, rule_edges
 from trainer.sampler.types import GraphSchema, SampleSettings, TimeRule
 from trainer.store.manifest import LOOPLESS_DEGREE, EdgeSpec, NodeSpec
 from trainer.store.part_store import PartStore
@@ -19,10 +20,18 @@ _FANOUT_LIMIT = 2**31  # counts are int32
 
 def check_settings(schema: GraphSchema, settings: SampleSettings) -> None:
     """Raise ``SettingsError`` for settings that contradict each other or do not fit the graph."""
-    weight, time = settings.weight, settings.time
+    weight, time, rule = settings.weight, settings.time, settings.rule
+    targets = {of[2] for of in settings.fanouts}
+    if rule is not None:
+        check_rule(schema, rule, targets)
+        if time is not None and time.last:
+            raise SettingsError(
+                f"{rule.name}: the rule draws no neighbours, so it cannot take the latest; leave last off"
+            )
+    known = schema.edges if rule is None else rule_edges(rule, schema, targets, settings.num_hops)
     for edge_type, fanouts in settings.fanouts.items():
-        if edge_type not in schema.edges:
-            raise SettingsError(f"fanouts: the graph has no edge type {edge_type}; it has {list(schema.edges)}")
+        if edge_type not in known:
+            raise SettingsError(f"fanouts: the graph has no edge type {edge_type}; it has {list(known)}")
         if len(fanouts) != settings.num_hops:
             raise SettingsError(
                 f"fanouts of {edge_type} are {list(fanouts)}, but another edge type has {settings.num_hops} hops;"
@@ -30,6 +39,8 @@ def check_settings(schema: GraphSchema, settings: SampleSettings) -> None:
             )
         if bad := [fanout for fanout in fanouts if not -1 <= fanout < _FANOUT_LIMIT]:
             raise SettingsError(f"fanout {bad[0]}; it must be below {_FANOUT_LIMIT}, or -1 for all neighbours")
+        if rule is not None and (bad := [k for k in fanouts if not 1 <= k <= MOST_CHOSEN]):
+            raise SettingsError(f"{rule.name}: {bad[0]} neighbours; expected a number from 1 to {MOST_CHOSEN}")
 
     # Settings that contradict each other.
     if weight is not None and time is not None and not settings.top:
@@ -59,8 +70,8 @@ def check_settings(schema: GraphSchema, settings: SampleSettings) -> None:
     if weight is not None:
         weights = {of: spec.attrs[weight] for of, spec in schema.edges.items() if weight in spec.attrs}
         if not weights:
-            known = _names(schema.edges)
-            raise SettingsError(f"no edge type has the weight attribute {weight!r}; attributes are {known}")
+            names = _names(schema.edges)
+            raise SettingsError(f"no edge type has the weight attribute {weight!r}; attributes are {names}")
         for of, attr in weights.items():
             if len(attr.shape) != 1 or attr.dtype == "bfloat16" or attr.stored.kind not in "biuf":
                 raise SettingsError(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
 from trainer.core.arrays import Array, Columns, Ids
 from trainer.core.batch_cost import Cost
 from trainer.core.schema import AnyType, EdgeType, NodeType
-from trainer.sampler.multi_hop import sample_multi_hop
+from trainer.sampler.in_edges import InEdgesOf
+from trainer.sampler.multi_hop import HopSource, sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
 from trainer.sampler.requests import GraphAccess
+from trainer.sampler.ruled_hops import RuledHops
 from trainer.sampler.types import GraphSchema, RowRequest, SampledSubgraph, SampleSettings, SeedSet
 
 
@@ -56,6 +58,7 @@ class SubgraphSampler:
     labels: tuple[NodeType, tuple[str, ...]] = ("", ())  #: a node type, and attributes to gather of its seeds only
     #: int32 [num_nodes] slots, -1 for none, of nodes whose ``x`` is already on the device; it is not gathered.
     kept: Mapping[NodeType, Array] = field(default_factory=dict)
+    in_edges: InEdgesOf | None = None  #: of the graph, for a rule
     _local: threading.local = field(default_factory=threading.local, repr=False)
 
     @cached_property
@@ -74,7 +77,7 @@ class SubgraphSampler:
         answers = access.gather([*requests, *labels])
         rows: dict[AnyType, dict[str, Array]] = {request.of: {} for request in requests}
         for of in self._orig_edges:
-            if (edge := subgraph.edges[of].edge) is not None:
+            if of in subgraph.edges and (edge := subgraph.edges[of].edge) is not None:
                 rows[of] = {"orig_id": edge}
         for request, answer in zip(requests, answers, strict=False):
             rows[request.of] |= answer
@@ -97,7 +100,19 @@ class SubgraphSampler:
     def multi_hop(self, seeds: SeedSet, settings: SampleSettings, key: int) -> SampledSubgraph:
         if not hasattr(self._local, "tables"):
             self._local.tables = RelabelTables(self.schema)
-        return sample_multi_hop(self.access, self.schema, seeds, settings, key, self._local.tables, self._orig_edges)
+        graph: HopSource = self.access
+        if settings.rule is None:
+            return sample_multi_hop(graph, self.schema, seeds, settings, key, self._local.tables, self._orig_edges)
+        assert self.in_edges is not None
+        graph = RuledHops(self.access, self.in_edges, self.schema, settings)
+        chosen = replace(settings, induced=False)
+        found = sample_multi_hop(graph, self.schema, seeds, chosen, key, self._local.tables)
+        if not settings.induced:
+            return found
+        joined = replace(settings, rule=None, fanouts=dict.fromkeys(self.schema.edges, (0,)), weight=None)
+        ids = SeedSet({of: nodes.ids for of, nodes in found.nodes.items()}, exclude=seeds.exclude)
+        whole = self.multi_hop(ids, joined, key)
+        return replace(whole, num_hops=found.num_hops, nodes=found.nodes)
 
     def _slots(self, subgraph: SampledSubgraph) -> dict[NodeType, Array]:
         return {of: slots[subgraph.nodes[of].ids] for of, slots in self.kept.items()}

@@ -207,13 +207,13 @@ def _take_race(slots: Any, values: Any, ranks: Any, begin: int, shuffle: int, dr
         for k in range(wanted):
             # Arrival times are not negative, so their bits in ``ranks`` sort like the numbers.
             values[k] = _arrival(drawn, slots[k] - begin) / values[k]
-        _make_heap(ranks, slots, wanted)
+        make_heap(ranks, slots, wanted)
         for k in range(wanted, len(slots)):
             # -log(1 - u) >= u, so most candidates need no logarithm; the factor covers rounding errors
             if draw_fraction(drawn, slots[k] - begin) < values[0] * values[k] * _ROUNDING:
                 values[k] = _arrival(drawn, slots[k] - begin) / values[k]
-                _keep_smaller(ranks, slots, k, wanted)
-        _sort_heap(ranks, slots, wanted)
+                keep_smaller(ranks, slots, k, wanted)
+        sort_heap(ranks, slots, wanted)
     for j in range(wanted):
         picks[j] = slots[j]
 
@@ -234,10 +234,10 @@ def _take_last(times: Any, slots: Any, ranks: Any, shuffle: int, picks: Any) -> 
         for k in range(len(slots)):
             ranks[k] = ~np.int64(times[slots[k]])
             slots[k] = ~slots[k]
-        _make_heap(ranks, slots, wanted)
+        make_heap(ranks, slots, wanted)
         for k in range(wanted, len(slots)):
-            _keep_smaller(ranks, slots, k, wanted)
-        _sort_heap(ranks, slots, wanted)
+            keep_smaller(ranks, slots, k, wanted)
+        sort_heap(ranks, slots, wanted)
         for j in range(wanted):
             slots[j] = ~slots[j]
     for j in range(wanted):
@@ -254,10 +254,10 @@ def _take_heaviest(slots: Any, ranks: Any, shuffle: int, picks: Any) -> None:
     if wanted and (wanted < len(slots) or shuffle > 0):
         for k in range(len(slots)):
             ranks[k] = ~ranks[k]
-        _make_heap(ranks, slots, wanted)
+        make_heap(ranks, slots, wanted)
         for k in range(wanted, len(slots)):
-            _keep_smaller(ranks, slots, k, wanted)
-        _sort_heap(ranks, slots, wanted)
+            keep_smaller(ranks, slots, k, wanted)
+        sort_heap(ranks, slots, wanted)
     for j in range(wanted):
         picks[j] = slots[j]
 
@@ -271,25 +271,25 @@ def _sort_by_time(times: Any, picks: Any, ranks: Any) -> None:
             k == 0 or ranks[k - 1] < ranks[k] or (ranks[k - 1] == ranks[k] and picks[k - 1] < picks[k])
         )
     if not in_order:
-        _make_heap(ranks, picks, len(picks))
-        _sort_heap(ranks, picks, len(picks))
+        make_heap(ranks, picks, len(picks))
+        sort_heap(ranks, picks, len(picks))
 
 
 @_jit
-def _make_heap(ranks: Any, slots: Any, size: int) -> None:
+def make_heap(ranks: Any, slots: Any, size: int) -> None:
     for top in range(size // 2 - 1, -1, -1):
         _sift(ranks, slots, top, size)
 
 
 @_jit
-def _keep_smaller(ranks: Any, slots: Any, k: int, size: int) -> None:
+def keep_smaller(ranks: Any, slots: Any, k: int, size: int) -> None:
     if ranks[k] < ranks[0] or (ranks[k] == ranks[0] and slots[k] < slots[0]):
         ranks[0], slots[0] = ranks[k], slots[k]
         _sift(ranks, slots, 0, size)
 
 
 @_jit
-def _sort_heap(ranks: Any, slots: Any, size: int) -> None:
+def sort_heap(ranks: Any, slots: Any, size: int) -> None:
     for end in range(size - 1, 0, -1):
         ranks[0], ranks[end] = ranks[end], ranks[0]
         slots[0], slots[end] = slots[end], slots[0]

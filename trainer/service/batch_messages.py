@@ -129,6 +129,8 @@ def _check_subgraph(subgraph: SampledSubgraph, work: BatchWork) -> None:
     for edge_type, edges in subgraph.edges.items():
         if edges.edge is not None and len(edges.edge) != len(edges.src):
             raise WireError(f"edges of type {edge_type} have {len(edges.src)} sources and {len(edges.edge)} ids")
+        if any(values is not None and len(values) != len(edges.src) for values in (edges.scores, edges.hops)):
+            raise WireError(f"edges of type {edge_type} do not have one score and one distance each")
         _check_ranges(edges.row_begin, edges.row_count, len(edges.src))
         if edges.whole is not None:
             _check_ranges(edges.whole.begin, edges.whole.count, len(edges.src))

@@ -14,6 +14,7 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.batch_cost import Cost
 from trainer.core.errors import PartitionError, ServiceError
 from trainer.core.schema import EdgeType
+from trainer.sampler.in_edges import InEdgesOf
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.requests import (
     Endpoints,
@@ -125,6 +126,15 @@ class BoundedGraph(GraphAccess):
                 f"the answer takes {size} bytes, over the limit of {self._limit}; ask for fewer edges at once"
             )
         return self._graph.endpoints(edge_type, edges)
+
+    def look(self, edges: int) -> None:
+        self._check(0)
+        self._looks += edges
+        if self._looks > MAX_LOOKS:
+            raise ServiceError(
+                f"the batch looks at more than {MAX_LOOKS} edges, the limit of one request; make batches smaller, or "
+                "eps of the rule larger"
+            )
 
     def take_cost(self) -> Cost:
         cost: Cost = getattr(self._graph, "take_cost", Cost)()
@@ -255,7 +265,10 @@ class Handlers:
 
     def batch(self, message: Message, request: BatchRequest, is_open: Callable[[], bool] = lambda: True) -> Message:
         if self._sampler is None:  # kept for its relabel tables, one per thread
-            self._sampler = SubgraphSampler(self._whole(), self._graph.store.manifest, SampleSettings({}), {})
+            store = self._graph.store
+            self._sampler = SubgraphSampler(
+                self._whole(), store.manifest, SampleSettings({}), {}, in_edges=InEdgesOf(store)
+            )
         graph, work = BoundedGraph(self._whole(), self._graph, self._batch_limit, is_open, _IN_BATCH), request.work
         sampler = replace(
             self._sampler, access=graph, settings=work.settings, attrs=work.attrs, labels=work.labels

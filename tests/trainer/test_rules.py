@@ -1,0 +1,255 @@
+"""Tests of neighbours by personalised PageRank and by random walks, beside NetworkX, torch_geometric and a walker."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch_geometric.data import Data
+from torch_geometric.utils import ppr as pyg_ppr
+from torch_geometric.utils import sort_edge_index, to_undirected
+
+from load_kit import CITES, REV, WRITES, hetero_data, homo_data, parts_of
+from samplers_kit import TWO_HOSTS, assert_same_everywhere
+from trainer import DistPPRLoader, DistWalkLoader
+from trainer.core.errors import SettingsError
+
+SEEDS = torch.tensor([7, 3, 12, 3, 40])
+
+
+def in_edges_of(data, edge_types=None, weight=None):
+    """Return source -> weight of the in-edges of each node. A node is (type, id)."""
+    found = defaultdict(Counter)
+    typed = not isinstance(data, Data)
+    for store in data.edge_stores:
+        of = store._key if typed else ("node", "to", "node")
+        if edge_types and of not in edge_types:
+            continue
+        weights = store[weight].tolist() if weight else [1.0] * store.num_edges
+        for (u, v), w in zip(store.edge_index.T.tolist(), weights, strict=True):
+            found[of[2], v][of[0], u] += w
+    return found
+
+
+def exact_ranks(edges, seed, alpha):
+    """Return NetworkX's PageRank of all nodes. It sends walks at nodes without in-edges back to the seed: a factor."""
+    steps = nx.DiGraph()
+    steps.add_node(seed)
+    for v, sources in edges.items():
+        steps.add_weighted_edges_from((v, u, w) for u, w in sources.items() if w > 0)
+    return nx.pagerank(steps, 1 - alpha, {seed: 1}, max_iter=10_000, tol=1e-14)
+
+
+def scores_of(batch, hetero):
+    """Return node -> score for each seed, by its position in the batch."""
+    found = defaultdict(dict)
+    for of in batch.edge_types if hetero else [("node", "to", "node")]:
+        store, nodes = (batch[of], batch[of[0]].n_id) if hetero else (batch, batch.n_id)
+        for source, seed, score in zip(*store.edge_index.tolist(), store.edge_weight.tolist(), strict=True):
+            found[seed][of[0], int(nodes[source])] = score
+    return found
+
+
+GRAPHS = {
+    "directed": (homo_data(), {}),
+    "weighted": (homo_data(), {"weight_attr": "edge_weight"}),
+    "typed": (hetero_data(), {}),
+    "typed, weighted": (hetero_data(), {"weight_attr": "edge_weight"}),
+    "typed, some edges": (hetero_data(), {"edge_types": [CITES, WRITES]}),
+}
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+@pytest.mark.parametrize("alpha, eps", [(0.15, 1e-3), (0.5, 1e-6)])
+def test_scores_are_below_those_of_networkx_by_less_than_the_bound(kind, alpha, eps):
+    data, options = GRAPHS[kind]
+    hetero = not isinstance(data, Data)
+    inputs = ("paper", SEEDS) if hetero else SEEDS
+    loader = DistPPRLoader(
+        parts_of(data, 3), 500, inputs, alpha=alpha, eps=eps, loops=True, batch_size=len(SEEDS), **options
+    )
+    (batch,) = loader
+    edges = in_edges_of(data, options.get("edge_types"), options.get("weight_attr"))
+    degree = sum(store.num_edges for store in data.edge_stores)
+    for position, found in scores_of(batch, hetero).items():
+        seed = ("paper" if hetero else "node", int(SEEDS[position]))
+        exact = exact_ranks(edges, seed, alpha)
+        # the share of walks that are not lost, from the seed's own equation
+        kept = alpha / (alpha + (1 - alpha) * sum(rank for v, rank in exact.items() if not sum(edges[v].values())))
+        missing = {v: rank * kept - found.get(v, 0.0) for v, rank in exact.items()}
+        assert min(missing.values()) > -1e-6 and sum(missing.values()) < eps * degree + 1e-5
+        assert found.keys() <= exact.keys()
+        if eps < 1e-5:
+            mine = sorted(found.values(), reverse=True)[:20]
+            assert np.allclose(mine, np.array(sorted(exact.values(), reverse=True)[: len(mine)]) * kept, atol=1e-4)
+
+
+def test_scores_and_best_neighbours_equal_those_of_get_ppr():
+    data, seeds, eps = homo_data(60, 150), torch.tensor([7, 40]), 1e-4
+    del data.edge_attr, data.edge_weight, data.edge_time
+    data.edge_index = to_undirected(data.edge_index, num_nodes=60)
+    index = sort_edge_index(data.edge_index, num_nodes=60)
+    degree = np.bincount(index[0], minlength=60)
+    rowptr = np.concatenate([[0], np.cumsum(degree)])
+    their_nodes, their_scores = pyg_ppr._get_ppr(rowptr, index[1].numpy(), 0.2, eps, seeds.numpy())
+    (batch,) = DistPPRLoader(parts_of(data, 2), 60, seeds, alpha=0.2, eps=eps, loops=True, batch_size=2)
+    bound = eps * degree.max()  # of an undirected graph: both scores are too low by less than this
+    for position, found in scores_of(batch, False).items():
+        theirs = dict(zip(their_nodes[position], their_scores[position], strict=True))
+        assert all(abs(found.get(("node", v), 0) - theirs.get(v, 0)) < bound for v in range(60))
+        best = sorted(theirs, key=theirs.get, reverse=True)[:10]
+        for (_, mine), other in zip(list(found)[:10], best, strict=True):  # the same node, or of equal score
+            assert abs(theirs[mine] - theirs[other]) < bound
+
+
+def test_a_chain_has_the_scores_and_distances_of_its_formula():
+    chain = Data(x=torch.zeros(5, 1), edge_index=torch.tensor([[1, 2, 3], [0, 1, 2]]), num_nodes=5)
+    (batch,) = DistPPRLoader(chain, 9, torch.tensor([0, 4]), alpha=0.25, eps=1e-5, loops=True, batch_size=2)
+    assert batch.n_id[batch.edge_index[0]].tolist() == [0, 1, 2, 3, 4] and batch.edge_index[1].tolist() == [
+        0,
+        0,
+        0,
+        0,
+        1,
+    ]
+    assert torch.allclose(batch.edge_weight, torch.tensor([0.25, 0.1875, 0.140625, 0.10546875, 0.25]))
+    assert batch.hops.tolist() == [0, 1, 2, 3, 0]
+    (batch,) = DistPPRLoader(chain, 2, torch.tensor([0, 4]), alpha=0.25, eps=1e-5, batch_size=2, output="tokens")
+    assert batch.n_id[batch.token].tolist() == [[1, 2], [0, 0]] and batch.token_mask.tolist() == [
+        [True] * 2,
+        [False] * 2,
+    ]
+    assert batch.token_hops.tolist() == [[1, 2], [0, 0]] and "edge_index" not in batch
+
+
+EVERYWHERE = {
+    "ppr": (DistPPRLoader, homo_data(), {"k": 6}),
+    "ppr, weighted, two layers": (
+        DistPPRLoader, homo_data(), {"k": [5, 3], "weight_attr": "edge_weight", "loops": True},
+    ),
+    "ppr, times of nodes": (DistPPRLoader, homo_data(), {"k": 6, "time_attr": "time"}),
+    "ppr, times of edges": (
+        DistPPRLoader, homo_data(), {"k": 6, "time_attr": "edge_time", "input_time": torch.arange(60) % 50},
+    ),
+    "ppr, tokens": (DistPPRLoader, homo_data(), {"k": 6, "output": "tokens"}),
+    "ppr, subgraph": (DistPPRLoader, homo_data(), {"k": 6, "output": "subgraph"}),
+    "ppr, typed": (DistPPRLoader, hetero_data(), {"k": [4, 2], "input_nodes": "paper", "weight_attr": "edge_weight"}),
+    "ppr, typed, times": (DistPPRLoader, hetero_data(), {"k": 4, "input_nodes": "paper", "time_attr": "time"}),
+    "walks": (DistWalkLoader, homo_data(), {"k": 6}),
+    "walks, weighted, two layers": (DistWalkLoader, homo_data(), {"k": [4, 2], "weight_attr": "edge_weight"}),
+    "walks, times": (DistWalkLoader, homo_data(), {"k": 6, "time_attr": "time", "output": "tokens"}),
+    "walks, typed": (
+        DistWalkLoader, hetero_data(), {"k": 4, "input_nodes": "paper", "metapath": [WRITES, REV], "num_walks": 9},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EVERYWHERE)
+@pytest.mark.filterwarnings("ignore")
+def test_neighbours_are_bit_identical_everywhere(case):
+    loader, data, options = EVERYWHERE[case]
+    arguments = {"batch_size": 23, "shuffle": True, "seed": 4, **options}
+    batches = assert_same_everywhere(lambda graph, **more: loader(graph, **more), data, **arguments)
+    if options.get("time_attr") == "time" and "edge_index" in batches[0]:  # no neighbour is later than its seed
+        for batch in batches:
+            source, seed = batch.time[batch.edge_index]
+            assert len(source) and (source <= seed).all()
+
+
+@pytest.mark.parametrize("loader", [DistPPRLoader, DistWalkLoader])
+def test_neighbours_do_not_depend_on_the_number_of_ranks(loader):
+    graph, options = parts_of(homo_data(), 4), {"shuffle": True, "seed": 2}
+    whole = list(loader(graph, 4, torch.arange(40), batch_size=9, **options))
+    shares = [
+        list(loader(graph, 4, torch.arange(40), batch_size=3, rank=rank, layout=TWO_HOSTS, **options))
+        for rank in range(3)
+    ]
+    for batch, *own in zip(whole, *shares, strict=True):
+        expected = {int(batch.n_id[v]): found for v, found in scores_of(batch, False).items()}
+        assert expected == {int(each.n_id[v]): found for each in own for v, found in scores_of(each, False).items()}
+
+
+def plain_walk(edges, seed, num_walks, length, restart, rng):
+    """Return how often walks visit each node."""
+    visits = Counter()
+    for _ in range(num_walks):
+        place = seed
+        for step in range(length):
+            if step and rng.random() < restart:
+                place = seed
+            sources = edges[place]
+            if not sources:
+                place = seed
+                continue
+            place = rng.choices(list(sources), list(sources.values()))[0]
+            visits[place] += 1
+    return visits
+
+
+@pytest.mark.parametrize("weight", [None, "edge_weight"])
+def test_visits_pass_a_chi_square_test_beside_a_plain_walker(weight):
+    data, seed, walks = homo_data(30, 90), 3, 2000
+    (batch,) = DistWalkLoader(
+        data, 30, torch.tensor([seed]), num_walks=walks, length=3, restart=0.3, weight_attr=weight, loops=True, seed=5
+    )
+    found = Counter({v: int(count) for v, count in scores_of(batch, False)[0].items()})
+    many = plain_walk(in_edges_of(data, None, weight), ("node", seed), 20 * walks, 3, 0.3, random.Random(1))
+    assert found.keys() <= many.keys() and len(many) > 8
+    # visits of one walk depend on each other, so compare fewer, independent ones: a third
+    often = [v for v in many if many[v] > 300]
+    mine, expected = (np.array([visits[v] for v in often], float) for visits in (found, many))
+    assert chisquare(mine / 3, expected * mine.sum() / expected.sum() / 3).pvalue > 1e-3
+    share = sum(found.values()) / (walks * 3)
+    assert abs(share - sum(many.values()) / (20 * walks * 3)) < 0.02  # of the steps that walks could take
+
+
+def test_visits_of_a_metapath_are_nodes_of_its_first_type():
+    data = hetero_data()
+    loader = DistWalkLoader(
+        data, 20, ("paper", torch.arange(10)), metapath=[WRITES, REV], num_walks=60, length=2, batch_size=10, loops=True
+    )
+    (batch,) = loader
+    edges, reached = in_edges_of(data), defaultdict(set)
+    for paper in range(10):
+        new = {("paper", paper)}
+        for _ in range(2):
+            new = {end for author in {a for p in new for a in edges[p] if a[0] == "author"} for end in edges[author]}
+            reached[paper] |= new
+    assert batch.edge_types == [("paper", "walks", "paper")]
+    scores = scores_of(batch, True)
+    assert scores and all(found.keys() <= reached[int(batch["paper"].n_id[v])] for v, found in scores.items())
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda g: DistPPRLoader(g, 5, alpha=1.5), "alpha 1.5 and eps 0.0001; both must be above 0 and below 1"),
+        (lambda g: DistPPRLoader(g, 5, eps=1e-9), "a seed could look at 7e+09 edges; use a larger eps"),
+        (lambda g: DistPPRLoader(g, 0), "k must be a whole number of at least 1"),
+        (lambda g: DistPPRLoader(g, 5, weight_attr="cost"), "no edge type has the weight attribute 'cost'"),
+        (lambda g: DistPPRLoader(g, 5, output="rows"), "expected one of edges, subgraph, tokens"),
+        (lambda g: DistWalkLoader(g, 5, restart=1.0), "a restart from 0 to below 1"),
+        (lambda g: DistWalkLoader(g, 5, num_walks=10**5), "400000 steps for each seed; at most 65536 are possible"),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_be_are_refused(make, message):
+    with pytest.raises(SettingsError, match=message.replace("+", r"\+")):
+        make(parts_of(homo_data(), 2))
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        (None, "several edge types; choose a metapath"),
+        ([WRITES], "not a way back to its first node type"),
+        ([REV, WRITES], "for 'author' nodes, but seeds are 'paper' nodes"),
+    ],
+)
+def test_a_metapath_has_to_lead_back_to_the_seeds(path, message):
+    with pytest.raises(SettingsError, match=message):
+        DistWalkLoader(parts_of(hetero_data(), 2), 5, "paper", metapath=path)

@@ -1,0 +1,228 @@
+"""Numba kernels of personalised PageRank: forward push around each seed, and the nodes of the highest score.
+
+The push is that of Andersen, Chung and Lang, "Local Graph Partitioning using PageRank Vectors", FOCS 2006, in rounds:
+each round pushes all nodes whose residual is large enough, from the residuals at its beginning (Wu, Gan, Wei, Zhang,
+"Unifying the Global and Local Approaches", SIGMOD 2021). Residuals are whole numbers of 2^-62, so that their sums do
+not depend on an order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trainer.core.compiled import njit
+from trainer.core.rng import GOLDEN
+from trainer.sampler.weighted_temporal import keep_smaller, make_heap, sort_heap
+
+UNIT = 1 << 62  #: a probability of 1
+
+_FIRST_BITS = 12  #: log2 of the initial number of slots of the table of met nodes
+
+_S32, _LOW, _EMPTY = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
+
+_WAITING = np.iinfo(np.int64).max  # as threshold of a node that is already pushed in the next round
+
+_REST, _NEED, _DONE, _LEAST = 0, 1, 2, 3  # columns of the state of a node
+
+_jit = njit(boundscheck=False)
+
+
+@_jit
+def push(
+    rows: Any, roots: Any, bounds: Any, alpha: float, eps: float, loops: bool, column: Any, found: Any, scores: Any,
+    hops: Any, counts: Any, lacking: Any,
+) -> Any:  # fmt: skip
+    """Compute the personalised PageRank around the nodes ``roots``, and choose the nodes of the highest score.
+
+    ``rows``: ``in_edges.Rows``. ``bounds``: int64 [n], edges later than this are not followed, or empty. ``column``:
+    int64 by node type, where in ``counts`` [n, columns] and ``found``, ``scores``, ``hops`` [n, columns, k] neighbours
+    of the type are written; -1: nowhere. Nodes of equal score are in the order in which the push met them, nearer ones
+    first. ``counts[i, 0]`` is -1 if the rows of some nodes are not known: these are written to ``lacking``.
+
+    Returns the number of nodes written to ``lacking``, and the number of edges looked at.
+    """
+    slots, mask, shift = np.zeros(1 << _FIRST_BITS, np.uint64), (1 << _FIRST_BITS) - 1, np.uint64(64 - _FIRST_BITS)
+    room = 1 << (_FIRST_BITS - 1)
+    node, place, hop = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int8)
+    state = np.empty((room, 4), np.int64)
+    now, amount, later = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
+    ranks, order = np.empty(room, np.int64), np.empty(room, np.int64)
+    num_lacking, looks = 0, 0
+    scale = eps * UNIT
+    for i in range(len(roots)):
+        # the root, which waits for the first round
+        size, waiting, round_ = 1, 1, 0
+        slot = np.int64((np.uint64(roots[i]) * GOLDEN) >> shift)
+        slots[slot] = np.uint64(roots[i]) << _S32 | np.uint64(1)
+        node[0], place[0], hop[0], later[0] = roots[i], slot, 0, 0
+        state[0, _REST], state[0, _NEED], state[0, _DONE] = UNIT, _WAITING, 0
+        state[0, _LEAST] = _threshold(rows, roots[i], scale)
+        complete = True
+        while waiting:
+            now, later = later, now
+            pushed, waiting = waiting, 0
+            round_ = min(round_ + 1, 127)
+            for j in range(pushed):
+                at = now[j]
+                amount[j] = state[at, _REST]
+                state[at, _REST], state[at, _NEED] = 0, state[at, _LEAST]
+            for j in range(pushed):
+                at = now[j]
+                kept = np.int64(alpha * amount[j])
+                state[at, _DONE] += kept
+                begin, end = rows.begin[node[at]], rows.end[node[at]]
+                if begin < 0:
+                    complete = False
+                    if num_lacking < len(lacking):
+                        lacking[num_lacking] = node[at]
+                        num_lacking += 1
+                    continue
+                looks += end - begin
+                # how much each edge gets
+                edges, total = end - begin, 0.0
+                if len(bounds):
+                    edges = 0
+                    for edge in range(begin, end):
+                        edges += rows.time[edge] <= bounds[i]
+                if edges == 0:
+                    continue
+                if len(rows.weight):
+                    for edge in range(begin, end):
+                        if len(bounds) == 0 or rows.time[edge] <= bounds[i]:
+                            total += np.float64(rows.weight[edge])
+                    if total == 0.0:
+                        continue
+                rest = amount[j] - kept
+                share = rest // edges
+                for edge in range(begin, end):
+                    if len(bounds) and rows.time[edge] > bounds[i]:
+                        continue
+                    if len(rows.weight):
+                        share = np.int64(rest * (np.float64(rows.weight[edge]) / total))
+                        if share == 0:
+                            continue
+                    source = np.int64(rows.src[edge])
+                    slot = np.int64((np.uint64(source) * GOLDEN) >> shift)
+                    while (slots[slot] != _EMPTY) & (slots[slot] >> _S32 != np.uint64(source)):
+                        slot = (slot + 1) & mask
+                    at = np.int64(slots[slot] & _LOW) - 1
+                    if at < 0:  # met for the first time
+                        if size == room:
+                            room *= 2
+                            node, place, hop = _longer(node), _longer(place), _longer(hop)
+                            now, amount, later = _longer(now), _longer(amount), _longer(later)
+                            larger = np.empty((room, 4), np.int64)
+                            for k in range(size):
+                                for c in range(4):
+                                    larger[k, c] = state[k, c]
+                            state, ranks, order = larger, np.empty(room, np.int64), np.empty(room, np.int64)
+                            slots, mask, shift = np.zeros(2 * room, np.uint64), 2 * room - 1, shift - np.uint64(1)
+                            for k in range(size):
+                                slot = _free_slot(slots, node[k], mask, shift)
+                                slots[slot], place[k] = np.uint64(node[k]) << _S32 | np.uint64(k + 1), slot
+                            slot = _free_slot(slots, source, mask, shift)
+                        at = size
+                        size += 1
+                        slots[slot] = np.uint64(source) << _S32 | np.uint64(size)
+                        node[at], place[at], hop[at] = source, slot, round_
+                        least = _threshold(rows, source, scale)
+                        state[at, _REST], state[at, _NEED], state[at, _DONE], state[at, _LEAST] = 0, least, 0, least
+                    state[at, _REST] += share
+                    if state[at, _REST] >= state[at, _NEED]:
+                        state[at, _NEED] = _WAITING
+                        later[waiting] = at
+                        waiting += 1
+        for k in range(size):
+            slots[place[k]] = _EMPTY
+        if not complete:
+            counts[i, 0] = -1
+            continue
+        for c in range(counts.shape[1]):
+            met = 0
+            for k in range(0 if loops else 1, size):
+                kind = rows.kind[node[k]] if len(rows.kind) else 0
+                if state[k, _DONE] > 0 and column[kind] == c:
+                    ranks[met], order[met] = -state[k, _DONE], k
+                    met += 1
+            taken = min(found.shape[2], met)
+            take_smallest(ranks, order, met, taken)
+            counts[i, c] = taken
+            for k in range(taken):
+                found[i, c, k], scores[i, c, k], hops[i, c, k] = node[order[k]], -ranks[k], hop[order[k]]
+    return num_lacking, looks
+
+
+@_jit
+def take_smallest(ranks: Any, order: Any, size: int, wanted: int) -> None:
+    """Move the ``wanted`` smallest of the first ``size`` pairs (rank, order) to the beginning, in ascending order."""
+    if wanted == 0:
+        return
+    make_heap(ranks, order, wanted)
+    for k in range(wanted, size):
+        keep_smaller(ranks, order, k, wanted)
+    sort_heap(ranks, order, wanted)
+
+
+@_jit
+def _threshold(rows: Any, node: Any, scale: float) -> Any:
+    degree = rows.degree[node] if len(rows.degree) else rows.end[node] - rows.begin[node]
+    return np.int64(max(1.0, min(scale * degree, 4.0e18)))
+
+
+@_jit
+def _longer(array: Any) -> Any:
+    larger = np.empty(2 * len(array), array.dtype)
+    for k in range(len(array)):
+        larger[k] = array[k]
+    return larger
+
+
+@_jit
+def _free_slot(slots: Any, node: Any, mask: Any, shift: Any) -> Any:
+    slot = np.int64((np.uint64(node) * GOLDEN) >> shift)
+    while slots[slot] != _EMPTY:
+        slot = (slot + 1) & mask
+    return slot
+
+
+@_jit
+def count_visits(
+    seeds: Any, visits: Any, distances: Any, loops: bool, found: Any, scores: Any, hops: Any, counts: Any
+) -> None:  # fmt: skip
+    """Choose for each seed the nodes that its walks visited most often.
+
+    ``visits`` int64 [n, v]: visited nodes, -1 for none; ``distances`` int8 [n, v]: steps since the seed. Fills
+    ``found``, ``scores`` and ``hops`` [n, k] with the nodes, how often they were visited, and their lowest distance,
+    and ``counts`` [n]. Nodes visited equally often are in the order in which walks met them.
+    """
+    bits = 1
+    while (1 << bits) < 2 * visits.shape[1]:
+        bits += 1
+    slots, mask, shift = np.empty(1 << bits, np.int64), (1 << bits) - 1, np.uint64(64 - bits)
+    first, times, hop = (
+        np.empty(visits.shape[1], np.int64), np.empty(visits.shape[1], np.int64), np.empty(visits.shape[1], np.int8)
+    )  # fmt: skip
+    order = np.empty(visits.shape[1], np.int64)
+    for i in range(len(seeds)):
+        for k in range(len(slots)):
+            slots[k] = -1
+        met = 0
+        for j in range(visits.shape[1]):
+            node = visits[i, j]
+            if node < 0 or (node == seeds[i] and not loops):
+                continue
+            slot = np.int64((np.uint64(node) * GOLDEN) >> shift)
+            while slots[slot] >= 0 and first[slots[slot]] != node:
+                slot = (slot + 1) & mask
+            if slots[slot] < 0:
+                slots[slot], first[met], times[met], hop[met], order[met] = met, node, 0, distances[i, j], met
+                met += 1
+            at = slots[slot]
+            times[at] -= 1
+            hop[at] = min(hop[at], distances[i, j])
+        counts[i] = min(found.shape[1], met)
+        take_smallest(times, order, met, counts[i])
+        for k in range(counts[i]):
+            found[i, k], scores[i, k], hops[i, k] = first[order[k]], -times[k], hop[order[k]]

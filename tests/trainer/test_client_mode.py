@@ -46,6 +46,9 @@ HOMO_LOADERS = {
     "times of edges, last": lambda g: DistNeighborLoader(
         g, [4, 3], ODD, input_time=ODD % 50, time_attr="edge_time", temporal_strategy="last", **BOTH
     ),
+    "top until a time": lambda g: DistNeighborLoader(
+        g, [4, 3], ODD, input_time=ODD % 50, time_attr="edge_time", weight_attr="edge_weight", neighbors="top", **BOTH
+    ),
     "some attributes": lambda g: DistNeighborLoader(g, [4], "train", attrs=["half", "edge_attr"], **BOTH),
     "links, binary": lambda g: DistLinkNeighborLoader(
         g, [4, 3], neg_sampling="binary", avoid_links=True, exclude="both", **BOTH

@@ -285,6 +285,9 @@ class DataConfig:
 #: Names of the bundled models.
 MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn", "token-transformer")
 
+#: Bundled models that read the scores of neighbours by PageRank or walks.
+RULE_MODELS = ("sage", "rsage", "token-transformer")
+
 #: Settings of `train` that only some bundled models read, and no class.
 OF_MODELS: Mapping[str, tuple[str, ...]] = {
     "output_heads": ("gat",),
@@ -395,6 +398,48 @@ class Schedule:
     )
 
 
+#: The ways to choose neighbours, with the keys that only some of them have.
+NEIGHBORS: Mapping[str, str] = {
+    "fanout": "",
+    "top": "",
+    "ppr": "alpha eps edge_types",
+    "walks": "num_walks length restart metapath",
+}
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """How neighbours are chosen, as many as `train.fanouts` says. `neighbors: ppr` is short for `{name: ppr}`."""
+
+    name: Literal["fanout", "top", "ppr", "walks"] = setting(
+        "`fanout` draws them; `top` takes those of the highest `train.weight_attr`, or without it the latest by "
+        "`train.time_attr`; `ppr` those of the highest personalised PageRank; `walks` those that random walks visit "
+        "most often (PinSAGE). The last two for tasks of vertices, with sage, rsage, token-transformer and model "
+        "classes that read edge_weight."
+    )
+    alpha: float | None = setting(
+        "ppr: probability that a walk ends before each step; default: 0.15.", None, above=0, below=1
+    )
+    eps: float | None = setting(
+        "ppr: residual per in-edge up to which a vertex is pushed; smaller: more exact and slower; default: 0.0001.",
+        None,
+        above=0,
+        below=1,
+    )
+    edge_types: tuple[str, ...] | None = setting("ppr: edge types that walks follow; default: all.", None, form=WORD)
+    num_walks: int | None = setting("walks: number of walks from each vertex; default: 50.", None, at_least=1)
+    length: int | None = setting("walks: steps of each walk; default: 4.", None, at_least=1)
+    restart: float | None = setting(
+        "walks: probability that a walk returns to its vertex before a step; default: 0.15.", None, at_least=0, below=1
+    )
+    metapath: tuple[str, ...] | None = setting(
+        "walks: edge types of one step, from the seed outwards, as [user__buys__item, item__rev_buys__user]; needed if "
+        "there are several edge types.",
+        None,
+        form=WORD,
+    )
+
+
 @dataclass(frozen=True)
 class Start:
     """The weights of another run from which a run starts. `start: RUN` is short for `start: {checkpoint: RUN}`."""
@@ -457,10 +502,8 @@ class TrainConfig:
         "Neighbours sampled per vertex, one number per hop, first hop first; -1: all neighbours.", (15, 10, 5)
     )
     eval_fanouts: tuple[int, ...] | None = setting("Fanouts for evaluation; default: those of training.", None)
-    neighbors: Literal["fanout", "top"] = setting(
-        "Which neighbours of a vertex: `fanout` draws them; `top` takes those of the highest `weight_attr`, or without "
-        "it the latest by `time_attr`.",
-        "fanout",
+    neighbors: Neighbors | None = setting(
+        "How neighbours are chosen: a name, or the keys below; default: they are drawn.", None
     )
     replace: bool = setting("Sample neighbours with replacement.", False)
     weight_attr: str | None = setting(

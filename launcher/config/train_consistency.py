@@ -12,11 +12,14 @@ from launcher.config.schema import (
     AT_K,
     METRICS,
     MODELS,
+    NEIGHBORS,
     OF_MODELS,
     OPTIMIZERS,
+    RULE_MODELS,
     SCHEDULES,
     TRACKERS,
     ClusterConfig,
+    Neighbors,
     Schedule,
     TrainConfig,
     is_own_model,
@@ -39,12 +42,8 @@ def check_training(config: ClusterConfig, reader: Reader) -> None:
         reader.report(("train", "fanouts"), "train.fanouts: empty; give one number per layer")
     elif reader.good(("train", "fanouts")):
         _layers(config, reader)
-    if train.neighbors == "top" and reader.good(("train", "neighbors")):
-        if train.weight_attr is None and train.time_attr is None:
-            text = "train.neighbors: top takes the heaviest or the latest neighbours; set weight_attr or time_attr"
-            reader.report(("train", "neighbors"), text)
-        elif train.replace:
-            reader.report(("train", "replace"), "train.replace: has no effect with neighbors: top; leave it out")
+    if train.neighbors is not None and reader.good(("train", "neighbors")):
+        _neighbors(train.neighbors, train, reader)
     _model(config, reader)
     for name, given in (("class_weights", train.class_weights), ("label_smoothing", train.label_smoothing)):
         if given and train.task not in ("auto", "classification"):
@@ -202,6 +201,37 @@ def _optimizer(optimizer: Mapping[str, Any], train: TrainConfig, reader: Reader)
             reader.report(place, f"train.optimizer.{key}: expected {kind}, found {shortened(str(value))}")
     if name == "Rprop" and train.weight_decay:
         reader.report(("train", "weight_decay"), "train.weight_decay: Rprop has none")
+
+
+def _neighbors(neighbors: Neighbors, train: TrainConfig, reader: Reader) -> None:
+    """Report keys that the way to choose neighbours does not have, and settings with which it cannot be used."""
+    place, name = ("train", "neighbors"), neighbors.name
+    known, some = NEIGHBORS[name].split(), {key for keys in NEIGHBORS.values() for key in keys.split()}
+    for key in sorted(some.difference(known)):
+        if getattr(neighbors, key) is not None:
+            has = f"; it has {', '.join(known)}" if known else ""
+            reader.report((*place, key), f"train.neighbors.{key}: {name} has no such key{has}")
+    if name == "top" and train.weight_attr is None and train.time_attr is None:
+        text = "train.neighbors: top takes the heaviest or the latest neighbours; set weight_attr or time_attr"
+        reader.report(place, text)
+    elif name != "fanout" and train.replace:
+        reader.report(("train", "replace"), f"train.replace: has no effect with neighbors: {name}; leave it out")
+    if name not in ("ppr", "walks"):
+        return
+    if train.model in MODELS and train.model not in RULE_MODELS:
+        models = f"{', '.join(RULE_MODELS)}, or a class that reads edge_weight"
+        reader.report(place, f"train.neighbors: {train.model} does not read the scores that {name} gives; use {models}")
+    if train.task == "link" or train.task.startswith("edge-"):
+        reader.report(place, f"train.neighbors: {name} is for tasks of vertices, not for {train.task}")
+    if train.edge_attr:
+        text = f"train.edge_attr: neighbors: {name} makes edges of its own, which have no attributes; leave it out"
+        reader.report(("train", "edge_attr"), text)
+    if train.sampling == "cuda":
+        text = f"train.sampling: neighbours by {name} are chosen by the CPU; set auto or cpu"
+        reader.report(("train", "sampling"), text)
+    if wrong := [k for k in (*train.fanouts, *(train.eval_fanouts or ())) if k < 1]:
+        text = f"train.fanouts: {wrong[0]} neighbours by {name}; give the number of neighbours of each layer"
+        reader.report(("train", "fanouts"), text)
 
 
 def _schedule(schedule: Schedule, train: TrainConfig, reader: Reader) -> None:

@@ -33,6 +33,8 @@ def sampling_line(
     sampling = [node for node in nodes if node.devices and node.ranks and node.parts]
     if not sampling or config.train.sampling == "cpu":
         return ""
+    if config.train.neighbors is not None and config.train.neighbors.name in ("ppr", "walks"):
+        return f"{_BY_CPU}, which choose neighbours by {config.train.neighbors.name}"
     found: dict[str, list[int]] = {}
     for node in sampling:
         size = topology.bytes or _edge_bytes(node, manifest, facts)

@@ -21,7 +21,9 @@ from trainer import (
     DistGraphSAINTRandomWalkSampler,
     DistLinkNeighborLoader,
     DistNeighborLoader,
+    DistPPRLoader,
     DistShaDowKHopSampler,
+    DistWalkLoader,
 )
 from trainer.core.errors import PartitionError
 from trainer.graph.open import open_graph
@@ -49,6 +51,10 @@ HOMO_LOADERS = {
     "top until a time": lambda g: DistNeighborLoader(
         g, [4, 3], ODD, input_time=ODD % 50, time_attr="edge_time", weight_attr="edge_weight", neighbors="top", **BOTH
     ),
+    "ranks": lambda g: DistPPRLoader(g, [4, 3], "train", weight_attr="edge_weight", **BOTH),
+    "ranks, tokens, times": lambda g: DistPPRLoader(g, 4, "train", time_attr="time", output="tokens", **BOTH),
+    "ranks, subgraph": lambda g: DistPPRLoader(g, 4, "train", output="subgraph", **BOTH),
+    "walks": lambda g: DistWalkLoader(g, [4, 3], "train", num_walks=9, **BOTH),
     "some attributes": lambda g: DistNeighborLoader(g, [4], "train", attrs=["half", "edge_attr"], **BOTH),
     "links, binary": lambda g: DistLinkNeighborLoader(
         g, [4, 3], neg_sampling="binary", avoid_links=True, exclude="both", **BOTH

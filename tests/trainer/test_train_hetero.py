@@ -24,6 +24,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "hgt, temporal": {"model": "hgt", "time_attr": "time"},
     "rsage, the latest": {"model": "rsage", "time_attr": "time", "temporal_strategy": "last"},
     "rsage, weighted": {"model": "rsage", "weight_attr": "edge_weight", "disjoint": True, "replace": True},
+    "rsage, ranks": {"model": "rsage", "neighbors": {"name": "ppr", "eps": 1e-3}, "weight_attr": "edge_weight"},
+    "tokens, ranks": {"model": "token-transformer", "neighbors": "ppr", "time_attr": "time", "max_tokens": 20},
     "tokens, top": {
         "model": "token-transformer",
         "weight_attr": "edge_weight",

@@ -91,11 +91,13 @@ def _infer(
     group.agree(lambda: read_categories(model, graph))
     how, fanouts = "", None
     timed = settings.time_attr is not None and isinstance(target, str)
-    if timed or stack_of(model, model_facts(graph.manifest, target, task.outputs, edge_attr)) is None:
+    ruled = settings.neighbors is not None and settings.neighbors.rule is not None
+    if timed or ruled or stack_of(model, model_facts(graph.manifest, target, task.outputs, edge_attr)) is None:
         fanouts = job.fanouts or settings.eval_fanouts or settings.fanouts
         if len(fanouts) != len(settings.fanouts):
             raise SettingsError(f"fanouts has {len(fanouts)} numbers, but the model has {len(settings.fanouts)} layers")
-        on = f"sampled neighbours ({', '.join(map(str, fanouts))})" if max(fanouts) > 0 else "all neighbours"
+        by = f" by {settings.neighbors.name}" if ruled and settings.neighbors else ""
+        on = f"sampled neighbours{by} ({', '.join(map(str, fanouts))})" if max(fanouts) > 0 else "all neighbours"
         at = ", of each node not later than its own time" if timed else ""
         how = f"; {settings.model} was run on {on}{at}{'' if job.fanouts else ', as in evaluation'}"
         settings = replace(settings, eval_fanouts=fanouts)

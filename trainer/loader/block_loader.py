@@ -24,9 +24,10 @@ from trainer.graph.prefetch import Sampler, ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, SeedShare, shares
 from trainer.loader.arguments import time_level
 from trainer.sampler.multi_hop import block_edges, cut_block
+from trainer.sampler.rules import check_rule, num_requests, rule_edges
 from trainer.sampler.settings import check_settings
 from trainer.sampler.subgraph_sampler import SampledBatch, SubgraphSampler
-from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet, TimeRule
+from trainer.sampler.types import RowRequest, Rule, SampledSubgraph, SampleSettings, SeedSet, TimeRule
 from trainer.store.manifest import LOOPLESS_DEGREE, AttrSpec, Manifest
 
 AnyBatch: TypeAlias = Batch | HeteroBatch
@@ -59,6 +60,7 @@ class LoaderSettings:
         edge_attr: Edge attribute [E] or [E, d] that blocks get as ``edge_attr``, for the edge types that have it.
         categories: Integer node attributes [N] that batches get side by side as ``categories``, by node type.
         ages: Node types with the attribute ``time_attr`` of which batches get ``age``.
+        rule: A rule that chooses the neighbours, with scores, instead of draws among the edges.
     """
 
     split: str
@@ -80,6 +82,7 @@ class LoaderSettings:
     edge_attr: str | None = None
     categories: Mapping[NodeType, tuple[str, ...]] = field(default_factory=dict)
     ages: tuple[NodeType, ...] = ()
+    rule: Rule | None = None
 
 
 class BlockLoader(ABC):
@@ -95,7 +98,8 @@ class BlockLoader(ABC):
         self.order = SeedOrder(num_seeds, settings.global_batch, settings.seed, settings.shuffle, stream)
         sampling = sampling_of(graph, settings)
         check_settings(graph.manifest, sampling)
-        self._patience = graph.patience(settings.deadline, sampling.num_hops + 2)  # every request has its own deadline
+        # every request has its own deadline
+        self._patience = graph.patience(settings.deadline, num_requests(graph.manifest, sampling))
         self._kept: dict[NodeType, DeviceRows] = {}
         self.sampler = graph.sampler(sampling, columns_of(graph, settings), labels)
         self._device_sampler: Sampler | None = None
@@ -314,8 +318,11 @@ def timed_seeds(graph: Graph, settings: LoaderSettings, seeds: Ids, trees: Ids) 
 
 
 def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
-    given = settings.fanouts
-    every = {of: tuple(given) for of in graph.manifest.edges} if not isinstance(given, Mapping) else dict(given)
+    given, rule, types = settings.fanouts, settings.rule, list(graph.manifest.edges)
+    if rule is not None:
+        check_rule(graph.manifest, rule, [settings.target])
+        types = rule_edges(rule, graph.manifest, [settings.target], len(given))
+    every = {of: tuple(given) for of in types} if not isinstance(given, Mapping) else dict(given)
     time, top = None, settings.top
     if settings.time_attr is not None:
         last = settings.last or (top and settings.weight is None)
@@ -324,7 +331,7 @@ def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
     disjoint = settings.disjoint or time is not None
     return SampleSettings(
         every, replace=settings.replace, disjoint=disjoint, weight=settings.weight, top=top, time=time,
-        edge_ids=settings.edge_attr is not None,
+        edge_ids=settings.edge_attr is not None, rule=rule,
     )  # fmt: skip
 
 
@@ -416,5 +423,6 @@ def block_of(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int, edge_rows
         return block
     at = block_edges(subgraph, edge_type, hop)
     if edges.scores is not None and edges.hops is not None:
-        block = replace(block, edge_weight=tensor_of(edges.scores[at]), hops=tensor_of(edges.hops[at]).long())
+        weight = tensor_of(edges.scores[at])
+        block = replace(block, edge_attr=weight[:, None], edge_weight=weight, hops=tensor_of(edges.hops[at]).long())
     return block if rows is None else replace(block, edge_attr=rows[tensor_of(at).long()])

@@ -99,7 +99,7 @@ class NodeLoader(PyGLoader):
         return ids[of], times[of]
 
     def annotate(self, data: Any, out: Output) -> None:
-        ids, times = out.metadata
+        ids, times = out.metadata[:2]
         if not self._several:
             (of,) = self.inputs.of
             ids, times = {of: ids}, {of: times}

@@ -24,7 +24,7 @@ from trainer.core.schema import EdgeType, NodeType
 from trainer.nn.graph_facts import LayerNeed
 from trainer.nn.kernels.precision import for_sums
 from trainer.nn.kernels.spmm import aggregate, attend, edge_dots, edge_targets
-from trainer.nn.layers import SAGEConv, linear_first, mean_edge_attr
+from trainer.nn.layers import SAGEConv, linear_first, mean_edge_attr, weighted_mean
 
 Blocks = Mapping[EdgeType, Block]
 
@@ -279,6 +279,9 @@ class HGTConv(nn.Module):
 
 def add_mean(out: Tensor, block: Block, x: Tensor, weight: Tensor) -> None:
     """Add ``(mean of each target's sources) @ weight`` to ``out`` [num_dst, out_dim] in place."""
+    if block.edge_weight is not None:
+        out += weighted_mean(block, x @ weight)
+        return
     rows, block = targets_with_edges(block)
     in_dim, out_dim = weight.shape
     if linear_first(block, in_dim, out_dim, x.requires_grad):

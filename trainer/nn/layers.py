@@ -58,6 +58,8 @@ class SAGEConv(nn.Module):
         out_dim: Width of output rows.
         edge_dim: Width of the blocks' ``edge_attr``; 0: none.
 
+    If the block has ``edge_weight``, the mean is weighted by it.
+
     Shapes:
         - **input:** block, rows [num_src, in_dim].
         - **output:** rows [num_dst, out_dim].
@@ -101,6 +103,11 @@ class SAGEConv(nn.Module):
 
     def _of_nodes(self, block: Block, x: Tensor, before: Activation | None) -> Tensor:
         of_mean, of_self = self.lin_l.weight, self.lin_r.weight
+        if block.edge_weight is not None:
+            x = x if before is None else before.of(x)
+            if linear_first(block, x.shape[1], len(of_mean), x.requires_grad):
+                return x[: block.num_dst] @ of_self.t() + weighted_mean(block, x @ of_mean.t())
+            return x[: block.num_dst] @ of_self.t() + weighted_mean(block, x) @ of_mean.t()
         if linear_first(block, x.shape[1], len(of_mean), x.requires_grad):
             x = x if before is None else before.of(x)
             return x[: block.num_dst] @ of_self.t() + aggregate(block, x @ of_mean.t(), "mean")
@@ -110,6 +117,19 @@ class SAGEConv(nn.Module):
             return sage_rows(block, x, of_mean, of_self, before, product_dtype(x))
         x = x if before is None else before.of(x)
         return x[: block.num_dst] @ of_self.t() + aggregate(block, x, "mean") @ of_mean.t()
+
+
+def weighted_mean(block: Block, x: Tensor) -> Tensor:
+    """Return the mean of each target's sources by the edges' weights, [num_dst, f]; 0 for a target without edges.
+
+    The importance pooling of Ying et al., "Graph Convolutional Neural Networks for Web-Scale Recommender Systems"
+    (2018).
+    """
+    assert block.edge_weight is not None
+    weight, targets = block.edge_weight, edge_targets(block)
+    total = weight.new_zeros(block.num_dst).index_add_(0, targets, weight)
+    share = (weight / total[targets]).to(x.dtype)[:, None]
+    return attend(block, x[:, None], share)[:, 0]
 
 
 def mean_edge_attr(block: Block) -> Tensor:

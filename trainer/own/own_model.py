@@ -381,7 +381,8 @@ def _built(
     try:
         own: Any = cls(**arguments)
         blocks = not typed and runs_on_blocks(own)
-        as_weight = bool(edge_dims) and _reads_weight(own, names, settings.edge_attr or "", edge_dims)
+        # scores of neighbours are edge features, too
+        as_weight = bool(edge_dims) and _reads_weight(own, names, settings.edge_attr or "edge_weight", edge_dims)
         if converted:
             own = _converted(own, types, edges)
         elif blocks:
@@ -433,7 +434,8 @@ def _reads_weight(own: Any, names: Sequence[str], attr: str, dims: Sequence[int]
         if not getattr(own, f"supports_{name}", True):
             plain.discard(name)
     if not plain & {"edge_weight", "edge_attr", "batch"}:
-        raise SettingsError(f"edge_attr: model {type(own).__name__} does not read edge features or weights")
+        given = "neighbors" if attr == "edge_weight" else "edge_attr"
+        raise SettingsError(f"{given}: model {type(own).__name__} does not read edge features or weights")
     return "edge_weight" in plain and ("edge_attr" not in plain or (set(dims) == {1} and "weight" in attr))
 
 

@@ -79,6 +79,8 @@ def _place(
         return None, why
     if any(loader.settings.categories for loader in loaders.values()):
         return None, "columns of categories are gathered by the CPU"
+    if rules := {loader.settings.rule.name for loader in loaders.values() if loader.settings.rule}:
+        return None, f"neighbours by {rules.pop()} are chosen by the CPU"
     from trainer.cuda.topology import TopologyPlan  # imports numba-cuda
 
     found = TopologyPlan.of(graph.store, _settings(loaders), device, reserved)

@@ -89,15 +89,16 @@ def output_rows(
 ) -> LayerResults:  # fmt: skip
     """Compute the output of a model, or of the encoder of a ``LinkModel``, for all nodes. Collective.
 
-    Layer by layer, with all neighbours; a class that has no layers is run on neighbours sampled as in evaluation. With
-    times, each node is computed from neighbours sampled at its own time. ``target``: node type of the seeds, or edge
-    type of the links. ``outputs``: width of a model of nodes.
+    Layer by layer, with all neighbours; a class that has no layers is run on neighbours sampled as in evaluation, and
+    so is a model of neighbours that a rule chooses. With times, each node is computed from neighbours sampled at its
+    own time. ``target``: node type of the seeds, or edge type of the links. ``outputs``: width of a model of nodes.
     """
     columns = embeddings_of(model).names
     whole = WholeGraph(
         graph, layout, group, scratch, nodes_at_once, settings.weight_attr, settings.edge_attr, columns
     )  # fmt: skip
-    if isinstance(target, str) and settings.time_attr is not None:
+    ruled = settings.neighbors is not None and settings.neighbors.rule is not None
+    if isinstance(target, str) and (ruled or settings.time_attr is not None):
         degree, ages = bool(getattr(model, "needs_degree", False)), getattr(model, "timed", ())
         timed = loader_settings(settings, target, "val", degree, columns, ages)
         return whole.run_sampled(SeedsOnly(model, target, outputs), timed)

@@ -80,6 +80,8 @@ def link_loaders(
 
 
 def check_link_settings(settings: TrainSettings, graph: Graph, edge_type: EdgeType) -> None:
+    if settings.neighbors and settings.neighbors.rule:
+        raise SettingsError(f"neighbors: {settings.neighbors.name} is for tasks of nodes, not for task link")
     if settings.eval_negatives == "all" and settings.time_attr is not None:
         raise SettingsError(
             "eval_negatives: all computes each node once, from all its edges, so it is not for time_attr; set a number"
@@ -122,7 +124,10 @@ def edge_loaders(
     """Return a loader of the labelled edges of each split. Raises ``SettingsError`` for times and disjoint sampling."""
     from trainer.loader.edge_block_loader import EdgeBlockLoader  # imports torch_geometric
 
-    for name, given in (("time_attr", settings.time_attr), ("disjoint", settings.disjoint)):
+    rule = settings.neighbors and settings.neighbors.rule
+    for name, given in (
+        ("time_attr", settings.time_attr), ("disjoint", settings.disjoint), (f"neighbors: {rule and rule.name}", rule)
+    ):  # fmt: skip
         if given:
             raise SettingsError(f"{name} cannot be used with labels of edges")
     if settings.edge_attr in (SPLIT, LABEL):
@@ -160,7 +165,8 @@ def loader_settings(
         weight=settings.weight_attr,
         time_attr=settings.time_attr,
         last=settings.temporal_strategy == "last",
-        top=settings.neighbors == "top",
+        top=settings.neighbors is not None and settings.neighbors.name == "top",
+        rule=settings.neighbors.rule if settings.neighbors else None,
         disjoint=settings.disjoint,
         edge_attr=settings.edge_attr,
         categories=categories or {},

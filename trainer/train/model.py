@@ -26,6 +26,7 @@ from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs, with_categ
 from trainer.nn.link_model import build_link_model, link_facts
 from trainer.nn.models import HETERO_MODELS, build_model, is_own
 from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
+from trainer.sampler.rules import check_rule, rule_edges, rule_schema
 from trainer.sampler.types import RowRequest
 from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, load_checkpoint
@@ -54,6 +55,22 @@ def model_facts(
     return replace(facts, num_classes=outputs) if isinstance(target, str) else link_facts(facts, target)
 
 
+def on_rule(manifest: Manifest, settings: TrainSettings, target: Target) -> Manifest:
+    """Return the manifest with the edge types that a run's model reads: those of the graph, or of ``neighbors``."""
+    rule = settings.neighbors and settings.neighbors.rule
+    if not rule or not manifest.hetero:
+        return manifest
+    ends = [target] if isinstance(target, str) else [target[0], target[2]]
+    check_rule(manifest, rule, ends)
+    return replace(manifest, edges=rule_schema(manifest, rule_edges(rule, manifest, ends, len(settings.fanouts))).edges)
+
+
+def _with_scores(facts: GraphFacts, settings: TrainSettings) -> GraphFacts:
+    """Return the facts of a run, whose model class reads the scores of neighbours as features of edges."""
+    ruled = settings.neighbors and settings.neighbors.rule and is_own(settings.model)
+    return replace(facts, edge_dims=dict.fromkeys(facts.edge_types, 1)) if ruled else facts
+
+
 def graph_facts(
     graph: Graph, settings: TrainSettings, target: Target, outputs: int, degrees: tuple[int, ...]
 ) -> GraphFacts:
@@ -61,7 +78,8 @@ def graph_facts(
     found = categories_of(graph.manifest, settings.category_dims)
     read = {of: tuple(replace(column, texts=_texts(graph, of, column.name)) for column in columns)
             for of, columns in found.items()}  # fmt: skip
-    facts = model_facts(graph.manifest, target, outputs, settings.edge_attr, degrees, read)
+    manifest = on_rule(graph.manifest, settings, target)
+    facts = _with_scores(model_facts(manifest, target, outputs, settings.edge_attr, degrees, read), settings)
     attr, nodes = settings.time_attr, graph.manifest.nodes
     if attr is None or not isinstance(target, str) or not facts.hetero or settings.model not in HETERO_MODELS:
         return facts
@@ -156,7 +174,8 @@ def embedded_nodes(
     if the settings demand rows of a model that has none.
     """
     categories = categories_of(manifest, settings.category_dims)
-    facts = model_facts(manifest, target, outputs, settings.edge_attr, categories=categories)
+    seen = on_rule(manifest, settings, target)
+    facts = model_facts(seen, target, outputs, settings.edge_attr, categories=categories)
     own = is_own(settings.model)
     if settings.model not in HETERO_MODELS and not own:
         other = f"model {settings.model} has no trainable rows of nodes; {', '.join(HETERO_MODELS)} have"
@@ -204,7 +223,8 @@ def check_on_graph(settings: TrainSettings, parts: Path) -> None:
         spec = manifest.nodes[target]
         of_classes = spec.num_classes and settings.task in ("auto", "classification")
         outputs = spec.num_classes if of_classes else math.prod(spec.attrs["y"].shape[1:])
-    facts = model_facts(manifest, target, outputs, settings.edge_attr, degrees=(1, 1))
+    seen = on_rule(manifest, settings, target)
+    facts = _with_scores(model_facts(seen, target, outputs, settings.edge_attr, degrees=(1, 1)), settings)
     rows, _ = embedded_nodes(settings, manifest, target, outputs)
     make_model(settings, facts, target, dict.fromkeys(rows, 1))
 

@@ -18,10 +18,15 @@ import msgspec
 
 from trainer.core.errors import SettingsError
 from trainer.core.remote_settings import CacheSize, RemoteAccess
+from trainer.core.schema import type_of
+from trainer.sampler.types import PPR, Rule, Walks
 from trainer.track.tracker import TRACKERS
 
 #: Names of the bundled models.
 MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn", "token-transformer")
+
+#: Bundled models that read the scores of neighbours by PageRank or walks.
+RULE_MODELS = ("sage", "rsage", "token-transformer")
 
 #: Settings that only some bundled models read, and no class of your own.
 OF_MODELS: Mapping[str, tuple[str, ...]] = {
@@ -89,6 +94,42 @@ class Schedule:
     epochs: int | None = setting("cosine, one-cycle: epochs until the lowest rate (all)", None, at_least=1)
 
 
+#: The ways to choose neighbours, with the keys that only some of them have.
+NEIGHBORS: Mapping[str, str] = {
+    "fanout": "",
+    "top": "",
+    "ppr": "alpha eps edge_types",
+    "walks": "num_walks length restart metapath",
+}
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """How the neighbours of a node are chosen, as many as ``fanouts`` says."""
+
+    name: Literal["fanout", "top", "ppr", "walks"] = setting(
+        "fanout: drawn; top: of the highest weight_attr, or without it the latest by time_attr; ppr: of the highest "
+        "personalised PageRank; walks: visited most often by random walks", ...
+    )  # fmt: skip
+    alpha: float | None = setting("ppr: probability that a walk ends before each step (0.15)", None, above=0, below=1)
+    eps: float | None = setting(
+        "ppr: residual per in-edge up to which a node is pushed (0.0001)", None, above=0, below=1
+    )
+    edge_types: tuple[str, ...] | None = setting("ppr: edge types that walks follow (all)", None)
+    num_walks: int | None = setting("walks: number for each node (50)", None, at_least=1)
+    length: int | None = setting("walks: steps of each (4)", None, at_least=1)
+    restart: float | None = setting("walks: probability of a return before a step (0.15)", None, at_least=0, below=1)
+    metapath: tuple[str, ...] | None = setting("walks: edge types of a step, from the seed outwards", None)
+
+    @property
+    def rule(self) -> Rule | None:
+        """The rule of the sampler; None: neighbours are edges of the graph."""
+        given = {key: getattr(self, key) for key in NEIGHBORS[self.name].split() if getattr(self, key) is not None}
+        for key in given.keys() & {"edge_types", "metapath"}:
+            given[key] = tuple(type_of(name) for name in given[key])
+        return {"ppr": PPR, "walks": Walks}[self.name](**given) if self.name in ("ppr", "walks") else None
+
+
 @dataclass(frozen=True)
 class Start:
     """The weights of another run from which a run starts."""
@@ -140,10 +181,7 @@ class TrainSettings:
     attention_dropout: float = setting("Dropout probability of attention weights (gat).", 0.0, at_least=0, below=1)
     fanouts: tuple[int, ...] = setting("Neighbours per hop, from the seeds outward; -1: all.", (15, 10, 5))
     eval_fanouts: tuple[int, ...] | None = setting("Fanouts for evaluation; default: fanouts.", None)
-    neighbors: Literal["fanout", "top"] = setting(
-        "Which neighbours: fanout draws them; top takes those of the highest weight_attr, or without it the latest by "
-        "time_attr.", "fanout"
-    )  # fmt: skip
+    neighbors: Neighbors | None = setting("How neighbours are chosen; default: they are drawn.", None)
     replace: bool = setting("Sample neighbours with replacement.", False)
     weight_attr: str | None = setting(
         "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None
@@ -243,7 +281,7 @@ class TrainSettings:
                 object.__setattr__(self, name, _with_keys(name, kind, value))
         problems = [
             *_bad_model(self), *_unread(self), *_beyond_limits(self), *_bad_fanouts(self), *_bad_cache(self),
-            *_bad_schedule(self),
+            *_bad_schedule(self), *_bad_neighbors(self),
             *(f"track: there is no tracker {name!r}; the trackers are {', '.join(TRACKERS)}"
               for name in self.track or () if name not in TRACKERS),
         ]  # fmt: skip
@@ -460,6 +498,29 @@ def _bad_schedule(settings: TrainSettings) -> Iterator[str]:
         yield "schedule: give warmup_steps or warmup_epochs, not both"
     if schedule.name == "one-cycle" and (schedule.warmup_steps or schedule.warmup_epochs):
         yield "schedule: one-cycle has its own warm-up, rise"
+
+
+def _bad_neighbors(settings: TrainSettings) -> Iterator[str]:
+    if (neighbors := settings.neighbors) is None:
+        return
+    known, some = NEIGHBORS[neighbors.name].split(), {key for keys in NEIGHBORS.values() for key in keys.split()}
+    for key in sorted(some.difference(known)):
+        if getattr(neighbors, key) is not None:
+            yield f"neighbors.{key}: {neighbors.name} has no such key"
+    if neighbors.name not in ("ppr", "walks"):
+        return
+    if settings.model in MODELS and settings.model not in RULE_MODELS:
+        yield (
+            f"neighbors: model {settings.model} does not read the scores that {neighbors.name} gives; use "
+            f"{', '.join(RULE_MODELS)}, or a class that reads edge_weight"
+        )
+    if settings.task == "link" or settings.task.startswith("edge-"):
+        yield f"neighbors: {neighbors.name} is for tasks of nodes, not for {settings.task}"
+    if settings.sampling == "cuda":
+        yield f"sampling: neighbours by {neighbors.name} are chosen by the CPU; use auto or cpu"
+    for name, given in (("replace", settings.replace), ("edge_attr", settings.edge_attr)):
+        if given:
+            yield f"{name}: cannot be used with neighbors: {neighbors.name}, which draws no edges of the graph"
 
 
 def _bad_fanouts(settings: TrainSettings) -> Iterator[str]:

@@ -546,6 +546,17 @@ class TrainConfig:
         128,
         at_least=1,
     )
+    hard_negatives: str | None = setting(
+        "Task `link`: edge type from sources of links to vertices that are negatives of their links, beside "
+        "`negatives`, as `user__returns__item`.",
+        None,
+        form=WORD,
+    )
+    num_hard_negatives: int = setting(
+        "Largest number of `hard_negatives` per link; if there are more, they are drawn in each step.",
+        4,
+        at_least=1,
+    )
     eval_negatives: int | Literal["all"] = setting(
         "Task `link`: number of randomly drawn vertices among which the target of a link is ranked; all: all to which "
         "its source is not linked yet, with metrics as `recall@20`.",

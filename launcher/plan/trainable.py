@@ -192,3 +192,8 @@ def _check_attrs(config: ClusterConfig, parts: PartitionFiles) -> None:
             raise UsageError(
                 f"train.{key}: {parts.dataset} has no attribute {name!r} there; it has {there}; nothing was sent"
             )
+    if train.hard_negatives is not None and parts.edges and train.hard_negatives not in parts.edges:
+        raise UsageError(
+            f"train.hard_negatives: {parts.dataset} has no edge type {train.hard_negatives}; it has "
+            f"{', '.join(sorted(parts.edges))}; nothing was sent"
+        )

@@ -14,8 +14,9 @@ from oracle import assert_identical, layout_of
 from plain_sampler import GOLDEN, MASK, PlainGraph, Rule, mix, pick, plain_sample
 from trainer import DistAnchorNeighborLoader
 from trainer.core.errors import DataError, SettingsError
-from trainer.loader.anchor_loader import _IN_BATCH, _LINKS
+from trainer.loader.anchor_loader import _IN_BATCH
 from trainer.loader.link_loader import ROLE
+from trainer.loader.node_links import _LINKS
 from trainer.sampler.types import SeedSet
 
 SHOWN, FAR = ("paper", "shown", "author"), 1 << 62

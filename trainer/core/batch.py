@@ -115,16 +115,21 @@ class LinkEnds:
     #: float32 [num_seeds + m], log of how often each link's target, then each negative, is drawn; None: no correction
     log_q: Tensor | None = None
     attr: Tensor | None = None  #: float32 [num_seeds, d], features of the edges whose labels are learned
+    own: Tensor | None = None  #: int64 [num_seeds, k], further negatives of each link alone; -1 for none
 
     def is_target(self) -> Tensor:
-        """Return whether each negative is the target of a link, bool [num_seeds, m]."""
-        return self.dst[:, None] == self.negatives[None] if self.equal is None else self.equal
+        """Return which negatives are left out for each link, as they are its target: bool [num_seeds, m].
+
+        With ``own``, [num_seeds, m + k].
+        """
+        equal = self.dst[:, None] == self.negatives[None] if self.equal is None else self.equal
+        return equal if self.own is None else torch.cat([equal, self.own < 0], 1)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> LinkEnds:
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
-        names = ("src", "dst", "negatives", "group", "equal", "log_q", "attr")
+        names = ("src", "dst", "negatives", "group", "equal", "log_q", "attr", "own")
         return replace(self, **{name: moved(getattr(self, name)) for name in names})  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ import torch
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.rng import GOLDEN, hashed
-from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType, edge_salt
+from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType
 from trainer.graph.in_memory import as_graph
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import SeedShare
@@ -26,16 +26,15 @@ from trainer.loader.link_loader import ROLE, excluded
 from trainer.loader.link_seeds import canonical, given_or_reverse, node_draw
 from trainer.loader.negatives import NegativeRule, draw_negatives, linked_in_step
 from trainer.loader.neighbor_loader import DistNeighborLoader
+from trainer.loader.node_links import Pairs, leading_type, links_of
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import BatchSeeds, trees_by_owner
-from trainer.sampler.settings import bound_here
 from trainer.sampler.subgraph_sampler import SampledBatch
-from trainer.sampler.types import HopRequest, RowRequest, SeedSet, TimeBound
+from trainer.sampler.types import RowRequest, SeedSet
 
 RANDOM, IN_BATCH = "random", "in-batch"  #: kinds of negatives that are neither an edge type nor an attribute
 
-#: Salts of a batch's key, so that draws of links, and of in-batch negatives, are independent of those of neighbours.
-_LINKS, _IN_BATCH = int(hashed(np.uint64(1))), int(hashed(np.uint64(2)))
+_IN_BATCH = int(hashed(np.uint64(2)))  #: salt of a batch's key, for the draws of in-batch negatives
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,6 @@ class Anchors:
     ids: Ids  #: int64 [a] original ids
     places: Ids  #: int64 [a] places in the global batch
     times: Ids | None  #: int64 [a]
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Pairs of an anchor and another node: its positives or negatives. Sorted by anchor."""
-
-    owner: Ids  #: int64 [m] index of the anchor
-    ids: Ids  #: int64 [m] original ids of the other nodes
-    times: Ids | None = None  #: int64 [m] when each pair was linked, or its other node began to be, if known
-
-    def of(self, owners: Ids) -> Pairs:
-        """Return the pairs of the anchors ``owners``, which is ascending, renumbered by their position in it."""
-        own = np.isin(self.owner, owners)
-        owner = np.searchsorted(owners, self.owner[own])
-        return Pairs(owner, self.ids[own], None if self.times is None else self.times[own])
-
-    def numbers(self) -> Ids:
-        """Return for each pair its number among those of its anchor, int64 [m]."""
-        return np.arange(len(self.owner)) - np.searchsorted(self.owner, self.owner)
 
 
 class DistAnchorNeighborLoader(DistNeighborLoader):
@@ -219,24 +199,9 @@ class DistAnchorNeighborLoader(DistNeighborLoader):
         return Anchors(nodes[of], rows["orig_id"].astype(np.int64), places, self._times(split, nodes).get(of))
 
     def _linked(self, leading: EdgeType, anchors: Anchors, most: int, key: int) -> Pairs:
-        """Return the sources of the anchors' in-edges of one type, up to ``most`` per anchor, none later than it."""
-        rule, bound, access = self.settings.time, None, self.graph.access
-        if rule is not None and anchors.times is not None and bound_here(rule, self.graph.manifest.edges[leading]):
-            bound = TimeBound(anchors.times, rule.attr, rule.on)
-        on = None if bound is None else bound.on
-        request = HopRequest(
-            leading, anchors.nodes, most, 0, key ^ _LINKS ^ edge_salt(leading), with_edge=on == "edge",
-            trees=anchors.places, bound=bound,
-        )  # fmt: skip
-        (sample,) = access.sample_hops([request])
-        time = () if rule is None else (rule.attr,)
-        asked = [RowRequest(leading[0], sample.src.astype(np.int64), ("orig_id", *(time if on == "node" else ())))]
-        if on == "edge" and sample.edge is not None:
-            asked.append(RowRequest(leading, sample.edge.astype(np.int64), time))
-        rows = access.gather(asked)
-        times = None if rule is None or bound is None else rows[-1][rule.attr].astype(np.int64)
-        owner = np.repeat(np.arange(len(anchors.ids)), sample.counts)
-        return Pairs(owner, rows[0]["orig_id"].astype(np.int64), times)
+        """Return the links of anchors by one edge type, up to ``most`` per anchor, none later than it."""
+        rule = self.settings.time
+        return links_of(self.graph, leading, anchors.nodes, anchors.places, most, key, rule, anchors.times)
 
     def _negatives_of(
         self, kind: str | EdgeType, amount: int, anchors: Anchors, everyone: tuple[Anchors, Pairs], key: int
@@ -366,11 +331,7 @@ def _kinds(graph: Graph, edge_type: EdgeType, given: Any) -> dict[str | EdgeType
             raise SettingsError("negatives: the number of 'random' negatives per anchor must be at least 0")
         if isinstance(kind, tuple):
             of = canonical(graph, kind, where="negatives")
-            if (of[0], of[2]) == (source, target):
-                of = given_or_reverse(graph, of, None, "negatives are read from reverse edges")
-            elif (of[2], of[0]) != (source, target):
-                raise SettingsError(f"negatives: {of} is not between {source!r} and {target!r} nodes")
-            found[of] = number
+            found[leading_type(graph, of, source, target, "negatives")] = number
         elif kind in (RANDOM, IN_BATCH):
             found[kind] = number
         elif kind not in attrs or np.dtype(attrs[kind].dtype).kind not in "iu" or len(attrs[kind].shape) > 2:

@@ -12,11 +12,12 @@ from trainer.core.batch import LinkEnds
 from trainer.core.schema import EdgeType, NodeType
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout, SeedShare
-from trainer.loader.block_loader import AnyBatch, BlockLoader, LoaderSettings
+from trainer.loader.block_loader import AnyBatch, BlockLoader, LoaderSettings, sampling_of
 from trainer.loader.link_loader import excluded
 from trainer.loader.link_seeds import LinkInputs, reverse_type
 from trainer.loader.link_trees import TimedLinks, TimeGroups, tree_seeds
 from trainer.loader.negatives import NegativeDraw, NegativeRule, draw_negatives, linked_in_step
+from trainer.loader.node_links import Pairs, links_of
 from trainer.sampler.types import SeedSet
 from trainer.store.part_store import PartStore
 
@@ -30,6 +31,8 @@ class LinkBlockSettings:
     #: [nodes of the target type], log of each target's share of the links: the negatives of a step are then the targets
     #: of the step's links, with this correction; None: negatives are drawn uniformly
     log_q: Array | None = None
+    own: EdgeType | None = None  #: edge type that leads to the source of a link from further negatives of this link
+    num_own: int = -1  #: largest number of these per link; -1: all
 
 
 class LinkBlockLoader(BlockLoader):
@@ -38,7 +41,9 @@ class LinkBlockLoader(BlockLoader):
     All links of a step, on all ranks, share the same negatives (Lerer et al., "PyTorch-BigGraph: A Large-scale Graph
     Embedding System", 2019): nodes of the target type, drawn uniformly. A negative can form a link of the graph by
     chance. Ranks without links in a step have no negatives either. With ``log_q``, the negatives are the targets of the
-    step's links on all ranks, and those that the step links to the same source are no negatives of a link.
+    step's links on all ranks, and those that the step links to the same source are no negatives of a link. With
+    ``own``, each link also has negatives of its own: nodes to which its source has edges of that type, all or some
+    that are drawn, except the link's target.
 
     If the links have times, neighbours later than a link are not sampled for it (``tree_seeds``).
     """
@@ -50,6 +55,7 @@ class LinkBlockLoader(BlockLoader):
         self.links, self.link_settings = links, link_settings
         self._draw = NegativeDraw(graph.manifest.nodes[links.edge_type[2]].num_nodes)
         self._reverse = reverse_type(graph.manifest, links.edge_type)
+        self._rule = sampling_of(graph, settings).time
         super().__init__(graph, replace(settings, target=links.edge_type[2]), rank, layout, len(links), ("", ()))
 
     def _load(self, share: SeedShare) -> AnyBatch:
@@ -70,12 +76,17 @@ class LinkBlockLoader(BlockLoader):
     def _seeded(self, share: SeedShare) -> tuple[SeedSet, LinkEnds]:
         links, store = self.links, self.graph.store
         src, dst, negatives = self.ends(share)
+        own = self._own(share, src, dst)
         if links.times is None:
-            seeds, ends = distinct_ends(links.edge_type, src, dst, negatives, store)
+            seeds, ends = distinct_ends(links.edge_type, src, dst, negatives, store, own.ids)
         else:
             groups = TimeGroups.by_time(links.times[share.batch])
-            own = TimedLinks(src, dst, links.times[share.positions], share.places, negatives, groups)
-            seeds, ends = tree_seeds(links.edge_type, own, store)
+            timed = TimedLinks(src, dst, links.times[share.positions], share.places, negatives, groups, own)
+            seeds, ends = tree_seeds(links.edge_type, timed, store)
+        if ends.own is not None:
+            table = torch.full((len(src), int(own.numbers().max()) + 1), -1)
+            table[torch.from_numpy(own.owner), torch.from_numpy(own.numbers())] = ends.own
+            ends = replace(ends, own=table)
         if self.link_settings.log_q is not None:
             ends = self._corrected(share, ends, src, dst, negatives)
         if self.link_settings.hide:
@@ -89,6 +100,17 @@ class LinkBlockLoader(BlockLoader):
         assert self.link_settings.log_q is not None
         log_q = torch.from_numpy(self.link_settings.log_q[np.concatenate([dst, negatives])])
         return replace(ends, equal=torch.from_numpy(equal), log_q=log_q)
+
+    def _own(self, share: SeedShare, src: Ids, dst: Ids) -> Pairs:
+        """Return the negatives of each of this rank's links alone, none later than the link."""
+        of, links = self.link_settings.own, self.links
+        if of is None:
+            return Pairs(_NONE, _NONE)
+        nodes, rule = self.graph.store.to_global(links.edge_type[0], src), self._rule
+        times = None if links.times is None else links.times[share.positions]
+        found = links_of(self.graph, of, nodes, share.places, self.link_settings.num_own, share.key, rule, times)
+        others = found.ids != dst[found.owner]
+        return Pairs(found.owner[others], found.ids[others])
 
     def _negatives(self, share: SeedShare) -> Ids:
         count, num_nodes = self.link_settings.negatives, self.graph.manifest.nodes[self.links.edge_type[2]].num_nodes
@@ -107,15 +129,15 @@ class LinkBlockLoader(BlockLoader):
 
 
 def distinct_ends(
-    edge_type: EdgeType, src: Ids, dst: Ids, negatives: Ids, store: PartStore
+    edge_type: EdgeType, src: Ids, dst: Ids, negatives: Ids, store: PartStore, own: Ids = _NONE
 ) -> tuple[SeedSet, LinkEnds]:  # fmt: skip
     """Return the seeds of links and negatives, and the position of each link end and negative among the seeds.
 
-    Every node is a seed only once. ``src``, ``dst``: sources and targets of the links. ``negatives``: nodes of the
-    target type. All are original ids.
+    Every node is a seed only once. ``src``, ``dst``: sources and targets of the links. ``negatives``, ``own``: nodes
+    of the target type. All are original ids. ``LinkEnds.own`` has the positions of ``own``, in the same order.
     """
     groups: dict[NodeType, list[Ids]] = {edge_type[0]: [src]}
-    groups.setdefault(edge_type[2], []).extend([dst, negatives])
+    groups.setdefault(edge_type[2], []).extend([dst, negatives, own])
     nodes: dict[NodeType, Ids] = {}
     places: list[Ids] = []
     for of, group in groups.items():
@@ -123,4 +145,6 @@ def distinct_ends(
         nodes[of] = store.to_global(of, unique)
         places += np.split(inverse.astype(np.int64), np.cumsum([len(ids) for ids in group])[:-1])
     found = [torch.from_numpy(np.ascontiguousarray(place)) for place in places]
-    return SeedSet(nodes), LinkEnds(edge_type[0], edge_type[2], *found)
+    sources, targets, shared, alone = found
+    ends = LinkEnds(edge_type[0], edge_type[2], sources, targets, shared, own=alone if len(own) else None)
+    return SeedSet(nodes), ends

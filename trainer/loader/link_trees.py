@@ -19,6 +19,7 @@ from trainer.core.arrays import Ids
 from trainer.core.batch import LinkEnds
 from trainer.core.schema import EdgeType
 from trainer.loader.link_loader import ROLE
+from trainer.loader.node_links import Pairs
 from trainer.sampler.types import SeedSet
 from trainer.store.part_store import PartStore
 
@@ -53,13 +54,15 @@ class TimedLinks:
     places: Ids  #: int64 [n] places in the global batch
     negatives: Ids  #: int64 [m]
     groups: TimeGroups  #: of the global batch
+    own: Pairs  #: further negatives of each link alone
 
 
 def tree_seeds(edge_type: EdgeType, links: TimedLinks, store: PartStore) -> tuple[SeedSet, LinkEnds]:
     """Return the seeds of a temporal batch, and the positions of link ends and negatives among them.
 
     Seeds of the source type are the links' sources. Seeds of the target type are the links' targets, and all negatives
-    once for each time group that has links on this rank.
+    once for each time group that has links on this rank, and the negatives of each link alone, with the limit of its
+    group. ``LinkEnds.own`` has the positions of these, in their order.
 
     The random key of a link end's tree depends on the link's place in the global batch. The random key of a negative's
     tree depends on the negative and the group. Neither key depends on the numbers of ranks and parts.
@@ -68,10 +71,12 @@ def tree_seeds(edge_type: EdgeType, links: TimedLinks, store: PartStore) -> tupl
     num_links, num_negatives = len(links.src), len(links.negatives)
     numbers = (groups[:, None] + 2) * ROLE + np.arange(num_negatives)
     source = _Seeds(links.src, links.places, links.times)
+    own, limits = links.own, links.groups.times[groups]
+    roles = MOST_GROUPS + 2 + own.numbers()
     target = _Seeds(
-        np.concatenate([links.dst, np.tile(links.negatives, len(groups))]),
-        np.concatenate([links.places + ROLE, numbers.ravel()]),
-        np.concatenate([links.groups.times[groups][group], np.repeat(links.groups.times[groups], num_negatives)]),
+        np.concatenate([links.dst, np.tile(links.negatives, len(groups)), own.ids]),
+        np.concatenate([links.places + ROLE, numbers.ravel(), links.places[own.owner] + roles * ROLE]),
+        np.concatenate([limits[group], np.repeat(limits, num_negatives), limits[group][own.owner]]),
     )
     first, seeds = 0, {edge_type[0]: source, edge_type[2]: target}  # first: position of the first target
     if edge_type[0] == edge_type[2]:
@@ -81,13 +86,14 @@ def tree_seeds(edge_type: EdgeType, links: TimedLinks, store: PartStore) -> tupl
         edge_type[0], edge_type[2], torch.arange(num_links), torch.arange(num_links) + first,
         torch.from_numpy(shared + first + num_links), torch.from_numpy(group.astype(np.int64)),
         torch.from_numpy(links.dst[:, None] == links.negatives),
+        own=torch.arange(len(own.ids)) + first + num_links + shared.size if len(own.ids) else None,
     )  # fmt: skip
-    own = SeedSet(
+    seed_set = SeedSet(
         {of: store.to_global(of, each.ids) for of, each in seeds.items()},
         {of: each.trees for of, each in seeds.items()},
         {of: each.times for of, each in seeds.items()},
     )
-    return own, ends
+    return seed_set, ends
 
 
 @dataclass(frozen=True)

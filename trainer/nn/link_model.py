@@ -32,14 +32,20 @@ class LinkModel(nn.Module):
         self.as_source, self.as_target = (nn.Linear(width, width) if projected else nn.Identity() for _ in range(2))
 
     def forward(self, batch: Batch | HeteroBatch) -> Tensor:
-        """Return each link's score, then its source's scores with the m negatives: float [num_seeds, 1 + m]."""
+        """Return each link's score, then its source's scores with the m negatives: float [num_seeds, 1 + m].
+
+        With ``LinkEnds.own``, these follow: float [num_seeds, 1 + m + k].
+        """
         links = batch.links
         assert links is not None, "a batch of links"
         rows = self.encoder.seed_rows(batch)
         sources, targets = self.as_source(rows[links.source]), self.as_target(rows[links.target])
         src = sources[links.src]
         positive = (src * targets[links.dst]).sum(1)
-        return torch.cat([positive[:, None], _negative_scores(src, targets, links)], 1)
+        scores = [positive[:, None], _negative_scores(src, targets, links)]
+        if links.own is not None:
+            scores.append((src[:, None] * targets[links.own.clamp(min=0)]).sum(2))
+        return torch.cat(scores, 1)
 
 
 def _negative_scores(src: Tensor, targets: Tensor, links: LinkEnds) -> Tensor:

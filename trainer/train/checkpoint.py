@@ -42,7 +42,7 @@ BINDING = (
     "input_dropout", "attention_dropout", "fanouts", "neighbors", "replace", "weight_attr", "time_attr",
     "category_dims", "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed",
     "precision", "optimizer", "schedule", "clip", "class_weights", "label_smoothing", "negatives", "loss",
-    "edge_attr", "embeddings",
+    "edge_attr", "embeddings", "hard_negatives", "num_hard_negatives",
 )  # fmt: skip
 
 

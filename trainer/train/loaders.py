@@ -52,9 +52,14 @@ def link_loaders(
     """
     # imported here because they import torch_geometric, which takes seconds
     from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
-    from trainer.loader.link_seeds import link_inputs
+    from trainer.loader.link_seeds import canonical, link_inputs
+    from trainer.loader.node_links import leading_type
 
     check_link_settings(settings, graph, edge_type)
+    hard = None
+    if settings.hard_negatives is not None:
+        hard = canonical(graph, tuple(settings.hard_negatives.split("__")), where="hard_negatives")
+        hard = leading_type(graph, hard, edge_type[0], edge_type[2], "hard_negatives")
     attrs, typed = graph.store.graph_attrs, edge_type != HOMO_EDGE
     loaders: dict[str, LinkBlockLoader] = {}
     for split in splits:
@@ -74,7 +79,8 @@ def link_loaders(
             log_q = (counts.clamp(min=1) / counts.sum().clamp(min=1)).log().float().numpy()
         loaders[split] = LinkBlockLoader(
             graph, loader_settings(settings, edge_type[2], split, want_degree, categories), links,
-            LinkBlockSettings(count, hide=training, log_q=log_q), rank, layout,
+            LinkBlockSettings(count, training, log_q, hard if training else None, settings.num_hard_negatives),
+            rank, layout,
         )  # fmt: skip
     return loaders
 

@@ -208,6 +208,12 @@ class TrainSettings:
         "other links, corrected by how often each target is linked.", "softmax"
     )  # fmt: skip
     negatives: int = setting("Task link: negative targets per step, which its links share.", 128, at_least=1)
+    hard_negatives: str | None = setting(
+        "Task link: edge type from sources of links to nodes that are negatives of their links beside negatives.", None
+    )
+    num_hard_negatives: int = setting(
+        "Largest number of hard_negatives per link; if there are more, they are drawn in each step.", 4, at_least=1
+    )
     eval_negatives: Literal["all"] | int = setting(
         "Task link: number of nodes among which a link's target is ranked; all: all to which its source is not linked.",
         1000,

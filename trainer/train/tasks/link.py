@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trainer.nn.link_metrics import LinkSums
-from trainer.nn.links import bpr_loss, softmax_loss, unsupervised_loss
+from trainer.nn.links import softmax_loss
 from trainer.train.tasks.task import METRICS, Kind, Labelled
 
 
@@ -22,9 +23,10 @@ class LinkPrediction:
     Losses are ``softmax`` (cross entropy of the target among the negatives), ``in-batch`` (the same, corrected by
     ``LinkEnds.log_q``), ``bpr`` and ``bce`` (binary cross entropy, with the same weight for targets and negatives).
 
-    ``out``: scores from ``LinkModel``, [num_seeds, 1 + m]. Column 0 has the scores of the links. The other columns have
-    the scores of the m negatives that all links share. A negative that equals the target of a link is left out for
-    that link. Without any other negative, as in a graph with one target, there is no AUC.
+    ``out``: scores from ``LinkModel``, [num_seeds, 1 + m + k]. Column 0 has the scores of the links. The other columns
+    have the scores of the m negatives that all links share, and of the k that a link alone has. A negative
+    that equals the target of a link is left out for that link. Without any other negative, as in a graph with one
+    target, there is no AUC.
     """
 
     outputs: int  #: width of a node's embedding
@@ -46,12 +48,15 @@ class LinkPrediction:
             return out.sum()
         positive, negative = self._scores(out, batch)
         if self.loss == "bpr":
-            return bpr_loss(positive, negative) * len(out)
+            return _mean_per_link(functional.softplus(negative - positive[:, None]), negative)
         if self.loss == "bce":
-            return unsupervised_loss(positive, negative, num_negatives=1) * len(out)
+            return functional.softplus(-positive).sum() + _mean_per_link(functional.softplus(negative), negative)
         if batch.links is not None and batch.links.log_q is not None:
             positive = positive - batch.links.log_q[: len(out)]
-            negative = negative - batch.links.log_q[len(out) :]
+            log_q = batch.links.log_q[len(out) :]
+            negative = negative - functional.pad(
+                log_q, (0, negative.shape[1] - len(log_q))
+            )  # own ones are always there
         return softmax_loss(positive, negative) * len(out)
 
     def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
@@ -77,3 +82,9 @@ class LinkPrediction:
         links = batch.links
         assert links is not None
         return out[:, 0], out[:, 1:].masked_fill(links.is_target(), -torch.inf)
+
+
+def _mean_per_link(losses: Tensor, negative: Tensor) -> Tensor:
+    """Return the sum over links of the mean over the negatives that are not left out (``-inf``); 0 without any."""
+    counted = negative != -torch.inf
+    return (torch.where(counted, losses, 0).sum(1) / counted.sum(1).clamp(min=1)).sum()

@@ -1,0 +1,152 @@
+"""Negatives of each link alone (``train.hard_negatives``), against plain Python, for any number of ranks and parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.data import HeteroData
+
+from gateway_kit import client_graph, serving_parts, written
+from load_kit import WRITES, parts_of
+from oracle import layout_of
+from plain_sampler import Rule, pick
+from test_anchor_loader import SHOWN, plain, typed_data  # noqa: F401 (a fixture)
+from train_kit import curve, job, metrics, run_ranks
+from trainer.core.batch import LinkEnds
+from trainer.core.errors import SettingsError
+from trainer.core.texts import encode_texts
+from trainer.data.memory import dataset_of
+from trainer.loader.link_trees import TimeGroups
+from trainer.loader.node_links import _LINKS
+from trainer.partition.methods.assign import assign_parts
+from trainer.partition.write import write_partition
+from trainer.sampler.types import TimeRule
+from trainer.train.job import train
+from trainer.train.loaders import link_loaders
+from trainer.train.settings import TrainSettings
+from trainer.train.tasks.link import LinkPrediction
+from trainer.train.tasks.task import Labels
+
+SETTINGS: dict[str, Any] = {
+    "task": "link", "model": "rsage", "hidden": 8, "fanouts": (3, 2), "batch_size": 32, "negatives": 6, "dropout": 0.0,
+    "eval_negatives": 10, "hard_negatives": "paper__shown__author", "num_hard_negatives": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("loss", ["softmax", "in-batch"])
+def test_hard_negatives_are_those_of_plain_python(tmp_path: Path, plain: Any, timed: bool, loss: str) -> None:  # noqa: F811
+    settings = TrainSettings(**SETTINGS, loss=loss, time_attr="edge_time" if timed else None)
+    counts = torch.ones(70, dtype=torch.float64)
+    folder = written(tmp_path / "parts", typed_data())
+    with serving_parts(folder) as servers, client_graph(servers) as client:
+        for graph, world in ((parts_of(typed_data(), 1), 1), (parts_of(typed_data(), 4), 3), (client, 2)):
+            found = 0
+            for rank in range(world):
+                layout = layout_of(world, graph.manifest.num_parts)
+                loader = link_loaders(settings, graph, WRITES, ("train",), False, rank, layout, None, counts)["train"]
+                for share in loader.shares(0):
+                    found += check(plain, loader, share, timed)
+            assert found > 100
+
+
+def check(plain: Any, loader: Any, share: Any, timed: bool) -> int:  # noqa: F811
+    seeds, ends = loader._seeded(share)
+    of_batch, rule = plain.edges[WRITES][:, share.batch], TimeRule("edge_time", "edge") if timed else None
+    times = plain.edge_attrs[WRITES]["edge_time"]
+    orig = {of: np.argsort(loader.graph.store.to_global(of, np.arange(n))) for of, n in plain.num_nodes.items()}
+    limits, drawn = TimeGroups.by_time(times[share.batch]) if timed else None, 0
+    table = torch.full((len(share.places), 0), -1) if ends.own is None else ends.own
+    for row, place in zip(table.tolist(), share.places.tolist(), strict=True):
+        author, paper = map(int, of_batch[:, place])
+        until = int(times[share.batch[place]])
+        edges, _ = pick(plain, SHOWN, author, Rule(2, time=rule, until=until), share.key ^ _LINKS, place)
+        wanted = [int(plain.edges[SHOWN][0][e]) for e in edges if plain.edges[SHOWN][0][e] != paper]
+        own = [at for at in row if at >= 0]
+        assert orig["paper"][seeds.nodes["paper"][own]].tolist() == wanted
+        drawn += len(wanted)
+        if limits is not None:
+            assert (seeds.times["paper"][own] == limits.times[limits.of[place]]).all()
+    if timed:
+        trees = np.concatenate(list(seeds.trees.values()))
+        assert len(np.unique(trees)) == len(trees), "every tree has draws of its own"
+    return drawn
+
+
+@pytest.mark.parametrize("loss", ["softmax", "bpr", "bce", "in-batch"])
+def test_losses_count_the_negatives_of_a_link_alone(loss: str) -> None:
+    at, log_q = torch.tensor([0, 1]), torch.tensor([-1.0, -2.0, -0.5, -3.0])
+    ends = LinkEnds("a", "b", at, torch.tensor([5, 6]), torch.tensor([5, 7]), own=torch.tensor([[8, -1], [9, 4]]))
+    ends = replace(ends, log_q=log_q) if loss == "in-batch" else ends
+    out = torch.tensor([[0.5, 9.0, 0.25, 1.5, 7.0], [1.0, -0.5, 0.75, 2.0, -1.0]])
+    kept = [(0.5, [0.25, 1.5]), (1.0, [-0.5, 0.75, 2.0, -1.0])]
+    if loss == "in-batch":  # corrected, except those of a link alone
+        kept = [(1.5, [3.25, 1.5]), (3.0, [0.0, 3.75, 2.0, -1.0])]
+    pairs = [(torch.tensor(p), torch.tensor(n)) for p, n in kept]
+    soft = torch.nn.functional.softplus
+    wanted = {
+        "softmax": sum(torch.cat([p[None], n]).logsumexp(0) - p for p, n in pairs),
+        "bpr": sum(soft(n - p).mean() for p, n in pairs),
+        "bce": sum(soft(-p) + soft(n).mean() for p, n in pairs),
+    }
+    wanted["in-batch"] = wanted["softmax"]
+    assert float(LinkPrediction(8, loss=loss).loss_sum(out, Labels(links=ends))) == pytest.approx(float(wanted[loss]))
+
+
+def shop(folder: Path, num_parts: int) -> Path:
+    """Users like items of their own half of the shop, and are shown others of this half, which they do not like."""
+    rng, data = np.random.default_rng(0), HeteroData()
+    data["user"].num_nodes, data["item"].num_nodes = 40, 60
+    users, liked = rng.integers(0, 40, 600), rng.integers(0, 15, 600)
+    likes = np.unique(np.stack([users, 2 * liked + users % 2]), axis=1)
+    likes = likes[:, rng.permutation(likes.shape[1])]
+    shown = np.stack([users, 30 + 2 * liked + users % 2])
+    held, kept = likes[:, :60], likes[:, 60:]
+    for name, ends in (("likes", kept), ("shown", shown)):
+        data["user", name, "item"].edge_index = torch.from_numpy(ends)
+        data["item", f"rev_{name}", "user"].edge_index = torch.from_numpy(ends[::-1].copy())
+    dataset = dataset_of(data, "shop")
+    links = {
+        "val_links": held[:, :30],
+        "test_links": held[:, 30:],
+        "held_out_type": encode_texts(["user__likes__item"]),
+    }
+    dataset = replace(dataset, graph_attrs={**dataset.graph_attrs, **links}, fingerprint="shop")
+    write_partition(dataset, assign_parts(dataset, num_parts, "hash"), folder)
+    return folder
+
+
+SHOP: dict[str, Any] = {
+    **SETTINGS, "target": "user__likes__item", "model": "lightgcn", "batch_size": 64, "epochs": 3, "lr": 0.05,
+    "hard_negatives": "user__shown__item", "fanouts": (-1,), "loss": "bpr",
+}  # fmt: skip
+
+
+def test_training_has_the_same_curve_on_any_ranks(tmp_path: Path) -> None:
+    parts, runs = shop(tmp_path / "parts", 2), [tmp_path / "one", tmp_path / "two"]
+    for ranks, run in zip((1, 2), runs, strict=True):
+        for each in run_ranks(ranks, job(parts, run, **SHOP)):
+            assert each.returncode == 0, each.output
+    assert curve(runs[1]) == pytest.approx(curve(runs[0]), rel=1e-6)
+    without = tmp_path / "without"
+    train(job(parts, without, **{**SHOP, "hard_negatives": None}))
+    assert curve(without)[0] > 0 and abs(curve(without)[0] - curve(runs[0])[0]) > 1e-4
+    assert metrics(runs[0], "result")[0]["test_mrr"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("user__hates__item", "hard_negatives: .* is not an edge type"), ("item__rev_likes__user", None)],
+)
+def test_an_edge_type_that_does_not_fit_is_refused(tmp_path: Path, name: str, message: str | None) -> None:
+    given = job(shop(tmp_path / "parts", 1), tmp_path / "run", **{**SHOP, "hard_negatives": name, "epochs": 1})
+    if message is None:  # in the direction in which it is read
+        train(given)
+        return
+    with pytest.raises(SettingsError, match=message):
+        train(given)

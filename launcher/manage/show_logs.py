@@ -14,7 +14,6 @@ from operator import attrgetter
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from launcher.errors import TransportError, UsageError
 from launcher.manage.node_views import OpenRun, if_run_exists
@@ -23,12 +22,9 @@ from launcher.node.json_records import RESULT, Damaged, message_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import NodeView, last_hub
+from launcher.run.live_log import STAMP, labelled
 from launcher.text import duration, printable
 from launcher.transport.base import Transport
-
-_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ?")
-
-_COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "bright_red", "bright_cyan", "bright_magenta")
 
 _FIRST_LINES = 10  # lines of each log that --follow shows first
 
@@ -244,7 +240,7 @@ def parsed(lines: Iterable[str], node_rank: int, name: str, offset: float) -> It
     """
     when = 0.0
     for line in lines:
-        stamp = _STAMP.match(line)
+        stamp = STAMP.match(line)
         if stamp:
             stamped = datetime.fromisoformat(stamp[1]).replace(tzinfo=timezone.utc).timestamp() - offset
             when = max(when, stamped)  # keeps the order if the clock was set back
@@ -273,8 +269,7 @@ class LinePrinter:
             prefix = f"{_local(line.when)} {prefix}"
         with self._lock:
             if self.console.is_terminal:
-                text = Text(prefix, _COLOURS[line.node_rank % len(_COLOURS)])
-                self.console.print(text + Text.from_ansi(printable(line.text, colours=True)), soft_wrap=True)
+                self.console.print(labelled(prefix, line.node_rank, line.text), soft_wrap=True)
             else:
                 self.console.file.write(f"{prefix}{printable(line.text)}\n")
                 self.console.file.flush()

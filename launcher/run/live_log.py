@@ -21,7 +21,7 @@ from launcher.run.live_state import Board
 from launcher.run.live_table import render
 from launcher.text import printable
 
-_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ?")
+STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ?")  #: at the beginning of the lines of a log
 
 _COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "bright_red", "bright_cyan", "bright_magenta")
 
@@ -44,7 +44,13 @@ Metric = Mapping[str, Any]
 
 def without_stamp(line: str) -> str:
     """Return a log line without the time stamp that the rank runner added."""
-    return _STAMP.sub("", line, count=1)
+    stamp = STAMP.match(line)
+    return line[stamp.end() :] if stamp else line
+
+
+def labelled(label: str, node_rank: int, line: str) -> Text:
+    """Return a line of a process on a node for a terminal, behind a label in the node's colour."""
+    return Text(label, _COLOURS[node_rank % len(_COLOURS)]) + Text.from_ansi(printable(line, colours=True))
 
 
 class LiveLog:
@@ -165,8 +171,7 @@ class LiveLog:
             self.console.file.write("".join(f"{prefix}{printable(line)}\n" for line in lines))
             self.console.file.flush()
             return
-        colour = _COLOURS[node_rank % len(_COLOURS)]
-        self._waiting += [Text(prefix, colour) + Text.from_ansi(printable(line, colours=True)) for line in lines]
+        self._waiting += [labelled(prefix, node_rank, line) for line in lines]
         if not self.alive:
             self._print_waiting()
 

@@ -19,7 +19,7 @@ from launcher.node import procs
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.launch_file import user_at_host
 from launcher.report.verdict import NodeView
-from launcher.run.tmux_session import STOP_EXTRA, how_to_stop, start_session, stop_session
+from launcher.run.tmux_session import STOP_EXTRA, start_session, stop_node
 from launcher.serving.cluster_state import remove_files
 from launcher.transport.base import Completed, Transport
 from launcher.transport.fanout import on_nodes
@@ -62,8 +62,8 @@ def start_servers(plan: LaunchPlan, transports: Mapping[int, Transport], run: Ru
         on_nodes(nodes, lambda k: start_session(transports[k], nodes[k], start_timeout=run.start_timeout)).or_raise()
         _await_serving(nodes, transports, time.monotonic() + run.start_timeout + _SLACK)
     except BaseException as error:
-        errors = on_nodes(nodes, lambda k: _stop_node(nodes[k], transports[k], run.grace)).errors
-        left = [f"{nodes[k].label} may still run: {why}. {how_to_stop(nodes[k])}" for k, why in errors.items()]
+        notes = on_nodes(nodes, lambda k: stop_node(nodes[k], transports[k], run, "gnnfleet serve")).values
+        left = [note for note in notes.values() if note]
         if left and isinstance(error, FleetError):
             raise FleetError(f"{error}\n" + "\n".join(left)) from error
         raise
@@ -102,12 +102,6 @@ def _why_ended(view: NodeView) -> str:
 def _log(node: NodePlan) -> str:
     where = "" if node.login is None else f"{node.target}:"
     return f"{where}{node.run_dir}/logs/server.log"
-
-
-def _stop_node(node: NodePlan, transport: Transport, grace: float) -> None:
-    report = stop_session(transport, node, timeout=grace + STOP_EXTRA, by=user_at_host(), why="gnnfleet serve")
-    if not report.stopped:
-        raise FleetError(f"still running: {', '.join(report.leftovers)}")
 
 
 _TIMEOUT = 30.0

@@ -61,11 +61,33 @@ def init(ctx: click.Context, **values: Any) -> None:
     values at a terminal.
     """
     if values["listed"]:
-        return _list(bool(values["as_json"]))
+        from launcher.init.templates import templates
+
+        found = templates()
+        if bool(values["as_json"]):
+            click.echo(
+                json.dumps([{"name": one.name, "about": one.about, "path": str(one.path)} for one in found], indent=1)
+            )
+            return
+        width = max(len(one.name) for one in found)
+        for one in found:
+            say(f"  {one.name:<{width}}  {one.about}", stderr=False)
+        return
     dest: Path = values["output"]
     ask = sys.stdin.isatty() and sys.stderr.isatty() and not values["yes"] and not values["as_json"]
     if values["template"]:
-        return _copy(values["template"], dest, values["force"], ask)
+        from launcher.files import write_whole
+        from launcher.init.templates import copy_of, named
+        from launcher.init.wizard import check_writable
+
+        template = named(values["template"])
+        check_writable(dest, values["force"], ask)
+        write_whole(dest, copy_of(template, dest))
+        say(
+            f"Wrote {dest}: {template.about}.\nIts first lines explain what to change and how to launch it.",
+            stderr=False,
+        )
+        return
     from launcher.init.wizard import InitOptions, check_writable, write_config
 
     request = _request_of(values)
@@ -128,28 +150,3 @@ def _ask_missing(request: InitRequest) -> InitRequest:
         dataset, source = ask_graph()
         request = replace(request, dataset=dataset, source=source)
     return request
-
-
-def _list(as_json: bool) -> None:
-    from launcher.init.templates import templates
-
-    found = templates()
-    if as_json:
-        click.echo(
-            json.dumps([{"name": one.name, "about": one.about, "path": str(one.path)} for one in found], indent=1)
-        )
-        return
-    width = max(len(one.name) for one in found)
-    for one in found:
-        say(f"  {one.name:<{width}}  {one.about}", stderr=False)
-
-
-def _copy(name: str, dest: Path, force: bool, ask: bool) -> None:
-    from launcher.files import write_whole
-    from launcher.init.templates import copy_of, named
-    from launcher.init.wizard import check_writable
-
-    template = named(name)
-    check_writable(dest, force, ask)
-    write_whole(dest, copy_of(template, dest))
-    say(f"Wrote {dest}: {template.about}.\nIts first lines explain what to change and how to launch it.", stderr=False)

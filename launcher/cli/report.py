@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from launcher.cli.completion import run_ids
 from launcher.cli.options import RUN, GroupedOptions, console_of, echo_json, examples, with_options
 from launcher.text import say
-
-if TYPE_CHECKING:
-    from launcher.manage.node_views import OpenRun
 
 
 @click.command(cls=GroupedOptions, epilog=examples("report toy-2026", "report toy-2026 --watch"))
@@ -57,21 +53,17 @@ def report(
 
             watch_report(opened, folder, port=port, runs_dirs=choice.runs_dirs)
         else:
-            _write(opened, folder, output, choice.runs_dirs)
+            from launcher.manage.collect_run import collect_run
+            from launcher.report.html.render import write_html
+            from launcher.report.verdict import known_without_nodes
 
-
-def _write(run: OpenRun, folder: Path, output: Path | None, runs_dirs: list[Path]) -> None:
-    from launcher.manage.collect_run import collect_run
-    from launcher.report.html.render import write_html
-    from launcher.report.verdict import known_without_nodes
-
-    idle = 0.0
-    if not known_without_nodes(run.found):
-        collected = collect_run(run, folder)
-        idle = collected.idle
-        for text in filter(None, (collected.message, *collected.notes)):
-            say(text, "yellow")
-    click.echo(str(write_html(folder, output, runs_dirs=runs_dirs, idle=idle)))
+            idle = 0.0
+            if not known_without_nodes(opened.found):
+                collected = collect_run(opened, folder)
+                idle = collected.idle
+                for text in filter(None, (collected.message, *collected.notes)):
+                    say(text, "yellow")
+            click.echo(str(write_html(folder, output, runs_dirs=choice.runs_dirs, idle=idle)))
 
 
 @click.command(cls=GroupedOptions, epilog=examples("compare toy-2026 toy-lr"))

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from launcher.config.schema import ClusterConfig
     from launcher.manage.node_views import OpenRun
     from launcher.report.run_folder import FoundRun
     from launcher.serving.serve import Served
@@ -81,7 +80,13 @@ def serve(ctx: click.Context, dry_run: bool, name: str | None, **values: Any) ->
     config = read_config(options)
     name = name if name is not None else config.name
     if dry_run:
-        return _show_plan(config, options, name)
+        from launcher.config.resolve import resolve_serving
+        from launcher.plan.build import offline_plan
+        from launcher.run.options import check_run_id
+
+        check_run_id(name, "--name")
+        show(offline_plan(resolve_serving(config), name), as_json=options.as_json, verbose=options.verbose)
+        return
     console = console_of(options.as_json)
     from launcher.serving.serve import serve as serve_cluster
 
@@ -112,15 +117,6 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
         as_json=bool(given["as_json"]),
         verbose=bool(given["verbose"]),
     )
-
-
-def _show_plan(config: ClusterConfig, options: LaunchOptions, name: str) -> None:
-    from launcher.config.resolve import resolve_serving
-    from launcher.plan.build import offline_plan
-    from launcher.run.options import check_run_id
-
-    check_run_id(name, "--name")
-    show(offline_plan(resolve_serving(config), name), as_json=options.as_json, verbose=options.verbose)
 
 
 def _print_served(served: Served, console: Console) -> None:

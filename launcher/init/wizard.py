@@ -55,7 +55,16 @@ def write_config(request: InitRequest, dest: Path, options: InitOptions) -> int:
                 + (f"\nTo accept the unknown keys, {remedy}" if remedy else "")
             )
         request = ask_environment(request, discovery) if options.ask else request
-        draft = _draft(request, discovery, dest, options.program)
+        chosen = choose(request, discovery.facts)
+        names = dict(enumerate(node.host for node in config_of(request).nodes))
+        devices = device_ids(discovery.facts, names, discovery.facts, chosen)
+        graph = graph_of(request.dataset or "synthetic", request.source)
+        if graph.source:
+            path, folder = Path(graph.source).expanduser(), dest.absolute().parent
+            graph = replace(
+                graph, source=str(path.relative_to(folder)) if path.is_relative_to(folder) else graph.source
+            )
+        draft = Draft(request, discovery, chosen, devices, graph, dest.name, options.program)
         text = text_of(draft)
         with NamedTemporaryFile("w", dir=dest.absolute().parent, prefix=".", suffix=".yml") as file:
             file.write(text)
@@ -90,17 +99,6 @@ def write_config(request: InitRequest, dest: Path, options: InitOptions) -> int:
     first = "Fix the problems above" if blocked and not setup else "Read it"
     options.console.print(f"Wrote [bold]{escape(str(dest))}[/]. {first}, then run: {escape(command)}", soft_wrap=True)
     return 3 if discovery.errors or blocked else 0
-
-
-def _draft(request: InitRequest, discovery: Discovery, dest: Path, program: str) -> Draft:
-    chosen = choose(request, discovery.facts)
-    hosts = dict(enumerate(node.host for node in config_of(request).nodes))
-    devices = device_ids(discovery.facts, hosts, discovery.facts, chosen)
-    graph = graph_of(request.dataset or "synthetic", request.source)
-    if graph.source:
-        path, folder = Path(graph.source).expanduser(), dest.absolute().parent
-        graph = replace(graph, source=str(path.relative_to(folder)) if path.is_relative_to(folder) else graph.source)
-    return Draft(request, discovery, chosen, devices, graph, dest.name, program)
 
 
 @contextmanager

@@ -67,7 +67,13 @@ def show_hosts(config: ResolvedConfig, console: Console, *, speed: bool = False,
             answers = probe_all(replace(Inquiry.about(config), all_devices=True), opened, agents, inside)
             failed = {k: one for k, one in attempts.items() if isinstance(one, Exception)} | answers.errors
             probes = {k: probe for k, (probe, _) in sorted(answers.values.items())}
-            groups = _groups(config, probes, failed)
+            # The node_ranks of each machine; of one that did not answer, those of equal logins.
+            found: dict[tuple[str, ...], list[int]] = {}
+            for k in sorted([*probes, *failed]):
+                known = k in probes
+                key = (probes[k]["hostname"], probes[k]["boot_id"]) if known else (config.nodes[k].login,)
+                found.setdefault(key, []).append(k)
+            groups = list(found.values())
             first = [group[0] for group in groups if group[0] in probes] if speed else []
             trainers = {**agents, **inside}
             folders = {k: probes[k]["workdir"] for k in first}
@@ -79,20 +85,17 @@ def show_hosts(config: ResolvedConfig, console: Console, *, speed: bool = False,
     if as_json:
         click.echo(json.dumps({"hosts": [asdict(host) for host in hosts]}, indent=1))
     else:
-        _print(hosts, console)
+        rows = [_row(host) for host in hosts]
+        shown = [
+            i for i in range(len(_COLUMNS)) if _COLUMNS[i].title not in ("GPUs", "speed") or any(row[i] for row in rows)
+        ]
+        console.print(FittedTable([_COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows]))
+        for host in hosts:
+            if host.error:
+                console.print(Text(f"{host.host}: {host.error}", "red"))
+            for finding in host.findings:
+                console.print(Text(f"{host.host}: {finding}", "yellow"))
     return 1 if failed else 0
-
-
-def _groups(
-    config: ResolvedConfig, probes: Mapping[int, Mapping[str, Any]], failed: Mapping[int, Exception]
-) -> list[list[int]]:
-    """Return the node_ranks of each machine; of one that did not answer, those of equal logins."""
-    found: dict[tuple[str, ...], list[int]] = {}
-    for k in sorted([*probes, *failed]):
-        known = k in probes
-        key = (probes[k]["hostname"], probes[k]["boot_id"]) if known else (config.nodes[k].login,)
-        found.setdefault(key, []).append(k)
-    return list(found.values())
 
 
 def _host(
@@ -154,19 +157,6 @@ def _findings(
         busy = ", ".join(users_of(probe).values())
         remedy = f"{busy} uses it: measure again when it is free" if busy else "look for other processes (`top`), heat"
         yield f"it {'; '.join(slow)} – {remedy}"
-
-
-def _print(hosts: Sequence[Host], console: Console) -> None:
-    rows = [_row(host) for host in hosts]
-    shown = [
-        i for i in range(len(_COLUMNS)) if _COLUMNS[i].title not in ("GPUs", "speed") or any(row[i] for row in rows)
-    ]
-    console.print(FittedTable([_COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows]))
-    for host in hosts:
-        if host.error:
-            console.print(Text(f"{host.host}: {host.error}", "red"))
-        for finding in host.findings:
-            console.print(Text(f"{host.host}: {finding}", "yellow"))
 
 
 def _row(host: Host) -> tuple[str, ...]:

@@ -89,7 +89,18 @@ def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, An
     """
     state = folder.state
     was = _state_word(folder, state)
-    _request_stop(folder, request)
+    # Write ``control/stop``, without content if the disk is full. If that fails, send SIGTERM to the supervisor.
+    path = folder.path("control", "stop")
+    try:
+        os.makedirs(folder.path("control"), exist_ok=True)
+        try:
+            write_json(path, request)
+        except OSError:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
+    except OSError:
+        supervisor = folder.supervisor()
+        if supervisor is not None:
+            procs.send(supervisor, signal.SIGTERM)
     deadline = time.monotonic() + timeout
     while state and _alive(state) and time.monotonic() < deadline:
         # state.json has the states of all nodes of the run: it is read again only once this supervisor has ended
@@ -130,21 +141,6 @@ def _release_leases(folder: NodeFolder) -> str:
     except leases.LeaseError as error:
         return f"leases could not be released: {error}"
     return ""
-
-
-def _request_stop(folder: NodeFolder, request: dict[str, Any]) -> None:
-    """Write ``control/stop``, without content if the disk is full. If that fails, send SIGTERM to the supervisor."""
-    path = folder.path("control", "stop")
-    try:
-        os.makedirs(folder.path("control"), exist_ok=True)
-        try:
-            write_json(path, request)
-        except OSError:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
-    except OSError:
-        supervisor = folder.supervisor()
-        if supervisor is not None:
-            procs.send(supervisor, signal.SIGTERM)
 
 
 def describe(processes: list[procs.Process]) -> list[dict[str, Any]]:

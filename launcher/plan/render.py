@@ -87,17 +87,6 @@ def _describe_env(env: Mapping[str, str]) -> str:
     return " ".join(f"{name}={'***' if is_secret(name) else _word(value)}" for name, value in sorted(env.items()))
 
 
-def _file_groups(node: NodePlan) -> dict[str, list[PlannedFile]]:
-    """Return a node's files in three groups: parts, own (the user's), generated."""
-    groups: dict[str, list[PlannedFile]] = {"parts": [], "own": [], "generated": []}
-    tops = {"own": f"{node.run_dir}/files/"}
-    tops |= {"parts": node.data_dir + "/"} if node.data_dir else {}
-    for file in node.files:
-        named = next((name for name, top in tops.items() if file.dest.startswith(top)), "generated")
-        groups["own" if named == "generated" and file.source else named].append(file)
-    return groups
-
-
 def _summary(plan: LaunchPlan) -> str:
     parts = count(plan.num_parts, "part")
     if plan.serve_only:
@@ -180,7 +169,14 @@ def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Itera
             yield name, f"cd {quote(command.cwd)}; {_describe_command(command)}"
             own = {name: value for name, value in command.env.items() if node.start.env.get(name) != value}
             yield "  env", _describe_env(own)
-    for name, files in {"code": plan.code, **_file_groups(node)}.items():
+    # The node's files in three groups: parts, own (the user's), generated.
+    groups: dict[str, list[PlannedFile]] = {"parts": [], "own": [], "generated": []}
+    tops = {"own": f"{node.run_dir}/files/"}
+    tops |= {"parts": node.data_dir + "/"} if node.data_dir else {}
+    for file in node.files:
+        group = next((name for name, top in tops.items() if file.dest.startswith(top)), "generated")
+        groups["own" if group == "generated" and file.source else group].append(file)
+    for name, files in {"code": plan.code, **groups}.items():
         if files:
             named = name in ("own", "generated")
             if sizes:

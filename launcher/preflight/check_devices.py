@@ -156,18 +156,17 @@ def _device(survey: Survey, k: int, device: _Device) -> Iterator[Finding]:
         remedy = f"wait for that run by --wait, stop it by `gnnfleet stop {run_id}`, or use other `devices`"
         yield survey.finding(k, "block", "devices", f"{device.name} is {lease['words']}", remedy, held_by=run_id)
     if not leases and not device.instance:  # nvidia-smi reports the memory of whole GPUs
-        yield from _used(survey, k, device.name, device.gpu)
+        memory = f"{size(device.gpu['used'] * _MIB)} of {size(device.gpu['memory'] * _MIB)} used"
+        who = (
+            "; ".join(_holder(holder) for holder in device.gpu["holders"])
+            or "by processes that are not visible to your login"
+        )
+        remedy = "wait, end the processes that use it, or use other `devices`"
+        if not is_free(device.gpu, ()):
+            yield survey.finding(k, "block", "devices", f"{device.name} is not free: {memory}, {who}", remedy)
+        elif device.gpu["holders"]:
+            yield survey.finding(k, "warn", "devices", f"{device.name} is shared: {memory}, {who}", remedy)
     yield from _state(survey, k, device)
-
-
-def _used(survey: Survey, k: int, name: str, gpu: Mapping[str, Any]) -> Iterator[Finding]:
-    memory = f"{size(gpu['used'] * _MIB)} of {size(gpu['memory'] * _MIB)} used"
-    who = "; ".join(_holder(holder) for holder in gpu["holders"]) or "by processes that are not visible to your login"
-    remedy = "wait, end the processes that use it, or use other `devices`"
-    if not is_free(gpu, ()):
-        yield survey.finding(k, "block", "devices", f"{name} is not free: {memory}, {who}", remedy)
-    elif gpu["holders"]:
-        yield survey.finding(k, "warn", "devices", f"{name} is shared: {memory}, {who}", remedy)
 
 
 def _holder(holder: Mapping[str, Any]) -> str:

@@ -41,7 +41,12 @@ def rehearse(options: RehearseOptions, console: Console) -> RunReport:
     folder = options.folder.expanduser().absolute()
     config = read_config(options.launch)
     file = folder / "cluster.yml"
-    _write(file, to_yaml(local_config(config, folder, options.vertices)))
+    try:
+        write_whole(file, to_yaml(local_config(config, folder, options.vertices)), private=True)
+    except OSError as error:
+        raise UsageError(
+            f"{error.filename or file}: {error.strerror}; choose another folder for the rehearsal with --folder"
+        ) from None
     rehearsed = load_config(file)
     resolved = resolve_run(rehearsed)
     if options.fault:
@@ -71,12 +76,3 @@ def rehearse(options: RehearseOptions, console: Console) -> RunReport:
             "earlier step, or train more epochs (--epochs)"
         )
     return report
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        write_whole(file, text, private=True)
-    except OSError as error:
-        raise UsageError(
-            f"{error.filename or file}: {error.strerror}; choose another folder for the rehearsal with --folder"
-        ) from None

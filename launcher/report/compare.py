@@ -181,7 +181,10 @@ def _continued(curves: Iterable[Mapping[int, float]]) -> dict[int, float]:
 
 def compare(runs: Sequence[RunFigures]) -> Comparison:
     """Compare runs. The best loss and metric are marked only if all runs use the same graph."""
-    differing = _differing(runs)
+    configs = [run.config for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    settings = {key: Row("config", key, tuple(config.get(key) for config in configs)) for key in keys}
+    differing = {key: row for key, row in settings.items() if _unlike(c.get(key) for c in configs if _reads(c, key))}
     graphs_differ = any(_is_of(key, _GRAPH) for key in differing)
     rows = [*_run_rows(runs), *differing.values(), *_result_rows(runs, marked=not graphs_differ)]
     rows += [*_speed_rows(runs), *_step_rows(runs), *_epoch_rows(runs, marked=not graphs_differ)]
@@ -266,13 +269,6 @@ def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator
             yield f"{run.run_id} is not done ({run.entry.state}): its figures cover only what was collected"
         if not run.metrics.lines and run.entry.state in _NOT_ENDED:
             yield f"{run.run_id}: its metrics were not collected; `gnnfleet collect {run.run_id}` fetches them"
-
-
-def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
-    configs = [run.config for run in runs]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    rows = {key: Row("config", key, tuple(config.get(key) for config in configs)) for key in keys}
-    return {key: row for key, row in rows.items() if _unlike(c.get(key) for c in configs if _reads(c, key))}
 
 
 def _reads(config: Mapping[str, Any], key: str) -> bool:

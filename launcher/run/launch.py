@@ -297,17 +297,13 @@ def require_preflight(
             f"preflight refused the run because of {node_ranges(nodes)}; nothing was changed on the nodes"
         )
     context.say(f"preflight: {len(report.findings) - len(noteworthy)} checks passed")
-    _record_versions(context.events, report.facts)
-    return report.facts, {k: attempt for k, attempt in attempts.items() if isinstance(attempt, Transport)}
-
-
-def _record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
-    """Add the package versions of the nodes to ``events``: one event for each set of nodes with equal versions."""
+    # The package versions of the nodes: one event for each set of nodes with equal versions.
     alike: dict[tuple[tuple[str, str], ...], list[int]] = {}
-    for k, fact in sorted(facts.items()):
+    for k, fact in sorted(report.facts.items()):
         alike.setdefault(tuple(sorted(fact.versions.items())), []).append(k)
     for versions, nodes in alike.items():
-        events.add("versions", nodes=nodes, versions=dict(versions))
+        context.events.add("versions", nodes=nodes, versions=dict(versions))
+    return report.facts, {k: attempt for k, attempt in attempts.items() if isinstance(attempt, Transport)}
 
 
 def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:

@@ -116,19 +116,16 @@ class Board:
         node.heard, node.state, node.connection_error = time.monotonic(), str(state["state"]), ""
         restarts = state.get("restarts") or ()
         if restarts and restarts[-1]["generation"] > self.generation:
-            self._restart(restarts[-1])
+            restart = restarts[-1]
+            self.generation, self._first = restart["generation"], None
+            self.attempt = f"restart {restart['generation']} of {restart['of']}"
+            for k, node in self.nodes.items():
+                node.ranks, node.left = tuple(restart["ranks"].get(str(k), ())), k not in restart["nodes"]
+            self.ranks = {rank: RankRow(rank, k) for k, node in self.nodes.items() for rank in node.ranks}
         if state.get("generation", 0) < self.generation:
             return  # from an earlier attempt, with other ranks
         for rank, metric in (state.get("ranks") or {}).items():
             self.metric({"kind": "step", **metric, "rank": int(rank)})
-
-    def _restart(self, restart: Mapping[str, Any]) -> None:
-        # ``restart``: entry of ``restarts`` in ``state.json``.
-        self.generation, self._first = restart["generation"], None
-        self.attempt = f"restart {restart['generation']} of {restart['of']}"
-        for k, node in self.nodes.items():
-            node.ranks, node.left = tuple(restart["ranks"].get(str(k), ())), k not in restart["nodes"]
-        self.ranks = {rank: RankRow(rank, k) for k, node in self.nodes.items() for rank in node.ranks}
 
     def forget_ends(self, node_rank: int) -> None:
         """Mark the ranks of a node as running again, after a restart."""

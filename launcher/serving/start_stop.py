@@ -75,7 +75,12 @@ def _await_serving(nodes: Mapping[int, NodePlan], transports: Mapping[int, Trans
         views = on_nodes(waiting, lambda k: node_view(nodes[k], transports[k], _NO_FILES)).or_raise()
         ended = [view for view in views.values() if view.result is not None or view.lost]
         if ended:
-            raise FleetError(_why_ended(min(ended, key=_when)))
+            view = min(ended, key=_when)
+            result = view.result or {}
+            why = view.lost or str(result.get("reason", "")) or f"it ended ({view.word})"
+            tail = [text for one in result.get("outcomes", ()) if one["name"] == "server" for text in one["tail"]]
+            log = "".join(f"\n  {text}" for text in tail[-12:])
+            raise FleetError(f"{view.node.label}: {why}{log}\nits log: {_log(view.node)}")
         waiting = {k for k, view in views.items() if view.word != "serving"}
         if waiting and time.monotonic() > deadline:
             late = ", ".join(nodes[k].label for k in sorted(waiting))
@@ -89,14 +94,6 @@ def _await_serving(nodes: Mapping[int, NodePlan], transports: Mapping[int, Trans
 def _when(view: NodeView) -> float:
     cause: Mapping[str, Any] = (view.result or {}).get("cause") or {}
     return float(cause.get("t", view.now)) - view.offset
-
-
-def _why_ended(view: NodeView) -> str:
-    result = view.result or {}
-    why = view.lost or str(result.get("reason", "")) or f"it ended ({view.word})"
-    tail = [text for one in result.get("outcomes", ()) if one["name"] == "server" for text in one["tail"]]
-    log = "".join(f"\n  {text}" for text in tail[-12:])
-    return f"{view.node.label}: {why}{log}\nits log: {_log(view.node)}"
 
 
 def _log(node: NodePlan) -> str:

@@ -15,14 +15,14 @@ import secrets
 import tarfile
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import SyncError
 from launcher.node.programs.files import CODE_LIST, PART_SUFFIX, code_list
 from launcher.plan.files import FETCH_SPEC
-from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile
+from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.sync.progress import TransferProgress
 from launcher.sync.transfer import FileTransfer, NodeSync, Stopped, is_manifest, with_digest
 from launcher.transport.base import Transport
@@ -88,23 +88,25 @@ class _CodeArchive:
         """Return the archive and its SHA-256, computed once for all nodes."""
         with self._lock:
             if not self._data:
-                self._data = _pack(self.plan.code)
+                packed = io.BytesIO()
+                with (
+                    gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as stream,
+                    tarfile.open(fileobj=stream, mode="w") as tar,
+                ):
+                    files = sorted(self.plan.code, key=lambda file: file.dest)
+                    data = {
+                        file.dest: Path(file.source).read_bytes() if file.source else file.content.encode()
+                        for file in files
+                    }
+                    listed = code_list([(dest, hashlib.sha256(content).hexdigest()) for dest, content in data.items()])
+                    modes = {CODE_LIST: 0o644, **{file.dest: file.mode for file in files}}
+                    for dest, content in {**data, CODE_LIST: listed}.items():
+                        entry = tarfile.TarInfo(dest)
+                        entry.size, entry.mode = len(content), modes[dest]
+                        tar.addfile(entry, io.BytesIO(content))
+                self._data = packed.getvalue()
                 self._sha256 = hashlib.sha256(self._data).hexdigest()
             return self._data, self._sha256
-
-
-def _pack(code: Iterable[PlannedFile]) -> bytes:
-    packed = io.BytesIO()
-    with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
-        files = sorted(code, key=lambda file: file.dest)
-        data = {file.dest: Path(file.source).read_bytes() if file.source else file.content.encode() for file in files}
-        listed = code_list([(dest, hashlib.sha256(content).hexdigest()) for dest, content in data.items()])
-        modes = {CODE_LIST: 0o644, **{file.dest: file.mode for file in files}}
-        for dest, content in {**data, CODE_LIST: listed}.items():
-            entry = tarfile.TarInfo(dest)
-            entry.size, entry.mode = len(content), modes[dest]
-            tar.addfile(entry, io.BytesIO(content))
-    return packed.getvalue()
 
 
 class _PlanTransfer(FileTransfer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,11 @@ def _wrong_files(node: NodePlan, transport: Transport, files: tuple[PartFile, ..
     ]
     request = {"op": "inventory", "files": entries, "folders": []}
     found = ask_files(transport, node, request, hash_time(files))["files"]
-    gone = _missing_folders(found, node.data_dir)
+    # The number of files of each part folder with two or more files that are all missing.
+    states: dict[str, list[str]] = {}
+    for state in found:
+        states.setdefault(_top(state, node.data_dir), []).append(state["state"])
+    gone = {top: len(all_of) for top, all_of in states.items() if len(all_of) > 1 and set(all_of) == {"missing"}}
     lines = [f"{folder} is missing, with all its {count} files" for folder, count in gone.items()]
     wrong = [state for state in found if state["state"] != "present" and _top(state, node.data_dir) not in gone]
     return lines + [f"{state['path']} {state['error'] or _WORDS[state['state']]}" for state in wrong]
@@ -138,11 +142,3 @@ def _wrong_files(node: NodePlan, transport: Transport, files: tuple[PartFile, ..
 def _top(state: Mapping[str, Any], data_dir: str) -> str:
     """Return the part folder, such as ``<data_dir>/part1``, that contains the file of ``state``."""
     return f"{data_dir}/{state['path'].removeprefix(f'{data_dir}/').partition('/')[0]}"
-
-
-def _missing_folders(found: Iterable[Mapping[str, Any]], data_dir: str) -> dict[str, int]:
-    """Return the number of files by part folder, for folders of two or more files that are all missing."""
-    states: dict[str, list[str]] = {}
-    for state in found:
-        states.setdefault(_top(state, data_dir), []).append(state["state"])
-    return {top: len(all_of) for top, all_of in states.items() if len(all_of) > 1 and set(all_of) == {"missing"}}

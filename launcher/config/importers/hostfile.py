@@ -145,7 +145,12 @@ def read_ip_list(source: Source, flags: Flags) -> Foreign:
     notes = [ignored] if ports else []
     if ssh_ports:
         notes.append("`host:N` is read as an SSH port, as N is too large for a number of processes")
-    _same_number(source, nodes, flags)
+    if flags.num_nodes is not None and flags.num_nodes != len(nodes):
+        line = nodes[-1][0].line if nodes else 1
+        raise source.error(
+            line,
+            f"the file lists {len(nodes)} hosts, but --num_nodes is {flags.num_nodes}; correct one, or omit the flag",
+        )
     tree = _pyg(nodes, flags, notes)
     kind = f"an ip_config of {'torch_geometric' if of_pyg else 'DGL'}"
     return Foreign(kind, tree, tuple(notes), batch_per_process=of_pyg)
@@ -211,15 +216,6 @@ def _with_counts(source: Source, counts: Sequence[tuple[Origin, str, int]], kind
     return Foreign(kind, section(at, {"nodes": listed(at, nodes)}), (note,))
 
 
-def _same_number(source: Source, nodes: list[tuple[Origin, str]], flags: Flags) -> None:
-    if flags.num_nodes is not None and flags.num_nodes != len(nodes):
-        line = nodes[-1][0].line if nodes else 1
-        raise source.error(
-            line,
-            f"the file lists {len(nodes)} hosts, but --num_nodes is {flags.num_nodes}; correct one, or omit the flag",
-        )
-
-
 def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Section:
     """Return the YAML tree for a list of hosts.
 
@@ -232,7 +228,10 @@ def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Sec
     at = virtual_origin("the host list")
     tree: dict[str, Tree] = {"nodes": listed(nodes[0][0] if nodes else at, entries)}
     if remote.is_example:
-        tree["train"] = _example_settings(remote, flags)
+        origin = virtual_origin(f"as in {posixpath.basename(remote.script)}")
+        hetero = "hetero" in remote.script or flags.dataset == "ogbn-mag"
+        fixed: dict[str, Tree] = {name: number(origin, value) for name, value in _EXAMPLE_SETTINGS.items()}
+        tree["train"] = section(origin, {"model": text(origin, "rsage" if hetero else "sage"), **fixed})
         notes.append(
             f"{posixpath.basename(remote.script)} is an example of torch_geometric.distributed, which no longer "
             "works: the bundled trainer runs instead, with the same model and settings"
@@ -263,10 +262,3 @@ def _common_keys(remote: Remote, flags: Flags) -> dict[str, Tree]:
     if lines:
         common["setup"] = listed(origin, [text(origin, line) for line in lines])
     return common
-
-
-def _example_settings(remote: Remote, flags: Flags) -> Section:
-    origin = virtual_origin(f"as in {posixpath.basename(remote.script)}")
-    hetero = "hetero" in remote.script or flags.dataset == "ogbn-mag"
-    fixed: dict[str, Tree] = {name: number(origin, value) for name, value in _EXAMPLE_SETTINGS.items()}
-    return section(origin, {"model": text(origin, "rsage" if hetero else "sage"), **fixed})

@@ -114,7 +114,9 @@ class _Rank:
         """Return the summary and the stacks, as lines; append them to ``logs/stacks-<name>.log``."""
         for one in self.traced:
             one.held_up = one.watch.held_up()
-        main = self._main()
+        # A shell writes no Python stack; its first descendant that wrote one counts.
+        main = self.traced[0]
+        main = main if main.stopped else next((one for one in self.traced if one.lines), main)
         first = summary(main.lines, roots(self.run_dir)) if main.lines else main.text[0]
         if not main.stopped:
             first = "; ".join([*filter(None, [next((one.held_up for one in self.traced if one.held_up), "")]), first])
@@ -124,11 +126,6 @@ class _Rank:
         lines += [f"and {self.left_out} more processes"] if self.left_out else []
         write_log(self.run_dir, self.name, lines)
         return lines
-
-    def _main(self) -> _Traced:
-        # A shell writes no Python stack; its first descendant that wrote one counts.
-        first = self.traced[0]
-        return first if first.stopped else next((one for one in self.traced if one.lines), first)
 
 
 _CODE = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)) + "/"

@@ -64,7 +64,10 @@ def claim(folder: str, url: str, run_dir: str, need: int, limit: int | None) -> 
         if run_dir:
             runs.append({"run_dir": run_dir, "host": socket.gethostname(), "boot_id": boot_id(), "since": now})
         write_json(path, {"url": url, "used": now, "runs": runs})
-        _delete_evicted(top)
+        # Also deletes what an earlier program left when it was killed.
+        for name in os.listdir(top):
+            if name.startswith(_EVICTED):
+                shutil.rmtree(os.path.join(top, name), ignore_errors=True)
     return evicted
 
 
@@ -122,13 +125,6 @@ def _notes(top: str) -> dict[str, dict[str, Any]]:
 def _note(path: str) -> dict[str, Any]:
     """Return the content of a note; {} if it is missing or damaged."""
     return record_in(_NOTE, path) or {}
-
-
-def _delete_evicted(top: str) -> None:
-    # Also deletes what an earlier program left when it was killed.
-    for name in os.listdir(top):
-        if name.startswith(_EVICTED):
-            shutil.rmtree(os.path.join(top, name), ignore_errors=True)
 
 
 @contextmanager

@@ -59,7 +59,13 @@ def push_parts(spec: dict[str, Any], lines: ProgressLines) -> int:
         todo = [file for file, there in zip(files, sizes, strict=True) if there != file.bytes and file.path != MANIFEST]
     need = sum(file.bytes for file in todo) + manifest.bytes
     lines.put("start", bytes=need, present=sum(file.bytes for file in files) - need)
-    _upload_all(store, folder, todo, lines)
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    try:
+        jobs = [pool.submit(store.upload, os.path.join(folder, file.path), file.path, lines.add) for file in todo]
+        for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
+            job.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
     with open(os.path.join(folder, MANIFEST), "rb") as stream:
         store.write(MANIFEST, stream.read())
     lines.add(manifest.bytes)
@@ -73,16 +79,6 @@ def pushed_note(store: RemoteFolder) -> dict[str, Any]:
     except (NotStored, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _upload_all(store: RemoteFolder, folder: str, files: list[Wanted], lines: ProgressLines) -> None:
-    pool = ThreadPoolExecutor(_AT_ONCE)
-    try:
-        jobs = [pool.submit(store.upload, os.path.join(folder, file.path), file.path, lines.add) for file in files]
-        for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
-            job.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 if __name__ == "__main__":

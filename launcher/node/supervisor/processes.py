@@ -77,7 +77,15 @@ def end_processes(
     _wait(ended, max(grace, _LEAST), idle)
     stubborn = not ended()
     if stubborn:
-        _kill_groups(children, book)
+        # Rank runners live on: they write the outcomes of their ranks and end.
+        book.look()
+        ranks = book.rank_pids().values()
+        for pid in ranks:
+            procs.send_group(pid, signal.SIGKILL)
+        runners = book.runner_pids()
+        for child in children:
+            if child.running() and child.pid not in runners:
+                procs.send_group(child.pid, signal.SIGKILL)
         _wait(ended, _MARGIN, idle)
 
     def running() -> list[procs.Process]:
@@ -111,18 +119,6 @@ def complete_outcomes(
             status, signaled = runner.status
             known = {"name": runner.name, "rank": None, "pid": runner.pid}
             book.journal.event("process-exit", **known, returncode=status, signal=signaled)
-
-
-def _kill_groups(children: list[Child], book: OutcomeBook) -> None:
-    # Rank runners live on: they write the outcomes of their ranks and end.
-    book.look()
-    ranks = book.rank_pids().values()
-    for pid in ranks:
-        procs.send_group(pid, signal.SIGKILL)
-    runners = book.runner_pids()
-    for child in children:
-        if child.running() and child.pid not in runners:
-            procs.send_group(child.pid, signal.SIGKILL)
 
 
 def _wait(ended: Callable[[], bool], seconds: float, idle: Idle) -> None:

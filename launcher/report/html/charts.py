@@ -8,7 +8,7 @@ from typing import Any
 from launcher.report.html.page import Chart
 from launcher.report.html.record import RunRecord
 from launcher.report.profile import Profile, rank_name
-from launcher.report.series import Point, Series, number
+from launcher.report.series import Point, number
 
 _SINGLE = 12  # up to this number of ranks each gets a line; more are drawn as a heat map
 
@@ -81,7 +81,12 @@ def metric_chart(record: RunRecord) -> Chart | None:
 
 def speed_chart(record: RunRecord) -> Chart | None:
     """Return a chart of each rank's seeds per second by epoch: lines or, for many ranks, a heat map."""
-    by_rank = _speeds(record.metrics.series)
+    found: dict[int, list[Point]] = {}
+    for line in record.metrics.series.epochs:
+        epoch, speed = number(line.get("epoch")), number(line.get("seeds_per_s"))
+        if epoch is not None and speed is not None:
+            found.setdefault(int(line["rank"]), []).append((epoch, speed))
+    by_rank = {rank: found[rank] for rank in sorted(found)}
     most = max(map(len, by_rank.values()), default=0)
     title, axis = "Throughput of each rank", {"title": {"text": "epochs"}, "dtick": 1 if most <= 10 else None}
     if len(by_rank) <= _SINGLE:
@@ -203,15 +208,6 @@ def _resume_mark(record: RunRecord) -> dict[str, Any]:
         "yanchor": "bottom",
     }
     return {"shapes": [line], "annotations": [note]}
-
-
-def _speeds(series: Series) -> dict[int, list[Point]]:
-    found: dict[int, list[Point]] = {}
-    for line in series.epochs:
-        epoch, speed = number(line.get("epoch")), number(line.get("seeds_per_s"))
-        if epoch is not None and speed is not None:
-            found.setdefault(int(line["rank"]), []).append((epoch, speed))
-    return {rank: found[rank] for rank in sorted(found)}
 
 
 def _seeds_axis() -> dict[str, Any]:

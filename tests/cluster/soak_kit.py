@@ -192,6 +192,8 @@ class Soak:
     # --- resume -------------------------------------------------------------------------------
 
     def _resume(self, run: FaultyRun, verdict: Verdict) -> None:
+        if run.unreachable is not None:  # the lines of rank 0 may be on that host only
+            self._collect(run)
         epochs = epochs_begun(run.run_dir) + 1
         run_id = f"{run.run_id}r"
         job = job_words(run.scenario, epochs)

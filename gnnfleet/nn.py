@@ -11,7 +11,8 @@
 - ``CategoryEmbeddings``, ``categories_of``: trainable embeddings of columns of categories, beside the features.
 - ``ShardedEmbedding``, ``embedding_state``, ``load_embedding_state``: trainable embeddings of nodes, sharded over the
   ranks.
-- ``DotProduct``, ``DistMult``, ``MLPDecoder``: decoders that score links, with ``score_edges``, ``score_triplets``.
+- ``DotProduct``, ``MLPDecoder``, and with weights per relation ``DistMult``, ``ComplEx``, ``TransE``, ``RotatE``:
+  decoders that score links, with ``score_edges``, ``score_triplets``.
 - ``softmax_loss``, ``bce_loss``, ``bpr_loss``, ``margin_loss``, ``unsupervised_loss``: losses of link scores.
 - ``LinkSums``, ``mrr``, ``hits_at``, ``auc``, ``ranks``: ranking metrics of link scores.
 """
@@ -25,7 +26,6 @@ from trainer.nn.inference import inference
 from trainer.nn.layers import GATConv, GCNConv, SAGEConv
 from trainer.nn.link_metrics import LinkScore, LinkSums, auc, hits_at, mrr, ranks
 from trainer.nn.links import (
-    DistMult,
     DotProduct,
     MLPDecoder,
     UnsupervisedLoss,
@@ -39,6 +39,7 @@ from trainer.nn.links import (
     walk_pairs,
 )
 from trainer.nn.models import build_model
+from trainer.nn.relation_decoders import ComplEx, DistMult, RotatE, TransE
 from trainer.nn.sharded_embedding import ShardedEmbedding, embedding_state, load_embedding_state
 from trainer.nn.token_transformer import TokenTransformer, seed_tokens
 from trainer.nn.trim import Trimmed, TrimmedHetero, TrimToLayer, to_hetero
@@ -46,6 +47,7 @@ from trainer.nn.trim import Trimmed, TrimmedHetero, TrimToLayer, to_hetero
 __all__ = [
     "Category",
     "CategoryEmbeddings",
+    "ComplEx",
     "DistMult",
     "DotProduct",
     "GATConv",
@@ -58,10 +60,12 @@ __all__ = [
     "LinkSums",
     "MLPDecoder",
     "RGCNConv",
+    "RotatE",
     "SAGEConv",
     "ShardedEmbedding",
     "TokenTransformer",
     "TrimToLayer",
+    "TransE",
     "Trimmed",
     "TrimmedHetero",
     "UnsupervisedLoss",

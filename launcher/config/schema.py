@@ -283,7 +283,7 @@ class DataConfig:
 
 
 #: Names of the bundled models.
-MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn", "token-transformer")
+MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn", "embedding", "token-transformer")
 
 #: Bundled models that read the scores of neighbours by PageRank or walks.
 RULE_MODELS = ("sage", "rsage", "token-transformer")
@@ -291,8 +291,8 @@ RULE_MODELS = ("sage", "rsage", "token-transformer")
 #: Settings of `train` that only some bundled models read, and no class.
 OF_MODELS: Mapping[str, tuple[str, ...]] = {
     "output_heads": ("gat",),
-    "activation": tuple(name for name in MODELS if name not in ("hgt", "lightgcn", "token-transformer")),
-    "input_dropout": tuple(name for name in MODELS if name != "lightgcn"),
+    "activation": tuple(name for name in MODELS if name not in ("hgt", "lightgcn", "embedding", "token-transformer")),
+    "input_dropout": tuple(name for name in MODELS if name not in ("lightgcn", "embedding")),
     "attention_dropout": ("gat",),
     "max_tokens": ("token-transformer",),
 }
@@ -458,7 +458,7 @@ class TrainConfig:
 
     model: str = setting(
         "`sage`, `gcn` or `gat`; for heterogeneous graphs `rgcn`, `hgt` or `rsage` (GraphSAGE per edge type); for task "
-        "`link` also `lightgcn`; for any graph `token-transformer`. Or a "
+        "`link` also `lightgcn` and, without neighbours, `embedding`; for any graph `token-transformer`. Or a "
         "class: `FILE.py:CLASS`, or `PACKAGE.CLASS` such as torch_geometric.nn.GraphSAGE.",
         "sage",
         form=MODEL,
@@ -474,7 +474,9 @@ class TrainConfig:
         "auto",
     )
     target: str | None = setting(
-        "Vertex type with the labels, or edge type, as `user__rates__item`; default: the only one.",
+        "Vertex type with the labels, or edge type, as `user__rates__item`; for task `link` also several, as "
+        "`user__clicks__item,user__buys__item`, or `all` except reverses `rev_…`. Default: the only one; of links all "
+        "types of which some are held out.",
         None,
         form=WORD,
     )
@@ -535,6 +537,11 @@ class TrainConfig:
     )
     batch_size: int = setting("Global batch: seed vertices per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
+    decoder: Literal["dot", "distmult", "complex", "transe", "rotate"] = setting(
+        "Task `link`: score of a link from the rows of its ends: their dot product, or one with weights for each edge "
+        "type, as for knowledge graphs, by which also the sources of links are learned and ranked.",
+        "dot",
+    )
     loss: Literal["softmax", "in-batch", "bpr", "bce"] = setting(
         "Task `link`: loss of a link against the step's negatives: softmax; bpr (each negative is to score lower); bce "
         "(binary cross entropy). in-batch: softmax against the targets of the step's other links, in place of "

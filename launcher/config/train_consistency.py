@@ -98,6 +98,8 @@ def _device_sampling(config: ClusterConfig, cpu_only: int | None, reader: Reader
 
 def _layers(config: ClusterConfig, reader: Reader) -> None:
     train, hops = config.train, len(config.train.fanouts)
+    if train.model == "embedding":
+        return
     if (
         train.layers
         and train.layers != hops
@@ -153,8 +155,17 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
             f"train.heads: {train.heads} heads do not divide train.hidden ({train.hidden}), as {train.model} needs; "
             "change one of them",
         )
-    if train.model == "lightgcn" and train.task not in ("auto", "link") and reader.good(("train", "model")):
-        reader.report(("train", "model"), "train.model: lightgcn has embeddings only: it is for train.task: link")
+    if (
+        train.model in ("lightgcn", "embedding")
+        and train.task not in ("auto", "link")
+        and reader.good(("train", "model"))
+    ):
+        text = f"train.model: {train.model} has embeddings only: it is for train.task: link"
+        reader.report(("train", "model"), text)
+    if train.model == "embedding" and train.layers is not None and reader.good(("train", "layers")):
+        reader.report(("train", "layers"), "train.layers: model embedding has none; leave it out")
+    if train.decoder != "dot" and reader.good(("train", "decoder")):
+        _decoder(train, reader)
     if train.eval_negatives == "all" and train.time_attr is not None and reader.good(("train", "eval_negatives")):
         text = (
             "train.eval_negatives: all computes each vertex once, from all its edges, so it is not for train.time_attr"
@@ -170,6 +181,23 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
             ("train", "edge_attr"),
             f"train.edge_attr: model {train.model} does not read edge features; use sage, for several types rsage",
         )
+
+
+def _decoder(train: TrainConfig, reader: Reader) -> None:
+    """Report settings that a decoder with weights per edge type does not fit."""
+    place, problem = ("train", "decoder"), ""
+    if train.task not in ("auto", "link"):
+        problem = f"it scores links, and train.task is {train.task}"
+    elif train.decoder in ("complex", "rotate") and train.hidden % 2:
+        problem = f"its rows are complex numbers, so train.hidden must be even, not {train.hidden}"
+    elif train.time_attr is not None:
+        problem = "links with times (train.time_attr) have decoder dot"
+    elif train.loss == "in-batch":
+        problem = "train.loss: in-batch is for decoder dot; use softmax"
+    elif train.hard_negatives is not None:
+        problem = "train.hard_negatives are for decoder dot"
+    if problem:
+        reader.report(place, f"train.decoder: {train.decoder}: {problem}")
 
 
 #: Kinds of the arguments of optimizers that are not a number.

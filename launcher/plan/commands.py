@@ -142,7 +142,7 @@ def tracker_command(context: PlanContext, node: NodePlan) -> Command | None:
 
 _LEFT_OUT_AT_DEFAULT = (  # keeps the shown command short
     "precision", "device_cache", "sampling", "checkpoint_seconds", "label_smoothing", "keep", "activation",
-    "input_dropout", "attention_dropout", "num_hard_negatives",
+    "input_dropout", "attention_dropout", "num_hard_negatives", "decoder",
 )  # fmt: skip
 
 

@@ -119,7 +119,7 @@ MISTAKES = {
     NODES + "  - {host: a, env: {A: }}\n": ["3: nodes.0.env: A: expected text, found nothing"],
     TWO + "train: {model: sagee}\n": [
         "3: train.model: `sagee` is no model; did you mean `sage`? The models are sage, gcn, gat, rgcn, hgt, rsage, "
-        "lightgcn, token-transformer, or a class: FILE.py:CLASS or PACKAGE.CLASS"
+        "lightgcn, embedding, token-transformer, or a class: FILE.py:CLASS or PACKAGE.CLASS"
     ],
     TWO + "train: {task: link, metrics: [recall@20, map@0]}\n": [
         "3: train.metrics: recall@20 needs train.eval_negatives: all",

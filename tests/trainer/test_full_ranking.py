@@ -135,7 +135,7 @@ def _ranked(parts: str, out: str) -> None:
             embeddings = LinkEmbeddings(graph, LIKES, group, *rows)
             for split in ("val", "test"):
                 ranking = FullRanking(graph, LIKES, split, settings, layout, group, Path(out))
-                found.append(ranking.metrics(embeddings, NAMES))
+                found.append(ranking.metrics([embeddings], NAMES))
     if ranks.rank == 0:
         Path(out, "found.json").write_text(json.dumps(found))
 

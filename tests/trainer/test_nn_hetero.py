@@ -28,10 +28,9 @@ from nn_kit import (
 )  # fmt: skip
 from trainer.core.batch import Batch, HeteroBatch
 from trainer.core.errors import DataError, SettingsError
-from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, node_salt
 from trainer.nn import hetero_layers as layers
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
-from trainer.nn.kernels.dropout import node_salt
 from trainer.nn.models import build_model
 from trainer.nn.sharded_embedding import LocalEmbeddings
 

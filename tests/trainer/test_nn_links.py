@@ -13,6 +13,7 @@ from torch_geometric.nn import GraphSAGE
 from trainer.nn import link_metrics as metrics
 from trainer.nn import links
 from trainer.nn.links import UnsupervisedLoss, unsupervised_loss, walk_pairs
+from trainer.nn.relation_decoders import DistMult
 
 H = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.5]])
 
@@ -23,7 +24,7 @@ def test_dot_product_scores_edges() -> None:
 
 
 def test_dist_mult_scales_by_relation() -> None:
-    decoder = links.DistMult(2, 2)
+    decoder = DistMult(2, 2)
     decoder.relation.data = torch.tensor([[1.0, 1.0], [2.0, -1.0]])
     index = torch.tensor([[0, 0], [1, 1]])
     assert links.score_edges(decoder, H, H, index, torch.tensor([0, 1])).tolist() == [1.0, 8.0]
@@ -31,7 +32,7 @@ def test_dist_mult_scales_by_relation() -> None:
     assert links.score_edges(decoder, H, H, index).tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("decoder", [links.DotProduct(), links.DistMult(3, 2), links.MLPDecoder(2, 4)])
+@pytest.mark.parametrize("decoder", [links.DotProduct(), DistMult(3, 2), links.MLPDecoder(2, 4)])
 @pytest.mark.parametrize("negatives", [torch.tensor([2, 0]), torch.tensor([[2, 0, 1], [1, 1, 2]])])
 def test_a_triplet_scores_like_its_pairs(decoder: links.Decoder, negatives: Tensor) -> None:
     src, dst, relation = torch.tensor([0, 1]), torch.tensor([1, 2]), torch.tensor([2, 1])
@@ -145,7 +146,7 @@ def test_scores_of_nan_count_against_the_model() -> None:
 @pytest.mark.parametrize("loss", [links.margin_loss, links.bpr_loss, links.softmax_loss, unsupervised_loss])
 def test_the_loss_of_no_links_is_0_and_has_gradients(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
     h, none = torch.randn(3, 2, requires_grad=True), torch.empty(0, dtype=torch.int64)
-    decoder = links.DistMult(2, 2)
+    decoder = DistMult(2, 2)
     scores = links.score_triplets(decoder, h, h, none, none, none.view(0, 5), none)
     assert [tuple(score.shape) for score in scores] == [(0,), (0, 5)]
     loss(*scores).backward()

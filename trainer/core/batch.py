@@ -101,6 +101,11 @@ class LinkEnds:
     The seed nodes are the ends of the links, and the negatives. ``num_seeds`` is the number of links. Without times,
     each seed node is in the batch once. With times, the batch has a copy of both ends for each link. The links are
     divided into groups of similar time, and the batch has a copy of the negatives for each group.
+
+    With ``relation``, links are of several edge types, and ``src``, ``dst`` and ``negatives`` are positions in the rows
+    of all ``types``, one type after the other. A link is a query for its target, and may be a second one for its
+    source: such queries follow those of the links, in the same order, with both ends exchanged. The groups are the
+    types of what is asked for.
     """
 
     source: NodeType
@@ -116,6 +121,10 @@ class LinkEnds:
     log_q: Tensor | None = None
     attr: Tensor | None = None  #: float32 [num_seeds, d], features of the edges whose labels are learned
     own: Tensor | None = None  #: int64 [num_seeds, k], further negatives of each link alone; -1 for none
+    #: int64 [queries], edge type of each query; plus the number of edge types if its answer is the link's source
+    relation: Tensor | None = None
+    types: tuple[NodeType, ...] = field(default=(), kw_only=True)  #: with ``relation``: node types of the seeds
+    per_link: int = field(default=1, kw_only=True)  #: with ``relation``: queries per link
 
     def is_target(self) -> Tensor:
         """Return which negatives are left out for each link, as they are its target: bool [num_seeds, m].
@@ -129,7 +138,7 @@ class LinkEnds:
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
 
-        names = ("src", "dst", "negatives", "group", "equal", "log_q", "attr", "own")
+        names = ("src", "dst", "negatives", "group", "equal", "log_q", "attr", "own", "relation")
         return replace(self, **{name: moved(getattr(self, name)) for name in names})  # type: ignore[arg-type]
 
 

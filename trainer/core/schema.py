@@ -8,14 +8,20 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from typing import TYPE_CHECKING
 
 from trainer.core.errors import DataError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 NodeType = str
 
 EdgeType = tuple[str, str, str]  #: (source type, relation, target type)
 
 AnyType = NodeType | EdgeType
+
+LinkTypes = tuple[EdgeType, ...]  #: edge types whose links are predicted together
 
 HOMO_NODE: NodeType = "node"  #: the node type of a homogeneous graph
 
@@ -67,6 +73,20 @@ def check_word(word: str, where: str) -> None:
         )
 
 
+def target_name(of: AnyType | LinkTypes) -> str:
+    """Return the name of what is predicted: that of a type, or those of several edge types, joined by commas."""
+    return ",".join(map(type_name, of)) if is_link_types(of) else type_name(of)  # type: ignore[arg-type]
+
+
+def is_link_types(of: AnyType | LinkTypes) -> TypeIs[LinkTypes]:
+    return not isinstance(of, str) and isinstance(of[0], tuple)
+
+
+def link_types(of: EdgeType | LinkTypes) -> LinkTypes:
+    """Return the edge types of links: several, or one as a tuple of its own."""
+    return of if is_link_types(of) else (of,)
+
+
 @functools.cache
 def edge_salt(edge_type: EdgeType) -> int:
     """Return a uint64 that depends only on the edge type; 0 for ``HOMO_EDGE``.
@@ -76,3 +96,14 @@ def edge_salt(edge_type: EdgeType) -> int:
     if edge_type == HOMO_EDGE:
         return 0
     return int.from_bytes(hashlib.sha256(type_name(edge_type).encode()).digest()[:8], "little")
+
+
+@functools.cache
+def node_salt(node_type: NodeType) -> int:
+    """Return a uint64 hash of the node type; 0 for the type of a homogeneous graph.
+
+    Callers combine it with a batch's key by xor, so that node types have different draws and dropout masks.
+    """
+    if node_type == HOMO_NODE:
+        return 0
+    return int.from_bytes(hashlib.sha256(node_type.encode()).digest()[:8], "little")

@@ -10,13 +10,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
-from trainer.core.schema import AnyType, type_name, type_of
+from trainer.core.schema import AnyType, LinkTypes, is_link_types, link_types, target_name, type_name
 from trainer.graph.open import Graph
 from trainer.infer.edge_predictions import EdgePredictions
-from trainer.infer.link_predictions import link_metrics, number_of_targets, write_link_predictions
+from trainer.infer.link_predictions import (
+    link_metrics,
+    number_of_targets,
+    write_link_predictions,
+    write_typed_predictions,
+)
 from trainer.infer.node_predictions import node_metrics, write_node_predictions
 from trainer.infer.pair_scores import write_pair_scores
 from trainer.infer.prediction_files import writes_parquet
@@ -46,7 +52,7 @@ Metrics = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class InferResult:
-    target: AnyType  #: node type of the predictions, or edge type of the links
+    target: AnyType | LinkTypes  #: node type of the predictions, or edge types of the links
     task: str
     epoch: int  #: epoch of the weights that were used
     metrics: Metrics  #: metrics by split and name
@@ -85,7 +91,7 @@ def _infer(
     if is_own(settings.model):
         group.agree(lambda: reads_types(settings.model, built))  # raises errors of its import on all ranks
     model, _ = trained_model(saved, group.device, built)
-    target, epoch = type_of(saved.graph["target"]), saved.best.epoch if saved.best else saved.epoch
+    target, epoch = saved.built_from["target"], saved.best.epoch if saved.best else saved.epoch
     task, edge_attr = of_record(saved.task), saved.settings.get("edge_attr")
     layout = layout_of(graph, group) if job.cluster is None else one_host_layout(graph, group)
     group.agree(lambda: read_categories(model, graph))
@@ -117,25 +123,29 @@ def _infer(
         return InferResult(target, task.kind, epoch, of_edges.metrics(), len(of_edges.stored), files + how, fanouts)
     assert isinstance(model, LinkModel)
     links = LinkEmbeddings.of(graph, model, rows, scratch, group)
-    count = number_of_targets(graph, links, job.top_k)
-    files = write_link_predictions(job.out, graph, links, count, parquet)
+    forward = [each for each in links if not each.backward]
+    count = number_of_targets(graph, forward, job.top_k)
+    if is_link_types(target):
+        files = write_typed_predictions(job.out, graph, model, rows, forward, count, parquet)
+    else:
+        files = write_link_predictions(job.out, graph, links[0], count, parquet)
     if job.pairs is not None:
-        write_pair_scores(job.out, graph, links, job.pairs, parquet)
+        write_pair_scores(job.out, graph, forward, job.pairs, parquet)
         files += f"; the scores of the given pairs are in {job.out}/pairs.csv"
     if saved.settings["time_attr"] is not None:
         files += "; embeddings and scores are for a time after all edges of the graph"
-    metrics = link_metrics(links, settings, task, layout)
-    count = sum(sizes[of] for of in {target[0], target[2]})
+    metrics = link_metrics(links, model, rows, settings, task, layout)
+    count = sum(sizes[of] for of in {end for of in link_types(target) for end in (of[0], of[2])})
     return InferResult(target, task.kind, epoch, metrics, count, files + how, fanouts)
 
 
 def _check_graph(saved: Checkpoint, manifest: Manifest, path: Path) -> None:
-    target = type_of(saved.graph["target"])
-    known = manifest.nodes if isinstance(target, str) else manifest.edges
-    if target not in known:
+    target = saved.built_from["target"]
+    known: Mapping[Any, Any] = manifest.nodes if isinstance(target, str) else manifest.edges
+    if missing := [of for of in ([target] if isinstance(target, str) else link_types(target)) if of not in known]:
         raise CheckpointError(
             f"checkpoint {path} belongs to another graph, {saved.graph['dataset']}: the model's target is "
-            f"{type_name(target)!r}, but {manifest.dataset} has only {', '.join(map(type_name, known))}"
+            f"{type_name(missing[0])!r}, but {manifest.dataset} has only {', '.join(map(type_name, known))}"
         )
     here = graph_record(manifest, target)
     if differing := [name for name, value in saved.graph.items() if here.get(name) != value]:
@@ -155,13 +165,14 @@ def _scratch(out: Path, rank: int) -> Path:
 
 def _report(result: InferResult, job: InferJob) -> None:
     record = {
-        "target": type_name(result.target), "task": result.task, "nodes": result.nodes, "epoch": result.epoch,
+        "target": target_name(result.target), "task": result.task, "nodes": result.nodes, "epoch": result.epoch,
         "metrics": {split: dict(values) for split, values in result.metrics.items()}, "fanouts": result.fanouts,
         "checkpoint": str(job.checkpoint),
     }  # fmt: skip
     (job.out / "infer.json").write_text(json.dumps(record, indent=1) + "\n")
     what = "nodes" if isinstance(result.target, str) or result.task == "link" else "edges"
-    print(f"{result.nodes:,} {what} of {type_name(result.target)}, weights of epoch {result.epoch}", flush=True)
+    of = f"{len(result.target)} edge types" if is_link_types(result.target) else type_name(result.target)
+    print(f"{result.nodes:,} {what} of {of}, weights of epoch {result.epoch}", flush=True)
     for split, values in result.metrics.items():
         print(f"{split} {metrics_text(values)}", flush=True)
     print(result.files, flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from trainer.core.batch import LinkEnds
+from trainer.core.schema import is_link_types, type_name
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
 from trainer.infer.prediction_files import (
@@ -25,13 +26,14 @@ from trainer.infer.prediction_files import (
     write_array,
     write_table,
 )
-from trainer.nn.layerwise_inference import LayerRows
+from trainer.nn.layerwise_inference import LayerResults, LayerRows
 from trainer.nn.link_embeddings import LinkEmbeddings
+from trainer.nn.link_model import LinkModel
 from trainer.sampler.types import RowRequest
 from trainer.store.npy import map_npy
 from trainer.train.epoch import EVAL_EPOCH
 from trainer.train.full_ranking import FullRanking
-from trainer.train.loaders import link_loaders
+from trainer.train.loaders import link_loaders, typed_link_loaders
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.task import Labels, Task
 
@@ -40,42 +42,55 @@ MOST_PAIRS = 10**10  #: most pairs of source and target that are scored unless t
 _TOP_K = 10
 
 
-def number_of_targets(graph: Graph, links: LinkEmbeddings, wanted: int | None) -> int:
+def number_of_targets(graph: Graph, links: Sequence[LinkEmbeddings], wanted: int | None) -> int:
     """Return how many targets to list per source: ``wanted``, but at most the number of targets.
 
     If ``wanted`` is None: ``_TOP_K``, or 0 if there are more than ``MOST_PAIRS`` pairs of source and target.
     """
-    source, target = (graph.manifest.nodes[of].num_nodes for of in links.edge_type[::2])
-    count = (_TOP_K if source * target <= MOST_PAIRS else 0) if wanted is None else wanted
-    return min(count, target)
+    sizes = [[graph.manifest.nodes[of].num_nodes for of in each.ends] for each in links]
+    pairs = sum(source * target for source, target in sizes)
+    count = (_TOP_K if pairs <= MOST_PAIRS else 0) if wanted is None else wanted
+    return min(count, max(target for _, target in sizes))
 
 
 def link_metrics(
-    links: LinkEmbeddings, settings: TrainSettings, task: Task, layout: RankLayout
+    links: Sequence[LinkEmbeddings], model: LinkModel, rows: LayerResults, settings: TrainSettings, task: Task,
+    layout: RankLayout,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Return the metrics on each split of held-out links, with the same negatives as evaluations in training.
 
-    Embeddings are computed from all edges of the graph, even if ``settings`` has a ``time_attr``. Collective.
+    Embeddings are computed from all edges of the graph, even if ``settings`` has a ``time_attr``. ``rows``: the
+    encoder's rows of all nodes. Collective.
     """
-    (source, _, target), graph, group = links.edge_type, links.graph, links.group
+    graph, group, target, splits = links[0].graph, links[0].group, model.target, ("val", "test")
     if settings.eval_negatives == "all":
-        every = [
-            FullRanking(graph, links.edge_type, split, settings, layout, group, Path()) for split in ("val", "test")
-        ]
-        return {each.split: each.metrics(links, task.names) for each in every if each.links.shape[1]}
-    timeless, store = replace(settings, time_attr=None), graph.store
-    loaders = link_loaders(timeless, graph, links.edge_type, ("val", "test"), False, group.rank, layout)
+        every = [FullRanking(graph, target, split, settings, layout, group, Path()) for split in splits]
+        return {each.split: each.metrics(links, task.names) for each in every if each.num_links}
+    timeless = replace(settings, time_attr=None)
     found = {}
+    if is_link_types(target):
+        for split, typed in typed_link_loaders(timeless, graph, target, splits, False, group.rank, layout).items():
+            sums = torch.zeros(task.num_sums, dtype=torch.float64)
+            for share in typed.shares(EVAL_EPOCH):
+                seeds, ends = typed.seeded(share)
+                table = torch.cat([rows[of].fetch(seeds.nodes[of]) for of in ends.types])
+                with torch.no_grad():
+                    out = model.typed_scores(table.to(group.device), ends.to(group.device)).cpu()
+                sums += task.metric_sums(out, Labels(links=ends))
+            found[split] = task.metrics(group.sum(sums).tolist())
+        return found
+    (own,), (source, _, end), store = links, target, graph.store
+    loaders = link_loaders(timeless, graph, target, splits, False, group.rank, layout)
     for split, loader in loaders.items():
         sums = torch.zeros(task.num_sums, dtype=torch.float64)
         for share in loader.shares(EVAL_EPOCH):
             src, dst, negatives = loader.ends(share)
-            rows = links.source.fetch(store.to_global(source, src))
-            right = links.target.fetch(store.to_global(target, dst))
-            wrong = links.target.fetch(store.to_global(target, negatives))
-            out = torch.cat([(rows * right).sum(1, keepdim=True), rows @ wrong.t()], 1)
-            ends = LinkEnds(source, target, *map(torch.from_numpy, (src, dst, negatives)))
-            sums += task.metric_sums(out, Labels(links=ends))
+            left = own.source.fetch(store.to_global(source, src))
+            right = own.target.fetch(store.to_global(end, dst))
+            wrong = own.target.fetch(store.to_global(end, negatives))
+            out = torch.cat([(left * right).sum(1, keepdim=True), left @ wrong.t()], 1)
+            pairs = LinkEnds(source, end, *map(torch.from_numpy, (src, dst, negatives)))
+            sums += task.metric_sums(out, Labels(links=pairs))
         found[split] = task.metrics(group.sum(sums).tolist())
     return found
 
@@ -91,20 +106,53 @@ def write_link_predictions(out: Path, graph: Graph, links: LinkEmbeddings, count
     for role, of, rows in (("source", source, links.source), ("target", target, links.target)):
         array = OutputArray("embedding", rows.values.shape[1], "float32")
         write_array(out / role, graph, of, rows, array, links.group)
-    if count:
-        best, scores = links.best_targets(count)
-        for name, values in (("targets", best), ("scores", scores)):
-            array = OutputArray(name, count, str(values.dtype))
-            write_array(out / "source", graph, source, LayerRows(links.source.shares, values), array, links.group)
-        own = [*own_parts(out / "source", graph, source, links.source, links.group)]
-        for folder in own:
-            _write_part(folder, graph, target, parquet)
-        table = merge_parts(out / "source", own, parquet, links.group)
+    table = _write_best(out / "source", graph, links, count, parquet) if count else ""
     links.group.barrier()
     text = f"embeddings are in {out}/source/part*/embedding.npy and {out}/target, ids in id.npy beside them"
     if not count:
         return f"{text}; --top-k 10 also lists the best targets of each source"
     return f"the {count} best new targets of each source are in {table}; {text}"
+
+
+def write_typed_predictions(
+    out: Path, graph: Graph, model: LinkModel, rows: LayerResults, links: Sequence[LinkEmbeddings], count: int,
+    parquet: bool,
+) -> str:  # fmt: skip
+    """Write predictions of several edge types, as ``write_link_predictions`` does for one. Collective.
+
+    The embeddings of each node type are in ``<node type>/part<p>/embedding.npy``, as the decoder reads them, and its
+    weights in ``relations.npy``, a row per line of ``relations.csv``. The best targets of each source are in
+    ``<edge type>/``.
+    """
+    group, tables = links[0].group, []
+    for of in dict.fromkeys(end for each in links for end in each.ends):
+        array = OutputArray("embedding", rows[of].values.shape[1], "float32")
+        write_array(out / of, graph, of, rows[of], array, group)
+    if model.decoder is not None and group.rank == 0:
+        np.save(out / "relations.npy", model.decoder.relation.detach().cpu().numpy())
+        names = "".join(f"{each.relation},{type_name(each.edge_type)}\n" for each in links)
+        (out / "relations.csv").write_text(f"relation,edge_type\n{names}")
+    for each in links if count else ():
+        most = min(count, graph.manifest.nodes[each.ends[1]].num_nodes)
+        tables.append(_write_best(out / type_name(each.edge_type), graph, each, most, parquet))
+    group.barrier()
+    text = f"embeddings are in {out}/{links[0].ends[0]}/part*/embedding.npy, ids in id.npy beside them"
+    if not count:
+        return f"{text}; --top-k 10 also lists the best targets of each source and edge type"
+    return f"the {count} best new targets of each source are in {tables[0]}, and so for each edge type; {text}"
+
+
+def _write_best(folder: Path, graph: Graph, links: LinkEmbeddings, count: int, parquet: bool) -> str:
+    """Write the ``count`` best targets of each source to ``folder``, and return the path of the table of all parts."""
+    source, target = links.ends
+    best, scores = links.best_targets(count)
+    for name, values in (("targets", best), ("scores", scores)):
+        array = OutputArray(name, count, str(values.dtype))
+        write_array(folder, graph, source, LayerRows(links.source.shares, values), array, links.group)
+    own = [*own_parts(folder, graph, source, links.source, links.group)]
+    for part in own:
+        _write_part(part, graph, target, parquet)
+    return str(merge_parts(folder, own, parquet, links.group))
 
 
 def _write_part(folder: Path, graph: Graph, target: str, parquet: bool) -> None:

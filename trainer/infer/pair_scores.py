@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError
-from trainer.core.schema import NodeType
+from trainer.core.schema import NodeType, type_name
 from trainer.graph.open import Graph
 from trainer.infer.prediction_files import ROWS_AT_ONCE, Column, id_attr, write_table
 from trainer.nn.link_embeddings import LinkEmbeddings
@@ -25,57 +25,87 @@ _WHOLE, _DECIMAL = re.compile(rf"({INTEGER})(?:\.0*)?"), re.compile(rf"({INTEGER
 _NONE = 1 << 63  #: no id: too large for 64 bits
 
 
-def write_pair_scores(out: Path, graph: Graph, links: LinkEmbeddings, path: Path, parquet: bool) -> None:
+def write_pair_scores(out: Path, graph: Graph, links: Sequence[LinkEmbeddings], path: Path, parquet: bool) -> None:
     """Write ``pairs.csv``: source, target and score of each pair in ``path``, in the same order. Collective.
 
-    ``path``: a CSV file whose first two columns are ids of sources and targets; its first row is a header unless both
-    of its cells are such ids. Only rank 0 reads it. Raises ``DataError`` that names the row of an unknown id.
+    ``links``: of each edge type; if there are several, the third column of ``path`` has the edge type or the relation
+    of each pair, and so has ``pairs.csv``. ``path``: a CSV file whose first two columns are ids of sources and targets;
+    its first row is a header unless all these cells are such ids and names. Only rank 0 reads it. Raises ``DataError``
+    that names the row of an unknown id.
     """
-    group, (source, _, target) = links.group, links.edge_type
-    names: list[list[str]] = [[], []]
+    group, several = links[0].group, len(links) > 1
+    numbers = _numbers(links)
+    names: list[list[str]] = []
     found: list[Ids] = []
 
     def read() -> None:
         if group.rank == 0:
-            names[:] = _columns(path)
-            ids = [_nodes(graph, of, texts) for of, texts in zip((source, target), names, strict=True)]
-            header = int(any(len(column) and column[0] < 0 for column in ids))
-            names[:], found[:] = [texts[header:] for texts in names], [column[header:] for column in ids]
-            for of, role, texts, column in zip((source, target), ("source", "target"), names, found, strict=True):
-                if len(unknown := np.flatnonzero(column < 0)):
-                    row = int(unknown[0])
-                    raise DataError(
-                        f"{path}, {role} {texts[row]!r} in row {row + 1} is not the id of a node of type {of} "
-                        f"({len(unknown):,} such rows)"
-                    )
+            names[:] = _columns(path, 3 if several else 2)
+            of = np.array([numbers.get(name, -1) for name in names[2]] if several else [0] * len(names[0]), np.int64)
+            sources = {each.ends[0] for each in links}
+            if several and len(of) and of[0] < 0 and all(_nodes(graph, kind, names[0][:1])[0] < 0 for kind in sources):
+                names[:], of = [texts[1:] for texts in names], of[1:]
+            if (unknown := np.flatnonzero(of < 0)).size:
+                _raise(path, "edge type", names[2], unknown, "an edge type of the model")
+            ends: list[Ids] = [np.full(len(of), -1, np.int64) for _ in range(2)]
+            for k, each in enumerate(links):
+                own = np.flatnonzero(of == k)
+                for column, kind, texts in zip(ends, each.ends, names, strict=False):
+                    column[own] = _nodes(graph, kind, [texts[i] for i in own]) if len(own) else column[own]
+            header = int(not several and any(len(column) and column[0] < 0 for column in ends))
+            names[:] = [texts[header:] for texts in names]
+            found[:] = [of[header:], *(column[header:] for column in ends)]
+            for role, texts, column in zip(("source", "target"), names, found[1:], strict=False):
+                if (unknown := np.flatnonzero(column < 0)).size:
+                    kind = links[found[0][unknown[0]]].ends[role == "target"]
+                    _raise(path, role, texts, unknown, f"the id of a node of type {kind}")
 
     group.agree(read)
     none = np.empty(0, np.int64)
     scores: list[list[float]] = []
-    for begin in range(0, group.from_first(len(names[0])), ROWS_AT_ONCE):
-        src, dst = (ids[begin : begin + ROWS_AT_ONCE] for ids in found or (none, none))
-        scores.append((links.source.fetch(src) * links.target.fetch(dst)).sum(1).tolist())
+    for begin in range(0, group.from_first(len(found[0]) if found else 0), ROWS_AT_ONCE):
+        of, src, dst = (each[begin : begin + ROWS_AT_ONCE] for each in found or (none, none, none))
+        some = np.empty(len(of), np.float32)
+        for k, each in enumerate(links):
+            own = np.flatnonzero(of == k)
+            left = each.queries(each.source.fetch(src[own]))
+            some[own] = each.pair_scores(left, each.target.fetch(dst[own])).numpy()
+        scores.append(some.tolist())
     if group.rank == 0:
-        columns = [Column("source", "VARCHAR"), Column("target", "VARCHAR"), Column("score", "DOUBLE")]
+        roles = ("source", "target", *(["edge_type"] if several else []))
+        columns = [*(Column(role, "VARCHAR") for role in roles), Column("score", "DOUBLE")]
         write_table(out / "pairs", columns, _blocks(names, scores), parquet)
+
+
+def _numbers(links: Sequence[LinkEmbeddings]) -> dict[str, int]:
+    """Return the number of each edge type by its name, and by its relation if no other has the same."""
+    relations = [each.edge_type[1] for each in links]
+    short = {name: k for k, name in enumerate(relations) if relations.count(name) == 1}
+    return {**short, **{type_name(each.edge_type): k for k, each in enumerate(links)}}
+
+
+def _raise(path: Path, role: str, texts: Sequence[str], wrong: Ids, what: str) -> None:
+    row = int(wrong[0])
+    raise DataError(f"{path}, {role} {texts[row]!r} in row {row + 1} is not {what} ({len(wrong):,} such rows)")
 
 
 def _blocks(names: Sequence[Sequence[str]], scores: Sequence[Sequence[float]]) -> Iterator[list[Sequence[Any]]]:
     for number, some in enumerate(scores):
         rows = slice(number * ROWS_AT_ONCE, (number + 1) * ROWS_AT_ONCE)
-        yield [names[0][rows], names[1][rows], some]
+        yield [*(texts[rows] for texts in names), some]
 
 
-def _columns(path: Path) -> list[list[str]]:
+def _columns(path: Path, count: int) -> list[list[str]]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as CSV: {error}") from None
+    wanted = "the ids of a source and of a target" + (" and an edge type" if count == 3 else "")
     for number, row in enumerate(rows):
-        if len(row) < 2:
-            raise DataError(f"{path}, row {number}: {len(row)} columns; expected the ids of a source and of a target")
-    return [[row[0] for row in rows], [row[1] for row in rows]]
+        if len(row) < count:
+            raise DataError(f"{path}, row {number}: {len(row)} columns; expected {wanted}")
+    return [[row[k] for row in rows] for k in range(count)]
 
 
 def _nodes(graph: Graph, of: NodeType, texts: Sequence[str]) -> Ids:

@@ -16,7 +16,7 @@ from trainer.loader.block_loader import AnyBatch, BlockLoader, LoaderSettings, s
 from trainer.loader.link_loader import excluded
 from trainer.loader.link_seeds import LinkInputs, reverse_type
 from trainer.loader.link_trees import TimedLinks, TimeGroups, tree_seeds
-from trainer.loader.negatives import NegativeDraw, NegativeRule, draw_negatives, linked_in_step
+from trainer.loader.negatives import NegativeDraw, linked_in_step, uniform_negatives
 from trainer.loader.node_links import Pairs, links_of
 from trainer.sampler.types import SeedSet
 from trainer.store.part_store import PartStore
@@ -113,19 +113,12 @@ class LinkBlockLoader(BlockLoader):
         return Pairs(found.owner[others], found.ids[others])
 
     def _negatives(self, share: SeedShare) -> Ids:
-        count, num_nodes = self.link_settings.negatives, self.graph.manifest.nodes[self.links.edge_type[2]].num_nodes
+        count = self.link_settings.negatives
         if not len(share.positions) or not count:
             return _NONE
         if self.link_settings.log_q is not None:
             return np.unique(self.links.ends.ends_of(share.batch)[1])
-        if num_nodes <= count:
-            return np.arange(num_nodes)
-        places, zeros = np.arange(count), np.zeros(count, np.int64)
-        _, drawn = draw_negatives(
-            NegativeRule(triplet=True, amount=1), share.key, places, places, zeros, (zeros, zeros),
-            (self._draw, self._draw), lambda src, dst: np.zeros(len(src), np.bool_),
-        )  # fmt: skip
-        return drawn
+        return uniform_negatives(self._draw, count, share.key)
 
 
 def distinct_ends(

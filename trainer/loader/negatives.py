@@ -62,7 +62,7 @@ class NegativeDraw:
 
         Raises ``SettingsError`` for invalid weights.
         """
-        self._num_nodes = num_nodes
+        self.num_nodes = num_nodes
         self._by_time: Array | None = None
         if times is not None:
             order = np.argsort(times, kind="stable")
@@ -78,9 +78,9 @@ class NegativeDraw:
         """
         if len(keys) == 0:
             return np.empty(0, np.int64)
-        if self._num_nodes == 0:
+        if self.num_nodes == 0:
             raise DataError("negatives cannot be drawn: the node type has no nodes")
-        num_candidates: Ids = np.full(len(keys), self._num_nodes)
+        num_candidates: Ids = np.full(len(keys), self.num_nodes)
         if self._by_time is not None and times is not None:
             num_candidates = np.searchsorted(self._sorted_times, times, side="right")
             if (none := np.flatnonzero(num_candidates == 0)).size:
@@ -127,6 +127,18 @@ def draw_negatives(
         f"no negative for the link from {positives[0][owner[left[0]]]} to {positives[1][owner[left[0]]]}: {_TRIES} "
         "draws were all links of the graph, which is too dense for avoid_links; pass avoid_links=False"
     )
+
+
+def uniform_negatives(draw: NegativeDraw, count: int, key: int) -> Ids:
+    """Return ``count`` nodes that all links of a step share, repeats possible; each node once if there are fewer."""
+    if draw.num_nodes <= count:
+        return np.arange(draw.num_nodes)
+    places, zeros = np.arange(count), np.zeros(count, np.int64)
+    _, drawn = draw_negatives(
+        NegativeRule(triplet=True, amount=1), key, places, places, zeros, (zeros, zeros), (draw, draw),
+        lambda src, dst: np.zeros(len(src), np.bool_),
+    )  # fmt: skip
+    return drawn
 
 
 def linked_in_step(src: Ids, candidates: Ids, sources: Ids, targets: Ids) -> npt.NDArray[np.bool_]:

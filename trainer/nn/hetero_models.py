@@ -12,12 +12,12 @@ from torch_geometric.nn.parameter_dict import ParameterDict
 
 from trainer.core.batch import Batch, HeteroBatch
 from trainer.core.errors import SettingsError
-from trainer.core.schema import HOMO_EDGE, HOMO_NODE, NodeType
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, NodeType, node_salt
 from trainer.nn.categories import CategoryEmbeddings
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, NodeTensors, RGCNConv
 from trainer.nn.kernels.activation import FUNCTIONS
-from trainer.nn.kernels.dropout import hash_dropout, node_salt
+from trainer.nn.kernels.dropout import hash_dropout
 from trainer.nn.kernels.precision import in_own_precision, product_dtype
 from trainer.nn.sharded_embedding import Embeddings
 

@@ -39,7 +39,7 @@ from trainer.nn.edge_model import EdgeModel
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_models import HeteroModel
 from trainer.nn.kernels.activation import FUNCTIONS
-from trainer.nn.lightgcn import LightGCN
+from trainer.nn.lightgcn import LightGCN, NodeRows
 from trainer.nn.link_model import LinkModel
 from trainer.nn.models import BlockModel
 from trainer.sampler.multi_hop import sample_multi_hop
@@ -197,7 +197,7 @@ def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack | None:
         return BlockStack(model)
     if isinstance(model, HeteroModel):
         return HeteroStack(model, facts)
-    if isinstance(model, LightGCN):
+    if isinstance(model, LightGCN | NodeRows):
         return model
     if callable(layer_stack := getattr(model, "layer_stack", None)):  # ``OwnModel``, whose import takes seconds
         return layer_stack()  # type: ignore[no-any-return]

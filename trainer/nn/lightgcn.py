@@ -1,4 +1,4 @@
-"""LightGCN: propagates trainable rows of nodes over the edges, without weights, and takes the mean of all layers."""
+"""Encoders of links that are trainable rows: LightGCN, which takes means over the edges, and one without layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.core.batch import Batch, Block, HeteroBatch
 from trainer.core.errors import SettingsError
 from trainer.core.schema import EdgeType, NodeType
 from trainer.nn.categories import CategoryEmbeddings
-from trainer.nn.graph_facts import GraphFacts, layer_needs
+from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_layers import NodeTensors
 from trainer.nn.hetero_models import HeteroShape, as_hetero
 from trainer.nn.kernels.spmm import aggregate
@@ -78,3 +78,35 @@ def lightgcn(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embe
     if facts.num_classes or embeddings is None:
         raise SettingsError("model lightgcn has embeddings only: it is for task link")
     return LightGCN(facts, shape.num_layers, embeddings)
+
+
+class NodeRows(nn.Module):
+    """Encoder of links without neighbours: the trainable rows of the seed nodes themselves."""
+
+    needs_degree = False
+
+    def __init__(self, facts: GraphFacts, embeddings: Embeddings):
+        super().__init__()
+        self.needs = (LayerNeed(facts.targets, facts.targets, ()),)
+        self.targets, self.embeddings = facts.targets, embeddings
+        self.categories = CategoryEmbeddings({})
+
+    def seed_rows(self, batch: HeteroBatch | Batch) -> NodeTensors:
+        """Return the rows of the seed nodes of each of ``targets``: float [n, width]."""
+        return self.begin(as_hetero(batch) if isinstance(batch, Batch) else batch)
+
+    def begin(self, batch: HeteroBatch) -> NodeTensors:
+        return dict(self.embeddings.lookup({of: batch.n_id[of] for of in self.targets if of in batch.n_id}))
+
+    def layer(
+        self, number: int, blocks: Mapping[EdgeType, Block], rows: Mapping[NodeType, Tensor],
+        num_dst: Mapping[NodeType, int], degree: Mapping[NodeType, Tensor],
+    ) -> NodeTensors:  # fmt: skip
+        return dict(rows)
+
+
+def node_rows(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> NodeRows:
+    """Build a ``NodeRows``. All but ``facts`` and ``embeddings`` is ignored. Raises as ``lightgcn``."""
+    if facts.num_classes or embeddings is None:
+        raise SettingsError("model embedding has no layers: it is for task link")
+    return NodeRows(facts, embeddings)

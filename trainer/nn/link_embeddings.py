@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ from torch import Tensor, nn
 from trainer.core.arrays import Array, Ids
 from trainer.core.compiled import njit
 from trainer.core.ranks import RankGroup
-from trainer.core.schema import EdgeType
+from trainer.core.schema import EdgeType, NodeType, link_types
 from trainer.graph.open import Graph
 from trainer.nn.kernels.rows import run_rows
 from trainer.nn.layerwise_inference import LayerResults, LayerRows
 from trainer.nn.link_model import LinkModel
+from trainer.nn.relation_decoders import RelationDecoder
 from trainer.sampler.types import HopRequest, RowRequest
 
 _TARGETS, _SOURCES = 8192, 2048  #: targets and sources of which all pairs are scored at once
@@ -38,12 +41,21 @@ class RankedLinks:
     filtered: Array  #: float64 [n] without its other links, and without known ones
     candidates: Ids  #: int64 [n] targets that take part in ``filtered``, besides the link's own
 
+    @classmethod
+    def joined(cls, parts: Sequence[RankedLinks]) -> RankedLinks:
+        """Join the ranks of several edge types, whose numbers of sources are ascending from part to part."""
+        none = np.empty(0, np.int64)
+        return cls(*(
+            np.concatenate([none, *(getattr(each, name.name) for each in parts)]) for name in fields(cls)
+        ))  # fmt: skip
+
 
 @dataclass(frozen=True)
 class LinkEmbeddings:
     """Embeddings of this rank's nodes, as sources and as targets of links. All methods are collective.
 
-    The score of a pair is the dot product of the source's and the target's embedding.
+    The score of a pair is the dot product of the source's and the target's embedding, or that of ``decoder``. If
+    ``backward``, links are ranked the other way round: what the methods call a source is the target of an edge.
     """
 
     graph: Graph
@@ -51,24 +63,63 @@ class LinkEmbeddings:
     group: RankGroup
     source: LayerRows  #: float32 [own nodes of the source type, width]
     target: LayerRows
+    decoder: RelationDecoder | None = field(default=None, kw_only=True)
+    relation: int = field(default=0, kw_only=True)  #: number of the edge type in the decoder
+    backward: bool = field(default=False, kw_only=True)
 
     @classmethod
-    def of(cls, graph: Graph, model: LinkModel, rows: LayerResults, scratch: Path, group: RankGroup) -> LinkEmbeddings:
-        """Compute the embeddings from the output of the model's encoder. ``scratch``: folder for their files."""
-        source, _, target = model.edge_type
-        return cls(
-            graph, model.edge_type, group,
-            _projected(rows[source], model.as_source, scratch / "source.npy", group),
-            _projected(rows[target], model.as_target, scratch / "target.npy", group),
-        )  # fmt: skip
+    def of(
+        cls, graph: Graph, model: LinkModel, rows: LayerResults, scratch: Path, group: RankGroup
+    ) -> tuple[LinkEmbeddings, ...]:  # fmt: skip
+        """Compute the embeddings from the output of the model's encoder. ``scratch``: folder for their files.
+
+        Returns those of each edge type that the model predicts; with a decoder, then those the other way round.
+        """
+        decoder, types = model.decoder, link_types(model.target)
+        if decoder is not None:
+            return tuple(
+                cls(
+                    graph, of, group, *(rows[end] for end in (of[0], of[2])[::step]), decoder=decoder, relation=number,
+                    backward=step < 0,
+                )
+                for step in (1, -1) for number, of in enumerate(types)
+            )  # fmt: skip
+        found: list[dict[NodeType, LayerRows]] = []
+        for end, role, projection in ((0, "source", model.as_source), (2, "target", model.as_target)):
+            ends = dict.fromkeys(of[end] for of in types)
+            found.append({of: _projected(rows[of], projection, scratch / f"{role}-{of}.npy", group) for of in ends})
+        return tuple(cls(graph, of, group, found[0][of[0]], found[1][of[2]]) for of in types)
+
+    @property
+    def ends(self) -> tuple[NodeType, NodeType]:
+        """The node types of sources and targets."""
+        source, _, target = self.edge_type
+        return (target, source) if self.backward else (source, target)
+
+    def queries(self, rows: Tensor) -> Tensor:
+        """Return what is compared with the rows of targets, from rows of sources, [n, width]."""
+        if self.decoder is None:
+            return rows
+        number = self.relation + self.backward * len(self.decoder.relation)
+        decoder = self.decoder.cpu()
+        return decoder.query(rows, torch.full((len(rows),), number)).detach()
+
+    def pair_scores(self, queries: Tensor, rows: Tensor) -> Tensor:
+        return (queries * rows).sum(1) if self.decoder is None else self.decoder.pair_scores(queries, rows)
+
+    def all_scores(self, queries: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the scores of all queries with all rows, [n, m], in ``out`` if they are dot products."""
+        if self.decoder is None or not self.decoder.distance:
+            return torch.mm(queries, rows.t(), out=out)
+        return self.decoder.all_scores(queries, rows)
 
     def ranked(self, links: Ids, seen: Ids, known: Ids) -> RankedLinks:
         """Rank the target of each of ``links`` among all targets, by the scores of its source.
 
         All arguments are pairs of original ids, int64 [2, n], the same on all ranks. Targets to which the source has an
-        edge in the graph, those of its pairs in ``seen``, and the source itself, are left out. ``known``: further pairs
-        that ``RankedLinks.filtered`` leaves out. Returns the ranks of the links whose sources this rank owns, without
-        those whose target is left out, as they repeat an edge of the graph.
+        edge in the graph, those of its pairs in ``seen``, and without a decoder the source itself, are left out.
+        ``known``: further pairs that ``RankedLinks.filtered`` leaves out. Returns the ranks of the links whose sources
+        this rank owns, without those whose target is left out, as they repeat an edge of the graph.
 
         Scores are rounded float64 sums, so they do not depend on the ranks that compute them. Memory: 20 bytes times
         ``_RANKED`` · ``_TARGETS``, and 40 bytes per link.
@@ -80,13 +131,15 @@ class LinkEmbeddings:
         order = np.argsort(rows, kind="stable")
         order = order[np.isin(rows[order], sources)]
         place, targets, counts = np.searchsorted(sources, rows[order]), targets[order], counts[order]
-        own = torch.from_numpy(np.asarray(self.source.values)[sources]).double()
-        score = (own[place] * self.target.fetch(targets).double()).sum(1).float().numpy()
+        own = self.queries(torch.from_numpy(np.asarray(self.source.values)[sources]).double())
+        score = self.pair_scores(own[place], self.target.fetch(targets).double()).float().numpy()
         found = np.zeros((4, len(place)), np.int64)  # not beaten, level, counted, masked
         _, hidden, hidden_targets = self._own(seen)
-        for first in range(0, self.graph.manifest.nodes[self.edge_type[2]].num_nodes, _TARGETS):
-            block = np.arange(first, min(first + _TARGETS, self.graph.manifest.nodes[self.edge_type[2]].num_nodes))
-            theirs, (linked, to) = self.target.fetch(block).double(), self._linked(block)
+        num_targets = self.graph.manifest.nodes[self.ends[1]].num_nodes
+        for first in range(0, num_targets, _TARGETS):
+            block = np.arange(first, min(first + _TARGETS, num_targets))
+            theirs = self.target.fetch(block).double()
+            linked, to = self._linked(block, itself=self.decoder is None)
             inside = (hidden_targets >= first) & (hidden_targets <= block[-1])
             linked = np.concatenate([linked, hidden[inside]])
             to = np.concatenate([to, hidden_targets[inside] - first])
@@ -95,7 +148,7 @@ class LinkEmbeddings:
             by_source = np.argsort(at[kept], kind="stable")
             at, to = at[kept][by_source], to[kept][by_source]
             for begin in range(0, len(sources), _RANKED):
-                scores = (own[begin : begin + _RANKED] @ theirs.t()).float().numpy()
+                scores = self.all_scores(own[begin : begin + _RANKED], theirs).float().numpy()
                 here = slice(*np.searchsorted(at, [begin, begin + _RANKED]))
                 scores[at[here] - begin, to[here]] = -np.inf
                 some = slice(*np.searchsorted(place, [begin, begin + _RANKED]))
@@ -108,7 +161,7 @@ class LinkEmbeddings:
 
     def _own(self, pairs: Ids) -> tuple[Ids, Ids, Ids]:
         """Find the pairs whose sources this rank owns. Returns positions, rows of ``source``, global ids of targets."""
-        source, _, target = self.edge_type
+        source, target = self.ends
         src = self.graph.store.to_global(source, pairs[0])
         mine = np.flatnonzero(self.source.shares.owners(src) == self.group.rank)
         return mine, self.source.shares.rows(src[mine]), self.graph.store.to_global(target, pairs[1][mine])
@@ -121,9 +174,10 @@ class LinkEmbeddings:
         the graph, and pairs of a node with itself, are left out.
         """
         own = torch.from_numpy(np.asarray(self.source.values))
+        own = own if self.decoder is None else self.queries(own)
         best = np.full((len(own), count), -np.inf, np.float32)
         ids = np.full((len(own), count), -1, np.int64)
-        num_targets = self.graph.manifest.nodes[self.edge_type[2]].num_nodes
+        num_targets = self.graph.manifest.nodes[self.ends[1]].num_nodes
         space = torch.empty(min(_SOURCES, len(own)), min(_TARGETS, num_targets))  # used again: new pages take longer
         for first in range(0, num_targets, _TARGETS):
             targets = np.arange(first, min(first + _TARGETS, num_targets))
@@ -132,32 +186,53 @@ class LinkEmbeddings:
                 block = slice(begin, begin + _SOURCES)
                 some = own[block]
                 out = space.view(-1)[: len(some) * len(targets)].view(len(some), len(targets))
-                scores = torch.mm(some, rows.t(), out=out).numpy()
+                scores = self.all_scores(some, rows, out).numpy()
                 here = slice(*np.searchsorted(linked, [begin, begin + _SOURCES]))
                 scores[linked[here] - begin, to[here]] = -np.inf
                 run_rows(_keep_best, len(scores), scores, best[block], ids[block], first)
         return self._original(ids), best
 
-    def _linked(self, targets: Ids) -> tuple[Ids, Ids]:
-        """Return the edges from this rank's sources to ``targets``, sorted by source.
+    def _linked(self, targets: Ids, itself: bool = True) -> tuple[Ids, Ids]:
+        """Return the edges from this rank's sources to ``targets``, consecutive global ids, sorted by source.
 
         Sources are returned as rows of ``self.source``, targets as positions in ``targets``. If source and target have
-        the same type, pairs of a node with itself are included.
+        the same type, pairs of a node with itself are included, if wanted.
         """
-        request = HopRequest(self.edge_type, targets, -1, 0, key=0)
-        (sample,) = self.graph.access.sample_hops([request])
-        src, to = np.asarray(sample.src, np.int64), np.repeat(np.arange(len(targets)), sample.counts)
-        if self.edge_type[0] == self.edge_type[2]:
-            src, to = np.concatenate([src, targets]), np.concatenate([to, np.arange(len(targets))])
-        mine = self.source.shares.owners(src) == self.group.rank
-        rows, to = self.source.shares.rows(src[mine]), to[mine]
+        if self.backward:
+            rows, ids = self._edges_of_own
+            some = slice(*np.searchsorted(ids, [targets[0], targets[-1] + 1]))
+            rows, to = rows[some], ids[some] - targets[0]
+        else:
+            request = HopRequest(self.edge_type, targets, -1, 0, key=0)
+            (sample,) = self.graph.access.sample_hops([request])
+            src, to = np.asarray(sample.src, np.int64), np.repeat(np.arange(len(targets)), sample.counts)
+            mine = self.source.shares.owners(src) == self.group.rank
+            rows, to = self.source.shares.rows(src[mine]), to[mine]
+        if itself and self.ends[0] == self.ends[1]:
+            own = np.flatnonzero(self.source.shares.owners(targets) == self.group.rank)
+            rows = np.concatenate([rows, self.source.shares.rows(targets[own])])
+            to = np.concatenate([to, own])
         order = np.argsort(rows, kind="stable")
         return rows[order], to[order]
+
+    @cached_property
+    def _edges_of_own(self) -> tuple[Ids, Ids]:
+        """All in-edges of this rank's nodes: rows of ``self.source``, and the edges' sources, ascending: int64 [n]."""
+        found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+        for piece in self.source.shares.own(self.group.rank):
+            for first in range(piece.first, piece.last, _TARGETS):
+                nodes = np.arange(first, min(first + _TARGETS, piece.last))
+                (sample,) = self.graph.access.sample_hops([HopRequest(self.edge_type, nodes, -1, 0, key=0)])
+                rows = piece.row + nodes - piece.first
+                found.append((np.repeat(rows, sample.counts), np.asarray(sample.src, np.int64)))
+        rows, src = (np.concatenate(each) for each in zip(*found, strict=True))
+        order = np.argsort(src, kind="stable")
+        return rows[order], src[order]
 
     def _original(self, ids: Array) -> Array:
         for begin in range(0, len(ids), _ROWS_AT_ONCE):
             some = ids[begin : begin + _ROWS_AT_ONCE]
-            wanted = RowRequest(self.edge_type[2], some[some >= 0], ("orig_id",))
+            wanted = RowRequest(self.ends[1], some[some >= 0], ("orig_id",))
             (answer,) = self.graph.access.gather([wanted])
             some[some >= 0] = answer["orig_id"]
         return ids

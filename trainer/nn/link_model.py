@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.batch import Batch, HeteroBatch, LinkEnds
-from trainer.core.schema import EdgeType
+from trainer.core.schema import EdgeType, LinkTypes, link_types
 from trainer.nn.graph_facts import GraphFacts
 from trainer.nn.models import HETERO_MODELS, ModelSettings, build_model
+from trainer.nn.relation_decoders import RELATION_DECODERS, RelationDecoder
 from trainer.nn.sharded_embedding import Embeddings
 
 
@@ -20,14 +21,18 @@ class LinkModel(nn.Module):
     """Model that scores the links and the negatives of a batch.
 
     A score is the dot product of two projections, one for sources and one for targets, so scores of u -> v and v -> u
-    differ. If the encoder is a LightGCN, it is the dot product of the rows themselves.
+    differ. If the encoder is a LightGCN, it is the dot product of the rows themselves. A ``decoder`` scores links of
+    several edge types by the rows themselves, and ranks their sources, too.
     """
 
     encoder: Any  #: a ``BlockModel`` or ``HeteroModel``
 
-    def __init__(self, encoder: nn.Module, edge_type: EdgeType, width: int, projected: bool = True):
+    def __init__(
+        self, encoder: nn.Module, target: EdgeType | LinkTypes, width: int, projected: bool = True,
+        decoder: RelationDecoder | None = None,
+    ):  # fmt: skip
         super().__init__()
-        self.encoder, self.edge_type = encoder, edge_type
+        self.encoder, self.target, self.decoder = encoder, target, decoder
         self.needs_degree = self.encoder.needs_degree
         self.as_source, self.as_target = (nn.Linear(width, width) if projected else nn.Identity() for _ in range(2))
 
@@ -39,6 +44,8 @@ class LinkModel(nn.Module):
         links = batch.links
         assert links is not None, "a batch of links"
         rows = self.encoder.seed_rows(batch)
+        if links.relation is not None:
+            return self.typed_scores(torch.cat([rows[of] for of in links.types]), links)
         sources, targets = self.as_source(rows[links.source]), self.as_target(rows[links.target])
         src = sources[links.src]
         positive = (src * targets[links.dst]).sum(1)
@@ -47,37 +54,55 @@ class LinkModel(nn.Module):
             scores.append((src[:, None] * targets[links.own.clamp(min=0)]).sum(2))
         return torch.cat(scores, 1)
 
+    def typed_scores(self, rows: Tensor, links: LinkEnds) -> Tensor:
+        """As ``forward``, for queries of several edge types. ``rows``: the encoder's rows of all ``links.types``."""
+        if self.decoder is None:
+            src, targets = self.as_source(rows)[links.src], self.as_target(rows)
+            positive = (src * targets[links.dst]).sum(1)
+        else:
+            assert links.relation is not None
+            src, targets = self.decoder.query(rows[links.src], links.relation), rows
+            positive = self.decoder.pair_scores(src, rows[links.dst])
+        scores = _products if self.decoder is None else self.decoder.all_scores
+        return torch.cat([positive[:, None], _negative_scores(src, targets, links, scores)], 1)
 
-def _negative_scores(src: Tensor, targets: Tensor, links: LinkEnds) -> Tensor:
+
+def _products(src: Tensor, targets: Tensor) -> Tensor:
+    return src @ targets.t()
+
+
+def _negative_scores(
+    src: Tensor, targets: Tensor, links: LinkEnds, scores: Callable[[Tensor, Tensor], Tensor] = _products
+) -> Tensor:  # fmt: skip
     """Return the score of each link's source with each of the link's m negatives, float [num_seeds, m].
 
     ``src``: projected rows of the sources, [num_seeds, width]. ``targets``: projected rows of the target
     type; ``links.negatives`` has indices of these rows.
     """
     if links.group is None:
-        return src @ targets[links.negatives].t()
+        return scores(src, targets[links.negatives])
     if not len(links.negatives):  # this rank has no links in the step
-        return src @ targets[:0].t()
+        return scores(src, targets[:0])
     rows = [torch.nonzero(links.group == number)[:, 0] for number in range(len(links.negatives))]
-    scores = [src[of] @ targets[shared].t() for of, shared in zip(rows, links.negatives, strict=True)]
-    return torch.cat(scores)[torch.argsort(torch.cat(rows))]
+    found = [scores(src[of], targets[shared]) for of, shared in zip(rows, links.negatives, strict=True)]
+    return torch.cat(found)[torch.argsort(torch.cat(rows))]
 
 
 def build_link_model(
     settings: ModelSettings,
     facts: GraphFacts,
-    edge_type: EdgeType,
+    target: EdgeType | LinkTypes,
     embeddings: Embeddings | None = None,
     build: Callable[..., nn.Module] = build_model,
 ) -> LinkModel:
-    """Build the model for links of ``edge_type`` on CPU.
+    """Build the model for links of the edge type or types ``target`` on CPU.
 
     Initial weights depend on ``settings.seed`` only.
 
     Args:
         settings: As for ``build_model``.
         facts: The graph's types and feature widths, from ``link_facts``.
-        edge_type: Type of the links.
+        target: Type or types of the links.
         embeddings: As for ``build_model``.
         build: Builds the encoder from settings, facts and embeddings.
 
@@ -86,7 +111,10 @@ def build_link_model(
     encoder = link_encoder(settings, facts, embeddings, build)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed + 1)
-        return LinkModel(encoder, edge_type, settings.hidden, projected=settings.model != "lightgcn")
+        made = None if settings.decoder == "dot" else RELATION_DECODERS[settings.decoder]
+        decoder = made and made(len(link_types(target)), settings.hidden)
+        projected = decoder is None and settings.model not in ("lightgcn", "embedding")
+        return LinkModel(encoder, target, settings.hidden, projected, decoder)
 
 
 def link_encoder(
@@ -97,6 +125,6 @@ def link_encoder(
     return build(settings, replace(facts, num_classes=outputs), embeddings)
 
 
-def link_facts(facts: GraphFacts, edge_type: EdgeType) -> GraphFacts:
-    further = () if edge_type[0] == edge_type[2] else (edge_type[0],)
-    return replace(facts, target=edge_type[2], further=further)
+def link_facts(facts: GraphFacts, target: EdgeType | LinkTypes) -> GraphFacts:
+    first, *further = dict.fromkeys(end for of in link_types(target) for end in (of[2], of[0]))
+    return replace(facts, target=first, further=tuple(further))

@@ -80,43 +80,6 @@ class MLPDecoder(nn.Module):
         return self.out(h).squeeze(-1)  # type: ignore[no-any-return]
 
 
-class DistMult(nn.Module):
-    """Score a pair by ``sum of h_src * r * h_dst`` with a learnt row r per relation.
-
-    Yang et al., "Embedding Entities and Relations for Learning and Inference in Knowledge Bases" (2015).
-
-    Args:
-        num_relations: Number of relations.
-        dim: Width of the rows.
-
-    Shapes:
-        - **input:** rows [n, dim] and [n, dim], leading dimensions broadcast; relation int64 [n] or one number.
-        - **output:** scores [n].
-
-    Example:
-        ```python
-        import torch
-        import gnnfleet as gf
-
-        decoder = gf.nn.DistMult(num_relations=3, dim=32)
-        relation = torch.randint(3, (8,))
-        scores = decoder.score(torch.randn(8, 32), torch.randn(8, 32), relation)  # [8]
-        ```
-    """
-
-    def __init__(self, num_relations: int, dim: int):
-        super().__init__()
-        self.relation = nn.Parameter(torch.empty(num_relations, dim))
-        nn.init.xavier_uniform_(self.relation)
-
-    def score(self, h_src: Tensor, h_dst: Tensor, relation: Tensor | int | None = None) -> Tensor:
-        """Return the scores of pairs. Without ``relation``, all pairs are of relation 0."""
-        row = self.relation[0 if relation is None else relation]
-        if row.dim() > 1:  # one relation per pair; h_dst may have a further dimension of candidates
-            row = row.view(len(row), *[1] * (h_dst.dim() - 2), row.shape[1])
-        return (h_src * row * h_dst).sum(-1)
-
-
 def score_edges(
     decoder: Decoder, h_src: Tensor, h_dst: Tensor, edge_label_index: Tensor, relation: Tensor | int | None = None
 ) -> Tensor:

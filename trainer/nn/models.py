@@ -49,6 +49,8 @@ class ModelSettings(Protocol):
     def seed(self) -> int: ...
     @property
     def precision(self) -> str: ...
+    @property
+    def decoder(self) -> str: ...
 
 
 def precision_of(settings: ModelSettings) -> torch.dtype:
@@ -132,13 +134,15 @@ def _of_types(name: str) -> HeteroBuilder:
     # The import takes seconds, so the builder imports when it is called.
     def build(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
         from trainer.nn.hetero_models import BUILDERS, HeteroShape
-        from trainer.nn.lightgcn import lightgcn
+        from trainer.nn.lightgcn import lightgcn, node_rows
 
         shape = HeteroShape(
             settings.hidden, len(settings.fanouts), settings.dropout, settings.activation, precision_of(settings),
             settings.input_dropout,
         )  # fmt: skip
-        return {**BUILDERS, "lightgcn": lightgcn}[name](facts, shape, settings.heads, embeddings)
+        return {**BUILDERS, "lightgcn": lightgcn, "embedding": node_rows}[name](
+            facts, shape, settings.heads, embeddings
+        )
 
     return build
 
@@ -160,7 +164,9 @@ EDGE_MODELS = ("sage", "rsage")
 HOMO_MODELS: dict[str, Builder] = {"sage": sage, "gcn": gcn, "gat": gat}
 
 #: Models of graphs with any number of types, by name; a builder takes (settings, facts, embeddings).
-HETERO_MODELS: dict[str, HeteroBuilder] = {name: _of_types(name) for name in ("rgcn", "hgt", "rsage", "lightgcn")}
+HETERO_MODELS: dict[str, HeteroBuilder] = {
+    name: _of_types(name) for name in ("rgcn", "hgt", "rsage", "lightgcn", "embedding")
+}
 HETERO_MODELS["token-transformer"] = token_transformer
 
 

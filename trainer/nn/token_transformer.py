@@ -15,12 +15,12 @@ from torch.nn import functional
 
 from trainer.core.batch import Batch, Block, HeteroBatch, Tokens
 from trainer.core.errors import SettingsError
-from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType
+from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType, node_salt
 from trainer.nn.categories import CategoryEmbeddings
 from trainer.nn.graph_facts import GraphFacts, layer_needs
 from trainer.nn.hetero_layers import NodeTensors
 from trainer.nn.hetero_models import HeteroShape, InputRows, as_hetero
-from trainer.nn.kernels.dropout import edge_ids, hash_dropout, mix_tensor, node_salt, signed
+from trainer.nn.kernels.dropout import edge_ids, hash_dropout, mix_tensor, signed
 from trainer.nn.kernels.precision import in_own_precision
 from trainer.nn.sharded_embedding import Embeddings
 

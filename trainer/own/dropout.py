@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch_geometric.data import Data, HeteroData
 
-from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
-from trainer.nn.kernels.dropout import edge_ids, hash_dropout, node_salt
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, node_salt
+from trainer.nn.kernels.dropout import edge_ids, hash_dropout
 
 #: What the rows of a tensor belong to: nodes of a type up to a hop, or edges of a type in a layer.
 RowsOf: TypeAlias = tuple[str, NodeType | EdgeType, int]

@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer.core.errors import CheckpointError
 from trainer.core.files import write_whole
 from trainer.core.rng import DRAWS
-from trainer.core.schema import EdgeType, NodeType, type_name
+from trainer.core.schema import EdgeType, LinkTypes, NodeType, target_name, type_name
 from trainer.own.model_class import relative_name
 from trainer.store.manifest import Manifest
 from trainer.train.settings import TrainSettings
@@ -42,7 +42,7 @@ BINDING = (
     "input_dropout", "attention_dropout", "fanouts", "neighbors", "replace", "weight_attr", "time_attr",
     "category_dims", "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed",
     "precision", "optimizer", "schedule", "clip", "class_weights", "label_smoothing", "negatives", "loss",
-    "edge_attr", "embeddings", "hard_negatives", "num_hard_negatives",
+    "edge_attr", "embeddings", "hard_negatives", "num_hard_negatives", "decoder",
 )  # fmt: skip
 
 
@@ -114,11 +114,11 @@ class Checkpoint:
 
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
     """Return the settings as plain values, with ``layers`` always set, and the file of a class as it is kept."""
-    return {**asdict(settings), "model": relative_name(settings.model), "layers": len(settings.fanouts)}
+    return {**asdict(settings), "model": relative_name(settings.model), "layers": len(settings.fanouts) or None}
 
 
-def graph_record(manifest: Manifest, target: NodeType | EdgeType) -> dict[str, Any]:
-    """Return properties that identify a dataset and the target: a node type, or an edge type in link prediction.
+def graph_record(manifest: Manifest, target: NodeType | EdgeType | LinkTypes) -> dict[str, Any]:
+    """Return properties that identify a dataset and the target: a node type, or the edge types of links.
 
     They are equal for all partitions of a dataset.
     """
@@ -126,7 +126,7 @@ def graph_record(manifest: Manifest, target: NodeType | EdgeType) -> dict[str, A
         "dataset": manifest.dataset,
         "num_nodes": {of: spec.num_nodes for of, spec in manifest.nodes.items()},
         "num_edges": {type_name(of): spec.num_edges for of, spec in manifest.edges.items()},
-        "target": type_name(target),
+        "target": target_name(target),
         "num_classes": manifest.nodes[target].num_classes if isinstance(target, str) else 0,
     }
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.core.arrays import Ids
 from trainer.core.ranks import RankGroup
-from trainer.core.schema import HOMO_NODE, AnyType, EdgeType
+from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, LinkTypes, link_types
 from trainer.data.hold_out import held_out_links
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
@@ -37,16 +37,12 @@ class FullRanking:
     """
 
     graph: Graph
-    edge_type: EdgeType
+    target: EdgeType | LinkTypes
     split: str
     settings: TrainSettings
     layout: RankLayout
     group: RankGroup
     folder: Path  #: for files with the rows of all nodes, which are deleted again
-
-    @property
-    def links(self) -> Ids:
-        return self._held_out(self.split)
 
     def score(self, model: nn.Module, names: Sequence[str]) -> Score:
         """Score the model on all nodes with all their neighbours; a class without layers on sampled neighbours."""
@@ -55,43 +51,59 @@ class FullRanking:
         scratch = self.folder / f".ranking-rank{self.group.rank}"
         try:
             scratch.mkdir(parents=True, exist_ok=True)
-            of = self.edge_type
-            rows = output_rows(model, of, self.graph, self.settings, self.layout, scratch, self.group)
+            rows = output_rows(model, self.target, self.graph, self.settings, self.layout, scratch, self.group)
             links = LinkEmbeddings.of(self.graph, model, rows, scratch, self.group)
-            return Score(self.metrics(links, names), float("nan"), self.links.shape[1])
+            return Score(self.metrics(links, names), float("nan"), self.num_links)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def metrics(self, embeddings: LinkEmbeddings, names: Sequence[str]) -> dict[str, float]:
-        other, none = self._held_out("val" if self.split == "test" else "test"), np.empty((2, 0), np.int64)
-        seen, known = (other, none) if self.split == "test" else (none, other)
-        return ranking_metrics(embeddings.ranked(self.links, seen, known), names, self.group)
+    @property
+    def num_links(self) -> int:
+        return sum(self._held_out(of, self.split).shape[1] for of in link_types(self.target))
 
-    def _held_out(self, split: str) -> Ids:
-        found, _ = held_out_links(self.graph.store.graph_attrs, self.edge_type, split)
+    def metrics(self, embeddings: Sequence[LinkEmbeddings], names: Sequence[str]) -> dict[str, float]:
+        """Rank the links of all edge types, with those of ``embeddings`` that are the other way round in both."""
+        found: list[RankedLinks] = []
+        for each in embeddings:
+            links, other = (self._held_out(each.edge_type, of) for of in self._splits)
+            if links.shape[1]:
+                step, none = -1 if each.backward else 1, np.empty((2, 0), np.int64)
+                seen, known = (other, none) if self.split == "test" else (none, other)
+                ranked = each.ranked(links[::step], seen[::step], known[::step])
+                first = 1 + int(found[-1].source.max(initial=-1)) if found else 0
+                found.append(replace(ranked, source=ranked.source + first))
+        return ranking_metrics(RankedLinks.joined(found), names, self.group)
+
+    @property
+    def _splits(self) -> tuple[str, str]:
+        return self.split, "val" if self.split == "test" else "test"
+
+    def _held_out(self, of: EdgeType, split: str) -> Ids:
+        found, _ = held_out_links(self.graph.store.graph_attrs, of, split)
         return np.empty((2, 0), np.int64) if found is None else np.asarray(found, np.int64)
 
     def popularity(self, counts: Tensor, names: Sequence[str]) -> dict[str, float]:
         """Return the metrics of ranking targets by their number of train links, float64 [targets] by original id."""
         whole = WholeGraph(self.graph, self.layout, self.group, self.folder)
-        shares = [whole.shares[of] for of in self.edge_type[::2]]
+        (edge_type,) = link_types(self.target)
+        shares = [whole.shares[of] for of in edge_type[::2]]
         own = [each.own(self.group.rank) for each in shares]
         ids = [np.concatenate([np.arange(0), *(np.arange(of.first, of.last) for of in each)]) for each in own]
-        (found,) = self.graph.access.gather([RowRequest(self.edge_type[2], ids[1], ("orig_id",))])
+        (found,) = self.graph.access.gather([RowRequest(edge_type[2], ids[1], ("orig_id",))])
         popular = counts.numpy()[np.asarray(found["orig_id"], np.int64)].astype(np.float32)[:, None]
         rows = [LayerRows(shares[0], np.ones((len(ids[0]), 1), np.float32)), LayerRows(shares[1], popular)]
-        return self.metrics(LinkEmbeddings(self.graph, self.edge_type, self.group, *rows), names)
+        return self.metrics([LinkEmbeddings(self.graph, edge_type, self.group, *rows)], names)
 
 
 def output_rows(
-    model: nn.Module, target: AnyType, graph: Graph, settings: TrainSettings, layout: RankLayout, scratch: Path,
-    group: RankGroup, nodes_at_once: int = 4096, outputs: int = 0,
+    model: nn.Module, target: AnyType | LinkTypes, graph: Graph, settings: TrainSettings, layout: RankLayout,
+    scratch: Path, group: RankGroup, nodes_at_once: int = 4096, outputs: int = 0,
 ) -> LayerResults:  # fmt: skip
     """Compute the output of a model, or of the encoder of a ``LinkModel``, for all nodes. Collective.
 
     Layer by layer, with all neighbours; a class that has no layers is run on neighbours sampled as in evaluation, and
     so is a model of neighbours that a rule chooses. With times, each node is computed from neighbours sampled at its
-    own time. ``target``: node type of the seeds, or edge type of the links. ``outputs``: width of a model of nodes.
+    own time. ``target``: node type of the seeds, or edge types of the links. ``outputs``: width of a model of nodes.
     """
     columns = embeddings_of(model).names
     whole = WholeGraph(

@@ -17,7 +17,7 @@ from trainer.core.errors import PartitionError, SettingsError, TrainingError
 from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.remote_settings import CacheSize
-from trainer.core.schema import type_name
+from trainer.core.schema import is_link_types, link_types, type_name
 from trainer.core.slabs import keep_freed_memory
 from trainer.data.hold_out import held_out_links
 from trainer.graph.cache_fill import cache_bytes, device_rows, fill_cache
@@ -38,7 +38,14 @@ from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_
 from trainer.train.checkpoint_writer import checkpoint_writers
 from trainer.train.device_sampling import choose_sampling, plan_sampling
 from trainer.train.fit import Fit, FitResult
-from trainer.train.loaders import SPLITS, check_link_settings, edge_loaders, link_loaders, node_loaders
+from trainer.train.loaders import (
+    SPLITS,
+    check_link_settings,
+    edge_loaders,
+    link_loaders,
+    node_loaders,
+    typed_link_loaders,
+)
 from trainer.train.metrics import MetricsLog
 from trainer.train.model import (
     embedded_nodes,
@@ -216,7 +223,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     settings, manifest, is_first = job.settings, graph.manifest, group.rank == 0
 
     # What is predicted.
-    target = group.agree(lambda: pick_target(graph, settings.target, settings.task))
+    target = group.agree(lambda: pick_target(graph, settings.target, settings.task, settings.decoder))
     of_edges = not isinstance(target, str) and learns_edge_labels(graph, target, settings.task)
     splits: tuple[str, ...] = SPLITS
     edges: dict[str, LabelledEdges] = {}  # of each split, if labels of edges are learned
@@ -225,13 +232,15 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     if isinstance(target, str):
         splits = tuple(split for split in SPLITS if manifest.nodes[target].splits.get(split))
         task, why, baseline = node_task(graph, target, settings, splits, group)
-    elif of_edges:
+    elif of_edges and not is_link_types(target):
         edges = group.agree(lambda: labelled_edges(graph, target))
         splits = tuple(edges)
         task, why, baseline = edge_task(graph, target, settings, edges, group)
     else:
         names = group.agree(lambda: metric_names(settings, "link"))
-        task, why = LinkPrediction(settings.hidden, names, settings.loss), f"links of {type_name(target)}"
+        types = link_types(target)
+        of = type_name(types[0]) if len(types) == 1 else f"{len(types)} edge types"
+        task, why = LinkPrediction(settings.hidden, names, settings.loss), f"links of {of}"
     if is_first:
         print(f"task {task.kind}: {why}", flush=True)
 
@@ -261,8 +270,9 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
         loaders = group.agree(lambda: {**edge_loaders(settings, graph, edges, *shared)})
     else:
         group.agree(lambda: check_link_settings(settings, graph, target))
-        given = {split: held_out_links(graph.store.graph_attrs, target, split)[0] for split in splits[1:]}
-        held_out = [split for split, ids in given.items() if ids is not None and ids.shape[1]]
+        attrs = graph.store.graph_attrs
+        given = [(split, held_out_links(attrs, of, split)[0]) for split in splits[1:] for of in link_types(target)]
+        held_out = list(dict.fromkeys(split for split, ids in given if ids is not None and ids.shape[1]))
         ranked = held_out if settings.eval_negatives == "all" else []
         if ranked:
             from trainer.train.full_ranking import FullRanking  # imported here because it imports torch_geometric
@@ -270,14 +280,18 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
             rankings = {
                 split: FullRanking(graph, target, split, settings, shared[2], group, job.run_dir) for split in ranked
             }
-        counts = target_counts(graph, target, group)
         sampled = [split for split in splits if split not in ranked]
-        of_links = group.agree(lambda: link_loaders(settings, graph, target, sampled, *shared, counts))
-        assert isinstance(task, LinkPrediction)
-        popularity = {split: ranking.popularity for split, ranking in rankings.items()}
-        loaders, baseline = {**of_links}, link_baseline(of_links, popularity, task, counts, group)
+        if is_link_types(target):
+            typed = group.agree(lambda: typed_link_loaders(settings, graph, target, sampled, *shared))
+            loaders, baseline = {**typed}, None
+        else:
+            counts, edge_type = target_counts(graph, target, group), target
+            of_links = group.agree(lambda: link_loaders(settings, graph, edge_type, sampled, *shared, counts))
+            assert isinstance(task, LinkPrediction)
+            popularity = {split: ranking.popularity for split, ranking in rankings.items()}
+            loaders, baseline = {**of_links}, link_baseline(of_links, popularity, task, counts, group)
         if not held_out and is_first:
-            name = type_name(target)
+            name = type_name(link_types(target)[0])
             text = f"no links of {name} are held out, so nothing is evaluated; set option hold_out: {name}"
             print(f"note: {text}", flush=True)
 

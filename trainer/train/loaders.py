@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from trainer.core.errors import DataError, SettingsError
-from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType, type_name
+from trainer.core.schema import HOMO_EDGE, EdgeType, LinkTypes, NodeType, is_link_types, target_name, type_name
 from trainer.core.texts import decode_texts
 from trainer.data.hold_out import HELD_OUT_TIME, TEST_LINKS, VAL_LINKS, held_out_links
 from trainer.graph.open import Graph
@@ -24,6 +24,7 @@ from trainer.train.tasks.choose_target import held_out_types
 if TYPE_CHECKING:
     from trainer.loader.edge_block_loader import EdgeBlockLoader
     from trainer.loader.link_block_loader import LinkBlockLoader
+    from trainer.loader.typed_link_loader import TypedLinkLoader
 
 SPLITS = ("train", "val", "test")
 
@@ -85,9 +86,45 @@ def link_loaders(
     return loaders
 
 
-def check_link_settings(settings: TrainSettings, graph: Graph, edge_type: EdgeType) -> None:
+def typed_link_loaders(
+    settings: TrainSettings, graph: Graph, types: LinkTypes, splits: Sequence[str], want_degree: bool, rank: int,
+    layout: RankLayout, categories: Mapping[NodeType, tuple[str, ...]] | None = None,
+) -> dict[str, TypedLinkLoader]:  # fmt: skip
+    """Return a loader of the links of several edge types for each of ``splits``, as ``link_loaders`` for one type."""
+    from trainer.loader.edge_endpoints import HeldEndpoints, StoredEndpoints
+    from trainer.loader.typed_link_loader import TypedLinkLoader, TypedLinks  # imports torch_geometric
+
+    check_link_settings(settings, graph, types)
+    loaders: dict[str, TypedLinkLoader] = {}
+    for split in splits:
+        training = split == "train"
+        if training:
+            links = TypedLinks(types, tuple(StoredEndpoints(graph, of) for of in types))
+        else:
+            given = (held_out_links(graph.store.graph_attrs, of, split)[0] for of in types)
+            pairs = (np.empty((2, 0), np.int64) if ids is None else np.asarray(ids) for ids in given)
+            links = TypedLinks(types, tuple(HeldEndpoints(*each) for each in pairs))
+        if training or len(links):
+            loaders[split] = TypedLinkLoader(
+                graph, loader_settings(settings, types[0][2], split, want_degree, categories), links,
+                settings.negatives if training else int(settings.eval_negatives), both=settings.decoder != "dot",
+                hide=training and bool(settings.fanouts), rank=rank, layout=layout,
+            )  # fmt: skip
+    return loaders
+
+
+def check_link_settings(settings: TrainSettings, graph: Graph, target: EdgeType | LinkTypes) -> None:
     if settings.neighbors and settings.neighbors.rule:
         raise SettingsError(f"neighbors: {settings.neighbors.name} is for tasks of nodes, not for task link")
+    if is_link_types(target):
+        given = {name: getattr(settings, name) for name in ("time_attr", "disjoint", "hard_negatives")}
+        for name, value in {**given, "in-batch": settings.loss == "in-batch"}.items():
+            if value:
+                raise SettingsError(f"{name} is for links of one edge type and decoder dot; leave it out")
+        if not any(graph.manifest.edges[of].num_edges for of in target):
+            raise DataError(f"{graph.manifest.dataset}: there are no edges of type {target_name(target)} to learn from")
+        return
+    edge_type = target
     if settings.eval_negatives == "all" and settings.time_attr is not None:
         raise SettingsError(
             "eval_negatives: all computes each node once, from all its edges, so it is not for time_attr; set a number"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer.core.arrays import Ids
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup
-from trainer.core.schema import NodeType
+from trainer.core.schema import NodeType, is_link_types, link_types
 from trainer.core.texts import decode_texts, is_task_table
 from trainer.graph.open import Graph, open_graph
 from trainer.loader.block_loader import edge_attrs
@@ -43,11 +43,12 @@ def model_facts(
 ) -> GraphFacts:  # fmt: skip
     """Return the types and widths from which a model is built.
 
-    ``target``: node type of the seeds, or edge type of the links. ``outputs``: numbers that the model predicts per
+    ``target``: node type of the seeds, or edge types of the links. ``outputs``: numbers that the model predicts per
     seed. ``edge_attr``: edge attribute that the model reads. ``degrees``: number of nodes by in-degree, if the model
     needs it. ``categories``: columns that the model embeds. Raises ``SettingsError`` if no edge type has the attribute.
     """
-    facts = replace(facts_of(manifest, target if isinstance(target, str) else target[2]), degrees=degrees)
+    node_type = target if isinstance(target, str) else link_types(target)[0][2]
+    facts = replace(facts_of(manifest, node_type), degrees=degrees)
     if edge_attr is not None:
         specs = edge_attrs(manifest, edge_attr)
         facts = replace(facts, edge_dims={of: math.prod(spec.shape[1:]) for of, spec in specs.items()})
@@ -60,7 +61,7 @@ def on_rule(manifest: Manifest, settings: TrainSettings, target: Target) -> Mani
     rule = settings.neighbors and settings.neighbors.rule
     if not rule or not manifest.hetero:
         return manifest
-    ends = [target] if isinstance(target, str) else [target[0], target[2]]
+    ends = [target] if isinstance(target, str) else list({end for of in link_types(target) for end in (of[0], of[2])})
     check_rule(manifest, rule, ends)
     return replace(manifest, edges=rule_schema(manifest, rule_edges(rule, manifest, ends, len(settings.fanouts))).edges)
 
@@ -150,7 +151,7 @@ def make_model(
         build = partial(build_own, folders=folders)
     if isinstance(target, str):
         model = build(settings, facts, embedding)
-    elif edge_outputs:
+    elif edge_outputs and not is_link_types(target):
         model = build_edge_model(settings, facts, target, edge_outputs, embedding, build)
     else:
         model = build_link_model(settings, facts, target, embedding, build)
@@ -182,6 +183,8 @@ def embedded_nodes(
         if settings.embeddings == "all":
             raise SettingsError(f"embeddings: {other}")
         return {}, "" if isinstance(target, str) else other
+    if settings.model == "embedding":
+        return {of: manifest.nodes[of].num_nodes for of in facts.targets}, ""
     needs = layer_needs(facts.node_types, facts.edge_types, facts.targets, len(settings.fanouts))
     # Rows to predict are others than those of training.
     reached = [of for of in needs[0].sources if not is_task_table(of, manifest.graph_attrs)]
@@ -203,13 +206,16 @@ def embedded_nodes(
     if isinstance(target, str) or settings.embeddings == "featureless":
         return bare, ""
     # Rows of the sources, which have few links each, are learned by heart (docs/LOG.md, 2026-11-26).
-    size = 4 * settings.hidden * counts[target[2]]
-    if target[2] not in bare and size > _MOST_ROWS:
+    ends = slice(2, None) if settings.decoder == "dot" else slice(None, None, 2)  # those that are ranked
+    ranked = list(dict.fromkeys(end for of in link_types(target) for end in of[ends]))
+    size = 4 * settings.hidden * sum(counts[of] for of in ranked if of not in bare)
+    if size > _MOST_ROWS:
+        names = " and ".join(of for of in ranked if of not in bare)
         return bare, (
-            f"{target[2]} nodes have no trainable rows beside their features: these would take {size / 1e9:.1f} GB "
-            "over all ranks, and three times this with the optimizer's state; set train.embeddings: all to train them"
+            f"{names} nodes have no trainable rows beside their features: these would take {size / 1e9:.1f} GB over "
+            "all ranks, and three times this with the optimizer's state; set train.embeddings: all to train them"
         )
-    return {of: count for of, count in counts.items() if of in bare or of == target[2]}, ""
+    return {of: count for of, count in counts.items() if of in bare or of in ranked}, ""
 
 
 def check_on_graph(settings: TrainSettings, parts: Path) -> None:
@@ -218,7 +224,11 @@ def check_on_graph(settings: TrainSettings, parts: Path) -> None:
     Raises ``SettingsError`` if it fails, and the errors of ``open_graph`` and ``pick_target``.
     """
     with open_graph(parts) as graph:
-        target, manifest, outputs = pick_target(graph, settings.target, settings.task), graph.manifest, settings.hidden
+        target, manifest, outputs = (
+            pick_target(graph, settings.target, settings.task, settings.decoder),
+            graph.manifest,
+            settings.hidden,
+        )
     if isinstance(target, str) and "y" in manifest.nodes[target].attrs:
         spec = manifest.nodes[target]
         of_classes = spec.num_classes and settings.task in ("auto", "classification")

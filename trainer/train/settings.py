@@ -23,7 +23,7 @@ from trainer.sampler.types import PPR, Rule, Walks
 from trainer.track.tracker import TRACKERS
 
 #: Names of the bundled models.
-MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn", "token-transformer")
+MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn", "embedding", "token-transformer")
 
 #: Bundled models that read the scores of neighbours by PageRank or walks.
 RULE_MODELS = ("sage", "rsage", "token-transformer")
@@ -31,8 +31,8 @@ RULE_MODELS = ("sage", "rsage", "token-transformer")
 #: Settings that only some bundled models read, and no class of your own.
 OF_MODELS: Mapping[str, tuple[str, ...]] = {
     "output_heads": ("gat",),
-    "activation": tuple(name for name in MODELS if name not in ("hgt", "lightgcn", "token-transformer")),
-    "input_dropout": tuple(name for name in MODELS if name != "lightgcn"),
+    "activation": tuple(name for name in MODELS if name not in ("hgt", "lightgcn", "embedding", "token-transformer")),
+    "input_dropout": tuple(name for name in MODELS if name not in ("lightgcn", "embedding")),
     "attention_dropout": ("gat",),
     "max_tokens": ("token-transformer",),
 }
@@ -149,8 +149,9 @@ class TrainSettings:
     """
 
     model: str = setting(
-        "Model: sage, gcn or gat; for heterogeneous graphs rgcn, hgt or rsage; for links lightgcn; for any graph "
-        "token-transformer; or a class, as FILE.py:CLASS or PACKAGE.CLASS (torch_geometric.nn.GraphSAGE).", "sage"
+        "Model: sage, gcn or gat; for heterogeneous graphs rgcn, hgt or rsage; for links lightgcn or, without "
+        "neighbours, embedding; for any graph token-transformer; or a class, as FILE.py:CLASS or PACKAGE.CLASS "
+        "(torch_geometric.nn.GraphSAGE).", "sage"
     )  # fmt: skip
     model_args: Mapping[str, Any] | None = setting("Further arguments of a model class of your own, by name.", None)
     task: Literal[
@@ -160,7 +161,9 @@ class TrainSettings:
         "numbers of edges; auto: by the labels y.", "auto"
     )  # fmt: skip
     target: str | None = setting(
-        "Node type with the labels, or edge type (source__relation__target); default: the only one.", None
+        "Node type with the labels, or edge type (source__relation__target), of links also several, with commas, or "
+        "all; default: the only one, of links all that are held out.",
+        None,
     )
     hidden: int = setting("Width of hidden layers.", 256, at_least=1)
     layers: int | None = setting(
@@ -203,6 +206,10 @@ class TrainSettings:
     disjoint: bool = setting("Sample a separate subgraph for each seed.", False)
     batch_size: int = setting("Global batch: seeds per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
+    decoder: Literal["dot", "distmult", "complex", "transe", "rotate"] = setting(
+        "Task link: score of a link. All but dot have weights per edge type, and rank sources as well as targets.",
+        "dot",
+    )
     loss: Literal["softmax", "in-batch", "bpr", "bce"] = setting(
         "Task link: loss of a link against the step's negatives. in-batch: softmax against the targets of the step's "
         "other links, corrected by how often each target is linked.", "softmax"
@@ -282,6 +289,9 @@ class TrainSettings:
     resume: str | None = setting("Checkpoint file to resume from; rank 0 reads it.", None)
 
     def __post_init__(self) -> None:
+        if self.model == "embedding":  # it has no layers
+            object.__setattr__(self, "fanouts", ())
+            object.__setattr__(self, "eval_fanouts", None)
         for name, kind in keyed_settings().items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _with_keys(name, kind, value))
@@ -484,6 +494,10 @@ def _unread(settings: TrainSettings) -> Iterator[str]:
             own = settings.model not in MODELS
             hint = "pass it to your class by model_args" if own else f"use {' or '.join(models)}"
             yield f"{name}: model {settings.model} does not read it; {hint}"
+    if settings.decoder != "dot" and settings.task not in ("auto", "link"):
+        yield f"decoder: {settings.decoder} scores links; task {settings.task} has none"
+    if settings.decoder in ("complex", "rotate") and settings.hidden % 2:
+        yield f"hidden is {settings.hidden}; decoder {settings.decoder} needs an even number: rows are complex"
 
 
 def _bad_cache(settings: TrainSettings) -> Iterator[str]:
@@ -530,6 +544,10 @@ def _bad_neighbors(settings: TrainSettings) -> Iterator[str]:
 
 
 def _bad_fanouts(settings: TrainSettings) -> Iterator[str]:
+    if settings.model == "embedding":
+        if settings.layers is not None:
+            yield "layers: model embedding has none; leave it out"
+        return
     if settings.layers not in (None, len(settings.fanouts)) and settings.model != "token-transformer":
         yield f"layers is {settings.layers}, but there are {len(settings.fanouts)} fanouts; give one fanout per layer"
     for name in ("fanouts", "eval_fanouts"):

@@ -5,8 +5,6 @@ The loss therefore does not depend on the number of ranks.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from trainer.core.compiled import njit
 from trainer.core.rng import LOW_A, LOW_B, STRIDE, batch_key, column_bits, mix
-from trainer.core.schema import HOMO_NODE, NodeType
 from trainer.nn.kernels.device import runs_cuda_kernels
 from trainer.nn.kernels.precision import sum_dtype
 from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
@@ -38,17 +35,6 @@ def hash_dropout(h: Tensor, n_id: Tensor, p: float, key: int, layer: int, traini
 def stream(key: int, layer: int) -> int:
     """Return the uint64 key of one layer's dropout masks. ``key``: random key of the batch."""
     return batch_key(key, layer, 0, 0)
-
-
-@functools.cache
-def node_salt(node_type: NodeType) -> int:
-    """Return a uint64 hash of the node type; 0 for the type of a homogeneous graph.
-
-    Callers combine it with a batch's key by xor, so that node types have different dropout masks.
-    """
-    if node_type == HOMO_NODE:
-        return 0
-    return int.from_bytes(hashlib.sha256(node_type.encode()).digest()[:8], "little")
 
 
 def edge_ids(src: Tensor, dst: Tensor) -> Tensor:

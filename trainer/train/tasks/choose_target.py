@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from trainer.core.errors import DataError, SettingsError
-from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, LinkTypes, NodeType, is_link_types, type_name
 from trainer.data.hold_out import held_out_names
 from trainer.graph.open import Graph
 from trainer.store.manifest import Manifest, NodeSpec
 
-Target = NodeType | EdgeType
+Target = NodeType | EdgeType | LinkTypes
 
 
-def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto") -> Target:
+def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto", decoder: str = "dot") -> Target:
     """Return the node type whose labels are learned or, for link prediction, the edge type whose links are predicted.
+
+    Several edge types, and those of a ``decoder`` with weights per relation, are a tuple of edge types.
 
     ``wanted``: name of the type; None if only one type is possible. ``task``: ``auto``, or a kind of task. Raises
     ``SettingsError`` if the type ``wanted`` does not exist, or if it is None and several types are possible. Raises
@@ -21,7 +23,7 @@ def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto") -> 
     manifest = graph.manifest
     edge_types = {type_name(of): of for of in manifest.edges}
     if wanted in edge_types and task in ("auto", "link"):
-        return edge_types[wanted]
+        return _for_decoder((edge_types[wanted],), decoder)
     if task.startswith("edge-"):
         if wanted is not None and edge_types.get(wanted) not in labelled_types(manifest):
             raise SettingsError(
@@ -35,14 +37,14 @@ def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto") -> 
             )
         return edge_types[wanted] if wanted is not None else _only(labelled_types(manifest), manifest)
     if task == "link":
-        return _linked(graph, wanted)
+        return _for_decoder(_linked(graph, wanted, decoder), decoder)
     if wanted is not None:
         if wanted not in manifest.nodes:
             raise SettingsError(f"target is {wanted!r}; {manifest.dataset} has {', '.join(sorted(manifest.nodes))}")
         return wanted
     able = [of for of, spec in manifest.nodes.items() if "y" in spec.attrs and trains(spec)]
     if not able and task == "auto" and (held_out := held_out_types(graph)):
-        return _only(held_out, manifest)
+        return _for_decoder(tuple(held_out), decoder)
     if not able and task == "auto" and labelled_types(manifest):
         return _only(labelled_types(manifest), manifest)
     if not manifest.hetero:
@@ -72,8 +74,10 @@ def labelled_types(manifest: Manifest) -> list[EdgeType]:
     ]
 
 
-def learns_edge_labels(graph: Graph, target: EdgeType, task: str) -> bool:
+def learns_edge_labels(graph: Graph, target: EdgeType | LinkTypes, task: str) -> bool:
     """Return whether labels of edges are learned, not which links exist. ``task``: ``auto``, or a kind of task."""
+    if is_link_types(target):
+        return False
     held_out = target in held_out_types(graph)
     return task.startswith("edge-") or (task == "auto" and not held_out and target in labelled_types(graph.manifest))
 
@@ -85,21 +89,33 @@ def _only(types: list[EdgeType], manifest: Manifest) -> EdgeType:
     return types[0]
 
 
-def _linked(graph: Graph, wanted: str | None) -> EdgeType:
-    """Return the edge type whose links are predicted if the user did not choose one.
+def _linked(graph: Graph, wanted: str | None, decoder: str) -> LinkTypes:
+    """Return the edge types whose links are predicted, unless ``wanted`` is the name of one.
 
-    Raises ``SettingsError`` if several edge types are possible, or if ``wanted`` is given: the caller has found that
-    ``wanted`` names no edge type.
+    By default those whose links are held out, or else all, which only a decoder with weights per relation takes
+    unasked. Raises ``SettingsError`` for names that are no edge types, and if several edge types are possible.
     """
     manifest = graph.manifest
     names = [type_name(of) for of in manifest.edges]
-    if wanted is not None:
-        known = ", ".join(names)
-        raise SettingsError(f"target is {wanted!r}; task link needs an edge type of {manifest.dataset}: {known}")
+    forward = [of for of in manifest.edges if not of[1].startswith("rev_")]
+    if wanted is not None and wanted != "all":
+        chosen = dict.fromkeys(wanted.split(","))
+        if missing := [name for name in chosen if name not in names]:
+            known = ", ".join(names)
+            raise SettingsError(
+                f"target is {missing[0]!r}; task link needs an edge type of {manifest.dataset}: {known}"
+            )
+        return tuple(of for of in manifest.edges if type_name(of) in chosen)
     if not manifest.hetero:
-        return HOMO_EDGE
+        return (HOMO_EDGE,)
     held_out = held_out_types(graph)
-    return _only(held_out or [of for of in manifest.edges if not of[1].startswith("rev_")], manifest)
+    if wanted == "all" or decoder != "dot":
+        return tuple(forward if wanted == "all" or not held_out else held_out)
+    return tuple(held_out) if held_out else (_only(forward, manifest),)
+
+
+def _for_decoder(types: LinkTypes, decoder: str) -> EdgeType | LinkTypes:
+    return types[0] if len(types) == 1 and decoder == "dot" else types
 
 
 def trains(spec: NodeSpec) -> bool:

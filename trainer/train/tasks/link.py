@@ -26,7 +26,7 @@ class LinkPrediction:
     ``out``: scores from ``LinkModel``, [num_seeds, 1 + m + k]. Column 0 has the scores of the links. The other columns
     have the scores of the m negatives that all links share, and of the k that a link alone has. A negative
     that equals the target of a link is left out for that link. Without any other negative, as in a graph with one
-    target, there is no AUC.
+    target, there is no AUC. Links that are queries for both of their ends have two rows, and their loss is the mean.
     """
 
     outputs: int  #: width of a node's embedding
@@ -48,16 +48,18 @@ class LinkPrediction:
             return out.sum()
         positive, negative = self._scores(out, batch)
         if self.loss == "bpr":
-            return _mean_per_link(functional.softplus(negative - positive[:, None]), negative)
-        if self.loss == "bce":
-            return functional.softplus(-positive).sum() + _mean_per_link(functional.softplus(negative), negative)
-        if batch.links is not None and batch.links.log_q is not None:
-            positive = positive - batch.links.log_q[: len(out)]
-            log_q = batch.links.log_q[len(out) :]
-            negative = negative - functional.pad(
-                log_q, (0, negative.shape[1] - len(log_q))
-            )  # own ones are always there
-        return softmax_loss(positive, negative) * len(out)
+            loss = _mean_per_link(functional.softplus(negative - positive[:, None]), negative)
+        elif self.loss == "bce":
+            loss = functional.softplus(-positive).sum() + _mean_per_link(functional.softplus(negative), negative)
+        else:
+            if batch.links is not None and batch.links.log_q is not None:
+                positive = positive - batch.links.log_q[: len(out)]
+                log_q = batch.links.log_q[len(out) :]
+                negative = negative - functional.pad(
+                    log_q, (0, negative.shape[1] - len(log_q))
+                )  # own ones are always there
+            loss = softmax_loss(positive, negative) * len(out)
+        return loss / batch.links.per_link if batch.links is not None else loss
 
     def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
         sums = LinkSums(self.hits, out.device)

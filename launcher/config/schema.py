@@ -512,8 +512,8 @@ class TrainConfig:
         "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None, form=WORD
     )
     edge_attr: str | None = setting(
-        "Edge attribute used as features of edges, by sage, rsage and model classes; `tables` calls the features of an "
-        "edge table `edge_attr`.",
+        "Edge attribute used as features of edges, by sage, rsage and model classes, and as score of neighbours, by "
+        "token-transformer; `tables` calls the features of an edge table `edge_attr`.",
         None,
         form=WORD,
     )

@@ -174,7 +174,7 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
     if (
         train.edge_attr is not None
         and not own
-        and train.model not in ("sage", "rsage")
+        and train.model not in ("sage", "rsage", "token-transformer")
         and reader.good(("train", "edge_attr"))
     ):
         reader.report(

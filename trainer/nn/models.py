@@ -158,7 +158,7 @@ def token_transformer(settings: ModelSettings, facts: GraphFacts, embeddings: Em
 
 
 #: Models that read edge features.
-EDGE_MODELS = ("sage", "rsage")
+EDGE_MODELS = ("sage", "rsage", "token-transformer")
 
 #: Models of homogeneous graphs by name; a builder takes (settings, in_dim, num_classes, edge_dim).
 HOMO_MODELS: dict[str, Builder] = {"sage": sage, "gcn": gcn, "gat": gat}

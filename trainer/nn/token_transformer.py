@@ -212,6 +212,8 @@ class TokenModel(nn.Module):
     ):  # fmt: skip
         """``shape.num_layers``: number of hops. ``most``: longest sequence of a seed."""
         super().__init__()
+        if any(dim != 1 for dim in facts.edge_dims.values()):
+            raise SettingsError("edge_attr: token-transformer reads one number per edge, as the score of the neighbour")
         self.target, self.targets, self.shape, self.precision = facts.target, facts.targets, shape, shape.precision
         self.most, self.outputs = most, facts.num_classes or shape.hidden
         self.read = layer_needs(facts.node_types, facts.edge_types, facts.targets, shape.num_layers)[0].sources
@@ -240,11 +242,16 @@ class TokenModel(nn.Module):
             if of in self.read
         }
         found = self.inputs(replace(typed, x=x))
+        blocks = [
+            {of: block if block.edge_attr is None else replace(block, edge_weight=block.edge_attr[:, 0])
+             for of, block in layer.items()}
+            for layer in typed.blocks
+        ]  # fmt: skip
         rows, ids = torch.cat([found[of] for of in self.read]), torch.cat([*salted.values()])
         out = {}
         for of in self.targets:
             n_id = {kind: typed.n_id[kind] for kind in self.read}
-            tokens = seed_tokens(typed.blocks, n_id, of, typed.num_nodes[of][0], self.most)
+            tokens = seed_tokens(blocks, n_id, of, typed.num_nodes[of][0], self.most)
             pairs = edge_ids(ids[tokens.node[:, :1]], ids[tokens.node])
             out[of] = self.head(self.transformer(rows, tokens, pairs, batch.key))
         return out

@@ -189,7 +189,10 @@ class TrainSettings:
     weight_attr: str | None = setting(
         "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None
     )
-    edge_attr: str | None = setting("Edge attribute used as features of edges, by the models sage and rsage.", None)
+    edge_attr: str | None = setting(
+        "Edge attribute used as features of edges, by sage and rsage; as score of neighbours, by token-transformer.",
+        None,
+    )
     category_dims: Mapping[str, Any] | None = setting(
         "Width of the embeddings of columns of categories, by name (region, or customer.region); 0: the column is not "
         "read. Default: half the number of categories, at most 50.",

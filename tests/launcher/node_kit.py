@@ -70,7 +70,7 @@ class RunFolder:
         return path
 
     def start(self) -> RunFolder:
-        argv = [PYTHON, str(SUPERVISOR), str(self.write_spec())]
+        argv = [PYTHON, "-S", str(SUPERVISOR), str(self.write_spec())]  # as in a run
         self.supervisor = subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True)
         return self
 

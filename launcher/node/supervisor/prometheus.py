@@ -5,6 +5,8 @@ from __future__ import annotations
 import glob
 import math
 import os
+import site
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -48,6 +50,8 @@ class PrometheusFile(Observer):
 
     def __init__(self, *of_node: Any) -> None:
         super().__init__(*of_node)
+        if sys.flags.no_site:
+            site.main()  # installed packages, without which supervisors start
         self._next, self._told = 0.0, False
         self._path = os.path.join(
             self.first.prometheus, f"gnnfleet-{self.first.run_id}-node{self.first.node_rank}.prom"

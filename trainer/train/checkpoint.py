@@ -113,8 +113,9 @@ class Checkpoint:
 
 
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
-    """Return the settings as plain values, with ``layers`` always set, and the file of a class as it is kept."""
-    return {**asdict(settings), "model": relative_name(settings.model), "layers": len(settings.fanouts) or None}
+    """Return the settings as plain values, with the number of layers, and the file of a class as it is kept."""
+    layers = settings.layers if settings.model == "token-transformer" else len(settings.fanouts) or None
+    return {**asdict(settings), "model": relative_name(settings.model), "layers": layers}
 
 
 def graph_record(manifest: Manifest, target: NodeType | EdgeType | LinkTypes) -> dict[str, Any]:

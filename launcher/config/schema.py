@@ -570,6 +570,12 @@ class TrainConfig:
         1000,
         at_least=1,
     )
+    eval_candidates: str | None = setting(
+        "Task `link`: edge type from sources of links to the vertices among which the targets of their held-out links "
+        "are ranked, as `user__shown__item`; with `time_attr`, those of the link's time. Default: by `eval_negatives`.",
+        None,
+        form=WORD,
+    )
     epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
     lr: float = setting("Learning rate.", 0.004, above=0)
     optimizer: Mapping[str, Any] | None = setting(

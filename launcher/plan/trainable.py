@@ -192,8 +192,7 @@ def _check_attrs(config: ClusterConfig, parts: PartitionFiles) -> None:
             raise UsageError(
                 f"train.{key}: {parts.dataset} has no attribute {name!r} there; it has {there}; nothing was sent"
             )
-    if train.hard_negatives is not None and parts.edges and train.hard_negatives not in parts.edges:
-        raise UsageError(
-            f"train.hard_negatives: {parts.dataset} has no edge type {train.hard_negatives}; it has "
-            f"{', '.join(sorted(parts.edges))}; nothing was sent"
-        )
+    for key, name in (("hard_negatives", train.hard_negatives), ("eval_candidates", train.eval_candidates)):
+        if name is not None and parts.edges and name not in parts.edges:
+            there = ", ".join(sorted(parts.edges))
+            raise UsageError(f"train.{key}: {parts.dataset} has no edge type {name}; it has {there}; nothing was sent")

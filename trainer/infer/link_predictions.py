@@ -88,8 +88,12 @@ def link_metrics(
             left = own.source.fetch(store.to_global(source, src))
             right = own.target.fetch(store.to_global(end, dst))
             wrong = own.target.fetch(store.to_global(end, negatives))
-            out = torch.cat([(left * right).sum(1, keepdim=True), left @ wrong.t()], 1)
+            others = loader.own(share, src, dst)
+            scores = (left[others.owner] * own.target.fetch(store.to_global(end, others.ids))).sum(1).numpy()
+            alone = torch.from_numpy(others.table(len(src), scores, -np.inf))
+            out = torch.cat([(left * right).sum(1, keepdim=True), left @ wrong.t(), alone], 1)
             pairs = LinkEnds(source, end, *map(torch.from_numpy, (src, dst, negatives)))
+            pairs = replace(pairs, own=alone.isneginf().long().neg())
             sums += task.metric_sums(out, Labels(links=pairs))
         found[split] = task.metrics(group.sum(sums).tolist())
     return found

@@ -33,6 +33,8 @@ class LinkBlockSettings:
     log_q: Array | None = None
     own: EdgeType | None = None  #: edge type that leads to the source of a link from further negatives of this link
     num_own: int = -1  #: largest number of these per link; -1: all
+    #: These are a list of candidates: with times, those of the link's own time, without targets of the loader's links
+    listed: bool = False
 
 
 class LinkBlockLoader(BlockLoader):
@@ -56,6 +58,9 @@ class LinkBlockLoader(BlockLoader):
         self._draw = NegativeDraw(graph.manifest.nodes[links.edge_type[2]].num_nodes)
         self._reverse = reverse_type(graph.manifest, links.edge_type)
         self._rule = sampling_of(graph, settings).time
+        if link_settings.listed:  # all links, as one ascending number each
+            sources, targets = links.ends.ends_of(np.arange(len(links)))
+            self._pairs = np.unique(sources * graph.manifest.nodes[links.edge_type[2]].num_nodes + targets)
         super().__init__(graph, replace(settings, target=links.edge_type[2]), rank, layout, len(links), ("", ()))
 
     def _load(self, share: SeedShare) -> AnyBatch:
@@ -76,7 +81,7 @@ class LinkBlockLoader(BlockLoader):
     def _seeded(self, share: SeedShare) -> tuple[SeedSet, LinkEnds]:
         links, store = self.links, self.graph.store
         src, dst, negatives = self.ends(share)
-        own = self._own(share, src, dst)
+        own = self.own(share, src, dst)
         if links.times is None:
             seeds, ends = distinct_ends(links.edge_type, src, dst, negatives, store, own.ids)
         else:
@@ -84,9 +89,7 @@ class LinkBlockLoader(BlockLoader):
             timed = TimedLinks(src, dst, links.times[share.positions], share.places, negatives, groups, own)
             seeds, ends = tree_seeds(links.edge_type, timed, store)
         if ends.own is not None:
-            table = torch.full((len(src), int(own.numbers().max()) + 1), -1)
-            table[torch.from_numpy(own.owner), torch.from_numpy(own.numbers())] = ends.own
-            ends = replace(ends, own=table)
+            ends = replace(ends, own=torch.from_numpy(own.table(len(src), ends.own.numpy(), -1)))
         if self.link_settings.log_q is not None:
             ends = self._corrected(share, ends, src, dst, negatives)
         if self.link_settings.hide:
@@ -101,16 +104,29 @@ class LinkBlockLoader(BlockLoader):
         log_q = torch.from_numpy(self.link_settings.log_q[np.concatenate([dst, negatives])])
         return replace(ends, equal=torch.from_numpy(equal), log_q=log_q)
 
-    def _own(self, share: SeedShare, src: Ids, dst: Ids) -> Pairs:
-        """Return the negatives of each of this rank's links alone, none later than the link."""
-        of, links = self.link_settings.own, self.links
+    def own(self, share: SeedShare, src: Ids, dst: Ids) -> Pairs:
+        """Return the negatives of each of this rank's links alone, none later than the link.
+
+        ``src``, ``dst``: ends of the links.
+        """
+        of, links, how = self.link_settings.own, self.links, self.link_settings
         if of is None:
             return Pairs(_NONE, _NONE)
-        nodes, rule = self.graph.store.to_global(links.edge_type[0], src), self._rule
+        nodes = self.graph.store.to_global(links.edge_type[0], src)
         times = None if links.times is None else links.times[share.positions]
-        found = links_of(self.graph, of, nodes, share.places, self.link_settings.num_own, share.key, rule, times)
-        others = found.ids != dst[found.owner]
-        return Pairs(found.owner[others], found.ids[others])
+        found = links_of(self.graph, of, nodes, share.places, how.num_own, share.key, self._rule, times)
+        if not how.listed:
+            others = found.ids != dst[found.owner]
+            return Pairs(found.owner[others], found.ids[others])
+        kept = np.ones(len(found.ids), np.bool_)
+        if times is not None and found.times is not None:
+            kept = found.times == times[found.owner]
+        num_targets, every = self.graph.manifest.nodes[links.edge_type[2]].num_nodes, self._pairs
+        key = src[found.owner] * num_targets + found.ids
+        at = np.searchsorted(every, key)
+        kept &= every[np.minimum(at, len(every) - 1)] != key
+        owner, ids = np.divmod(np.unique(found.owner[kept] * num_targets + found.ids[kept]), num_targets)
+        return Pairs(owner, ids)
 
     def _negatives(self, share: SeedShare) -> Ids:
         count = self.link_settings.negatives

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.core.arrays import Ids
+from trainer.core.arrays import Array, Ids
 from trainer.core.errors import SettingsError
 from trainer.core.rng import hashed
 from trainer.core.schema import EdgeType, NodeType, edge_salt
@@ -35,6 +35,13 @@ class Pairs:
     def numbers(self) -> Ids:
         """Return for each pair its number among those of its owner, int64 [m]."""
         return np.arange(len(self.owner)) - np.searchsorted(self.owner, self.owner)
+
+    def table(self, count: int, values: Array, fill: float) -> Array:
+        """Return the ``values`` of the pairs, [m], as a row per owner: [count, k], with ``fill`` behind the last."""
+        numbers = self.numbers()
+        found = np.full((count, numbers.max(initial=-1) + 1), fill, values.dtype)
+        found[self.owner, numbers] = values
+        return found
 
 
 def leading_type(graph: Graph, edge_type: EdgeType, owner: NodeType, other: NodeType, why: str) -> EdgeType:

@@ -113,13 +113,16 @@ class LinkEmbeddings:
             return torch.mm(queries, rows.t(), out=out)
         return self.decoder.all_scores(queries, rows)
 
-    def ranked(self, links: Ids, seen: Ids, known: Ids) -> RankedLinks:
+    def ranked(self, links: Ids, seen: Ids, known: Ids, among: EdgeType | None = None) -> RankedLinks:
         """Rank the target of each of ``links`` among all targets, by the scores of its source.
 
         All arguments are pairs of original ids, int64 [2, n], the same on all ranks. Targets to which the source has an
         edge in the graph, those of its pairs in ``seen``, and without a decoder the source itself, are left out.
         ``known``: further pairs that ``RankedLinks.filtered`` leaves out. Returns the ranks of the links whose sources
         this rank owns, without those whose target is left out, as they repeat an edge of the graph.
+
+        With ``among``, an edge type from sources to targets, each link is instead ranked among the targets to which its
+        source has such edges, and those of its ``links``; nothing else is left out.
 
         Scores are rounded float64 sums, so they do not depend on the ranks that compute them. Memory: 20 bytes times
         ``_RANKED`` · ``_TARGETS``, and 40 bytes per link.
@@ -139,10 +142,13 @@ class LinkEmbeddings:
         for first in range(0, num_targets, _TARGETS):
             block = np.arange(first, min(first + _TARGETS, num_targets))
             theirs = self.target.fetch(block).double()
-            linked, to = self._linked(block, itself=self.decoder is None)
-            inside = (hidden_targets >= first) & (hidden_targets <= block[-1])
-            linked = np.concatenate([linked, hidden[inside]])
-            to = np.concatenate([to, hidden_targets[inside] - first])
+            linked, to = self._linked(block, self.decoder is None and among is None, among)
+            own_rows, own_targets = (
+                (hidden, hidden_targets) if among is None else (sources[place[counts]], targets[counts])
+            )
+            inside = (own_targets >= first) & (own_targets <= block[-1])
+            linked = np.concatenate([linked, own_rows[inside]])
+            to = np.concatenate([to, own_targets[inside] - first])
             at = np.searchsorted(sources, linked)
             kept = sources[np.minimum(at, len(sources) - 1)] == linked if len(sources) else np.zeros(len(at), np.bool_)
             by_source = np.argsort(at[kept], kind="stable")
@@ -150,7 +156,12 @@ class LinkEmbeddings:
             for begin in range(0, len(sources), _RANKED):
                 scores = self.all_scores(own[begin : begin + _RANKED], theirs).float().numpy()
                 here = slice(*np.searchsorted(at, [begin, begin + _RANKED]))
-                scores[at[here] - begin, to[here]] = -np.inf
+                if among is None:
+                    scores[at[here] - begin, to[here]] = -np.inf
+                else:
+                    others = np.ones(scores.shape, np.bool_)
+                    others[at[here] - begin, to[here]] = False
+                    scores[others] = -np.inf
                 some = slice(*np.searchsorted(place, [begin, begin + _RANKED]))
                 args = place[some] - begin, targets[some] - first, score[some], scores, found[:, some]
                 run_rows(_count_others, len(args[0]), *args)
@@ -192,18 +203,19 @@ class LinkEmbeddings:
                 run_rows(_keep_best, len(scores), scores, best[block], ids[block], first)
         return self._original(ids), best
 
-    def _linked(self, targets: Ids, itself: bool = True) -> tuple[Ids, Ids]:
+    def _linked(self, targets: Ids, itself: bool = True, of: EdgeType | None = None) -> tuple[Ids, Ids]:
         """Return the edges from this rank's sources to ``targets``, consecutive global ids, sorted by source.
 
         Sources are returned as rows of ``self.source``, targets as positions in ``targets``. If source and target have
-        the same type, pairs of a node with itself are included, if wanted.
+        the same type, pairs of a node with itself are included, if wanted. ``of``: another edge type than that of the
+        links.
         """
-        if self.backward:
+        if self.backward and of is None:
             rows, ids = self._edges_of_own
             some = slice(*np.searchsorted(ids, [targets[0], targets[-1] + 1]))
             rows, to = rows[some], ids[some] - targets[0]
         else:
-            request = HopRequest(self.edge_type, targets, -1, 0, key=0)
+            request = HopRequest(of or self.edge_type, targets, -1, 0, key=0)
             (sample,) = self.graph.access.sample_hops([request])
             src, to = np.asarray(sample.src, np.int64), np.repeat(np.arange(len(targets)), sample.counts)
             mine = self.source.shares.owners(src) == self.group.rank

@@ -18,12 +18,13 @@ from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, LinkTypes, link_ty
 from trainer.data.hold_out import held_out_links
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
+from trainer.loader.node_links import leading_type
 from trainer.nn.layerwise_inference import LayerResults, LayerRows, SeedsOnly, WholeGraph, stack_of
 from trainer.nn.link_embeddings import LinkEmbeddings, RankedLinks
 from trainer.nn.link_model import LinkModel
 from trainer.sampler.types import RowRequest
 from trainer.train.epoch import Score
-from trainer.train.loaders import loader_settings
+from trainer.train.loaders import loader_settings, named_type
 from trainer.train.model import embeddings_of, model_facts
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.task import at_k
@@ -34,6 +35,7 @@ class FullRanking:
     """The held-out links of a split, and what is left out of their ranking. Its methods are collective.
 
     Left out are targets that the source is known to be linked to: by an edge of the graph or, on test, a link of val.
+    With ``eval_candidates``, links are ranked among the listed targets of their source, and its links of the split.
     """
 
     graph: Graph
@@ -69,7 +71,12 @@ class FullRanking:
             if links.shape[1]:
                 step, none = -1 if each.backward else 1, np.empty((2, 0), np.int64)
                 seen, known = (other, none) if self.split == "test" else (none, other)
-                ranked = each.ranked(links[::step], seen[::step], known[::step])
+                among: EdgeType | None = None
+                if (name := self.settings.eval_candidates) is not None:
+                    seen, known, among = none, none, named_type(self.graph, "eval_candidates", name)
+                    if (among[0], among[2]) != each.ends:
+                        among = leading_type(self.graph, among, *each.ends[::-1], "eval_candidates")
+                ranked = each.ranked(links[::step], seen[::step], known[::step], among)
                 first = 1 + int(found[-1].source.max(initial=-1)) if found else 0
                 found.append(replace(ranked, source=ranked.source + first))
         return ranking_metrics(RankedLinks.joined(found), names, self.group)

@@ -53,14 +53,14 @@ def link_loaders(
     """
     # imported here because they import torch_geometric, which takes seconds
     from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
-    from trainer.loader.link_seeds import canonical, link_inputs
+    from trainer.loader.link_seeds import link_inputs
     from trainer.loader.node_links import leading_type
 
     check_link_settings(settings, graph, edge_type)
-    hard = None
-    if settings.hard_negatives is not None:
-        hard = canonical(graph, tuple(settings.hard_negatives.split("__")), where="hard_negatives")
-        hard = leading_type(graph, hard, edge_type[0], edge_type[2], "hard_negatives")
+    own = {
+        name: None if of is None else leading_type(graph, named_type(graph, name, of), edge_type[0], edge_type[2], name)
+        for name, of in (("hard_negatives", settings.hard_negatives), ("eval_candidates", settings.eval_candidates))
+    }
     attrs, typed = graph.store.graph_attrs, edge_type != HOMO_EDGE
     loaders: dict[str, LinkBlockLoader] = {}
     for split in splits:
@@ -73,16 +73,18 @@ def link_loaders(
         elif split == "train":
             times = all_times(graph, edge_type, settings.time_attr)
         links = link_inputs(graph, (edge_type, ids) if typed else ids, edge_label_time=times)
-        training = split == "train"
-        count = settings.negatives if training else int(settings.eval_negatives)
-        log_q = None
-        if training and settings.loss == "in-batch" and counts is not None:
-            log_q = (counts.clamp(min=1) / counts.sum().clamp(min=1)).log().float().numpy()
-        loaders[split] = LinkBlockLoader(
-            graph, loader_settings(settings, edge_type[2], split, want_degree, categories), links,
-            LinkBlockSettings(count, training, log_q, hard if training else None, settings.num_hard_negatives),
-            rank, layout,
-        )  # fmt: skip
+        if split == "train":
+            log_q = None
+            if settings.loss == "in-batch" and counts is not None:
+                log_q = (counts.clamp(min=1) / counts.sum().clamp(min=1)).log().float().numpy()
+            hard = own["hard_negatives"]
+            how = LinkBlockSettings(settings.negatives, True, log_q, hard, settings.num_hard_negatives)
+        elif (listed := own["eval_candidates"]) is not None:
+            how = LinkBlockSettings(0, False, own=listed, listed=True)
+        else:
+            how = LinkBlockSettings(int(settings.eval_negatives), False)
+        loading = loader_settings(settings, edge_type[2], split, want_degree, categories)
+        loaders[split] = LinkBlockLoader(graph, loading, links, how, rank, layout)
     return loaders
 
 
@@ -113,11 +115,20 @@ def typed_link_loaders(
     return loaders
 
 
+def named_type(graph: Graph, setting: str, name: str) -> EdgeType:
+    """Return the edge type that a setting names. Raises ``SettingsError``."""
+    from trainer.loader.link_seeds import canonical  # imports torch_geometric
+
+    return canonical(graph, tuple(name.split("__")), where=setting)
+
+
 def check_link_settings(settings: TrainSettings, graph: Graph, target: EdgeType | LinkTypes) -> None:
     if settings.neighbors and settings.neighbors.rule:
         raise SettingsError(f"neighbors: {settings.neighbors.name} is for tasks of nodes, not for task link")
     if is_link_types(target):
-        given = {name: getattr(settings, name) for name in ("time_attr", "disjoint", "hard_negatives")}
+        given = {
+            name: getattr(settings, name) for name in ("time_attr", "disjoint", "hard_negatives", "eval_candidates")
+        }
         for name, value in {**given, "in-batch": settings.loss == "in-batch"}.items():
             if value:
                 raise SettingsError(f"{name} is for links of one edge type and decoder dot; leave it out")

@@ -229,6 +229,10 @@ class TrainSettings:
         1000,
         at_least=1,
     )
+    eval_candidates: str | None = setting(
+        "Task link: edge type from sources of links to the targets among which their held-out links are ranked, "
+        "instead of drawn or all ones.", None
+    )  # fmt: skip
     epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
     lr: float = setting("Learning rate.", 0.004, above=0)
     optimizer: Mapping[str, Any] | None = setting(

@@ -98,10 +98,13 @@ def link_baseline(
     def scored(loader: LinkBlockLoader) -> Tensor:
         sums = LinkSums(task.hits)
         for share in loader.shares(0):
-            _, dst, negatives = (torch.from_numpy(each) for each in loader.ends(share))
+            src, dst, negatives = loader.ends(share)
             if len(dst):
+                own = loader.own(share, src, dst)
+                alone = torch.from_numpy(own.table(len(dst), counts.numpy()[own.ids], -np.inf))
                 scores = counts[negatives].expand(len(dst), -1)
-                sums.add(counts[dst], scores.masked_fill(dst[:, None] == negatives, -torch.inf))
+                scores = scores.masked_fill(torch.from_numpy(dst[:, None] == negatives), -torch.inf)
+                sums.add(counts[dst], torch.cat([scores, alone], 1))
         return sums.sums
 
     held_out = [(split, loader) for split, loader in loaders.items() if split != "train"]

@@ -537,6 +537,11 @@ class TrainConfig:
     )
     batch_size: int = setting("Global batch: seed vertices per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
+    hide: bool = setting(
+        "Labels of edges: leave the edges of a step, and their reverses `rev_…`, out of the sampled neighbourhoods, as "
+        "task `link` does.",
+        False,
+    )
     decoder: Literal["dot", "distmult", "complex", "transe", "rotate"] = setting(
         "Task `link`: score of a link from the rows of its ends: their dot product, or one with weights for each edge "
         "type, as for knowledge graphs, by which also the sources of links are learned and ranked.",

@@ -164,6 +164,8 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
         reader.report(("train", "model"), text)
     if train.model == "embedding" and train.layers is not None and reader.good(("train", "layers")):
         reader.report(("train", "layers"), "train.layers: model embedding has none; leave it out")
+    if train.hide and train.task != "auto" and not train.task.startswith("edge-") and reader.good(("train", "hide")):
+        reader.report(("train", "hide"), f"train.hide: is for labels of edges, and train.task is {train.task}")
     if train.decoder != "dot" and reader.good(("train", "decoder")):
         _decoder(train, reader)
     if train.eval_negatives == "all" and train.time_attr is not None and reader.good(("train", "eval_negatives")):

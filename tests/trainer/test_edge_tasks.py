@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from trainer.core.ranks import Ranks
 from trainer.core.texts import encode_texts
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.graph.open import open_graph
+from trainer.loader.edge_block_loader import EdgeBlockLoader
+from trainer.loader.labelled_edges import labelled_edges
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.train.job import train
-from trainer.train.settings import InferJob
+from trainer.train.loaders import loader_settings
+from trainer.train.settings import InferJob, TrainSettings
 from trainer.train.tasks.choose_target import pick_target
 
 RATES, BACK = ("user", "rates", "item"), ("item", "rev_rates", "user")
@@ -38,13 +42,15 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def parts_of(folder: Path, y: np.ndarray, split: np.ndarray = SPLIT, num_parts: int = 2, **more: Any) -> Path:
+def parts_of(
+    folder: Path, y: np.ndarray, split: np.ndarray = SPLIT, num_parts: int = 2, attrs: Any = None, **more: Any
+) -> Path:
     """Partition users and items of two kinds, which their features tell, and edges with the labels ``y``."""
     nodes = {
         "user": NodeData(USERS, {"x": np.eye(2, dtype=np.float32)[TASTE], "id": 100 + np.arange(USERS)}),
         "item": NodeData(ITEMS, {"x": np.eye(2, dtype=np.float32)[KIND]}),
     }
-    attrs = {"y": y, "edge_split": split, "edge_attr": PRICE[:, None]}
+    attrs = {"y": y, "edge_split": split, "edge_attr": PRICE[:, None], **(attrs or {})}
     edges = {RATES: EdgeData(ENDS, attrs), BACK: EdgeData(np.ascontiguousarray(ENDS[::-1]), attrs)}
     if y.dtype.kind == "i":
         more["user__rates__item__y__classes"] = np.array([int(y.max()) + 1])
@@ -129,6 +135,47 @@ def test_predictions_of_all_edges_have_their_ids_in_the_order_of_the_table(size:
             assert result(tmp_path / "run-number")["test_mae"] == pytest.approx(error, rel=0.3)  # of sampled neighbours
 
 
+def test_edges_are_hidden_and_nothing_later_is_seen(tmp_path: Path) -> None:
+    """Each edge has a time of its own; predictions are those of evaluations, for any number of ranks."""
+    at = np.random.default_rng(3).permutation(EDGES)
+    parts = {size: parts_of(tmp_path / f"parts{size}", LIKES, num_parts=size, attrs={"at": at}) for size in (1, 2)}
+    hidden = {**SETTINGS, "epochs": 1, "hide": True, "eval_batch_size": 50}
+    cases = {"hide": hidden, "time": {**hidden, "time_attr": "at", "edge_attr": "edge_attr"}}
+    with open_graph(parts[2]) as graph:
+        edges = labelled_edges(graph, RATES, "at")["train"]
+        assert edges.times is not None and edges.times.tolist() == at[edges.orig_id].tolist()
+        for name, given in cases.items():
+            settings = TrainSettings(**{**given, "fanouts": (-1, -1)})
+            loading = loader_settings(settings, "item", "train", False)
+            loader = EdgeBlockLoader(graph, loading, edges, 0, graph.layout, hide=True)
+            for batch in islice(loader.epoch(1), 2):
+                links, own = batch.links, edges.orig_id[batch.input_id.numpy()]
+                assert batch.n_id["user"][links.src].tolist() == ENDS[0, own].tolist()
+                assert batch.n_id["item"][links.dst].tolist() == ENDS[1, own].tolist()
+                pairs = set(map(tuple, ENDS[:, own].T.tolist()))
+                block = batch.blocks[-1][RATES]  # of the items themselves
+                for k in range(block.num_dst):
+                    users = batch.n_id["user"][block.indices[block.indptr[k] : block.indptr[k + 1]].long()].tolist()
+                    item = int(batch.n_id["item"][k])
+                    there = [e for e in np.flatnonzero(ENDS[1] == item) if (ENDS[0, e], item) not in pairs]
+                    if name == "time":
+                        (seed,) = np.flatnonzero(links.dst.numpy() == k)
+                        there = [e for e in there if at[e] <= at[own[seed]]]
+                    assert sorted(users) == sorted(ENDS[0, there].tolist())
+    for name, given in cases.items():
+        ended = train(job(parts[1], tmp_path / name, **given), Ranks())
+        tables = []
+        for size in (1, 2) if name == "time" else (1,):
+            out, port = tmp_path / f"out-{name}{size}", free_port()
+            words = [infer_words(InferJob(ended.checkpoint, parts[size], out))]
+            for each in finish_all([start_words(words, rank, size, port) for rank in range(size)]):
+                assert each.returncode == 0, each.output
+            tables.append((out / "predictions.csv").read_text())
+            found = json.loads((out / "infer.json").read_text())["metrics"]["test"]
+            assert found == pytest.approx(dict(ended.test), rel=1e-6)
+        assert tables == tables[:1] * len(tables) and len(tables[0].splitlines()) == 1 + EDGES
+
+
 def test_which_edges_are_learned(tmp_path: Path) -> None:
     held = {"held_out_type": np.frombuffer(b"user__rates__item", np.uint8)[None].copy()}
     held["test_links"] = ENDS[:, :3]
@@ -155,5 +202,5 @@ def test_which_edges_are_learned(tmp_path: Path) -> None:
             )
     with pytest.raises(SettingsError, match="edge_attr: y is the label or the split of the edges"):
         train(job(tmp_path / "a", tmp_path / "run", **SETTINGS, task="edge-classification", edge_attr="y"), Ranks())
-    with pytest.raises(SettingsError, match="time_attr cannot be used with labels of edges"):
+    with pytest.raises(SettingsError, match="time_attr: labels of edges need the times"):
         train(job(tmp_path / "a", tmp_path / "run", **SETTINGS, task="edge-classification", time_attr="t"), Ranks())

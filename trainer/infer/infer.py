@@ -16,7 +16,7 @@ from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.schema import AnyType, LinkTypes, is_link_types, link_types, target_name, type_name
 from trainer.graph.open import Graph
-from trainer.infer.edge_predictions import EdgePredictions
+from trainer.infer.edge_predictions import EdgePredictions, SampledEdges
 from trainer.infer.link_predictions import (
     link_metrics,
     number_of_targets,
@@ -98,17 +98,25 @@ def _infer(
     how, fanouts = "", None
     timed = settings.time_attr is not None and isinstance(target, str)
     ruled = settings.neighbors is not None and settings.neighbors.rule is not None
-    if timed or ruled or stack_of(model, model_facts(graph.manifest, target, task.outputs, edge_attr)) is None:
+    by_edge = isinstance(model, EdgeModel) and (settings.hide or settings.time_attr is not None)
+    facts = model_facts(graph.manifest, target, task.outputs, edge_attr)
+    if timed or ruled or by_edge or stack_of(model, facts) is None:
         fanouts = job.fanouts or settings.eval_fanouts or settings.fanouts
         if len(fanouts) != len(settings.fanouts):
             raise SettingsError(f"fanouts has {len(fanouts)} numbers, but the model has {len(settings.fanouts)} layers")
         by = f" by {settings.neighbors.name}" if ruled and settings.neighbors else ""
         on = f"sampled neighbours{by} ({', '.join(map(str, fanouts))})" if max(fanouts) > 0 else "all neighbours"
         at = ", of each node not later than its own time" if timed else ""
+        if by_edge:
+            at = ", of each edge not later than its own time" if settings.time_attr else ", without the edge itself"
         how = f"; {settings.model} was run on {on}{at}{'' if job.fanouts else ', as in evaluation'}"
         settings = replace(settings, eval_fanouts=fanouts)
     elif job.fanouts:
         raise SettingsError(f"fanouts: {settings.model} is run layer by layer, with all neighbours; leave them out")
+    if isinstance(model, EdgeModel) and by_edge:
+        sampled = SampledEdges(graph, model, task, settings, layout, group)
+        files = sampled.write(job.out, parquet, job.probabilities)
+        return InferResult(target, task.kind, epoch, sampled.metrics(), len(sampled.stored), files + how, fanouts)
     rows = output_rows(model, target, graph, settings, layout, scratch, group, job.nodes_at_once, task.outputs)
     sizes = {of: spec.num_nodes for of, spec in graph.manifest.nodes.items()}
     if isinstance(target, str):

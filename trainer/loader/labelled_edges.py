@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from trainer.core.arrays import Ids
-from trainer.core.schema import EdgeType
+from trainer.core.errors import SettingsError
+from trainer.core.schema import EdgeType, type_name
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
 from trainer.loader.block_loader import as_label, edge_rows
@@ -28,6 +29,7 @@ class LabelledEdges:
     orig_id: Ids  #: int64 [n]
     edges: Ids  #: int64 [n] numbers with which rows of their attributes are requested
     y: Tensor  #: [n, …] in the dataset's dtype
+    times: Ids | None = None  #: int64 [n]
 
     def __len__(self) -> int:
         return len(self.orig_id)
@@ -45,28 +47,39 @@ class LabelledEdges:
         return edge_rows(rows[name], graph.manifest.edges[self.edge_type].attrs[name])
 
 
-def labelled_edges(graph: Graph, edge_type: EdgeType) -> dict[str, LabelledEdges]:
-    """Return the edges of each split that has some, by attribute ``edge_split``. Raises ``ServiceError``.
+def labelled_edges(graph: Graph, edge_type: EdgeType, time_attr: str | None = None) -> dict[str, LabelledEdges]:
+    """Return the edges of each split that has some, by attribute ``edge_split``.
 
     Reads the labels of all edges, also those on other hosts, and keeps those of edges in a split.
+    ``time_attr``: attribute with their times. Raises ``ServiceError``, and ``SettingsError`` if there is no such one.
     """
     spec = graph.manifest.edges[edge_type]
+    if time_attr is not None and time_attr not in spec.attrs:
+        raise SettingsError(
+            f"time_attr: labels of edges need the times of the edges, and {type_name(edge_type)} has no attribute "
+            f"{time_attr!r}; its attributes are: {', '.join(sorted(spec.attrs))}"
+        )
+    attrs = ("orig_id", SPLIT, LABEL, *([] if time_attr is None else [time_attr]))
     found: list[list[Any]] = [[] for _ in range(3)]
     for first in range(0, spec.num_edges, EDGES_AT_ONCE):
         edges = np.arange(first, min(first + EDGES_AT_ONCE, spec.num_edges))
-        (rows,) = graph.access.gather([RowRequest(edge_type, edges, ("orig_id", SPLIT, LABEL))])
+        (rows,) = graph.access.gather([RowRequest(edge_type, edges, attrs)])
         split = np.asarray(rows[SPLIT]).reshape(-1)
         for number, own in enumerate(found):
             some = split == number
-            own.append((np.asarray(rows["orig_id"])[some].astype(np.int64), edges[some], np.asarray(rows[LABEL])[some]))
+            orig_id, times = (
+                np.asarray(rows[each])[some].astype(np.int64) for each in ("orig_id", time_attr or "orig_id")
+            )
+            own.append((orig_id, edges[some], np.asarray(rows[LABEL])[some], times))
     splits = {}
     for name, own in zip(("train", "val", "test"), found, strict=True):
         if not own or not sum(len(each[0]) for each in own):
             continue
-        orig_id, numbers, y = (np.concatenate(column) for column in zip(*own, strict=True))
+        orig_id, numbers, y, times = (np.concatenate(column) for column in zip(*own, strict=True))
         order = np.argsort(orig_id)
         label = as_label(as_tensor(np.ascontiguousarray(y[order]), spec.attrs[LABEL]))
         splits[name] = LabelledEdges(
-            edge_type, StoredEndpoints(graph, edge_type), orig_id[order], numbers[order], label
+            edge_type, StoredEndpoints(graph, edge_type), orig_id[order], numbers[order], label,
+            None if time_attr is None else times[order],
         )  # fmt: skip
     return splits

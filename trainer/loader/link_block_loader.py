@@ -85,7 +85,7 @@ class LinkBlockLoader(BlockLoader):
         if links.times is None:
             seeds, ends = distinct_ends(links.edge_type, src, dst, negatives, store, own.ids)
         else:
-            groups = TimeGroups.by_time(links.times[share.batch])
+            groups = self._groups(links.times[share.batch])
             timed = TimedLinks(src, dst, links.times[share.positions], share.places, negatives, groups, own)
             seeds, ends = tree_seeds(links.edge_type, timed, store)
         if ends.own is not None:
@@ -96,6 +96,9 @@ class LinkBlockLoader(BlockLoader):
             seen = links.ends.ends_of(share.batch)
             seeds = seeds.without(excluded(links.edge_type, self._reverse, *seen, store))
         return seeds, ends
+
+    def _groups(self, times: Ids) -> TimeGroups:
+        return TimeGroups.by_time(times)
 
     def _corrected(self, share: SeedShare, ends: LinkEnds, src: Ids, dst: Ids, negatives: Ids) -> LinkEnds:
         """Return ``ends`` with ``log_q``, and with all targets that the step links to a link's source in ``equal``."""

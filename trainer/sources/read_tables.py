@@ -353,6 +353,8 @@ class _Conversion:
         arrays["edge_index"] = self._edge_index(of, name, count, scan)
         if table.label and table.has_split and not self._holds_out(of):
             arrays[EDGE_SPLIT] = self._labelled_split(table, arrays, scan)
+            whose = type_name(of if self.hetero else HOMO_EDGE)
+            self.names[f"{whose}__{KEY_COLUMNS}"] = encode_texts([table.source, table.target])
         self.database.run(f"DROP TABLE {name}", scan.where)
         scan.close()
         self.notes.append(f"{scan.where}: {count:,} edges{_attrs_text(columns)}")

@@ -43,6 +43,7 @@ BINDING = (
     "category_dims", "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed",
     "precision", "optimizer", "schedule", "clip", "class_weights", "label_smoothing", "negatives", "loss",
     "edge_attr", "embeddings", "hard_negatives", "num_hard_negatives", "decoder",
+    "hide",
 )  # fmt: skip
 
 

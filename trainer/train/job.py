@@ -233,7 +233,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
         splits = tuple(split for split in SPLITS if manifest.nodes[target].splits.get(split))
         task, why, baseline = node_task(graph, target, settings, splits, group)
     elif of_edges and not is_link_types(target):
-        edges = group.agree(lambda: labelled_edges(graph, target))
+        edges = group.agree(lambda: labelled_edges(graph, target, settings.time_attr))
         splits = tuple(edges)
         task, why, baseline = edge_task(graph, target, settings, edges, group)
     else:

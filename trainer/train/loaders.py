@@ -175,20 +175,22 @@ def edge_loaders(
     settings: TrainSettings, graph: Graph, seeds: Mapping[str, LabelledEdges], want_degree: bool, rank: int,
     layout: RankLayout, categories: Mapping[NodeType, tuple[str, ...]] | None = None,
 ) -> dict[str, EdgeBlockLoader]:  # fmt: skip
-    """Return a loader of the labelled edges of each split. Raises ``SettingsError`` for times and disjoint sampling."""
+    """Return a loader of the labelled edges of each split. Raises ``SettingsError`` for ``neighbors`` by a rule."""
     from trainer.loader.edge_block_loader import EdgeBlockLoader  # imports torch_geometric
 
     rule = settings.neighbors and settings.neighbors.rule
-    for name, given in (
-        ("time_attr", settings.time_attr), ("disjoint", settings.disjoint), (f"neighbors: {rule and rule.name}", rule)
-    ):  # fmt: skip
-        if given:
-            raise SettingsError(f"{name} cannot be used with labels of edges")
+    if rule:
+        raise SettingsError(f"neighbors: {rule.name} cannot be used with labels of edges")
     if settings.edge_attr in (SPLIT, LABEL):
         raise SettingsError(f"edge_attr: {settings.edge_attr} is the label or the split of the edges, not a feature")
     return {
         split: EdgeBlockLoader(
-            graph, loader_settings(settings, edges.edge_type[2], split, want_degree, categories), edges, rank, layout
+            graph,
+            loader_settings(settings, edges.edge_type[2], split, want_degree, categories),
+            edges,
+            rank,
+            layout,
+            hide=settings.hide,
         )
         for split, edges in seeds.items()
     }

@@ -209,6 +209,9 @@ class TrainSettings:
     disjoint: bool = setting("Sample a separate subgraph for each seed.", False)
     batch_size: int = setting("Global batch: seeds per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
+    hide: bool = setting(
+        "Labels of edges: leave the edges of a step, and their reverses, out of the sampled neighbourhoods.", False
+    )
     decoder: Literal["dot", "distmult", "complex", "transe", "rotate"] = setting(
         "Task link: score of a link. All but dot have weights per edge type, and rank sources as well as targets.",
         "dot",

@@ -108,7 +108,8 @@ def test_a_run_can_be_continued(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_predictions_of_all_edges_have_their_ids_in_the_order_of_the_table(size: int, tmp_path: Path) -> None:
-    names = {"user__rates__item__y__categories": encode_texts(["no", "yes"])}
+    of = "user__rates__item"
+    names = {f"{of}__y__categories": encode_texts(["no", "yes"]), f"{of}__key_columns": encode_texts(["buyer", "sku"])}
     runs = {}
     for name, y, more in (("class", LIKES, names), ("number", STARS, {})):
         parts = parts_of(tmp_path / name, y, **more)
@@ -121,8 +122,9 @@ def test_predictions_of_all_edges_have_their_ids_in_the_order_of_the_table(size:
         with (tmp_path / f"out-{name}" / "predictions.csv").open() as file:
             rows = list(csv.DictReader(file))
         assert [int(row["edge"]) for row in rows] == list(range(EDGES))
-        assert [int(row["source"]) for row in rows] == (100 + ENDS[0]).tolist()
-        assert [int(row["target"]) for row in rows] == ENDS[1].tolist()
+        source, target = ("buyer", "sku") if name == "class" else ("source", "target")
+        assert [int(row[source]) for row in rows] == (100 + ENDS[0]).tolist()
+        assert [int(row[target]) for row in rows] == ENDS[1].tolist()
         record = json.loads((tmp_path / f"out-{name}" / "infer.json").read_text())
         found = np.array([row["prediction"] for row in rows])
         test = SPLIT == 2

@@ -16,6 +16,7 @@ from launcher.command import Command
 from launcher.errors import UnreachableError
 from launcher.manage.status import _gpu_faults as gpu_faults_of
 from launcher.node import leases
+from launcher.preflight import check_health
 from launcher.transport.local import LocalTransport
 
 SMI = """#!/bin/sh
@@ -82,11 +83,21 @@ def test_a_host_that_does_not_answer_is_a_line_with_the_reason(
     assert run(["hosts"]) == 2
 
 
-def test_check_measures_the_speed_of_each_host_once(pool: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_check_measures_the_speed_of_each_host_once(
+    pool: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int] = []
+    figures = {"product": 1e11, "copy": 1e10, "disk": 1e9, "seconds": 0.1, "by": "torch"}
+
+    def measured(agents: dict[int, object], folders: dict[int, str]) -> dict[int, dict[str, object]]:
+        asked.extend(agents)
+        return dict.fromkeys(agents, figures)
+
+    monkeypatch.setattr(check_health, "measured", measured)
     words = ["check", "--config", str(pool), "--speed", "--set", "run.master_port=auto"]
     run(words)
     said = " ".join(capfd.readouterr().out.split())
-    assert said.count(" speed ") == 1 and "GFLOP/s, memory " in said and "while run busy of " in said
+    assert asked == [0] and said.count(" speed ") == 1 and "GFLOP/s, memory " in said and "while run busy of " in said
 
 
 def test_status_names_faults_of_gpus_on_the_hosts_of_nodes_that_use_some(pool: Path) -> None:

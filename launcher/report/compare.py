@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from launcher.hostlist import fold
 from launcher.node.json_reader import records
 from launcher.node.json_records import EVENT
 from launcher.plan.model import LaunchPlan
+from launcher.report.device_use import known_number, mean
 from launcher.report.launch_file import LaunchFile
 from launcher.report.metrics import Metrics, metrics_files, read_metrics
 from launcher.report.profile import milliseconds
@@ -31,6 +32,8 @@ from launcher.report.task_metric import TaskMetric, metric_of
 from launcher.text import seconds_words
 
 Form = Literal["text", "score", "seconds", "rate", "bytes", "share", "spent"]
+
+Better = Literal["more", "less", ""]
 
 Section = Literal["run", "config", "results", "speed", "step", "loss", "metric", "versions"]
 
@@ -90,7 +93,7 @@ class Row:
     title: str
     values: tuple[Any, ...]
     form: Form = "text"
-    better: Literal["more", "less", ""] = ""
+    better: Better = ""
 
     @property
     def best(self) -> tuple[int, ...]:
@@ -98,7 +101,8 @@ class Row:
 
         Empty if neither higher nor lower values are better in this row, or if all known values are equal.
         """
-        known = {i: self._shown(value) for i, value in enumerate(self.values) if _is_finite(value)}
+        numbers = {i: known_number(value) for i, value in enumerate(self.values)}
+        known = {i: self._shown(value) for i, value in numbers.items() if value is not None and math.isfinite(value)}
         if not self.better or len(set(known.values())) < 2:
             return ()
         best = (max if self.better == "more" else min)(known.values())
@@ -142,11 +146,14 @@ def figures_of(found: FoundRun, runs_dirs: Sequence[Path] = ()) -> RunFigures:
     ``runs_dirs``: further folders in which to look for the runs that it resumed.
     """
     assert found.folder is not None, "only runs known here are compared"
+    # The name of the folder that has the parts on a node is their fingerprint.
+    nodes = found.plan.nodes if found.plan else ()
+    parts = next((node.data_dir for node in nodes if node.data_dir.startswith(f"{node.workdir}/data/")), "")
     return RunFigures(
         entry_of(found.folder),
         _flat(found.config, own=found.own) if found.config else {},
         " ".join(found.launch.own_command) if found.launch else "",
-        _parts_of(found.plan),
+        Path(parts).name,
         _versions(found.folder / "events.jsonl", found.plan),
         _metrics(found.folder).analysed(),
         tuple(map(_metrics, _resumed(found, [found.folder.parent, *runs_dirs]))),
@@ -181,74 +188,67 @@ def _continued(curves: Iterable[Mapping[int, float]]) -> dict[int, float]:
 
 def compare(runs: Sequence[RunFigures]) -> Comparison:
     """Compare runs. The best loss and metric are marked only if all runs use the same graph."""
-    configs = [run.config for run in runs]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    settings = {key: Row("config", key, tuple(config.get(key) for config in configs)) for key in keys}
-    differing = {key: row for key, row in settings.items() if _unlike(c.get(key) for c in configs if _reads(c, key))}
-    graphs_differ = any(_is_of(key, _GRAPH) for key in differing)
-    rows = [*_run_rows(runs), *differing.values(), *_result_rows(runs, marked=not graphs_differ)]
-    rows += [*_speed_rows(runs), *_step_rows(runs), *_epoch_rows(runs, marked=not graphs_differ)]
-    for package in dict.fromkeys(name for run in runs for name in run.versions):
-        rows += _known_row("versions", package, (run.versions.get(package) or None for run in runs))
-    return Comparison(tuple(runs), tuple(rows), tuple(_notes(runs, differing)))
+    rows: list[Row] = []
 
+    def add(section: Section, title: str, values: Iterable[Any], form: Form = "text", better: Better = "") -> None:
+        row = Row(section, title, tuple(values), form, better)
+        if any(value is not None for value in row.values):
+            rows.append(row)
 
-def _run_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
+    # How each run went.
     entries = [run.entry for run in runs]
-    yield Row("run", "state", tuple(entry.state for entry in entries))
-    reasons = ("" if entry.state == "done" else " ".join(entry.why.split()) for entry in entries)
-    yield from _known_row("run", "why", (why or None for why in reasons))
-    yield Row("run", "took", tuple(entry.seconds for entry in entries), "seconds")
-    yield from _known_row("run", "size", (entry.size or None for entry in entries))
-    yield from _known_row("run", "from", (entry.resumed_from for entry in entries))
+    add("run", "state", (entry.state for entry in entries))
+    add("run", "why", (" ".join(entry.why.split()) or None if entry.state != "done" else None for entry in entries))
+    rows.append(Row("run", "took", tuple(entry.seconds for entry in entries), "seconds"))
+    add("run", "size", (entry.size or None for entry in entries))
+    add("run", "from", (entry.resumed_from for entry in entries))
     if any(run.own_command for run in runs):
-        yield Row("run", "command", tuple(run.own_command or "the bundled trainer" for run in runs))
+        add("run", "command", (run.own_command or "the bundled trainer" for run in runs))
 
+    # Settings that differ. Those of ``train`` do not concern runs of a user's own command, which have none.
+    configs = [run.config for run in runs]
+    differing = {}
+    for key in dict.fromkeys(key for config in configs for key in config):
+        trains = key.startswith("train.")
+        reading = [one for one in configs if one and (not trains or any(name.startswith("train.") for name in one))]
+        if _unlike(config.get(key) for config in reading):
+            differing[key] = Row("config", key, tuple(config.get(key) for config in configs))
+    rows += differing.values()
 
-def _result_rows(runs: Sequence[RunFigures], *, marked: bool) -> Iterator[Row]:
+    # Results; a better score on another graph says nothing.
+    same_graph = not any(_is_of(key, _GRAPH) for key in differing)
     for metric in dict.fromkeys(run.metric for run in runs):
         for split in ("test", "val"):
             scores = (metric.of(run.metrics.result, split) for run in runs)
-            yield from _known_row(
-                "results", f"{split} {metric.title}", scores, "score", metric.better if marked else ""
-            )
-    losses = (losses[max(losses)] if losses else None for losses in (run.loss_by_epoch() for run in runs))
-    yield from _known_row("results", "last loss", losses, "score", "less" if marked else "")
+            add("results", f"{split} {metric.title}", scores, "score", metric.better if same_graph else "")
+    losses = [run.loss_by_epoch() for run in runs]
+    last = (curve[max(curve)] if curve else None for curve in losses)
+    add("results", "last loss", last, "score", "less" if same_graph else "")
 
-
-def _speed_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
-    # Without the first of several epochs, which includes compilation.
-    yield from _known_row("speed", "an epoch", (_mean_of(run.seconds_by_epoch()) for run in runs), "seconds", "less")
-    rates = (sum(run.metrics.throughput().values()) or None for run in runs)
-    yield from _known_row("speed", "seeds/s", rates, "rate", "more")
-    received = (run.metrics.profile and run.metrics.profile.remote_bytes for run in runs)
-    yield from _known_row("speed", "from other hosts, an epoch", received, "bytes", "less")
-    for title, name in (("remote rows cached", "hit_rate"), ("remote rows held", "held_rate")):
-        shares = (getattr(run.metrics.profile, name) if run.metrics.profile else None for run in runs)
-        yield from _known_row("speed", title, shares, "share", "more" if name == "hit_rate" else "")
-
-
-def _step_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
+    # Speed; without the first of several epochs, which includes compilation.
+    epochs = [[seconds for _, seconds in sorted(run.seconds_by_epoch().items())] for run in runs]
+    add("speed", "an epoch", (mean(seconds[1:] or seconds) for seconds in epochs), "seconds", "less")
+    add("speed", "seeds/s", (sum(run.metrics.throughput().values()) or None for run in runs), "rate", "more")
     profiles = [run.metrics.profile for run in runs]
-    yield from _known_row("step", "a step", (profile and profile.step_s for profile in profiles), "spent", "less")
-    for kind in dict.fromkeys(kind for profile in profiles if profile for kind in profile.spent):
-        if any(profile and profile.share[kind] >= 0.005 for profile in profiles):
-            yield Row("step", kind, tuple(profile and profile.spent[kind] for profile in profiles), "spent")
+    add("speed", "from other hosts, an epoch", (one and one.remote_bytes for one in profiles), "bytes", "less")
+    add("speed", "remote rows cached", (one.hit_rate if one else None for one in profiles), "share", "more")
+    add("speed", "remote rows held", (one.held_rate if one else None for one in profiles), "share")
+    add("step", "a step", (one and one.step_s for one in profiles), "spent", "less")
+    for kind in dict.fromkeys(kind for one in profiles if one for kind in one.spent):
+        if any(one and one.share[kind] >= 0.005 for one in profiles):
+            add("step", kind, (one and one.spent[kind] for one in profiles), "spent")
 
+    # Curves, if all runs have the same metric.
+    curves: list[tuple[Section, list[dict[int, float]], Better]] = [("loss", losses, "less")]
+    if len({run.metric for run in runs}) == 1:
+        curves.append(("metric", [run.metric_by_epoch() for run in runs], runs[0].metric.better))
+    for section, of_runs, better in curves:
+        for epoch in sorted({epoch for curve in of_runs for epoch in curve}):
+            add(section, str(epoch), (curve.get(epoch) for curve in of_runs), "score", better if same_graph else "")
 
-def _epoch_rows(runs: Sequence[RunFigures], *, marked: bool) -> Iterator[Row]:
-    yield from _by_epoch("loss", [run.loss_by_epoch() for run in runs], "less" if marked else "")
-    metrics = {run.metric for run in runs}
-    if len(metrics) == 1:
-        (metric,) = metrics
-        yield from _by_epoch("metric", [run.metric_by_epoch() for run in runs], metric.better if marked else "")
-
-
-def _by_epoch(
-    section: Section, curves: Sequence[Mapping[int, float]], better: Literal["more", "less", ""]
-) -> Iterator[Row]:
-    for epoch in sorted({epoch for curve in curves for epoch in curve}):
-        yield Row(section, str(epoch), tuple(curve.get(epoch) for curve in curves), "score", better)
+    for package in dict.fromkeys(name for run in runs for name in run.versions):
+        add("versions", package, (run.versions.get(package) or None for run in runs))
+    return Comparison(tuple(runs), tuple(rows), tuple(_notes(runs, differing)))
 
 
 def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator[str]:
@@ -269,14 +269,6 @@ def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator
             yield f"{run.run_id} is not done ({run.entry.state}): its figures cover only what was collected"
         if not run.metrics.lines and run.entry.state in _NOT_ENDED:
             yield f"{run.run_id}: its metrics were not collected; `gnnfleet collect {run.run_id}` fetches them"
-
-
-def _reads(config: Mapping[str, Any], key: str) -> bool:
-    """Return whether a run with this config uses the config key ``key``; False if the config is empty (unknown).
-
-    A config without ``train`` keys belongs to a run of a user command. Such a run uses no key of ``train``.
-    """
-    return bool(config) and (not key.startswith("train.") or any(name.startswith("train.") for name in config))
 
 
 def _unlike(values: Iterable[Any]) -> bool:
@@ -311,14 +303,6 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield f"{above}{key}", value
 
 
-def _parts_of(plan: LaunchPlan | None) -> str:
-    # The name of the folder that has the parts on a node is their fingerprint.
-    folders = (
-        [node.data_dir for node in plan.nodes if node.data_dir.startswith(f"{node.workdir}/data/")] if plan else []
-    )
-    return Path(folders[0]).name if folders else ""
-
-
 def _versions(events: Path, plan: LaunchPlan | None) -> dict[str, str]:
     """Return package versions from the events of preflight, and the digest of gnnfleet's code.
 
@@ -341,30 +325,8 @@ def _values_by_epoch(metrics: Metrics, what: str) -> dict[int, float]:
     return {line["epoch"]: line[what] for line in lines if line.get(what) is not None and "epoch" in line}
 
 
-def _mean_of(by_epoch: Mapping[int, float]) -> float | None:
-    values = [value for _, value in sorted(by_epoch.items())]
-    counted = values[1:] or values
-    return sum(counted) / len(counted) if counted else None
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_of(key: str, sections: Iterable[str]) -> bool:
     return any(key == section or key.startswith(f"{section}.") for section in sections)
-
-
-def _known_row(
-    section: Section,
-    title: str,
-    values: Iterable[Any],
-    form: Form = "text",
-    better: Literal["more", "less", ""] = "",
-) -> Iterator[Row]:
-    row = Row(section, title, tuple(values), form, better)
-    if any(value is not None for value in row.values):
-        yield row
 
 
 _TITLES: dict[Section, str] = {
@@ -387,11 +349,17 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for note in comparison.notes:
         console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
     console.print(rendered(comparison))
-    for text in _alike(comparison):
-        console.print(Text(text), soft_wrap=True)
+    if all(run.config for run in comparison.runs) and not comparison.of("config"):
+        console.print(Text("config: the same"), soft_wrap=True)
+    versions = [row for row in comparison.of("versions") if not row.differs]
+    if same := ", ".join(f"{row.title} {next(filter(None, row.values))}" for row in versions):
+        console.print(Text(f"the same versions of: {same}"), soft_wrap=True)
+    if any(row.best for row in comparison.rows):
+        console.print(Text("* best"), soft_wrap=True)
 
 
 def rendered(comparison: Comparison) -> Table:
+    """Return the table. Of many epochs it has the first and the last, of package versions those that differ."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for run in comparison.runs:
@@ -400,60 +368,33 @@ def rendered(comparison: Comparison) -> Table:
         table.add_row(row.title, *_cells(row))
     named = comparison.runs[0].metric.title if comparison.runs else ""
     for section, title in _TITLES.items():
-        title = title.format(metric=named)
-        rows = _shown(section, comparison.of(section))
-        if rows:
+        shown: list[Row | None] = [row for row in comparison.of(section) if section != "versions" or row.differs]
+        if section in ("loss", "metric") and len(shown) > _EPOCHS_SHOWN + 1:
+            shown = [shown[0], None, *shown[-_EPOCHS_SHOWN:]]
+        if shown:
             table.add_row()
-            table.add_row(Text(title, "bold"))
-        for shown in rows:
-            table.add_row("  …") if shown is None else table.add_row(f"  {escape(shown.title)}", *_cells(shown))
+            table.add_row(Text(title.format(metric=named), "bold"))
+        for each in shown:
+            table.add_row("  …") if each is None else table.add_row(f"  {escape(each.title)}", *_cells(each))
     return table
 
 
-def _alike(comparison: Comparison) -> Iterator[str]:
-    if all(run.config for run in comparison.runs) and not comparison.of("config"):
-        yield "config: the same"
-    versions = comparison.of("versions")
-    same = ", ".join(f"{row.title} {next(filter(None, row.values))}" for row in versions if not row.differs)
-    if same:
-        yield f"the same versions of: {same}"
-    if any(row.best for row in comparison.rows):
-        yield "* best"
-
-
-def _shown(section: Section, rows: Sequence[Row]) -> list[Row | None]:
-    """Return the rows of a section that are printed.
-
-    Of many epochs, only the first and the last are printed; None stands for the others. Of package versions, only those
-    that differ are printed.
-    """
-    if section == "versions":
-        return [row for row in rows if row.differs]
-    if section in ("loss", "metric") and len(rows) > _EPOCHS_SHOWN + 1:
-        return [rows[0], None, *rows[-_EPOCHS_SHOWN:]]
-    return list(rows)
+_FORMS: Mapping[Form, Callable[[Any], str]] = {
+    "score": "{:.4f}".format,
+    "seconds": lambda value: f"{value:.2f} s" if value < 60 else seconds_words(value),
+    "rate": "{:,.0f}".format,
+    "bytes": lambda value: str(decimal(round(value))),
+    "share": "{:.0%}".format,
+    "spent": milliseconds,
+    "text": lambda value: _text(value),
+}
 
 
 def _cells(row: Row) -> Iterator[Text]:
     for i, value in enumerate(row.values):
-        text = Text(_words(row, value), _STATES.get(str(value), "") if row.title == "state" else "")
-        yield Text(f"{text} *", "bold green") if i in row.best else text
-
-
-def _words(row: Row, value: Any) -> str:
-    if value is None:
-        return "–"
-    if row.form == "score":
-        return f"{value:.4f}"
-    if row.form == "seconds":
-        return f"{value:.2f} s" if value < 60 else seconds_words(value)
-    if row.form == "rate":
-        return f"{value:,.0f}"
-    if row.form == "bytes":
-        return decimal(round(value))
-    if row.form == "share":
-        return f"{value:.0%}"
-    return milliseconds(value) if row.form == "spent" else _text(value)
+        words = "–" if value is None else _FORMS[row.form](value)
+        text = Text(words, _STATES.get(str(value), "") if row.title == "state" else "")
+        yield Text(f"{words} *", "bold green") if i in row.best else text
 
 
 def _text(value: Any) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.report import metrics, profile
+from launcher.report.profile import Analysis
 from node_kit import MakeFolder, RunFolder
 
 
@@ -22,3 +24,23 @@ def folder(tmp_path: Path) -> Iterator[MakeFolder]:
     yield make
     for run in made:
         run.kill()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_analysis_of_equal_metrics() -> Iterator[None]:
+    """Analyse equal metrics of reports once, as each analysis starts a Python; ``test_profile`` tests the function."""
+    found: dict[tuple[tuple[str, str, bytes], ...], Analysis] = {}
+
+    def analyse(files: Iterable[Path]) -> Analysis:
+        files = list(files)
+        try:
+            key = tuple((file.parent.name, file.name, file.read_bytes()) for file in files)
+        except OSError:
+            return profile.analyse(files)
+        if key not in found:
+            found[key] = profile.analyse(files)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "analyse", analyse)
+        yield

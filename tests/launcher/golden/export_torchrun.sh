@@ -91,8 +91,8 @@ export MASTER_ADDR="${HOSTS[0]}" MASTER_PORT
 if [[ ${PROCS[NODE]} != 0 ]]; then
   "${PYTHON[@]}" -m torch.distributed.run --nnodes=2 --node-rank="${GROUP[NODE]}" \
       --nproc-per-node="${PROCS[NODE]}" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
-      -m trainer train --model sage --task auto --hidden 256 --heads 4 --dropout 0.3 --fanouts 15,10,5 \
-    --neighbors fanout --temporal-strategy uniform --batch-size 1024 --eval-batch-size 4096 --loss softmax \
+      -m trainer train --model sage --task auto --hidden 256 --heads 4 --max-tokens 128 --dropout 0.3 \
+    --fanouts 15,10,5 --temporal-strategy uniform --batch-size 1024 --eval-batch-size 4096 --loss softmax \
     --negatives 128 --eval-negatives 1000 --epochs 3 --lr 0.004 --embeddings auto --weight-decay 0.0 \
     --seed 0 --eval-every 1 --checkpoint-every 1 --sampler-threads 1 --prefetch 2 --backend auto \
     --timeout 120.0

@@ -199,7 +199,13 @@ def init(monkeypatch: pytest.MonkeyPatch, words: str, *machines: Machine) -> int
     return main.run(["init", *words.split()])
 
 
-@pytest.mark.parametrize("name", CASES)
+#: As two others, these have tables, for which a process of the trainer drafts the options.
+LONG = ("own_pairs", "own_links")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in CASES]
+)
 def test_written_files_equal_the_golden_ones(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case, golden = CASES[name], GOLDEN / "init" / f"{name}.yml"
     monkeypatch.chdir(tmp_path)

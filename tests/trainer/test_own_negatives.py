@@ -23,6 +23,7 @@ from trainer.core.errors import SettingsError
 from trainer.core.texts import encode_texts
 from trainer.data.memory import dataset_of
 from trainer.graph.open import open_graph
+from trainer.loader.block_loader import sampling_of
 from trainer.loader.edge_endpoints import all_times
 from trainer.loader.link_trees import TimeGroups
 from trainer.loader.node_links import _LINKS
@@ -53,6 +54,7 @@ def test_hard_negatives_are_those_of_plain_python(tmp_path: Path, plain: Any, ti
             for rank in range(world):
                 layout = layout_of(world, graph.manifest.num_parts)
                 loader = link_loaders(settings, graph, WRITES, ("train",), False, rank, layout, None, counts)["train"]
+                assert SHOWN not in sampling_of(graph, loader.settings).fanouts, "these edges carry no messages"
                 for share in loader.shares(0):
                     found += check(plain, loader, share, timed)
             assert found > 100
@@ -144,7 +146,11 @@ def test_training_has_the_same_curve_on_any_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("user__hates__item", "hard_negatives: .* is not an edge type"), ("item__rev_likes__user", None)],
+    [
+        ("user__hates__item", "hard_negatives: .* is not an edge type"),
+        ("item__rev_shown__user", None),
+        ("user__likes__item", "are not the links to predict"),
+    ],
 )
 def test_an_edge_type_that_does_not_fit_is_refused(tmp_path: Path, name: str, message: str | None) -> None:
     given = job(shop(tmp_path / "parts", 1), tmp_path / "run", **{**SHOP, "hard_negatives": name, "epochs": 1})

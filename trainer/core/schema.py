@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from trainer.core.errors import DataError
@@ -85,6 +86,25 @@ def is_link_types(of: AnyType | LinkTypes) -> TypeIs[LinkTypes]:
 def link_types(of: EdgeType | LinkTypes) -> LinkTypes:
     """Return the edge types of links: several, or one as a tuple of its own."""
     return of if is_link_types(of) else (of,)
+
+
+def reverse_type(edge_type: EdgeType, known: Collection[EdgeType]) -> EdgeType | None:
+    """Return the type of the reverse edges of ``edge_type``, or None if it is not among ``known``, all edge types.
+
+    For a relation ``r`` this is ``rev_r``, and for ``rev_r`` it is ``r``, if the graph has that type. Otherwise it is
+    ``edge_type`` itself if sources and targets have the same node type.
+    """
+    source, relation, target = edge_type
+    named = relation.removeprefix("rev_") if relation.startswith("rev_") else f"rev_{relation}"
+    if (target, named, source) in known:
+        return target, named, source
+    return edge_type if source == target else None
+
+
+def types_with_messages(known: Collection[EdgeType], silent: Collection[EdgeType]) -> list[EdgeType]:
+    """Return the edge types of ``known``, all edge types, except ``silent`` ones and their reverses."""
+    left_out = {each for of in silent for each in (of, reverse_type(of, known))}
+    return [of for of in known if of not in left_out]
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.core.arrays import Array, Columns, Ids
 from trainer.core.batch import Batch, Block, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
-from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType, type_name
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType, type_name, types_with_messages
 from trainer.graph.device import DeviceRows, as_tensor, tensor_of
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import Sampler, ordered_ahead
@@ -61,6 +61,7 @@ class LoaderSettings:
         categories: Integer node attributes [N] that batches get side by side as ``categories``, by node type.
         ages: Node types with the attribute ``time_attr`` of which batches get ``age``.
         rule: A rule that chooses the neighbours, with scores, instead of draws among the edges.
+        silent: Edge types that are not sampled, and neither are their reverses.
     """
 
     split: str
@@ -83,6 +84,7 @@ class LoaderSettings:
     categories: Mapping[NodeType, tuple[str, ...]] = field(default_factory=dict)
     ages: tuple[NodeType, ...] = ()
     rule: Rule | None = None
+    silent: tuple[EdgeType, ...] = ()
 
 
 class BlockLoader(ABC):
@@ -318,7 +320,8 @@ def timed_seeds(graph: Graph, settings: LoaderSettings, seeds: Ids, trees: Ids) 
 
 
 def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
-    given, rule, types = settings.fanouts, settings.rule, list(graph.manifest.edges)
+    given, rule = settings.fanouts, settings.rule
+    types = types_with_messages(graph.manifest.edges, settings.silent)
     if rule is not None:
         check_rule(graph.manifest, rule, [settings.target])
         types = rule_edges(rule, graph.manifest, [settings.target], len(given))

@@ -9,12 +9,12 @@ import torch
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.batch import LinkEnds
-from trainer.core.schema import EdgeType, NodeType
+from trainer.core.schema import EdgeType, NodeType, reverse_type
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout, SeedShare
 from trainer.loader.block_loader import AnyBatch, BlockLoader, LoaderSettings, sampling_of
 from trainer.loader.link_loader import excluded
-from trainer.loader.link_seeds import LinkInputs, reverse_type
+from trainer.loader.link_seeds import LinkInputs
 from trainer.loader.link_trees import TimedLinks, TimeGroups, tree_seeds
 from trainer.loader.negatives import NegativeDraw, linked_in_step, uniform_negatives
 from trainer.loader.node_links import Pairs, links_of
@@ -56,7 +56,7 @@ class LinkBlockLoader(BlockLoader):
     ):  # fmt: skip
         self.links, self.link_settings = links, link_settings
         self._draw = NegativeDraw(graph.manifest.nodes[links.edge_type[2]].num_nodes)
-        self._reverse = reverse_type(graph.manifest, links.edge_type)
+        self._reverse = reverse_type(links.edge_type, graph.manifest.edges)
         self._rule = sampling_of(graph, settings).time
         if link_settings.listed:  # all links, as one ascending number each
             sources, targets = links.ends.ends_of(np.arange(len(links)))

@@ -15,13 +15,12 @@ from torch_geometric.sampler import NegativeSampling
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import SettingsError
-from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType
+from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType, reverse_type
 from trainer.graph.open import Graph
 from trainer.loader.edge_endpoints import EdgeEndpoints, HeldEndpoints, StoredEndpoints
 from trainer.loader.negatives import NegativeDraw, NegativeRule
 from trainer.loader.node_seeds import as_array, checked_ids
 from trainer.sampler.types import RowRequest, SampleSettings
-from trainer.store.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -146,19 +145,6 @@ def canonical(graph: Graph, given: Any, with_ids: bool = False, where: str = "ed
     return ends[0]
 
 
-def reverse_type(manifest: Manifest, edge_type: EdgeType) -> EdgeType | None:
-    """Return the type of the reverse edges of links, or None if the graph has no such type.
-
-    For a relation ``r`` this is ``rev_r``, and for ``rev_r`` it is ``r``, if the graph has that type. Otherwise it is
-    ``edge_type`` itself if sources and targets have the same node type.
-    """
-    source, relation, target = edge_type
-    named = relation.removeprefix("rev_") if relation.startswith("rev_") else f"rev_{relation}"
-    if (target, named, source) in manifest.edges:
-        return target, named, source
-    return edge_type if source == target else None
-
-
 def given_or_reverse(graph: Graph, edge_type: EdgeType, given: Any, why: str) -> EdgeType:
     """Return ``given``, the type of the reverse edges of ``edge_type``, or by default ``reverse_type``.
 
@@ -169,7 +155,7 @@ def given_or_reverse(graph: Graph, edge_type: EdgeType, given: Any, why: str) ->
         if (reverse[0], reverse[2]) != (edge_type[2], edge_type[0]):
             raise SettingsError(f"reverse_type {reverse} does not lead from {edge_type[2]!r} to {edge_type[0]!r}")
         return reverse
-    if (found := reverse_type(graph.manifest, edge_type)) is None:
+    if (found := reverse_type(edge_type, graph.manifest.edges)) is None:
         named = (edge_type[2], f"rev_{edge_type[1]}", edge_type[0])
         raise SettingsError(
             f"{why}: the graph has no edge type {named}; pass the type of the reverse edges as reverse_type, or"

@@ -11,13 +11,12 @@ import torch
 
 from trainer.core.arrays import Ids
 from trainer.core.batch import LinkEnds
-from trainer.core.schema import EdgeType, LinkTypes, NodeType, node_salt
+from trainer.core.schema import EdgeType, LinkTypes, NodeType, node_salt, reverse_type
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout, SeedShare
 from trainer.loader.block_loader import AnyBatch, BlockLoader, LoaderSettings
 from trainer.loader.edge_endpoints import EdgeEndpoints
 from trainer.loader.link_loader import excluded
-from trainer.loader.link_seeds import reverse_type
 from trainer.loader.negatives import NegativeDraw, uniform_negatives
 from trainer.sampler.types import SeedSet
 
@@ -57,7 +56,7 @@ class TypedLinkLoader(BlockLoader):
         rank: int, layout: RankLayout,
     ):  # fmt: skip
         self.links, self._count, self._both, self._hide = links, negatives, both, hide
-        self._reverse = {of: reverse_type(graph.manifest, of) for of in links.types}
+        self._reverse = {of: reverse_type(of, graph.manifest.edges) for of in links.types}
         #: node types of the ends, and those that are asked for
         self.types = tuple(dict.fromkeys(end for of in links.types for end in (of[0], of[2])))
         self.asked = tuple(dict.fromkeys(end for of in links.types for end in (of[2], *((of[0],) if both else ()))))

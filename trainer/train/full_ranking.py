@@ -25,7 +25,7 @@ from trainer.nn.link_model import LinkModel
 from trainer.sampler.types import RowRequest
 from trainer.train.epoch import Score
 from trainer.train.loaders import loader_settings, named_type
-from trainer.train.model import embeddings_of, model_facts
+from trainer.train.model import embeddings_of, model_facts, on_rule
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.task import at_k
 
@@ -121,7 +121,7 @@ def output_rows(
         degree, ages = bool(getattr(model, "needs_degree", False)), getattr(model, "timed", ())
         timed = loader_settings(settings, target, "val", degree, columns, ages)
         return whole.run_sampled(SeedsOnly(model, target, outputs), timed)
-    stack = stack_of(model, model_facts(graph.manifest, target, 0, settings.edge_attr))
+    stack = stack_of(model, model_facts(on_rule(graph.manifest, settings, target), target, 0, settings.edge_attr))
     if stack is not None:
         return whole.run(stack)
     sampling = replace(loader_settings(settings, HOMO_NODE, "val", False, columns), global_batch=nodes_at_once)

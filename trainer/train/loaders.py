@@ -9,7 +9,16 @@ import numpy as np
 from torch import Tensor
 
 from trainer.core.errors import DataError, SettingsError
-from trainer.core.schema import HOMO_EDGE, EdgeType, LinkTypes, NodeType, is_link_types, target_name, type_name
+from trainer.core.schema import (
+    HOMO_EDGE,
+    EdgeType,
+    LinkTypes,
+    NodeType,
+    is_link_types,
+    target_name,
+    type_name,
+    types_with_messages,
+)
 from trainer.core.texts import decode_texts
 from trainer.data.hold_out import HELD_OUT_TIME, TEST_LINKS, VAL_LINKS, held_out_links
 from trainer.graph.open import Graph
@@ -57,6 +66,8 @@ def link_loaders(
     from trainer.loader.node_links import leading_type
 
     check_link_settings(settings, graph, edge_type)
+    if edge_type not in types_with_messages(graph.manifest.edges, settings.silent):
+        raise SettingsError("hard_negatives and eval_candidates: edges of these types are not the links to predict")
     own = {
         name: None if of is None else leading_type(graph, named_type(graph, name, of), edge_type[0], edge_type[2], name)
         for name, of in (("hard_negatives", settings.hard_negatives), ("eval_candidates", settings.eval_candidates))
@@ -232,4 +243,5 @@ def loader_settings(
         prefetch=max(settings.prefetch, settings.sampler_threads + 1),
         want_degree=want_degree,
         deadline=settings.timeout,
+        silent=settings.silent,
     )

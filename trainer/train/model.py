@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer.core.arrays import Ids
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup
-from trainer.core.schema import NodeType, is_link_types, link_types
+from trainer.core.schema import NodeType, is_link_types, link_types, types_with_messages
 from trainer.core.texts import decode_texts, is_task_table
 from trainer.graph.open import Graph, open_graph
 from trainer.loader.block_loader import edge_attrs
@@ -57,10 +57,12 @@ def model_facts(
 
 
 def on_rule(manifest: Manifest, settings: TrainSettings, target: Target) -> Manifest:
-    """Return the manifest with the edge types that a run's model reads: those of the graph, or of ``neighbors``."""
+    """Return the manifest with the edge types that a run's model reads: those of the graph with messages, or
+    of ``neighbors``."""
     rule = settings.neighbors and settings.neighbors.rule
     if not rule or not manifest.hetero:
-        return manifest
+        heard = types_with_messages(manifest.edges, settings.silent)
+        return replace(manifest, edges={of: manifest.edges[of] for of in heard})
     ends = [target] if isinstance(target, str) else list({end for of in link_types(target) for end in (of[0], of[2])})
     check_rule(manifest, rule, ends)
     return replace(manifest, edges=rule_schema(manifest, rule_edges(rule, manifest, ends, len(settings.fanouts))).edges)

@@ -18,7 +18,7 @@ import msgspec
 
 from trainer.core.errors import SettingsError
 from trainer.core.remote_settings import CacheSize, RemoteAccess
-from trainer.core.schema import type_of
+from trainer.core.schema import EdgeType, type_of
 from trainer.sampler.types import PPR, Rule, Walks
 from trainer.track.tracker import TRACKERS
 
@@ -297,6 +297,15 @@ class TrainSettings:
     keep: int = setting("Checkpoints of the best epochs that are kept, besides the newest.", 1, at_least=1)
     start: Start | None = setting("Start from the best weights of another run, unless it is resumed.", None)
     resume: str | None = setting("Checkpoint file to resume from; rank 0 reads it.", None)
+
+    @property
+    def silent(self) -> tuple[EdgeType, ...]:
+        """Edge types that carry no messages. Raises ``SettingsError`` for a name of another form."""
+        found = [(name, type_of(name)) for name in (self.hard_negatives, self.eval_candidates) if name is not None]
+        for name, of in found:
+            if isinstance(of, str):
+                raise SettingsError(f"{name} is not an edge type; write source__relation__target")
+        return tuple(of for _, of in found if not isinstance(of, str))
 
     def __post_init__(self) -> None:
         if self.model == "embedding":  # it has no layers

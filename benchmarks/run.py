@@ -19,6 +19,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests" / "cluste
 
 NAMES = (
     "sampling",
+    "rules",
     "service",
     "serving",
     "links",

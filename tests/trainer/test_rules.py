@@ -14,10 +14,11 @@ from torch_geometric.data import Data
 from torch_geometric.utils import ppr as pyg_ppr
 from torch_geometric.utils import sort_edge_index, to_undirected
 
-from load_kit import CITES, REV, WRITES, hetero_data, homo_data, parts_of
+from load_kit import CITES, REV, WRITES, assert_same, hetero_data, homo_data, parts_of
 from samplers_kit import TWO_HOSTS, assert_same_everywhere
 from trainer import DistPPRLoader, DistWalkLoader
 from trainer.core.errors import SettingsError
+from trainer.sampler import ruled_hops
 
 SEEDS = torch.tensor([7, 3, 12, 3, 40])
 
@@ -159,6 +160,14 @@ def test_neighbours_are_bit_identical_everywhere(case):
         for batch in batches:
             source, seed = batch.time[batch.edge_index]
             assert len(source) and (source <= seed).all()
+
+
+def test_a_push_that_meets_more_nodes_than_it_has_room_for_starts_again(monkeypatch):
+    graph, options = parts_of(hetero_data(), 2), {"eps": 1e-5, "batch_size": 70}
+    (expected,) = DistPPRLoader(graph, 5, "paper", **options)
+    monkeypatch.setattr(ruled_hops, "_FIRST_BITS", 1)
+    (batch,) = DistPPRLoader(graph, 5, "paper", **options)
+    assert_same(batch, expected)
 
 
 @pytest.mark.parametrize("loader", [DistPPRLoader, DistWalkLoader])

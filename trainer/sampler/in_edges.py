@@ -45,7 +45,7 @@ class Rows(NamedTuple):
     src: Any  #: int32|int64 [e], sources by number
     weight: Any  #: float64 [e], or empty
     time: Any  #: int64 [e], or empty
-    degree: Any  #: int64 [m], in-edges by all edge types, or empty: the lengths of the rows
+    degree: Any  #: int32 [m], in-edges by all edge types
     kind: Any  #: int8 [m], index of the node type, or empty: the graph has one type
 
 
@@ -98,14 +98,16 @@ class InEdges:
             for kind in np.unique(kinds).tolist():
                 nodes = np.unique(self._numbers(access, self._types[kind], ids[kinds == kind]))
                 nodes = nodes[self._known.begin[nodes] < 0]
-                pieces = np.cumsum(self._known.degree[nodes]) // _EDGES_AT_ONCE
+                pieces = np.cumsum(self._known.degree[nodes], dtype=np.int64) // _EDGES_AT_ONCE
                 for some in np.split(nodes, np.flatnonzero(np.diff(pieces)) + 1):
                     self._request(access, self._types[kind], some)
 
     def _clear(self) -> None:
         none = np.empty(0, np.int64)
         self._tables, self._ids, self._used = RelabelTables(self._schema), none, 0
-        self._known = Rows(none, none, np.empty(0, np.int32), np.empty(0), none, none, np.empty(0, np.int8))
+        self._known = Rows(
+            none, none, np.empty(0, np.int32), np.empty(0), none, np.empty(0, np.int32), np.empty(0, np.int8)
+        )
 
     def _numbers(self, access: GraphAccess, of: NodeType, ids: Array) -> Ids:
         """Return the numbers of nodes, and number those that are new."""
@@ -118,7 +120,7 @@ class InEdges:
             self._known = known._replace(
                 begin=np.concatenate([known.begin, none]),
                 end=np.concatenate([known.end, none]),
-                degree=np.concatenate([known.degree, degree]),
+                degree=np.concatenate([known.degree, degree.astype(np.int32)]),
                 kind=np.concatenate([known.kind, np.full(len(new), self._types.index(of), np.int8)]),
             )
         return local.astype(np.int64)
@@ -191,21 +193,20 @@ class InEdges:
             counts, columns = _joined(spec.num_nodes, pieces)
             all_counts.append(counts)
             all_columns.append(columns)
-            degrees.append(degree)
+            degrees.append(degree.astype(np.int32))
             kinds.append(np.full(spec.num_nodes, number, np.int8))
         none = np.empty(0, np.int64)
         columns = {
             name: _chained([each[name] for each in all_columns if name in each]) for name in ("src", "weight", "time")
         }
-        end = np.cumsum(_chained(all_counts), dtype=np.int64)
+        ends = np.concatenate([[0], np.cumsum(_chained(all_counts), dtype=np.int64)])
         only = len(kinds) == 1
-        all_walked = len(self._walked.edge_types) == len(store.manifest.edges)
         return Rows(
             *map(
                 read_only,
                 (
-                    end - _chained(all_counts), end, columns["src"], columns["weight"], columns["time"],
-                    none if all_walked else _chained(degrees), none.astype(np.int8) if only else _chained(kinds),
+                    ends[:-1], ends[1:], columns["src"], columns["weight"], columns["time"],
+                    _chained(degrees), none.astype(np.int8) if only else _chained(kinds),
                 ),
             )
         )  # fmt: skip

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 
 from trainer.core.compiled import njit
 from trainer.core.rng import GOLDEN
+from trainer.sampler.neighbor_kernels import prefetch
 from trainer.sampler.weighted_temporal import keep_smaller, make_heap, sort_heap
 
 UNIT = 1 << 62  #: a probability of 1
 
-_FIRST_BITS = 12  #: log2 of the initial number of slots of the table of met nodes
-
 _S32, _LOW, _EMPTY = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
+
+_AHEAD = 12  #: number of edges by which entries are prefetched
 
 _WAITING = np.iinfo(np.int64).max  # as threshold of a node that is already pushed in the next round
 
@@ -28,11 +30,13 @@ _REST, _NEED, _DONE, _LEAST = 0, 1, 2, 3  # columns of the state of a node
 
 _jit = njit(boundscheck=False)
 
+_inlined = numba.njit(inline="always", boundscheck=False)
+
 
 @_jit
 def push(
-    rows: Any, roots: Any, bounds: Any, alpha: float, eps: float, loops: bool, column: Any, found: Any, scores: Any,
-    hops: Any, counts: Any, lacking: Any,
+    rows: Any, roots: Any, bounds: Any, alpha: float, eps: float, loops: bool, column: Any, bits: int,
+    found: Any, scores: Any, hops: Any, counts: Any, lacking: Any,
 ) -> Any:  # fmt: skip
     """Compute the personalised PageRank around the nodes ``roots``, and choose the nodes of the highest score.
 
@@ -41,10 +45,13 @@ def push(
     of the type are written; -1: nowhere. Nodes of equal score are in the order in which the push met them, nearer ones
     first. ``counts[i, 0]`` is -1 if the rows of some nodes are not known: these are written to ``lacking``.
 
-    Returns the number of nodes written to ``lacking``, and the number of edges looked at.
+    Returns the number of roots that are done, the number of nodes written to ``lacking``, and the number of edges
+    looked at. Not all roots are done if the push around the next one meets more than ``2**bits`` nodes.
     """
-    slots, mask, shift = np.zeros(1 << _FIRST_BITS, np.uint64), (1 << _FIRST_BITS) - 1, np.uint64(64 - _FIRST_BITS)
-    room = 1 << (_FIRST_BITS - 1)
+    # passing the tuple on, or reading it in the loops, would count references
+    firsts, lasts, sources, weights, times, degrees, kinds = rows
+    slots, mask, shift = np.zeros(2 << bits, np.uint64), (2 << bits) - 1, np.uint64(63 - bits)
+    room = 1 << bits  # arrays that could be made longer here would cost two thirds of the speed
     node, place, hop = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int8)
     state = np.empty((room, 4), np.int64)
     now, amount, later = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64)
@@ -58,7 +65,7 @@ def push(
         slots[slot] = np.uint64(roots[i]) << _S32 | np.uint64(1)
         node[0], place[0], hop[0], later[0] = roots[i], slot, 0, 0
         state[0, _REST], state[0, _NEED], state[0, _DONE] = UNIT, _WAITING, 0
-        state[0, _LEAST] = _threshold(rows, roots[i], scale)
+        state[0, _LEAST] = _threshold(degrees[roots[i]], scale)
         complete = True
         while waiting:
             now, later = later, now
@@ -72,7 +79,7 @@ def push(
                 at = now[j]
                 kept = np.int64(alpha * amount[j])
                 state[at, _DONE] += kept
-                begin, end = rows.begin[node[at]], rows.end[node[at]]
+                begin, end = firsts[node[at]], lasts[node[at]]
                 if begin < 0:
                     complete = False
                     if num_lacking < len(lacking):
@@ -85,49 +92,40 @@ def push(
                 if len(bounds):
                     edges = 0
                     for edge in range(begin, end):
-                        edges += rows.time[edge] <= bounds[i]
+                        edges += times[edge] <= bounds[i]
                 if edges == 0:
                     continue
-                if len(rows.weight):
+                if len(weights):
                     for edge in range(begin, end):
-                        if len(bounds) == 0 or rows.time[edge] <= bounds[i]:
-                            total += np.float64(rows.weight[edge])
+                        if len(bounds) == 0 or times[edge] <= bounds[i]:
+                            total += np.float64(weights[edge])
                     if total == 0.0:
                         continue
                 rest = amount[j] - kept
                 share = rest // edges
                 for edge in range(begin, end):
-                    if len(bounds) and rows.time[edge] > bounds[i]:
+                    ahead = np.int64(sources[min(edge + _AHEAD, end - 1)])
+                    prefetch(slots, np.int64((np.uint64(ahead) * GOLDEN) >> shift))
+                    prefetch(degrees, ahead)
+                    if len(bounds) and times[edge] > bounds[i]:
                         continue
-                    if len(rows.weight):
-                        share = np.int64(rest * (np.float64(rows.weight[edge]) / total))
+                    if len(weights):
+                        share = np.int64(rest * (np.float64(weights[edge]) / total))
                         if share == 0:
                             continue
-                    source = np.int64(rows.src[edge])
+                    source = np.int64(sources[edge])
                     slot = np.int64((np.uint64(source) * GOLDEN) >> shift)
                     while (slots[slot] != _EMPTY) & (slots[slot] >> _S32 != np.uint64(source)):
                         slot = (slot + 1) & mask
                     at = np.int64(slots[slot] & _LOW) - 1
                     if at < 0:  # met for the first time
                         if size == room:
-                            room *= 2
-                            node, place, hop = _longer(node), _longer(place), _longer(hop)
-                            now, amount, later = _longer(now), _longer(amount), _longer(later)
-                            larger = np.empty((room, 4), np.int64)
-                            for k in range(size):
-                                for c in range(4):
-                                    larger[k, c] = state[k, c]
-                            state, ranks, order = larger, np.empty(room, np.int64), np.empty(room, np.int64)
-                            slots, mask, shift = np.zeros(2 * room, np.uint64), 2 * room - 1, shift - np.uint64(1)
-                            for k in range(size):
-                                slot = _free_slot(slots, node[k], mask, shift)
-                                slots[slot], place[k] = np.uint64(node[k]) << _S32 | np.uint64(k + 1), slot
-                            slot = _free_slot(slots, source, mask, shift)
+                            return i, num_lacking, looks
                         at = size
                         size += 1
                         slots[slot] = np.uint64(source) << _S32 | np.uint64(size)
                         node[at], place[at], hop[at] = source, slot, round_
-                        least = _threshold(rows, source, scale)
+                        least = _threshold(degrees[source], scale)
                         state[at, _REST], state[at, _NEED], state[at, _DONE], state[at, _LEAST] = 0, least, 0, least
                     state[at, _REST] += share
                     if state[at, _REST] >= state[at, _NEED]:
@@ -142,7 +140,7 @@ def push(
         for c in range(counts.shape[1]):
             met = 0
             for k in range(0 if loops else 1, size):
-                kind = rows.kind[node[k]] if len(rows.kind) else 0
+                kind = kinds[node[k]] if len(kinds) else 0
                 if state[k, _DONE] > 0 and column[kind] == c:
                     ranks[met], order[met] = -state[k, _DONE], k
                     met += 1
@@ -151,7 +149,7 @@ def push(
             counts[i, c] = taken
             for k in range(taken):
                 found[i, c, k], scores[i, c, k], hops[i, c, k] = node[order[k]], -ranks[k], hop[order[k]]
-    return num_lacking, looks
+    return len(roots), num_lacking, looks
 
 
 @_jit
@@ -165,26 +163,9 @@ def take_smallest(ranks: Any, order: Any, size: int, wanted: int) -> None:
     sort_heap(ranks, order, wanted)
 
 
-@_jit
-def _threshold(rows: Any, node: Any, scale: float) -> Any:
-    degree = rows.degree[node] if len(rows.degree) else rows.end[node] - rows.begin[node]
+@_inlined
+def _threshold(degree: Any, scale: float) -> Any:
     return np.int64(max(1.0, min(scale * degree, 4.0e18)))
-
-
-@_jit
-def _longer(array: Any) -> Any:
-    larger = np.empty(2 * len(array), array.dtype)
-    for k in range(len(array)):
-        larger[k] = array[k]
-    return larger
-
-
-@_jit
-def _free_slot(slots: Any, node: Any, mask: Any, shift: Any) -> Any:
-    slot = np.int64((np.uint64(node) * GOLDEN) >> shift)
-    while slots[slot] != _EMPTY:
-        slot = (slot + 1) & mask
-    return slot
 
 
 @_jit

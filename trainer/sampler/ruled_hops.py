@@ -21,6 +21,8 @@ _SEEDS_AT_ONCE = 256  #: of one call of a kernel: bounds its memory, and the tim
 
 _WALKS_AT_ONCE = 1 << 16
 
+_FIRST_BITS = 12  #: log2 of the number of nodes for which a push has room at first
+
 _MOST_LACKING = 1 << 18  #: nodes whose rows are requested at once
 
 Chosen = tuple[Array, Array, Array, Array]  #: global ids, scores, hops [n, columns, k], and counts [n, columns]
@@ -56,6 +58,7 @@ class RuledHops:
         types, sources = list(self.schema.nodes), [one.edge_type[0] for one in requests]
         column = np.array([sources.index(of) if of in sources else -1 for of in types])
         bounds = np.empty(0, np.int64) if first.bound is None else first.bound.times
+        bits = _FIRST_BITS
         for begin in range(0, max(1, len(first.nodes)), _SEEDS_AT_ONCE):
             nodes, until = (each[begin : begin + _SEEDS_AT_ONCE] for each in (first.nodes, bounds))
             chosen, open_ = _room(len(nodes), len(requests), first.fanout), np.arange(len(nodes))
@@ -63,12 +66,13 @@ class RuledHops:
             while len(open_):
                 rows, roots, ids = edges.view(self.access, first.edge_type[2], nodes[open_], begins)
                 found, lacking = _room(len(open_), len(requests), first.fanout), np.empty(_MOST_LACKING, np.int64)
-                number, looks = push(
-                    rows, read_only(roots), read_only(until[open_] if len(until) else until), rule.alpha, rule.eps,
-                    rule.loops, column, *found, lacking,
-                )  # fmt: skip
+                ends = read_only(until[open_] if len(until) else until)
+                known, number, looks = push(
+                    rows, read_only(roots), ends, rule.alpha, rule.eps, rule.loops, column, bits, *found, lacking
+                )
                 self.access.look(looks)
-                done = found[-1][:, 0] >= 0
+                bits += known < len(open_)
+                done = (found[-1][:, 0] >= 0) & (np.arange(len(open_)) < known)
                 for c, of in enumerate(sources):
                     found[0][:, c] = edges.id_of(of, found[0][:, c], ids)
                 for all_, some in zip(chosen, found, strict=True):

@@ -106,7 +106,9 @@ def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, st
         yield "training", _describe_command(Command(plan.own_command))
     elif plan.train:
         batch = f"batches of {plan.train.batch_size} seeds over {count(plan.world_size, 'process', 'es')}"
+        by = plan.train.neighbors.name if plan.train.neighbors else "fanout"
         shape = f"{plan.train.model}, hidden {plan.train.hidden}, fanouts {','.join(map(str, plan.train.fanouts))}"
+        shape += "" if by == "fanout" else f" by {by}"
         yield "training", f"the bundled trainer: {shape}, {batch}, {count(plan.train.epochs, 'epoch')}"
     total, files = sum(map(plan.sent_bytes, plan.nodes)), sum(map(plan.sent_files, plan.nodes))
     yield "code", f"digest {plan.code_digest[:16]}"

@@ -10,7 +10,7 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -47,6 +47,7 @@ class BatchPlan:
     #: samples the batches of an epoch and yields the row requests of each
     requests: Callable[[int], Iterator[Sequence[RowRequest]]]
     threads: int = 1  #: number of batches made at the same time
+    keeps_edges: bool = False  #: edges that a batch has requested are kept for later ones (PageRank)
 
     @property
     def epoch_steps(self) -> float:
@@ -134,6 +135,8 @@ def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
             break
         if time.perf_counter() - began > MOST_SECONDS:
             break
+    if plan.keeps_edges and len(steps) >= plan.order.num_steps:
+        return [replace(step, sampling_bytes=0) for step in steps]
     return steps
 
 

@@ -30,6 +30,7 @@ from trainer.loader.block_loader import BlockLoader, columns_of
 from trainer.loader.labelled_edges import LabelledEdges, labelled_edges
 from trainer.nn.kernels.precision import why_slow
 from trainer.nn.models import is_own
+from trainer.sampler.types import PPR
 from trainer.service.cluster import read_cluster
 from trainer.store.digest_check import checked_digests
 from trainer.store.part_store import open_parts
@@ -154,7 +155,8 @@ def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:
 def batch_plan(graph: Graph, loader: BlockLoader) -> BatchPlan:
     attrs = columns_of(graph, loader.settings)
     columns = {of: ("orig_id", *attrs.get(of, ())) for of in graph.manifest.nodes}
-    return BatchPlan(loader.order, columns, loader.requests, loader.settings.threads)
+    keeps_edges = isinstance(loader.settings.rule, PPR)
+    return BatchPlan(loader.order, columns, loader.requests, loader.settings.threads, keeps_edges)
 
 
 def cache_on_devices(graph: Graph, loaders: Mapping[str, BlockLoader], size: CacheSize, group: RankGroup) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 from torch_geometric.nn import kge
 
+from gateway_kit import cluster_file, serving_parts
 from train_kit import curve, job, metrics, run_ranks
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.ranks import Ranks, join_ranks
@@ -30,7 +31,7 @@ from trainer.partition.write import write_partition
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import layout_of, train
 from trainer.train.model import trained_model
-from trainer.train.settings import InferJob
+from trainer.train.settings import InferJob, TrainJob
 
 #: Two types of nodes; two relations between the same nodes, and one between the types.
 SIZES = {"drug": 40, "gene": 70}
@@ -64,7 +65,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         held[f"{split}_link_types"] = np.repeat(np.arange(3), [links[of][split].shape[1] for of in TYPES])
     held["held_out_type"] = encode_texts(["__".join(of) for of in TYPES])
     folders = {}
-    for num_parts in (1, 3):
+    for num_parts in (1, 4):
         dataset = dataset_of(data, "drugs")
         dataset = replace(dataset, graph_attrs={**dataset.graph_attrs, **held}, fingerprint="drugs")
         folders[num_parts] = tmp_path_factory.mktemp("drugs") / f"parts{num_parts}"
@@ -119,7 +120,7 @@ def test_scores_are_those_of_torch_geometric_from_both_ends(name: str) -> None:
 
 def test_ranks_resume_and_predictions(graphs: dict[int, Path], tmp_path: Path) -> None:
     given = {**SMALL, "decoder": "rotate"}
-    result = train(job(graphs[3], tmp_path / "run", **given))
+    result = train(job(graphs[4], tmp_path / "run", **given))
     trained, embedding = trained_model(load_checkpoint(result.checkpoint))
     rows = {
         of: each.double() for of, each in embedding.lookup({of: torch.arange(n) for of, n in SIZES.items()}).items()
@@ -138,7 +139,7 @@ def test_ranks_resume_and_predictions(graphs: dict[int, Path], tmp_path: Path) -
 
     file, out = tmp_path / "facts.csv", tmp_path / "out"
     file.write_text("drug,gene,fact\n3,5,blocks\n3,5,drug__binds__gene\n9,2,acts\n")
-    ended = infer(InferJob(result.checkpoint, graphs[3], out, top_k=4, pairs=file, parquet=False))
+    ended = infer(InferJob(result.checkpoint, graphs[4], out, top_k=4, pairs=file, parquet=False))
     assert ended.metrics["test"] == pytest.approx(result.test, abs=1e-9)
     with (out / "pairs.csv").open() as written:
         scores = [float(row["score"]) for row in csv.DictReader(written)]
@@ -152,21 +153,35 @@ def test_ranks_resume_and_predictions(graphs: dict[int, Path], tmp_path: Path) -
     assert np.load(out / "relations.npy").shape == (3, 4)
     file.write_text("3,5,heals\n")
     with pytest.raises(DataError, match="edge type 'heals' in row 1"):
-        infer(InferJob(result.checkpoint, graphs[3], tmp_path / "none", pairs=file))
+        infer(InferJob(result.checkpoint, graphs[4], tmp_path / "none", pairs=file))
 
 
 def test_training_is_that_of_one_rank(graphs: dict[int, Path], tmp_path: Path) -> None:
     given = {**SMALL, "model": "rsage", "fanouts": (3,), "dropout": 0.2, "eval_negatives": 15, "epochs": 1}
     one = train(job(graphs[1], tmp_path / "one", **given))
-    for each in run_ranks(3, job(graphs[3], tmp_path / "three", **given)):
+    for each in run_ranks(3, job(graphs[4], tmp_path / "three", **given)):
         assert each.returncode == 0, each.output
     assert curve(tmp_path / "three") == pytest.approx(one.step_loss[0].tolist(), rel=1e-5)
     (result,) = metrics(tmp_path / "three", "result")
     assert {name: result[f"test_{name}"] for name in NAMES} == pytest.approx(one.test, rel=1e-3)
 
 
+def test_a_client_without_parts_trains_and_predicts_the_same(
+    graphs: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = train(job(graphs[1], tmp_path / "alone", **SMALL))
+    with serving_parts(graphs[4]) as servers:
+        cluster = cluster_file(tmp_path / "cluster.json", servers, {2: [0]})
+        monkeypatch.setenv("NODE_RANK", "2")
+        found = train(TrainJob(job(graphs[4], tmp_path, **SMALL).settings, None, tmp_path / "client", (), cluster))
+        assert found.test == pytest.approx(alone.test, rel=1e-6)
+        assert curve(tmp_path / "client") == pytest.approx(curve(tmp_path / "alone"), rel=1e-6)
+        ended = infer(InferJob(found.checkpoint, None, tmp_path / "out", (), cluster, top_k=3))
+        assert ended.metrics["test"] == pytest.approx(alone.test, rel=1e-6)
+
+
 def test_queries_share_negatives_of_their_answers_type(graphs: dict[int, Path]) -> None:
-    with open_graph(graphs[3]) as graph, join_ranks(Ranks.from_env({}), torch.device("cpu"), "gloo", 60) as group:
+    with open_graph(graphs[4]) as graph, join_ranks(Ranks.from_env({}), torch.device("cpu"), "gloo", 60) as group:
         ends = tuple(StoredEndpoints(graph, of) for of in TYPES)
         settings, layout = LoaderSettings("train", (2,), 64, shuffle=True), layout_of(graph, group)
         loader = TypedLinkLoader(graph, settings, TypedLinks(TYPES, ends), 50, True, True, 0, layout)

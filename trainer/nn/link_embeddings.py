@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -63,7 +64,7 @@ class LinkEmbeddings:
     group: RankGroup
     source: LayerRows  #: float32 [own nodes of the source type, width]
     target: LayerRows
-    decoder: RelationDecoder | None = field(default=None, kw_only=True)
+    decoder: RelationDecoder | None = field(default=None, kw_only=True)  #: on the CPU
     relation: int = field(default=0, kw_only=True)  #: number of the edge type in the decoder
     backward: bool = field(default=False, kw_only=True)
 
@@ -75,8 +76,9 @@ class LinkEmbeddings:
 
         Returns those of each edge type that the model predicts; with a decoder, then those the other way round.
         """
-        decoder, types = model.decoder, link_types(model.target)
+        decoder, types = copy.deepcopy(model.decoder), link_types(model.target)
         if decoder is not None:
+            decoder.cpu()  # where the rows are
             return tuple(
                 cls(
                     graph, of, group, *(rows[end] for end in (of[0], of[2])[::step]), decoder=decoder, relation=number,
@@ -101,8 +103,7 @@ class LinkEmbeddings:
         if self.decoder is None:
             return rows
         number = self.relation + self.backward * len(self.decoder.relation)
-        decoder = self.decoder.cpu()
-        return decoder.query(rows, torch.full((len(rows),), number)).detach()
+        return self.decoder.query(rows, torch.full((len(rows),), number)).detach()
 
     def pair_scores(self, queries: Tensor, rows: Tensor) -> Tensor:
         return (queries * rows).sum(1) if self.decoder is None else self.decoder.pair_scores(queries, rows)

@@ -196,6 +196,11 @@ MISTAKES = {
         "3: train.schedule.name: expected one of constant, cosine, step, plateau, one-cycle, found the text `cosin`; "
         "did you mean `cosine`?"
     ],
+    TWO + "train:\n  neighbors: {name: ppr, restart: 0.2}\n  model: gcn\n": [
+        "4: train.neighbors.restart: ppr has no such key; it has alpha, eps, edge_types",
+        "4: train.neighbors: gcn does not read the scores that ppr gives; use sage, rsage, token-transformer, or a "
+        "class that reads edge_weight",
+    ],
     TWO + "train:\n  schedule:\n    name: step\n    rise: 0.1\n    warmup_steps: 4\n    warmup_epochs: 1\n": [
         "6: train.schedule.rise: step has no such key; it has every, factor",
         "7: train.schedule.warmup_steps: give steps or epochs, not both",

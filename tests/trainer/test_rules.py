@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter, defaultdict
 
 import networkx as nx
@@ -16,9 +17,11 @@ from torch_geometric.utils import sort_edge_index, to_undirected
 
 from load_kit import CITES, REV, WRITES, assert_same, hetero_data, homo_data, parts_of
 from samplers_kit import TWO_HOSTS, assert_same_everywhere
+from train_kit import curve, job, run_ranks, write_parts
 from trainer import DistPPRLoader, DistWalkLoader
 from trainer.core.errors import SettingsError
 from trainer.sampler import ruled_hops
+from trainer.train.settings import TrainSettings
 
 SEEDS = torch.tensor([7, 3, 12, 3, 40])
 
@@ -262,3 +265,41 @@ def test_arguments_that_cannot_be_are_refused(make, message):
 def test_a_metapath_has_to_lead_back_to_the_seeds(path, message):
     with pytest.raises(SettingsError, match=message):
         DistWalkLoader(parts_of(hetero_data(), 2), 5, "paper", metapath=path)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"neighbors": "ppr", "model": "gcn"}, "model gcn does not read the scores that ppr gives; use sage, rsage"),
+        ({"neighbors": {"name": "ppr", "length": 3}}, "neighbors.length: ppr has no such key"),
+        ({"neighbors": {"name": "ppr", "alpha": 1}}, "neighbors.alpha is 1.0; it must be less than 1"),
+        ({"neighbors": "walks", "sampling": "cuda"}, "sampling: neighbours by walks are chosen by the CPU"),
+        ({"neighbors": "walks", "task": "link"}, "walks is for tasks of nodes, not for link"),
+        ({"neighbors": "ppr", "replace": True}, "replace: cannot be used with neighbors: ppr"),
+    ],
+)
+def test_settings_of_training_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        TrainSettings(**settings)
+
+
+MODELS_OF_SCORES = {
+    "sage": {"neighbors": "ppr", "weight_attr": "edge_weight"},
+    "torch_geometric.nn.GCN": {"neighbors": {"name": "walks", "num_walks": 20}},
+}
+
+
+@pytest.mark.slow
+def test_several_processes_train_on_the_same_neighbours_as_one(tmp_path):
+    parts = write_parts(tmp_path / "parts", 2, edge_weight=True)
+    for where in ("alone", "together"):
+        jobs = [
+            job(parts, tmp_path / where / model, model=model, epochs=2, **settings)
+            for model, settings in MODELS_OF_SCORES.items()
+        ]
+        for ended in run_ranks(1 if where == "alone" else 2, *jobs):
+            assert ended.returncode == 0, ended.output
+    for model in MODELS_OF_SCORES:
+        losses = curve(tmp_path / "alone" / model)
+        np.testing.assert_allclose(curve(tmp_path / "together" / model), losses, rtol=1e-4)
+        assert losses[-2] < losses[0]

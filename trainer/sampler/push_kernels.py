@@ -22,6 +22,8 @@ UNIT = 1 << 62  #: a probability of 1
 
 _S32, _LOW, _EMPTY = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
 
+ENOUGH = 1 << 24  #: edges that a call looks at: some tenths of a second
+
 _AHEAD = 12  #: number of edges by which entries are prefetched
 
 _WAITING = np.iinfo(np.int64).max  # as threshold of a node that is already pushed in the next round
@@ -45,8 +47,9 @@ def push(
     of the type are written; -1: nowhere. Nodes of equal score are in the order in which the push met them, nearer ones
     first. ``counts[i, 0]`` is -1 if the rows of some nodes are not known: these are written to ``lacking``.
 
-    Returns the number of roots that are done, the number of nodes written to ``lacking``, and the number of edges
-    looked at. Not all roots are done if the push around the next one meets more than ``2**bits`` nodes.
+    Returns the number of roots that are done, whether the push around the next one meets more than ``2**bits`` nodes,
+    the number of nodes written to ``lacking``, and the number of edges looked at. No root is begun after ``ENOUGH``
+    edges.
     """
     # passing the tuple on, or reading it in the loops, would count references
     firsts, lasts, sources, weights, times, degrees, kinds = rows
@@ -59,6 +62,8 @@ def push(
     num_lacking, looks = 0, 0
     scale = eps * UNIT
     for i in range(len(roots)):
+        if looks > ENOUGH:
+            return i, False, num_lacking, looks
         # the root, which waits for the first round
         size, waiting, round_ = 1, 1, 0
         slot = np.int64((np.uint64(roots[i]) * GOLDEN) >> shift)
@@ -120,7 +125,7 @@ def push(
                     at = np.int64(slots[slot] & _LOW) - 1
                     if at < 0:  # met for the first time
                         if size == room:
-                            return i, num_lacking, looks
+                            return i, True, num_lacking, looks
                         at = size
                         size += 1
                         slots[slot] = np.uint64(source) << _S32 | np.uint64(size)
@@ -149,7 +154,7 @@ def push(
             counts[i, c] = taken
             for k in range(taken):
                 found[i, c, k], scores[i, c, k], hops[i, c, k] = node[order[k]], -ranks[k], hop[order[k]]
-    return len(roots), num_lacking, looks
+    return len(roots), False, num_lacking, looks
 
 
 @_jit

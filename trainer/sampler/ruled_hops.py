@@ -19,7 +19,7 @@ from trainer.sampler.types import PPR, GraphSchema, HopRequest, HopSample, RowRe
 
 _SEEDS_AT_ONCE = 256  #: of one call of a kernel: bounds its memory, and the time until a closed connection is noticed
 
-_WALKS_AT_ONCE = 1 << 16
+_STEPS_AT_ONCE = 1 << 18  #: visits of walks in memory
 
 _FIRST_BITS = 12  #: log2 of the number of nodes for which a push has room at first
 
@@ -67,11 +67,11 @@ class RuledHops:
                 rows, roots, ids = edges.view(self.access, first.edge_type[2], nodes[open_], begins)
                 found, lacking = _room(len(open_), len(requests), first.fanout), np.empty(_MOST_LACKING, np.int64)
                 ends = read_only(until[open_] if len(until) else until)
-                known, number, looks = push(
+                known, full, number, looks = push(
                     rows, read_only(roots), ends, rule.alpha, rule.eps, rule.loops, column, bits, *found, lacking
                 )
                 self.access.look(looks)
-                bits += known < len(open_)
+                bits += full
                 done = (found[-1][:, 0] >= 0) & (np.arange(len(open_)) < known)
                 for c, of in enumerate(sources):
                     found[0][:, c] = edges.id_of(of, found[0][:, c], ids)
@@ -92,7 +92,7 @@ class RuledHops:
         keys = hashed(np.uint64(request.key) ^ hashed(rows["orig_id"].astype(np.uint64) + GOLDEN))
         if request.trees is not None:
             keys = hashed(keys ^ hashed(request.trees.astype(np.uint64) + GOLDEN))
-        seeds_at_once = max(1, _WALKS_AT_ONCE // rule.num_walks)
+        seeds_at_once = max(1, _STEPS_AT_ONCE // (rule.num_walks * rule.length))
         for begin in range(0, max(1, len(request.nodes)), seeds_at_once):
             at = slice(begin, begin + seeds_at_once)
             seeds = np.repeat(request.nodes[at], rule.num_walks)

@@ -19,7 +19,7 @@ from trainer.store.manifest import EdgeSpec, NodeSpec
 #: Lowest ``alpha * eps``: the push of a seed looks at up to 1 / (alpha * eps) edges.
 LEAST_PUSH = 1e-7
 
-MOST_CHOSEN = 1 << 14  #: neighbours of a seed
+MOST_CHOSEN = 1 << 12  #: neighbours of a seed
 
 MOST_STEPS = 1 << 16  #: of all walks of a seed
 

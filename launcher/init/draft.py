@@ -355,6 +355,17 @@ def _train(draft: Draft) -> Iterator[Line]:
         yield Line("  task: link")
         if _link_type(options)[1]:
             yield Line("  time_attr: edge_time", "a batch has no edges later than the links that it predicts")
+    if links and any("relation" in table for table in options["edges"].values()):
+        yield Line("  model: embedding", "rows of the nodes alone; with neighbours: rgcn, hgt or rsage")
+        yield Line("  decoder: complex", "or distmult, transe, rotate")
+        yield Line("  negatives: 256", "nodes per step to which links are compared")
+        yield Line("  eval_negatives: all", "held-out links are ranked among all nodes, less those that are known")
+        yield Line("  metrics: [mrr, hits@1, hits@10]", "the first one chooses the best epoch")
+        yield Line("  hidden: 64")
+        yield Line(f"  batch_size: {max(1024, 512 * world)}", "over all processes together")
+        yield Line("  epochs: 20")
+        yield Line("  lr: 0.01")
+        return
     roles = ("features", "one_hot", "categories")
     plain = links and not _link_type(options)[1]
     if plain and not any(role in table for table in options["nodes"].values() for role in roles):

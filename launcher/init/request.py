@@ -75,7 +75,7 @@ def split_hosts(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(hosts)
 
 
-_TABLES = (".csv", ".tsv", ".parquet", ".pq", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst")
+_TABLES = (".csv", ".tsv", ".txt", ".parquet", ".pq", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst")
 
 
 def dataset_of(answer: str) -> tuple[str, str | None]:
@@ -91,7 +91,12 @@ def _has_tables(folder: Path) -> bool:
     # NumPy files directly in the folder mean that the trainer reads these.
     if not folder.is_dir() or any(path.suffix in (".npy", ".npz") for path in folder.iterdir()):
         return False
-    return any(name.lower().endswith(_TABLES) for _, _, names in os.walk(folder) for name in names)
+    readme = ("readme", "license")
+    return any(
+        name.lower().endswith(_TABLES) and not name.lower().startswith(readme)
+        for _, _, names in os.walk(folder)
+        for name in names
+    )
 
 
 def existing(text: str) -> Path:

@@ -71,6 +71,14 @@ def tables(folder: Path) -> str:
     return "shop"
 
 
+def facts(folder: Path) -> str:
+    lines = [f"e{k}\tr{j}\te{(k + j + 1) % 60}\n" for k in range(60) for j in range(3)]
+    (folder / "wordnet").mkdir()
+    for name, some in {"train": lines[:160], "valid": lines[160:170], "test": lines[170:]}.items():
+        (folder / "wordnet" / f"{name}.txt").write_text("".join(some))
+    return "wordnet"
+
+
 def pairs(folder: Path) -> str:
     """Write users and what they like, without names of columns, in two files."""
     rows = [f"{1 + user}\t{1 + (user * 7 + k * k) % 60}" for user in range(40) for k in range(8)]
@@ -187,6 +195,9 @@ CASES = {
     "own_pairs": Case(
         "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=pairs
     ),
+    "own_facts": Case(
+        "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=facts
+    ),
     "own_links": Case(
         "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=timed_links
     ),
@@ -200,7 +211,7 @@ def init(monkeypatch: pytest.MonkeyPatch, words: str, *machines: Machine) -> int
 
 
 #: As two others, these have tables, for which a process of the trainer drafts the options.
-LONG = ("own_pairs", "own_links")
+LONG = ("own_pairs", "own_facts", "own_links")
 
 
 @pytest.mark.parametrize(

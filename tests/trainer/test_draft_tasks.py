@@ -190,3 +190,16 @@ def test_foreign_keys_of_node_tables_are_edges(tmp_path: Path) -> None:
     options = {name: drafted[name] for name in ("nodes", "edges")}
     dataset = load_dataset("tables", str(tmp_path), options, Scratch(tmp_path / "work", 1 << 28))
     assert [edges.num_edges for of, edges in dataset.edges.items() if of[2] == "order"] == [92]
+
+
+def test_facts_in_files_without_names_are_links_of_several_types(tmp_path: Path) -> None:
+    facts = [f"e{k}\tr{j}\te{(k + j + 1) % 60}\n" for k in range(60) for j in range(3)]
+    for name, lines in {"train": facts[:160], "valid": facts[160:170], "test": facts[170:]}.items():
+        (tmp_path / f"{name}.txt").write_text("".join(lines))
+    (tmp_path / "README.txt").write_text("entity, relation, entity\n")
+    drafted = draft_tables(tmp_path)
+    (table,) = drafted["edges"].values()
+    assert drafted["nodes"] == {"node": {}} and not drafted["comments"]["unused"]
+    assert [table[key] for key in ("source", "relation", "target", "test_files")] == [
+        "column1", "column2", "column3", "test.txt",
+    ]  # fmt: skip

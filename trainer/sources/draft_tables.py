@@ -222,7 +222,9 @@ def _found(database: Database, folder: Path) -> list[_Found]:
     """Look at all tables of a folder. Files of one table, for training, validation and test, are looked at together."""
     groups: dict[Any, dict[str, tuple[str, Scan]]] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.name[0] in "_." or not holds_tables(path) or any(path.glob("*/launch.json")):  # runs from here
+        if path.name[0] in "_." or path.name.upper().startswith(("README", "LICENSE")):
+            continue
+        if not holds_tables(path) or any(path.glob("*/launch.json")):  # runs from here
             continue
         scan = Scan(database, table_files(Table((path.name,)), folder, str(path)), str(path))
         if scan.without_header is not None:
@@ -609,6 +611,8 @@ def _pairs(found: list[_Found], ends: Mapping[str, list[tuple[_Column, _Found]]]
 
 def _pair(table: _Found, known: Mapping[str, _Found]) -> list[_Column]:
     """Return the columns of sources and targets, or []. ``known``: columns with ids of node tables."""
+    if triple := _triple(table):
+        return [triple[0], triple[2]]
     scored, names = [], {column.name.lower() for column in table.columns}
     for position, column in enumerate(table.columns):
         name = column.name.lower()
@@ -631,6 +635,16 @@ def _pair(table: _Found, known: Mapping[str, _Found]) -> list[_Column]:
     best = sorted(sorted(scored, key=lambda one: one[:2])[:2], key=lambda one: one[1])
     repeated = any(table.rows >= 2 * column.distinct for *_, column in best)
     return [column for *_, column in best] if len(best) == 2 and repeated else []
+
+
+def _triple(table: _Found) -> list[_Column]:
+    """Return head, relation and tail if a table has no other columns but these; else []."""
+    if len(table.columns) != 3 or not all(one.kind == "text" and one.present == table.rows for one in table.columns):
+        return []
+    head, relation, tail = table.columns
+    few = relation.texts is not None and 4 * relation.distinct <= min(head.distinct, tail.distinct)
+    same = _contained(table, head, table, tail, 0.5) or _contained(table, tail, table, head, 0.5)
+    return table.columns if few and same else []
 
 
 def _is_same(one: _Type, other: _Type) -> bool:
@@ -759,6 +773,7 @@ def _edge_table(table: _Found, ends: Sequence[_Column]) -> Drafted:
     source, target = ends
     drafted: dict[str, Any] = {**table.keys, "source": source.name, "target": target.name}
     rest = [one for one in table.columns if one is not source and one is not target]
+    relation = next(iter(_triple(table)[1:2]), None)
     weight = next((one for one in rest if one.name.lower() == "weight" and one.kind == "number"), None)
     split = next((one for one in rest if one.is_split and len(one.texts or ()) > 1), None)
     if len(table.keys.keys() - {"columns"}) > 1:
@@ -766,9 +781,15 @@ def _edge_table(table: _Found, ends: Sequence[_Column]) -> Drafted:
     for key, column in (("weight", weight), ("split", split)):
         if column is not None:
             drafted[key] = column.name
-    more, notes = _others(table, [one for one in rest if one is not weight and one is not split], False)
+    notes = []
+    if relation is not None and (split or len(table.keys.keys() - {"columns"}) > 1):
+        drafted["relation"] = relation.name
+        rest.remove(relation)
+        notes.append(f"{relation.name}: its {relation.distinct} texts are taken as relations, each an edge type")
+    more, of_others = _others(table, [one for one in rest if one is not weight and one is not split], False)
+    notes += of_others
     for column in rest:
-        if column.name.lower() in _RELATIONS and column.kind == "text" and column.texts:
+        if (column is relation or column.name.lower() in _RELATIONS) and column.kind == "text" and column.texts:
             notes.append(
                 f"with `relation: {column.name}`, not under one_hot, its {len(column.texts)} texts are edge types"
             )

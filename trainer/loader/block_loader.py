@@ -24,10 +24,11 @@ from trainer.graph.prefetch import Sampler, ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, SeedShare, shares
 from trainer.loader.arguments import time_level
 from trainer.sampler.multi_hop import block_edges, cut_block
+from trainer.sampler.rule_types import Rule
 from trainer.sampler.rules import check_rule, num_requests, rule_edges
 from trainer.sampler.settings import check_settings
 from trainer.sampler.subgraph_sampler import SampledBatch, SubgraphSampler
-from trainer.sampler.types import RowRequest, Rule, SampledSubgraph, SampleSettings, SeedSet, TimeRule
+from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet, TimeRule
 from trainer.store.manifest import LOOPLESS_DEGREE, AttrSpec, Manifest
 
 AnyBatch: TypeAlias = Batch | HeteroBatch

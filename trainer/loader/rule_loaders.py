@@ -24,10 +24,11 @@ from trainer.loader.neighbor_loader import NodeLoader
 from trainer.loader.node_seeds import node_inputs
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import BatchSeeds
+from trainer.sampler.rule_types import PPR, Rule, Walks
 from trainer.sampler.rules import check_rule, num_requests, rule_edges
 from trainer.sampler.settings import check_settings
 from trainer.sampler.subgraph_sampler import SampledBatch
-from trainer.sampler.types import PPR, Rule, SampleSettings, TimeRule, Walks
+from trainer.sampler.types import SampleSettings, TimeRule
 
 OUTPUTS = ("edges", "subgraph", "tokens")
 

@@ -382,7 +382,7 @@ def _built(
         own: Any = cls(**arguments)
         blocks = not typed and runs_on_blocks(own)
         # scores of neighbours are edge features, too
-        as_weight = bool(edge_dims) and _reads_weight(own, names, settings.edge_attr or "edge_weight", edge_dims)
+        as_weight = bool(edge_dims) and _reads_weight(own, names, settings.edge_attr, edge_dims)
         if converted:
             own = _converted(own, types, edges)
         elif blocks:
@@ -424,8 +424,8 @@ def _on_pair(forward: Callable[..., Tensor], x: Any, edge_index: Tensor, *more: 
     ]
 
 
-def _reads_weight(own: Any, names: Sequence[str], attr: str, dims: Sequence[int]) -> bool:
-    """Return whether edge features are passed as ``edge_weight``.
+def _reads_weight(own: Any, names: Sequence[str], attr: str | None, dims: Sequence[int]) -> bool:
+    """Return whether edge features, or without ``attr`` scores of neighbours, are passed as ``edge_weight``.
 
     Raises ``SettingsError`` if the model reads neither weights nor features of edges.
     """
@@ -434,9 +434,11 @@ def _reads_weight(own: Any, names: Sequence[str], attr: str, dims: Sequence[int]
         if not getattr(own, f"supports_{name}", True):
             plain.discard(name)
     if not plain & {"edge_weight", "edge_attr", "batch"}:
-        given = "neighbors" if attr == "edge_weight" else "edge_attr"
+        given = "edge_attr" if attr else "neighbors"
         raise SettingsError(f"{given}: model {type(own).__name__} does not read edge features or weights")
-    return "edge_weight" in plain and ("edge_attr" not in plain or (set(dims) == {1} and "weight" in attr))
+    return "edge_weight" in plain and (
+        "edge_attr" not in plain or (set(dims) == {1} and "weight" in (attr or "weight"))
+    )
 
 
 def small_batch(facts: GraphFacts, layers: int, typed: bool) -> Batch | HeteroBatch:

@@ -13,9 +13,10 @@ from trainer.core.schema import EdgeType, NodeType, edge_salt
 from trainer.sampler.in_edges import InEdgesOf, Walked
 from trainer.sampler.push_kernels import UNIT, count_visits, push
 from trainer.sampler.requests import GraphAccess
+from trainer.sampler.rule_types import PPR
 from trainer.sampler.rules import metapath_of, walked_edges
 from trainer.sampler.settings import bound_here
-from trainer.sampler.types import PPR, GraphSchema, HopRequest, HopSample, RowRequest, SampleSettings, TimeBound
+from trainer.sampler.types import GraphSchema, HopRequest, HopSample, RowRequest, SampleSettings, TimeBound
 
 _SEEDS_AT_ONCE = 256  #: of one call of a kernel: bounds its memory, and the time until a closed connection is noticed
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
-from trainer.sampler.types import PPR, GraphSchema, Rule, SampleSettings, Walks
+from trainer.sampler.rule_types import PPR, Rule, Walks
+from trainer.sampler.types import GraphSchema, SampleSettings
 from trainer.store.manifest import EdgeSpec, NodeSpec
 
 #: Lowest ``alpha * eps``: the push of a seed looks at up to 1 / (alpha * eps) edges.

@@ -30,7 +30,7 @@ from trainer.loader.block_loader import BlockLoader, columns_of
 from trainer.loader.labelled_edges import LabelledEdges, labelled_edges
 from trainer.nn.kernels.precision import why_slow
 from trainer.nn.models import is_own
-from trainer.sampler.types import PPR
+from trainer.sampler.rule_types import PPR
 from trainer.service.cluster import read_cluster
 from trainer.store.digest_check import checked_digests
 from trainer.store.part_store import open_parts

@@ -19,7 +19,7 @@ import msgspec
 from trainer.core.errors import SettingsError
 from trainer.core.remote_settings import CacheSize, RemoteAccess
 from trainer.core.schema import EdgeType, type_of
-from trainer.sampler.types import PPR, Rule, Walks
+from trainer.sampler.rule_types import PPR, Rule, Walks
 from trainer.track.tracker import TRACKERS
 
 #: Names of the bundled models.
@@ -273,7 +273,7 @@ class TrainSettings:
     checkpoint_seconds: float = setting(
         "Seconds between checkpoints within an epoch; 0: none.", 60.0, at_least=0, below=1_000_000
     )
-    track: Mapping[str, Any] | None = setting(
+    track: Mapping[str, Mapping[str, Any]] | None = setting(
         "Trackers that the run is sent to: tensorboard, wandb, mlflow; several and their options as JSON, "
         '{"wandb": {"project": "gnn"}, "mlflow": {}}.',
         None,

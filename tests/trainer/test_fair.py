@@ -21,6 +21,7 @@ NODES, EDGES = 20_000, 300_000
 COLUMNS = {"x": 64, "wide": 512}  # float32
 CLIENTS = 20
 BUFFER_MB = 64
+BATCH_MB = 12  #: the largest reply: the buffer may be exceeded by what the estimate of one batch lacks
 MARGIN_MB = 40  #: memory besides the buffer: batches being made, socket buffers, and freed memory that malloc keeps
 FREED_WITHIN = 40.0  #: seconds on a busy machine; the server frees the buffer after eight
 
@@ -52,7 +53,8 @@ class Server:
 
     def held(self, names: Collection[str]) -> int:
         stats = self.stats
-        assert stats["buffer_bytes"] <= stats["buffer_limit"] == BUFFER_MB * 1e6
+        assert stats["buffer_limit"] == BUFFER_MB * 1e6
+        assert stats["buffer_bytes"] < (BUFFER_MB + BATCH_MB) * 1e6
         return sum(one["buffer_bytes"] for one in stats["clients"] if one["name"].split()[0] in names)
 
 

@@ -3,7 +3,8 @@
 Uses start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the bytes of replies as cost. Until a batch
 is made, its cost is estimated from the client's recent batches. The buffer contains replies until clients acknowledge
 them. A batch is made only if the buffer is empty, or if the client's bytes in the buffer, including this batch, are at
-most the free bytes of the buffer (dynamic thresholds: Choudhury and Hahne, 1998).
+most the free bytes of the buffer (dynamic thresholds: Choudhury and Hahne, 1998). Each batch that is being made may
+exceed the buffer by what its estimate lacks.
 """
 
 from __future__ import annotations

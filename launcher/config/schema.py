@@ -691,7 +691,8 @@ class RunConfig:
     runs_dir: str = setting("Folder on this machine for logs, checkpoints and results of runs.", "runs")
     connect_timeout: float = setting("Seconds to wait for an SSH connection.", 10.0, above=0, below=1_000_000)
     start_timeout: float = setting(
-        "Seconds to wait for a node's supervisor and graph server to start, which includes compiling kernels.",
+        "Seconds to wait for a node's supervisor and graph server to start. A server that has to compile its kernels "
+        "first has eight minutes more.",
         120.0,
         above=0,
         below=1_000_000,

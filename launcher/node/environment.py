@@ -75,11 +75,13 @@ def rank_environments(spec: NodeSpec) -> dict[int, dict[str, str]]:
     }
 
 
-def process_environment(spec: NodeSpec, command: Mapping[str, Any], supervisor: str) -> dict[str, str]:
+def process_environment(
+    spec: NodeSpec, command: Mapping[str, Any], supervisor: str, start_timeout: float
+) -> dict[str, str]:
     """Return the environment of a process of a node: variables of the supervisor, of ``command``, and of the run.
 
     Variables of ``command`` override those of the supervisor, and variables of the run override both. supervisor:
-    ``pid:start_ticks`` of this supervisor.
+    ``pid:start_ticks`` of this supervisor. start_timeout: seconds in which the node's graph server must be ready.
     """
     return {
         **os.environ,
@@ -91,6 +93,6 @@ def process_environment(spec: NodeSpec, command: Mapping[str, Any], supervisor: 
         "GNNFLEET_GRACE": str(spec.grace),
         "GNNFLEET_SUPERVISOR": supervisor,
         "GNNFLEET_SERVER_READY": spec.ready_file if spec.server is not None else "",
-        "GNNFLEET_START_TIMEOUT": str(spec.start_timeout),
+        "GNNFLEET_START_TIMEOUT": str(start_timeout),
         "NODE_RANK": str(spec.node_rank),
     }

@@ -16,6 +16,7 @@ from launcher.config.schema import RunConfig
 from launcher.errors import FleetError
 from launcher.manage.node_views import if_run_exists, node_view, run_was_absent
 from launcher.node import procs
+from launcher.node.supervisor.server_keeper import COMPILING
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.launch_file import user_at_host
 from launcher.report.verdict import NodeView
@@ -60,7 +61,7 @@ def start_servers(plan: LaunchPlan, transports: Mapping[int, Transport], run: Ru
     nodes = {node.node_rank: node for node in plan.nodes}
     try:
         on_nodes(nodes, lambda k: start_session(transports[k], nodes[k], start_timeout=run.start_timeout)).or_raise()
-        _await_serving(nodes, transports, time.monotonic() + run.start_timeout + _SLACK)
+        _await_serving(nodes, transports, time.monotonic() + run.start_timeout + COMPILING + _SLACK)
     except BaseException as error:
         notes = on_nodes(nodes, lambda k: stop_node(nodes[k], transports[k], run, "gnnfleet serve")).values
         left = [note for note in notes.values() if note]

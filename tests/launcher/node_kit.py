@@ -32,20 +32,22 @@ class RunFolder:
     def __init__(self, path: Path, *, server: list[str] | None = None, num_nodes: int = 1, **more: Any) -> None:
         self.path = path
         self.token = uuid.uuid4().hex
+        env = {"GNNFLEET_KERNELS": str(path / "kernels")}
         self.spec: dict[str, Any] = {
             "run_id": "test",
             "token": self.token,
             "node_rank": 0,
             "run_dir": str(path),
             "nodes": [{"label": f"node{k}"} for k in range(max(num_nodes, more.get("node_rank", 0) + 1))],
-            "server": {"argv": server, "env": {}, "cwd": str(path)} if server else None,
+            "server": {"argv": server, "env": env, "cwd": str(path)} if server else None,
             "trainer": None,
             "start_timeout": 10.0,
             "grace": GRACE,
             "server_restarts": 0,
             **more,
         }
-        path.mkdir(parents=True, exist_ok=True)
+        (path / "kernels").mkdir(parents=True, exist_ok=True)
+        (path / "kernels/compiled.nbc").touch()  # without it, a server may take minutes to compile its own
         self.supervisor: subprocess.Popen[bytes] | None = None
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.node.supervisor.server_keeper import COMPILING
 from node_kit import GRACE, MakeFolder, RunFolder, python
 from waiting import runs, wait_until
 
@@ -171,6 +172,15 @@ def test_server_that_never_gets_ready(folder: MakeFolder) -> None:
     run = folder(server=python(SLEEP), start_timeout=0.5).rank(python("print('never')"))
     assert "server was not ready within 0.5 s (run.start_timeout)" in run.run()["reason"]
     assert run.outcome("server")["failed"] and run.outcome("server")["tail"] == ["up"]
+
+
+def test_a_server_that_compiles_its_kernels_has_minutes_more(folder: MakeFolder) -> None:
+    serve = "import pathlib, time; time.sleep(2); pathlib.Path('server.ready').touch(); time.sleep(60)"
+    run = folder(server=python(serve), start_timeout=0.5)
+    (run.path / "kernels/compiled.nbc").unlink()
+    show = "import os; print(os.environ['GNNFLEET_START_TIMEOUT'])"
+    assert run.rank(python(show)).run()["state"] == "done"
+    assert run.log("rank0") == [str(0.5 + COMPILING)]
 
 
 def test_server_that_raises_at_start(folder: MakeFolder) -> None:

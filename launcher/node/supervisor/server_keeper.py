@@ -21,6 +21,9 @@ _FIRST_PAUSE = 0.5  # seconds before the first restart of a server; doubled with
 
 _LATE = 3.0  # seconds after which a server without cached kernels is reported as compiling
 
+#: Seconds by which a server that compiles its kernels first may be later: half a minute alone, minutes on a busy host.
+COMPILING = 480.0
+
 _FORGIVEN = 3600.0  # seconds after which a restart no longer counts towards run.server_restarts
 
 Finding = dict[str, Any]
@@ -43,6 +46,7 @@ class ServerKeeper:
     ) -> None:
         self.child: Child | None = None
         self.ready = False
+        self.limit = spec.start_timeout  #: seconds in which the server must be ready
         self.findings: list[Finding] = []  #: one for each restart
         self._spec, self._journal, self._loop, self._oom = spec, journal, loop, oom
         self._start, self._forget = start, forget
@@ -61,8 +65,9 @@ class ServerKeeper:
         self._report_compiling_at = float("inf") if found or why else time.monotonic() + _LATE
         if why and not found:
             self._journal.event("server-compiles", reason=why)
+        self.limit = self._spec.start_timeout + (0.0 if found else COMPILING)
         self.child, self.ready = self._start("server", self._spec.server), False
-        self._deadline = time.monotonic() + self._spec.start_timeout
+        self._deadline = time.monotonic() + self.limit
 
     @property
     def restarting(self) -> bool:
@@ -86,7 +91,8 @@ class ServerKeeper:
             self.ready = self._was_ready = True
             self._journal.event("server-ready", seconds=round(time.time() - self.child.started, 3))
         elif not self.ready and time.monotonic() > self._deadline:
-            late = f"was not ready within {self._spec.start_timeout:g} s (run.start_timeout)"
+            more = f" and {COMPILING:g} s for compiling kernels" if self.limit > self._spec.start_timeout else ""
+            late = f"was not ready within {self._spec.start_timeout:g} s (run.start_timeout){more}"
             return f"{late}: it has not written {self._spec.ready_file}"
         elif not self.ready and time.monotonic() > self._report_compiling_at:
             self._report_compiling_at = float("inf")

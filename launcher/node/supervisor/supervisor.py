@@ -268,7 +268,7 @@ class Supervisor:
         """Start a process of this node, with a log file. Raises Ended when the process cannot be started."""
         log = self.journal.path("logs", f"{log_name or name}.log")
         try:
-            env = process_environment(self.spec, command, self.address)
+            env = process_environment(self.spec, command, self.address, self.keeper.limit)
             inherited = [self.mailbox.sender] if log_name == "runners" else []
             if inherited:
                 env[MAILBOX] = str(inherited[0])

@@ -27,6 +27,7 @@ class Column:
     worth: int  #: columns with the lowest values are left out first when the terminal is too narrow
     right: bool = False  #: aligned to the right
     cut_to: int | None = None  #: minimum width when texts are cut; None: never cut
+    optional: bool = False  #: left out if no row has a value, which is neither empty nor ``–``
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,20 @@ class FittedTable:
     rows: Sequence[Sequence[Cell]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns, rows = valued(self.columns, self.rows)
         widest = [
-            max(cell_len(str(cell)) for cell in (column.title, *(row[i] for row in self.rows)))
-            for i, column in enumerate(self.columns)
+            max(cell_len(str(cell)) for cell in (column.title, *(row[i] for row in rows)))
+            for i, column in enumerate(columns)
         ]
         needed = [
             most if column.cut_to is None else min(column.cut_to, most)
-            for column, most in zip(self.columns, widest, strict=True)
+            for column, most in zip(columns, widest, strict=True)
         ]
-        shown = fitting(self.columns, needed, options.max_width)
+        shown = fitting(columns, needed, options.max_width)
         room = options.max_width - _total(shown, needed)
         table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
         for i in shown:
-            column = self.columns[i]
+            column = columns[i]
             width = min(widest[i], needed[i] + room) if column.cut_to is not None else needed[i]
             table.add_column(
                 column.title,
@@ -58,9 +60,16 @@ class FittedTable:
                 no_wrap=True,
                 overflow="ellipsis",
             )
-        for row in self.rows:
+        for row in rows:
             table.add_row(*(row[i] for i in shown))
         yield table
+
+
+def valued(columns: Sequence[Column], rows: Sequence[Sequence[Any]]) -> tuple[list[Column], list[list[Any]]]:
+    """Return columns and rows without the optional columns in which no row has a value."""
+    empty = {i for i, column in enumerate(columns) if all(str(row[i]) in ("", "–") for row in rows) and column.optional}
+    shown = [i for i in range(len(columns)) if i not in empty]
+    return [columns[i] for i in shown], [[row[i] for i in shown] for row in rows]
 
 
 def fitting(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:

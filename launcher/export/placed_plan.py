@@ -13,7 +13,6 @@ from launcher.config.resolve import ResolvedConfig
 from launcher.config.schema import NodeConfig
 from launcher.errors import UsageError
 from launcher.plan.build import make_plan
-from launcher.plan.files import code_digest
 from launcher.plan.model import LaunchPlan, NodeFacts
 from launcher.plan.partition import PartitionFiles, partitioning, read_partition_files
 
@@ -104,7 +103,7 @@ def placed_plan(request: ExportRequest, places: Sequence[Place], token: Secret, 
     return make_plan(
         placed,
         run_id=request.run_id,
-        code_digest=digest or code_digest(),
+        code_digest=digest,
         facts=facts,
         own_command=request.own_command,
         token=token,

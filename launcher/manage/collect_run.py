@@ -12,12 +12,13 @@ from launcher.errors import Interrupted
 from launcher.files import write_whole
 from launcher.manage.node_views import OpenRun
 from launcher.plan.serialize import run_json
-from launcher.report.ending import checkpoint_node, conclude
+from launcher.report.ending import conclude
 from launcher.report.html.render import write_report
+from launcher.report.last_attempt import LastAttempt, checkpoint_node
 from launcher.report.launch_file import NAME, LaunchFile
 from launcher.report.report import RunReport
 from launcher.report.run_folder import register
-from launcher.report.verdict import NodeView, fill_from, idle_of, last_hub, progress_words
+from launcher.report.verdict import NodeView, fill_from, idle_of, progress_words
 from launcher.sync.collect import collect
 
 
@@ -45,9 +46,9 @@ def collect_run(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None
     views = run.views() if views is None else views
     prepare_folder(run, folder)
     report = RunReport(run.found.run_id, folder)
+    reports, lead = {k: view.report for k, view in views.items()}, run.found.needed_plan.lead
     try:
-        first = checkpoint_node({k: view.report for k, view in views.items()}, run.found.needed_plan.lead)
-        collect(report, run.found.needed_plan, run.attempts, first)
+        collect(report, run.found.needed_plan, run.attempts, checkpoint_node(reports, lead))
     except KeyboardInterrupt:
         raise Interrupted(
             "interrupted; the files fetched so far are complete, and "
@@ -61,7 +62,7 @@ def collect_run(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None
         why = f"run {run_id} still runs{f' ({where})' if where else ''}; its files so far are in {folder}"
         return CollectResult(folder, None, why, tuple(report.notes), 0, idle_of(alive))
     # The lead node ends last, and its result also says how unreachable nodes ended.
-    hub = views.get(last_hub([*views.values()], run.found.needed_plan.lead))
+    hub = views.get(LastAttempt.of(reports, lead).hub)
     if unreachable and (hub is None or hub.result is None):
         why = _unknown_end(run_id, views, folder)
         return CollectResult(folder, None, why, tuple(report.notes), 1)

@@ -28,9 +28,9 @@ _COLUMNS = (
     Column("nodes", 1),
     Column("processors", 5, right=True),
     Column("free memory", 6, right=True),
-    Column("GPUs", 7),
+    Column("GPUs", 7, optional=True),
     Column("free disk", 4, right=True),
-    Column("speed", 3),
+    Column("speed", 3, optional=True),
     Column("in use by", 8, cut_to=20),
 )
 
@@ -85,11 +85,7 @@ def show_hosts(config: ResolvedConfig, console: Console, *, speed: bool = False,
     if as_json:
         click.echo(json.dumps({"hosts": [asdict(host) for host in hosts]}, indent=1))
     else:
-        rows = [_row(host) for host in hosts]
-        shown = [
-            i for i in range(len(_COLUMNS)) if _COLUMNS[i].title not in ("GPUs", "speed") or any(row[i] for row in rows)
-        ]
-        console.print(FittedTable([_COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows]))
+        console.print(FittedTable(_COLUMNS, [_row(host) for host in hosts]))
         for host in hosts:
             if host.error:
                 console.print(Text(f"{host.host}: {host.error}", "red"))

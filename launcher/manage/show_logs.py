@@ -20,8 +20,9 @@ from launcher.manage.node_views import OpenRun, if_run_exists
 from launcher.node.json_reader import record_in
 from launcher.node.json_records import RESULT, Damaged, message_in
 from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.report.last_attempt import LastAttempt
 from launcher.report.run_folder import FoundRun
-from launcher.report.verdict import NodeView, last_hub
+from launcher.report.verdict import NodeView
 from launcher.run.live_log import STAMP, labelled
 from launcher.text import duration, printable
 from launcher.transport.base import Transport
@@ -95,7 +96,7 @@ def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, 
     if remote:
         offsets = _clock_offsets(run, wanted, remote)
         views = run.views(remote, lambda k: _options(wanted, wanted.last, offsets.get(k, 0.0)))
-        hub = last_hub([*views.values()], plan.lead)
+        hub = LastAttempt.of({k: view.report for k, view in views.items()}, plan.lead).hub
         missing = {k: view.unreachable for k, view in views.items() if view.unreachable}
         sources += [lines for view in views.values() for lines in _lines_of(view, views.get(hub))]
     merged: Iterable[Line] = heapq.merge(*sources, key=attrgetter("when"))

@@ -14,20 +14,19 @@ from rich.text import Text
 
 from launcher.manage.node_views import OpenRun, opened
 from launcher.preflight.check_health import gpu_faults, logged_faults
-from launcher.report.device_use import DeviceUse
 from launcher.report.events import lasting_findings
+from launcher.report.last_attempt import LastAttempt
 from launcher.report.run_folder import FoundRun, read_folder
 from launcher.report.verdict import (
     NodeView,
     Verdict,
     from_here,
-    idle_seconds,
     judge,
     known_without_nodes,
-    last_ranks,
     place_of,
 )
-from launcher.run.live_state import most_of
+from launcher.run.live_state import RankRow
+from launcher.run.live_table import STEP_COLUMNS, step_cells
 from launcher.text import Cell, Column, FittedTable
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import call
@@ -50,22 +49,9 @@ _COLUMNS = (
     Column("node", 9, cut_to=24),
     Column("rank", 9),
     Column("state", 9),
-    Column("epoch", 8, right=True),
-    Column("step", 7, right=True),
-    Column("seeds/s", 3, right=True),
-    Column("no step for", 8, right=True),
-    Column("loss", 5, right=True),
-    Column("mostly", 2, right=True),
-    Column("remote", 2, right=True),
-    Column("gpu ms", 2, right=True),
-    Column("gpu", 4, right=True),
-    Column("gpu memory", 3, right=True),
+    *STEP_COLUMNS,
     Column("heartbeat", 4, right=True),
 )
-
-_OPTIONAL = ("no step for", "mostly", "gpu ms", "gpu", "gpu memory")  # columns that are left out if they have no value
-
-_STEP_CELLS = 10  # columns about a rank's last step
 
 _NODE_STYLES = {"failed": "red", "lost": "red", "unreachable": "yellow", "done": "green", "stopped": "yellow"}
 
@@ -80,7 +66,10 @@ class Status:
     @property
     def ranks(self) -> dict[int, tuple[int, ...]]:
         """The ranks of each node in ``views``, by node_rank; after a restart, the new ranks."""
-        return last_ranks(self.views, self.found.needed_plan.lead) if self.views else {}
+        if not self.views:
+            return {}
+        attempt = LastAttempt.of({k: view.report for k, view in self.views.items()}, self.found.needed_plan.lead)
+        return attempt.ranks(view.node for view in self.views.values())
 
     def to_json(self) -> dict[str, Any]:
         launch = self.found.launch
@@ -155,12 +144,7 @@ def rendered(status: Status) -> Group:
     ]
     if status.views:
         rows = [row for k, view in status.views.items() for row in _rows(view, status.ranks[k])]
-        shown = [
-            i
-            for i, column in enumerate(_COLUMNS)
-            if column.title not in _OPTIONAL or any(row[i] != "–" for row in rows)
-        ]
-        parts.append(FittedTable([_COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows]))
+        parts.append(FittedTable(_COLUMNS, rows))
     parts += [Text(f"note: {note}", "yellow") for note in verdict.notes]
     parts += [Text(f"finding: {text}", "yellow") for text in (*_findings(status), *status.faults)]
     parts += [Text(f"next: {command}", "dim") for command in verdict.next]
@@ -173,33 +157,15 @@ def _rows(view: NodeView, ranks: Sequence[int]) -> Iterator[tuple[Cell, ...]]:
     state = Text(view.word, _NODE_STYLES.get(view.word, ""))
     age = view.heartbeat_age
     beat = f"{age:.1f} s ago" if age is not None else "–"
-    for i, rank in enumerate(ranks):
-        step = view.ranks.get(str(rank), {})
-        yield (view.node.label if i == 0 else "", str(rank), state, *_step_cells(step), beat if i == 0 else "")
-    if not ranks:
-        yield (view.node.label, "–", state, *_step_cells({}), beat)
-
-
-def _step_cells(step: Mapping[str, Any]) -> tuple[str, ...]:
-    place, device, idle = place_of(step), DeviceUse.of(step) or DeviceUse(), idle_seconds(step)
-    if not place:
-        return ("–",) * _STEP_CELLS
-    return (
-        str(place[0]),
-        f"{min(place[1] + 1, step['steps'])}/{step['steps']}",  # evaluation counts on beyond ``steps``
-        _number(None if idle else step.get("seeds_per_s"), ",.0f"),
-        f"{idle:.0f} s" if idle else "–",
-        _number(step.get("loss"), ".4f"),
-        most_of(step) or "–",
-        _number(step.get("remote_share"), ".0%"),
-        _number(None if device.step_s is None else 1000 * device.step_s, ".3g"),
-        device.share or "–",
-        device.memory or "–",
-    )
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+    for i, rank in enumerate(ranks or [None]):
+        last = view.ranks.get(str(rank), {})
+        row = RankRow(rank or 0, view.node.node_rank, ended="done" if last.get("ended") else "")
+        if place := place_of(last):
+            row.update(last)
+            row.epoch, row.step = place[0], min(place[1], last["steps"] - 1)  # evaluation counts on beyond ``steps``
+        cells = (cell or "–" for cell in step_cells([row]))
+        name = "–" if rank is None else str(rank)
+        yield ("" if i else view.node.label, name, state, *cells, "" if i else beat)
 
 
 def _findings(status: Status) -> list[str]:

@@ -1,6 +1,6 @@
 """Builds the plan of a run from its config and the facts about its nodes.
 
-``make_plan`` is deterministic and opens no connection; ``final_plan`` adds secrets and the content of every file.
+``make_plan`` is deterministic and opens no connection; ``final_plan`` adds the content of files made at launch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from launcher.config.schema import login_text
 from launcher.errors import UsageError
 from launcher.hostlist import fold
 from launcher.plan.commands import PlanContext, own_argv, with_commands
-from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
+from launcher.plan.files import SharedFiles, node_files, shared_files
+from launcher.plan.files import code_digest as own_code_digest
 from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, OwnCommand, PlannedFile, copied, generated
 from launcher.plan.partition import PartitionFiles, outdated, partitioning, read_partition_files
 from launcher.plan.placement import place_nodes
@@ -35,7 +36,7 @@ def make_plan(
     config: ResolvedConfig,
     *,
     run_id: str,
-    code_digest: str,
+    code_digest: str = "",
     facts: Mapping[int, NodeFacts] | None = None,
     own_command: tuple[str, ...] = (),
     manifest: PartitionFiles | None = None,
@@ -51,11 +52,11 @@ def make_plan(
 
     Args:
         run_id: id of the run.
-        code_digest: digest of gnnfleet's code.
+        code_digest: digest of gnnfleet's code; computed if ''.
         facts: facts that preflight found, by node_rank; None before preflight.
         own_command: a user's command to run instead of the bundled trainer; () for the trainer.
         manifest: files of the parts on the launching machine (mode ``sync``); None if the parts do not exist yet.
-        token: random text by which the processes of the run are recognised; None for no token.
+        token: random text by which the processes of the run are recognised (``new_token``); None for no token.
         operator: user and machine that launch, as ``alice@laptop``; stored in the leases on devices and ports.
         cwd: folder to which relative paths in ``own_command``, ``run.runs_dir``, ``train.resume`` and ``train.start``
             refer.
@@ -65,7 +66,7 @@ def make_plan(
 
     Raises UsageError if a file named in ``own_command`` or in the config does not exist.
     """
-    inputs = _Inputs(config, facts or {}, manifest, serving)
+    inputs, code_digest = _Inputs(config, facts or {}, manifest, serving), code_digest or own_code_digest()
     own, model = _own_files(config, own_command, cwd)
     running = {node.node_rank: node for node in before.nodes if node.node_rank not in inputs.facts} if before else {}
     nodes = place_nodes(config, run_id, inputs.facts, code_digest, inputs.parts, serving, running, own is not None)
@@ -103,39 +104,15 @@ def make_plan(
     return _launch_plan(inputs, context, nodes, shared.code, code_digest)
 
 
-def final_plan(
-    config: ResolvedConfig,
-    *,
-    run_id: str,
-    facts: Mapping[int, NodeFacts],
-    own_command: tuple[str, ...] = (),
-    manifest: PartitionFiles | None = None,
-    operator: str = "",
-    before: LaunchPlan | None = None,
-    serving: ServingCluster | None = None,
-    service_key: Secret | None = None,
-    queued_at: float = 0.0,
-    wait_limit: float = 0.0,
-) -> LaunchPlan:
-    """Build the plan that a launch carries out: with secrets, and with the content of every file.
+def new_token() -> Secret:
+    return Secret(secrets.token_hex(16))
 
-    Arguments as in ``make_plan``. ``service_key``: text of an existing key file of the graph service; None to create a
-    key pair.
+
+def final_plan(plan: LaunchPlan, service_key: Secret | None = None) -> LaunchPlan:
+    """Complete a plan that is carried out, with the content of ``run.json`` and of the service key.
+
+    ``service_key``: text of an existing key file of the graph service; None to create a key pair.
     """
-    plan = make_plan(
-        config,
-        run_id=run_id,
-        code_digest=code_digest(),
-        facts=facts,
-        own_command=own_command,
-        manifest=manifest,
-        token=Secret(secrets.token_hex(16)),
-        operator=operator,
-        before=before,
-        serving=serving,
-        queued_at=queued_at,
-        wait_limit=wait_limit,
-    )
     contents = {"run.json": run_json(plan)}
     if plan.encrypted:
         from launcher.plan.service_key import new_key_pair
@@ -327,14 +304,7 @@ def offline_plan(
     if to_train and not own_command:
         check_trainable(config, manifest)
         check_model_class(config.train, manifest)
-    return make_plan(
-        config,
-        run_id=run_id,
-        code_digest=code_digest(),
-        own_command=own_command,
-        manifest=manifest,
-        serving=serving,
-    )
+    return make_plan(config, run_id=run_id, own_command=own_command, manifest=manifest, serving=serving)
 
 
 def check_source(config: ResolvedConfig) -> None:

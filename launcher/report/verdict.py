@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from launcher.node.diagnostics.vitals import IDLE
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.report.ending import conclude, last_attempt
+from launcher.report.ending import conclude
 from launcher.report.events import nan_finding, nan_words
+from launcher.report.last_attempt import LastAttempt
 from launcher.report.launch_file import BEFORE_NODES, LaunchFile
 from launcher.report.report import Lost, RunReport, excluded_names, resume_command
 from launcher.report.run_folder import FoundRun, attempts, last_sign
@@ -158,8 +159,12 @@ def judge(found: FoundRun, views: Views) -> Verdict:
 
 
 def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], unreachable: list[NodeView]) -> Verdict:
-    plan, hub = found.needed_plan, last_hub(everyone, found.needed_plan.lead)
-    spare, again = done_without(everyone, hub), restart_words(everyone, hub)
+    plan, attempt = found.needed_plan, _last_attempt(found, everyone)
+    # Without an answer of the lead node, the others know which nodes the run can lose, but not which it has lost.
+    by = attempt.report or alive[0].report
+    spare = {*map(int, by.get("gone") or ()), *(by.get("spare") or ())}
+    if any("restarts" in view.report for view in alive):
+        spare = {view.node.node_rank for view in everyone}
     broken = not plan.serve_only and any(
         view.reached and view.word in ("failed", "lost") for view in everyone if view.node.node_rank not in spare
     )
@@ -172,10 +177,10 @@ def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], u
     else:
         verb = _what_it_does(alive)
     where = progress_words(found, alive)
-    verb += f" after {again}" if again else ""
+    verb += f" after {attempt.words}" if attempt.words else ""
     size = _size(plan)
-    if again:
-        ranks = [own for own in last_ranks({view.node.node_rank: view for view in everyone}, hub).values() if own]
+    if attempt.restarts:
+        ranks = [own for own in attempt.ranks(view.node for view in everyone).values() if own]
         size = f"{count(len(ranks), 'training node')}, {count(sum(map(len, ranks)), 'rank')}"
     sentence = f"run {found.run_id} {verb}: {size}" + (f", {where}" if where else "") + f"; {_launcher_words(found)}"
     notes = [
@@ -198,7 +203,7 @@ def _cannot_know(found: FoundRun, everyone: list[NodeView], unreachable: list[No
         rest = "the other nodes have" if len(reached) > 1 else f"node{reached[0].node.node_rank} has"
         names = ", ".join(view.node.label for view in unreachable)
         sentence = f"run {found.run_id} may still run: {names} cannot be reached from here; {rest} ended"
-    hub = last_hub(everyone, found.needed_plan.lead)
+    hub = _last_attempt(found, everyone).hub
     notes = [
         *_unreachable_notes(unreachable, reached),
         *(_ended_note(view) for view in reached),
@@ -342,39 +347,8 @@ def fill_from(report: RunReport, views: Mapping[int, NodeView]) -> None:
             report.lost[k] = Lost(view.unreachable, time.time(), out_of_reach=True)
 
 
-def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False) -> set[int]:
-    """Return the lost nodes that the run continued without, and the nodes that it could continue without.
-
-    The lead node reports the latter; with ``run.restarts`` they are all nodes. ``hub``: node_rank of the lead node.
-    ``only_gone``: return only the lost nodes.
-    """
-    reports = {view.node.node_rank: view.report for view in views}
-    # Without an answer of the lead node, the other nodes know which nodes the run can lose, but not which it has lost.
-    lead = last_attempt(reports, hub)[1] or next((view.report for view in views if view.alive), {})
-    gone = set(map(int, lead.get("gone") or ()))
-    if only_gone:
-        return gone
-    restarting = any(view.alive and "restarts" in view.report for view in views)
-    return gone | ({view.node.node_rank for view in views} if restarting else set(lead.get("spare") or ()))
-
-
-def last_hub(views: Sequence[NodeView], lead: int) -> int:
-    """Return the lead node after the last restart; ``lead``: lead node at the start."""
-    return last_attempt({view.node.node_rank: view.report for view in views}, lead)[0]
-
-
-def last_ranks(views: Views, lead: int) -> dict[int, tuple[int, ...]]:
-    """Return the ranks of each node after the last restart, by node_rank; ``lead``: lead node at the start."""
-    restarts = last_attempt({k: view.report for k, view in views.items()}, lead)[1].get("restarts")
-    if not restarts:
-        return {k: view.node.ranks for k, view in views.items()}
-    return {k: tuple(restarts[-1]["ranks"].get(str(k), ())) for k in views}
-
-
-def restart_words(views: Sequence[NodeView], lead: int) -> str:
-    """Return ``restart 1 of 3`` for a run that has started again, else ''."""
-    restarts = last_attempt({view.node.node_rank: view.report for view in views}, lead)[1].get("restarts")
-    return f"restart {restarts[-1]['generation']} of {restarts[-1]['of']}" if restarts else ""
+def _last_attempt(found: FoundRun, views: Sequence[NodeView]) -> LastAttempt:
+    return LastAttempt.of({view.node.node_rank: view.report for view in views}, found.needed_plan.lead)
 
 
 def _size(plan: LaunchPlan) -> str:

@@ -15,7 +15,7 @@ from rich.text import Text
 from launcher.config.resolve import ResolvedConfig, resolve
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, TransportError
-from launcher.plan.build import final_plan, offline_plan
+from launcher.plan.build import make_plan, offline_plan
 from launcher.plan.model import LaunchPlan
 from launcher.preflight.finding import Finding, Severity
 from launcher.preflight.preflight import run_preflight
@@ -57,7 +57,7 @@ def _compared_parts(
 ) -> list[Finding]:
     from launcher.sync.verify_parts import PartsDiffer, verify
 
-    plan = final_plan(config, run_id=options.run_id or "check", facts=report.facts, own_command=options.own_command)
+    plan = make_plan(config, run_id=options.run_id or "check", facts=report.facts, own_command=options.own_command)
     holding = [node.node_rank for node in plan.nodes if node.parts]
 
     def finding(k: int, severity: Severity, message: str, remedy: str = "") -> Finding:

@@ -25,7 +25,7 @@ from launcher.config.roles import ServingCluster
 from launcher.config.schema import ClusterConfig, is_own_model
 from launcher.errors import FleetError, Interrupted, OutOfReach, PreflightRefused, TransportError, UsageError
 from launcher.files import write_whole
-from launcher.plan.build import final_plan, offline_plan
+from launcher.plan.build import final_plan, make_plan, new_token, offline_plan
 from launcher.plan.model import LaunchPlan, NodeFacts
 from launcher.plan.partition import PartitionFiles
 from launcher.plan.render import print_placement
@@ -190,18 +190,19 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
                     check_trainable(resolved, manifest)
                     if manifest.fingerprint not in draft.nodes[draft.lead].data_dir:  # made since the draft
                         check_model_class(resolved.train, manifest)
-                plan = final_plan(
+                plan = make_plan(
                     resolved,
                     run_id=run_id,
                     facts=facts,
                     own_command=options.own_command,
                     manifest=manifest,
+                    token=new_token(),
                     operator=user_at_host(),
                     serving=attached.serving if attached else None,
-                    service_key=attached.key if attached else None,
                     queued_at=context.started if options.wait is not None else 0.0,
                     wait_limit=options.wait or 0.0,
                 )
+                plan = final_plan(plan, attached.key if attached else None)
                 for note in attached.check_reachable(plan, transports) if attached else ():
                     context.say(f"note: {note}", "yellow")
                 if warning is not None:

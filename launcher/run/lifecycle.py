@@ -13,8 +13,9 @@ from rich.text import Text
 from launcher.config.schema import RunConfig
 from launcher.errors import OutOfReach
 from launcher.plan.model import LaunchPlan
-from launcher.report.ending import checkpoint_node, conclude
+from launcher.report.ending import conclude
 from launcher.report.events import EventLog
+from launcher.report.last_attempt import checkpoint_node
 from launcher.report.launch_file import Stage
 from launcher.report.report import RunReport, excluded_names, print_report, resume_command
 from launcher.run.interrupts import InterruptPrompt, Interrupts

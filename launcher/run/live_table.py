@@ -4,38 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.text import Text
 
 from launcher.report.device_use import DeviceUse, mean, together
 from launcher.run.live_state import OLD_HEARTBEAT, Board, NodeRow, RankRow
-from launcher.text import GAP, Column, between_words, fitting, spans
+from launcher.text import GAP, Column, between_words, fitting, spans, valued
 
 _FINDINGS = 2  # most findings shown
 
 _STYLES = ("bold red", "yellow", "yellow", "")  # by severity
 
 
-Row = tuple[
-    int, tuple[str, ...]
-]  #: severity (from ``Board.severity``, 0 to 3; 0 is the most urgent), and a cell per column
+#: Severity (from ``Board.severity``, 0 to 3; 0 is the most urgent), and a cell per column.
+Row = tuple[int, tuple[str, ...]]
+
+#: About the last steps of ranks, with the cells of ``step_cells``; those without a value are left out.
+STEP_COLUMNS = (
+    Column("epoch", 6, right=True),
+    Column("step", 7, right=True),
+    Column("seeds/s", 4, right=True),
+    Column("no step for", 8, right=True, optional=True),
+    Column("loss", 5, right=True),
+    Column("mostly", 2, right=True, optional=True),
+    Column("remote", 2, right=True),
+    Column("gpu ms", 2, right=True, optional=True),
+    Column("gpu", 4, right=True, optional=True),
+    Column("gpu memory", 3, right=True, optional=True),
+)
 
 _COLUMNS = (
     Column("node", 9),
     Column("host", 1),
     Column("rank", 8, right=True),
     Column("state", 9),
-    Column("epoch", 6, right=True),
-    Column("step", 7, right=True),
-    Column("seeds/s", 4, right=True),
-    Column("no step for", 8, right=True),
-    Column("loss", 5, right=True),
-    Column("mostly", 2, right=True),
-    Column("remote", 2, right=True),
-    Column("gpu ms", 2, right=True),
-    Column("gpu", 4, right=True),
-    Column("gpu memory", 3, right=True),
-    Column("heard", 3, right=True),
+    *(replace(column, optional=True) for column in STEP_COLUMNS),
+    Column("heard", 3, right=True, optional=True),
 )
 
 
@@ -85,29 +90,28 @@ def _rows(board: Board, now: float, room: int) -> tuple[list[Row], str]:
     rows = []
     for node in shown if rest else sorted(nodes, key=lambda node: node.node_rank):
         ranks = [board.ranks[rank] for rank in node.ranks]
-        severity, groups = (
-            board.severity(node.node_rank, now),
-            [[row] for row in ranks] if by_rank and ranks else [ranks],
-        )
-        for i, group in enumerate(groups):
-            name, host, *cells = _cells(board, node, group, now)
-            rows.append((severity, (*(("", "") if i else (name, host)), *cells)))
+        severity, age = board.severity(node.node_rank, now), node.age(now)
+        for i, group in enumerate([[row] for row in ranks] if by_rank and ranks else [ranks]):
+            name = ("", "") if i else (f"node{node.node_rank}", node.host)
+            epoch, step, *steps = step_cells(group, board.epochs)
+            widest = max((2 * len(str(row.steps)) + 1 for row in group if row.step is not None), default=0)
+            about = (spans([row.rank for row in group]), _state(node, group, age), epoch, step.rjust(widest), *steps)
+            rows.append((severity, (*name, *about, "" if age is None else f"{age:.0f} s")))
     return rows, _rest(board, rest) if rest else ""
 
 
-def _cells(board: Board, node: NodeRow, rows: list[RankRow], now: float) -> tuple[str, ...]:
-    """Return the cells of a row, in the order of ``_COLUMNS``, for some ranks of a node."""
+def step_cells(rows: Sequence[RankRow], epochs: int | None = None) -> tuple[str, ...]:
+    """Return the cells of ``STEP_COLUMNS`` for some ranks: the place of the slowest one, sums and means.
+
+    ``epochs``: that the run trains; None to leave it out.
+    """
     stepping = [row for row in rows if row.step is not None]
     slowest = min(stepping, key=lambda row: row.place, default=None)
     speeds = [row.seeds_per_s for row in stepping if not row.idle and row.seeds_per_s is not None]
-    age, device = node.age(now), together([row.device for row in rows if row.device]) or DeviceUse()
+    device = together([row.device for row in rows if row.device]) or DeviceUse()
     return (
-        f"node{node.node_rank}",
-        node.host,
-        spans([row.rank for row in rows]),
-        _state(node, rows, age),
-        _of(slowest.epoch, board.epochs) if slowest else "",
-        _of((slowest.step or 0) + 1, slowest.steps).rjust(2 * len(str(slowest.steps)) + 1) if slowest else "",
+        _of(slowest.epoch, epochs) if slowest else "",
+        _of((slowest.step or 0) + 1, slowest.steps) if slowest else "",
         _shown(sum(speeds) if speeds else None, "{:,.0f}"),
         _shown(max((row.idle_s for row in stepping if row.idle), default=None), "{:.0f} s"),
         _shown(mean(row.loss for row in stepping), "{:.4f}"),
@@ -116,7 +120,6 @@ def _cells(board: Board, node: NodeRow, rows: list[RankRow], now: float) -> tupl
         _shown(device.step_s and 1000 * device.step_s, "{:.3g}"),
         device.share,
         device.memory,
-        "" if age is None else f"{age:.0f} s",
     )
 
 
@@ -141,9 +144,8 @@ def _rest(board: Board, nodes: list[NodeRow]) -> str:
 
 
 def _table(rows: list[Row], rest: str, width: int) -> list[Text]:
-    known = [i for i in range(len(_COLUMNS)) if any(cells[i] for _, cells in rows)]
-    columns = [_COLUMNS[i] for i in known]
-    lines = [tuple(column.title for column in columns), *(tuple(cells[i] for i in known) for _, cells in rows)]
+    columns, cells_of = valued(_COLUMNS, [cells for _, cells in rows])
+    lines = [[column.title for column in columns], *cells_of]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     shown = fitting(columns, widths, width)
     table = []

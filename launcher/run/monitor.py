@@ -18,8 +18,9 @@ from launcher.errors import FleetError
 from launcher.node.json_reader import records
 from launcher.node.json_records import EVENT
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.report.ending import ExpendableNodes, nodes_reported_lost
+from launcher.report.ending import nodes_reported_lost
 from launcher.report.events import EventLog, finding_words
+from launcher.report.last_attempt import ExpendableNodes
 from launcher.report.report import Detached, Lost, RunReport
 from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.live_log import LiveLog

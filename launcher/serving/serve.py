@@ -19,7 +19,7 @@ from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import FleetError, Interrupted, TransportError, UsageError, reason_of
 from launcher.hostlist import fold
 from launcher.manage.node_views import OpenRun, opened
-from launcher.plan.build import final_plan, offline_plan
+from launcher.plan.build import final_plan, make_plan, new_token, offline_plan
 from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, target_text
 from launcher.plan.placement import node_login
 from launcher.plan.serialize import read_run, run_json
@@ -267,15 +267,16 @@ def _new_plan(context: _ServeContext, found: ServingState) -> LaunchPlan:
 
     context.enter_stage("partition")
     keys = (one.files["service.key"] for one in found.seen.values() if "service.key" in one.files)
-    return final_plan(
+    plan = make_plan(
         found.config,
         run_id=context.run_id,
         facts={k: with_old_port_first(k, fact) for k, fact in facts.items()},
         manifest=context.parts(found.config),
+        token=new_token(),
         operator=user_at_host(),
         before=found.plan,
-        service_key=Secret(next(keys, "")),
     )
+    return final_plan(plan, Secret(next(keys, "")))
 
 
 def _start(context: _ServeContext, found: ServingState, plan: LaunchPlan) -> None:

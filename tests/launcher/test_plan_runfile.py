@@ -12,7 +12,7 @@ from launcher.command import Command, Secret
 from launcher.config.resolve import resolve_run
 from launcher.config.schema import NodeConfig
 from launcher.errors import FleetError
-from launcher.plan.build import final_plan
+from launcher.plan.build import final_plan, make_plan, new_token
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.serialize import read_run, run_json, to_json
 from plan_kit import TOKEN, cluster, facts_of, plan_of
@@ -44,7 +44,7 @@ def test_round_trip(nodes: int) -> None:
 
 
 def test_every_node_gets_the_same_run_json() -> None:
-    plan = final_plan(resolve_run(cluster()), run_id="r1", facts=facts_of(2))
+    plan = final_plan(make_plan(resolve_run(cluster()), run_id="r1", facts=facts_of(2), token=new_token()))
     sent = [file for node in plan.nodes for file in node.files if file.dest == f"{node.run_dir}/run.json"]
     assert len(sent) == 2 and {file.content for file in sent} == {run_json(plan)}
     assert all(file.bytes == len(file.content) and file.sha256 and oct(file.mode) == "0o600" for file in sent)
@@ -52,14 +52,14 @@ def test_every_node_gets_the_same_run_json() -> None:
 
 
 def test_all_nodes_get_the_same_service_key_and_it_is_never_shown() -> None:
-    plan = final_plan(resolve_run(cluster()), run_id="r1", facts=facts_of(2))
+    plan = final_plan(make_plan(resolve_run(cluster()), run_id="r1", facts=facts_of(2), token=new_token()))
     one, two = (
         file.content for node in plan.nodes for file in node.files if file.dest == f"{node.run_dir}/service.key"
     )
     assert isinstance(one, Secret) and one == two
     pair = json.loads(one.reveal())
     assert set(pair) == {"public", "secret"} and pair["secret"] not in repr(plan) + to_json(plan) + run_json(plan)
-    given = final_plan(resolve_run(cluster()), run_id="r1", facts=facts_of(2), service_key=Secret("the cluster's"))
+    given = final_plan(plan_of(cluster()), Secret("the cluster's"))
     assert "the cluster's" in [file.content for file in given.nodes[0].files]
 
 
@@ -122,7 +122,7 @@ def test_single_node_has_no_hub() -> None:
 
 def test_the_printed_plan_and_run_json_are_the_same_plan() -> None:
     config = resolve_run(cluster(*(NodeConfig(f"h{k}") for k in range(3))))
-    plan = final_plan(config, run_id="r1", facts=facts_of(3))
+    plan = final_plan(make_plan(config, run_id="r1", facts=facts_of(3), token=new_token()))
     printed, kept = json.loads(to_json(plan)), json.loads(run_json(plan))["plan"]
     assert printed["code"] and all(node["files"] for node in printed["nodes"])
     printed["code"] = []

@@ -10,9 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
-from launcher.report.ending import ExpendableNodes, checkpoint_node, conclude, last_attempt
+from launcher.report.ending import conclude
+from launcher.report.last_attempt import ExpendableNodes, LastAttempt, checkpoint_node
 from launcher.report.report import Lost, RunReport, print_report
-from launcher.report.verdict import NodeView, done_without, last_hub, last_ranks, restart_words
+from launcher.report.run_folder import FoundRun
+from launcher.report.verdict import NodeView, judge
 from launcher.run.live_state import Board
 from launcher.run.live_table import header
 from run_kit import make_launch, make_node
@@ -93,8 +95,8 @@ def test_a_stall_before_a_restart_is_not_the_end(tmp_path: Path) -> None:
 def test_which_node_leads_the_last_attempt(tmp_path: Path) -> None:
     old = {"state": "failed", "generation": 0, "hub": 0, "restarts": [], "left": True}
     reports = {0: old, 1: result(), 2: result()}
-    assert last_attempt(reports, 0) == (1, reports[1]) and checkpoint_node(reports, 0) == 2
-    assert last_attempt({0: {"state": "done"}}, 0)[0] == 0 and checkpoint_node({0: {"state": "done"}}, 0) is None
+    assert LastAttempt.of(reports, 0) == LastAttempt(1, reports[1]) and checkpoint_node(reports, 0) == 2
+    assert LastAttempt.of({0: {"state": "done"}}, 0).hub == 0 and checkpoint_node({0: {"state": "done"}}, 0) is None
 
 
 def test_the_checkpoint_is_that_of_a_node_of_the_last_attempt() -> None:
@@ -132,11 +134,19 @@ def test_the_live_table_shows_the_attempt_and_its_ranks(tmp_path: Path) -> None:
 
 
 def test_status_knows_the_nodes_and_ranks_of_the_last_attempt(tmp_path: Path) -> None:
-    nodes = plan(tmp_path).nodes
+    made = plan(tmp_path)
+    nodes, found = made.nodes, FoundRun("r1", None, None, made, None, None)
     alive = {"state": "training", "time": 1.0, **AGAIN}
     views = [NodeView(nodes[0], unreachable="no route"), *(NodeView(nodes[k], state=alive) for k in (1, 2))]
-    assert last_hub(views, 0) == 1 and restart_words(views, 0) == "restart 1 of 3"
-    assert done_without(views, 0, only_gone=True) == {0} and done_without(views, 0) == {0, 1, 2}
-    assert last_ranks(dict(enumerate(views)), 0) == {0: (), 1: (1,), 2: (0,)}
-    ended = [replace(view, state=None, result=result()) for view in views[1:]]
-    assert done_without(ended, 0) == {0}
+    attempt = LastAttempt.of({k: view.report for k, view in enumerate(views)}, 0)
+    assert (attempt.hub, attempt.words, attempt.gone) == (1, "restart 1 of 3", {0})
+    assert attempt.ranks(nodes) == {0: (), 1: (1,), 2: (0,)}
+    now = judge(found, dict(enumerate(views)))
+    assert now.state == "running" and "trains after restart 1 of 3: 2 training nodes, 2 ranks" in now.sentence
+    lost = [replace(views[0], unreachable="", lost="it was killed"), *views[1:]]
+    assert judge(found, dict(enumerate(lost))).state == "running", "the others restart without it"
+    first = {"state": "training", "time": 1.0, "gone": {"0": {}}, "spare": [2]}
+    lost = [replace(lost[0]), *(NodeView(nodes[k], state=first) for k in (1, 2))]
+    assert judge(found, dict(enumerate(lost))).state == "running", "they go on without it"
+    lost = [lost[0], *(NodeView(nodes[k], state={**first, "gone": {}}) for k in (1, 2))]
+    assert judge(found, dict(enumerate(lost))).state == "stopping"

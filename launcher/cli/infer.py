@@ -41,6 +41,8 @@ def infer(ctx: click.Context, out: Path | None, words: Sequence[str], **values: 
     """
     from launcher.plan.partition import local_trainer, run_trainer
 
+    if (values["run"] or "").startswith("-"):  # an option for the trainer, without a run before it
+        words, values["run"] = (values["run"], *words), None
     found = _found(ctx, values)
     assert found.folder is not None
     if found.own:

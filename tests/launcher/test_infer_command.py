@@ -46,6 +46,7 @@ def test_infer_knows_checkpoint_and_parts_of_the_run(
     assert called[1] == ["partition", "inspect", str(tmp_path / "parts")]
     assert run(["infer", "r1", "--parts", "there", "--out", "here"]) == 7
     assert called[2][-4:] == ["--parts", "there", "--out", "here"]
+    assert run(["infer", "--top-k", "3"]) == 7 and called[3] == [*called[0][:7], "--top-k", "3"]  # the newest run
 
 
 def test_infer_needs_a_model_of_the_bundled_trainer(

@@ -112,10 +112,10 @@ def write_link_predictions(out: Path, graph: Graph, links: LinkEmbeddings, count
         write_array(out / role, graph, of, rows, array, links.group)
     table = _write_best(out / "source", graph, links, count, parquet) if count else ""
     links.group.barrier()
-    text = f"embeddings are in {out}/source/part*/embedding.npy and {out}/target, ids in id.npy beside them"
+    text = f"embeddings: {out}/source/part*/embedding.npy and {out}/target, ids in id.npy beside them"
     if not count:
-        return f"{text}; --top-k 10 also lists the best targets of each source"
-    return f"the {count} best new targets of each source are in {table}; {text}"
+        return f"{text}\n--top-k 10 also lists the best targets of each source"
+    return f"the {count} best new targets of each source: {table}\n{text}"
 
 
 def write_typed_predictions(
@@ -140,10 +140,10 @@ def write_typed_predictions(
         most = min(count, graph.manifest.nodes[each.ends[1]].num_nodes)
         tables.append(_write_best(out / type_name(each.edge_type), graph, each, most, parquet))
     group.barrier()
-    text = f"embeddings are in {out}/{links[0].ends[0]}/part*/embedding.npy, ids in id.npy beside them"
+    text = f"embeddings: {out}/{links[0].ends[0]}/part*/embedding.npy, ids in id.npy beside them"
     if not count:
-        return f"{text}; --top-k 10 also lists the best targets of each source and edge type"
-    return f"the {count} best new targets of each source are in {tables[0]}, and so for each edge type; {text}"
+        return f"{text}\n--top-k 10 also lists the best targets of each source and edge type"
+    return f"the {count} best new targets of each source: {tables[0]}, and so for each edge type\n{text}"
 
 
 def _write_best(folder: Path, graph: Graph, links: LinkEmbeddings, count: int, parquet: bool) -> str:

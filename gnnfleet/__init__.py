@@ -55,9 +55,9 @@ if TYPE_CHECKING:
         SettingsError,
         TrainerError,
     )
+    from trainer.core.graph_attrs import decode_texts
     from trainer.core.ranks import RankGroup, Ranks
     from trainer.core.schema import HOMO_EDGE, HOMO_NODE, type_of
-    from trainer.core.texts import decode_texts
     from trainer.graph.open import Graph
     from trainer.graph.seed_order import RankLayout
     from trainer.loader.block_loader import BatchLoader, LoaderSettings
@@ -132,7 +132,7 @@ _DEFINED_IN = {
     ),
     "trainer.core.ranks": ("RankGroup", "Ranks"),
     "trainer.core.schema": ("HOMO_EDGE", "HOMO_NODE", "type_of"),
-    "trainer.core.texts": ("decode_texts",),
+    "trainer.core.graph_attrs": ("decode_texts",),
     "trainer.graph.open": ("Graph",),
     "trainer.graph.seed_order": ("RankLayout",),
     "trainer.loader.block_loader": ("BatchLoader", "LoaderSettings"),

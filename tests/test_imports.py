@@ -40,7 +40,7 @@ PACKAGES_ON_NODES = {
     "launcher.node.remote_folder": ["fsspec"],
     "launcher.node.supervisor.prometheus": ["prometheus_client"],
 }
-#: Features whose modules a launch, or the command line, imports only if they are used.
+#: Features whose modules a launch, or a training job, imports only if they are used.
 LOADED_WHEN_USED = {
     "launcher.run.launch": {
         "report.html": "launcher.report.html",
@@ -62,6 +62,24 @@ LOADED_WHEN_USED = {
         "GPUs, bfloat16": "launcher.plan.device_sampling launcher.plan.precision",
         "commands on runs, serving, sweeps": "launcher.manage launcher.serving launcher.sweep launcher.report.verdict "
         "launcher.report.compare launcher.report.run_history",
+    },
+    "trainer.train.job": {
+        "other hosts, clients": "trainer.service trainer.graph.connect trainer.store.client_store",
+        "GPUs": "trainer.cuda trainer.nn.kernels.cuda_sums trainer.nn.kernels.cuda_elements",
+        "train.track": "trainer.track.start trainer.track.follow trainer.track.points trainer.track.tensorboard "
+        "trainer.track.wandb trainer.track.mlflow",
+        "classes of users": "trainer.own",
+        "graphs with types": "trainer.nn.hetero_models trainer.nn.hetero_layers trainer.nn.lightgcn",
+        "token-transformer": "trainer.nn.token_transformer",
+        "links": "trainer.nn.links trainer.nn.link_model trainer.nn.link_metrics trainer.nn.relation_decoders "
+        "trainer.train.tasks.link trainer.train.full_ranking trainer.loader.link_block_loader "
+        "trainer.loader.typed_link_loader",
+        "labels of edges": "trainer.nn.edge_model trainer.loader.edge_block_loader trainer.loader.labelled_edges",
+        "PPR, walks": "trainer.sampler.ruled_hops trainer.sampler.push_kernels trainer.sampler.in_edges",
+        "train.start": "trainer.train.start",
+        "making parts": "trainer.data trainer.sources trainer.partition",
+        "loaders of torch_geometric's batches": "trainer.loader.pyg_loader trainer.loader.pyg_batch",
+        "predictions": "trainer.infer trainer.nn.layerwise_inference",
     },
 }
 #: Modules that users import or run; no other module imports them.
@@ -120,7 +138,7 @@ def test_no_import_cycles_among_packages_or_files() -> None:
     assert circles(module_graph(MODULES)) == []
 
 
-@pytest.mark.parametrize(("start", "most"), [("launcher.run.launch", 92)])
+@pytest.mark.parametrize(("start", "most"), [("launcher.run.launch", 92), ("trainer.train.job", 97)])
 def test_features_are_imported_where_they_are_used(start: str, most: int) -> None:
     loaded = reached(module_graph(MODULES, loaded=True), start)
     features = LOADED_WHEN_USED[start]

@@ -146,8 +146,8 @@ def connect(
             batch = next(iter(loader))
         ```
     """
+    from trainer.graph.connect import connect_servers
     from trainer.graph.environment import this_process
-    from trainer.graph.open import connect_servers
 
     return connect_servers(endpoint, key, this_process(), deadline=deadline, name=name)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.core.batch import Batch
+from trainer.core.batch import AnyBatch, Batch
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.slabs import keep_freed_memory
 from trainer.graph.open import open_graph
@@ -29,7 +29,6 @@ from trainer.train.optimize import Optimizers
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.choose import node_task
 from trainer.train.tasks.choose_target import pick_target
-from trainer.train.tasks.task import AnyBatch
 
 
 class AllHosts:

@@ -10,7 +10,8 @@ from pathlib import Path
 from load_kit import parts_of
 from partitions import write_store
 from trainer.core.ranks import Ranks
-from trainer.graph.open import Graph, _open_gateway
+from trainer.graph.connect import _open_gateway
+from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph

@@ -16,10 +16,9 @@ import torch
 
 from oracle import assert_identical
 from train_kit import sample_on
-from trainer.core import shared_memory
 from trainer.core.ranks import Ranks, join_ranks
 from trainer.core.remote_settings import CacheSize
-from trainer.cuda import pinned_arrays
+from trainer.cuda import pinned_arrays, shared_memory
 from trainer.cuda.availability import simulator_wanted
 from trainer.graph.cache_fill import device_rows
 from trainer.graph.open import open_graph

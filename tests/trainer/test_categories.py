@@ -15,8 +15,8 @@ from gateway_kit import cluster_file, serving_parts
 from graphs import graph, hetero
 from train_kit import curve, job, run_ranks
 from trainer.core.errors import CheckpointError, SettingsError
+from trainer.core.graph_attrs import encode_texts
 from trainer.core.ranks import Ranks
-from trainer.core.texts import encode_texts
 from trainer.data.dataset import Dataset
 from trainer.infer.infer import infer
 from trainer.nn.categories import Category, CategoryEmbeddings, categories_of

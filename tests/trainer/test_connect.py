@@ -19,14 +19,14 @@ from oracle import assert_identical
 from service_kit import free_endpoint, new_keys
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
 from trainer.core.errors import ServiceError, SettingsError
-from trainer.graph import open
+from trainer.graph import connect
 from trainer.graph.open import open_graph
 from trainer.service.service_keys import admit_guest, write_key_file
 
 
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch):
-    monkeypatch.setattr(open, "GONE_AFTER", 1.0)
+    monkeypatch.setattr(connect, "GONE_AFTER", 1.0)
 
 
 @pytest.fixture(scope="module")

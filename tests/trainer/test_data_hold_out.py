@@ -11,11 +11,12 @@ import pytest
 import trainer
 from data_kit import save_arrays
 from trainer.core.errors import DataError
+from trainer.core.graph_attrs import held_out_links, held_out_names
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE
 from trainer.data import work_arrays
 from trainer.data.dataset import EdgeData
-from trainer.data.hold_out import held_out_links, held_out_names, hold_out_links
+from trainer.data.hold_out import hold_out_links
 from trainer.data.options import SourceOptions
 from trainer.data.time_split import split_times
 from trainer.partition.make import PartitionSpec, make_partition

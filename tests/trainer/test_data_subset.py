@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from trainer.core.errors import DataError
+from trainer.core.graph_attrs import encode_texts
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import type_name
-from trainer.core.texts import encode_texts
 from trainer.data import work_arrays
 from trainer.data.dataset import Dataset
 from trainer.data.subset import subset_of

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from train_kit import job
+from trainer.core.graph_attrs import decode_texts
 from trainer.core.row_sort import Scratch
-from trainer.core.texts import decode_texts
 from trainer.graph.open import open_graph
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sources.draft_tables import draft_tables

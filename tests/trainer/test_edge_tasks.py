@@ -14,8 +14,8 @@ import pytest
 from ports import free_port
 from train_kit import curve, finish_all, infer_words, job, metrics, run_ranks, start_words
 from trainer.core.errors import DataError, SettingsError
+from trainer.core.graph_attrs import encode_texts
 from trainer.core.ranks import Ranks
-from trainer.core.texts import encode_texts
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.graph.open import open_graph
 from trainer.loader.edge_block_loader import EdgeBlockLoader

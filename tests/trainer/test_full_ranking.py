@@ -20,8 +20,8 @@ from ports import free_port
 from train_kit import curve, finish_all, infer_words, job, metrics, run_forked, run_ranks, start_words
 from trainer.core.batch import LinkEnds
 from trainer.core.errors import DataError, SettingsError
+from trainer.core.graph_attrs import encode_texts
 from trainer.core.ranks import Ranks, join_ranks
-from trainer.core.texts import encode_texts
 from trainer.data.memory import dataset_of
 from trainer.graph.open import open_graph
 from trainer.loader.block_loader import LoaderSettings

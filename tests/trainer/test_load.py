@@ -256,7 +256,7 @@ def test_a_part_without_a_server_is_an_error_and_closes_all_connections(tmp_path
     store, closed = graph_store(3, only=[0]), []
     client = HostClient(place_of("tcp://127.0.0.1:9", 1, "b", (1,)), deadline=1)
     monkeypatch.setattr(opening, "open_parts", lambda *_: store)
-    monkeypatch.setattr(opening, "connect_cluster", lambda *_, **__: {1: client})
+    monkeypatch.setattr("trainer.service.cluster.connect_cluster", lambda *_, **__: {1: client})
     monkeypatch.setattr(opening, "manifest_digest", lambda _: "d")
     monkeypatch.setattr(client, "close", lambda: closed.append(client))
     with pytest.raises(PartitionError, match=r"parts \[2\] of .* are neither opened here nor served by another node"):

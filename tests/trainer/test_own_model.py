@@ -25,7 +25,6 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.graph.seed_order import RankLayout
 from trainer.infer.infer import infer
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.nn.hetero_models import as_hetero
 from trainer.own.blockwise import edge_index_of
 from trainer.own.model_class import check_class, load_class, relative_name, save_sources
 from trainer.own.own_model import build_own, small_batch
@@ -189,7 +188,7 @@ def together(sources: Path, homo: Path, hetero: Path, tmp_path_factory: pytest.T
 def test_an_unrolled_batch_has_the_neighbours_of_each_hop(homo: Path, fanouts: tuple[int, ...]) -> None:
     with gf.open(homo) as opened:
         loader = BatchLoader(opened, LoaderSettings("train", fanouts, 32), 0, RankLayout.single(2))
-        batch = as_hetero(next(iter(loader.epoch(1))))
+        batch = next(iter(loader.epoch(1))).typed()
     kept = {HOMO_NODE: torch.arange(len(batch.n_id[HOMO_NODE]))}
     made, rows = unrolled(batch, kept, [HOMO_EDGE])
     ids, counts, block = rows[HOMO_NODE].tolist(), made.num_nodes[HOMO_NODE], made.blocks[0][HOMO_EDGE]

@@ -20,7 +20,7 @@ from test_anchor_loader import SHOWN, plain, typed_data  # noqa: F401 (a fixture
 from train_kit import curve, job, metrics, run_ranks
 from trainer.core.batch import LinkEnds
 from trainer.core.errors import SettingsError
-from trainer.core.texts import encode_texts
+from trainer.core.graph_attrs import encode_texts
 from trainer.data.memory import dataset_of
 from trainer.graph.open import open_graph
 from trainer.loader.block_loader import sampling_of

@@ -14,7 +14,7 @@ import torch
 from forked import REPOSITORY, fork
 from ports import free_port
 from train_kit import command_line, curve, finish_all, job, rank_environment, run_ranks, write_parts
-from trainer.core.shared_memory import SharedArray, map_shared, mutual_groups
+from trainer.cuda.shared_memory import SharedArray, map_shared, mutual_groups
 
 SMALL = {"num_nodes": 60, "avg_degree": 4, "num_features": 5}
 

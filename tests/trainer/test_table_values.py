@@ -16,7 +16,7 @@ import pytest
 
 from test_tables import load, sql, write
 from trainer.core.errors import DataError
-from trainer.core.texts import decode_texts
+from trainer.core.graph_attrs import decode_texts
 from trainer.data.dataset import Dataset
 from trainer.sources import table_columns as columns
 from trainer.sources.table_arrays import ArrayColumn, TableArrays, number_array

@@ -14,8 +14,8 @@ import pytest
 
 from partition_kit import assert_sound
 from trainer.core.errors import DataError
+from trainer.core.graph_attrs import decode_texts
 from trainer.core.row_sort import Scratch
-from trainer.core.texts import decode_texts
 from trainer.data.dataset import Dataset
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sources.draft_tables import draft_tables

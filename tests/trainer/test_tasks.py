@@ -16,9 +16,9 @@ from kill_kit import killed_run
 from train_kit import curve, job, metrics, run_ranks, write_parts
 from trainer.core.batch import LinkEnds
 from trainer.core.errors import DataError, SettingsError
+from trainer.core.graph_attrs import encode_texts
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.schema import HOMO_NODE
-from trainer.core.texts import encode_texts
 from trainer.graph.open import open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import LoaderSettings

@@ -17,8 +17,8 @@ from torch_geometric.nn import kge
 from gateway_kit import cluster_file, serving_parts
 from train_kit import curve, job, metrics, run_ranks
 from trainer.core.errors import DataError, SettingsError
+from trainer.core.graph_attrs import encode_texts
 from trainer.core.ranks import Ranks, join_ranks
-from trainer.core.texts import encode_texts
 from trainer.data.memory import dataset_of
 from trainer.graph.open import open_graph
 from trainer.infer.infer import infer

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from trainer.core.batch_cost import Cost
-from trainer.core.schema import EdgeType, NodeType
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,26 @@ class Batch:
             links=self.links and self.links.to(device, non_blocking),
         )
 
+    def typed(self) -> HeteroBatch:
+        """Return the batch with one node type and one edge type."""
+        return HeteroBatch(
+            step=self.step,
+            key=self.key,
+            num_seeds=self.num_seeds,
+            global_seeds=self.global_seeds,
+            target=HOMO_NODE,
+            n_id={HOMO_NODE: self.n_id},
+            x={HOMO_NODE: self.x},
+            y=self.y,
+            input_id=self.input_id,
+            blocks=tuple({HOMO_EDGE: block} for block in self.blocks),
+            num_nodes={HOMO_NODE: (*(block.num_dst for block in reversed(self.blocks)), len(self.n_id))},
+            cost=self.cost,
+            links=self.links,
+            categories={} if self.categories is None else {HOMO_NODE: self.categories},
+            degree={} if self.degree is None else {HOMO_NODE: self.degree},
+        )
+
 
 @dataclass(frozen=True)
 class HeteroBatch:
@@ -238,3 +259,9 @@ class HeteroBatch:
             blocks=tuple({of: block.to(device, non_blocking) for of, block in layer.items()} for layer in self.blocks),
             links=self.links and self.links.to(device, non_blocking),
         )
+
+    def typed(self) -> HeteroBatch:
+        return self
+
+
+AnyBatch: TypeAlias = Batch | HeteroBatch

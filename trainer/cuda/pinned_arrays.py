@@ -15,8 +15,8 @@ from torch import Tensor
 
 from trainer.core.arrays import Array
 from trainer.core.memory import size_text
-from trainer.core.shared_memory import Handle, SharedArray, map_shared
 from trainer.cuda.launch import simulated
+from trainer.cuda.shared_memory import Handle, SharedArray, map_shared
 
 _CHUNK_BYTES = 64 << 20  #: bytes of a file that are copied at once
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError
+from trainer.core.graph_attrs import CLASSES, is_task_table
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_NODE, EdgeType, NodeType, check_word, type_name
-from trainer.core.texts import is_task_table
 from trainer.data import dataset as checks
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.hold_out import hold_out_given
@@ -25,8 +25,6 @@ from trainer.store.manifest import NAME_PATTERN
 _SPLIT_NAMES = {"valid": "val", "validation": "val"}  #: aliases of split names
 
 _MOST_CLASSES = 1 << 20
-
-CLASSES = "y__classes"  #: graph attribute with the number of classes of edges, after the name of their type; int64 [1]
 
 _MOST_GRAPH_BYTES = 16 << 20  #: largest graph attribute in bytes; every host gets a copy
 

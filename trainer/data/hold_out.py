@@ -11,28 +11,25 @@ import numpy.typing as npt
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
+from trainer.core.graph_attrs import (
+    HELD_OUT,
+    HELD_OUT_TIME,
+    TEST_LINKS,
+    TEST_TIMES,
+    TEST_TYPES,
+    VAL_LINKS,
+    VAL_TIMES,
+    VAL_TYPES,
+    encode_texts,
+)
 from trainer.core.memory import size_text
 from trainer.core.rng import GOLDEN, hashed
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import EdgeType, NodeType, type_name
-from trainer.core.texts import decode_texts, encode_texts
 from trainer.data.dataset import Dataset, EdgeData, is_time
 from trainer.data.options import SourceOptions
 from trainer.data.time_split import TimeSplit, counted_times, split_times
 from trainer.data.work_arrays import kept_edges, slices
-
-VAL_LINKS, TEST_LINKS = "val_links", "test_links"  #: names of graph attributes, int64 [2, n], original ids
-
-VAL_TIMES, TEST_TIMES = "val_link_times", "test_link_times"  #: graph attributes with their times, int64 [n]
-
-HELD_OUT = "held_out_type"  #: graph attribute with the links' edge types, uint8 [types, bytes] (``encode_texts``)
-
-VAL_TYPES, TEST_TYPES = (
-    "val_link_types",
-    "test_link_types",
-)  #: of several types: row of ``HELD_OUT`` per link, int64 [n]
-
-HELD_OUT_TIME = "held_out_time"  #: graph attribute with the name of the edge attribute of the times, as ``HELD_OUT``
 
 _NAMES = (VAL_LINKS, TEST_LINKS, VAL_TIMES, TEST_TIMES, VAL_TYPES, TEST_TYPES, HELD_OUT, HELD_OUT_TIME)
 
@@ -52,26 +49,6 @@ class HoldOut(Protocol):
     def hold_out_test(self) -> float: ...
     @property
     def hold_out_time(self) -> str | None: ...
-
-
-def held_out_links(graph_attrs: Mapping[str, Array], of: EdgeType, split: str) -> tuple[Array | None, Array | None]:
-    """Return the held-out links of an edge type, int64 [2, n], and their times, int64 [n]; None where there are none.
-
-    ``graph_attrs``: those of the graph. ``split``: val or test.
-    """
-    val = split == "val"
-    links, times = graph_attrs.get(VAL_LINKS if val else TEST_LINKS), graph_attrs.get(VAL_TIMES if val else TEST_TIMES)
-    types = graph_attrs.get(VAL_TYPES if val else TEST_TYPES)
-    if links is None or types is None:
-        return links, times
-    names = held_out_names(graph_attrs)
-    own = np.asarray(types) == (names.index(type_name(of)) if type_name(of) in names else -1)
-    return np.asarray(links)[:, own], None if times is None else np.asarray(times)[own]
-
-
-def held_out_names(graph_attrs: Mapping[str, Array]) -> list[str]:
-    """Return the names of the edge types of which links are held out."""
-    return decode_texts(np.asarray(graph_attrs[HELD_OUT])) if HELD_OUT in graph_attrs else []
 
 
 def hold_out_given(

@@ -11,10 +11,7 @@ import numpy.typing as npt
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
-from trainer.core.row_sort import Scratch
-from trainer.core.schema import EdgeType, NodeType, type_name
-from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.data.hold_out import (
+from trainer.core.graph_attrs import (
     HELD_OUT,
     TEST_LINKS,
     TEST_TIMES,
@@ -24,6 +21,9 @@ from trainer.data.hold_out import (
     VAL_TYPES,
     held_out_names,
 )
+from trainer.core.row_sort import Scratch
+from trainer.core.schema import EdgeType, NodeType, type_name
+from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.work_arrays import kept_edges, kept_rows, slices
 
 _Flags = npt.NDArray[np.bool_]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -39,10 +39,12 @@ from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.settings import check_settings, row_spec
 from trainer.sampler.subgraph_sampler import SubgraphSampler
 from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
-from trainer.service.remote_graph import Gateway
 from trainer.store.manifest import Manifest
 from trainer.store.part_store import PartStore
 from trainer.store.row_cache import CachedRows, RowCache
+
+if TYPE_CHECKING:
+    from trainer.service.remote_graph import Gateway
 
 FETCH_BYTES = 64 << 20  #: bytes of rows per request
 

@@ -8,17 +8,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.core.errors import ServiceError, SettingsError
 from trainer.core.ranks import Ranks, keep_process_group
 from trainer.core.remote_settings import RemoteAccess
 from trainer.core.waits import report_uncaught
-from trainer.graph.open import Graph, open_client, open_graph
+from trainer.graph.open import Graph, open_graph
 from trainer.graph.seed_order import RankLayout
-from trainer.service.cluster import read_cluster
 from trainer.store.digest_check import checked_digests
 from trainer.store.part_store import open_parts
+
+if TYPE_CHECKING:
+    from trainer.service.cluster import Cluster
 
 _POLL = 0.02  #: seconds between checks for a graph server's ready file
 
@@ -39,9 +41,11 @@ def open_any(
     ranks = ranks if node_rank is None else replace(ranks, node_rank=node_rank)
     cluster, key_file = cluster or environ.get("GNNFLEET_CLUSTER"), key_file or environ.get("GNNFLEET_SERVICE_KEY")
     if path is None and part is None and is_client(cluster, ranks.node_rank):
+        from trainer.graph.connect import open_client
+
         assert cluster is not None
         return open_client(
-            read_cluster(cluster), ranks, key_file=key_file, deadline=deadline,
+            _cluster(cluster), ranks, key_file=key_file, deadline=deadline,
             remote_access=RemoteAccess.from_env(environ), placed=_layout_of_run(cluster, ranks),
         )  # fmt: skip
     in_run = path is None
@@ -56,7 +60,7 @@ def open_any(
     if part is not None:
         part_ids: Sequence[int] | None = [part] if isinstance(part, int) else list(part)
     else:
-        part_ids = read_cluster(cluster).node(ranks.node_rank).parts if cluster else None
+        part_ids = _cluster(cluster).node(ranks.node_rank).parts if cluster else None
     access = RemoteAccess.from_env(environ)
     if in_run and compares_digests(ranks, environ) and environ.get("GNNFLEET_DIGESTS", "1") != "0":
         with checked_digests(open_parts(path, part_ids, access.topology)):
@@ -97,8 +101,14 @@ def is_client(cluster: str | Path | None, node_rank: int) -> bool:
 
     Raises ``SettingsError`` for a bad cluster file.
     """
-    nodes = read_cluster(cluster).nodes if cluster else ()
+    nodes = _cluster(cluster).nodes if cluster else ()
     return any(node.node_rank == node_rank and node.role == "client" for node in nodes)
+
+
+def _cluster(path: str | Path) -> Cluster:
+    from trainer.service.cluster import read_cluster  # a process without other hosts does without the graph service
+
+    return read_cluster(path)
 
 
 def this_process(environ: Mapping[str, str] = os.environ) -> Ranks:
@@ -132,7 +142,7 @@ def _layout_of_run(cluster: str | Path, ranks: Ranks) -> RankLayout | None:
     Returns None if this process is the only rank, and the file lists another number of ranks. Raises ``SettingsError``
     if several ranks were started, but not as many as the file lists.
     """
-    layout = RankLayout.from_cluster(read_cluster(cluster))
+    layout = RankLayout.from_cluster(_cluster(cluster))
     if layout.world_size == ranks.world_size:
         return layout
     if ranks.world_size == 1:

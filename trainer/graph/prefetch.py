@@ -10,13 +10,15 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from trainer.core.errors import ServiceError, Wait
 from trainer.core.schema import AnyType, NodeType
 from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
 from trainer.sampler.types import SampledSubgraph, SampleSettings, SeedSet
-from trainer.service.remote_graph import Gateway
+
+if TYPE_CHECKING:
+    from trainer.service.remote_graph import Gateway
 
 Item = TypeVar("Item")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,9 @@ from trainer.core.compiled import njit
 from trainer.core.errors import SettingsError
 from trainer.core.permutation import InOrder, KeyedPermutation
 from trainer.core.rng import batch_key, shuffled
-from trainer.service.cluster import Cluster
+
+if TYPE_CHECKING:
+    from trainer.service.cluster import Cluster
 
 #: Part of each batch key, so that training and each evaluation draw different numbers.
 STREAMS = {"train": 0, "val": 1, "test": 2}

@@ -43,7 +43,7 @@ from trainer.train.job import (
     open_job_graph,
     read_on_first,
 )
-from trainer.train.model import model_facts, read_categories, reads_types, source_folders, trained_model
+from trainer.train.model import read_categories, reads_types, source_folders, trained_model
 from trainer.train.settings import InferJob, TrainSettings
 from trainer.train.tasks.choose import of_record
 
@@ -99,8 +99,7 @@ def _infer(
     timed = settings.time_attr is not None and isinstance(target, str)
     ruled = settings.neighbors is not None and settings.neighbors.rule is not None
     by_edge = isinstance(model, EdgeModel) and (settings.hide or settings.time_attr is not None)
-    facts = model_facts(graph.manifest, target, task.outputs, edge_attr)
-    if timed or ruled or by_edge or stack_of(model, facts) is None:
+    if timed or ruled or by_edge or stack_of(model) is None:
         fanouts = job.fanouts or settings.eval_fanouts or settings.fanouts
         if len(fanouts) != len(settings.fanouts):
             raise SettingsError(f"fanouts has {len(fanouts)} numbers, but the model has {len(settings.fanouts)} layers")

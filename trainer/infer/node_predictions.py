@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.core.graph_attrs import CATEGORIES, decode_texts
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import AnyType, NodeType, type_name
-from trainer.core.texts import CATEGORIES, decode_texts
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
 from trainer.infer.prediction_files import (

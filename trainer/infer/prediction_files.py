@@ -18,9 +18,9 @@ from torch import Tensor
 
 from trainer.core.arrays import Array
 from trainer.core.errors import SettingsError
+from trainer.core.graph_attrs import KEY_COLUMNS, decode_texts
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType
-from trainer.core.texts import KEY_COLUMNS, decode_texts
 from trainer.graph.open import Graph
 from trainer.nn.layerwise_inference import LayerRows, NodeRange
 from trainer.sampler.types import RowRequest

@@ -8,14 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.core.arrays import Array, Columns, Ids
-from trainer.core.batch import Batch, Block, HeteroBatch, KeptRows
+from trainer.core.batch import AnyBatch, Batch, Block, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType, type_name, types_with_messages
 from trainer.graph.device import DeviceRows, as_tensor, tensor_of
@@ -30,8 +30,6 @@ from trainer.sampler.settings import check_settings
 from trainer.sampler.subgraph_sampler import SampledBatch, SubgraphSampler
 from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet, TimeRule
 from trainer.store.manifest import LOOPLESS_DEGREE, AttrSpec, Manifest
-
-AnyBatch: TypeAlias = Batch | HeteroBatch
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from trainer.core.arrays import Ids
-from trainer.core.batch import LinkEnds
+from trainer.core.batch import AnyBatch, LinkEnds
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout, SeedShare
-from trainer.loader.block_loader import AnyBatch, LoaderSettings
+from trainer.loader.block_loader import LoaderSettings
 from trainer.loader.labelled_edges import LabelledEdges
 from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
 from trainer.loader.link_seeds import LinkInputs

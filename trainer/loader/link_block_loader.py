@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from trainer.core.arrays import Array, Ids
-from trainer.core.batch import LinkEnds
+from trainer.core.batch import AnyBatch, LinkEnds
 from trainer.core.schema import EdgeType, NodeType, reverse_type
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout, SeedShare
-from trainer.loader.block_loader import AnyBatch, BlockLoader, LoaderSettings, sampling_of
+from trainer.loader.block_loader import BlockLoader, LoaderSettings, sampling_of
 from trainer.loader.link_loader import excluded
 from trainer.loader.link_seeds import LinkInputs
 from trainer.loader.link_trees import TimedLinks, TimeGroups, tree_seeds

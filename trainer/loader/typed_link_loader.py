@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from trainer.core.arrays import Ids
-from trainer.core.batch import LinkEnds
+from trainer.core.batch import AnyBatch, LinkEnds
 from trainer.core.schema import EdgeType, LinkTypes, NodeType, node_salt, reverse_type
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout, SeedShare
-from trainer.loader.block_loader import AnyBatch, BlockLoader, LoaderSettings
+from trainer.loader.block_loader import BlockLoader, LoaderSettings
 from trainer.loader.edge_endpoints import EdgeEndpoints
 from trainer.loader.link_loader import excluded
 from trainer.loader.negatives import NegativeDraw, uniform_negatives

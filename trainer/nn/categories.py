@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from trainer.core.batch import Batch, HeteroBatch
 from trainer.core.errors import SettingsError
+from trainer.core.graph_attrs import CATEGORIES
 from trainer.core.schema import HOMO_NODE, NodeType
-from trainer.core.texts import CATEGORIES
 from trainer.store.manifest import Manifest
 
 _MOST = 100_000  #: categories of a column that are embedded

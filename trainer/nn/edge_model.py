@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.batch import AnyBatch
 from trainer.core.schema import EdgeType
 from trainer.nn.graph_facts import GraphFacts
 from trainer.nn.link_model import link_encoder
@@ -30,7 +30,7 @@ class EdgeModel(nn.Module):
         self.needs_degree = self.encoder.needs_degree
         self.hidden, self.out = nn.Linear(3 * width + attr_width, width), nn.Linear(width, outputs)
 
-    def forward(self, batch: Batch | HeteroBatch) -> Tensor:
+    def forward(self, batch: AnyBatch) -> Tensor:
         """Return float [num_seeds, outputs]."""
         links = batch.links
         assert links is not None, "a batch of edges"

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch_geometric.nn.module_dict import ModuleDict
 from torch_geometric.nn.parameter_dict import ParameterDict
 
-from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.batch import AnyBatch, Block, HeteroBatch
 from trainer.core.errors import SettingsError
-from trainer.core.schema import HOMO_EDGE, HOMO_NODE, NodeType, node_salt
+from trainer.core.schema import EdgeType, NodeType, node_salt
 from trainer.nn.categories import CategoryEmbeddings
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, NodeTensors, RGCNConv
@@ -90,26 +90,28 @@ class HeteroModel(nn.Module):
         super().__init__()
         self.target, self.targets, self.shape, self.precision = facts.target, facts.targets, shape, shape.precision
         needs = layer_needs(facts.node_types, facts.edge_types, facts.targets, shape.num_layers)
-        self.inputs = InputRows(facts, needs[0].sources, shape.hidden, embeddings)
+        read = needs[0].sources
+        self.inputs = InputRows(facts, read, shape.hidden, embeddings)
         self.timed = self.inputs.timed  #: node types of which batches must have ``age``
         # If no edge type ends in the target, no layer has an input, and the model has no layers.
-        self.layers = nn.ModuleList(make_layer(need) for need in needs if need.edge_types)
+        with_edges = tuple(need for need in needs if need.edge_types)
+        self.layers = nn.ModuleList(make_layer(need) for need in with_edges)
+        self.needs = with_edges or (LayerNeed(facts.targets, facts.targets, ()),)
         self.head = nn.Linear(shape.hidden, facts.num_classes) if facts.num_classes else nn.Identity()
-        read = needs[0].sources
         self.categories = CategoryEmbeddings({of: some for of, some in facts.categories.items() if of in read})
 
-    def forward(self, batch: HeteroBatch | Batch) -> Tensor:
+    def forward(self, batch: AnyBatch) -> Tensor:
         """Return logits, float [num_seeds, num_classes]."""
         return self.head(self.embed(batch))  # type: ignore[no-any-return]
 
-    def embed(self, batch: HeteroBatch | Batch) -> Tensor:
+    def embed(self, batch: AnyBatch) -> Tensor:
         """Return the seeds' rows before the output layer, float [num_seeds, hidden]."""
         return self.seed_rows(batch)[self.target][: batch.num_seeds]
 
     @in_own_precision
-    def seed_rows(self, batch: HeteroBatch | Batch) -> NodeTensors:
+    def seed_rows(self, batch: AnyBatch) -> NodeTensors:
         """Return the rows of the seed nodes before the output layer, for each of ``targets``: float [n, hidden]."""
-        typed = self.categories(as_hetero(batch) if isinstance(batch, Batch) else batch)
+        typed = self.categories(batch.typed())
         assert len(typed.blocks) == self.shape.num_layers, "one block per layer"
         if self.shape.input_dropout:
             x = self._dropped(typed.x, typed, self.shape.num_layers + 1, self.shape.input_dropout)
@@ -121,6 +123,20 @@ class HeteroModel(nn.Module):
             rows = self._dropped(self.shape.activated(rows), typed, number, self.shape.dropout)
         return {of: rows[of][: typed.num_nodes[of][0]] for of in self.targets}
 
+    def begin(self, batch: HeteroBatch) -> NodeTensors:
+        return self.inputs(self.categories(batch))  # type: ignore[no-any-return]
+
+    def layer(
+        self, number: int, blocks: Mapping[EdgeType, Block], rows: Mapping[NodeType, Tensor],
+        num_dst: Mapping[NodeType, int], degree: Mapping[NodeType, Tensor],
+    ) -> NodeTensors:  # fmt: skip
+        """Compute layer ``number`` of inference layer by layer (``LayerStack``)."""
+        if number < len(self.layers):
+            rows = self.shape.activated(self.layers[number](blocks, rows, num_dst))
+        if number + 1 < len(self.needs):
+            return dict(rows)
+        return {of: self.head(rows[of]) for of in self.targets}
+
     def _dropped(self, rows: Mapping[NodeType, Tensor], batch: HeteroBatch, number: int, p: float) -> NodeTensors:
         # The masks depend on node type and original id, and therefore not on the number of ranks.
         return {
@@ -129,28 +145,6 @@ class HeteroModel(nn.Module):
             )
             for of, h in rows.items()
         }
-
-
-def as_hetero(batch: Batch) -> HeteroBatch:
-    """Convert the batch of a homogeneous graph to a ``HeteroBatch`` with one node type and one edge type."""
-    sizes = [block.num_dst for block in reversed(batch.blocks)]
-    return HeteroBatch(
-        step=batch.step,
-        key=batch.key,
-        num_seeds=batch.num_seeds,
-        global_seeds=batch.global_seeds,
-        target=HOMO_NODE,
-        n_id={HOMO_NODE: batch.n_id},
-        x={HOMO_NODE: batch.x},
-        y=batch.y,
-        input_id=batch.input_id,
-        blocks=tuple({HOMO_EDGE: block} for block in batch.blocks),
-        num_nodes={HOMO_NODE: (*sizes, len(batch.n_id))},
-        cost=batch.cost,
-        links=batch.links,
-        categories={} if batch.categories is None else {HOMO_NODE: batch.categories},
-        degree={} if batch.degree is None else {HOMO_NODE: batch.degree},
-    )
 
 
 def widths(need: LayerNeed, hidden: int) -> Mapping[NodeType, int]:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.arrays import Array, Ids
-from trainer.core.batch import Batch, Block, HeteroBatch
+from trainer.core.batch import AnyBatch, Block, HeteroBatch
 from trainer.core.errors import SettingsError
 from trainer.core.ranks import RankGroup
 from trainer.core.rng import batch_key
 from trainer.core.row_exchange import exchange_rows
-from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.core.schema import EdgeType, NodeType
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout, SeedShare
@@ -36,9 +36,8 @@ from trainer.loader.block_loader import (
     timed_seeds,
 )
 from trainer.nn.edge_model import EdgeModel
-from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
+from trainer.nn.graph_facts import LayerNeed
 from trainer.nn.hetero_models import HeteroModel
-from trainer.nn.kernels.activation import FUNCTIONS
 from trainer.nn.lightgcn import LightGCN, NodeRows
 from trainer.nn.link_model import LinkModel
 from trainer.nn.models import BlockModel
@@ -146,58 +145,14 @@ class LayerStack(Protocol):
         """
 
 
-class BlockStack:
-    def __init__(self, model: BlockModel):
-        self.model, self.needs_degree = model, model.needs_degree
-        self.needs = (LayerNeed((HOMO_NODE,), (HOMO_NODE,), (HOMO_EDGE,)),) * len(model.layers)
-
-    def begin(self, batch: HeteroBatch) -> TypeRows:
-        return {HOMO_NODE: self.model.categories(batch).x[HOMO_NODE]}
-
-    def layer(
-        self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int],
-        degree: Mapping[NodeType, Tensor],
-    ) -> TypeRows:  # fmt: skip
-        h = self.model.layers[number](blocks[HOMO_EDGE], rows[HOMO_NODE], degree.get(HOMO_NODE))
-        return {HOMO_NODE: h if number + 1 == len(self.model.layers) else FUNCTIONS[self.model.activation](h)}
-
-
-class HeteroStack:
-    needs_degree = False
-
-    def __init__(self, model: HeteroModel, facts: GraphFacts):
-        self.model = model
-        needs = layer_needs(facts.node_types, facts.edge_types, facts.targets, model.shape.num_layers)
-        alone = LayerNeed(facts.targets, facts.targets, ())  # for targets without in-edges
-        self.needs = tuple(need for need in needs if need.edge_types) or (alone,)
-
-    def begin(self, batch: HeteroBatch) -> TypeRows:
-        return self.model.inputs(self.model.categories(batch))  # type: ignore[no-any-return]
-
-    def layer(
-        self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int],
-        degree: Mapping[NodeType, Tensor],
-    ) -> TypeRows:  # fmt: skip
-        if number < len(self.model.layers):
-            rows = self.model.layers[number](blocks, rows, num_dst)
-            rows = self.model.shape.activated(rows)
-        if number + 1 < len(self.needs):
-            return rows
-        return {of: self.model.head(rows[of]) for of in self.model.targets}
-
-
-def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack | None:
+def stack_of(model: nn.Module) -> LayerStack | None:
     """Return the layers of a model of the bundled trainer, or of the encoder of a model of links or edges.
 
     None for a class of the user that cannot be run layer by layer. Raises ``SettingsError`` for any other model.
     """
     if isinstance(model, LinkModel | EdgeModel):
-        return stack_of(model.encoder, facts)
-    if isinstance(model, BlockModel):
-        return BlockStack(model)
-    if isinstance(model, HeteroModel):
-        return HeteroStack(model, facts)
-    if isinstance(model, LightGCN | NodeRows):
+        return stack_of(model.encoder)
+    if isinstance(model, BlockModel | HeteroModel | LightGCN | NodeRows):
         return model
     if callable(layer_stack := getattr(model, "layer_stack", None)):  # ``OwnModel``, whose import takes seconds
         return layer_stack()  # type: ignore[no-any-return]
@@ -213,7 +168,7 @@ class _GivenSeeds(BatchLoader):
     def __init__(self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout):
         BlockLoader.__init__(self, graph, settings, rank, layout, 0, (settings.target, ()))
 
-    def batch_of(self, seeds: Ids) -> Batch | HeteroBatch:
+    def batch_of(self, seeds: Ids) -> AnyBatch:
         places = np.arange(len(seeds))
         key = batch_key(self.settings.seed, 0, 0, 0)  # the same for all batches: nodes are sampled alike in each
         share = SeedShare(0, key, len(seeds), places, places, places)
@@ -236,7 +191,7 @@ class SeedsOnly:
     def targets(self) -> tuple[NodeType, ...]:
         return (self.target,)
 
-    def seed_rows(self, batch: Batch | HeteroBatch) -> TypeRows:
+    def seed_rows(self, batch: AnyBatch) -> TypeRows:
         return {self.target: self.model(batch)}
 
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from trainer.core.batch import Batch, Block, HeteroBatch
+from trainer.core.batch import AnyBatch, Block, HeteroBatch
 from trainer.core.errors import SettingsError
 from trainer.core.schema import EdgeType, NodeType
 from trainer.nn.categories import CategoryEmbeddings
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_layers import NodeTensors
-from trainer.nn.hetero_models import HeteroShape, as_hetero
+from trainer.nn.hetero_models import HeteroShape
 from trainer.nn.kernels.spmm import aggregate
 from trainer.nn.sharded_embedding import Embeddings
 
@@ -36,9 +36,9 @@ class LightGCN(nn.Module):
         self.targets, self.embeddings = facts.targets, embeddings
         self.categories = CategoryEmbeddings({})
 
-    def seed_rows(self, batch: HeteroBatch | Batch) -> NodeTensors:
+    def seed_rows(self, batch: AnyBatch) -> NodeTensors:
         """Return the rows of the seed nodes of each of ``targets``: float [n, width]."""
-        typed = as_hetero(batch) if isinstance(batch, Batch) else batch
+        typed = batch.typed()
         rows = self.begin(typed)
         for number, blocks in enumerate(typed.blocks):
             hop = len(self.needs) - 1 - number
@@ -91,9 +91,9 @@ class NodeRows(nn.Module):
         self.targets, self.embeddings = facts.targets, embeddings
         self.categories = CategoryEmbeddings({})
 
-    def seed_rows(self, batch: HeteroBatch | Batch) -> NodeTensors:
+    def seed_rows(self, batch: AnyBatch) -> NodeTensors:
         """Return the rows of the seed nodes of each of ``targets``: float [n, width]."""
-        return self.begin(as_hetero(batch) if isinstance(batch, Batch) else batch)
+        return self.begin(batch.typed())
 
     def begin(self, batch: HeteroBatch) -> NodeTensors:
         return dict(self.embeddings.lookup({of: batch.n_id[of] for of in self.targets if of in batch.n_id}))

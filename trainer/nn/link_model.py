@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.core.batch import Batch, HeteroBatch, LinkEnds
+from trainer.core.batch import AnyBatch, LinkEnds
 from trainer.core.schema import EdgeType, LinkTypes, link_types
 from trainer.nn.graph_facts import GraphFacts
 from trainer.nn.models import HETERO_MODELS, ModelSettings, build_model
@@ -36,7 +36,7 @@ class LinkModel(nn.Module):
         self.needs_degree = self.encoder.needs_degree
         self.as_source, self.as_target = (nn.Linear(width, width) if projected else nn.Identity() for _ in range(2))
 
-    def forward(self, batch: Batch | HeteroBatch) -> Tensor:
+    def forward(self, batch: AnyBatch) -> Tensor:
         """Return each link's score, then its source's scores with the m negatives: float [num_seeds, 1 + m].
 
         With ``LinkEnds.own``, these follow: float [num_seeds, 1 + m + k].

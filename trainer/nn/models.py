@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from trainer.core.batch import Batch
+from trainer.core.batch import Batch, Block, HeteroBatch
 from trainer.core.errors import DataError, SettingsError
-from trainer.core.schema import HOMO_NODE, NodeType
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.nn.categories import CategoryEmbeddings
-from trainer.nn.graph_facts import GraphFacts
-from trainer.nn.kernels.activation import Activation
+from trainer.nn.graph_facts import GraphFacts, LayerNeed
+from trainer.nn.kernels.activation import FUNCTIONS, Activation
 from trainer.nn.kernels.dropout import hash_dropout
 from trainer.nn.kernels.precision import PRECISIONS, in_own_precision
 from trainer.nn.layers import EdgeDraw, GATConv, GCNConv, SAGEConv
@@ -66,6 +66,7 @@ class BlockModel(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.layers = nn.ModuleList(layers)
+        self.needs = (LayerNeed((HOMO_NODE,), (HOMO_NODE,), (HOMO_EDGE,)),) * len(layers)
         self.dropout, self.input_dropout = dropout, input_dropout
         self.activation = activation  #: name of the function between layers, in ``FUNCTIONS``
         self.needs_degree = needs_degree  #: whether batches must have ``degree``
@@ -91,6 +92,17 @@ class BlockModel(nn.Module):
 
     def seed_rows(self, batch: Batch) -> dict[NodeType, Tensor]:
         return {HOMO_NODE: self(batch)}
+
+    def begin(self, batch: HeteroBatch) -> Mapping[NodeType, Tensor]:
+        return {HOMO_NODE: self.categories(batch).x[HOMO_NODE]}
+
+    def layer(
+        self, number: int, blocks: Mapping[EdgeType, Block], rows: Mapping[NodeType, Tensor],
+        num_dst: Mapping[NodeType, int], degree: Mapping[NodeType, Tensor],
+    ) -> dict[NodeType, Tensor]:  # fmt: skip
+        """Compute layer ``number`` of inference layer by layer (``LayerStack``)."""
+        h = self.layers[number](blocks[HOMO_EDGE], rows[HOMO_NODE], degree.get(HOMO_NODE))
+        return {HOMO_NODE: h if number + 1 == len(self.layers) else FUNCTIONS[self.activation](h)}
 
 
 Builder = Callable[[ModelSettings, int, int, int], nn.Module]

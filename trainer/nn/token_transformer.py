@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainer.core.batch import Batch, Block, HeteroBatch, Tokens
+from trainer.core.batch import AnyBatch, Block, Tokens
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType, node_salt
 from trainer.nn.categories import CategoryEmbeddings
 from trainer.nn.graph_facts import GraphFacts, layer_needs
 from trainer.nn.hetero_layers import NodeTensors
-from trainer.nn.hetero_models import HeteroShape, InputRows, as_hetero
+from trainer.nn.hetero_models import HeteroShape, InputRows
 from trainer.nn.kernels.dropout import edge_ids, hash_dropout, mix_tensor, signed
 from trainer.nn.kernels.precision import in_own_precision
 from trainer.nn.sharded_embedding import Embeddings
@@ -223,7 +223,7 @@ class TokenModel(nn.Module):
         self.head = nn.Linear(shape.hidden, facts.num_classes) if facts.num_classes else nn.Identity()
         self.categories = CategoryEmbeddings({of: some for of, some in facts.categories.items() if of in self.read})
 
-    def forward(self, batch: HeteroBatch | Batch) -> Tensor:
+    def forward(self, batch: AnyBatch) -> Tensor:
         """Return the output for the seeds, float [num_seeds, outputs]."""
         return self.seed_rows(batch)[self.target][: batch.num_seeds]
 
@@ -231,9 +231,9 @@ class TokenModel(nn.Module):
         """Return None: each node is computed from tokens of its own, not layer by layer."""
 
     @in_own_precision
-    def seed_rows(self, batch: HeteroBatch | Batch) -> NodeTensors:
+    def seed_rows(self, batch: AnyBatch) -> NodeTensors:
         """Return the output for the seed nodes of each of ``targets``: float [n, outputs]."""
-        typed = self.categories(as_hetero(batch) if isinstance(batch, Batch) else batch)
+        typed = self.categories(batch.typed())
         # Dropout masks depend on the ids of nodes, and of seed and node, and therefore not on the number of ranks.
         salted = {of: typed.n_id[of] ^ signed(node_salt(of)) for of in self.read}
         x = {

@@ -15,12 +15,12 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 
-from trainer.core.batch import Batch, Block, HeteroBatch
+from trainer.core.batch import AnyBatch, Batch, Block, HeteroBatch
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.nn.categories import CategoryEmbeddings
 from trainer.nn.graph_facts import GraphFacts, layer_needs
-from trainer.nn.hetero_models import InputRows, as_hetero
+from trainer.nn.hetero_models import InputRows
 from trainer.nn.kernels.precision import PRECISIONS, in_own_precision
 from trainer.nn.models import ModelSettings
 from trainer.nn.sharded_embedding import Embeddings
@@ -83,14 +83,14 @@ class OwnModel(nn.Module):
         self.unused: list[str] = []  #: weights that the test batch has given no gradient
         self._drops: list[RowsOf | None] | None = None
 
-    def forward(self, batch: Batch | HeteroBatch) -> Tensor:
+    def forward(self, batch: AnyBatch) -> Tensor:
         """Return the model's output for the seeds, float [num_seeds, outputs]."""
         return self.seed_rows(batch)[self.target][: batch.num_seeds]
 
     @in_own_precision
-    def seed_rows(self, batch: Batch | HeteroBatch) -> Rows:
+    def seed_rows(self, batch: AnyBatch) -> Rows:
         """Return the model's output for the seed nodes of each of ``targets``, float [n, outputs]."""
-        typed = as_hetero(batch) if isinstance(batch, Batch) else batch
+        typed = batch.typed()
         rows = self.input_rows(typed)
         seeds = {of: typed.num_nodes[of][0] for of in self.targets}
         if not any(seeds.values()):  # this rank has no seeds in the step
@@ -127,7 +127,7 @@ class OwnModel(nn.Module):
             return None
         return BlockwiseStack(self.own, lambda batch: self.input_rows(batch)[HOMO_NODE], self.call.as_weight)
 
-    def check(self, batch: Batch | HeteroBatch) -> None:
+    def check(self, batch: AnyBatch) -> None:
         """Run the model on a batch, with gradients, and leave weights and buffers as they were.
 
         Raises ``SettingsError`` if the model fails, or its result has another shape than [n, outputs].
@@ -163,7 +163,7 @@ class OwnModel(nn.Module):
                     value.copy_(before[key])
         self.zero_grad(set_to_none=True)
 
-    def _depends_on_other_seeds(self, batch: Batch | HeteroBatch) -> bool:
+    def _depends_on_other_seeds(self, batch: AnyBatch) -> bool:
         """Return whether the rows of a seed depend on which nodes of the batch other seeds have expanded.
 
         So they do with convolutions that divide by degrees (GCN), and with more layers than hops.
@@ -441,7 +441,7 @@ def _reads_weight(own: Any, names: Sequence[str], attr: str | None, dims: Sequen
     )
 
 
-def small_batch(facts: GraphFacts, layers: int, typed: bool) -> Batch | HeteroBatch:
+def small_batch(facts: GraphFacts, layers: int, typed: bool) -> AnyBatch:
     """Return a batch of random rows and edges in which all numbers of nodes and edges differ."""
     draw = torch.Generator().manual_seed(0)
     nothing = torch.empty(0, dtype=torch.int64)

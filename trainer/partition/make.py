@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.core.errors import PartitionError
+from trainer.core.graph_attrs import HELD_OUT
 from trainer.core.memory import available_memory, parse_size, size_text
 from trainer.core.progress import reporting
 from trainer.core.remote_settings import WireRows
 from trainer.core.row_sort import Scratch
 from trainer.data.dataset import Dataset
-from trainer.data.hold_out import HELD_OUT
 from trainer.data.options import SourceOptions, parse_options
 from trainer.data.stored_dataset import read_stored_dataset, store_dataset
 from trainer.partition.folder import check_same_graph, describe_partition, is_compared, reusable

@@ -7,17 +7,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trainer.core.arrays import Array, Columns, Ids
 from trainer.core.batch_cost import Cost
 from trainer.core.schema import AnyType, EdgeType, NodeType
-from trainer.sampler.in_edges import InEdgesOf
 from trainer.sampler.multi_hop import HopSource, sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
 from trainer.sampler.requests import GraphAccess
-from trainer.sampler.ruled_hops import RuledHops
 from trainer.sampler.types import GraphSchema, RowRequest, SampledSubgraph, SampleSettings, SeedSet
+
+if TYPE_CHECKING:
+    from trainer.sampler.in_edges import InEdgesOf
 
 
 class CountedAccess(GraphAccess, Protocol):
@@ -103,6 +104,8 @@ class SubgraphSampler:
         graph: HopSource = self.access
         if settings.rule is None:
             return sample_multi_hop(graph, self.schema, seeds, settings, key, self._local.tables, self._orig_edges)
+        from trainer.sampler.ruled_hops import RuledHops
+
         assert self.in_edges is not None
         graph = RuledHops(self.access, self.in_edges, self.schema, settings)
         chosen = replace(settings, induced=False)

@@ -15,10 +15,10 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
+from trainer.core.graph_attrs import CATEGORIES, KEY_COLUMNS, encode_texts
 from trainer.core.rng import hashed
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
-from trainer.core.texts import CATEGORIES, KEY_COLUMNS, encode_texts
 from trainer.data.dataset import EdgeData
 from trainer.data.raw_arrays import RawArray, RawGraph
 from trainer.data.work_arrays import kept_edges

@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
-from trainer.core.texts import encode_texts
+from trainer.core.graph_attrs import encode_texts
 from trainer.data.raw_arrays import RawArray
 from trainer.sources.table_columns import NumberColumn
 from trainer.sources.table_database import Database

@@ -23,7 +23,6 @@ from trainer.core.errors import CheckpointError
 from trainer.core.files import write_whole
 from trainer.core.rng import DRAWS
 from trainer.core.schema import EdgeType, LinkTypes, NodeType, target_name, type_name
-from trainer.own.model_class import relative_name
 from trainer.store.manifest import Manifest
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.task import metric_named
@@ -116,7 +115,12 @@ class Checkpoint:
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
     """Return the settings as plain values, with the number of layers, and the file of a class as it is kept."""
     layers = settings.layers if settings.model == "token-transformer" else len(settings.fanouts) or None
-    return {**asdict(settings), "model": relative_name(settings.model), "layers": layers}
+    model = settings.model
+    if ":" in model:
+        from trainer.own.model_class import relative_name
+
+        model = relative_name(model)
+    return {**asdict(settings), "model": model, "layers": layers}
 
 
 def graph_record(manifest: Manifest, target: NodeType | EdgeType | LinkTypes) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from trainer.cuda.nvml import Nvml, uuid_of
 from trainer.train.step_timing import StepTimes
 
 ReadShare = Callable[[], float]  #: returns the share of the last second or less in which a kernel ran, 0 to 1
@@ -73,6 +72,8 @@ class DeviceMonitor:
 
 def utilization_reader(device: torch.device) -> ReadShare | None:
     """Return a function that reads the utilisation of a GPU by NVML; None without NVML, and for a MIG instance."""
+    from trainer.cuda.nvml import Nvml, uuid_of
+
     try:
         nvml, uuid = Nvml(), uuid_of(device)
         nvml.utilization(uuid)

@@ -14,8 +14,6 @@ from trainer.core.errors import SettingsError, TrainingError
 from trainer.core.memory import available_memory, size_text
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import AnyType
-from trainer.core.shared_memory import Handle, mappable_ranks, mutual_groups
-from trainer.cuda.availability import simulator_wanted, why_no_kernels
 from trainer.graph.device import DeviceRows, tensors_of
 from trainer.graph.open import Graph
 from trainer.loader.block_loader import BlockLoader
@@ -25,6 +23,7 @@ from trainer.store.manifest import LOOPLESS_DEGREE
 if TYPE_CHECKING:
     from trainer.cuda.features import DeviceCache
     from trainer.cuda.pinned_arrays import HostArrays
+    from trainer.cuda.shared_memory import Handle
 
 T = TypeVar("T")
 
@@ -101,6 +100,10 @@ def choose_sampling(
     """
     node = f"{group.ranks.node_rank} {group.ranks.host} {list(graph.store.parts)}" if plan.place else ""
     places = group.gather((node, plan.place))
+    if not any(place for _, place in places):
+        return SamplingChoice(False, plan.why)
+    from trainer.cuda.shared_memory import mappable_ranks, mutual_groups
+
     sharing = mutual_groups(mappable_ranks(group, node))
     members = next(ranks for ranks in sharing if group.rank in ranks)
     copies = sum(places[ranks[0]][0] == node for ranks in sharing)
@@ -255,6 +258,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def why_not(graph: Graph, device: torch.device) -> str:
     """Return why ``device`` cannot sample batches of this graph, or '' if it can. Does not check its memory."""
+    from trainer.cuda.availability import simulator_wanted, why_no_kernels
+
     if device.type != "cuda" and not simulator_wanted():
         return f"this rank trains on the {device.type.upper()}"
     if graph.gateway:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trainer.core.batch import AnyBatch
 from trainer.core.batch_cost import Cost
 from trainer.core.errors import TrainingError
 from trainer.core.ranks import RankGroup
@@ -23,7 +24,7 @@ from trainer.train.optimize import Optimizers
 from trainer.train.step_clock import Phase
 from trainer.train.step_timing import StepTimer, StepTimes, by_host, traffic
 from trainer.train.tasks.ranking import SplitScores, in_order
-from trainer.train.tasks.task import AnyBatch, Metric, Task
+from trainer.train.tasks.task import Metric, Task
 
 
 class Batches(Protocol):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from trainer.core.batch import AnyBatch
 from trainer.core.batch_cost import Cost
 from trainer.core.errors import CheckpointError
 from trainer.core.ranks import RankGroup
@@ -36,7 +37,7 @@ from trainer.train.optimize import Optimizers, averaged
 from trainer.train.run_times import RankTimes
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.baseline import Baseline
-from trainer.train.tasks.task import AnyBatch, Metric, Task, metric_named
+from trainer.train.tasks.task import Metric, Task, metric_named
 from trainer.train.val_scores import ValScore, why_ended
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.arrays import Ids
+from trainer.core.graph_attrs import held_out_links
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, LinkTypes, link_types
-from trainer.data.hold_out import held_out_links
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.node_links import leading_type
@@ -25,7 +25,7 @@ from trainer.nn.link_model import LinkModel
 from trainer.sampler.types import RowRequest
 from trainer.train.epoch import Score
 from trainer.train.loaders import loader_settings, named_type
-from trainer.train.model import embeddings_of, model_facts, on_rule
+from trainer.train.model import embeddings_of
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.task import at_k
 
@@ -121,7 +121,7 @@ def output_rows(
         degree, ages = bool(getattr(model, "needs_degree", False)), getattr(model, "timed", ())
         timed = loader_settings(settings, target, "val", degree, columns, ages)
         return whole.run_sampled(SeedsOnly(model, target, outputs), timed)
-    stack = stack_of(model, model_facts(on_rule(graph.manifest, settings, target), target, 0, settings.edge_attr))
+    stack = stack_of(model)
     if stack is not None:
         return whole.run(stack)
     sampling = replace(loader_settings(settings, HOMO_NODE, "val", False, columns), global_batch=nodes_at_once)

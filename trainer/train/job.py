@@ -14,27 +14,24 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.core.errors import PartitionError, SettingsError, TrainingError
+from trainer.core.graph_attrs import held_out_links
 from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import is_link_types, link_types, type_name
 from trainer.core.slabs import keep_freed_memory
-from trainer.data.hold_out import held_out_links
 from trainer.graph.cache_fill import cache_bytes, device_rows, fill_cache
 from trainer.graph.cache_policy import BatchPlan
 from trainer.graph.device import DeviceRows
 from trainer.graph.environment import await_own_server, compares_digests, is_client
-from trainer.graph.open import Graph, open_client, open_graph
+from trainer.graph.open import Graph, open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BlockLoader, columns_of
-from trainer.loader.labelled_edges import LabelledEdges, labelled_edges
 from trainer.nn.kernels.precision import why_slow
 from trainer.nn.models import is_own
 from trainer.sampler.rule_types import PPR
-from trainer.service.cluster import read_cluster
 from trainer.store.digest_check import checked_digests
 from trainer.store.part_store import open_parts
-from trainer.track.start import tracked
 from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint, settings_record
 from trainer.train.checkpoint_writer import checkpoint_writers
 from trainer.train.device_sampling import choose_sampling, plan_sampling
@@ -58,15 +55,14 @@ from trainer.train.model import (
     same_categories,
 )
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
-from trainer.train.start import start_from
 from trainer.train.tasks.baseline import Baseline, link_baseline, target_counts
 from trainer.train.tasks.choose import edge_task, metric_names, node_task
 from trainer.train.tasks.choose_target import learns_edge_labels, pick_target
-from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.task import Task
 from trainer.train.val_scores import check_task
 
 if TYPE_CHECKING:
+    from trainer.loader.labelled_edges import LabelledEdges
     from trainer.train.full_ranking import FullRanking
 
 _OWN_SHARE = "BatchNorm normalises each process's share of a batch, so the loss curve depends on their number"
@@ -104,6 +100,9 @@ def open_job_graph(job: TrainJob | InferJob, ranks: Ranks, damage: PartitionErro
                 f"no partition folder: give --parts (GNNFLEET_PARTS); only client nodes of a run need none, and node"
                 f" {ranks.node_rank} is not a client"
             )
+        from trainer.graph.connect import open_client
+        from trainer.service.cluster import read_cluster
+
         return open_client(
             read_cluster(job.cluster), ranks, key_file=job.key_file, deadline=job.timeout,
             remote_access=job.remote_access,
@@ -210,6 +209,8 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
     damage = find_damage(job, ranks)
     with ExitStack() as stack, join_ranks(ranks, device, settings.backend, settings.timeout) as group:
         if settings.track and group.rank == 0:  # under a launcher, the supervisor does this
+            from trainer.track.start import tracked
+
             stack.enter_context(tracked(job.run_dir, settings.track, {"train": settings_record(settings)}))
         graph = group.agree(lambda: stack.enter_context(open_job_graph(job, ranks, damage)))
         check_same_partition(graph, group)
@@ -235,10 +236,14 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
         splits = tuple(split for split in SPLITS if manifest.nodes[target].splits.get(split))
         task, why, baseline = node_task(graph, target, settings, splits, group)
     elif of_edges and not is_link_types(target):
+        from trainer.loader.labelled_edges import labelled_edges
+
         edges = group.agree(lambda: labelled_edges(graph, target, settings.time_attr))
         splits = tuple(edges)
         task, why, baseline = edge_task(graph, target, settings, edges, group)
     else:
+        from trainer.train.tasks.link import LinkPrediction
+
         names = group.agree(lambda: metric_names(settings, "link"))
         types = link_types(target)
         of = type_name(types[0]) if len(types) == 1 else f"{len(types)} edge types"
@@ -329,6 +334,8 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
 
         fit.restore(read_on_first(path, check, group))
     elif settings.start is not None:
+        from trainer.train.start import start_from
+
         started = start_from(settings.start, model, embedding, group)
         if is_first:
             print(started, flush=True)

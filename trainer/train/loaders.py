@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from trainer.core.errors import DataError, SettingsError
+from trainer.core.graph_attrs import HELD_OUT_TIME, TEST_LINKS, VAL_LINKS, decode_texts, held_out_links
 from trainer.core.schema import (
     HOMO_EDGE,
     EdgeType,
@@ -19,19 +20,16 @@ from trainer.core.schema import (
     type_name,
     types_with_messages,
 )
-from trainer.core.texts import decode_texts
-from trainer.data.hold_out import HELD_OUT_TIME, TEST_LINKS, VAL_LINKS, held_out_links
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings, sampling_of
-from trainer.loader.edge_endpoints import all_times
-from trainer.loader.labelled_edges import LABEL, SPLIT, LabelledEdges
 from trainer.sampler.settings import check_settings
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.choose_target import held_out_types
 
 if TYPE_CHECKING:
     from trainer.loader.edge_block_loader import EdgeBlockLoader
+    from trainer.loader.labelled_edges import LabelledEdges
     from trainer.loader.link_block_loader import LinkBlockLoader
     from trainer.loader.typed_link_loader import TypedLinkLoader
 
@@ -61,6 +59,7 @@ def link_loaders(
     held out without the times of ``time_attr``.
     """
     # imported here because they import torch_geometric, which takes seconds
+    from trainer.loader.edge_endpoints import all_times
     from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
     from trainer.loader.link_seeds import link_inputs
     from trainer.loader.node_links import leading_type
@@ -188,6 +187,7 @@ def edge_loaders(
 ) -> dict[str, EdgeBlockLoader]:  # fmt: skip
     """Return a loader of the labelled edges of each split. Raises ``SettingsError`` for ``neighbors`` by a rule."""
     from trainer.loader.edge_block_loader import EdgeBlockLoader  # imports torch_geometric
+    from trainer.loader.labelled_edges import LABEL, SPLIT
 
     rule = settings.neighbors and settings.neighbors.rule
     if rule:

@@ -15,15 +15,13 @@ from torch import Tensor, nn
 
 from trainer.core.arrays import Ids
 from trainer.core.errors import CheckpointError, SettingsError
+from trainer.core.graph_attrs import decode_texts, is_task_table
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType, is_link_types, link_types, types_with_messages
-from trainer.core.texts import decode_texts, is_task_table
 from trainer.graph.open import Graph, open_graph
 from trainer.loader.block_loader import edge_attrs
 from trainer.nn.categories import Categories, Category, CategoryEmbeddings, categories_of, texts_name
-from trainer.nn.edge_model import build_edge_model
 from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs, with_categories
-from trainer.nn.link_model import build_link_model, link_facts
 from trainer.nn.models import HETERO_MODELS, build_model, is_own
 from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
 from trainer.sampler.rules import check_rule, rule_edges, rule_schema
@@ -53,7 +51,11 @@ def model_facts(
         specs = edge_attrs(manifest, edge_attr)
         facts = replace(facts, edge_dims={of: math.prod(spec.shape[1:]) for of, spec in specs.items()})
     facts = with_categories(facts, categories or {})
-    return replace(facts, num_classes=outputs) if isinstance(target, str) else link_facts(facts, target)
+    if isinstance(target, str):
+        return replace(facts, num_classes=outputs)
+    from trainer.nn.link_model import link_facts
+
+    return link_facts(facts, target)
 
 
 def on_rule(manifest: Manifest, settings: TrainSettings, target: Target) -> Manifest:
@@ -154,8 +156,12 @@ def make_model(
     if isinstance(target, str):
         model = build(settings, facts, embedding)
     elif edge_outputs and not is_link_types(target):
+        from trainer.nn.edge_model import build_edge_model
+
         model = build_edge_model(settings, facts, target, edge_outputs, embedding, build)
     else:
+        from trainer.nn.link_model import build_link_model
+
         model = build_link_model(settings, facts, target, embedding, build)
     plain = {
         "in_dims": dict(facts.in_dims), "edge_dims": dict(facts.edge_dims),

@@ -7,11 +7,9 @@ import os
 import torch
 from torch import Tensor
 
-from trainer.cuda.availability import simulator_wanted, why_no_kernels
-
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32)
 
-_SIMULATED = simulator_wanted()
+_SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"  #: run kernels in numba's simulator, for tests
 
 _TORCH_ONLY = os.environ.get("GNNFLEET_TORCH_OPS") == "1"  #: leave kernels of numba-cuda out of layers
 
@@ -24,4 +22,6 @@ def runs_cuda_kernels(rows: Tensor) -> bool:
     """
     if not (rows.is_cuda or _SIMULATED) or _TORCH_ONLY:
         return False
+    from trainer.cuda.availability import why_no_kernels
+
     return rows.dtype in _DTYPES and not why_no_kernels(rows.device)

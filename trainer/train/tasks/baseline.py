@@ -13,16 +13,14 @@ from torch import Tensor
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType
 from trainer.graph.open import Graph
-from trainer.loader.edge_endpoints import StoredEndpoints
-from trainer.nn.link_metrics import LinkSums
 from trainer.train.tasks.classification import Classification
 from trainer.train.tasks.labels import SeedLabels, labels_01
-from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.regression import Regression
 from trainer.train.tasks.task import Labels, Task
 
 if TYPE_CHECKING:
     from trainer.loader.link_block_loader import LinkBlockLoader
+    from trainer.train.tasks.link import LinkPrediction
 
 #: Scores the ranking of all targets by given numbers, float64 [targets], by the metrics of the given names. Collective.
 FullRanking: TypeAlias = Callable[[Tensor, Sequence[str]], dict[str, float]]
@@ -73,6 +71,8 @@ def target_counts(graph: Graph, edge_type: EdgeType, group: RankGroup) -> Tensor
 
     Of very many edges, equally spaced ones are counted.
     """
+    from trainer.loader.edge_endpoints import StoredEndpoints
+
     ends, size = StoredEndpoints(graph, edge_type), graph.manifest.nodes[edge_type[2]].num_nodes
     every = max(1, -(-len(ends) // _MOST_COUNTED))
 
@@ -94,6 +94,7 @@ def link_baseline(
     ``counts``: result of ``target_counts``. ``full``: for each split that is ranked
     among all targets, a function that scores such a ranking.
     """
+    from trainer.nn.link_metrics import LinkSums
 
     def scored(loader: LinkBlockLoader) -> Tensor:
         sums = LinkSums(task.hits)

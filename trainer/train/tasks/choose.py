@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 
 from trainer.core.errors import DataError, SettingsError
+from trainer.core.graph_attrs import CLASSES
 from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType, NodeType, type_name
-from trainer.data.build import CLASSES
 from trainer.graph.open import Graph
-from trainer.loader.labelled_edges import LabelledEdges
 from trainer.nn.models import is_own
 from trainer.train.tasks.baseline import Baseline, node_baseline
 from trainer.train.tasks.choose_target import check_trainable
@@ -30,11 +29,13 @@ from trainer.train.tasks.labels import (
     numbers,
     own_labels,
 )
-from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.multilabel import MultiLabel
 from trainer.train.tasks.ranking import MOST_SCORES, SCORE_BYTES
 from trainer.train.tasks.regression import Regression
 from trainer.train.tasks.task import FULL_RANKING, METRICS, RANKING, Kind, Task, has_metric
+
+if TYPE_CHECKING:
+    from trainer.loader.labelled_edges import LabelledEdges
 
 
 class TaskSettings(Protocol):
@@ -194,5 +195,7 @@ def of_record(record: Mapping[str, Any]) -> Task:
     if kind == "classification":
         return Classification(record["outputs"], names=names)
     if kind == "link":
+        from trainer.train.tasks.link import LinkPrediction
+
         return LinkPrediction(record["outputs"], names, record["loss"])
     return MultiLabel(record["outputs"], names)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trainer.core.errors import DataError, SettingsError
+from trainer.core.graph_attrs import held_out_names
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, LinkTypes, NodeType, is_link_types, type_name
-from trainer.data.hold_out import held_out_names
 from trainer.graph.open import Graph
 from trainer.store.manifest import Manifest, NodeSpec
 

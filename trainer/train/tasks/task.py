@@ -9,9 +9,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
-from trainer.core.batch import Batch, HeteroBatch, LinkEnds
-
-AnyBatch: TypeAlias = Batch | HeteroBatch
+from trainer.core.batch import LinkEnds
 
 Kind: TypeAlias = Literal["classification", "regression", "multilabel", "link"]
 

@@ -48,11 +48,13 @@ class FittedTable:
             for column, most in zip(columns, widest, strict=True)
         ]
         shown = fitting(columns, needed, options.max_width)
-        room = options.max_width - _total(shown, needed)
+        room, widths = options.max_width - _total(shown, needed), list(needed)
+        for i in sorted(shown, key=lambda i: -columns[i].worth):
+            widths[i] = min(widest[i], needed[i] + max(room, 0))
+            room -= widths[i] - needed[i]
         table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
         for i in shown:
-            column = columns[i]
-            width = min(widest[i], needed[i] + room) if column.cut_to is not None else needed[i]
+            column, width = columns[i], widths[i]
             table.add_column(
                 column.title,
                 justify="right" if column.right else "left",

@@ -211,3 +211,26 @@ def test_no_word_of_the_live_view_is_lost_at_the_edge(monkeypatch: pytest.Monkey
     text = " ".join(" ".join(str(line) for line in shown).split())
     assert board.findings[0] in text and question in text
     assert all(len(line) <= 40 and "…" not in line for line in shown)
+
+
+@pytest.mark.parametrize("width", [120, 140, 200])
+def test_only_columns_that_may_be_cut_are_cut(width: int) -> None:
+    why = "server of node2 was not ready within 120 s (run.start_timeout): it has not written server.ready"
+    entry = Entry(
+        "shop-20261127-223419-ace4",
+        "",
+        0.0,
+        "configs/shop.yml",
+        "3 nodes × 3 ranks",
+        "failed",
+        180.0,
+        "",
+        None,
+        why,
+        None,
+    )
+    resumed = replace(entry, config="", resumed_from="cluster-20261127-225341-d1c8")
+    titles, first, second = printed(run_history.rendered([entry, resumed]), width)
+    assert titles.split() == ["when", "run", "config", "size", "state", "took", "result"]
+    assert "shop-20261127-223419-ace4  " in first and "  3 nodes × 3 ranks  failed  3 min  server of" in first
+    assert second.count("…") <= 2

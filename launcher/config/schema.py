@@ -285,8 +285,8 @@ class DataConfig:
 #: Names of the bundled models.
 MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn", "embedding", "token-transformer")
 
-#: Bundled models that read the scores of neighbours by PageRank or walks.
-RULE_MODELS = ("sage", "rsage", "token-transformer")
+#: Bundled models that do not read the scores of neighbours by PageRank or walks.
+WITHOUT_SCORES = ("lightgcn", "embedding")
 
 #: Settings of `train` that only some bundled models read, and no class.
 OF_MODELS: Mapping[str, tuple[str, ...]] = {
@@ -402,7 +402,7 @@ class Schedule:
 NEIGHBORS: Mapping[str, str] = {
     "fanout": "",
     "top": "",
-    "ppr": "alpha eps edge_types",
+    "ppr": "alpha eps edge_types direction",
     "walks": "num_walks length restart metapath",
 }
 
@@ -414,8 +414,8 @@ class Neighbors:
     name: Literal["fanout", "top", "ppr", "walks"] = setting(
         "`fanout` draws them; `top` takes those of the highest `train.weight_attr`, or without it the latest by "
         "`train.time_attr`; `ppr` those of the highest personalised PageRank; `walks` those that random walks visit "
-        "most often (PinSAGE). The last two for tasks of vertices, with sage, rsage, token-transformer and model "
-        "classes that read edge_weight."
+        "most often (PinSAGE). The last two with all models but lightgcn and embedding, and model classes that read "
+        "edge_weight."
     )
     alpha: float | None = setting(
         "ppr: probability that a walk ends before each step; default: 0.15.", None, above=0, below=1
@@ -427,6 +427,11 @@ class Neighbors:
         below=1,
     )
     edge_types: tuple[str, ...] | None = setting("ppr: edge types that walks follow; default: all.", None, form=WORD)
+    direction: Literal["in", "out", "both"] | None = setting(
+        "ppr: `in`: walks go from the target of an edge to its source; `out`: from source to target, along reverse "
+        "edges, which `undirected` in `data.options` makes; default: in, also along reverse edges.",
+        None,
+    )
     num_walks: int | None = setting("walks: number of walks from each vertex; default: 50.", None, at_least=1)
     length: int | None = setting("walks: steps of each walk; default: 4.", None, at_least=1)
     restart: float | None = setting(

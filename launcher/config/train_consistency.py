@@ -15,9 +15,9 @@ from launcher.config.schema import (
     NEIGHBORS,
     OF_MODELS,
     OPTIMIZERS,
-    RULE_MODELS,
     SCHEDULES,
     TRACKERS,
+    WITHOUT_SCORES,
     ClusterConfig,
     Neighbors,
     Schedule,
@@ -248,11 +248,9 @@ def _neighbors(neighbors: Neighbors, train: TrainConfig, reader: Reader) -> None
         reader.report(("train", "replace"), f"train.replace: has no effect with neighbors: {name}; leave it out")
     if name not in ("ppr", "walks"):
         return
-    if train.model in MODELS and train.model not in RULE_MODELS:
-        models = f"{', '.join(RULE_MODELS)}, or a class that reads edge_weight"
-        reader.report(place, f"train.neighbors: {train.model} does not read the scores that {name} gives; use {models}")
-    if train.task == "link" or train.task.startswith("edge-"):
-        reader.report(place, f"train.neighbors: {name} is for tasks of vertices, not for {train.task}")
+    if train.model in WITHOUT_SCORES:
+        text = f"train.neighbors: {train.model} does not read the scores that {name} gives; use another model"
+        reader.report(place, text)
     if train.edge_attr:
         text = f"train.edge_attr: neighbors: {name} makes edges of its own, which have no attributes; leave it out"
         reader.report(("train", "edge_attr"), text)

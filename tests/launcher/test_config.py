@@ -196,10 +196,9 @@ MISTAKES = {
         "3: train.schedule.name: expected one of constant, cosine, step, plateau, one-cycle, found the text `cosin`; "
         "did you mean `cosine`?"
     ],
-    TWO + "train:\n  neighbors: {name: ppr, restart: 0.2}\n  model: gcn\n": [
-        "4: train.neighbors.restart: ppr has no such key; it has alpha, eps, edge_types",
-        "4: train.neighbors: gcn does not read the scores that ppr gives; use sage, rsage, token-transformer, or a "
-        "class that reads edge_weight",
+    TWO + "train:\n  neighbors: {name: ppr, restart: 0.2}\n  model: lightgcn\n  task: link\n": [
+        "4: train.neighbors.restart: ppr has no such key; it has alpha, eps, edge_types, direction",
+        "4: train.neighbors: lightgcn does not read the scores that ppr gives; use another model",
     ],
     TWO + "train:\n  schedule:\n    name: step\n    rise: 0.1\n    warmup_steps: 4\n    warmup_epochs: 1\n": [
         "6: train.schedule.rise: step has no such key; it has every, factor",

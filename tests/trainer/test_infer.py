@@ -94,10 +94,26 @@ def test_logits_equal_those_of_sampling_all_neighbours(model: str, trained: Path
     assert not list(tmp_path.glob(".layers*"))
 
 
+def test_the_heaviest_and_the_latest_neighbours_are_those_of_evaluation(tmp_path: Path) -> None:
+    parts = write_parts(tmp_path / "parts", 3, edge_weight=True)
+    top: dict[str, Any] = {"neighbors": "top", "weight_attr": "edge_weight", "fanouts": (4, 2)}
+    train(job(parts, tmp_path / "run", lr=0.01, **top), Ranks())
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
+    result = infer(InferJob(checkpoint, parts, tmp_path / "out", nodes_at_once=50), Ranks())
+    assert "sage was run on the heaviest neighbours (4, 2), as in evaluation" in result.files
+    logits, ended = whole_logits(tmp_path / "out"), metrics(tmp_path / "run", "result")[0]
+    assert result.metrics["test"]["accuracy"] == pytest.approx(ended["test_accuracy"])
+    model, _ = trained_model(load_checkpoint(checkpoint))
+    with open_graph(parts) as graph, torch.no_grad():
+        heaviest = LoaderSettings("train", (4, 2), 100, weight="edge_weight", top=True)
+        for batch in BatchLoader(graph, heaviest, 0, RankLayout.single(3)).epoch(0):
+            np.testing.assert_allclose(logits[batch.n_id[: batch.num_seeds]], model(batch).numpy(), atol=1e-4)
+
+
 @pytest.mark.slow
 def test_results_on_two_ranks_differ_only_by_rounding(trained: Path, tmp_path: Path) -> None:
-    # Two processes infer two models, one with all nodes of a part at once and one with 23 nodes at once.
-    chosen = {"gat": 10_000, "rgcn": 23}
+    # Two processes infer three models, one with all nodes of a part at once and two with 23 nodes at once.
+    chosen = {"gat": 10_000, "rgcn": 23, "token-transformer": 23}
     runs = []
     for model, at_once in chosen.items():
         parts, checkpoint = parts_of(trained, MODELS[model]), trained / model / "checkpoints" / "last.pt"

@@ -84,6 +84,30 @@ def test_gat_equals_torch_geometric(concat: bool, kind: str) -> None:
         torch.testing.assert_close(weight.grad, theirs.get_parameter(name).grad, atol=1e-3, rtol=1e-4)
 
 
+def test_scores_of_neighbours_weight_means_and_attention() -> None:
+    torch.manual_seed(0)
+    block = Block(torch.tensor([0, 3, 5, 5]).int(), torch.tensor([3, 4, 0, 2, 5]).int(), 6)
+    scores = torch.tensor([6.0, 2, 1, 0.03, 0.01])
+    weighted, x = replace(block, edge_weight=scores), torch.randn(6, 4)
+    share = torch.zeros(3, 6).index_put_((torch.tensor([0, 0, 0, 1, 1]), block.indices.long()), scores)
+    share = share / share.sum(1, keepdim=True).clamp(min=1e-9)
+    count = torch.tensor([[3.0], [2], [0]])
+    gcn, gat = layers.GCNConv(4, 5), layers.GATConv(4, 3, 2, concat=True)
+    assert torch.allclose(gcn(weighted, x), gcn.lin((x[:3] + count * share @ x) / (count + 1)) + gcn.bias, atol=1e-6)
+    # the attention of plain edges, times the share of the score, as a multiple of that of plain edges
+    looped = layers.with_self_loops(block)
+    h = gat.lin(x).view(6, 2, 3)
+    before, targets = gat._attention(looped, h), spmm.edge_targets(looped)
+    multiple = (share * count)[targets, looped.indices.long()]
+    multiple[looped.indptr[1:].long() - 1] = 1
+    after = before * multiple[:, None]
+    after = after / torch.zeros(3, 2).index_add_(0, targets, after)[targets]
+    expected = torch.zeros(3, 2, 3).index_add_(0, targets, after[..., None] * h[looped.indices.long()])
+    assert torch.allclose(gat(weighted, x), expected.flatten(1) + gat.bias, atol=1e-6)
+    equal = replace(block, edge_weight=torch.full((5,), 0.2))
+    assert torch.allclose(gat(equal, x), gat(block, x), atol=1e-6)
+
+
 def test_attention_dropout_depends_on_the_edge_and_not_on_the_batch() -> None:
     layer, x, n_id = layers.GATConv(8, 5, 3, True, dropout=0.5), torch.randn(60, 8), torch.randperm(900)[:60]
     whole = whole_graph_block(60, graph_of("loops"))

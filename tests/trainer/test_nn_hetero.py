@@ -26,7 +26,7 @@ from nn_kit import (
     typed_edges,
     whole_graph_block,
 )  # fmt: skip
-from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.batch import Batch, Block, HeteroBatch
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, node_salt
 from trainer.nn import hetero_layers as layers
@@ -103,6 +103,18 @@ def test_hgt_equals_torch_geometric(in_dim: int) -> None:
     assert set(out) == set(expected)
     for of, h in out.items():
         torch.testing.assert_close(h, expected[of], atol=1e-5, rtol=1e-5)
+
+
+def test_scores_of_neighbours_weight_the_attention_of_hgt() -> None:
+    torch.manual_seed(0)
+    need = LayerNeed(("paper",), ("paper",), (CITES,))
+    layer, x = layers.HGTConv(need, {"paper": 8}, 8, heads=2), {"paper": torch.randn(5, 8)}
+    twice = Block(torch.tensor([0, 3, 4]).int(), torch.tensor([3, 3, 2, 4]).int(), 5)
+    scored = Block(
+        torch.tensor([0, 2, 3]).int(), torch.tensor([3, 2, 4]).int(), 5, edge_weight=torch.tensor([4, 2, 9.0])
+    )
+    rows = [layer({CITES: block}, x, {"paper": 2})["paper"] for block in (twice, scored)]
+    assert torch.allclose(*rows, atol=1e-6)
 
 
 def test_layers_compute_only_types_that_reach_the_target() -> None:

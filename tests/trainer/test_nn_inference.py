@@ -21,10 +21,17 @@ from partitions import write_store
 from train_kit import run_forked
 from trainer import DistNeighborLoader
 from trainer.core.errors import SettingsError
+from trainer.core.ranks import RankGroup, Ranks
 from trainer.graph.seed_order import RankLayout
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.nn import trim
+from trainer.nn.graph_facts import facts_of
 from trainer.nn.inference import inference
+from trainer.nn.layerwise_inference import BlockStack, WholeGraph
+from trainer.nn.models import build_model
 from trainer.nn.trim import by_degrees
+from trainer.sampler.types import TimeRule
+from trainer.train.settings import TrainSettings
 
 
 def model_of(kind=GraphSAGE, **how):
@@ -40,6 +47,23 @@ def test_layer_by_layer_equals_the_whole_graph_at_once(kind, jk, cache):
     for source in (data, parts_of(data, 2)):
         loader = DistNeighborLoader(source, [-1], batch_size=13, shuffle=True)
         assert torch.allclose(inference(model, loader, cache=cache), whole, atol=1e-5)
+
+
+def test_the_latest_neighbours_of_each_hop_are_those_that_are_sampled(tmp_path):
+    data = homo_data()
+    data.time = torch.full((60,), 1000)
+    graph, model = (
+        parts_of(data, 2),
+        build_model(TrainSettings(fanouts=(4, 2), hidden=8), facts_of(parts_of(data).manifest)),
+    )
+    group = RankGroup(Ranks(), torch.device("cpu"))
+    latest = WholeGraph(graph, graph.layout, group, tmp_path, 9, top=(4, 2), latest=TimeRule("edge_time", "edge", True))
+    rows = latest.run(BlockStack(model.eval()))["node"]
+    sampled = LoaderSettings("train", (4, 2), 10, time_attr="edge_time", top=True)
+    with torch.no_grad():
+        for batch in BatchLoader(graph, sampled, 0, graph.layout).epoch(0):
+            ids = graph.store.to_global("node", batch.n_id[: batch.num_seeds].numpy())
+            assert torch.allclose(torch.from_numpy(rows.values[rows.shares.rows(ids)]), model(batch), atol=1e-5)
 
 
 def test_graphs_stored_as_adj_t():

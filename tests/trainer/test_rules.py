@@ -16,12 +16,19 @@ from torch_geometric.utils import ppr as pyg_ppr
 from torch_geometric.utils import sort_edge_index, to_undirected
 
 from load_kit import CITES, REV, WRITES, assert_same, hetero_data, homo_data, parts_of
-from samplers_kit import TWO_HOSTS, assert_same_everywhere
+from samplers_kit import TWO_HOSTS, assert_same_everywhere, over_the_wire
 from train_kit import curve, job, run_ranks, write_parts
 from trainer import DistPPRLoader, DistWalkLoader
 from trainer.core.errors import SettingsError
+from trainer.core.ranks import Ranks
+from trainer.core.schema import HOMO_EDGE
+from trainer.infer.infer import infer
 from trainer.sampler import ruled_hops
-from trainer.train.settings import TrainSettings
+from trainer.sampler.rule_types import PPR
+from trainer.sampler.rules import rule_edges
+from trainer.sampler.types import SampleSettings, SeedSet, TimeRule
+from trainer.train.job import train
+from trainer.train.settings import InferJob, TrainSettings
 
 SEEDS = torch.tensor([7, 3, 12, 3, 40])
 
@@ -165,6 +172,76 @@ def test_neighbours_are_bit_identical_everywhere(case):
             assert len(source) and (source <= seed).all()
 
 
+REV_CITES = ("paper", "rev_cites", "paper")
+
+
+def test_directions_are_those_of_the_edges_and_their_reverses():
+    data = hetero_data()
+    data[REV_CITES].edge_index = data[CITES].edge_index.flip(0)
+    options = {"k": 300, "input_nodes": ("paper", SEEDS), "alpha": 0.3, "eps": 1e-6, "batch_size": len(SEEDS)}
+    named = {"in": [WRITES, CITES], "out": [REV, REV_CITES], "both": [WRITES, CITES, REV, REV_CITES]}
+    for direction, types in named.items():
+        (expected,) = DistPPRLoader(data, edge_types=types, **options)
+        for edge_types in (None, [CITES, WRITES]):
+            (batch,) = DistPPRLoader(data, direction=direction, edge_types=edge_types, **options)
+            assert_same(batch, expected)
+    (batch,) = DistPPRLoader(data, direction="out", **options)
+    cited = {v: {of[1] for of in sources} for (_, v), sources in in_edges_of(data, [REV_CITES]).items()}
+    for position, found in scores_of(batch, True).items():
+        nearest = {node for (_, node), _ in found.items()} & cited[int(SEEDS[position])]
+        assert nearest == cited[int(SEEDS[position])] - {int(SEEDS[position])}
+
+
+def test_a_direction_without_reverse_edges_names_the_option_that_makes_them():
+    with pytest.raises(SettingsError, match="'rev_cites', 'paper'.* undirected: true and reverse_types: true"):
+        DistPPRLoader(hetero_data(), 5, "paper", direction="both")
+    with pytest.raises(SettingsError, match="partition it with option undirected: true, and leave direction out"):
+        DistPPRLoader(homo_data(), 5, direction="out")
+
+
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_edges_between_hidden_pairs_are_not_followed(typed, bounded):
+    data, of = (hetero_data(), CITES) if typed else (homo_data(40, 300), HOMO_EDGE)
+    store, node = (data[of], data["paper"]) if typed else (data, data)
+    hidden = store.edge_index[:, ::3]
+    pairs = {*zip(*hidden.tolist(), strict=True)}
+    target, stays = of[2], torch.tensor([pair not in pairs for pair in zip(*store.edge_index.tolist(), strict=True)])
+    left = data.edge_subgraph({of: stays} if typed else stays)
+    seeds, time = np.arange(20), TimeRule("time", "node") if bounded else None
+    rule = PPR(alpha=0.3, eps=1e-6)
+
+    def scores(graph, exclude):
+        types = rule_edges(rule, graph.manifest, [target], 1)
+        settings = SampleSettings(
+            dict.fromkeys(types, (200,)),
+            weight=None if bounded else "edge_weight",
+            time=time,
+            disjoint=bounded,
+            ask_again=False,
+            rule=rule,
+        )
+        sampler = graph.sampler(settings, {}, ("", ()))
+        ids = graph.store.to_global(target, seeds)
+        times = {target: node.time[seeds].numpy()} if bounded else {}
+        exclude = {of: tuple(graph.store.to_global(of[0], ends) for ends in exclude)} if len(exclude) else {}
+        found = sampler.sample(SeedSet({target: ids}, {target: seeds}, times, exclude), 5)
+        return {
+            (int(seed), each[0], int(found.rows[each[0]]["orig_id"][source])): float(score)
+            for each, edges in found.subgraph.edges.items() if edges.scores is not None
+            for source, seed, score in zip(edges.src, edges.dst(), edges.scores, strict=True)
+        }  # fmt: skip
+
+    expected = scores(parts_of(left, 2), ())
+    exclude = hidden.flip(0).numpy()
+    with over_the_wire(data) as wired:
+        for graph in (parts_of(data, 3), wired):
+            found = scores(graph, exclude)
+            assert max(abs(found.get(key, 0) - expected.get(key, 0)) for key in {*found, *expected}) < 1e-3
+        assert scores(parts_of(data, 3), exclude) == scores(wired, exclude)
+    assert max(abs(value - expected.get(key, 0)) for key, value in scores(parts_of(data, 1), ()).items()) > 0.01
+
+
 def test_a_push_that_meets_more_nodes_than_it_has_room_for_starts_again(monkeypatch):
     graph, options = parts_of(hetero_data(), 2), {"eps": 1e-5, "batch_size": 70}
     (expected,) = DistPPRLoader(graph, 5, "paper", **options)
@@ -270,11 +347,11 @@ def test_a_metapath_has_to_lead_back_to_the_seeds(path, message):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"neighbors": "ppr", "model": "gcn"}, "model gcn does not read the scores that ppr gives; use sage, rsage"),
+        ({"neighbors": "ppr", "model": "lightgcn"}, "model lightgcn does not read the scores that ppr gives"),
+        ({"neighbors": {"name": "walks", "direction": "in"}}, "neighbors.direction: walks has no such key"),
         ({"neighbors": {"name": "ppr", "length": 3}}, "neighbors.length: ppr has no such key"),
         ({"neighbors": {"name": "ppr", "alpha": 1}}, "neighbors.alpha is 1.0; it must be less than 1"),
         ({"neighbors": "walks", "sampling": "cuda"}, "sampling: neighbours by walks are chosen by the CPU"),
-        ({"neighbors": "walks", "task": "link"}, "walks is for tasks of nodes, not for link"),
         ({"neighbors": "ppr", "replace": True}, "replace: cannot be used with neighbors: ppr"),
     ],
 )
@@ -286,7 +363,33 @@ def test_settings_of_training_that_do_not_fit_are_refused(settings, message):
 MODELS_OF_SCORES = {
     "sage": {"neighbors": "ppr", "weight_attr": "edge_weight"},
     "torch_geometric.nn.GCN": {"neighbors": {"name": "walks", "num_walks": 20}},
+    "gcn": {"neighbors": "ppr", "task": "link", "target": "node__to__node"},
 }
+
+PUSHED = {"name": "ppr", "eps": 1e-3}
+
+LEARNED = {
+    "links": ("synthetic", "gat", {"task": "link", "neighbors": PUSHED, "eval_negatives": "all"}),
+    "typed links": (
+        "synthetic-hetero", "hgt",
+        {"task": "link", "target": "paper__cites__paper,author__writes__paper", "neighbors": PUSHED},
+    ),
+    "links by walks": ("synthetic", "token-transformer", {"task": "link", "neighbors": {"name": "walks"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEARNED)
+def test_links_are_learned_from_neighbours_by_a_rule(case, tmp_path):
+    dataset, model, settings = LEARNED[case]
+    of = "node__to__node" if dataset == "synthetic" else "paper__cites__paper"
+    parts = write_parts(tmp_path / "parts", 2, dataset, num_nodes=200, hold_out=of)
+    result = train(job(parts, tmp_path / "run", model=model, epochs=4, lr=0.01, batch_size=400, **settings), Ranks())
+    losses = curve(tmp_path / "run")
+    assert result.test is not None and losses[-1] < losses[0]
+    found = infer(InferJob(tmp_path / "run" / "checkpoints" / "last.pt", parts, tmp_path / "out"), Ranks())
+    assert f"{model} was run on neighbours by {settings['neighbors']['name']} (5, 5)" in found.files
+    if case != "links by walks":  # whose draws are those of another step
+        assert found.metrics["test"] == pytest.approx(dict(result.test))
 
 
 @pytest.mark.slow

@@ -77,9 +77,9 @@ def held_out_links(graph_attrs: Mapping[str, Array], of: EdgeType, split: str) -
     val = split == "val"
     links, times = graph_attrs.get(VAL_LINKS if val else TEST_LINKS), graph_attrs.get(VAL_TIMES if val else TEST_TIMES)
     types = graph_attrs.get(VAL_TYPES if val else TEST_TYPES)
-    if links is None or types is None:
-        return links, times
     names = held_out_names(graph_attrs)
+    if links is None or types is None:
+        return (links, times) if not names or type_name(of) in names else (None, None)
     own = np.asarray(types) == (names.index(type_name(of)) if type_name(of) in names else -1)
     return np.asarray(links)[:, own], None if times is None else np.asarray(times)[own]
 

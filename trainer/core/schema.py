@@ -88,6 +88,11 @@ def link_types(of: EdgeType | LinkTypes) -> LinkTypes:
     return of if is_link_types(of) else (of,)
 
 
+def seed_types(of: AnyType | LinkTypes) -> tuple[NodeType, ...]:
+    """Return the node types of the seeds for what is predicted: a node type, or the ends of links, targets first."""
+    return (of,) if isinstance(of, str) else tuple(dict.fromkeys(end for each in link_types(of) for end in each[::-2]))
+
+
 def reverse_type(edge_type: EdgeType, known: Collection[EdgeType]) -> EdgeType | None:
     """Return the type of the reverse edges of ``edge_type``, or None if it is not among ``known``, all edge types.
 

@@ -172,7 +172,7 @@ class SampledEdges(EdgePredictions):
     def _loader(self, edges: LabelledEdges, split: str) -> EdgeBlockLoader:
         degree = bool(getattr(self.model, "needs_degree", False))
         names = self.model.encoder.categories.names
-        loading = loader_settings(self.settings, self.edge_type[2], split, degree, names)
+        loading = loader_settings(self.settings, self.edge_type, split, degree, names)
         return EdgeBlockLoader(self.graph, loading, edges, self.group.rank, self.layout, self.settings.hide)
 
 

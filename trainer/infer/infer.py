@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
-from trainer.core.schema import AnyType, LinkTypes, is_link_types, link_types, target_name, type_name
+from trainer.core.schema import AnyType, LinkTypes, is_link_types, link_types, seed_types, target_name, type_name
 from trainer.graph.open import Graph
 from trainer.infer.edge_predictions import EdgePredictions, SampledEdges
 from trainer.infer.link_predictions import (
@@ -97,14 +97,16 @@ def _infer(
     group.agree(lambda: read_categories(model, graph))
     how, fanouts = "", None
     timed = settings.time_attr is not None and isinstance(target, str)
-    ruled = settings.neighbors is not None and settings.neighbors.rule is not None
+    neighbors = settings.neighbors.name if settings.neighbors else "fanout"
     by_edge = isinstance(model, EdgeModel) and (settings.hide or settings.time_attr is not None)
-    if timed or ruled or by_edge or stack_of(model) is None:
+    stacked = neighbors not in ("ppr", "walks") and stack_of(model) is not None
+    if timed or by_edge or not stacked or neighbors == "top":
         fanouts = job.fanouts or settings.eval_fanouts or settings.fanouts
         if len(fanouts) != len(settings.fanouts):
             raise SettingsError(f"fanouts has {len(fanouts)} numbers, but the model has {len(settings.fanouts)} layers")
-        by = f" by {settings.neighbors.name}" if ruled and settings.neighbors else ""
-        on = f"sampled neighbours{by} ({', '.join(map(str, fanouts))})" if max(fanouts) > 0 else "all neighbours"
+        top = "the heaviest neighbours" if settings.weight_attr else "the latest neighbours"
+        kind = {"fanout": "sampled neighbours", "top": top}.get(neighbors, f"neighbours by {neighbors}")
+        on = f"{kind} ({', '.join(map(str, fanouts))})" if max(fanouts) > 0 else "all neighbours"
         at = ", of each node not later than its own time" if timed else ""
         if by_edge:
             at = ", of each edge not later than its own time" if settings.time_attr else ", without the edge itself"
@@ -116,7 +118,7 @@ def _infer(
         sampled = SampledEdges(graph, model, task, settings, layout, group)
         files = sampled.write(job.out, parquet, job.probabilities)
         return InferResult(target, task.kind, epoch, sampled.metrics(), len(sampled.stored), files + how, fanouts)
-    rows = output_rows(model, target, graph, settings, layout, scratch, group, job.nodes_at_once, task.outputs)
+    rows = output_rows(model, target, graph, settings, layout, scratch, group, job.nodes_at_once)
     sizes = {of: spec.num_nodes for of, spec in graph.manifest.nodes.items()}
     if isinstance(target, str):
         files = write_node_predictions(
@@ -142,7 +144,7 @@ def _infer(
     if saved.settings["time_attr"] is not None:
         files += "; embeddings and scores are for a time after all edges of the graph"
     metrics = link_metrics(links, model, rows, settings, task, layout)
-    count = sum(sizes[of] for of in {end for of in link_types(target) for end in (of[0], of[2])})
+    count = sum(sizes[of] for of in seed_types(target))
     return InferResult(target, task.kind, epoch, metrics, count, files + how, fanouts)
 
 

@@ -25,7 +25,7 @@ from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrde
 from trainer.loader.arguments import time_level
 from trainer.sampler.multi_hop import block_edges, cut_block
 from trainer.sampler.rule_types import Rule
-from trainer.sampler.rules import check_rule, num_requests, rule_edges
+from trainer.sampler.rules import check_rule, num_requests, rule_edges, without_silent
 from trainer.sampler.settings import check_settings
 from trainer.sampler.subgraph_sampler import SampledBatch, SubgraphSampler
 from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet, TimeRule
@@ -61,6 +61,7 @@ class LoaderSettings:
         ages: Node types with the attribute ``time_attr`` of which batches get ``age``.
         rule: A rule that chooses the neighbours, with scores, instead of draws among the edges.
         silent: Edge types that are not sampled, and neither are their reverses.
+        ends: With ``rule``: node types of the seeds, if they are links. Default: ``target``.
     """
 
     split: str
@@ -84,6 +85,7 @@ class LoaderSettings:
     ages: tuple[NodeType, ...] = ()
     rule: Rule | None = None
     silent: tuple[EdgeType, ...] = ()
+    ends: tuple[NodeType, ...] = ()
 
 
 class BlockLoader(ABC):
@@ -322,8 +324,9 @@ def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
     given, rule = settings.fanouts, settings.rule
     types = types_with_messages(graph.manifest.edges, settings.silent)
     if rule is not None:
-        check_rule(graph.manifest, rule, [settings.target])
-        types = rule_edges(rule, graph.manifest, [settings.target], len(given))
+        rule, ends = without_silent(rule, graph.manifest, settings.silent), settings.ends or (settings.target,)
+        check_rule(graph.manifest, rule, ends)
+        types = rule_edges(rule, graph.manifest, ends, len(given))
     every = {of: tuple(given) for of in types} if not isinstance(given, Mapping) else dict(given)
     time, top = None, settings.top
     if settings.time_attr is not None:

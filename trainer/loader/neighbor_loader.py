@@ -39,6 +39,8 @@ class NodeLoader(PyGLoader):
         attrs: AttrNames | None, options: LoadOptions, output: OutputOptions, rank: int | None,
         layout: RankLayout | None,
     ):  # fmt: skip
+        if input_time is not None and settings.time is None:
+            raise SettingsError("input_time is given without time_attr; name the attribute that holds times")
         self.inputs = node_inputs(graph, input_nodes, input_time, input_id)
         self._several = isinstance(input_nodes, Mapping)
         super().__init__(
@@ -200,8 +202,6 @@ class DistNeighborLoader(NodeLoader):
             raise SettingsError(
                 "neighbor_sampler: not supported, as the hosts of the graph's parts draw the neighbours; leave it out"
             )
-        if input_time is not None and time_attr is None:
-            raise SettingsError("input_time is given without time_attr; name the attribute that holds times")
         options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
         kind = subgraph_kind(subgraph_type, directed)
         graph = as_graph(data, time_attr=time_attr, weight_attr=weight_attr)

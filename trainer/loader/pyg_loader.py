@@ -35,6 +35,7 @@ from trainer.loader.arguments import LoadOptions, OutputOptions, whole_number
 from trainer.loader.block_loader import hetero_blocks, homo_blocks
 from trainer.loader.node_seeds import as_array
 from trainer.loader.pyg_batch import Attrs, LazyBlocks, Output, gathered_attrs, join_of, sampler_output
+from trainer.sampler.rules import num_requests
 from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import SampleSettings, SeedSet
 
@@ -289,7 +290,7 @@ class PyGLoader(RankLoader):
     @property
     def num_requests(self) -> int:
         """Largest number of consecutive requests for one batch. ``patience`` is proportional to it."""
-        return self.settings.num_hops + 2
+        return num_requests(self.graph.manifest, self.settings)
 
     @property
     def threads(self) -> int:

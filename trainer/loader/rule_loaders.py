@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from trainer.core.errors import SettingsError
 from trainer.core.schema import EdgeType
 from trainer.graph.in_memory import as_graph
-from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.arguments import (
     AttrNames,
+    LoadOptions,
     OutputOptions,
     load_options,
     time_level,
@@ -25,7 +25,7 @@ from trainer.loader.node_seeds import node_inputs
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import BatchSeeds
 from trainer.sampler.rule_types import PPR, Rule, Walks
-from trainer.sampler.rules import check_rule, num_requests, rule_edges
+from trainer.sampler.rules import check_rule, rule_edges
 from trainer.sampler.settings import check_settings
 from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import SampleSettings, TimeRule
@@ -35,14 +35,13 @@ OUTPUTS = ("edges", "subgraph", "tokens")
 
 class RuleLoader(NodeLoader):
     def __init__(
-        self, graph: Graph, rule: Rule, k: int | Sequence[int], input_nodes: Any, input_time: Any, output: str,
+        self, data: Any, rule: Rule, k: int | Sequence[int], input_nodes: Any, input_time: Any, output: str,
         weight_attr: str | None, time_attr: str | None, transform: Callable[[Any], Any] | None,
-        attrs: AttrNames | None, rank: int | None, layout: RankLayout | None, options: dict[str, Any],
+        attrs: AttrNames | None, options: LoadOptions, rank: int | None, layout: RankLayout | None,
     ):  # fmt: skip
         if output not in OUTPUTS:
             raise SettingsError(f"output {output!r}; expected one of {', '.join(OUTPUTS)}")
-        if input_time is not None and time_attr is None:
-            raise SettingsError("input_time is given without time_attr; name the attribute that holds times")
+        graph = as_graph(data, time_attr=time_attr, weight_attr=weight_attr)
         per_layer = tuple(whole_number("k", each, 1) for each in (k if isinstance(k, Sequence) else [k]))
         self._kind, targets = output, tuple(node_inputs(graph, input_nodes).of)
         check_rule(graph.manifest, rule, targets)
@@ -54,13 +53,9 @@ class RuleLoader(NodeLoader):
         )  # fmt: skip
         check_settings(graph.manifest, settings)
         super().__init__(
-            graph, settings, input_nodes, input_time, None, attrs, load_options(options.pop("given"), **options),
+            graph, settings, input_nodes, input_time, None, attrs, options,
             OutputOptions("induced" if settings.induced else "directional", transform), rank, layout,
         )  # fmt: skip
-
-    @property
-    def num_requests(self) -> int:
-        return num_requests(self.graph.manifest, self.settings)
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
         out = super().output(sampled, seeded)
@@ -121,6 +116,9 @@ class DistPPRLoader(RuleLoader):
         eps: A node is pushed while its residual is at least ``eps`` times its number of in-edges. Time and number of
             scores grow with 1 / (``alpha`` · ``eps``).
         edge_types: Edge types that walks follow. Default: all.
+        direction: ``"in"``: walks go from the target of an edge to its source, ``"out"``: from source to target,
+            ``"both"``. The last two need the reverse edges in the graph (option ``undirected``). Default: along all of
+            ``edge_types`` from target to source, which are both directions if reverse edges are among them.
         weight_attr: Edge attribute; a step's chance is proportional to it.
         time_attr: Integer attribute of nodes or edges; edges later than the seed are not followed.
         loops: Whether the seed itself is one of its neighbours.
@@ -166,16 +164,16 @@ class DistPPRLoader(RuleLoader):
     def __init__(
         self, data: Any, k: int | Sequence[int] = 64, input_nodes: Any = None, input_time: Any = None, *,
         alpha: float = 0.15, eps: float = 1e-4, edge_types: Sequence[EdgeType] | None = None,
+        direction: Literal["in", "out", "both"] | None = None,
         weight_attr: str | None = None, time_attr: str | None = None, loops: bool = False, output: str = "edges",
         transform: Callable[[Any], Any] | None = None, attrs: AttrNames | None = None, seed: int | None = None,
         threads: int | None = None, prefetch: int | None = None, deadline: float = 120.0, rank: int | None = None,
         layout: RankLayout | None = None, **kwargs: Any,
     ):  # fmt: skip
-        graph = as_graph(data, time_attr=time_attr, weight_attr=weight_attr)
         super().__init__(
-            graph, PPR(alpha, eps, tuple(edge_types or ()), loops), k, input_nodes, input_time, output, weight_attr,
-            time_attr, transform, attrs, rank, layout,
-            {"given": kwargs, "seed": seed, "threads": threads, "prefetch": prefetch, "deadline": deadline},
+            data, PPR(alpha, eps, tuple(edge_types or ()), direction, loops), k, input_nodes, input_time, output,
+            weight_attr, time_attr, transform, attrs,
+            load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline), rank, layout,
         )  # fmt: skip
 
 
@@ -240,9 +238,8 @@ class DistWalkLoader(RuleLoader):
         threads: int | None = None, prefetch: int | None = None, deadline: float = 120.0, rank: int | None = None,
         layout: RankLayout | None = None, **kwargs: Any,
     ):  # fmt: skip
-        graph = as_graph(data, time_attr=time_attr, weight_attr=weight_attr)
         super().__init__(
-            graph, Walks(num_walks, length, restart, tuple(metapath or ()), loops), k, input_nodes, input_time, output,
-            weight_attr, time_attr, transform, attrs, rank, layout,
-            {"given": kwargs, "seed": seed, "threads": threads, "prefetch": prefetch, "deadline": deadline},
+            data, Walks(num_walks, length, restart, tuple(metapath or ()), loops), k, input_nodes, input_time, output,
+            weight_attr, time_attr, transform, attrs,
+            load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline), rank, layout,
         )  # fmt: skip

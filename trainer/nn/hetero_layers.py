@@ -24,7 +24,7 @@ from trainer.core.schema import EdgeType, NodeType
 from trainer.nn.graph_facts import LayerNeed
 from trainer.nn.kernels.precision import for_sums
 from trainer.nn.kernels.spmm import aggregate, attend, edge_dots, edge_targets
-from trainer.nn.layers import SAGEConv, linear_first, mean_edge_attr, weighted_mean
+from trainer.nn.layers import SAGEConv, linear_first, mean_edge_attr, relative_weight, weighted_mean
 
 Blocks = Mapping[EdgeType, Block]
 
@@ -167,7 +167,8 @@ class HeteroSAGEConv(nn.Module):
 class HGTConv(nn.Module):
     """Heterogeneous graph transformer layer on blocks: attention over the neighbours of all edge types, per head.
 
-    The result equals that of torch_geometric's ``HGTConv``. Nodes of a type that is the target of no edge type are
+    The result equals that of torch_geometric's ``HGTConv``. If a block has ``edge_weight``, the attention of its edges
+    is multiplied by ``relative_weight`` before it is normalised. Nodes of a type that is the target of no edge type are
     treated as nodes without neighbours. Hu et al., "Heterogeneous Graph Transformer" (2020).
 
     Args:
@@ -270,7 +271,10 @@ class HGTConv(nn.Module):
     def _score(self, number: int, name: EdgeType, block: Block, query: Tensor, keys: Tensor) -> Tensor:
         """Return the attention scores of a block's edges before the softmax, [num_edges, heads]."""
         mapped = self._mapped(self.k_rel, number, query, transposed=True)
-        return edge_dots(block, mapped, keys) * (self.p_rel["__".join(name)] / math.sqrt(self.dim))
+        score = edge_dots(block, mapped, keys) * (self.p_rel["__".join(name)] / math.sqrt(self.dim))
+        if block.edge_weight is None:
+            return score
+        return score + relative_weight(block).log()[:, None].to(score.dtype)
 
     def _mapped(self, maps: HeteroLinear, number: int, rows: Tensor, transposed: bool = False) -> Tensor:
         of_type = maps.weight.view(self.heads, len(self.need.edge_types), self.dim, self.dim)[:, number]

@@ -126,11 +126,16 @@ def weighted_mean(block: Block, x: Tensor) -> Tensor:
     The importance pooling of Ying et al., "Graph Convolutional Neural Networks for Web-Scale Recommender Systems"
     (2018).
     """
+    share = relative_weight(block) / block.indptr.diff()[edge_targets(block)]
+    return attend(block, x[:, None], share.to(x.dtype)[:, None])[:, 0]
+
+
+def relative_weight(block: Block) -> Tensor:
+    """Return the edges' weights as multiples of the mean weight of their target's edges, float [num_edges]."""
     assert block.edge_weight is not None
-    weight, targets = block.edge_weight, edge_targets(block)
-    total = weight.new_zeros(block.num_dst).index_add_(0, targets, weight)
-    share = (weight / total[targets]).to(x.dtype)[:, None]
-    return attend(block, x[:, None], share)[:, 0]
+    targets, counts = edge_targets(block), block.indptr.diff()
+    total = block.edge_weight.new_zeros(block.num_dst).index_add_(0, targets, block.edge_weight)
+    return block.edge_weight * (counts / total)[targets]
 
 
 def mean_edge_attr(block: Block) -> Tensor:
@@ -148,7 +153,9 @@ class GCNConv(nn.Module):
 
     With in-degree d, target i gets ``lin(x_i / (d_i + 1) + sum_j x_j / sqrt((d_i + 1)(d_j + 1))) + bias``. If only s_i
     of the d_i neighbours are in the block, their sum is multiplied by d_i / s_i. Self loops of the graph are left out
-    of the sum and of d. Kipf and Welling, "Semi-Supervised Classification with Graph Convolutional Networks" (2017).
+    of the sum and of d. If the block has ``edge_weight``, a rule made its edges, and degrees of the graph say nothing
+    of them: target i with s_i edges gets ``lin((x_i + s_i * (mean of x_j by weight)) / (s_i + 1)) + bias``. Kipf and
+    Welling, "Semi-Supervised Classification with Graph Convolutional Networks" (2017).
 
     Args:
         in_dim: Width of input rows.
@@ -190,7 +197,6 @@ class GCNConv(nn.Module):
 
         On CPU the activation overwrites ``x``.
         """
-        assert degree is not None, "GCN needs whole-graph degrees on its batches"
         out_dim, in_dim = self.lin.weight.shape
         x = x if before is None else before.of(x)
         if linear_first(block, in_dim, out_dim, x.requires_grad):
@@ -198,7 +204,11 @@ class GCNConv(nn.Module):
         rows: Tensor = self.lin(self._propagate(block, x, degree))
         return rows
 
-    def _propagate(self, block: Block, x: Tensor, degree: Tensor) -> Tensor:
+    def _propagate(self, block: Block, x: Tensor, degree: Tensor | None) -> Tensor:
+        if block.edge_weight is not None:
+            count = block.indptr.diff()[:, None].to(x.dtype)
+            return (x[: block.num_dst] + count * weighted_mean(block, x)) / (count + 1)
+        assert degree is not None, "GCN needs whole-graph degrees on its batches"
         whole = degree[: block.num_src].to(sum_dtype(x.dtype))
         norm = (whole + 1).rsqrt()
         own = norm[: block.num_dst]
@@ -234,7 +244,8 @@ def _is_loop(block: Block) -> Tensor:
 class GATConv(nn.Module):
     """Graph attention layer on a block: per head, a softmax over the sampled neighbours and the node itself.
 
-    The node itself counts once, whether the graph has self loops or not.
+    The node itself counts once, whether the graph has self loops or not. If the block has ``edge_weight``, attention is
+    multiplied by ``relative_weight`` before it is normalised; the node itself has the mean weight.
     Veličković et al., "Graph Attention Networks" (2018).
 
     Args:
@@ -305,12 +316,14 @@ class GATConv(nn.Module):
         of_source = (h * self.att_src).sum(-1)[block.indices.long()]
         of_target = (h[: block.num_dst] * self.att_dst).sum(-1)[edge_targets(block)]
         score = functional.leaky_relu(of_source + of_target, self.negative_slope)
+        if block.edge_weight is not None:
+            score = score + block.edge_weight.log()[:, None].to(score.dtype)
         loops = _is_loop(block).index_fill_(0, block.indptr[1:].long() - 1, False)  # those of the graph
         return edge_softmax(block, score.masked_fill(loops[:, None], -torch.inf))
 
 
 def with_self_loops(block: Block) -> Block:
-    """Return the block with a self loop as the last edge of each target."""
+    """Return the block with a self loop as the last edge of each target; weights become relative, with 1 for loops."""
     device, num_edges = block.indptr.device, len(block.indices)
     loops = torch.arange(block.num_dst, dtype=torch.int32, device=device)
     indptr = block.indptr + torch.arange(block.num_dst + 1, dtype=torch.int32, device=device)
@@ -319,4 +332,7 @@ def with_self_loops(block: Block) -> Block:
     # an edge moves by the loops of the targets before its own; a boolean mask would synchronise a GPU
     moved = torch.arange(num_edges, device=device) + edge_targets(block)
     indices.index_copy_(0, moved, block.indices)
-    return Block(indptr, indices, block.num_src)
+    weight = None
+    if block.edge_weight is not None:
+        weight = torch.ones(len(indices), device=device).index_copy_(0, moved, relative_weight(block))
+    return Block(indptr, indices, block.num_src, edge_weight=weight)

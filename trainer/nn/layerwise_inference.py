@@ -6,7 +6,7 @@ torch.distributed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,7 +43,7 @@ from trainer.nn.link_model import LinkModel
 from trainer.nn.models import BlockModel
 from trainer.sampler.multi_hop import sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
-from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet
+from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet, TimeRule
 from trainer.store.manifest import LOOPLESS_DEGREE
 
 
@@ -179,22 +179,6 @@ class _GivenSeeds(BatchLoader):
         return self._made(share, seed_set)
 
 
-@dataclass(frozen=True)
-class SeedsOnly:
-    """A model as ``WholeGraph.run_sampled`` calls it: its output for the seeds of batches."""
-
-    model: nn.Module
-    target: NodeType
-    outputs: int
-
-    @property
-    def targets(self) -> tuple[NodeType, ...]:
-        return (self.target,)
-
-    def seed_rows(self, batch: AnyBatch) -> TypeRows:
-        return {self.target: self.model(batch)}
-
-
 EDGES_PER_NODE = 64  #: a chunk of several nodes has at most about ``nodes_at_once`` times this number of edges
 
 LayerResults = dict[NodeType, LayerRows]
@@ -222,6 +206,9 @@ class WholeGraph:
         weight: Edge attribute; edges of weight 0 are left out, as in weighted sampling.
         edge_attr: Edge attribute that the layers read as features of edges.
         categories: Node attributes that the layers read as columns of categories, by node type.
+        top: Number of neighbours of each hop, from the seeds outward: those of the highest ``weight``, or without it
+            the latest by ``latest``. (): all.
+        latest: With ``top``: the times by which neighbours are the latest.
     """
 
     graph: Graph
@@ -232,6 +219,8 @@ class WholeGraph:
     weight: str | None = None
     edge_attr: str | None = None
     categories: Mapping[NodeType, tuple[str, ...]] = field(default_factory=dict)
+    top: tuple[int, ...] = ()
+    latest: TimeRule | None = None
     shares: dict[NodeType, NodeShares] = field(init=False)
     _tables: RelabelTables = field(init=False)
 
@@ -241,22 +230,26 @@ class WholeGraph:
         self._tables = RelabelTables(manifest)
 
     @torch.no_grad()
-    def run_sampled(self, model: Any, settings: LoaderSettings) -> LayerResults:
-        """Compute the output of ``model`` for every node of its ``targets``, on sampled neighbours. Collective.
+    def run_sampled(
+        self, seed_rows: Callable[[Any], TypeRows], targets: Sequence[NodeType], settings: LoaderSettings
+    ) -> LayerResults:
+        """Compute the output of a model for every node of the types ``targets``, on sampled neighbours. Collective.
 
-        model: an ``OwnModel`` in evaluation mode, or a ``SeedsOnly``. settings: what is sampled; ``global_batch`` is
-        the number of nodes computed at a time. The samples are the same for any number of ranks.
+        ``seed_rows``: returns the output for the seeds of a batch, by node type. ``settings``: what is sampled;
+        ``global_batch`` is the number of nodes computed at a time. The samples are the same for any number of ranks.
         """
         results: LayerResults = {}
-        for of in model.targets:
+        for of in targets:
             loader = _GivenSeeds(self.graph, replace(settings, target=of), self.group.rank, self.layout)
             own = self.shares[of].own(self.group.rank)
             ids = np.concatenate([np.arange(piece.first, piece.last) for piece in own] or [np.empty(0, np.int64)])
             size = settings.global_batch
-            rows = self._file(f"sampled-{of}", len(ids), model.outputs)
+            rows = np.empty((0, 0), np.float32)
             for first in range(0, max(self.group.gather(len(ids))), size):
                 batch = loader.batch_of(ids[first : first + size]).to(self.group.device)
-                out = model.seed_rows(batch)[of]
+                out = seed_rows(batch)[of]
+                if not first:
+                    rows = self._file(f"sampled-{of}", len(ids), out.shape[1])
                 rows[first : first + len(out)] = out.cpu().numpy()
             results[of] = LayerRows(self.shares[of], rows)
         return results
@@ -279,7 +272,8 @@ class WholeGraph:
         rows, done = None, 0
         for place in range(max(self.group.gather(len(chunks)))):
             ids = chunks[place] if place < len(chunks) else np.empty(0, np.int64)
-            out = self._compute(stack, number, need, self._chunk(of, ids, need), before)[of].cpu().numpy()
+            hop = len(stack.needs) - 1 - number
+            out = self._compute(stack, number, need, self._chunk(of, ids, need, hop), before)[of].cpu().numpy()
             if rows is None:
                 rows = self._file(f"layer{number}-{of}", self.shares[of].owned(self.group.rank), out.shape[1])
             rows[done : done + len(out)] = out
@@ -299,20 +293,24 @@ class WholeGraph:
         degree = {of: counts.to(device) for of, counts in degree.items()}
         return stack.layer(number, blocks, rows, chunk.num_dst, degree)
 
-    def _chunk(self, of: NodeType, ids: Ids, need: LayerNeed) -> NodeChunk:
+    def _chunk(self, of: NodeType, ids: Ids, need: LayerNeed, hop: int) -> NodeChunk:
         num_dst = {other: len(ids) if other == of else 0 for other in self.shares}
         if not need.edge_types:
             return NodeChunk({of: ids}, {}, num_dst)
         specs = self.graph.manifest.edges
         weight = self.weight if any(self.weight in specs[of].attrs for of in need.edge_types) else None
         settings = SampleSettings(
-            dict.fromkeys(need.edge_types, (-1,)), weight=weight, edge_ids=self.edge_attr is not None
-        )
-        found = sample_multi_hop(
-            self.graph.access, self.graph.manifest, SeedSet({of: ids}), settings, 0, self._tables
+            dict.fromkeys(need.edge_types, (self.top[hop] if self.top else -1,)), weight=weight,
+            top=weight is not None and bool(self.top), time=self.latest, edge_ids=self.edge_attr is not None,
         )  # fmt: skip
-        rows = self._edge_rows(found, need)
-        blocks = {edge_type: block_of(found, edge_type, 0, rows) for edge_type in need.edge_types}
+        seeds = SeedSet({of: ids})
+        if self.latest is not None:  # each node has a tree of its own, with neighbours of all times
+            (rows,) = self.graph.access.gather([RowRequest(of, ids, ("orig_id",))])
+            always = np.full(len(ids), np.iinfo(np.int64).max)
+            seeds = SeedSet({of: ids}, {of: np.asarray(rows["orig_id"], np.int64)}, {of: always})
+        found = sample_multi_hop(self.graph.access, self.graph.manifest, seeds, settings, 0, self._tables)
+        attrs = self._edge_rows(found, need)
+        blocks = {edge_type: block_of(found, edge_type, 0, attrs) for edge_type in need.edge_types}
         return NodeChunk({other: found.nodes[other].ids for other in need.sources}, blocks, num_dst)
 
     def _edge_rows(self, found: SampledSubgraph, need: LayerNeed) -> dict[EdgeType, Tensor]:

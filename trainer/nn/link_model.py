@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.batch import AnyBatch, LinkEnds
-from trainer.core.schema import EdgeType, LinkTypes, link_types
+from trainer.core.schema import EdgeType, LinkTypes, link_types, seed_types
 from trainer.nn.graph_facts import GraphFacts
 from trainer.nn.models import HETERO_MODELS, ModelSettings, build_model
 from trainer.nn.relation_decoders import RELATION_DECODERS, RelationDecoder
@@ -126,5 +126,5 @@ def link_encoder(
 
 
 def link_facts(facts: GraphFacts, target: EdgeType | LinkTypes) -> GraphFacts:
-    first, *further = dict.fromkeys(end for of in link_types(target) for end in (of[2], of[0]))
+    first, *further = seed_types(target)
     return replace(facts, target=first, further=tuple(further))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,14 @@ class Rows(NamedTuple):
     kind: Any  #: int8 [m], index of the node type, or empty: the graph has one type
 
 
+class Hidden(NamedTuple):
+    """Edges that a batch does not follow, between nodes that are numbered as in ``Rows``."""
+
+    targets: Any  #: int64 [h], ascending
+    begin: Any  #: int64 [h + 1], the first source of each target
+    sources: Any  #: int64 [m], ascending for each target
+
+
 @dataclass(frozen=True)
 class Walked:
     """Which edges are followed, and what is read of them."""
@@ -72,18 +81,23 @@ class InEdges:
         self._whole = self._rows_of(store) if store.whole_topology and (as_it_is or size < self._most) else None
         self._clear()
 
-    def view(self, access: GraphAccess, of: NodeType, ids: Ids, begins: bool) -> tuple[Rows, Ids, Ids | None]:
-        """Return the known rows, the numbers of the nodes ``ids``, and the global id of each number, for ``id_of``.
+    def view(
+        self, access: GraphAccess, of: NodeType, ids: Ids, begins: bool, exclude: Mapping[EdgeType, tuple[Ids, Ids]]
+    ) -> tuple[Rows, Hidden, Ids, Ids | None]:
+        """Return known rows, hidden edges, the numbers of the nodes ``ids``, and each number's global id for ``id_of``.
 
-        ``begins``: this begins a batch. Rows that have become too many are forgotten first.
+        ``begins``: this begins a batch. Rows that have become too many are forgotten first. ``exclude``: targets and
+        sources by edge type. All edges between them are hidden, of whatever type.
         """
         if self._whole is not None:
-            return self._whole, ids + self._first[of], None
+            hidden = self._hidden(exclude, lambda of, ids: ids + self._first[of])
+            return self._whole, hidden, ids + self._first[of], None
         with self._lock:
             if begins and sum(each.nbytes for each in self._known) > self._most:
                 self._clear()
             numbers = self._numbers(access, of, ids)
-            return Rows(*map(read_only, self._known)), numbers, self._ids
+            hidden = self._hidden(exclude, partial(self._numbers, access))
+            return Rows(*map(read_only, self._known)), hidden, numbers, self._ids
 
     def id_of(self, of: NodeType, numbers: Ids, ids: Ids | None) -> Ids:
         """Return the global ids of nodes of one type. ``ids``: from ``view``."""
@@ -101,6 +115,17 @@ class InEdges:
                 pieces = np.cumsum(self._known.degree[nodes], dtype=np.int64) // _EDGES_AT_ONCE
                 for some in np.split(nodes, np.flatnonzero(np.diff(pieces)) + 1):
                     self._request(access, self._types[kind], some)
+
+    def _hidden(
+        self, exclude: Mapping[EdgeType, tuple[Ids, Ids]], numbers: Callable[[NodeType, Ids], Ids]
+    ) -> Hidden:  # fmt: skip
+        hidden = [of for of in self._walked.edge_types if of in exclude]
+        none = np.empty(0, np.int64)
+        targets = np.concatenate([none, *(numbers(of[2], exclude[of][0]) for of in hidden)])
+        sources = np.concatenate([none, *(numbers(of[0], exclude[of][1]) for of in hidden)])
+        order = np.lexsort((sources, targets))
+        distinct, begin = np.unique(targets[order], return_index=True)
+        return Hidden(*map(read_only, (distinct, np.append(begin, len(order)), sources[order])))
 
     def _clear(self) -> None:
         none = np.empty(0, np.int64)

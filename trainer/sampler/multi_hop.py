@@ -120,8 +120,6 @@ def _check_seeds(schema: GraphSchema, seeds: SeedSet, settings: SampleSettings) 
         bad = np.flatnonzero((ids < 0) | (ids >= num_nodes))
         if len(bad):
             raise DataError(f"seed {ids[bad[0]]} at position {bad[0]} is not a node; ids go from 0 to {num_nodes - 1}")
-        if settings.rule is not None and seeds.exclude:
-            raise SettingsError(f"{settings.rule.name}: edges cannot be excluded, as link loaders do; draw neighbours")
         if settings.time is not None and of not in seeds.times:
             raise SettingsError(f"temporal sampling needs a time for each seed of {of!r}; pass times with the seeds")
 

@@ -37,15 +37,16 @@ _inlined = numba.njit(inline="always", boundscheck=False)
 
 @_jit
 def push(
-    rows: Any, roots: Any, bounds: Any, alpha: float, eps: float, loops: bool, column: Any, bits: int,
+    rows: Any, hidden: Any, roots: Any, bounds: Any, alpha: float, eps: float, loops: bool, column: Any, bits: int,
     found: Any, scores: Any, hops: Any, counts: Any, lacking: Any,
 ) -> Any:  # fmt: skip
     """Compute the personalised PageRank around the nodes ``roots``, and choose the nodes of the highest score.
 
-    ``rows``: ``in_edges.Rows``. ``bounds``: int64 [n], edges later than this are not followed, or empty. ``column``:
-    int64 by node type, where in ``counts`` [n, columns] and ``found``, ``scores``, ``hops`` [n, columns, k] neighbours
-    of the type are written; -1: nowhere. Nodes of equal score are in the order in which the push met them, nearer ones
-    first. ``counts[i, 0]`` is -1 if the rows of some nodes are not known: these are written to ``lacking``.
+    ``rows``: ``in_edges.Rows``. ``hidden``: ``in_edges.Hidden``, edges that are not followed. ``bounds``: int64 [n],
+    edges later than this are not followed, or empty. ``column``: int64 by node type, where in ``counts`` [n, columns]
+    and ``found``, ``scores``, ``hops`` [n, columns, k] neighbours of the type are written; -1: nowhere. Nodes of equal
+    score are in the order in which the push met them, nearer ones first. ``counts[i, 0]`` is -1 if the rows of some
+    nodes are not known: these are written to ``lacking``.
 
     Returns the number of roots that are done, whether the push around the next one meets more than ``2**bits`` nodes,
     the number of nodes written to ``lacking``, and the number of edges looked at. No root is begun after ``ENOUGH``
@@ -53,6 +54,7 @@ def push(
     """
     # passing the tuple on, or reading it in the loops, would count references
     firsts, lasts, sources, weights, times, degrees, kinds = rows
+    hidden_targets, hidden_begins, hidden_sources = hidden
     slots, mask, shift = np.zeros(2 << bits, np.uint64), (2 << bits) - 1, np.uint64(63 - bits)
     room = 1 << bits  # arrays that could be made longer here would cost two thirds of the speed
     node, place, hop = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int8)
@@ -92,17 +94,24 @@ def push(
                         num_lacking += 1
                     continue
                 looks += end - begin
+                low, high = 0, 0  # of the sources of hidden edges
+                if len(hidden_targets):
+                    k = np.searchsorted(hidden_targets, node[at])
+                    if k < len(hidden_targets) and hidden_targets[k] == node[at]:
+                        low, high = hidden_begins[k], hidden_begins[k + 1]
                 # how much each edge gets
                 edges, total = end - begin, 0.0
-                if len(bounds):
+                if len(bounds) or low < high:
                     edges = 0
                     for edge in range(begin, end):
-                        edges += times[edge] <= bounds[i]
+                        in_time = len(bounds) == 0 or times[edge] <= bounds[i]
+                        edges += in_time and not _among(sources[edge], hidden_sources, low, high)
                 if edges == 0:
                     continue
                 if len(weights):
                     for edge in range(begin, end):
-                        if len(bounds) == 0 or times[edge] <= bounds[i]:
+                        in_time = len(bounds) == 0 or times[edge] <= bounds[i]
+                        if in_time and not _among(sources[edge], hidden_sources, low, high):
                             total += np.float64(weights[edge])
                     if total == 0.0:
                         continue
@@ -113,6 +122,8 @@ def push(
                     prefetch(slots, np.int64((np.uint64(ahead) * GOLDEN) >> shift))
                     prefetch(degrees, ahead)
                     if len(bounds) and times[edge] > bounds[i]:
+                        continue
+                    if low < high and _among(sources[edge], hidden_sources, low, high):
                         continue
                     if len(weights):
                         share = np.int64(rest * (np.float64(weights[edge]) / total))
@@ -166,6 +177,19 @@ def take_smallest(ranks: Any, order: Any, size: int, wanted: int) -> None:
     for k in range(wanted, size):
         keep_smaller(ranks, order, k, wanted)
     sort_heap(ranks, order, wanted)
+
+
+@_inlined
+def _among(node: Any, nodes: Any, low: Any, high: Any) -> Any:
+    """Return whether ``node`` is among ``nodes[low:high]``, which are ascending."""
+    first, last = low, high
+    while first < last:
+        middle = (first + last) // 2
+        if nodes[middle] < node:
+            first = middle + 1
+        else:
+            last = middle
+    return first < high and nodes[first] == node
 
 
 @_inlined

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import msgspec
 
@@ -20,6 +20,9 @@ class PPR(msgspec.Struct, frozen=True, tag="ppr"):
     alpha: float = 0.15
     eps: float = 1e-4  #: a node is pushed while its residual is at least ``eps`` times its number of in-edges
     edge_types: tuple[EdgeType, ...] = ()  #: edges that the walk follows; empty: all
+    #: ``in``: follow edges from target to source, ``out``: from source to target, along reverse edges of the graph;
+    #: None: all of ``edge_types`` from target to source, reverse edges among them
+    direction: Literal["in", "out", "both"] | None = None
     loops: bool = False  #: whether the seed, usually of the highest score, is one of its own neighbours
 
     name: ClassVar = "ppr"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,7 @@ class RuledHops:
     in_edges: InEdgesOf
     schema: GraphSchema
     settings: SampleSettings
+    exclude: Mapping[EdgeType, tuple[Ids, Ids]]  #: (targets, sources) of edges that are not followed
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
         choose = self._highest_rank if isinstance(self.settings.rule, PPR) else self._most_visited
@@ -65,12 +66,15 @@ class RuledHops:
             chosen, open_ = _room(len(nodes), len(requests), first.fanout), np.arange(len(nodes))
             begins = begin == 0
             while len(open_):
-                rows, roots, ids = edges.view(self.access, first.edge_type[2], nodes[open_], begins)
+                rows, hidden, roots, ids = edges.view(
+                    self.access, first.edge_type[2], nodes[open_], begins, self.exclude
+                )
                 found, lacking = _room(len(open_), len(requests), first.fanout), np.empty(_MOST_LACKING, np.int64)
                 ends = read_only(until[open_] if len(until) else until)
                 known, full, number, looks = push(
-                    rows, read_only(roots), ends, rule.alpha, rule.eps, rule.loops, column, bits, *found, lacking
-                )
+                    rows, hidden, read_only(roots), ends, rule.alpha, rule.eps, rule.loops, column, bits, *found,
+                    lacking,
+                )  # fmt: skip
                 self.access.look(looks)
                 bits += full
                 done = (found[-1][:, 0] >= 0) & (np.arange(len(open_)) < known)
@@ -130,8 +134,9 @@ class RuledHops:
                 trees = (_drawn(walkers[going], first + 1 + leg) >> np.uint64(1)).astype(np.int64)
                 weight = settings.weight if settings.weight in spec.attrs else None
                 asked = HopRequest(
-                    of, place, 1, 0, request.key ^ edge_salt(of), trees=trees, bound=bound, weight=weight
-                )
+                    of, place, 1, 0, request.key ^ edge_salt(of), trees=trees, bound=bound, weight=weight,
+                    exclude=self.exclude.get(of),
+                )  # fmt: skip
                 (drawn,) = self.access.sample_hops([asked])
                 going, place = going[drawn.counts > 0], drawn.src.astype(np.int64, copy=False)
             visits[going, step] = place

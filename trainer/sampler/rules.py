@@ -11,8 +11,10 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from trainer.core.errors import SettingsError
-from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, reverse_type, types_with_messages
 from trainer.sampler.rule_types import PPR, Rule, Walks
 from trainer.sampler.types import GraphSchema, SampleSettings
 from trainer.store.manifest import EdgeSpec, NodeSpec
@@ -62,7 +64,23 @@ def rule_sources(rule: Rule, schema: GraphSchema, target: NodeType) -> list[Node
 
 
 def walked_edges(rule: PPR, schema: GraphSchema) -> Sequence[EdgeType]:
-    return [of for of in schema.edges if not rule.edge_types or of in rule.edge_types]
+    """Return the edge types that ``rule`` follows from target to source, in the order of the schema."""
+    known, given = schema.edges, rule.edge_types or tuple(schema.edges)
+    if rule.direction is None:
+        return [of for of in known if of in given]
+    back = {of: reverse_type(of, known) for of in known}
+    if not rule.edge_types:  # ``rev_r`` is the reverse of ``r``, not the other way round
+        given = tuple(of for of in known if not (of[1].startswith("rev_") and back[of] not in (None, of)))
+    forward = () if rule.direction == "out" else given
+    reverses = () if rule.direction == "in" else [back[of] for of in given]
+    return [of for of in known if of in forward or of in reverses]
+
+
+def without_silent(rule: Rule, schema: GraphSchema, silent: Collection[EdgeType]) -> Rule:
+    """Return a rule that does not follow edges of the types ``silent``, unless it names them."""
+    if not silent or not isinstance(rule, PPR) or rule.edge_types:
+        return rule
+    return msgspec.structs.replace(rule, edge_types=tuple(types_with_messages(schema.edges, silent)))
 
 
 def check_rule(schema: GraphSchema, rule: Rule, targets: Collection[NodeType]) -> None:
@@ -78,6 +96,7 @@ def check_rule(schema: GraphSchema, rule: Rule, targets: Collection[NodeType]) -
                 f"ppr: alpha {rule.alpha:g} times eps {rule.eps:g} is below {LEAST_PUSH:g}: a seed could look at"
                 f" {1 / (rule.alpha * rule.eps):.1g} edges; use a larger eps"
             )
+        _check_direction(rule, schema)
         return
     if rule.num_walks < 1 or rule.length < 1 or not 0 <= rule.restart < 1:
         raise SettingsError(
@@ -96,6 +115,30 @@ def check_rule(schema: GraphSchema, rule: Rule, targets: Collection[NodeType]) -
         )
     if others := [of for of in targets if of != path[0][2]]:
         raise SettingsError(f"walks: the metapath is for {path[0][2]!r} nodes, but seeds are {others[0]!r} nodes")
+
+
+def _check_direction(rule: PPR, schema: GraphSchema) -> None:
+    """Raise ``SettingsError`` if walks in the rule's direction need reverse edges that the graph lacks.
+
+    A part stores the edges that end in its nodes; those that begin in a node are spread over all parts.
+    """
+    if rule.direction not in ("out", "both"):
+        return
+    for of in rule.edge_types or schema.edges:
+        if reverse_type(of, schema.edges) not in (None, of):
+            continue
+        source, relation, target = of
+        if of == HOMO_EDGE:
+            raise SettingsError(
+                f"ppr: direction {rule.direction}: a graph without types stores its edges at their targets. For both"
+                " directions partition it with option undirected: true, and leave direction out; for the other one"
+                " alone exchange sources and targets of its edges"
+            )
+        options = "undirected: true" + (" and reverse_types: true" if source == target else "")
+        raise SettingsError(
+            f"ppr: direction {rule.direction}: the graph has no edge type {(target, f'rev_{relation}', source)}, the"
+            f" reverses of {of}; partition it with {options}, or leave {of} out of edge_types"
+        )
 
 
 def metapath_of(rule: Walks, schema: GraphSchema) -> Sequence[EdgeType]:

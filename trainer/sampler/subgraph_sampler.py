@@ -107,7 +107,7 @@ class SubgraphSampler:
         from trainer.sampler.ruled_hops import RuledHops
 
         assert self.in_edges is not None
-        graph = RuledHops(self.access, self.in_edges, self.schema, settings)
+        graph = RuledHops(self.access, self.in_edges, self.schema, settings, seeds.exclude)
         chosen = replace(settings, induced=False)
         found = sample_multi_hop(graph, self.schema, seeds, chosen, key, self._local.tables)
         if not settings.induced:

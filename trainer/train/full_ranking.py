@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from trainer.core.arrays import Ids
 from trainer.core.graph_attrs import held_out_links
 from trainer.core.ranks import RankGroup
-from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, LinkTypes, link_types
+from trainer.core.schema import AnyType, EdgeType, LinkTypes, link_types, seed_types
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
+from trainer.loader.block_loader import sampling_of
 from trainer.loader.node_links import leading_type
-from trainer.nn.layerwise_inference import LayerResults, LayerRows, SeedsOnly, WholeGraph, stack_of
+from trainer.nn.layerwise_inference import LayerResults, LayerRows, WholeGraph, stack_of
 from trainer.nn.link_embeddings import LinkEmbeddings, RankedLinks
 from trainer.nn.link_model import LinkModel
 from trainer.sampler.types import RowRequest
@@ -104,28 +105,32 @@ class FullRanking:
 
 def output_rows(
     model: nn.Module, target: AnyType | LinkTypes, graph: Graph, settings: TrainSettings, layout: RankLayout,
-    scratch: Path, group: RankGroup, nodes_at_once: int = 4096, outputs: int = 0,
+    scratch: Path, group: RankGroup, nodes_at_once: int = 4096,
 ) -> LayerResults:  # fmt: skip
     """Compute the output of a model, or of the encoder of a ``LinkModel``, for all nodes. Collective.
 
-    Layer by layer, with all neighbours; a class that has no layers is run on neighbours sampled as in evaluation, and
-    so is a model of neighbours that a rule chooses. With times, each node is computed from neighbours sampled at its
-    own time. ``target``: node type of the seeds, or edge types of the links. ``outputs``: width of a model of nodes.
+    Layer by layer, with all neighbours, or with those that ``neighbors: top`` takes in evaluation. A class that has no
+    layers is run on neighbours sampled as in evaluation, and so is a model of neighbours that a rule chooses. With
+    times, each node is computed from neighbours sampled at its own time. ``target``: node type of the seeds, or edge
+    types of the links.
     """
-    columns = embeddings_of(model).names
+    columns, degree = embeddings_of(model).names, bool(getattr(model, "needs_degree", False))
+    sampling = loader_settings(settings, target, "val", degree, columns, getattr(model, "timed", ()))
+    latest = sampling_of(graph, sampling).time if sampling.top and sampling.weight is None else None
     whole = WholeGraph(
-        graph, layout, group, scratch, nodes_at_once, settings.weight_attr, settings.edge_attr, columns
+        graph, layout, group, scratch, nodes_at_once, settings.weight_attr, settings.edge_attr, columns,
+        settings.eval_fanouts or settings.fanouts if sampling.top else (), latest,
     )  # fmt: skip
-    ruled = settings.neighbors is not None and settings.neighbors.rule is not None
-    if isinstance(target, str) and (ruled or settings.time_attr is not None):
-        degree, ages = bool(getattr(model, "needs_degree", False)), getattr(model, "timed", ())
-        timed = loader_settings(settings, target, "val", degree, columns, ages)
-        return whole.run_sampled(SeedsOnly(model, target, outputs), timed)
+    if isinstance(target, str) and (sampling.rule or settings.time_attr is not None):
+        return whole.run_sampled(lambda batch: {target: model(batch)}, [target], sampling)
+    encoder: Any = getattr(model, "encoder", model)
+    if sampling.rule:
+        return whole.run_sampled(encoder.seed_rows, seed_types(target), sampling)
     stack = stack_of(model)
     if stack is not None:
         return whole.run(stack)
-    sampling = replace(loader_settings(settings, HOMO_NODE, "val", False, columns), global_batch=nodes_at_once)
-    return whole.run_sampled(getattr(model, "encoder", model), sampling)
+    sampling = replace(sampling, global_batch=nodes_at_once)
+    return whole.run_sampled(encoder.seed_rows, seed_types(target), sampling)
 
 
 def ranking_metrics(found: RankedLinks, names: Sequence[str], group: RankGroup) -> dict[str, float]:

@@ -16,6 +16,7 @@ from trainer.core.schema import (
     LinkTypes,
     NodeType,
     is_link_types,
+    seed_types,
     target_name,
     type_name,
     types_with_messages,
@@ -25,7 +26,7 @@ from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings, sampling_of
 from trainer.sampler.settings import check_settings
 from trainer.train.settings import TrainSettings
-from trainer.train.tasks.choose_target import held_out_types
+from trainer.train.tasks.choose_target import Target, held_out_types
 
 if TYPE_CHECKING:
     from trainer.loader.edge_block_loader import EdgeBlockLoader
@@ -93,7 +94,7 @@ def link_loaders(
             how = LinkBlockSettings(0, False, own=listed, listed=True)
         else:
             how = LinkBlockSettings(int(settings.eval_negatives), False)
-        loading = loader_settings(settings, edge_type[2], split, want_degree, categories)
+        loading = loader_settings(settings, edge_type, split, want_degree, categories)
         loaders[split] = LinkBlockLoader(graph, loading, links, how, rank, layout)
     return loaders
 
@@ -118,7 +119,7 @@ def typed_link_loaders(
             links = TypedLinks(types, tuple(HeldEndpoints(*each) for each in pairs))
         if training or len(links):
             loaders[split] = TypedLinkLoader(
-                graph, loader_settings(settings, types[0][2], split, want_degree, categories), links,
+                graph, loader_settings(settings, types, split, want_degree, categories), links,
                 settings.negatives if training else int(settings.eval_negatives), both=settings.decoder != "dot",
                 hide=training and bool(settings.fanouts), rank=rank, layout=layout,
             )  # fmt: skip
@@ -133,8 +134,6 @@ def named_type(graph: Graph, setting: str, name: str) -> EdgeType:
 
 
 def check_link_settings(settings: TrainSettings, graph: Graph, target: EdgeType | LinkTypes) -> None:
-    if settings.neighbors and settings.neighbors.rule:
-        raise SettingsError(f"neighbors: {settings.neighbors.name} is for tasks of nodes, not for task link")
     if is_link_types(target):
         given = {
             name: getattr(settings, name) for name in ("time_attr", "disjoint", "hard_negatives", "eval_candidates")
@@ -172,7 +171,7 @@ def _check_link_times(settings: TrainSettings, attr: str, graph: Graph, edge_typ
             f"time_attr: task link needs the times of the links, and the edges {name} have no attribute {attr!r}; "
             f"their attributes are: {known}"
         )
-    check_settings(graph.manifest, sampling_of(graph, loader_settings(settings, edge_type[2], "train", False)))
+    check_settings(graph.manifest, sampling_of(graph, loader_settings(settings, edge_type, "train", False)))
     held_out = decode_texts(np.asarray(attrs[HELD_OUT_TIME])) if HELD_OUT_TIME in attrs else []
     if (VAL_LINKS in attrs or TEST_LINKS in attrs) and held_out != [attr]:
         raise DataError(
@@ -185,19 +184,16 @@ def edge_loaders(
     settings: TrainSettings, graph: Graph, seeds: Mapping[str, LabelledEdges], want_degree: bool, rank: int,
     layout: RankLayout, categories: Mapping[NodeType, tuple[str, ...]] | None = None,
 ) -> dict[str, EdgeBlockLoader]:  # fmt: skip
-    """Return a loader of the labelled edges of each split. Raises ``SettingsError`` for ``neighbors`` by a rule."""
+    """Return a loader of the labelled edges of each split."""
     from trainer.loader.edge_block_loader import EdgeBlockLoader  # imports torch_geometric
     from trainer.loader.labelled_edges import LABEL, SPLIT
 
-    rule = settings.neighbors and settings.neighbors.rule
-    if rule:
-        raise SettingsError(f"neighbors: {rule.name} cannot be used with labels of edges")
     if settings.edge_attr in (SPLIT, LABEL):
         raise SettingsError(f"edge_attr: {settings.edge_attr} is the label or the split of the edges, not a feature")
     return {
         split: EdgeBlockLoader(
             graph,
-            loader_settings(settings, edges.edge_type[2], split, want_degree, categories),
+            loader_settings(settings, edges.edge_type, split, want_degree, categories),
             edges,
             rank,
             layout,
@@ -208,14 +204,14 @@ def edge_loaders(
 
 
 def loader_settings(
-    settings: TrainSettings, target: NodeType, split: str, want_degree: bool,
+    settings: TrainSettings, target: Target, split: str, want_degree: bool,
     categories: Mapping[NodeType, tuple[str, ...]] | None = None, ages: tuple[NodeType, ...] = (),
 ) -> LoaderSettings:  # fmt: skip
     """Return the settings of the loader that the bundled trainer uses for a split.
 
     Args:
         settings: Settings of the run.
-        target: Node type of the seeds.
+        target: Node type of the seeds, or edge types of the links.
         split: Name of the split; ``"train"`` gets the fanouts, the batch size and the shuffling of training.
         want_degree: Whether batches contain the in-degrees of nodes, which GCN needs.
         categories: Columns of categories that the model embeds, by node type: ``model.categories.names``.
@@ -224,7 +220,8 @@ def loader_settings(
     training = split == "train"
     return LoaderSettings(
         split=split,
-        target=target,
+        target=seed_types(target)[0],
+        ends=seed_types(target),
         fanouts=settings.fanouts if training else settings.eval_fanouts or settings.fanouts,
         global_batch=settings.batch_size if training else settings.eval_batch_size,
         seed=settings.seed,

@@ -17,14 +17,14 @@ from trainer.core.arrays import Ids
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.graph_attrs import decode_texts, is_task_table
 from trainer.core.ranks import RankGroup
-from trainer.core.schema import NodeType, is_link_types, link_types, types_with_messages
+from trainer.core.schema import NodeType, is_link_types, link_types, seed_types, types_with_messages
 from trainer.graph.open import Graph, open_graph
 from trainer.loader.block_loader import edge_attrs
 from trainer.nn.categories import Categories, Category, CategoryEmbeddings, categories_of, texts_name
 from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs, with_categories
 from trainer.nn.models import HETERO_MODELS, build_model, is_own
 from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
-from trainer.sampler.rules import check_rule, rule_edges, rule_schema
+from trainer.sampler.rules import check_rule, rule_edges, rule_schema, without_silent
 from trainer.sampler.types import RowRequest
 from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, load_checkpoint
@@ -65,7 +65,7 @@ def on_rule(manifest: Manifest, settings: TrainSettings, target: Target) -> Mani
     if not rule or not manifest.hetero:
         heard = types_with_messages(manifest.edges, settings.silent)
         return replace(manifest, edges={of: manifest.edges[of] for of in heard})
-    ends = [target] if isinstance(target, str) else list({end for of in link_types(target) for end in (of[0], of[2])})
+    rule, ends = without_silent(rule, manifest, settings.silent), seed_types(target)
     check_rule(manifest, rule, ends)
     return replace(manifest, edges=rule_schema(manifest, rule_edges(rule, manifest, ends, len(settings.fanouts))).edges)
 

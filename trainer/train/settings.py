@@ -25,8 +25,8 @@ from trainer.track.tracker import TRACKERS
 #: Names of the bundled models.
 MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn", "embedding", "token-transformer")
 
-#: Bundled models that read the scores of neighbours by PageRank or walks.
-RULE_MODELS = ("sage", "rsage", "token-transformer")
+#: Bundled models that do not read the scores of neighbours by PageRank or walks.
+WITHOUT_SCORES = ("lightgcn", "embedding")
 
 #: Settings that only some bundled models read, and no class of your own.
 OF_MODELS: Mapping[str, tuple[str, ...]] = {
@@ -98,7 +98,7 @@ class Schedule:
 NEIGHBORS: Mapping[str, str] = {
     "fanout": "",
     "top": "",
-    "ppr": "alpha eps edge_types",
+    "ppr": "alpha eps edge_types direction",
     "walks": "num_walks length restart metapath",
 }
 
@@ -116,6 +116,10 @@ class Neighbors:
         "ppr: residual per in-edge up to which a node is pushed (0.0001)", None, above=0, below=1
     )
     edge_types: tuple[str, ...] | None = setting("ppr: edge types that walks follow (all)", None)
+    direction: Literal["in", "out", "both"] | None = setting(
+        "ppr: in: walks go from target to source; out: from source to target, along reverse edges (in, also along "
+        "reverse edges)", None
+    )  # fmt: skip
     num_walks: int | None = setting("walks: number for each node (50)", None, at_least=1)
     length: int | None = setting("walks: steps of each (4)", None, at_least=1)
     restart: float | None = setting("walks: probability of a return before a step (0.15)", None, at_least=0, below=1)
@@ -548,13 +552,8 @@ def _bad_neighbors(settings: TrainSettings) -> Iterator[str]:
             yield f"neighbors.{key}: {neighbors.name} has no such key"
     if neighbors.name not in ("ppr", "walks"):
         return
-    if settings.model in MODELS and settings.model not in RULE_MODELS:
-        yield (
-            f"neighbors: model {settings.model} does not read the scores that {neighbors.name} gives; use "
-            f"{', '.join(RULE_MODELS)}, or a class that reads edge_weight"
-        )
-    if settings.task == "link" or settings.task.startswith("edge-"):
-        yield f"neighbors: {neighbors.name} is for tasks of nodes, not for {settings.task}"
+    if settings.model in WITHOUT_SCORES:
+        yield f"neighbors: model {settings.model} does not read the scores that {neighbors.name} gives; use another"
     if settings.sampling == "cuda":
         yield f"sampling: neighbours by {neighbors.name} are chosen by the CPU; use auto or cpu"
     for name, given in (("replace", settings.replace), ("edge_attr", settings.edge_attr)):

@@ -27,7 +27,7 @@ from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.nn import trim
 from trainer.nn.graph_facts import facts_of
 from trainer.nn.inference import inference
-from trainer.nn.layerwise_inference import BlockStack, WholeGraph
+from trainer.nn.layerwise_inference import WholeGraph, stack_of
 from trainer.nn.models import build_model
 from trainer.nn.trim import by_degrees
 from trainer.sampler.types import TimeRule
@@ -58,7 +58,7 @@ def test_the_latest_neighbours_of_each_hop_are_those_that_are_sampled(tmp_path):
     )
     group = RankGroup(Ranks(), torch.device("cpu"))
     latest = WholeGraph(graph, graph.layout, group, tmp_path, 9, top=(4, 2), latest=TimeRule("edge_time", "edge", True))
-    rows = latest.run(BlockStack(model.eval()))["node"]
+    rows = latest.run(stack_of(model.eval()))["node"]
     sampled = LoaderSettings("train", (4, 2), 10, time_attr="edge_time", top=True)
     with torch.no_grad():
         for batch in BatchLoader(graph, sampled, 0, graph.layout).epoch(0):

@@ -54,7 +54,7 @@ class RankRow:
         self.idle_s = known_number(metric.get("idle_s")) or 0.0
         for name in ("loss", "seeds_per_s", "remote_share"):
             setattr(self, name, known_number(metric.get(name)))
-        self.most, self.device = most_of(metric), DeviceUse.of(metric)
+        self.most, self.device = _most_of(metric), DeviceUse.of(metric)
 
     @property
     def idle(self) -> bool:
@@ -244,7 +244,7 @@ class Board:
         return f"{text}; epoch {row.epoch}{of_epochs}, step {(row.step or 0) + 1}{of_steps}"
 
 
-def most_of(metric: Metric) -> str:
+def _most_of(metric: Metric) -> str:
     """Return the phase that takes most of a step, and its share, as ``forward 41%``; '' if unknown."""
     most = largest(metric.get("spent")) or metric.get("most")
     return f"{most[0]} {most[1]:.0%}" if isinstance(most, list) and len(most) == 2 else ""

@@ -55,11 +55,11 @@ def attach_of(config: ClusterConfig, config_path: Path, console: Console) -> Att
     ``config_path``: the file from which ``config`` was read.
     """
     name = config.data.serving
-    return None if name is None else lambda run_id: attachment(name, config, config_path, run_id, console)
+    return None if name is None else lambda run_id: _attachment(name, config, config_path, run_id, console)
 
 
 @contextmanager
-def attachment(
+def _attachment(
     name: str, config: ClusterConfig, config_path: Path, run_id: str, console: Console
 ) -> Iterator[Attachment]:
     """Within the block, the servers of serving cluster ``name`` accept the key of run ``run_id``.

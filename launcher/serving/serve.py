@@ -101,7 +101,7 @@ def serve(config: ClusterConfig, options: LaunchOptions, name: str, console: Con
     """
     wanted = resolve_serving(config)
     check_run_id(name, "--name")
-    with Interrupts(), serving_state(wanted, name, console) as found:
+    with Interrupts(), _serving_state(wanted, name, console) as found:
         context = _ServeContext(wanted, options, name, console, running=bool(found.alive or found.unreachable))
         with closing(context.events), context.held:
             try:
@@ -119,7 +119,7 @@ def serve(config: ClusterConfig, options: LaunchOptions, name: str, console: Con
 
 
 @contextmanager
-def serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[ServingState]:
+def _serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[ServingState]:
     """Connect to the nodes of ``wanted``, and find the state of serving cluster ``name``.
 
     If the cluster differs from ``wanted`` and does not run, its files are moved away, and it counts as new. Raises

@@ -102,17 +102,13 @@ def assert_equal_on_any_number_of_processes(parts: Path, folder: Path, **wanted:
     return whole
 
 
-def test_an_optimizer_with_clipped_gradients(parts: Path, tmp_path: Path) -> None:
+def test_an_optimizer_with_clipped_gradients_of_a_weighted_and_smoothed_loss(parts: Path, tmp_path: Path) -> None:
     wanted: dict[str, Any] = {"epochs": 3, "lr": 0.1, "optimizer": {"name": "SGD", "momentum": 0.9, "nesterov": True}}
+    wanted |= {"class_weights": "balanced", "label_smoothing": 0.1}
     clipped = assert_equal_on_any_number_of_processes(parts, tmp_path, **wanted, clip=0.1)
-    train(job(parts, tmp_path / "free", **wanted), Ranks())
-    assert curve(tmp_path / "free")[0] == clipped[0] and curve(tmp_path / "free")[1] != clipped[1]
-
-
-@pytest.mark.parametrize("weights", ["balanced", (3.0, 0.5, 1.0, 2.0)], ids=["balanced", "given"])
-def test_a_weighted_and_smoothed_loss(weights: Any, parts: Path, tmp_path: Path) -> None:
-    wanted: dict[str, Any] = {"epochs": 3, "class_weights": weights, "label_smoothing": 0.1}
-    assert_equal_on_any_number_of_processes(parts, tmp_path, **wanted)
+    for name, other in {"free": {}, "unweighted": {"class_weights": None}, "sharp": {"label_smoothing": 0.0}}.items():
+        train(job(parts, tmp_path / name, **{**wanted, "epochs": 1, **other}), Ranks())
+        assert (curve(tmp_path / name)[0] == clipped[0]) == (name == "free") and curve(tmp_path / name)[1] != clipped[1]
 
 
 def test_metrics_chosen_by_name(parts: Path, tmp_path: Path) -> None:
@@ -122,6 +118,7 @@ def test_metrics_chosen_by_name(parts: Path, tmp_path: Path) -> None:
         "lr": 0.02,
         "metrics": names,
         "early_stop": {"patience": 2, "metric": "loss"},
+        "class_weights": (3.0, 0.5, 1.0, 2.0),
     }
     assert_equal_on_any_number_of_processes(parts, tmp_path, **wanted)
     evals = metrics(tmp_path / "alone", "eval")
@@ -192,13 +189,17 @@ def test_the_learning_rates_are_those_of_torch_s_schedulers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule",
-    [Schedule("cosine", warmup_steps=4, epochs=5), Schedule("plateau", patience=1, factor=0.5, metric="loss")],
+    "schedule,model",
+    [
+        (Schedule("cosine", warmup_steps=4, epochs=5), "rgcn"),
+        (Schedule("plateau", patience=1, factor=0.5, metric="loss"), "sage"),
+    ],
     ids=["cosine", "plateau"],
 )
-def test_a_schedule_of_weights_and_trainable_rows(schedule: Schedule, tmp_path: Path) -> None:
-    parts = write_parts(tmp_path / "parts", 2, "synthetic-hetero")
-    wanted: dict[str, Any] = {"epochs": 5, "lr": 0.05, "model": "rgcn", "schedule": schedule}
+def test_a_schedule_of_weights_and_trainable_rows(schedule: Schedule, model: str, parts: Path, tmp_path: Path) -> None:
+    if model == "rgcn":
+        parts = write_parts(tmp_path / "parts", 2, "synthetic-hetero")
+    wanted: dict[str, Any] = {"epochs": 5, "lr": 0.05, "model": model, "schedule": schedule}
     assert_equal_on_any_number_of_processes(parts, tmp_path, **wanted)
     rates = [[line["lr"] for line in metrics(tmp_path / name, "epoch")] for name in ("alone", "together", "resumed")]
     assert len(set(rates[0])) > 1 and rates[1] == rates[0] and rates[2] == rates[0][-len(rates[2]) :]

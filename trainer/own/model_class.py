@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import shutil
 import sys
 import traceback
@@ -91,10 +92,11 @@ def _module_of_file(path: Path) -> ModuleType:
     top = _top(path)
     name = ".".join(path.relative_to(top).with_suffix("").parts)
     for known, other in [*sys.modules.items()] if _FOLDERS[-1:] != [top] else ():
-        place, here = Path(getattr(other, "__file__", None) or "/"), top.joinpath(*known.split("."))
-        mine = (here.with_name(f"{here.name}.py"), here / "__init__.py")
-        if any(_is_inside(place, folder) for folder in _FOLDERS) and place not in mine:
-            if any(file.is_file() for file in mine):
+        place = str(getattr(other, "__file__", None) or "")
+        if any(_is_inside(place, folder) for folder in _FOLDERS):
+            here = top.joinpath(*known.split("."))
+            mine = (here.with_name(f"{here.name}.py"), here / "__init__.py")
+            if Path(place) not in mine and any(file.is_file() for file in mine):
                 del sys.modules[known]  # another version, such as one kept with a run; its classes stay as they are
     _FOLDERS[:] = [*(folder for folder in _FOLDERS if folder != top), top]
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
@@ -149,10 +151,12 @@ def _is_ours(filename: str) -> bool:
     return any(Path(filename).is_relative_to(root / name) for name in ("trainer", "launcher", "gnnfleet"))
 
 
-def _is_inside(file: Path, top: Path) -> bool:
+def _is_inside(file: str, top: Path) -> bool:
     """Return whether a module's file is one of a user below the folder ``top``."""
-    libraries = {"site-packages", ".venv"}.intersection(file.relative_to(top).parts) if file.is_relative_to(top) else 1
-    return file.suffix == ".py" and not libraries and not _is_ours(str(file))
+    # Text is compared, not paths, as thousands of modules are loaded.
+    if not file.startswith(os.path.join(top, "")) or not file.endswith(".py"):
+        return False
+    return not {"site-packages", ".venv"}.intersection(Path(file).relative_to(top).parts) and not _is_ours(file)
 
 
 def save_sources(cls: type, folder: Path) -> None:
@@ -165,9 +169,9 @@ def save_sources(cls: type, folder: Path) -> None:
     if top not in _FOLDERS or top.is_relative_to(folder.resolve()):
         return
     for module in [*sys.modules.values()]:
-        path = Path(getattr(module, "__file__", None) or "/")
+        path = str(getattr(module, "__file__", None) or "")
         if _is_inside(path, top):
-            target = folder / path.relative_to(top)
+            target = folder / Path(path).relative_to(top)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
 

@@ -63,14 +63,14 @@ def serve(lines: BinaryIO, answers: BinaryIO) -> None:
         if not line:
             break
         received = time.time()
-        answer = answer_to(eval(line.decode()), sent)  # eval is safe here: requests contain code to run anyway
+        answer = _answer_to(eval(line.decode()), sent)  # eval is safe here: requests contain code to run anyway
         answer["times"] = [received, time.time()]
         answers.write(("\n%s%s\n" % (MARKER, repr(answer))).encode())
         answers.flush()
     leave()
 
 
-def answer_to(request: dict[str, Any], sent: SentModules) -> dict[str, Any]:
+def _answer_to(request: dict[str, Any], sent: SentModules) -> dict[str, Any]:
     """Run the program that a request names; return {"reply"}, {"error": traceback}, or {} if it names none."""
     sent.sources.update(request["sources"])
     if not request["program"]:

@@ -77,10 +77,10 @@ def worker(waiting: list[tuple[int, dict[str, str]]], versions: dict[int, dict[s
             index, one = waiting.pop()
         except IndexError:
             return
-        versions[index] = versions_of(one["program"], source)
+        versions[index] = _versions_of(one["program"], source)
 
 
-def versions_of(program: str, source: str) -> dict[str, str]:
+def _versions_of(program: str, source: str) -> dict[str, str]:
     """Run ``packages.versions`` in the Python ``program``; {} when that fails. source: text of packages.py."""
     try:
         done = subprocess.run(
@@ -101,7 +101,7 @@ def versions_of(program: str, source: str) -> dict[str, str]:
 def candidates(given: list[str]) -> Iterator[dict[str, str]]:
     """Yield each Python once, as {"key", "path", "program"}: those of ``given`` first."""
     seen: set[str] = set()
-    for one in [*named(given), *conda_environments(), *virtual_environments(), *interpreters()]:
+    for one in [*named(given), *_conda_environments(), *_virtual_environments(), *interpreters()]:
         real = os.path.realpath(one["program"] if one["key"] == "python" else one["path"])
         if real not in seen and os.access(one["program"], os.X_OK):
             seen.add(real)
@@ -113,40 +113,40 @@ def named(given: list[str]) -> Iterator[dict[str, str]]:
     for text in given:
         path = os.path.expanduser(text)
         if os.path.isdir(path):
-            yield of_prefix("conda" if is_conda(path) else "venv", path)
+            yield _of_prefix("conda" if _is_conda(path) else "venv", path)
         elif os.path.isfile(path):
             yield {"key": "python", "path": path, "program": path}
 
 
-def of_prefix(key: str, prefix: str) -> dict[str, str]:
+def _of_prefix(key: str, prefix: str) -> dict[str, str]:
     """Return the environment in the folder ``prefix``, as {"key", "path", "program"}."""
     return {"key": key, "path": prefix, "program": os.path.join(prefix, "bin", "python")}
 
 
-def conda_environments() -> Iterator[dict[str, str]]:
+def _conda_environments() -> Iterator[dict[str, str]]:
     """Yield conda environments with torch: those in ~/.conda/environments.txt, and in folders such as ~/miniconda3."""
     prefixes = [line.strip() for line in lines_of(os.path.expanduser("~/.conda/environments.txt"))]
     tops = [os.path.expanduser("~"), "/opt", "/usr/local"]
     for root in (os.path.join(top, name) for top in tops for name in CONDA_ROOTS):
         prefixes += [os.path.join(root, "envs", name) for name in entries(os.path.join(root, "envs"))] + [root]
     for prefix in prefixes:
-        if is_conda(prefix) and has_torch(prefix):
-            yield of_prefix("conda", prefix)
+        if _is_conda(prefix) and _has_torch(prefix):
+            yield _of_prefix("conda", prefix)
 
 
-def is_conda(prefix: str) -> bool:
+def _is_conda(prefix: str) -> bool:
     return os.path.isdir(os.path.join(prefix, "conda-meta"))
 
 
-def virtual_environments() -> Iterator[dict[str, str]]:
+def _virtual_environments() -> Iterator[dict[str, str]]:
     """Yield virtual environments with torch: subfolders of ``VENV_FOLDERS``, and folders such as ~/project/.venv."""
     for folder in VENV_FOLDERS:
         top = os.path.expanduser(folder)
         for name in entries(top):
             beside = [os.path.join(top, name, usual) for usual in VENV_NAMES] if folder == "~" else []
             for prefix in [os.path.join(top, name), *beside]:
-                if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")) and has_torch(prefix):
-                    yield of_prefix("venv", prefix)
+                if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")) and _has_torch(prefix):
+                    yield _of_prefix("venv", prefix)
 
 
 def interpreters() -> Iterator[dict[str, str]]:
@@ -157,8 +157,8 @@ def interpreters() -> Iterator[dict[str, str]]:
     folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder.startswith("/")]
     for folder in folders:
         prefix = os.path.dirname(folder.rstrip("/"))
-        if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")) or is_conda(prefix):
-            yield of_prefix("conda" if is_conda(prefix) else "venv", prefix)
+        if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")) or _is_conda(prefix):
+            yield _of_prefix("conda" if _is_conda(prefix) else "venv", prefix)
             continue
         for name in ("python3", "python3.10", "python3.11", "python3.12", "python3.13", "python3.14"):
             program = os.path.join(folder, name)
@@ -167,11 +167,11 @@ def interpreters() -> Iterator[dict[str, str]]:
     versions = os.path.expanduser("~/.pyenv/versions")
     for name in entries(versions):
         program = os.path.join(versions, name, "bin", "python")
-        if has_torch(os.path.join(versions, name)):
+        if _has_torch(os.path.join(versions, name)):
             yield {"key": "python", "path": program, "program": program}
 
 
-def has_torch(prefix: str) -> bool:
+def _has_torch(prefix: str) -> bool:
     """Whether the environment in ``prefix`` has torch, or includes the system's packages, which may contain torch."""
     if any("true" in line for line in lines_of(os.path.join(prefix, "pyvenv.cfg")) if "system-site" in line):
         return True

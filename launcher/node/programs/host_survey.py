@@ -85,13 +85,13 @@ def pythons() -> list[dict[str, str]]:
     found: dict[str, str] = {}
     for name in NAMES:
         for program in on_path(name):
-            version = version_of(program)
+            version = _version_of(program)
             if version:
                 found.setdefault(version, program)
                 break
-    for folder in more_prefixes():
+    for folder in _more_prefixes():
         program = os.path.join(folder, "bin", "python3")
-        version = version_of(program) if os.access(program, os.X_OK) else ""
+        version = _version_of(program) if os.access(program, os.X_OK) else ""
         if version:
             found.setdefault(version, program)
     return [{"program": program, "version": version} for version, program in found.items()]
@@ -102,7 +102,7 @@ def on_path(name: str) -> list[str]:
     return [path for path in (os.path.join(folder, name) for folder in folders) if os.access(path, os.X_OK)]
 
 
-def more_prefixes() -> list[str]:
+def _more_prefixes() -> list[str]:
     """Folders that contain a Python of pyenv, of uv, or the base environment of conda; each folder once."""
     home = os.path.expanduser("~")
     tops = [
@@ -114,7 +114,7 @@ def more_prefixes() -> list[str]:
     return list({os.path.realpath(prefix): prefix for prefix in reversed(found)}.values())[::-1]
 
 
-def version_of(program: str) -> str:
+def _version_of(program: str) -> str:
     """The version of a Python; '' if it does not run or has no module venv."""
     try:
         done = subprocess.run(

@@ -45,7 +45,7 @@ def installed() -> dict[str, Any]:
     there = packages.installed()
     prefix = os.path.dirname(os.path.dirname(sys.executable))
     return {
-        "kind": kind_of(prefix),
+        "kind": _kind_of(prefix),
         "prefix": prefix,
         "python": facts["python"],
         "versions": there,
@@ -54,7 +54,7 @@ def installed() -> dict[str, Any]:
     }
 
 
-def kind_of(prefix: str) -> str:
+def _kind_of(prefix: str) -> str:
     if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")):
         return "venv"
     return "conda" if os.path.isdir(os.path.join(prefix, "conda-meta")) else "python"
@@ -116,7 +116,7 @@ def make(environment: str, folder: str, request: dict[str, Any]) -> tuple[str, b
     new = os.path.join(folder, "env")
     shutil.rmtree(new, ignore_errors=True)
     run([request["base"], "-m", "venv", "--without-pip", new], INSTALL_SECONDS)
-    tool = add_packages(new, folder, request)
+    tool = _add_packages(new, folder, request)
     cuda = importable(new, request["imports"])
     # Replace the path ``new`` by ``final`` in pyvenv.cfg and the scripts of the environment in ``new``.
     programs = os.path.join(new, "bin")
@@ -142,13 +142,13 @@ def repair(environment: str, folder: str, request: dict[str, Any]) -> tuple[str,
     marker = os.path.join(environment, UNFINISHED)
     with open(marker, "w") as file:
         json.dump(sorted({*names, *unfinished(environment)} - {"?"}), file)
-    tool = add_packages(environment, folder, request)
+    tool = _add_packages(environment, folder, request)
     cuda = importable(environment, request["imports"])
     os.unlink(marker)
     return tool, cuda
 
 
-def add_packages(environment: str, folder: str, request: dict[str, Any]) -> str:
+def _add_packages(environment: str, folder: str, request: dict[str, Any]) -> str:
     """Install the wheels of ``folder`` with uv, or with pip where uv cannot run. Returns "uv" or "pip"."""
     wheels = os.path.join(folder, "wheels")
     need = 0
@@ -166,7 +166,7 @@ def add_packages(environment: str, folder: str, request: dict[str, Any]) -> str:
         file.write("\n".join(request["requirements"]) + "\n")
     python = os.path.join(environment, "bin", "python")
     common = ["--no-deps", "--no-index", "--find-links", wheels, "-r", listed]
-    uv = request["uv"] or unpacked_uv(folder, request["tool"])
+    uv = request["uv"] or _unpacked_uv(folder, request["tool"])
     if uv:
         cache = ["--cache-dir", os.path.join(folder, "cache")]  # on the same disk, so that files are linked, not copied
         try:
@@ -185,7 +185,7 @@ def add_packages(environment: str, folder: str, request: dict[str, Any]) -> str:
     return "pip"
 
 
-def unpacked_uv(folder: str, wheel: str) -> str:
+def _unpacked_uv(folder: str, wheel: str) -> str:
     """Unpack the program uv from its wheel and return its path; '' without a wheel, or if uv does not run here."""
     if not wheel:
         return ""

@@ -37,7 +37,7 @@ def on_path(name: str) -> bool:
     return any(os.access(os.path.join(folder or ".", name), os.X_OK) for folder in folders)
 
 
-class Started:
+class _Started:
     """A running command with stdin and stderr at /dev/null. Used in place of subprocess, whose import takes 7 ms."""
 
     def __init__(self, argv: list[str]) -> None:
@@ -51,11 +51,11 @@ class Started:
             os.close(nowhere)
 
 
-def started(argv: list[str]) -> Started:
-    return Started(argv)
+def started(argv: list[str]) -> _Started:
+    return _Started(argv)
 
 
-def finish(process: Started) -> str:
+def finish(process: _Started) -> str:
     """Wait for a command and return its output; '' when it fails or runs longer than ``SECONDS``."""
     deadline, printed = time.monotonic() + SECONDS, b""
     poll = select.poll()  # select() takes no file descriptor above 1,023
@@ -86,13 +86,13 @@ def tmux_version(started: dict[str, Any]) -> str:
     return words[1] if len(words) > 1 else "?"
 
 
-def tmux_folder() -> str:
+def _tmux_folder() -> str:
     return "%s/tmux-%d" % (os.environ.get("TMUX_TMPDIR") or "/tmp", os.getuid())
 
 
 def tmux_folder_error() -> str:
     """Return why tmux refuses the folder of this user's sockets; '' if it is usable or does not exist."""
-    folder = tmux_folder()
+    folder = _tmux_folder()
     try:
         found = os.lstat(folder)
     except OSError:
@@ -106,7 +106,7 @@ def tmux_folder_error() -> str:
 
 def tmux_has(session: str) -> bool:
     """Whether this user's tmux server has a session of that name. Runs tmux only if its socket exists."""
-    if not os.path.exists(os.path.join(tmux_folder(), "default")):
+    if not os.path.exists(os.path.join(_tmux_folder(), "default")):
         return False
     return session in output(["tmux", "list-sessions", "-F", "#S"]).splitlines()
 

@@ -61,7 +61,7 @@ class Listeners:
 
     def add(self, port: int) -> int:
         """Listen on ``port`` (0: a free one); return the port. Raises OSError."""
-        server = open_server(port)
+        server = _open_server(port)
         self.servers[server.fileno()] = server
         self.poll.register(server.fileno(), select.EPOLLIN)
         return int(server.getsockname()[1])
@@ -89,7 +89,7 @@ class Listeners:
             os.close(client)
 
 
-def open_server(port: int) -> socket.socket:
+def _open_server(port: int) -> socket.socket:
     """Return a non-blocking socket that listens on all IPv6 and IPv4 addresses; IPv4 only on a machine without IPv6."""
     try:
         server, address = socket.socket(socket.AF_INET6, socket.SOCK_STREAM), ("::", port)
@@ -129,15 +129,15 @@ def connect_all(request: dict[str, Any]) -> Iterator[list[Any]]:
     for rank, address, ports in targets:
         for port in ports:
             if numeric[address]:
-                attempts.append(Attempt(rank, address, numeric[address], port, greeting(request["token"], rank)))
+                attempts.append(_Attempt(rank, address, numeric[address], port, greeting(request["token"], rank)))
             else:
                 yield [rank, address, port, NO_NAME]
-    for attempt, why in run_attempts(attempts, request["seconds"]):
+    for attempt, why in _run_attempts(attempts, request["seconds"]):
         if why:
             yield [attempt.rank, attempt.address, attempt.port, why]
 
 
-class Attempt:
+class _Attempt:
     """An attempt to connect to one port of a node. greeting: the bytes that the listener has to send."""
 
     __slots__ = ("rank", "address", "numeric", "port", "greeting", "socket", "deadline", "received")
@@ -171,12 +171,12 @@ class Attempt:
         return None if data and self.greeting.startswith(self.received) else STRANGER
 
 
-def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Attempt, str]]:
+def _run_attempts(attempts: list[_Attempt], seconds: float) -> Iterator[tuple[_Attempt, str]]:
     """Run all attempts, at most ``IN_FLIGHT`` at a time; yield each attempt with its error, or '' on success.
 
     seconds: time limit of each attempt.
     """
-    poll, running = select.epoll(), {}  # type: Any, dict[int, Attempt]
+    poll, running = select.epoll(), {}  # type: Any, dict[int, _Attempt]
     waiting = iter(attempts)
     left = len(attempts)
     while left:
@@ -191,7 +191,7 @@ def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Atte
             except OSError as error:
                 left -= 1
                 yield attempt, meaning(error)
-        for number, why in wait_for_ended(poll, running):
+        for number, why in _wait_for_ended(poll, running):
             attempt = running.pop(number)
             attempt.socket.close()
             left -= 1
@@ -199,7 +199,7 @@ def run_attempts(attempts: list[Attempt], seconds: float) -> Iterator[tuple[Atte
     poll.close()
 
 
-def wait_for_ended(poll: Any, running: dict[int, Attempt]) -> list[tuple[int, str]]:
+def _wait_for_ended(poll: Any, running: dict[int, _Attempt]) -> list[tuple[int, str]]:
     """Wait until data arrives or a deadline passes; return (descriptor, error) of each attempt that has ended.
 
     The error is '' if the attempt has succeeded. ``running``: the attempts, by descriptor of their sockets.
@@ -224,7 +224,7 @@ def wait_for_ended(poll: Any, running: dict[int, Attempt]) -> list[tuple[int, st
 
 def resolved(names: set[str]) -> dict[str, str]:
     """Return the numeric address of each name, '' if it does not resolve. All names together take 10 s at most."""
-    found = {name: name if is_numeric(name) else "" for name in names}
+    found = {name: name if _is_numeric(name) else "" for name in names}
     unknown = [name for name in names if not found[name]]
     if not unknown:
         return found
@@ -244,7 +244,7 @@ def resolved(names: set[str]) -> dict[str, str]:
     return dict(found)
 
 
-def is_numeric(name: str) -> bool:
+def _is_numeric(name: str) -> bool:
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             socket.inet_pton(family, name)
@@ -283,10 +283,10 @@ SCOPE_LINK = 253  # link-local addresses are ambiguous without an interface
 def addresses() -> list[tuple[str, str]]:
     """Return (interface name, address) of this machine's addresses that are not link-local, in the kernel's order."""
     names = dict(socket.if_nameindex())
-    return [(names.get(number, ""), address) for number, address in kernel_addresses()]
+    return [(names.get(number, ""), address) for number, address in _kernel_addresses()]
 
 
-def kernel_addresses() -> Iterator[tuple[int, str]]:
+def _kernel_addresses() -> Iterator[tuple[int, str]]:
     """Yield (interface number, address) for each address of this machine, from the kernel by netlink (RTM_GETADDR)."""
     sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
     try:
@@ -297,13 +297,13 @@ def kernel_addresses() -> Iterator[tuple[int, str]]:
                 length, kind = struct.unpack_from("=IH", data)
                 if kind != RTM_NEWADDR:
                     return  # NLMSG_DONE, or an error
-                yield from parsed_address(data[16:length])
+                yield from _parsed_address(data[16:length])
                 data = data[(length + 3) & ~3 :]
     finally:
         sock.close()
 
 
-def parsed_address(message: bytes) -> Iterator[tuple[int, str]]:
+def _parsed_address(message: bytes) -> Iterator[tuple[int, str]]:
     """Yield (interface number, address) of a netlink message RTM_NEWADDR, unless it is link-local or tentative."""
     family, _, flags, scope, number = struct.unpack_from("=BBBBI", message)
     found, at = {}, 8

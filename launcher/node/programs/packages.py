@@ -32,8 +32,8 @@ def versions(more: Sequence[str] = ()) -> dict[str, str]:
         there = installed()
     found = {"python": "%d.%d.%d" % sys.version_info[:3]}
     for package in wanted:
-        found[package] = there.get(package) or by_metadata(package)
-    cuda = torch_cuda() if found["torch"] else ""
+        found[package] = there.get(package) or _by_metadata(package)
+    cuda = _torch_cuda() if found["torch"] else ""
     major = "nvidia_nccl_cu%s" % cuda.split(".")[0]
     found["cuda"] = cuda
     found["nccl"] = there.get(major) or next((there[name] for name in NCCL if name in there), "") if cuda else ""
@@ -81,7 +81,7 @@ def folders() -> list[str]:
     return [*found, *site.getsitepackages(), site.getusersitepackages()]
 
 
-def by_metadata(package: str) -> str:
+def _by_metadata(package: str) -> str:
     """Return the version of a package that ``installed`` misses (egg, develop link, zip file); '' if it is absent."""
     from importlib import metadata
 
@@ -91,7 +91,7 @@ def by_metadata(package: str) -> str:
         return ""
 
 
-def torch_cuda() -> str:
+def _torch_cuda() -> str:
     """Return ``torch.version.cuda``, e.g. 12.6, without importing torch; '' for a CPU build, or without torch."""
     for folder in folders():
         try:
@@ -114,7 +114,7 @@ def glibc() -> str:
 def graph_size(manifest: str) -> dict[str, Any]:
     """Return sizes of the graph with this manifest.json; {} if the file cannot be read.
 
-    "nodes" and "row_bytes" are those of ``size_of``, "topology_bytes" is the result of ``topology_of``.
+    "nodes" and "row_bytes" are those of ``size_of``, "topology_bytes" is the result of ``_topology_of``.
     """
     if not manifest:
         return {}
@@ -123,7 +123,7 @@ def graph_size(manifest: str) -> dict[str, Any]:
     try:
         with open(os.path.expanduser(manifest)) as file:
             found = json.load(file)
-        return {**size_of(found), "topology_bytes": topology_of(found, os.path.dirname(os.path.expanduser(manifest)))}
+        return {**size_of(found), "topology_bytes": _topology_of(found, os.path.dirname(os.path.expanduser(manifest)))}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}  # the data check of preflight reports the error
 
@@ -135,7 +135,7 @@ def size_of(manifest: dict[str, Any]) -> dict[str, Any]:
     return {"nodes": nodes, "row_bytes": rows / max(1, nodes)}
 
 
-def topology_of(manifest: dict[str, Any], folder: str) -> int:
+def _topology_of(manifest: dict[str, Any], folder: str) -> int:
     """Return the size in bytes of the topology (all files with 1-d arrays) of all parts; 0 if a file is missing.
 
     A file whose size differs from its size in the manifest counts as missing.

@@ -43,8 +43,8 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     """Return facts about this machine; the module's docstring lists the fields of ``request``."""
     started = machine.commands(bool(request.get("devices")))
     own = addresses()
-    address = numeric(request["address"]) or own_address(request["peer"])
-    leases, lease_error = lease_facts()
+    address = numeric(request["address"]) or _own_address(request["peer"])
+    leases, lease_error = _lease_facts()
     facts: dict[str, Any] = {
         "hostname": socket.gethostname(),
         "home": os.path.expanduser("~"),
@@ -61,7 +61,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         "names": resolved(request.get("names", [])),
         "manifest": bool(request["manifest"]) and os.path.isfile(os.path.expanduser(request["manifest"])),
         "graph": packages.graph_size(request["manifest"]),
-        "taken": existing_run(os.path.expanduser(request["run_dir"]), request["session"]),
+        "taken": _existing_run(os.path.expanduser(request["run_dir"]), request["session"]),
     }
     facts.update(machine.capacity())
     facts.update(folders.folders(os.path.expanduser(request["workdir"]), request.get("code", "")))
@@ -105,20 +105,20 @@ def resolved(names: Iterable[str]) -> dict[str, str]:
     return dict(found)
 
 
-def own_address(peer: str) -> str:
+def _own_address(peer: str) -> str:
     """Return this machine's address in the current SSH connection, else on the route to ``peer``, else loopback."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     arrived = words[2].replace("::ffff:", "").split("%")[0] if len(words) == 4 else ""
     if arrived and not is_loopback(arrived):
         return arrived
-    return route_to(peer) or arrived or "127.0.0.1"
+    return _route_to(peer) or arrived or "127.0.0.1"
 
 
 def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def route_to(peer: str) -> str:
+def _route_to(peer: str) -> str:
     """Return the source address of the route to ``peer``; '' when there is no route."""
     try:
         family, kind, proto, _, target = socket.getaddrinfo(peer, 9, 0, socket.SOCK_DGRAM)[0]
@@ -137,14 +137,14 @@ def interface_of(address: str, own: list[tuple[str, str]]) -> str:
     return "lo" if address.startswith("127.") else next((name for name, one in own if one == address), "")
 
 
-def existing_run(run_dir: str, session: str) -> str:
+def _existing_run(run_dir: str, session: str) -> str:
     """Return what already exists of a planned run: its tmux session, else its run folder; '' if neither exists."""
     if session and machine.tmux_has(session):
         return "tmux session %s" % session
     return run_dir if run_dir and os.path.exists(run_dir) else ""
 
 
-def lease_facts() -> tuple[list[dict[str, Any]], str]:
+def _lease_facts() -> tuple[list[dict[str, Any]], str]:
     """Return the valid leases, and why leases cannot be read ('' if they can).
 
     Each lease is a dict of its fields; "words" has a description for messages, "needs" what it takes or waits for.
@@ -191,7 +191,7 @@ def gpus(started: dict[str, Any]) -> dict[str, Any]:
 
 def busy_ports(ports: Sequence[int], leases: Iterable[dict[str, Any]] = ()) -> dict[str, str]:
     """Return {port: text} for the ports that are in use or leased; the text names the process or the lease."""
-    busy = {str(port): holder(port) for port in ports if not can_listen(port)}
+    busy = {str(port): holder(port) for port in ports if not _can_listen(port)}
     for lease in leases:
         kind, _, port = lease["resource"].partition(":")
         if kind == "port" and int(port) in ports:
@@ -199,7 +199,7 @@ def busy_ports(ports: Sequence[int], leases: Iterable[dict[str, Any]] = ()) -> d
     return busy
 
 
-def can_listen(port: int) -> bool:
+def _can_listen(port: int) -> bool:
     """Whether a server can listen on ``port`` on all addresses. Connections in TIME_WAIT do not count."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
@@ -253,7 +253,7 @@ def of_runs(suspects: Iterable[Suspect]) -> list[dict[str, Any]]:
     named = {one.run_dir: one for one in suspects}
     pids: dict[str, set[int]] = {folder: known(one) for folder, one in named.items()}
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        folder = run_dir_of(pid)
+        folder = _run_dir_of(pid)
         if folder in pids:
             pids[folder].add(int(pid))
     return [
@@ -267,7 +267,7 @@ def known(suspect: Suspect) -> set[int]:
     return {entry["pid"] for entry in suspect.processes if lives(entry.get("pid"), entry.get("start_ticks"))}
 
 
-def run_dir_of(pid: str) -> str:
+def _run_dir_of(pid: str) -> str:
     """Return GNNFLEET_RUN_DIR in the environment of a process, resolved; '' when it has none."""
     try:
         with open("/proc/%s/environ" % pid, "rb") as file:

@@ -160,7 +160,7 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
         and train.task not in ("auto", "link")
         and reader.good(("train", "model"))
     ):
-        text = f"train.model: {train.model} has embeddings only: it is for train.task: link"
+        text = f"train.model: {train.model} is for train.task: link"
         reader.report(("train", "model"), text)
     if train.model == "embedding" and train.layers is not None and reader.good(("train", "layers")):
         reader.report(("train", "layers"), "train.layers: model embedding has none; leave it out")
@@ -168,11 +168,6 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
         reader.report(("train", "hide"), f"train.hide: is for labels of edges, and train.task is {train.task}")
     if train.decoder != "dot" and reader.good(("train", "decoder")):
         _decoder(train, reader)
-    if train.eval_negatives == "all" and train.time_attr is not None and reader.good(("train", "eval_negatives")):
-        text = (
-            "train.eval_negatives: all computes each vertex once, from all its edges, so it is not for train.time_attr"
-        )
-        reader.report(("train", "eval_negatives"), f"{text}; set a number")
     if (
         train.edge_attr is not None
         and not own

@@ -125,13 +125,7 @@ MISTAKES = {
         "3: train.metrics: recall@20 needs train.eval_negatives: all",
         "3: train.metrics: no metric 'map@0'; the metrics of task link are mrr, hits@1, hits@10, hits@50, auc",
     ],
-    TWO + "train: {task: link, eval_negatives: all, time_attr: at, model: lightgcn, metrics: [recall@7, hits@3]}\n": [
-        "3: train.eval_negatives: all computes each vertex once, from all its edges, so it is not for train.time_attr; "
-        "set a number"
-    ],
-    TWO + "train: {task: regression, model: lightgcn}\n": [
-        "3: train.model: lightgcn has embeddings only: it is for train.task: link"
-    ],
+    TWO + "train: {task: regression, model: lightgcn}\n": ["3: train.model: lightgcn is for train.task: link"],
     TWO + "train: {model: gat, model_args: {act: elu}}\n": [
         "3: train.model_args: gat is a bundled model, which takes no further arguments; leave them out"
     ],

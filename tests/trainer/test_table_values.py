@@ -21,7 +21,7 @@ from trainer.data.dataset import Dataset
 from trainer.sources import table_columns as columns
 from trainer.sources.table_arrays import ArrayColumn, TableArrays, number_array
 from trainer.sources.table_columns import NumberColumn
-from trainer.sources.table_database import Database, Scan
+from trainer.sources.table_database import Database, Scan, quoted
 
 NAN_PARQUET = Path(__file__).with_name("nan_without_statistics.parquet")
 """As pyarrow writes it, whose statistics of columns leave NaN out: id 7, 8, 9; v 1, NaN, 3; f 0.5, NaN, 1.5; k 7, NaN,
@@ -146,8 +146,8 @@ def codes(scan: Scan, column: str) -> ArrayColumn:
 
 def node_id(scan: Scan, column: str) -> ArrayColumn:
     if columns.ids_are_integers(scan, column):
-        return ArrayColumn("v", [columns.integer_id(scan, column)], np.dtype(np.int64))
-    return ArrayColumn("v", [columns.text_id(scan, column, True)], None)
+        return ArrayColumn("v", [columns.integer_id(quoted(column), scan.types[column])], np.dtype(np.int64))
+    return ArrayColumn("v", [columns.text_id(quoted(column), scan.types[column], True)], None)
 
 
 ENUMS = [f"enum{k}" for k in range(2000)]

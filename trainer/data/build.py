@@ -56,7 +56,9 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scrat
     notes += more
     labelled = {of: data for of, data in edges.items() if "y" in data.attrs and data.attrs["y"].dtype.kind in "iu"}
     if options.undirected:
-        only = {of: data for of, data in edges.items() if is_task_table(of[2], graph.plain)}
+        only = {
+            of: data for of, data in edges.items() if any(is_task_table(end, graph.plain) for end in (of[0], of[2]))
+        }
         others = {of: data for of, data in edges.items() if of not in only}
         edges = {**both_ways(others, counts, options.reverse_types, raw.name, scratch), **only}
     graph_attrs = _graph_attrs(graph.plain, notes)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.core.errors import CheckpointError, SettingsError
+from trainer.core.graph_attrs import is_task_table
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.schema import AnyType, LinkTypes, is_link_types, link_types, seed_types, target_name, type_name
 from trainer.graph.open import Graph
@@ -20,9 +21,11 @@ from trainer.infer.edge_predictions import EdgePredictions, SampledEdges
 from trainer.infer.link_predictions import (
     link_metrics,
     number_of_targets,
+    timed_metrics,
     write_link_predictions,
     write_typed_predictions,
 )
+from trainer.infer.list_predictions import write_list_predictions
 from trainer.infer.node_predictions import node_metrics, write_node_predictions
 from trainer.infer.pair_scores import write_pair_scores
 from trainer.infer.prediction_files import writes_parquet
@@ -96,11 +99,12 @@ def _infer(
     layout = layout_of(graph, group) if job.cluster is None else one_host_layout(graph, group)
     group.agree(lambda: read_categories(model, graph))
     how, fanouts = "", None
-    timed = settings.time_attr is not None and isinstance(target, str)
+    lists = not isinstance(target, str) and is_task_table(link_types(target)[0][0], graph.manifest.graph_attrs)
+    timed = settings.time_attr is not None and (isinstance(target, str) or lists)
     neighbors = settings.neighbors.name if settings.neighbors else "fanout"
     by_edge = isinstance(model, EdgeModel) and (settings.hide or settings.time_attr is not None)
     stacked = neighbors not in ("ppr", "walks") and stack_of(model) is not None
-    if timed or by_edge or not stacked or neighbors == "top":
+    if timed or lists or by_edge or not stacked or neighbors == "top":
         fanouts = job.fanouts or settings.eval_fanouts or settings.fanouts
         if len(fanouts) != len(settings.fanouts):
             raise SettingsError(f"fanouts has {len(fanouts)} numbers, but the model has {len(settings.fanouts)} layers")
@@ -118,6 +122,15 @@ def _infer(
         sampled = SampledEdges(graph, model, task, settings, layout, group)
         files = sampled.write(job.out, parquet, job.probabilities)
         return InferResult(target, task.kind, epoch, sampled.metrics(), len(sampled.stored), files + how, fanouts)
+    if lists and isinstance(model, LinkModel) and not is_link_types(target) and not isinstance(target, str):
+        if job.pairs is not None:
+            raise SettingsError(f"pairs: {target[0]} is a task table; the best targets of each of its rows are listed")
+        files = write_list_predictions(
+            job.out, graph, model, target, settings, job.top_k, parquet, layout, scratch, group
+        )
+        metrics = timed_metrics(graph, model, target, settings, task, layout, scratch, group)
+        num_rows = graph.manifest.nodes[target[0]].num_nodes
+        return InferResult(target[0], task.kind, epoch, metrics, num_rows, files + how, fanouts)
     rows = output_rows(model, target, graph, settings, layout, scratch, group, job.nodes_at_once)
     sizes = {of: spec.num_nodes for of, spec in graph.manifest.nodes.items()}
     if isinstance(target, str):
@@ -143,7 +156,7 @@ def _infer(
         files += f"; the scores of the given pairs are in {job.out}/pairs.csv"
     if saved.settings["time_attr"] is not None:
         files += "; embeddings and scores are for a time after all edges of the graph"
-    metrics = link_metrics(links, model, rows, settings, task, layout)
+    metrics = link_metrics(links, model, rows, settings, task, layout, scratch)
     count = sum(sizes[of] for of in seed_types(target))
     return InferResult(target, task.kind, epoch, metrics, count, files + how, fanouts)
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from trainer.core.batch import LinkEnds
-from trainer.core.schema import is_link_types, type_name
+from trainer.core.ranks import RankGroup
+from trainer.core.schema import EdgeType, NodeType, is_link_types, type_name
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
 from trainer.infer.prediction_files import (
@@ -21,48 +22,56 @@ from trainer.infer.prediction_files import (
     id_attr,
     id_column,
     id_list,
+    key_columns,
     merge_parts,
     own_parts,
     write_array,
     write_table,
 )
+from trainer.loader.split_links import split_links
 from trainer.nn.layerwise_inference import LayerResults, LayerRows
 from trainer.nn.link_embeddings import LinkEmbeddings
 from trainer.nn.link_model import LinkModel
 from trainer.sampler.types import RowRequest
+from trainer.sources.read_tables import KEY
 from trainer.store.npy import map_npy
-from trainer.train.epoch import EVAL_EPOCH
+from trainer.train.epoch import EVAL_EPOCH, evaluate
 from trainer.train.full_ranking import FullRanking
 from trainer.train.loaders import link_loaders, typed_link_loaders
+from trainer.train.model import embeddings_of
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.task import Labels, Task
+from trainer.train.timed_ranking import ranking_of
 
 MOST_PAIRS = 10**10  #: most pairs of source and target that are scored unless the user asks for more
 
-_TOP_K = 10
+TOP_K = 10
 
 
 def number_of_targets(graph: Graph, links: Sequence[LinkEmbeddings], wanted: int | None) -> int:
     """Return how many targets to list per source: ``wanted``, but at most the number of targets.
 
-    If ``wanted`` is None: ``_TOP_K``, or 0 if there are more than ``MOST_PAIRS`` pairs of source and target.
+    If ``wanted`` is None: ``TOP_K``, or 0 if there are more than ``MOST_PAIRS`` pairs of source and target.
     """
     sizes = [[graph.manifest.nodes[of].num_nodes for of in each.ends] for each in links]
     pairs = sum(source * target for source, target in sizes)
-    count = (_TOP_K if pairs <= MOST_PAIRS else 0) if wanted is None else wanted
+    count = (TOP_K if pairs <= MOST_PAIRS else 0) if wanted is None else wanted
     return min(count, max(target for _, target in sizes))
 
 
 def link_metrics(
     links: Sequence[LinkEmbeddings], model: LinkModel, rows: LayerResults, settings: TrainSettings, task: Task,
-    layout: RankLayout,
+    layout: RankLayout, scratch: Path,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Return the metrics on each split of held-out links, with the same negatives as evaluations in training.
 
-    Embeddings are computed from all edges of the graph, even if ``settings`` has a ``time_attr``. ``rows``: the
-    encoder's rows of all nodes. Collective.
+    Embeddings are computed from all edges of the graph, even if ``settings`` has a ``time_attr``, unless links are
+    ranked among all targets at their times. ``rows``: the encoder's rows of all nodes. ``scratch``: folder for rows.
+    Collective.
     """
     graph, group, target, splits = links[0].graph, links[0].group, model.target, ("val", "test")
+    if settings.eval_negatives == "all" and settings.time_attr is not None and not is_link_types(target):
+        return timed_metrics(graph, model, target, settings, task, layout, scratch, group)
     if settings.eval_negatives == "all":
         every = [FullRanking(graph, target, split, settings, layout, group, Path()) for split in splits]
         return {each.split: each.metrics(links, task.names) for each in every if each.num_links}
@@ -97,6 +106,25 @@ def link_metrics(
             sums += task.metric_sums(out, Labels(links=pairs))
         found[split] = task.metrics(group.sum(sums).tolist())
     return found
+
+
+def timed_metrics(
+    graph: Graph, model: LinkModel, edge_type: EdgeType, settings: TrainSettings, task: Task, layout: RankLayout,
+    scratch: Path, group: RankGroup,
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Return the metrics on val and test as in training: of links at their times. Collective."""
+    links = group.agree(lambda: split_links(graph, edge_type, settings.time_attr))
+    splits = [split for split in ("val", "test") if split in links]
+    if settings.eval_negatives == "all":
+        ranked = {of: ranking_of(graph, edge_type, of, links, settings, layout, group, scratch) for of in splits}
+        return {split: dict(each.score(model, task.names).metrics) for split, each in ranked.items()}
+    names = embeddings_of(model).names
+    loaders = group.agree(
+        lambda: link_loaders(
+            settings, graph, edge_type, splits, model.needs_degree, group.rank, layout, names, None, model.timed, links
+        )
+    )
+    return {split: dict(evaluate(model, task, loader, group).metrics) for split, loader in loaders.items()}
 
 
 def write_link_predictions(out: Path, graph: Graph, links: LinkEmbeddings, count: int, parquet: bool) -> str:
@@ -148,20 +176,32 @@ def write_typed_predictions(
 
 def _write_best(folder: Path, graph: Graph, links: LinkEmbeddings, count: int, parquet: bool) -> str:
     """Write the ``count`` best targets of each source to ``folder``, and return the path of the table of all parts."""
-    source, target = links.ends
-    best, scores = links.best_targets(count)
-    for name, values in (("targets", best), ("scores", scores)):
-        array = OutputArray(name, count, str(values.dtype))
-        write_array(folder, graph, source, LayerRows(links.source.shares, values), array, links.group)
-    own = [*own_parts(folder, graph, source, links.source, links.group)]
+    best, scores = (LayerRows(links.source.shares, each) for each in links.best_targets(count))
+    return write_best(folder, graph, links.ends, best, scores, parquet, links.group)
+
+
+def write_best(
+    folder: Path, graph: Graph, ends: tuple[NodeType, NodeType], best: LayerRows, scores: LayerRows, parquet: bool,
+    group: RankGroup,
+) -> str:  # fmt: skip
+    """Write lists of targets of each source, ``targets.npy`` and ``scores.npy``, and the table ``predictions.csv``.
+
+    ``ends``: node types of sources and targets. ``best``: original ids, -1 for none. Rows of a task table have their
+    number, from 0, and the columns of their key. Returns the path of the table of all parts. Collective.
+    """
+    for name, rows in (("targets", best), ("scores", scores)):
+        array = OutputArray(name, rows.values.shape[1], str(rows.values.dtype))
+        write_array(folder, graph, ends[0], rows, array, group)
+    own = [*own_parts(folder, graph, ends[0], best, group)]
     for part in own:
-        _write_part(part, graph, target, parquet)
-    return str(merge_parts(folder, own, parquet, links.group))
+        _write_part(part, graph, ends, parquet)
+    return str(merge_parts(folder, own, parquet, group))
 
 
-def _write_part(folder: Path, graph: Graph, target: str, parquet: bool) -> None:
+def _write_part(folder: Path, graph: Graph, ends: tuple[NodeType, NodeType], parquet: bool) -> None:
     ids, best, scores = (map_npy(folder / f"{name}.npy") for name in ("id", "targets", "scores"))
-    name = id_attr(graph, target)
+    keys = {name: map_npy(folder / f"{KEY}{name}.npy") for name in key_columns(graph, ends[0])}
+    target, name = ends[1], id_attr(graph, ends[1])
 
     def target_ids(nodes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         wanted = RowRequest(target, graph.store.to_global(target, nodes), (name,))
@@ -172,9 +212,14 @@ def _write_part(folder: Path, graph: Graph, target: str, parquet: bool) -> None:
         for begin in range(0, len(best), step):
             some = np.array(best[begin : begin + step])
             known = some >= 0
-            sources = np.repeat(np.array(ids[begin : begin + step]), known.sum(1), axis=0)
+            sources = [np.repeat(each[begin : begin + step], known.sum(1), axis=0) for each in (ids, *keys.values())]
             score = np.array(scores[begin : begin + step])[known]
-            yield [id_list(sources), id_list(target_ids(some[known])), score.tolist()]
+            yield [*map(id_list, sources), id_list(target_ids(some[known])), score.tolist()]
 
-    columns = [id_column("source", ids), id_column("target", target_ids(np.arange(1))), Column("score", "DOUBLE")]
+    source = [id_column("row" if keys else "source", ids), *(id_column(name, each) for name, each in keys.items())]
+    columns = [
+        *source,
+        id_column("prediction" if keys else "target", target_ids(np.arange(1))),
+        Column("score", "DOUBLE"),
+    ]
     write_table(folder / "predictions", columns, blocks(), parquet)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from trainer.core.errors import SettingsError
+from trainer.core.graph_attrs import is_task_table
 from trainer.core.schema import AnyType, EdgeType
 from trainer.graph.open import Graph
 from trainer.sampler.settings import check_settings
@@ -183,7 +184,9 @@ def fanouts_of(manifest: Manifest, num_neighbors: Fanouts) -> dict[EdgeType, tup
     if isinstance(values, Mapping) and not manifest.hetero:
         raise SettingsError("num_neighbors is a mapping over edge types, but the graph is homogeneous; pass a list")
     if not isinstance(values, Mapping):
-        return {of: _whole(values) for of in manifest.edges}
+        hops = _whole(values)  # what the rows of a task table list is to be predicted
+        rows = {of for of in manifest.edges if is_task_table(of[0], manifest.graph_attrs)}
+        return {of: (0,) * len(hops) if of in rows else hops for of in manifest.edges}
     try:
         own = NumNeighbors(
             dict(values), None if given is None else given.default

@@ -17,6 +17,7 @@ from torch import Tensor
 from trainer.core.arrays import Array, Columns, Ids
 from trainer.core.batch import AnyBatch, Batch, Block, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
+from trainer.core.graph_attrs import silent_types
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType, type_name, types_with_messages
 from trainer.graph.device import DeviceRows, as_tensor, tensor_of
 from trainer.graph.open import Graph
@@ -322,9 +323,10 @@ def timed_seeds(graph: Graph, settings: LoaderSettings, seeds: Ids, trees: Ids) 
 
 def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
     given, rule = settings.fanouts, settings.rule
-    types = types_with_messages(graph.manifest.edges, settings.silent)
+    silent = silent_types(settings.silent, graph.manifest.edges, graph.manifest.graph_attrs)
+    types = types_with_messages(graph.manifest.edges, silent)
     if rule is not None:
-        rule, ends = without_silent(rule, graph.manifest, settings.silent), settings.ends or (settings.target,)
+        rule, ends = without_silent(rule, graph.manifest, silent), settings.ends or (settings.target,)
         check_rule(graph.manifest, rule, ends)
         types = rule_edges(rule, graph.manifest, ends, len(given))
     every = {of: tuple(given) for of in types} if not isinstance(given, Mapping) else dict(given)

@@ -65,7 +65,7 @@ class LinkBlockLoader(BlockLoader):
 
     def _load(self, share: SeedShare) -> AnyBatch:
         seeds, ends = self._seeded(share)
-        return replace(self._batch(share, self.make(seeds, share.key)), links=ends)
+        return replace(self._made(share, seeds), links=ends)
 
     def ends(self, share: SeedShare) -> tuple[Ids, Ids, Ids]:
         """Return sources and targets of this rank's links in one step, and the step's negatives, as original ids."""

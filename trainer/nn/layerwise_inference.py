@@ -168,13 +168,16 @@ class _GivenSeeds(BatchLoader):
     def __init__(self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout):
         BlockLoader.__init__(self, graph, settings, rank, layout, 0, (settings.target, ()))
 
-    def batch_of(self, seeds: Ids) -> AnyBatch:
-        places = np.arange(len(seeds))
+    def batch_of(self, seeds: Ids, trees: Ids | None = None, times: Ids | None = None) -> AnyBatch:
+        """``trees``, ``times`` [n]: keys of the trees around the seeds, and their times; default: as in the graph."""
+        of, places = self.settings.target, np.arange(len(seeds))
         key = batch_key(self.settings.seed, 0, 0, 0)  # the same for all batches: nodes are sampled alike in each
         share = SeedShare(0, key, len(seeds), places, places, places)
-        seed_set = SeedSet({self.settings.target: seeds})
-        if self.settings.time_attr is not None:
-            (rows,) = self.graph.access.gather([RowRequest(self.settings.target, seeds, ("orig_id",))])
+        seed_set = SeedSet({of: seeds})
+        if trees is not None and times is not None:
+            seed_set = SeedSet({of: seeds}, {of: trees}, {of: times})
+        elif self.settings.time_attr is not None:
+            (rows,) = self.graph.access.gather([RowRequest(of, seeds, ("orig_id",))])
             seed_set = timed_seeds(self.graph, self.settings, seeds, np.asarray(rows["orig_id"], np.int64))
         return self._made(share, seed_set)
 
@@ -240,19 +243,39 @@ class WholeGraph:
         """
         results: LayerResults = {}
         for of in targets:
-            loader = _GivenSeeds(self.graph, replace(settings, target=of), self.group.rank, self.layout)
-            own = self.shares[of].own(self.group.rank)
-            ids = np.concatenate([np.arange(piece.first, piece.last) for piece in own] or [np.empty(0, np.int64)])
-            size = settings.global_batch
-            rows = np.empty((0, 0), np.float32)
-            for first in range(0, max(self.group.gather(len(ids))), size):
-                batch = loader.batch_of(ids[first : first + size]).to(self.group.device)
-                out = seed_rows(batch)[of]
-                if not first:
-                    rows = self._file(f"sampled-{of}", len(ids), out.shape[1])
-                rows[first : first + len(out)] = out.cpu().numpy()
+
+            def compute(batch: Any, of: NodeType = of) -> Tensor:
+                return seed_rows(batch)[of]
+
+            rows = self.run_seeds(compute, replace(settings, target=of), self.own(of))
             results[of] = LayerRows(self.shares[of], rows)
         return results
+
+    def own(self, of: NodeType) -> Ids:
+        """Return this rank's nodes of a type, int64 global ids, in the order of their rows."""
+        own = self.shares[of].own(self.group.rank)
+        return np.concatenate([np.empty(0, np.int64), *(np.arange(piece.first, piece.last) for piece in own)])
+
+    @torch.no_grad()
+    def run_seeds(
+        self, compute: Callable[[Any], Tensor], settings: LoaderSettings, seeds: Ids, trees: Ids | None = None,
+        times: Ids | None = None,
+    ) -> Array:  # fmt: skip
+        """Compute rows of seeds of the type ``settings.target`` on sampled neighbours, float32 [n, width]. Collective.
+
+        ``compute``: returns the rows of a batch's seeds. ``seeds``: this rank's, global ids. ``trees``, ``times``: as
+        for batches.
+        """
+        loader, size = _GivenSeeds(self.graph, settings, self.group.rank, self.layout), settings.global_batch
+        rows = np.empty((0, 0), np.float32)
+        for first in range(0, max(self.group.gather(len(seeds))), size):
+            some = slice(first, first + size)
+            given = [None if each is None else each[some] for each in (trees, times)]
+            out = compute(loader.batch_of(seeds[some], *given).to(self.group.device))
+            if not first:
+                rows = self._file(f"sampled-{settings.target}", len(seeds), out.shape[1])
+            rows[first : first + len(out)] = out.cpu().numpy()
+        return rows
 
     @torch.no_grad()
     def run(self, stack: LayerStack) -> LayerResults:

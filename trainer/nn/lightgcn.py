@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch_geometric.nn.module_dict import ModuleDict
 
 from trainer.core.batch import AnyBatch, Block, HeteroBatch
 from trainer.core.errors import SettingsError
@@ -23,18 +24,26 @@ class LightGCN(nn.Module):
 
     He et al., "LightGCN: Simplifying and Powering Graph Convolution Network for Recommendation" (2020). With in-degree
     d over all edge types, target i gets ``sum_j h_j / sqrt(d_i d_j)``; if only s_i of the d_i neighbours are in the
-    batch, their sum is multiplied by ``d_i / s_i``. It reads no features, and has no other weights.
+    batch, their sum is multiplied by ``d_i / s_i``. The input of nodes with features is a linear map of them, plus
+    their trainable row, if they have one; then the map begins at 0. There are no other weights.
 
     Between layers, rows are [n, 2 · width]: a node's row after the layers so far, and the sum of its rows so far.
     """
 
     needs_degree = True
 
-    def __init__(self, facts: GraphFacts, num_layers: int, embeddings: Embeddings):
+    def __init__(self, facts: GraphFacts, width: int, num_layers: int, embeddings: Embeddings | None):
         super().__init__()
         self.needs = layer_needs(facts.node_types, facts.edge_types, facts.targets, num_layers)
-        self.targets, self.embeddings = facts.targets, embeddings
-        self.categories = CategoryEmbeddings({})
+        self.targets, self.embeddings, self.width = facts.targets, embeddings, width
+        read = self.needs[0].sources
+        self.categories = CategoryEmbeddings({of: some for of, some in facts.categories.items() if of in read})
+        self.lins = ModuleDict(
+            {of: nn.Linear(facts.in_dims[of], width, bias=False) for of in read if of in facts.in_dims}
+        )
+        for of, lin in self.lins.items():
+            if embeddings is not None and of in embeddings.num_nodes:  # else all scores, and so all gradients, were 0
+                nn.init.zeros_(lin.weight)
 
     def seed_rows(self, batch: AnyBatch) -> NodeTensors:
         """Return the rows of the seed nodes of each of ``targets``: float [n, width]."""
@@ -48,15 +57,20 @@ class LightGCN(nn.Module):
 
     def begin(self, batch: HeteroBatch) -> NodeTensors:
         """Return the input of the first layer for each of its source types."""
-        found = self.embeddings.lookup({of: batch.n_id[of] for of in self.needs[0].sources})
-        return {of: torch.cat([rows, rows], 1) for of, rows in found.items()}
+        of_features = self.categories(batch).x if self.lins else {}
+        rows: NodeTensors = {of: lin(of_features[of]) for of, lin in self.lins.items()}
+        if self.embeddings is not None:
+            embedded = [of for of in self.needs[0].sources if of in self.embeddings.num_nodes]
+            for of, own in self.embeddings.lookup({of: batch.n_id[of] for of in embedded}).items():
+                rows[of] = rows[of] + own if of in rows else own
+        return {of: torch.cat([each, each], 1) for of, each in rows.items()}
 
     def layer(
         self, number: int, blocks: Mapping[EdgeType, Block], rows: Mapping[NodeType, Tensor],
         num_dst: Mapping[NodeType, int], degree: Mapping[NodeType, Tensor],
     ) -> NodeTensors:  # fmt: skip
         """Return the output of layer ``number`` for each target type; of the last layer, the means [n, width]."""
-        need, width, out = self.needs[number], self.embeddings.dim, {}
+        need, width, out = self.needs[number], self.width, {}
         before = {of: rows[of][:, :width].contiguous() for of in need.sources}
         norm = {of: degree[of][: len(rows[of])].clamp(min=1).float().rsqrt() for of in need.sources}
         for of in need.targets:
@@ -75,9 +89,9 @@ class LightGCN(nn.Module):
 
 def lightgcn(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> LightGCN:
     """Build a LightGCN. ``heads`` is ignored. Raises ``SettingsError`` if the task is not link prediction."""
-    if facts.num_classes or embeddings is None:
-        raise SettingsError("model lightgcn has embeddings only: it is for task link")
-    return LightGCN(facts, shape.num_layers, embeddings)
+    if facts.num_classes:
+        raise SettingsError("model lightgcn is for task link")
+    return LightGCN(facts, shape.hidden, shape.num_layers, embeddings)
 
 
 class NodeRows(nn.Module):

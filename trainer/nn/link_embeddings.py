@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -125,7 +125,7 @@ class LinkEmbeddings:
         With ``among``, an edge type from sources to targets, each link is instead ranked among the targets to which its
         source has such edges, and those of its ``links``; nothing else is left out.
 
-        Scores are rounded float64 sums, so they do not depend on the ranks that compute them. Memory: 20 bytes times
+        Memory: 20 bytes times
         ``_RANKED`` · ``_TARGETS``, and 40 bytes per link.
         """
         pairs, at = np.unique(np.concatenate([links, known], axis=1), axis=1, return_index=True)
@@ -136,40 +136,23 @@ class LinkEmbeddings:
         order = order[np.isin(rows[order], sources)]
         place, targets, counts = np.searchsorted(sources, rows[order]), targets[order], counts[order]
         own = self.queries(torch.from_numpy(np.asarray(self.source.values)[sources]).double())
-        score = self.pair_scores(own[place], self.target.fetch(targets).double()).float().numpy()
-        found = np.zeros((4, len(place)), np.int64)  # not beaten, level, counted, masked
         _, hidden, hidden_targets = self._own(seen)
-        num_targets = self.graph.manifest.nodes[self.ends[1]].num_nodes
-        for first in range(0, num_targets, _TARGETS):
-            block = np.arange(first, min(first + _TARGETS, num_targets))
-            theirs = self.target.fetch(block).double()
+
+        def marked(block: Ids) -> tuple[Ids, Ids]:
             linked, to = self._linked(block, self.decoder is None and among is None, among)
-            own_rows, own_targets = (
-                (hidden, hidden_targets) if among is None else (sources[place[counts]], targets[counts])
+            inside = (hidden_targets >= block[0]) & (hidden_targets <= block[-1]) & (among is None)
+            linked, to = (
+                np.concatenate([linked, hidden[inside]]),
+                np.concatenate([to, hidden_targets[inside] - block[0]]),
             )
-            inside = (own_targets >= first) & (own_targets <= block[-1])
-            linked = np.concatenate([linked, own_rows[inside]])
-            to = np.concatenate([to, own_targets[inside] - first])
             at = np.searchsorted(sources, linked)
             kept = sources[np.minimum(at, len(sources) - 1)] == linked if len(sources) else np.zeros(len(at), np.bool_)
-            by_source = np.argsort(at[kept], kind="stable")
-            at, to = at[kept][by_source], to[kept][by_source]
-            for begin in range(0, len(sources), _RANKED):
-                scores = self.all_scores(own[begin : begin + _RANKED], theirs).float().numpy()
-                here = slice(*np.searchsorted(at, [begin, begin + _RANKED]))
-                if among is None:
-                    scores[at[here] - begin, to[here]] = -np.inf
-                else:
-                    others = np.ones(scores.shape, np.bool_)
-                    others[at[here] - begin, to[here]] = False
-                    scores[others] = -np.inf
-                some = slice(*np.searchsorted(place, [begin, begin + _RANKED]))
-                args = place[some] - begin, targets[some] - first, score[some], scores, found[:, some]
-                run_rows(_count_others, len(args[0]), *args)
-        filtered = found.copy()
-        _leave_out_known(place, score, found, filtered)
-        counts &= found[3] == 0
-        return RankedLinks(place[counts], _rank(found)[counts], _rank(filtered)[counts], filtered[2][counts])
+            return at[kept], to[kept]
+
+        num_targets = self.graph.manifest.nodes[self.ends[1]].num_nodes
+        return rank_links(
+            Links(own, place, targets, counts), self.target, num_targets, marked, listed=among is not None, score=self
+        )
 
     def _own(self, pairs: Ids) -> tuple[Ids, Ids, Ids]:
         """Find the pairs whose sources this rank owns. Returns positions, rows of ``source``, global ids of targets."""
@@ -187,25 +170,12 @@ class LinkEmbeddings:
         """
         own = torch.from_numpy(np.asarray(self.source.values))
         own = own if self.decoder is None else self.queries(own)
-        best = np.full((len(own), count), -np.inf, np.float32)
-        ids = np.full((len(own), count), -1, np.int64)
         num_targets = self.graph.manifest.nodes[self.ends[1]].num_nodes
-        space = torch.empty(min(_SOURCES, len(own)), min(_TARGETS, num_targets))  # used again: new pages take longer
-        for first in range(0, num_targets, _TARGETS):
-            targets = np.arange(first, min(first + _TARGETS, num_targets))
-            rows, (linked, to) = self.target.fetch(targets), self._linked(targets)
-            for begin in range(0, len(own), _SOURCES):
-                block = slice(begin, begin + _SOURCES)
-                some = own[block]
-                out = space.view(-1)[: len(some) * len(targets)].view(len(some), len(targets))
-                scores = self.all_scores(some, rows, out).numpy()
-                here = slice(*np.searchsorted(linked, [begin, begin + _SOURCES]))
-                scores[linked[here] - begin, to[here]] = -np.inf
-                run_rows(_keep_best, len(scores), scores, best[block], ids[block], first)
-        return self._original(ids), best
+        ids, best = best_targets(own, self.target, num_targets, count, self._linked, self)
+        return original_ids(self.graph, self.ends[1], ids), best
 
     def _linked(self, targets: Ids, itself: bool = True, of: EdgeType | None = None) -> tuple[Ids, Ids]:
-        """Return the edges from this rank's sources to ``targets``, consecutive global ids, sorted by source.
+        """Return the edges from this rank's sources to ``targets``, consecutive global ids.
 
         Sources are returned as rows of ``self.source``, targets as positions in ``targets``. If source and target have
         the same type, pairs of a node with itself are included, if wanted. ``of``: another edge type than that of the
@@ -225,8 +195,7 @@ class LinkEmbeddings:
             own = np.flatnonzero(self.source.shares.owners(targets) == self.group.rank)
             rows = np.concatenate([rows, self.source.shares.rows(targets[own])])
             to = np.concatenate([to, own])
-        order = np.argsort(rows, kind="stable")
-        return rows[order], to[order]
+        return rows, to
 
     @cached_property
     def _edges_of_own(self) -> tuple[Ids, Ids]:
@@ -242,13 +211,109 @@ class LinkEmbeddings:
         order = np.argsort(src, kind="stable")
         return rows[order], src[order]
 
-    def _original(self, ids: Array) -> Array:
-        for begin in range(0, len(ids), _ROWS_AT_ONCE):
-            some = ids[begin : begin + _ROWS_AT_ONCE]
-            wanted = RowRequest(self.ends[1], some[some >= 0], ("orig_id",))
-            (answer,) = self.graph.access.gather([wanted])
-            some[some >= 0] = answer["orig_id"]
-        return ids
+
+@dataclass(frozen=True)
+class Links:
+    """Links of this rank that are ranked, by the queries for their targets."""
+
+    queries: Tensor  #: float64 [queries, width]
+    place: Ids  #: int64 [n] query of each link, ascending
+    targets: Ids  #: int64 [n] global ids
+    counts: Array  #: bool [n]; others are only known, and left out of ``RankedLinks.filtered``
+
+
+class Score(Protocol):
+    """How queries are compared with the rows of targets."""
+
+    def pair_scores(self, queries: Tensor, rows: Tensor) -> Tensor: ...
+    def all_scores(self, queries: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor: ...
+
+
+class DotProducts:
+    def pair_scores(self, queries: Tensor, rows: Tensor) -> Tensor:
+        return (queries * rows).sum(1)
+
+    def all_scores(self, queries: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mm(queries, rows.t(), out=out)
+
+
+#: Returns pairs of a query and of a target, by position in a block of consecutive global ids of targets.
+Marked: TypeAlias = Callable[[Ids], tuple[Ids, Ids]]
+
+
+def rank_links(
+    links: Links, rows: LayerRows, num_targets: int, marked: Marked, *, listed: bool, score: Score
+) -> RankedLinks:  # fmt: skip
+    """Rank each link among all targets, by the scores of its query, less the pairs that are ``marked``. Collective.
+
+    ``listed``: the marked pairs, and the links that count, are instead the only ones among which links are ranked.
+    Returns the ranks of the links that count, without those that are left out themselves. Scores are rounded float64
+    sums, so they do not depend on the ranks that compute them.
+    """
+    own, place, targets = links.queries, links.place, links.targets
+    scores_of_links = score.pair_scores(own[place], rows.fetch(targets).double()).float().numpy()
+    found = np.zeros((4, len(place)), np.int64)  # not beaten, level, counted, masked
+    for first in range(0, num_targets, _TARGETS):
+        block = np.arange(first, min(first + _TARGETS, num_targets))
+        theirs = rows.fetch(block).double()
+        at, to = marked(block)
+        if listed:
+            inside = links.counts & (targets >= first) & (targets <= block[-1])
+            at, to = np.concatenate([at, place[inside]]), np.concatenate([to, targets[inside] - first])
+        by_query = np.argsort(at, kind="stable")
+        at, to = at[by_query], to[by_query]
+        for begin in range(0, len(own), _RANKED):
+            scores = score.all_scores(own[begin : begin + _RANKED], theirs).float().numpy()
+            here = slice(*np.searchsorted(at, [begin, begin + _RANKED]))
+            if listed:
+                others = np.ones(scores.shape, np.bool_)
+                others[at[here] - begin, to[here]] = False
+                scores[others] = -np.inf
+            else:
+                scores[at[here] - begin, to[here]] = -np.inf
+            some = slice(*np.searchsorted(place, [begin, begin + _RANKED]))
+            args = place[some] - begin, targets[some] - first, scores_of_links[some], scores, found[:, some]
+            run_rows(_count_others, len(args[0]), *args)
+    filtered = found.copy()
+    _leave_out_known(place, scores_of_links, found, filtered)
+    kept = links.counts & (found[3] == 0)
+    return RankedLinks(place[kept], _rank(found)[kept], _rank(filtered)[kept], filtered[2][kept])
+
+
+def best_targets(
+    queries: Tensor, rows: LayerRows, num_targets: int, count: int, marked: Marked, score: Score
+) -> tuple[Array, Array]:  # fmt: skip
+    """Return the ``count`` targets with the highest scores of each query, best first, less those marked. Collective.
+
+    Returns the global ids of the targets, int64 [queries, count], -1 where there are fewer, and their scores, float32.
+    Of equal scores, the target that comes first in the parts is better. ``queries``: float32 [queries, width].
+    """
+    best = np.full((len(queries), count), -np.inf, np.float32)
+    ids = np.full((len(queries), count), -1, np.int64)
+    space = torch.empty(min(_SOURCES, len(queries)), min(_TARGETS, num_targets))  # used again: new pages take longer
+    for first in range(0, num_targets, _TARGETS):
+        targets = np.arange(first, min(first + _TARGETS, num_targets))
+        theirs, (linked, to) = rows.fetch(targets), marked(targets)
+        order = np.argsort(linked, kind="stable")
+        linked, to = linked[order], to[order]
+        for begin in range(0, len(queries), _SOURCES):
+            block = slice(begin, begin + _SOURCES)
+            some = queries[block]
+            out = space.view(-1)[: len(some) * len(targets)].view(len(some), len(targets))
+            scores = score.all_scores(some, theirs, out).numpy()
+            here = slice(*np.searchsorted(linked, [begin, begin + _SOURCES]))
+            scores[linked[here] - begin, to[here]] = -np.inf
+            run_rows(_keep_best, len(scores), scores, best[block], ids[block], first)
+    return ids, best
+
+
+def original_ids(graph: Graph, of: NodeType, ids: Array) -> Array:
+    """Replace global ids of nodes, int64 [n, k], by original ids, in place; -1 remains."""
+    for begin in range(0, len(ids), _ROWS_AT_ONCE):
+        some = ids[begin : begin + _ROWS_AT_ONCE]
+        (answer,) = graph.access.gather([RowRequest(of, some[some >= 0], ("orig_id",))])
+        some[some >= 0] = answer["orig_id"]
+    return ids
 
 
 @torch.no_grad()

@@ -34,6 +34,7 @@ class LinkModel(nn.Module):
         super().__init__()
         self.encoder, self.target, self.decoder = encoder, target, decoder
         self.needs_degree = self.encoder.needs_degree
+        self.timed = getattr(encoder, "timed", ())  #: node types of which batches must have ``age``
         self.as_source, self.as_target = (nn.Linear(width, width) if projected else nn.Identity() for _ in range(2))
 
     def forward(self, batch: AnyBatch) -> Tensor:

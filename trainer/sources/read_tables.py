@@ -24,6 +24,7 @@ from trainer.data.raw_arrays import RawArray, RawGraph
 from trainer.data.work_arrays import kept_edges
 from trainer.sources.table_arrays import ArrayColumn, TableArrays, number_array, row_ranges
 from trainer.sources.table_columns import (
+    NESTED,
     NumberColumn,
     as_text,
     categories,
@@ -44,6 +45,7 @@ from trainer.sources.table_columns import (
     time_sql,
 )
 from trainer.sources.table_database import FEW, Database, Scan, quoted
+from trainer.sources.table_database import text as sql_text
 from trainer.sources.table_files import files_of_splits, source_folder, table_files
 from trainer.sources.table_options import EDGE_SPLIT, SPLITS, EdgeTable, NodeTable, Table, TablesOptions, TaskTable
 
@@ -54,6 +56,8 @@ _MOST_RELATIONS = 1000  #: edge types that a column ``relation`` may make
 _RELATION = "gf_relation"  #: attribute of edges while they are read
 
 HAS = "has"  #: relation of the edges from entities to the rows of a task table
+
+LISTS = "lists"  #: relation of the edges from the rows of a task table to the targets in their label
 
 KEY = "key_"  #: first letters of the attributes with the columns of a row's key, before their names
 
@@ -117,8 +121,8 @@ class _Conversion:
                 raise DataError(f"{scan.where}: edge type {type_name(min(repeated))} is also in another table")
             edge_arrays |= parts
         for of, task in self.options.tasks.items():
-            found = self._task(of, task, number_of[task.entity])
-            counts[of], node_arrays[of], edge_arrays[task.entity, HAS, of] = found
+            counts[of], node_arrays[of], of_task = self._task(of, task, number_of)
+            edge_arrays |= of_task
         if not self.hetero:
             (only,) = node_arrays
             node_arrays, counts = {HOMO_NODE: node_arrays[only]}, {HOMO_NODE: counts[only]}
@@ -136,7 +140,10 @@ class _Conversion:
         return Scan(self.database, table_files(table, self.source, where), where, table, table.used_columns())
 
     def _id(self, scan: Scan, column: str, of: NodeType) -> str:
-        return integer_id(scan, column) if self.integers[of] else text_id(scan, column, self.decimals[of])
+        return self._id_of(quoted(column), scan.types[column], of)
+
+    def _id_of(self, name: str, sql_type: str, of: NodeType) -> str:
+        return integer_id(name, sql_type) if self.integers[of] else text_id(name, sql_type, self.decimals[of])
 
     # --- nodes ------------------------------------------------------------------------------------------------
 
@@ -166,22 +173,23 @@ class _Conversion:
         return count, arrays
 
     def _task(
-        self, of: NodeType, table: TaskTable, entities: str
-    ) -> tuple[int, dict[str, RawArray], dict[str, RawArray]]:  # fmt: skip
-        """Return the number of rows of a task table, the attributes of its nodes, and the edges from the entities.
+        self, of: NodeType, table: TaskTable, number_of: Mapping[NodeType, str]
+    ) -> tuple[int, dict[str, RawArray], dict[EdgeType, dict[str, RawArray]]]:  # fmt: skip
+        """Return the number of rows of a task table, the attributes of its nodes, and their edges.
 
-        The columns of the row's key, entity and time, become attributes ``key_<column>`` of texts.
+        These are the edges from the entities and, if the label is a list, those to the targets. The columns of the
+        row's key, entity and time, become attributes ``key_<column>`` of texts.
         """
         scan = self._scan(f"tasks.{of}", table)
         check_ids(scan, table.id, "id")
         ids_are_integers(scan, table.id, "id")
         name, entity = f"task_{of}", self._id(scan, table.id, table.entity)
-        self.database.run(
-            f"CREATE TABLE {name} AS SELECT gf_row, s.number AS gf_s, gf_row AS gf_t FROM "
+        about = (
+            f"CREATE OR REPLACE TABLE {name} AS SELECT gf_row, s.number AS gf_s, gf_row AS gf_t FROM "
             f"(SELECT rowid AS gf_row, {entity} AS gf_entity FROM {scan.sql}) r "
-            f"LEFT JOIN {entities}_ids s ON s.id = r.gf_entity ORDER BY gf_row",
-            scan.where,
+            f"LEFT JOIN {number_of[table.entity]}_ids s ON s.id = r.gf_entity ORDER BY gf_row"
         )
+        self.database.run(about, scan.where)
         count, bad, first = self.database.rows(
             f"SELECT count(*), count(*) FILTER (WHERE gf_s IS NULL), min(gf_row) FILTER (WHERE gf_s IS NULL) "
             f"FROM {name}",
@@ -196,16 +204,33 @@ class _Conversion:
         if count == 0:
             raise DataError(f"{scan.where}: {scan.files[0]} has no rows")
         columns = self._columns(of, table, scan, "x")
-        if table.label:
+        if table.label and table.targets is None:
             columns.append(self._label(of, table.label, scan))
         keys = [*dict.fromkeys([table.id, *([table.time] if table.time else [])])]
         self.names[f"{of}__{KEY_COLUMNS}"] = encode_texts(keys)
         for key in keys:
             columns.append(ArrayColumn(f"{KEY}{key}", [f"coalesce(CAST({quoted(key)} AS VARCHAR), '')"], None))
         self._check_names(columns, scan)
+
+        # The targets that the rows list, before any row is exported, since rows of one target each are united.
+        edges: dict[EdgeType, dict[str, RawArray]] = {}
+        listed = None
+        if table.targets is not None:
+            count = self._lists(table, scan, entity, name, number_of[table.targets])
+            self.database.run(about, scan.where)
+            ((total,),) = self.database.rows(f"SELECT count(*) FROM {name}_lists", scan.where)
+            lists = self._edge_index((of, LISTS, table.targets), f"{name}_lists", total, scan, count)
+            self.database.run(f"DROP TABLE {name}_lists", scan.where)
+            edges[of, LISTS, table.targets] = {"edge_index": lists}
+            listed = np.zeros(count, bool)
+            listed[lists.values[0]] = True
+            empty = f"; {count - listed.sum():,} rows list none" if not listed.all() else ""
+            self.notes.append(f"{scan.where}: {total:,} {table.targets} nodes in {table.label[0]}{empty}")
         arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count, count) for each in columns}
-        arrays |= self._splits(table, scan, count, arrays.get("y"), arrays.get("time"))
-        edges = {"edge_index": self._edge_index((table.entity, HAS, of), name, count, scan, count)}
+        arrays |= self._splits(table, scan, count, arrays.get("y"), arrays.get("time"), listed)
+        edges[table.entity, HAS, of] = {
+            "edge_index": self._edge_index((table.entity, HAS, of), name, count, scan, count)
+        }
         self.database.run(f"DROP TABLE {name}", scan.where)
         scan.close()
         self.notes.append(f"{scan.where}: {count:,} rows about {table.entity} nodes{_attrs_text(columns)}")
@@ -213,6 +238,76 @@ class _Conversion:
         if sizes:
             self.notes.append(f"{scan.where}: splits: {', '.join(sizes)}")
         return count, arrays, edges
+
+    def _lists(self, table: TaskTable, scan: Scan, entity: str, name: str, targets: str) -> int:
+        """Create database table ``<name>_lists`` (gf_s, gf_t): a task table's rows, and the targets that they list.
+
+        Rows of a single target, without ``separator``, are united: the first row of an entity, time and split remains
+        in the copy of the table. Returns the number of rows. ``entity``: SQL expression of a row's entity. ``targets``:
+        number of the target type.
+        """
+        (column,) = table.label
+        scan.check_column(column, "label")
+        scan.check_file_columns([column])
+        value, of = quoted(column), scan.types[column]
+        element = list_type(of)
+        if element is None and table.separator is not None:
+            if of != "VARCHAR":
+                raise DataError(f"{scan.where}: label {column!r} is {of}, and `separator` is for texts; leave it out")
+            element, value = "VARCHAR", f"[trim(v) FOR v IN string_split({value}, {sql_text(table.separator)})]"
+        united = element is None
+        if element is None:
+            check_ids(scan, column, "label")
+            element, value = of, f"[{value}]"
+        elif element.startswith(NESTED) or list_type(element) is not None:
+            raise DataError(f"{scan.where}: label {column!r} is {of}, expected lists of ids of {table.targets} nodes")
+        key = [entity, *([time_sql(scan, table.time)] if table.time else [])]
+        key += [split_sql(scan, table.split)] if isinstance(table.split, str) else []
+        first = f"min(rowid) OVER (PARTITION BY {', '.join(key)})" if united else "rowid"
+        self.database.run(
+            f"CREATE TABLE {name}_rows AS SELECT *, dense_rank() OVER (ORDER BY gf_first) - 1 AS gf_s "
+            f"FROM (SELECT rowid AS gf_row, {first} AS gf_first FROM {scan.sql})",
+            scan.where,
+        )
+        self.database.run(
+            f"CREATE TABLE {name}_targets AS SELECT gf_row, gf_s, gf_text, t.number AS gf_t FROM (SELECT gf_row, gf_s, "
+            f"CAST(v AS VARCHAR) AS gf_text, {self._id_of('v', element, table.targets or '')} AS gf_id FROM "
+            f"(SELECT gf_row, gf_s, unnest({value}) AS v FROM {scan.sql} s JOIN {name}_rows r ON gf_row = s.rowid)) "
+            f"LEFT JOIN {targets}_ids t ON t.id = gf_id WHERE gf_text != ''",
+            scan.where,
+        )
+        unknown = f"FROM {name}_targets WHERE gf_t IS NULL"
+        ((bad, total),) = self.database.rows(
+            f"SELECT count(*) FILTER (WHERE gf_t IS NULL), count(*) FROM {name}_targets", scan.where
+        )
+        if bad:
+            row, wrong = self.database.rows(
+                f"SELECT gf_row, gf_text {unknown} ORDER BY gf_row, gf_text LIMIT 1", scan.where
+            )[0]
+            whose = self.options.nodes[table.targets or ""].id
+            advice = (
+                "if these are lists in texts, set `separator`" if united and of == "VARCHAR" else "correct the tables"
+            )
+            raise DataError(
+                f"{scan.place(row)}: {column} has {wrong[:80]!r}, which is not in column {whose!r} of "
+                f"nodes.{table.targets} ({bad:,} such targets of {total:,}); {advice}"
+            )
+        self.database.run(
+            f"CREATE TABLE {name}_lists AS SELECT DISTINCT gf_s, gf_t FROM {name}_targets ORDER BY gf_s, gf_t",
+            scan.where,
+        )
+        if united:
+            self.database.run(
+                f"CREATE TABLE {name}_united AS SELECT s.* FROM {scan.sql} s JOIN {name}_rows r ON r.gf_row = s.rowid "
+                "WHERE gf_row = gf_first ORDER BY gf_row",
+                scan.where,
+            )
+            self.database.run(f"DROP TABLE {scan.sql}", scan.where)
+            self.database.run(f"ALTER TABLE {name}_united RENAME TO {scan.sql}", scan.where)
+        ((count,),) = self.database.rows(f"SELECT count(*) FROM {scan.sql}", scan.where)
+        for each in ("rows", "targets"):
+            self.database.run(f"DROP TABLE {name}_{each}", scan.where)
+        return int(count)
 
     def _ends(self, of: NodeType, edges: Mapping[EdgeType, Scan]) -> list[tuple[Scan, str, str]]:
         """Return the columns of edge tables with ids of a node type: the table, the column, and source or target."""
@@ -295,10 +390,14 @@ class _Conversion:
         return ArrayColumn(name, [sql], np.dtype(np.int64))
 
     def _splits(
-        self, table: NodeTable, scan: Scan, count: int, y: RawArray | None, times: RawArray | None
+        self, table: NodeTable, scan: Scan, count: int, y: RawArray | None, times: RawArray | None,
+        listed: Array | None = None,
     ) -> dict[str, RawArray]:  # fmt: skip
-        """Return the nodes of each split. Raises ``DataError`` for a node without a label that is in a split."""
-        labelled: Array = np.ones(count, bool)
+        """Return the nodes of each split. Raises ``DataError`` for a node without a label that is in a split.
+
+        ``listed``: the rows of a task table that list targets, bool [count]; others are in no split.
+        """
+        labelled: Array = np.ones(count, bool) if listed is None else listed
         if y is not None:
             values = np.asarray(y.values).reshape(count, -1)
             labelled = np.asarray((~np.isnan(values) if values.dtype.kind == "f" else values >= 0).any(1))
@@ -310,6 +409,8 @@ class _Conversion:
                 )["gf_row"]
                 for split in SPLITS
             }
+            if listed is not None:
+                found = {split: ids[listed[ids]] for split, ids in found.items()}
             nodes = np.concatenate(list(found.values()))
             if len(bad := nodes[~labelled[nodes]]):
                 raise DataError(
@@ -525,8 +626,8 @@ class _Conversion:
         )
 
     def _edge_index(self, of: EdgeType, name: str, count: int, scan: Scan, task_rows: int = 0) -> RawArray:
-        """Return the ends of edges. ``task_rows``: number of targets that are rows of a task table."""
-        most = max(self._num_nodes(of[0]), task_rows or self._num_nodes(of[2]))
+        """Return the ends of edges. ``task_rows``: number of nodes of the end that is no table of option ``nodes``."""
+        most = max(task_rows, *(self._num_nodes(end) for end in (of[0], of[2]) if end in self.options.nodes))
         dtype = np.dtype(np.int32 if most < 1 << 31 else np.int64)
         out = self.arrays.empty(type_name(of), dtype, (2, count))
         for begin, end in row_ranges(count, 16):

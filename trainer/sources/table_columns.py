@@ -17,7 +17,7 @@ _FLOATS = ("FLOAT", "DOUBLE")
 _LIST = re.compile(r"(.*)\[(\d*)\]")
 _LARGE = 100.0  #: mean and standard deviation together of a feature that outweighs standardised ones
 
-_NESTED = ("STRUCT", "MAP", "UNION", "BLOB")
+NESTED = ("STRUCT", "MAP", "UNION", "BLOB")
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def check_ids(scan: Scan, column: str, role: str) -> None:
     """Raise ``DataError`` if a column is missing, in one of the files too, or if its type cannot be that of ids."""
     scan.check_column(column, role)
     of = scan.types[column]
-    if of.startswith(_NESTED) or list_type(of):
+    if of.startswith(NESTED) or list_type(of):
         raise DataError(f"{scan.where}: {role} {column!r} is {of}; ids are numbers, texts, UUIDs or dates")
     scan.check_file_columns([column])
 
@@ -272,7 +272,7 @@ def ids_are_integers(scan: Scan, column: str, role: str = "id") -> bool:
         advice = f"an id ({role} of {scan.where}) must be a whole number{below} or a text"
         _refuse(scan, column, f"{present} AND NOT {_is_whole(name, of)}", advice)
     (all_,) = scan.database.rows(
-        f"SELECT bool_and({integer_id(scan, column)} IS NOT NULL) FROM {scan.sql} WHERE {present}", scan.where
+        f"SELECT bool_and({integer_id(name, of)} IS NOT NULL) FROM {scan.sql} WHERE {present}", scan.where
     )[0]
     return bool(all_)
 
@@ -292,12 +292,13 @@ def _is_whole(name: str, of: str) -> str:
     return f"({name} = floor({name})" + (f" AND abs({name}) < {1 << _EXACT[of]})" if of in _EXACT else ")")
 
 
-def integer_id(scan: Scan, column: str) -> str:
+def integer_id(name: str, of: str) -> str:
     """Return an SQL expression for an id as BIGINT; NULL if it is no integer of 64 bits.
 
     ``12`` and ``12.0``, as pandas writes keys of which some are missing, are the same id; ``012`` is a text.
+
+    ``name``: SQL expression of the id. ``of``: its type.
     """
-    of, name = scan.types[column], quoted(column)
     if of == "VARCHAR":
         digits = f"TRY_CAST(split_part(trim({name}), '.', 1) AS BIGINT)"
         return f"CASE WHEN regexp_full_match(trim({name}), '{INTEGER}(\\.0*)?') THEN {digits} END"
@@ -306,12 +307,12 @@ def integer_id(scan: Scan, column: str) -> str:
     return f"TRY_CAST({name} AS BIGINT)" if of.endswith(("INT", "INTEGER")) else "CAST(NULL AS BIGINT)"
 
 
-def text_id(scan: Scan, column: str, decimal_texts: bool) -> str:
+def text_id(name: str, of: str, decimal_texts: bool) -> str:
     """Return an SQL expression for an id as VARCHAR; NULL for NaN. Whole numbers have no decimal point.
 
-    ``decimal_texts``: texts such as ``12.0`` remain as they are, and do not become ``12``.
+    ``name``: SQL expression of the id. ``of``: its type. ``decimal_texts``: texts such as ``12.0`` remain as they are,
+    and do not become ``12``.
     """
-    of, name = scan.types[column], quoted(column)
     if of in _EXACT or of.startswith("DECIMAL"):
         other = (
             f"CASE WHEN NOT isnan({name}) THEN CAST({name} AS VARCHAR) END"
@@ -378,7 +379,7 @@ def categories(scan: Scan, column: str, role: str, most: int = 1 << 20) -> list[
     """
     scan.check_column(column, role)
     of = scan.types[column]
-    if of.startswith(_NESTED) or list_type(of):
+    if of.startswith(NESTED) or list_type(of):
         raise DataError(f"{scan.where}: {role} {column!r} is {of}, expected texts or numbers")
     sql = f"SELECT DISTINCT {as_text(column, of)} AS gf_text FROM {scan.sql} WHERE gf_text IS NOT NULL"
     found = [str(row[0]) for row in scan.database.rows(f"{sql} ORDER BY gf_text LIMIT {most + 1}", scan.where)]

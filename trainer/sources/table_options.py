@@ -77,10 +77,14 @@ class NodeTable(Table):
 class TaskTable(NodeTable):
     """Rows to predict, each about an entity, a node of another type, at a time; the same entity may have many.
 
-    A row becomes a node of its own type, without an id, with one edge from its entity and none to it.
+    A row becomes a node of its own type, without an id, with one edge from its entity and none to it. With ``targets``,
+    the label is a list of nodes, and the row has an edge to each of them, which carries no messages.
     """
 
     entity: NodeType = ""
+    targets: NodeType | None = None  #: node type whose ids ``label`` lists
+    #: between the ids of a list in a text; None: the label is a column of lists, or rows have one target each
+    separator: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,10 +146,15 @@ def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
         check_word(of, "dataset tables, option tasks")
         if of in nodes:
             raise DataError(f"dataset tables: tasks.{of}: there is a node table of this name; choose another")
-        if table.entity not in nodes:
-            near = difflib.get_close_matches(table.entity, nodes, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"its tables are {', '.join(nodes)}"
-            raise DataError(f"dataset tables: tasks.{of}.entity: option nodes has no table {table.entity!r}; {hint}")
+        for key, named in (("entity", table.entity), ("targets", table.targets)):
+            if named is not None and named not in nodes:
+                near = difflib.get_close_matches(named, nodes, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"its tables are {', '.join(nodes)}"
+                raise DataError(f"dataset tables: tasks.{of}.{key}: option nodes has no table {named!r}; {hint}")
+        if table.targets is not None and len(table.label) != 1:
+            raise DataError(f"dataset tables: tasks.{of}: targets needs the key label, the column with their ids")
+        if table.separator is not None and table.targets is None:
+            raise DataError(f"dataset tables: tasks.{of}: separator needs the key targets, the node type of the list")
     common = _with_given_split(common, edges)
     inherited = {each.name: getattr(common, each.name) for each in fields(common)}
     return TablesOptions(**inherited, nodes=nodes, edges=edges, tasks=tasks)

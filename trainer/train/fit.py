@@ -42,6 +42,7 @@ from trainer.train.val_scores import ValScore, why_ended
 
 if TYPE_CHECKING:
     from trainer.train.full_ranking import FullRanking
+    from trainer.train.timed_ranking import TimedRanking
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Fit:
         self, settings: TrainSettings, model: nn.Module, task: Task, loaders: Mapping[str, Batches], group: RankGroup,
         metrics: MetricsLog, folder: Path, graph: Mapping[str, Any], embedding: ShardedEmbedding | None = None,
         writers: tuple[int, ...] = (0,), baseline: Baseline | None = None,
-        rankings: Mapping[str, FullRanking] | None = None,
+        rankings: Mapping[str, FullRanking | TimedRanking] | None = None,
     ):  # fmt: skip
         """writers: ranks that write checkpoints, each into its own ``folder``. baseline: to compare the result with.
         rankings: of the splits whose links are ranked among all targets; the others are in ``loaders``.

@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.core.errors import PartitionError, SettingsError, TrainingError
-from trainer.core.graph_attrs import held_out_links
+from trainer.core.graph_attrs import is_task_table
 from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.remote_settings import CacheSize
@@ -64,6 +64,7 @@ from trainer.train.val_scores import check_task
 if TYPE_CHECKING:
     from trainer.loader.labelled_edges import LabelledEdges
     from trainer.train.full_ranking import FullRanking
+    from trainer.train.timed_ranking import TimedRanking
 
 _OWN_SHARE = "BatchNorm normalises each process's share of a batch, so the loss curve depends on their number"
 
@@ -267,7 +268,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
 
     # The batches of each split.
     loaders: dict[str, BlockLoader]
-    rankings: dict[str, FullRanking] = {}  # of the splits whose links are ranked among all targets
+    rankings: Mapping[str, FullRanking | TimedRanking] = {}  # of the splits whose links are ranked among all targets
     needs_degree, columns = bool(getattr(model, "needs_degree", False)), embeddings_of(model).names
     shared = needs_degree, group.rank, layout_of(graph, group), columns
     if isinstance(target, str):
@@ -278,28 +279,41 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     else:
         group.agree(lambda: check_link_settings(settings, graph, target))
         attrs = graph.store.graph_attrs
-        given = [(split, held_out_links(attrs, of, split)[0]) for split in splits[1:] for of in link_types(target)]
-        held_out = list(dict.fromkeys(split for split, ids in given if ids is not None and ids.shape[1]))
+        from trainer.loader.split_links import split_links
+
+        links = {of: group.agree(lambda of=of: split_links(graph, of, settings.time_attr)) for of in link_types(target)}  # type: ignore[misc]
+        held_out = [split for split in splits[1:] if any(split in given for given in links.values())]
         ranked = held_out if settings.eval_negatives == "all" else []
         if ranked:
-            from trainer.train.full_ranking import FullRanking  # imported here because it imports torch_geometric
+            # imported here because they import torch_geometric
+            from trainer.train.full_ranking import FullRanking
+            from trainer.train.timed_ranking import ranking_of
 
+            every = settings, shared[2], group, job.run_dir
             rankings = {
-                split: FullRanking(graph, target, split, settings, shared[2], group, job.run_dir) for split in ranked
-            }
+                split: FullRanking(graph, target, split, *every) if is_link_types(target)
+                else ranking_of(graph, target, split, links[target], *every)
+                for split in ranked
+            }  # fmt: skip
         sampled = [split for split in splits if split not in ranked]
         if is_link_types(target):
             typed = group.agree(lambda: typed_link_loaders(settings, graph, target, sampled, *shared))
             loaders, baseline = {**typed}, None
         else:
-            counts, edge_type = target_counts(graph, target, group), target
-            of_links = group.agree(lambda: link_loaders(settings, graph, edge_type, sampled, *shared, counts))
+            edge_type, given = target, links[target]
+            counts = target_counts(graph, edge_type, given.get("train"), group)
+            ages = getattr(model, "timed", ())
+            of_links = group.agree(
+                lambda: link_loaders(settings, graph, edge_type, sampled, *shared, counts, ages, given)
+            )
             assert isinstance(task, LinkPrediction)
             popularity = {split: ranking.popularity for split, ranking in rankings.items()}
             loaders, baseline = {**of_links}, link_baseline(of_links, popularity, task, counts, group)
         if not held_out and is_first:
             name = type_name(link_types(target)[0])
             text = f"no links of {name} are held out, so nothing is evaluated; set option hold_out: {name}"
+            if is_task_table(link_types(target)[0][0], attrs):
+                text = f"no rows of {link_types(target)[0][0]} are in val or test, so nothing is evaluated"
             print(f"note: {text}", flush=True)
 
     group.agree(lambda: check_task(settings, task, "val" in loaders or "val" in rankings))

@@ -9,17 +9,24 @@ import numpy as np
 from torch import Tensor
 
 from trainer.core.errors import DataError, SettingsError
-from trainer.core.graph_attrs import HELD_OUT_TIME, TEST_LINKS, VAL_LINKS, decode_texts, held_out_links
+from trainer.core.graph_attrs import (
+    HELD_OUT_TIME,
+    TEST_LINKS,
+    VAL_LINKS,
+    decode_texts,
+    held_out_links,
+    is_task_table,
+)
 from trainer.core.schema import (
     HOMO_EDGE,
     EdgeType,
     LinkTypes,
     NodeType,
     is_link_types,
+    reverse_type,
     seed_types,
     target_name,
     type_name,
-    types_with_messages,
 )
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
     from trainer.loader.edge_block_loader import EdgeBlockLoader
     from trainer.loader.labelled_edges import LabelledEdges
     from trainer.loader.link_block_loader import LinkBlockLoader
+    from trainer.loader.split_links import GivenLinks
     from trainer.loader.typed_link_loader import TypedLinkLoader
 
 SPLITS = ("train", "val", "test")
@@ -48,12 +56,16 @@ def node_loaders(
 def link_loaders(
     settings: TrainSettings, graph: Graph, edge_type: EdgeType, splits: Sequence[str], want_degree: bool, rank: int,
     layout: RankLayout, categories: Mapping[NodeType, tuple[str, ...]] | None = None, counts: Tensor | None = None,
+    ages: tuple[NodeType, ...] = (), given: Mapping[str, GivenLinks] | None = None,
 ) -> dict[str, LinkBlockLoader]:  # fmt: skip
     """Return a loader of links for each of ``splits``: all edges for ``train``, else the split's held-out links.
 
+    Of a task table with lists, the links of each split are those from its rows.
+
     With ``time_attr``, an attribute of the links' edge type, neighbours later than a link are not sampled for it.
     ``want_degree``: whether batches contain the in-degrees of nodes. ``categories``: columns of categories in batches.
-    ``counts``: number of links by target, [targets], for negatives of loss ``in-batch``.
+    ``counts``: number of links by target, [targets], for negatives of loss ``in-batch``. ``ages``: as for
+    ``loader_settings``. ``given``: result of ``split_links``, if it is known.
 
     Raises ``SettingsError`` for disjoint sampling without times, and if the links lack the attribute ``time_attr``.
     Raises ``DataError`` if there are no edges of the type, if the held-out links are of another type, or if they were
@@ -64,24 +76,24 @@ def link_loaders(
     from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
     from trainer.loader.link_seeds import link_inputs
     from trainer.loader.node_links import leading_type
+    from trainer.loader.split_links import split_links
 
     check_link_settings(settings, graph, edge_type)
-    if edge_type not in types_with_messages(graph.manifest.edges, settings.silent):
+    if edge_type in types_silent(settings, graph):
         raise SettingsError("hard_negatives and eval_candidates: edges of these types are not the links to predict")
     own = {
         name: None if of is None else leading_type(graph, named_type(graph, name, of), edge_type[0], edge_type[2], name)
         for name, of in (("hard_negatives", settings.hard_negatives), ("eval_candidates", settings.eval_candidates))
     }
-    attrs, typed = graph.store.graph_attrs, edge_type != HOMO_EDGE
+    typed = edge_type != HOMO_EDGE
+    given = split_links(graph, edge_type, settings.time_attr) if given is None else given
     loaders: dict[str, LinkBlockLoader] = {}
     for split in splits:
-        ids, times = (None, None) if split == "train" else held_out_links(attrs, edge_type, split)
-        if split != "train" and (ids is None or not ids.shape[1]):
+        own_links = given.get(split)
+        if own_links is None and split != "train":
             continue
-        ids = None if ids is None else np.asarray(ids)
-        if settings.time_attr is None:
-            times = None
-        elif split == "train":
+        ids, times = (None, None) if own_links is None else (own_links.ends, own_links.times)
+        if own_links is None and settings.time_attr is not None:
             times = all_times(graph, edge_type, settings.time_attr)
         links = link_inputs(graph, (edge_type, ids) if typed else ids, edge_label_time=times)
         if split == "train":
@@ -89,12 +101,12 @@ def link_loaders(
             if settings.loss == "in-batch" and counts is not None:
                 log_q = (counts.clamp(min=1) / counts.sum().clamp(min=1)).log().float().numpy()
             hard = own["hard_negatives"]
-            how = LinkBlockSettings(settings.negatives, True, log_q, hard, settings.num_hard_negatives)
+            how = LinkBlockSettings(settings.negatives, own_links is None, log_q, hard, settings.num_hard_negatives)
         elif (listed := own["eval_candidates"]) is not None:
             how = LinkBlockSettings(0, False, own=listed, listed=True)
         else:
             how = LinkBlockSettings(int(settings.eval_negatives), False)
-        loading = loader_settings(settings, edge_type, split, want_degree, categories)
+        loading = loader_settings(settings, edge_type, split, want_degree, categories, ages)
         loaders[split] = LinkBlockLoader(graph, loading, links, how, rank, layout)
     return loaders
 
@@ -126,6 +138,11 @@ def typed_link_loaders(
     return loaders
 
 
+def types_silent(settings: TrainSettings, graph: Graph) -> set[EdgeType]:
+    """Return the edge types that the settings name as lists of a link's source, and their reverses."""
+    return {each for of in settings.silent for each in (of, reverse_type(of, graph.manifest.edges)) if each is not None}
+
+
 def named_type(graph: Graph, setting: str, name: str) -> EdgeType:
     """Return the edge type that a setting names. Raises ``SettingsError``."""
     from trainer.loader.link_seeds import canonical  # imports torch_geometric
@@ -145,10 +162,9 @@ def check_link_settings(settings: TrainSettings, graph: Graph, target: EdgeType 
             raise DataError(f"{graph.manifest.dataset}: there are no edges of type {target_name(target)} to learn from")
         return
     edge_type = target
-    if settings.eval_negatives == "all" and settings.time_attr is not None:
-        raise SettingsError(
-            "eval_negatives: all computes each node once, from all its edges, so it is not for time_attr; set a number"
-        )
+    if is_task_table(edge_type[0], graph.store.graph_attrs):
+        _check_lists(settings, graph, edge_type)
+        return
     if settings.disjoint and settings.time_attr is None:
         raise SettingsError("disjoint cannot be used with task link, which samples one subgraph per batch")
     held_out, name = held_out_types(graph), type_name(edge_type)
@@ -161,6 +177,21 @@ def check_link_settings(settings: TrainSettings, graph: Graph, target: EdgeType 
         raise DataError(f"{graph.manifest.dataset}: there are no edges of type {name} to learn from")
     if settings.time_attr is not None:
         _check_link_times(settings, settings.time_attr, graph, edge_type)
+
+
+def _check_lists(settings: TrainSettings, graph: Graph, edge_type: EdgeType) -> None:
+    """Raise ``SettingsError`` or ``DataError`` for what a task table with lists cannot be trained with."""
+    table = edge_type[0]
+    if settings.model in ("lightgcn", "embedding"):
+        raise SettingsError(f"model {settings.model} has no row for what {table} asks; use rsage, rgcn or hgt")
+    if settings.hard_negatives is not None:
+        raise SettingsError(f"hard_negatives is for links that are edges, and {table} is a task table; leave it out")
+    if settings.eval_candidates is not None and settings.eval_negatives != "all":
+        raise SettingsError("eval_candidates of a task table needs eval_negatives: all")
+    if not graph.manifest.nodes[table].splits.get("train"):
+        raise DataError(f"{graph.manifest.dataset}: no rows of {table} that list targets are in the train split")
+    if settings.time_attr is not None:
+        check_settings(graph.manifest, sampling_of(graph, loader_settings(settings, edge_type, "train", False)))
 
 
 def _check_link_times(settings: TrainSettings, attr: str, graph: Graph, edge_type: EdgeType) -> None:

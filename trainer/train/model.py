@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer.core.arrays import Ids
 from trainer.core.errors import CheckpointError, SettingsError
-from trainer.core.graph_attrs import decode_texts, is_task_table
+from trainer.core.graph_attrs import decode_texts, is_task_table, silent_types
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType, is_link_types, link_types, seed_types, types_with_messages
 from trainer.graph.open import Graph, open_graph
@@ -62,10 +62,11 @@ def on_rule(manifest: Manifest, settings: TrainSettings, target: Target) -> Mani
     """Return the manifest with the edge types that a run's model reads: those of the graph with messages, or
     of ``neighbors``."""
     rule = settings.neighbors and settings.neighbors.rule
+    silent = silent_types(settings.silent, manifest.edges, manifest.graph_attrs)
     if not rule or not manifest.hetero:
-        heard = types_with_messages(manifest.edges, settings.silent)
+        heard = types_with_messages(manifest.edges, silent)
         return replace(manifest, edges={of: manifest.edges[of] for of in heard})
-    rule, ends = without_silent(rule, manifest, settings.silent), seed_types(target)
+    rule, ends = without_silent(rule, manifest, silent), seed_types(target)
     check_rule(manifest, rule, ends)
     return replace(manifest, edges=rule_schema(manifest, rule_edges(rule, manifest, ends, len(settings.fanouts))).edges)
 
@@ -86,9 +87,14 @@ def graph_facts(
     manifest = on_rule(graph.manifest, settings, target)
     facts = _with_scores(model_facts(manifest, target, outputs, settings.edge_attr, degrees, read), settings)
     attr, nodes = settings.time_attr, graph.manifest.nodes
-    if attr is None or not isinstance(target, str) or not facts.hetero or settings.model not in HETERO_MODELS:
+    if attr is None or not _has_own_time(manifest, target) or not facts.hetero or settings.model not in HETERO_MODELS:
         return facts
     return replace(facts, timed=tuple(of for of, spec in nodes.items() if attr in spec.attrs))
+
+
+def _has_own_time(manifest: Manifest, target: Target) -> bool:
+    """Return whether seeds are computed at their own time only: nodes, and rows that list targets."""
+    return isinstance(target, str) or is_task_table(link_types(target)[0][0], manifest.graph_attrs)
 
 
 def _texts(graph: Graph, of: NodeType, name: str) -> tuple[str, ...]:
@@ -197,10 +203,10 @@ def embedded_nodes(
     # Rows to predict are others than those of training.
     reached = [of for of in needs[0].sources if not is_task_table(of, manifest.graph_attrs)]
     counts = {of: manifest.nodes[of].num_nodes for of in reached}
-    if settings.model == "lightgcn":
+    if settings.model == "lightgcn" and settings.embeddings != "featureless":
         return counts, ""
     bare = {of: count for of, count in counts.items() if of not in facts.in_dims and (facts.hetero or own)}
-    if isinstance(target, str) and not own:  # what they have is their age: events, of which later ones are not trained
+    if _has_own_time(manifest, target) and not own:  # they have their age: events, of which later ones are not trained
         bare = {of: count for of, count in bare.items() if settings.time_attr not in manifest.nodes[of].attrs}
     if own and not (facts.hetero and not reads_types(settings.model, folders)):
         if settings.embeddings == "all":

@@ -19,7 +19,9 @@ from trainer.train.tasks.regression import Regression
 from trainer.train.tasks.task import Labels, Task
 
 if TYPE_CHECKING:
+    from trainer.loader.edge_endpoints import EdgeEndpoints
     from trainer.loader.link_block_loader import LinkBlockLoader
+    from trainer.loader.split_links import GivenLinks
     from trainer.train.tasks.link import LinkPrediction
 
 #: Scores the ranking of all targets by given numbers, float64 [targets], by the metrics of the given names. Collective.
@@ -66,14 +68,15 @@ def node_baseline(task: Task, labels: Sequence[SeedLabels], group: RankGroup) ->
     return Baseline(name, {split: of for split, of in metrics.items() if of})
 
 
-def target_counts(graph: Graph, edge_type: EdgeType, group: RankGroup) -> Tensor:
-    """Count the edges of a type by their targets: float64 [targets], by original id. Collective.
+def target_counts(graph: Graph, edge_type: EdgeType, links: GivenLinks | None, group: RankGroup) -> Tensor:
+    """Count the links of training by their targets: float64 [targets], by original id. Collective.
 
-    Of very many edges, equally spaced ones are counted.
+    ``links``: the links; None: all edges of the type. Of very many links, equally spaced ones are counted.
     """
-    from trainer.loader.edge_endpoints import StoredEndpoints
+    from trainer.loader.edge_endpoints import HeldEndpoints, StoredEndpoints
 
-    ends, size = StoredEndpoints(graph, edge_type), graph.manifest.nodes[edge_type[2]].num_nodes
+    size = graph.manifest.nodes[edge_type[2]].num_nodes
+    ends: EdgeEndpoints = StoredEndpoints(graph, edge_type) if links is None else HeldEndpoints(*links.ends)
     every = max(1, -(-len(ends) // _MOST_COUNTED))
 
     def counted() -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.core.errors import DataError, SettingsError
-from trainer.core.graph_attrs import held_out_names
+from trainer.core.graph_attrs import held_out_names, is_task_table, lists_of
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, LinkTypes, NodeType, is_link_types, type_name
 from trainer.graph.open import Graph
 from trainer.store.manifest import Manifest, NodeSpec
@@ -22,6 +22,7 @@ def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto", dec
     """
     manifest = graph.manifest
     edge_types = {type_name(of): of for of in manifest.edges}
+    lists = {of[0]: of for of in manifest.edges if lists_of(of[0], manifest.edges, manifest.graph_attrs) == of}
     if wanted in edge_types and task in ("auto", "link"):
         return _for_decoder((edge_types[wanted],), decoder)
     if task.startswith("edge-"):
@@ -36,17 +37,25 @@ def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto", dec
                 "edge table label and split"
             )
         return edge_types[wanted] if wanted is not None else _only(labelled_types(manifest), manifest)
+    if task == "link" and wanted in lists:
+        return lists[wanted]
     if task == "link":
         return _for_decoder(_linked(graph, wanted, decoder), decoder)
     if wanted is not None:
         if wanted not in manifest.nodes:
             raise SettingsError(f"target is {wanted!r}; {manifest.dataset} has {', '.join(sorted(manifest.nodes))}")
+        if wanted in lists:
+            if task != "auto":
+                raise SettingsError(f"target is {wanted!r}, whose rows list {lists[wanted][2]} nodes; set task link")
+            return lists[wanted]
         return wanted
     able = [of for of, spec in manifest.nodes.items() if "y" in spec.attrs and trains(spec)]
     if not able and task == "auto" and (held_out := held_out_types(graph)):
         return _for_decoder(tuple(held_out), decoder)
     if not able and task == "auto" and labelled_types(manifest):
         return _only(labelled_types(manifest), manifest)
+    if not able and task == "auto" and lists:
+        return _only([*lists.values()], manifest)
     if not manifest.hetero:
         return HOMO_NODE
     if len(able) > 1:
@@ -97,7 +106,8 @@ def _linked(graph: Graph, wanted: str | None, decoder: str) -> LinkTypes:
     """
     manifest = graph.manifest
     names = [type_name(of) for of in manifest.edges]
-    forward = [of for of in manifest.edges if not of[1].startswith("rev_")]
+    rows = {of for of in manifest.nodes if is_task_table(of, manifest.graph_attrs)}
+    forward = [of for of in manifest.edges if not of[1].startswith("rev_") and not rows.intersection(of)]
     if wanted is not None and wanted != "all":
         chosen = dict.fromkeys(wanted.split(","))
         if missing := [name for name in chosen if name not in names]:

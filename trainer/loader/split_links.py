@@ -1,0 +1,102 @@
+"""The links of each split that are given by their ends: held-out ones, and those in the lists of a task table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import SettingsError
+from trainer.core.graph_attrs import held_out_links, is_task_table
+from trainer.core.schema import EdgeType, NodeType
+from trainer.graph.open import Graph
+from trainer.loader.edge_endpoints import EDGES_AT_ONCE, StoredEndpoints, edges_in_order
+from trainer.sampler.types import RowRequest
+
+
+@dataclass(frozen=True)
+class GivenLinks:
+    ends: Ids  #: int64 [2, n] original ids
+    times: Ids | None = None  #: int64 [n]
+
+    def __len__(self) -> int:
+        return self.ends.shape[1]
+
+
+def split_links(graph: Graph, edge_type: EdgeType, time_attr: str | None) -> dict[str, GivenLinks]:
+    """Return the links of each split that has some; of ``train`` only those in the lists of a task table.
+
+    Otherwise the links of ``train`` are the edges of the graph. Links have times if there is a ``time_attr``; those in
+    lists have the time of their row. Raises ``SettingsError`` for rows without times, and ``ServiceError``.
+    """
+    if is_task_table(edge_type[0], graph.store.graph_attrs):
+        return _listed(graph, edge_type, time_attr)
+    found = {}
+    for split in ("val", "test"):
+        ends, times = held_out_links(graph.store.graph_attrs, edge_type, split)
+        if ends is not None and ends.shape[1]:
+            timed = time_attr is not None and times is not None
+            found[split] = GivenLinks(np.asarray(ends, np.int64), np.asarray(times, np.int64) if timed else None)
+    return found
+
+
+def _listed(graph: Graph, edge_type: EdgeType, time_attr: str | None) -> dict[str, GivenLinks]:
+    rows, targets = (
+        np.concatenate([np.empty(0, np.int64), *each])
+        for each in zip(*[ends for _, *ends in edges_in_order(StoredEndpoints(graph, edge_type))], strict=True)
+    ) if graph.manifest.edges[edge_type].num_edges else np.empty((2, 0), np.int64)  # fmt: skip
+    times, found = row_times(graph, edge_type[0], time_attr), {}
+    for split, own in rows_of_splits(graph, edge_type[0]).items():
+        some = own[rows]
+        if some.any():
+            ends = np.stack([rows[some], targets[some]])
+            found[split] = GivenLinks(ends, None if times is None else times[ends[0]])
+    return found
+
+
+def rows_of_splits(graph: Graph, of: NodeType) -> dict[str, Array]:
+    """Return which rows of a task table are in each split, bool [rows] by original id."""
+    spec, found = graph.manifest.nodes[of], {}
+    for split in spec.splits:
+        found[split] = np.zeros(spec.num_nodes, np.bool_)
+        seeds = np.asarray(graph.store.seeds(of, split), np.int64)
+        for first in range(0, len(seeds), EDGES_AT_ONCE):
+            wanted = RowRequest(of, seeds[first : first + EDGES_AT_ONCE], ("orig_id",))
+            found[split][graph.access.gather([wanted])[0]["orig_id"]] = True
+    return found
+
+
+def row_times(graph: Graph, of: NodeType, time_attr: str | None) -> Ids | None:
+    """Return the time of each row of a task table, int64 [rows] by original id; None without ``time_attr``.
+
+    Raises ``SettingsError`` if the rows have no times.
+    """
+    if time_attr is None:
+        return None
+    spec = graph.manifest.nodes[of]
+    name = time_attr if time_attr in spec.attrs else "time"
+    if name not in spec.attrs:
+        raise SettingsError(f"time_attr: the rows of {of} have no time; give its table the key time, or leave it out")
+    times = np.empty(spec.num_nodes, np.int64)
+    for ids in _pieces(spec.num_nodes):
+        (rows,) = graph.access.gather([RowRequest(of, ids, ("orig_id", name))])
+        times[rows["orig_id"]] = rows[name]
+    return times
+
+
+def entities_of(graph: Graph, about: EdgeType) -> Ids:
+    """Return the entity of each row of a task table, int64 [rows], both as original ids.
+
+    ``about``: type of the edges from the entities to the rows.
+    """
+    found = np.empty(graph.manifest.nodes[about[2]].num_nodes, np.int64)
+    for _, entities, rows in edges_in_order(StoredEndpoints(graph, about)):
+        found[rows] = entities
+    return found
+
+
+def _pieces(count: int) -> Iterator[Ids]:
+    for first in range(0, count, EDGES_AT_ONCE):
+        yield np.arange(first, min(first + EDGES_AT_ONCE, count))

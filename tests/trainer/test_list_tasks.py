@@ -197,7 +197,7 @@ def test_batches_have_nothing_that_is_later_than_a_row(one_shop: Path) -> None:
             assert (limit[ends.dst.numpy()] <= times).all()
             assert ends.group is not None
             assert (limit[ends.negatives.numpy()[ends.group.numpy()]] <= times[:, None]).all()
-            assert not any(of[0] == "next" for of, edges in sampled.subgraph.edges.items() if edges.fanouts)
+            assert not len(sampled.subgraph.edges[LISTS].src)
             every = np.concatenate([seeds.times[of] for of in seeds.nodes])
             nodes = sampled.subgraph.nodes["order"]
             assert nodes.tree is not None

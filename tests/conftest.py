@@ -11,6 +11,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -73,9 +74,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     # garbage collection would take half of the CPU time of collecting tests; later, frozen objects are skipped
     gc.disable()
+    if worker := getattr(session.config, "workerinput", None):
+        # All workers import all files. In a new checkout, each first rewrites the assertions of its share of them.
+        files = sorted(Path(__file__).parent.rglob("test_*.py"))
+        for path in files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+            with suppress(pytest.Module.CollectError):  # reported when the file is collected
+                _ = pytest.Module.from_parent(session, path=path).obj
     try:
         return (yield)
     finally:

@@ -311,16 +311,11 @@ def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
     return f"epoch {epoch}{of}, step {done} of {slowest['steps']}"
 
 
-def _idle_seconds(rank: Mapping[str, Any]) -> float:
-    """Return for how long a rank that has trained a step has made no progress, in seconds; 0 if less than ``IDLE``."""
-    idle = float(rank.get("idle_s") or 0.0)
-    return idle if idle >= IDLE and place_of(rank) and not rank.get("ended") else 0.0
-
-
 def idle_of(views: Sequence[NodeView]) -> float:
-    """Return for how many seconds no rank has made progress, by ``_idle_seconds``; 0 if one has."""
+    """Return for how many seconds no rank has made progress; 0 before all have trained a step, and below ``IDLE``."""
     ranks = [rank for view in views for rank in view.ranks.values() if not rank.get("ended")]
-    return min(map(_idle_seconds, ranks), default=0.0)
+    idle = min((float(rank.get("idle_s") or 0.0) if place_of(rank) else 0.0 for rank in ranks), default=0.0)
+    return idle if idle >= IDLE else 0.0
 
 
 def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:

@@ -207,7 +207,7 @@ class InterruptPrompt:
                 ]
             )
             if self._keys is None:
-                self._keys = self._stack.enter_context(self._keys_of())
+                self._keys = self._stack.enter_context(Keys())
             return None
         self._close()
         return action
@@ -224,9 +224,6 @@ class InterruptPrompt:
                     self.live.say("the run goes on", "bold")
                 return action
         return None
-
-    def _keys_of(self) -> Keys:
-        return Keys()
 
     def _close(self) -> None:
         if self._keys is not None:

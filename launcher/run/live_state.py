@@ -54,7 +54,9 @@ class RankRow:
         self.idle_s = known_number(metric.get("idle_s")) or 0.0
         for name in ("loss", "seeds_per_s", "remote_share"):
             setattr(self, name, known_number(metric.get(name)))
-        self.most, self.device = _most_of(metric), DeviceUse.of(metric)
+        most = largest(metric.get("spent")) or metric.get("most")
+        self.most = f"{most[0]} {most[1]:.0%}" if isinstance(most, list) and len(most) == 2 else ""
+        self.device = DeviceUse.of(metric)
 
     @property
     def idle(self) -> bool:
@@ -242,9 +244,3 @@ class Board:
         of_epochs = f" of {self.epochs}" if self.epochs else ""
         of_steps = f" of {row.steps}" if row.steps else ""
         return f"{text}; epoch {row.epoch}{of_epochs}, step {(row.step or 0) + 1}{of_steps}"
-
-
-def _most_of(metric: Metric) -> str:
-    """Return the phase that takes most of a step, and its share, as ``forward 41%``; '' if unknown."""
-    most = largest(metric.get("spent")) or metric.get("most")
-    return f"{most[0]} {most[1]:.0%}" if isinstance(most, list) and len(most) == 2 else ""

@@ -98,7 +98,9 @@ class Login(AuthStrategy):
         yield from () if self.credentials.key else passwords
         if self.host.uses_keys or self.credentials.key:
             for key, label in self._keys():
-                yield _Offer(user, "publickey", label, partial(_by_key, user, key))
+                yield _Offer(
+                    user, "publickey", label, partial(paramiko.Transport.auth_publickey, username=user, key=key)
+                )
         yield from passwords if self.credentials.key else ()
 
     def authenticate(self, transport: paramiko.Transport) -> list[SourceResult]:
@@ -198,10 +200,6 @@ class Login(AuthStrategy):
             if shown not in done:
                 done.add(shown)
                 yield key, label
-
-
-def _by_key(user: str, key: paramiko.PKey, transport: paramiko.Transport) -> list[str]:
-    return transport.auth_publickey(user, key)
 
 
 def _answering(password: str) -> Callable[[str, str, Sequence[tuple[str, bool]]], list[str]]:

@@ -124,9 +124,11 @@ def test_a_flipped_byte_in_a_part_is_found_before_it_is_used(made: Path, parts: 
     assert not list(made.parent.glob("node1/**/x.npy")), "a damaged part is never put in place"
 
 
-def test_ctrl_c_in_a_terminal_ends_everything_at_once(made: Path) -> None:
+def test_ctrl_c_in_a_terminal_ends_everything_at_once(tmp_path: Path, parts: Path) -> None:
     # Ctrl-C in a terminal sends SIGINT to the whole process group of launch.py, not to launch.py alone.
-    running = Running(made, "--", "python", "waits.py", own_group=True).await_line("here is rank 0")
+    config = local_config(tmp_path, [2], data={"folder": str(parts), "num_parts": 2})
+    (tmp_path / "waits.py").write_text(WAITS)
+    running = Running(config, "--", "python", "waits.py", own_group=True).await_line("here is rank 0")
     before = time.monotonic()
     os.killpg(running.process.pid, signal.SIGINT)
     done = running.end()

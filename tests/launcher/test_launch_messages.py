@@ -23,7 +23,7 @@ from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunCon
 from launcher.errors import ConnectionLost, OutOfReach, SessionError, UsageError
 from launcher.report.events import EventLog
 from launcher.report.report import RunReport
-from launcher.run import lifecycle, node_stream
+from launcher.run import interrupts, lifecycle, node_stream
 from launcher.run import monitor as follow_module
 from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.launch import LaunchContext
@@ -134,8 +134,8 @@ def signalled(folder: Path, *numbers: int, can_ask: bool = False, keys: str = ""
     node.scripts = [[state(), step(0, 16), node.stopped, ended(0, "stopped", stopped=True)]]
     scene = Scene(folder, node)
     prompt = Signals(scene, *numbers, can_ask=can_ask, keys=keys)
-    prompt._keys_of = lambda: Typed(keys)  # type: ignore[method-assign]
-    scene.follow(Interrupts(), prompt)
+    with patch.object(interrupts, "Keys", lambda: Typed(keys)):
+        scene.follow(Interrupts(), prompt)
     return scene.output.split("ranks\n", 1)[1]
 
 

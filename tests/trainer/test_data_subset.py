@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,15 @@ from trainer.data.dataset import Dataset
 from trainer.data.subset import subset_of
 from trainer.sources.load import dataset_fingerprint, load_dataset
 
-HOMOGENEOUS = load_dataset("synthetic", None, {"num_nodes": 3000, "avg_degree": 8, "edge_weight": True})
-HETERO = load_dataset("synthetic-hetero", None, {"num_nodes": 1000})
+
+@cache
+def homogeneous() -> Dataset:
+    return load_dataset("synthetic", None, {"num_nodes": 3000, "avg_degree": 8, "edge_weight": True})
+
+
+@cache
+def hetero() -> Dataset:
+    return load_dataset("synthetic-hetero", None, {"num_nodes": 1000})
 
 
 def with_own_ids(whole: Dataset) -> Dataset:
@@ -32,9 +41,9 @@ def with_own_ids(whole: Dataset) -> Dataset:
     return replace(whole, nodes=nodes, edges=edges)
 
 
-@pytest.mark.parametrize("dataset", [HOMOGENEOUS, HETERO], ids=["homogeneous", "hetero"])
-def test_a_subset_has_all_edges_rows_and_splits_of_its_nodes(dataset: Dataset) -> None:
-    whole = with_own_ids(dataset)
+@pytest.mark.parametrize("dataset", [homogeneous, hetero], ids=["homogeneous", "hetero"])
+def test_a_subset_has_all_edges_rows_and_splits_of_its_nodes(dataset: Callable[[], Dataset]) -> None:
+    whole = with_own_ids(dataset())
     part = subset_of(whole, 400)
     assert part.num_nodes == 400
     for of, data in part.nodes.items():
@@ -56,33 +65,33 @@ def test_a_subset_has_all_edges_rows_and_splits_of_its_nodes(dataset: Dataset) -
 
 
 def test_nodes_of_a_subset_keep_more_neighbours_than_an_independent_draw() -> None:
-    part = subset_of(HOMOGENEOUS, 300)
-    assert part.num_edges > 2 * HOMOGENEOUS.num_edges * (300 / 3000) ** 2
+    part = subset_of(homogeneous(), 300)
+    assert part.num_edges > 2 * homogeneous().num_edges * (300 / 3000) ** 2
 
 
 def test_a_subset_is_the_same_each_time_and_never_larger_than_the_graph() -> None:
-    one, two = subset_of(with_own_ids(HETERO), 200), subset_of(with_own_ids(HETERO), 200)
+    one, two = subset_of(with_own_ids(hetero()), 200), subset_of(with_own_ids(hetero()), 200)
     assert all(
         (one.nodes[of].attrs["x"] == two.nodes[of].attrs["x"]).all() for of in one.nodes if "x" in one.nodes[of].attrs
     )
     assert [data.num_nodes for data in one.nodes.values()] == [data.num_nodes for data in two.nodes.values()]
-    assert subset_of(HETERO, None) is HETERO and subset_of(HETERO, HETERO.num_nodes) is HETERO
+    assert subset_of(hetero(), None) is hetero() and subset_of(hetero(), hetero().num_nodes) is hetero()
 
 
 def test_mistakes_are_refused() -> None:
     with pytest.raises(DataError, match="option subset must be at least 1, not 0"):
-        subset_of(HETERO, 0)
-    links = replace(HETERO, graph_attrs={"val_links": np.zeros((2, 1), np.int64)})
+        subset_of(hetero(), 0)
+    links = replace(hetero(), graph_attrs={"val_links": np.zeros((2, 1), np.int64)})
     with pytest.raises(DataError, match="option subset cannot be used with val_links"):
         subset_of(links, 10)
 
 
 def test_held_out_links_of_kept_nodes_stay_in_a_subset() -> None:
-    names = {of: type_name(of) for of in HETERO.edges}
-    of = next(of for of in HETERO.edges if of[0] != of[2])
-    same = next(of for of in HETERO.edges if of[0] == of[2])
-    whole = with_own_ids(HETERO)
-    links = np.concatenate([HETERO.edges[of].edge_index[:, :500], HETERO.edges[same].edge_index[:, :300]], axis=1)
+    names = {of: type_name(of) for of in hetero().edges}
+    of = next(of for of in hetero().edges if of[0] != of[2])
+    same = next(of for of in hetero().edges if of[0] == of[2])
+    whole = with_own_ids(hetero())
+    links = np.concatenate([hetero().edges[of].edge_index[:, :500], hetero().edges[same].edge_index[:, :300]], axis=1)
     attrs = {
         "test_links": links, "test_link_types": np.repeat([0, 1], [500, 300]), "test_link_times": np.arange(800),
         "held_out_type": encode_texts([names[of], names[same]]),
@@ -111,12 +120,12 @@ def test_option_subset_reads_files(tmp_path) -> None:
     assert dataset_fingerprint("file", file) != dataset_fingerprint("file", file, {"subset": 30})
 
 
-@pytest.mark.parametrize("dataset", [HOMOGENEOUS, HETERO], ids=["one type", "several types"])
+@pytest.mark.parametrize("dataset", [homogeneous, hetero], ids=["one type", "several types"])
 def test_a_subset_by_way_of_files_is_the_same(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: Callable[[], Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(work_arrays, "_ROWS_AT_ONCE", 100)
-    one, two = subset_of(dataset, 300), subset_of(dataset, 300, Scratch(tmp_path, 1 << 20))
+    one, two = subset_of(dataset(), 300), subset_of(dataset(), 300, Scratch(tmp_path, 1 << 20))
     for of, nodes in one.nodes.items():
         for name, values in {**nodes.attrs, **nodes.splits}.items():
             assert np.array_equal({**two.nodes[of].attrs, **two.nodes[of].splits}[name], values)

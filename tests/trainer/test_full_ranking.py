@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch_geometric.data import HeteroData
-from torch_geometric.metrics import LinkPredMAP, LinkPredNDCG, LinkPredPrecision, LinkPredRecall
 from torch_geometric.nn.models import LightGCN as ReferenceLightGCN
 
 from ports import free_port
@@ -161,6 +160,9 @@ def test_metrics_of_sources_are_those_of_torch_geometric(tmp_path: Path) -> None
     test = torch.from_numpy(links["test"])
     some, row = test[0].unique(return_inverse=True)
     best, found = scores[some].topk(5).indices, reference(users @ items.T, "test")
+    # here, as it loads scipy.signal, for which each worker of pytest would need a second
+    from torch_geometric.metrics import LinkPredMAP, LinkPredNDCG, LinkPredPrecision, LinkPredRecall
+
     kinds = {"recall": LinkPredRecall, "ndcg": LinkPredNDCG, "precision": LinkPredPrecision, "map": LinkPredMAP}
     for name, kind in kinds.items():
         metric = kind(5)

@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 import networkx as nx
 import numpy as np
 import pytest
+import scipy
 import torch
-from scipy.stats import chisquare
 from torch_geometric.data import Data
 from torch_geometric.utils import ppr as pyg_ppr
 from torch_geometric.utils import sort_edge_index, to_undirected
@@ -292,7 +292,7 @@ def test_visits_pass_a_chi_square_test_beside_a_plain_walker(weight):
     # visits of one walk depend on each other, so compare fewer, independent ones: a third
     often = [v for v in many if many[v] > 300]
     mine, expected = (np.array([visits[v] for v in often], float) for visits in (found, many))
-    assert chisquare(mine / 3, expected * mine.sum() / expected.sum() / 3).pvalue > 1e-3
+    assert scipy.stats.chisquare(mine / 3, expected * mine.sum() / expected.sum() / 3).pvalue > 1e-3
     share = sum(found.values()) / (walks * 3)
     assert abs(share - sum(many.values()) / (20 * walks * 3)) < 0.02  # of the steps that walks could take
 

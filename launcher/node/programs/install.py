@@ -44,20 +44,17 @@ def installed() -> dict[str, Any]:
     facts = packages.versions()  # adds folders of .pth files to sys.path if needed
     there = packages.installed()
     prefix = os.path.dirname(os.path.dirname(sys.executable))
+    kind = "conda" if os.path.isdir(os.path.join(prefix, "conda-meta")) else "python"
+    if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")):
+        kind = "venv"
     return {
-        "kind": _kind_of(prefix),
+        "kind": kind,
         "prefix": prefix,
         "python": facts["python"],
         "versions": there,
         "unfinished": unfinished(prefix),
         "cuda": facts["cuda"],
     }
-
-
-def _kind_of(prefix: str) -> str:
-    if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")):
-        return "venv"
-    return "conda" if os.path.isdir(os.path.join(prefix, "conda-meta")) else "python"
 
 
 def unfinished(prefix: str) -> list[str]:

@@ -29,8 +29,8 @@ from trainer.sampler.types import RowRequest
 from trainer.store.manifest import read_manifest
 from trainer.store.part_store import open_parts
 from trainer.wire import columns
-from trainer.wire.body import pack
 from trainer.wire.frames import Flag, Message, decode, encode
+from trainer.wire.request import pack
 
 SINGLES = hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=3, min_side=0, max_side=9),
                      elements=st.floats(-(2.0**80), 2.0**80, width=32))  # fmt: skip

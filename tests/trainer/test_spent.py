@@ -21,12 +21,11 @@ from train_kit import FewBatches, metrics, run_forked
 from trainer.core.batch import Batch
 from trainer.core.batch_cost import Cost
 from trainer.core.ranks import RankGroup, Ranks
-from trainer.train import step_clock
+from trainer.train import step_timing
 from trainer.train.epoch import EpochReport, train_epoch
 from trainer.train.metrics import KINDS, MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.step_clock import DeviceClock, Phase
-from trainer.train.step_timing import BatchWait, StepTimes, behind, traffic
+from trainer.train.step_timing import BatchWait, DeviceClock, Phase, StepTimes, behind, traffic
 from trainer.train.tasks.classification import Classification
 
 SLEEP = 0.02
@@ -177,7 +176,7 @@ class Event:
 
 def test_on_a_device_its_events_give_the_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     # Events that the device has not reached yet count with a later step.
-    monkeypatch.setattr(step_clock, "_event", Event)
+    monkeypatch.setattr(step_timing, "_event", Event)
     clock = DeviceClock()
 
     def step(forward: float, reduce: float) -> None:
@@ -205,7 +204,7 @@ def test_on_a_device_its_events_give_the_shares(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_device_time_of_a_step_leaves_out_waits_for_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_clock, "_event", Event)
+    monkeypatch.setattr(step_timing, "_event", Event)
     clock, total = DeviceClock(), StepTimes()
     for _ in range(3):
         for phase in (Phase.LOAD, Phase.COPY, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER):

@@ -19,10 +19,9 @@ from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import Ranks
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
-from trainer.train.learning_rate import rate_share
+from trainer.train.schedule import rate_share, why_ended
 from trainer.train.settings import EarlyStop, InferJob, Schedule, TrainSettings
 from trainer.train.tasks.task import Metric
-from trainer.train.val_scores import why_ended
 
 
 @pytest.fixture(scope="module")

@@ -205,7 +205,9 @@ def _links(
     """Return the held-out links as graph attributes, and notes about them."""
     held: tuple[list[Array], list[Array]] = ([], [])  # columns of the links for validation and for test, int64 [k, n]
     for piece in slices(data.num_edges):
-        columns = _columns(data, piece, rule.time)
+        # what tells links apart, the first to sort by first
+        times = [] if rule.time is None else [data.attrs[rule.time][piece].reshape(-1)]
+        columns = [*times, *data.edge_index[:, piece]]
         for found, chosen in zip(held, rule.of(data, piece, backward=False), strict=True):
             found.append(np.stack([each[chosen].astype(np.int64) for each in columns]))
         size = _LINK_BYTES * sum(each.shape[1] for found in held for each in found)
@@ -221,12 +223,6 @@ def _links(
     if rule.time is None:
         return {VAL_LINKS: val, TEST_LINKS: test}, notes
     return {VAL_LINKS: val[1:], TEST_LINKS: test[1:], VAL_TIMES: val[0], TEST_TIMES: test[0]}, notes
-
-
-def _columns(data: EdgeData, piece: slice, time: str | None) -> list[Array]:
-    """Return what tells links of a slice apart, integers [n] each, the first to sort by first."""
-    times = [] if time is None else [data.attrs[time][piece].reshape(-1)]
-    return [*times, *data.edge_index[:, piece]]
 
 
 def _unique(columns: Array) -> Array:

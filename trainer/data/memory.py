@@ -84,13 +84,13 @@ def _edge_index(store: Any, name: str) -> Array:
     if "edge_index" in store:
         return shared_array(store.edge_index)
     if "adj_t" in store:
-        return np.stack(targets_and_sources(store.adj_t)[::-1])
+        return np.stack(_targets_and_sources(store.adj_t)[::-1])
     if attrs := [key for key in store if store.is_edge_attr(key)]:
         raise DataError(f"{name}: no edge_index{_of(store)}, but an edge attribute {attrs[0]}")
     return np.empty((2, 0), np.int64)
 
 
-def targets_and_sources(adj_t: Any) -> tuple[Ids, Ids]:
+def _targets_and_sources(adj_t: Any) -> tuple[Ids, Ids]:
     """Return the targets and sources of the edges in a transposed adjacency matrix, row by row, int64 [E] each.
 
     ``adj_t``: a torch_sparse ``SparseTensor`` or a sparse torch tensor. Repeated entries of a torch tensor are merged

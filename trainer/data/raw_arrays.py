@@ -78,13 +78,16 @@ _LINKS = "_label_index"  #: suffix of T.RandomLinkSplit's links; the names of th
 
 def link_arrays(arrays: RawArrays) -> dict[str, RawArray]:
     """Return the arrays for link prediction: links, ``…_label_index`` [2, m], and their labels, ``…_label`` [m]."""
-    links = {name: array for name, array in arrays.items() if name.endswith(_LINKS) and _are_links(array)}
+    links = {
+        name: array
+        for name, array in arrays.items()
+        if name.endswith(_LINKS)
+        and array.values.ndim == 2
+        and len(array.values) == 2
+        and array.values.dtype.kind in "iu"
+    }
     labels = [name.removesuffix("_index") for name in links]
     return links | {name: arrays[name] for name in labels if name in arrays}
-
-
-def _are_links(array: RawArray) -> bool:
-    return array.values.ndim == 2 and len(array.values) == 2 and array.values.dtype.kind in "iu"
 
 
 def sort_arrays(raw: RawGraph, options: SourceOptions) -> RawGraph:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trainer.core import rounding
 from trainer.core.arrays import Ids
-from trainer.core.remote_settings import CacheSize, WireRows
+from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import AnyType, NodeType
 from trainer.graph.seed_order import SeedOrder
 from trainer.sampler.dist_graph import DistGraph
@@ -285,7 +285,14 @@ class _Replay:
 
     def _received_bytes(self, piece: GatherPiece) -> int:
         (of, names), store = piece.columns, self._access.local.store
-        width = sum(_wire_bytes(store, of, name, self._access.wire_rows) for name in names)
+        width = 0
+        for name in names:
+            spec = store.manifest.attrs_of(of).get(name)
+            if spec is None:
+                width += _stored_bytes(store, of, name)
+            else:
+                as_sent = spec.travels_as(self._access.wire_rows)
+                width += rounding.row_bytes(name, spec.stored, spec.shape, as_sent)
         return width * sum(map(len, piece.asked.values()))
 
 
@@ -296,13 +303,6 @@ def _blank_answer(piece: GatherPiece, at: npt.NDArray[np.int32]) -> HostRows:
 
 def _third(steps: Sequence[PresampledStep]) -> int:
     return max(1, len(steps) // 3)
-
-
-def _wire_bytes(store: PartStore, of: AnyType, name: str, wire_rows: WireRows) -> int:
-    spec = store.manifest.attrs_of(of).get(name)
-    if spec is None:
-        return _stored_bytes(store, of, name)
-    return rounding.row_bytes(name, spec.stored, spec.shape, spec.travels_as(wire_rows))
 
 
 def _stored_bytes(store: PartStore, of: AnyType, name: str) -> int:

@@ -41,11 +41,11 @@ def tensor_of(values: Array | Tensor) -> Tensor:
     return values if isinstance(values, Tensor) else torch.from_numpy(values)
 
 
-class Movable(Protocol):
+class _Movable(Protocol):
     def to(self, device: torch.device, non_blocking: bool = False) -> Any: ...
 
 
-B = TypeVar("B", bound=Movable)
+B = TypeVar("B", bound=_Movable)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from trainer.store.manifest import AttrSpec, EdgeSpec, Manifest, NodeSpec
 from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
 
-def dataset_of_stores(feature_store: Any, graph_store: Any, time_attr: str | None = None) -> Dataset:
+def _dataset_of_stores(feature_store: Any, graph_store: Any, time_attr: str | None = None) -> Dataset:
     """Return a (feature store, graph store) pair as a ``Dataset`` of edges, numbers of nodes, and times.
 
     Edge ids are positions in the stored edge list. Raises ``DataError`` if the number of nodes is unknown,
@@ -110,7 +110,7 @@ def as_graph(data: Any, *, time_attr: str | None = None, weight_attr: str | None
                 "weight_attr: a (feature store, graph store) pair has no edge weights; pass Data or HeteroData instead"
             )
         features, edges = data
-        return graph_of(dataset_of_stores(features, edges, time_attr), (features, edges))
+        return graph_of(_dataset_of_stores(features, edges, time_attr), (features, edges))
     hint = f"; open it first: gnnfleet.open({str(data)!r})" if isinstance(data, (str, Path)) else ""
     raise SettingsError(
         "data: expected an opened graph (gnnfleet.open), Data, HeteroData or (feature_store, graph_store),"

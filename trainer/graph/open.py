@@ -283,18 +283,11 @@ def open_graph(
         wire_rows=remote_access.wire_rows,
     )
     graph = Graph(store, access, clients, ranks or Ranks(), placed)
-    try:
-        _check_complete(graph)
-    except PartitionError:
-        graph.close()
-        raise
-    return graph
-
-
-def _check_complete(graph: Graph) -> None:
-    served = set(graph.store.parts) | {part for client in graph.clients.values() for part in client.part_ids}
+    served = set(store.parts) | {part for client in clients.values() for part in client.part_ids}
     if missing := set(range(graph.manifest.num_parts)) - served:
+        graph.close()
         raise PartitionError(
-            f"parts {sorted(missing)} of {graph.store.folder} are neither opened here nor served by another node;"
+            f"parts {sorted(missing)} of {store.folder} are neither opened here nor served by another node;"
             " open all parts, or pass the cluster file of the run"
         )
+    return graph

@@ -125,7 +125,7 @@ class EdgePredictions:
 
     def _prepare(self) -> None:
         if self.attr is not None:
-            self._numbers = edge_numbers(self.stored)
+            self._numbers = _edge_numbers(self.stored)
 
     def _ids(self, of: str, nodes: Ids) -> np.ndarray[Any, Any]:
         name = id_attr(self.graph, of)
@@ -165,7 +165,7 @@ class SampledEdges(EdgePredictions):
     def _prepare(self) -> None:
         count, attr = len(self.stored), self.settings.time_attr
         times = None if attr is None else all_times(self.graph, self.edge_type, attr)
-        numbers = edge_numbers(self.stored) if self.attr is not None else np.arange(count)
+        numbers = _edge_numbers(self.stored) if self.attr is not None else np.arange(count)
         every = LabelledEdges(self.edge_type, self.stored, np.arange(count), numbers, torch.zeros(count), times)
         self._all = self._loader(every, "test")
 
@@ -176,7 +176,7 @@ class SampledEdges(EdgePredictions):
         return EdgeBlockLoader(self.graph, loading, edges, self.group.rank, self.layout, self.settings.hide)
 
 
-def edge_numbers(edges: StoredEndpoints) -> Ids:
+def _edge_numbers(edges: StoredEndpoints) -> Ids:
     """Return for each edge, by original id, the number with which its attributes are requested, int64 [E]."""
     numbers = np.empty(len(edges), np.int64)
     for first in range(0, len(numbers), EDGES_AT_ONCE):

@@ -97,6 +97,12 @@ def load_options(
     workers, thread_init = max(num_workers, 1), given.get("worker_init_fn")
     if thread_init is not None and not callable(thread_init):
         raise SettingsError(f"worker_init_fn must be a function of the thread's number, not {thread_init!r}")
+    generator = given.get("generator")
+    if generator is not None and seed is not None:
+        raise SettingsError(
+            "seed and generator were both given; the generator is used only for its seed, so pass one of them"
+        )
+    seed = 0 if seed is None else whole_number("seed", seed, None)
     factor = given.get("prefetch_factor")
     ahead = 3 if factor is None else whole_number("prefetch_factor", factor, 1) * workers
     return LoadOptions(
@@ -105,22 +111,12 @@ def load_options(
         drop_last=bool(given.get("drop_last")),
         local=bool(given.get("local")),
         pin_memory=bool(given.get("pin_memory")),
-        seed=_seed(seed, given.get("generator")),
+        seed=seed if generator is None else int(generator.initial_seed()),
         threads=workers if threads is None else whole_number("threads", threads, 1),
         prefetch=max(ahead, workers) if prefetch is None else whole_number("prefetch", prefetch, 1),
         deadline=given.get("timeout") or deadline,
         thread_init=thread_init if num_workers else None,
     )
-
-
-def _seed(seed: int | None, generator: Any) -> int:
-    if generator is None:
-        return 0 if seed is None else whole_number("seed", seed, None)
-    if seed is not None:
-        raise SettingsError(
-            "seed and generator were both given; the generator is used only for its seed, so pass one of them"
-        )
-    return int(generator.initial_seed())
 
 
 def sample_settings(

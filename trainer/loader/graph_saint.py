@@ -56,7 +56,7 @@ class SaintNorm:
     edge: Tensor  #: float32 [E] weight of each edge's message
 
 
-def saint_norm(
+def _saint_norm(
     loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, save_dir: str | Path | None, log: bool,
     group: RankGroup,
 ) -> SaintNorm:  # fmt: skip
@@ -200,7 +200,7 @@ class GraphSAINTSampler(PyGLoader):
         if self.sample_coverage:
             group = self.group()
             ends = group.agree(self._checked_ends)
-            self._norm = saint_norm(self, ends, self.sample_coverage, save_dir, log and self.rank == 0, group)
+            self._norm = _saint_norm(self, ends, self.sample_coverage, save_dir, log and self.rank == 0, group)
         else:
             self.prepare()
 

@@ -84,14 +84,10 @@ class RGCNConv(nn.Module):
         targets by target type.
         """
         out = {of: for_sums(torch.addmm(self.bias, x[of][: num_dst[of]], self.root)) for of in self.need.targets}
-        for edge_type, weight in zip(self.need.edge_types, self._weights(), strict=True):
-            add_mean(out[edge_type[2]], blocks[edge_type], x[edge_type[0]], weight)
+        weights = self.weight if self.comp is None else torch.einsum("rb,bio->rio", self.comp, self.weight)
+        for edge_type, weight in zip(self.need.edge_types, weights, strict=True):
+            _add_mean(out[edge_type[2]], blocks[edge_type], x[edge_type[0]], weight)
         return out
-
-    def _weights(self) -> Tensor:
-        if self.comp is None:
-            return self.weight
-        return torch.einsum("rb,bio->rio", self.comp, self.weight)
 
 
 class HeteroSAGEConv(nn.Module):
@@ -158,7 +154,7 @@ class HeteroSAGEConv(nn.Module):
         bias = sum(conv.lin_l.bias for conv in convs.values()) * scale
         out = for_sums(functional.linear(own, root, bias))
         for edge_type, conv in convs.items():
-            add_mean(out, blocks[edge_type], x[edge_type[0]], conv.lin_l.weight.t() * scale)
+            _add_mean(out, blocks[edge_type], x[edge_type[0]], conv.lin_l.weight.t() * scale)
             if conv.lin_edge is not None:
                 out += conv.lin_edge(mean_edge_attr(blocks[edge_type])) * scale
         return out
@@ -252,7 +248,9 @@ class HGTConv(nn.Module):
         used = [(number, name) for number, name in enumerate(self.need.edge_types) if name[2] == of]
         if not used:
             return own.new_zeros(len(own), self.heads * self.dim)
-        query = self._query(of, own)
+        lin, width = self.kqv_lin.lins[of], self.heads * self.dim
+        query = functional.linear(own, lin.weight[width : 2 * width], lin.bias[width : 2 * width])
+        query = query.view(-1, self.heads, self.dim)
         scores = [self._score(number, name, blocks[name], query, keys_values[name[0]][0]) for number, name in used]
         targets = torch.cat([edge_targets(blocks[name]) for _, name in used])
         weights = softmax(torch.cat(scores), index=targets, num_nodes=len(own))
@@ -262,11 +260,6 @@ class HGTConv(nn.Module):
             for (number, name), part in zip(used, parts, strict=True)
         ]
         return for_sums(torch.stack(sums)).sum(0).flatten(1)
-
-    def _query(self, of: NodeType, own: Tensor) -> Tensor:
-        lin, width = self.kqv_lin.lins[of], self.heads * self.dim
-        query = functional.linear(own, lin.weight[width : 2 * width], lin.bias[width : 2 * width])
-        return query.view(-1, self.heads, self.dim)
 
     def _score(self, number: int, name: EdgeType, block: Block, query: Tensor, keys: Tensor) -> Tensor:
         """Return the attention scores of a block's edges before the softmax, [num_edges, heads]."""
@@ -281,12 +274,12 @@ class HGTConv(nn.Module):
         return torch.einsum("nhd,hed->nhe" if transposed else "nhd,hde->nhe", rows, of_type)
 
 
-def add_mean(out: Tensor, block: Block, x: Tensor, weight: Tensor) -> None:
+def _add_mean(out: Tensor, block: Block, x: Tensor, weight: Tensor) -> None:
     """Add ``(mean of each target's sources) @ weight`` to ``out`` [num_dst, out_dim] in place."""
     if block.edge_weight is not None:
         out += weighted_mean(block, x @ weight)
         return
-    rows, block = targets_with_edges(block)
+    rows, block = _targets_with_edges(block)
     in_dim, out_dim = weight.shape
     if linear_first(block, in_dim, out_dim, x.requires_grad):
         mean = aggregate(block, x @ weight, "mean")
@@ -298,7 +291,7 @@ def add_mean(out: Tensor, block: Block, x: Tensor, weight: Tensor) -> None:
         out.index_add_(0, rows, mean.to(out.dtype))
 
 
-def targets_with_edges(block: Block) -> tuple[Tensor | None, Block]:
+def _targets_with_edges(block: Block) -> tuple[Tensor | None, Block]:
     """Return the int64 positions of the targets that have edges, and a block of only these targets.
 
     Returns (None, ``block``) if most targets have edges. Returns the same for a block on a GPU, as the CPU would have

@@ -35,10 +35,10 @@ class HeteroShape:
         return {of: h if self.activation is None else FUNCTIONS[self.activation](h) for of, h in rows.items()}
 
 
-_AGES = (0.25, 0.5, 1.0, 2.0, 4.0)  #: frequencies of ``age_features``
+_AGES = (0.25, 0.5, 1.0, 2.0, 4.0)  #: frequencies of ``_age_features``
 
 
-def age_features(age: Tensor) -> Tensor:
+def _age_features(age: Tensor) -> Tensor:
     """Return features of ages [n], in any unit, for a linear layer: float32 [n, 11], of the logarithm of the age."""
     log = age.clamp(min=0).log1p()
     waves = log[:, None] * torch.tensor(_AGES, device=age.device)
@@ -48,7 +48,7 @@ def age_features(age: Tensor) -> Tensor:
 class InputRows(nn.Module):
     """Input rows [n, hidden] of each node type: ``relu(linear(x))``, plus the nodes' embedding rows if there are any.
 
-    Types of ``facts.timed`` also get a linear map of ``age_features``. All nodes of a type without features and
+    Types of ``facts.timed`` also get a linear map of features of the ages. All nodes of a type without features and
     embeddings get the same vector.
     """
 
@@ -74,7 +74,7 @@ class InputRows(nn.Module):
             found = self.embeddings.lookup({of: batch.n_id[of] for of in self.embedded})
             rows |= {of: rows[of] + own if of in rows else own for of, own in found.items()}
         for of, lin in self.ages.items():
-            rows[of] = rows[of] + lin(age_features(batch.age[of]))
+            rows[of] = rows[of] + lin(_age_features(batch.age[of]))
         return rows
 
 

@@ -312,8 +312,11 @@ class WholeGraph:
         else:
             rows = {of: before[of].fetch(chunk.ids[of]).to(device) for of in need.sources}
         blocks = {of: block.to(device) for of, block in chunk.blocks.items()}
-        degree = self._degree(chunk, need) if stack.needs_degree else {}
-        degree = {of: counts.to(device) for of, counts in degree.items()}
+        degree: dict[NodeType, Tensor] = {}
+        if stack.needs_degree:
+            found = self.graph.access.gather([RowRequest(of, chunk.ids[of], (LOOPLESS_DEGREE,)) for of in need.sources])
+            for of, columns in zip(need.sources, found, strict=True):
+                degree[of] = torch.from_numpy(np.asarray(columns[LOOPLESS_DEGREE])).to(device)
         return stack.layer(number, blocks, rows, chunk.num_dst, degree)
 
     def _chunk(self, of: NodeType, ids: Ids, need: LayerNeed, hop: int) -> NodeChunk:
@@ -362,11 +365,6 @@ class WholeGraph:
             num_nodes={of: (chunk.num_dst[of], len(ids)) for of, ids in chunk.ids.items()},
             categories=category_codes(self.categories, found),
         )  # fmt: skip
-
-    def _degree(self, chunk: NodeChunk, need: LayerNeed) -> dict[NodeType, Tensor]:
-        found = self.graph.access.gather([RowRequest(of, chunk.ids[of], (LOOPLESS_DEGREE,)) for of in need.sources])
-        degrees = (torch.from_numpy(np.asarray(rows[LOOPLESS_DEGREE])) for rows in found)
-        return dict(zip(need.sources, degrees, strict=True))
 
     def _chunks(self, of: NodeType, need: LayerNeed) -> Iterator[Ids]:
         ending = [edge_type for edge_type in need.edge_types if edge_type[2] == of]

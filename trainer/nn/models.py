@@ -53,7 +53,7 @@ class ModelSettings(Protocol):
     def decoder(self) -> str: ...
 
 
-def precision_of(settings: ModelSettings) -> torch.dtype:
+def _precision_of(settings: ModelSettings) -> torch.dtype:
     return PRECISIONS[settings.precision]
 
 
@@ -135,7 +135,7 @@ def gat(settings: ModelSettings, in_dim: int, num_classes: int, edge_dim: int = 
 
 def _block_model(settings: ModelSettings, layers: Sequence[nn.Module], needs_degree: bool = False) -> BlockModel:
     return BlockModel(
-        layers, settings.dropout, needs_degree, precision_of(settings), settings.activation, settings.input_dropout
+        layers, settings.dropout, needs_degree, _precision_of(settings), settings.activation, settings.input_dropout
     )
 
 
@@ -149,7 +149,7 @@ def _of_types(name: str) -> HeteroBuilder:
         from trainer.nn.lightgcn import lightgcn, node_rows
 
         shape = HeteroShape(
-            settings.hidden, len(settings.fanouts), settings.dropout, settings.activation, precision_of(settings),
+            settings.hidden, len(settings.fanouts), settings.dropout, settings.activation, _precision_of(settings),
             settings.input_dropout,
         )  # fmt: skip
         return {**BUILDERS, "lightgcn": lightgcn, "embedding": node_rows}[name](
@@ -164,7 +164,7 @@ def token_transformer(settings: ModelSettings, facts: GraphFacts, embeddings: Em
     from trainer.nn.token_transformer import TokenModel
 
     shape = HeteroShape(
-        settings.hidden, len(settings.fanouts), settings.dropout, None, precision_of(settings), settings.input_dropout
+        settings.hidden, len(settings.fanouts), settings.dropout, None, _precision_of(settings), settings.input_dropout
     )  # fmt: skip
     return TokenModel(facts, shape, settings.heads, settings.layers or 2, settings.max_tokens, embeddings)
 

@@ -170,7 +170,11 @@ def gather_tables(embedding: ShardedEmbedding, shard: Tensor, to: int = 0) -> Ta
             for rank, received in enumerate(parts):
                 target = _of_rank(whole, embedding, rank, first, count)
                 target.copy_(received[: len(target)])
-    return None if whole is None else _by_type(embedding, whole)
+    if whole is None:
+        return None
+    tables = whole.split(list(embedding.num_nodes.values()))
+    # Copies, as ``torch.save`` of a view would write all rows.
+    return {of: rows.clone() for of, rows in zip(embedding.num_nodes, tables, strict=True)}
 
 
 def scatter_tables(embedding: ShardedEmbedding, tables: Mapping[str, Tensor] | None) -> Tensor:
@@ -289,12 +293,6 @@ def _scattered(embedding: ShardedEmbedding, parts: list[Tensor] | None, count: i
     part = _padded(embedding.weight.detach()[:0], count, embedding)
     dist.scatter(part, parts, group=embedding.group, group_src=0)
     return part
-
-
-def _by_type(embedding: ShardedEmbedding, whole: Tensor) -> Tables:
-    pieces = whole.split(list(embedding.num_nodes.values()))
-    # Copies, as ``torch.save`` of a view would write all rows.
-    return {of: rows.clone() for of, rows in zip(embedding.num_nodes, pieces, strict=True)}
 
 
 class Embeddings(Protocol):

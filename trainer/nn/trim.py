@@ -284,7 +284,8 @@ class TrimmedHetero(nn.Module):
             rows, indices, attrs = trim_to_layer(number, hops.nodes, hops.edges, rows, indices, attrs)
             rows = conv(rows, indices, **({} if attrs is None else {f"{self.edge_arg}_dict": attrs}))
             if number < len(self.convs) - 1:
-                rows = {of: self._between(h) for of, h in rows.items()}
+                rows = rows if self.act is None else {of: self.act(h) for of, h in rows.items()}
+                rows = {of: functional.dropout(h, self.dropout, self.training) for of, h in rows.items()}
         return rows
 
     def _needed(self, number: int, rows: NodeTensors, indices: EdgeTensors, attrs: EdgeTensors | None) -> Any:
@@ -293,10 +294,6 @@ class TrimmedHetero(nn.Module):
         need = layer_needs(tuple(rows), tuple(indices), self.target, len(self.convs) - number)[0]
         kept = None if attrs is None else {of: attrs[of] for of in need.edge_types if of in attrs}
         return {of: rows[of] for of in need.sources}, {of: indices[of] for of in need.edge_types}, kept
-
-    def _between(self, h: Tensor) -> Tensor:
-        h = h if self.act is None else self.act(h)
-        return functional.dropout(h, self.dropout, self.training)
 
 
 def check_one_hop(model: nn.Module) -> None:

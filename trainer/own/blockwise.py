@@ -60,7 +60,7 @@ def _propagate(other: Callable[..., Tensor], reduce: Reduce, edge_index: Any, **
     return aggregate(edge_index, arguments["x"][0], reduce)
 
 
-def takes_pairs(conv: nn.Module) -> bool:
+def _takes_pairs(conv: nn.Module) -> bool:
     """Return whether a convolution takes rows of sources and rows of targets, as a pair."""
     return "Tuple" in str(inspect.signature(conv.forward).parameters["x"].annotation)
 
@@ -70,17 +70,17 @@ class _Blocks(nn.Module):
 
     def __init__(self, convs: list[nn.Module]):
         super().__init__()
-        self.pairs = [takes_pairs(conv) for conv in convs]
+        self.pairs = [_takes_pairs(conv) for conv in convs]
         self.plain = [_reduce(conv) is not None for conv in convs]
 
     def forward(self, number: int, blocks: Any, _: Any, x: Tensor, edge_index: Any, value: Any) -> Any:
         """Return rows, edges and edge values of layer ``number``. ``value``: edge values of another layer, or None."""
         block = blocks[number]
         index = block if self.plain[number] else edge_index_of(block)
-        return layer_rows(self.pairs[number], block, x), index, None if value is None else _like(block, value)
+        return _layer_rows(self.pairs[number], block, x), index, None if value is None else _like(block, value)
 
 
-def layer_rows(pairs: bool, block: Block, x: Tensor) -> Any:
+def _layer_rows(pairs: bool, block: Block, x: Tensor) -> Any:
     """Return the input of a layer: rows of sources and of targets, or of all if the convolution takes one tensor."""
     x = x[: block.num_src]
     return (x, x[: block.num_dst]) if pairs else x
@@ -121,7 +121,7 @@ class BlockwiseStack:
         if block.edge_attr is not None and (model.supports_edge_weight or model.supports_edge_attr):
             values = {"edge_weight": block.edge_attr.flatten()} if self.weight else {"edge_attr": block.edge_attr}
         index = block if _reduce(conv) else edge_index_of(block)
-        h = conv(layer_rows(takes_pairs(conv), block, rows[HOMO_NODE]), index, **values)[: block.num_dst]
+        h = conv(_layer_rows(_takes_pairs(conv), block, rows[HOMO_NODE]), index, **values)[: block.num_dst]
         if number < model.num_layers - 1:
             act = model.act or nn.Identity()
             h = model.norms[number](act(h)) if model.act_first else act(model.norms[number](h))

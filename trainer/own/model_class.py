@@ -183,11 +183,12 @@ def constructor_args(cls: type[nn.Module], offered: Mapping[str, Any], given: Ma
 
     Raises ``SettingsError`` for a required argument that is in neither, and for one in ``given`` that it lacks.
     """
-    parameters = constructor_parameters(cls)
+    parameters = _constructor_parameters(cls)
     any_name = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     unknown = [name for name in given if name not in parameters and not any_name]
     if unknown:
-        raise SettingsError(f"model_args: {cls.__name__} has no argument {unknown[0]!r}; it has {_list(parameters)}")
+        known = ", ".join(parameters) or "none"
+        raise SettingsError(f"model_args: {cls.__name__} has no argument {unknown[0]!r}; it has {known}")
     named = {*parameters, *_of_convolution(cls)}
     if any_name and not any(base.__module__.startswith("torch_geometric.") for base in cls.__mro__):
         named.update(CONSTRUCTOR_NAMES)  # torch_geometric's models pass them on to convolutions, which take others
@@ -204,14 +205,9 @@ def constructor_args(cls: type[nn.Module], offered: Mapping[str, Any], given: Ma
             f"model_args, or use one of {', '.join(CONSTRUCTOR_NAMES)}"
         )
     if absent := [name for name in required if name not in found]:
-        raise SettingsError(
-            f"model: {cls.__name__} needs {absent[0]!r}, which this graph does not have{_why(absent[0])}"
-        )
+        hint = "; set edge_attr to an edge attribute" if absent[0] == "edge_dim" else ""
+        raise SettingsError(f"model: {cls.__name__} needs {absent[0]!r}, which this graph does not have{hint}")
     return found
-
-
-def _why(name: str) -> str:
-    return "; set edge_attr to an edge attribute" if name == "edge_dim" else ""
 
 
 def _of_convolution(cls: type) -> Collection[str]:
@@ -225,10 +221,10 @@ def _of_convolution(cls: type) -> Collection[str]:
 
 def reads_degrees(cls: type[nn.Module]) -> bool:
     """Return whether a class is constructed with the numbers of nodes by in-degree (``deg``)."""
-    return "deg" in {*constructor_parameters(cls), *_of_convolution(cls)}
+    return "deg" in {*_constructor_parameters(cls), *_of_convolution(cls)}
 
 
-def constructor_parameters(cls: type[nn.Module]) -> dict[str, inspect.Parameter]:
+def _constructor_parameters(cls: type[nn.Module]) -> dict[str, inspect.Parameter]:
     """Return the parameters of a constructor, with those of base classes to which it passes ``**kwargs`` on."""
     found: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
@@ -244,10 +240,6 @@ def constructor_parameters(cls: type[nn.Module]) -> dict[str, inspect.Parameter]
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(function).parameters)
-
-
-def _list(names: Collection[str]) -> str:
-    return ", ".join(names) or "none"
 
 
 def forward_names(cls: type[nn.Module]) -> tuple[str, ...]:

@@ -99,12 +99,6 @@ def describe_partition(folder: Path) -> str | None:
     return f"{found.get('num_parts')} parts of {found.get('dataset')} ({found.get('algorithm')})"
 
 
-def check_replaceable(folder: Path) -> None:
-    """Raise ``PartitionError`` unless ``folder`` is missing, empty, or holds a partition and no other files."""
-    _check_kind(folder)
-    _check_only_ours(folder)
-
-
 def _check_kind(folder: Path) -> None:
     if not folder.exists() and not folder.is_symlink():
         return
@@ -187,7 +181,8 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _install(staging: Path, folder: Path) -> None:
-    check_replaceable(folder)
+    _check_kind(folder)
+    _check_only_ours(folder)
     if not folder.exists() or not any(folder.iterdir()):
         staging.rename(folder)
     elif not _exchange(staging, folder):

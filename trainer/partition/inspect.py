@@ -167,21 +167,18 @@ def render(description: Description) -> str:
     ]
     if d.graph_attrs:
         head.append(f"attributes of the graph: {_listed(d.graph_attrs)}")
-    return "\n".join([*head, "", *_node_table(d), "", *_edge_table(d), "", *_part_table(d)])
-
-
-def _node_table(d: Description) -> list[str]:
-    rows = [
+    nodes = [
         [of, f"{f.num_nodes:,}", f"{f.balance:.3f}", str(f.num_classes), _listed(f.attrs)] for of, f in d.nodes.items()
     ]
-    return _table([["nodes", "count", "balance", "classes", "attributes"], *rows])
-
-
-def _edge_table(d: Description) -> list[str]:
-    rows = [
+    edges = [
         [of, f"{f.num_edges:,}", f"{f.balance:.3f}", f"{f.edge_cut:.2%}", _listed(f.attrs)] for of, f in d.edges.items()
     ]
-    return _table([["edges", "count", "balance", "cut", "attributes"], *rows])
+    return "\n".join([
+        *head, "",
+        *_table([["nodes", "count", "balance", "classes", "attributes"], *nodes]), "",
+        *_table([["edges", "count", "balance", "cut", "attributes"], *edges]), "",
+        *_part_table(d),
+    ])  # fmt: skip
 
 
 def _part_table(d: Description) -> list[str]:

@@ -159,13 +159,14 @@ def _make(
     if done := work.stages_done():
         say(f"going on with what an interrupted run left in {work.path} ({', '.join(done)}); delete it to start again")
     limit = parse_size(spec.memory) if spec.memory is not None else available_memory() or _UNKNOWN_MEMORY
-    stages = StageTimer(say)
+    stages = _StageTimer(say)
     source = None
     if spec.dataset == DATASET:
         own = None if spec.memory is None else int(_LOAD_SHARE * limit)
         source = spec.partition_source.read(work.emptied("dataset"), own)
     dataset = source.dataset if source else _loaded(spec, limit, work)
-    stages.end("load", f"{dataset.name}: {counts_text(dataset)}")
+    nodes, edges = (f" of {len(types)} types" if dataset.hetero else "" for types in (dataset.nodes, dataset.edges))
+    stages.end("load", f"{dataset.name}: {dataset.num_nodes:,} nodes{nodes}, {dataset.num_edges:,} edges{edges}")
     if not spec.force:
         check_same_graph(folder, dataset)
     if (other := describe_partition(folder)) is not None:
@@ -246,12 +247,7 @@ def _assigned(
     return read_assignment(work.folder("assign")), reason
 
 
-def counts_text(dataset: Dataset) -> str:
-    nodes, edges = (f" of {len(types)} types" if dataset.hetero else "" for types in (dataset.nodes, dataset.edges))
-    return f"{dataset.num_nodes:,} nodes{nodes}, {dataset.num_edges:,} edges{edges}"
-
-
-class StageTimer:
+class _StageTimer:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._since = say, time.monotonic()
 

@@ -47,7 +47,7 @@ class PartAttr:
     def __init__(self, root: Path, top: str, name: str, column: Column, counts: Sequence[int], form: WireRows) -> None:
         """Create the files in ``part<p>/<top>/attrs`` and, if rows are rounded to int8, in ``part<p>/<top>/scales``."""
         self._what = f"{top}/attrs/{name}.npy"
-        self._convert, stored = _conversion(stored_form(name, column.dtype, (0, *column.shape), form), column)
+        self._convert, stored = _conversion(_stored_form(name, column.dtype, (0, *column.shape), form), column)
         paths = [self._what, f"{top}/scales/{name}.npy"]
         self._arrays = [PartArray(root, path, each, counts) for path, each in zip(paths, stored, strict=False)]
 
@@ -88,7 +88,7 @@ def _conversion(form: WireRows, column: Column) -> tuple[Callable[[Array], Seque
     return lambda rows: [rows], [column]
 
 
-def stored_form(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], rows: WireRows) -> WireRows:
+def _stored_form(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], rows: WireRows) -> WireRows:
     """Return the type that the attribute is rounded to in the files: ``rows``, or ``stored`` if it is not rounded.
 
     ``rows``: the value of option ``--rows``.
@@ -97,7 +97,7 @@ def stored_form(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], rows: W
 
 
 def attr_spec(name: str, values: Array, bfloat16: bool, rows: WireRows) -> AttrSpec:
-    form = stored_form(name, values.dtype, values.shape, rows)
+    form = _stored_form(name, values.dtype, values.shape, rows)
     if form == "int8":
         return AttrSpec("float32", values.shape, "int8")
     return AttrSpec("bfloat16" if bfloat16 else "float16" if form == "float16" else values.dtype.name, values.shape)

@@ -74,13 +74,11 @@ class _Restored:
             graph_attrs=dict(self.store.graph_attrs),
             time_attrs=self.manifest.time_attrs,
         )
-        return PartitionedGraph(dataset, {of: self._parts(of) for of in nodes}, self.manifest.num_parts)
-
-    def _parts(self, of: NodeType) -> npt.NDArray[np.int32]:
-        part_of = np.empty(self.manifest.nodes[of].num_nodes, np.int32)
+        parts = {of: np.empty(spec.num_nodes, np.int32) for of, spec in self.manifest.nodes.items()}
         for part_id, part in self.store.parts.items():
-            part_of[part.nodes[of].orig_id] = part_id
-        return part_of
+            for of, own in part.nodes.items():
+                parts[of][own.orig_id] = part_id
+        return PartitionedGraph(dataset, parts, self.manifest.num_parts)
 
     def _nodes(self, of: NodeType, orig_id: Array) -> NodeData:
         spec = self.manifest.nodes[of]

@@ -112,7 +112,12 @@ class _Writer:
             self.entries.extend(FileEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in done)
 
     def arrays(self, arrays: Mapping[str, Array], dtype: npt.DTypeLike | None = None) -> Iterable[FileEntry]:
-        return self.pool.map(lambda path: self._array(path, arrays[path], dtype), arrays)
+        def write(path: str) -> FileEntry:
+            values = arrays[path]
+            chunks = rows_in_chunks(values) if values.ndim else [values]
+            return write_npy(self.root, path, dtype or values.dtype, values.shape, chunks)
+
+        return self.pool.map(write, arrays)
 
     def append(self, files: PartArray | PartAttr, spans: Sequence[Span], rows: Array, numbers: Array) -> None:
         """For each span (part, begin, end), append ``rows[begin:end]`` to the part's file.
@@ -123,11 +128,6 @@ class _Writer:
             self.pool.map(
                 lambda span: files.append(span[0], rows[span[1] : span[2]], numbers[span[1] : span[2]]), spans
             )
-        )
-
-    def _array(self, path: str, values: Array, dtype: npt.DTypeLike | None) -> FileEntry:
-        return write_npy(
-            self.root, path, dtype or values.dtype, values.shape, rows_in_chunks(values) if values.ndim else [values]
         )
 
 

@@ -43,7 +43,7 @@ class ArrayOps(Protocol):
         """
 
 
-class NumpyOps:
+class _NumpyOps:
     """``ArrayOps`` for numpy arrays."""
 
     def own(self, values: Array) -> Array:
@@ -68,4 +68,4 @@ class NumpyOps:
         return indptr, indices
 
 
-NUMPY = NumpyOps()
+NUMPY = _NumpyOps()

@@ -105,7 +105,19 @@ class DistGraph(GraphAccess):
                 for host, rows in asked.items()
             }
         )
-        self._copy_near(pieces)  # own, cached and held rows, while the other hosts answer
+        for piece in pieces:  # own, cached and held rows, while the other hosts answer
+            piece.copy_near(self.local)
+            if not piece.counts:
+                continue
+            cached = self._owned(piece, [piece.cached[1]] if piece.cached else [])
+            held = self._owned(piece, [placed for _, placed in piece.held])
+            counts = {host: len(at) for host, at in piece.asked.items()}
+            by_host = {
+                host: FromHost(0, counts.get(host, 0) + kept + again, kept, again)
+                for host in sorted({*counts, *cached, *held})
+                for kept, again in [(cached.get(host, 0), held.get(host, 0))]
+            }
+            self._meter.add(replace(piece.cost, by_host=ByHost(by_host)))
         answers: list[list[HostRows]] = [[] for _ in pieces]
         for share, answer in self._receive(in_flight):
             for (number, at), rows in zip(share.places.items(), answer, strict=True):
@@ -130,21 +142,6 @@ class DistGraph(GraphAccess):
     ) -> list[GatherPiece]:  # fmt: skip
         plan = GatherPlan(self.local, self._holders.table(), cache, held)
         return [piece for asked, out in zip(requests, columns, strict=True) for piece in plan.pieces(asked, out)]
-
-    def _copy_near(self, pieces: Sequence[GatherPiece]) -> None:
-        for piece in pieces:
-            piece.copy_near(self.local)
-            if not piece.counts:
-                continue
-            cached = self._owned(piece, [piece.cached[1]] if piece.cached else [])
-            held = self._owned(piece, [placed for _, placed in piece.held])
-            asked = {host: len(at) for host, at in piece.asked.items()}
-            rows = {
-                host: FromHost(0, asked.get(host, 0) + kept + again, kept, again)
-                for host in sorted({*asked, *cached, *held})
-                for kept, again in [(cached.get(host, 0), held.get(host, 0))]
-            }
-            self._meter.add(replace(piece.cost, by_host=ByHost(rows)))
 
     def _owned(self, piece: GatherPiece, placed: Sequence[RowPlacement]) -> dict[int, int]:
         if not placed:

@@ -188,7 +188,9 @@ class GatherPlan:
         # In this order: on all hosts, in the cache, others.
         column_sets = [on_all_hosts, cached_names & set(out), set(out) - on_all_hosts - cached_names]
         name_groups = [tuple(name for name in out if name in names) for names in column_sets]
-        main = max(range(3), key=lambda group: (_width(out, name_groups[group]), bool(name_groups[group])))
+        # the widest kind, which counts the rows
+        widths = [sum(math.prod(out[name].shape[1:]) * out[name].itemsize for name in names) for names in name_groups]
+        main = max(range(3), key=lambda group: (widths[group], bool(name_groups[group])))
         for group, names in enumerate(name_groups):
             if names or group == main:
                 yield self._piece(request, {name: out[name] for name in names}, group, group == main)
@@ -226,8 +228,3 @@ class GatherPlan:
                 )
             self._located[key] = placed
         return self._located[key]
-
-
-def _width(out: Columns, names: Sequence[str]) -> int:
-    """Return the number of bytes of the attributes ``names`` of one node or edge."""
-    return sum(math.prod(out[name].shape[1:]) * out[name].itemsize for name in names)

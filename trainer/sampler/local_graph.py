@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,11 @@ class LocalGraph(GraphAccess):
         self._max_edges = max_edges
         self.books = store.books
         self._codes = SourceCodes(store.manifest.num_parts, 0)
-        self._own, self._topology = (_codes_of(parts, self._codes.num_parts) for parts in (store.parts, store.topology))
+        numbers = range(self._codes.num_parts)
+        self._own, self._topology = (
+            read_only(np.array([-1, *(part if part in parts else -1 for part in numbers), -1], np.int32))
+            for parts in (store.parts, store.topology)
+        )
         self._singles: dict[tuple[int, EdgeType, str], Array] = {}
         self._loop_counts: dict[tuple[int, AnyType], Array] = {}
 
@@ -53,7 +57,14 @@ class LocalGraph(GraphAccess):
 
         Raises ``PartitionError``.
         """
-        return [self._gather(request) for request in requests]
+        found: list[Mapping[str, Array]] = []
+        for request in requests:
+            out = self.new_rows(request)
+            all_1d = all(values.ndim == 1 for values in out.values())
+            placed = self._by_part(request.of, request.ids, self._topology if all_1d else self._own)
+            self.fill(request.of, out, placed)
+            found.append(out)
+        return found
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
         """Return for each i whether an edge ``src[i]`` -> ``dst[i]`` exists: bool [n].
@@ -159,12 +170,6 @@ class LocalGraph(GraphAccess):
             self._singles[key] = edges.attrs[name].astype(np.float32)
         return nodes, replace(edges, attrs={**edges.attrs, name: self._singles[key]})
 
-    def _gather(self, request: RowRequest) -> Mapping[str, Array]:
-        out = self.new_rows(request)
-        all_1d = all(values.ndim == 1 for values in out.values())
-        self.fill(request.of, out, self._by_part(request.of, request.ids, self._topology if all_1d else self._own))
-        return out
-
     def new_rows(self, request: RowRequest) -> dict[str, Array]:
         """Return uninitialized arrays for the answer to a request.
 
@@ -242,10 +247,6 @@ def _ends(part: Part, edge_type: EdgeType) -> tuple[NodePart, EdgePart]:
     return part.nodes[edge_type[2]], part.edges[edge_type]
 
 
-def _targets(nodes: NodePart, edges: EdgePart) -> Ids:
-    return np.repeat(nodes.start + np.arange(nodes.num_nodes), np.diff(edges.indptr))
-
-
 def _column(table: NodePart | EdgePart, name: str) -> Array:
     return table.orig_id if name == "orig_id" else table.attrs[name]
 
@@ -257,11 +258,6 @@ def _mapped(part: Part, of: AnyType, names: Iterable[str]) -> Iterator[Array]:
             yield _column(table, name)
             if name in table.scales:
                 yield table.scales[name]
-
-
-def _codes_of(parts: Collection[int], num_parts: int) -> Array:
-    codes = [part if part in parts else -1 for part in range(num_parts)]
-    return read_only(np.array([-1, *codes, -1], np.int32))
 
 
 def _table(part: Part, of: AnyType) -> NodePart | EdgePart:

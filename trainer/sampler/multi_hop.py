@@ -223,8 +223,10 @@ class _SubgraphGrowth:
         if not self._settings.ask_again:
             first, shuffle, whole_rows = starts[hop], _shuffle_of(fanouts, hop, hop), False
         else:
-            whole_rows = self._settings.replace and _mixed(fanouts) and fanout < 0
-            same_kind = _only(fanouts, fanout < 0) if self._settings.replace else fanouts
+            whole_rows, same_kind = False, fanouts
+            if self._settings.replace:  # draws with replacement are no prefix of all neighbours
+                whole_rows = fanout < 0 and any(other > 0 for other in fanouts)
+                same_kind = tuple(other if (other < 0) == (fanout < 0) else 0 for other in fanouts)
             level = _first_lacking(same_kind, hop)
             first, shuffle = starts[level], _shuffle_of(same_kind, hop, level)
         return _HopQuery(of, fanout, first, shuffle, whole_rows) if first < starts[hop + 1] else None
@@ -330,14 +332,6 @@ def _shuffle_of(fanouts: Sequence[int], hop: int, level: int) -> int:
     others = fanouts if level < hop else fanouts[hop + 1 :]
     # How many leading neighbours must be in random order in an answer with all neighbours: other hops take the first.
     return max((fanout for fanout in others if fanout >= 0), default=0)
-
-
-def _mixed(fanouts: Sequence[int]) -> bool:
-    return any(fanout < 0 for fanout in fanouts) and any(fanout > 0 for fanout in fanouts)
-
-
-def _only(fanouts: Sequence[int], whole: bool) -> tuple[int, ...]:
-    return tuple(fanout if (fanout < 0) == whole else 0 for fanout in fanouts)
 
 
 def _tree_keys(seeds: SeedSet) -> Ids:

@@ -17,10 +17,9 @@ from trainer.sampler import neighbor_kernels
 from trainer.sampler.settings import check_type, row_spec
 from trainer.sampler.types import HopRequest, HopSample, RowRequest
 from trainer.store.part_store import BookKey, EndpointTable, PartStore
-from trainer.wire.body import Body, check_ids, narrowed, pack, widened_ids
 from trainer.wire.columns import Column, FormOf, restored, rounded
 from trainer.wire.frames import MAX_ARRAYS, Kind, Message
-from trainer.wire.request import A, Request
+from trainer.wire.request import A, Body, Request, check_ids, narrowed, pack, widened_ids
 
 MAX_ROWS = 1 << 25  #: nodes, excluded edges and allowed sources of all sample requests of a message
 

@@ -13,10 +13,9 @@ from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
 from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph
 from trainer.service.messages import ClientName
-from trainer.wire.body import Body, pack
 from trainer.wire.columns import Column, FormOf, restored, rounded
 from trainer.wire.frames import Kind, Message
-from trainer.wire.request import Request
+from trainer.wire.request import Body, Request, pack
 
 MAX_SEEDS = 1 << 20  #: largest number of seeds of one batch, over all types
 
@@ -27,7 +26,7 @@ MAX_CLIENT_NAME = 200  #: characters
 _FANOUT_LIMIT = 1 << 31
 
 
-class BatchReply(msgspec.Struct, frozen=True):
+class _BatchReply(msgspec.Struct, frozen=True):
     num_hops: int
     induced: bool
     nodes: dict[NodeType, NodeSet]
@@ -36,7 +35,7 @@ class BatchReply(msgspec.Struct, frozen=True):
     labels: dict[str, Array]
 
 
-_REPLY: Body[BatchReply] = Body(BatchReply)
+_REPLY: Body[_BatchReply] = Body(_BatchReply)
 
 
 class BatchRequest(Request[SampledBatch], frozen=True):
@@ -82,7 +81,7 @@ class BatchRequest(Request[SampledBatch], frozen=True):
             of: {name: rounded(name, values, form_of(of, name)) for name, values in columns.items()}
             for of, columns in answer.rows.items()
         }
-        reply = BatchReply(
+        reply = _BatchReply(
             subgraph.num_hops, subgraph.induced, dict(subgraph.nodes), dict(subgraph.edges), rows, labels
         )  # fmt: skip
         return message.reply(*pack(reply))

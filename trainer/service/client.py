@@ -95,7 +95,7 @@ class RowsInPieces:
     def result(self, timeout: float | None = None) -> list[Mapping[str, Array]]:
         """Wait for all rows. ``timeout``: seconds to wait for each piece.
 
-        Raises the errors of ``PendingReply.result``, and ``WireError`` if pieces differ in dtype or shape.
+        Raises the errors of a reply, and ``WireError`` if pieces differ in dtype or shape.
         """
         while self._under_way:
             slices, requests, pending = self._under_way[0]
@@ -134,7 +134,7 @@ class RowsInPieces:
             whole[part.begin : part.end] = values
 
 
-class PendingReply(Generic[A]):
+class _PendingReply(Generic[A]):
     """A reply that may not have arrived yet. Any thread may wait for it."""
 
     def __init__(self, client: HostClient, channel: Channel, call: Call, read: Callable[[Message], A]):
@@ -263,13 +263,13 @@ class HostClient(GraphAccess):
             wait=Wait("server", seconds, kind, node, place.cluster and place.name) if place.name else None,
         )
 
-    def _submit(self, request: Request[A]) -> PendingReply[A]:
+    def _submit(self, request: Request[A]) -> _PendingReply[A]:
         channel: Channel | None = getattr(self._own, "channel", None)
         if channel is None:
             channel = self._own.channel = self._take_channel()
         self.check_open()
         try:
-            return PendingReply(self, channel, channel.submit(request.message(self._flags)), request.read_reply)
+            return _PendingReply(self, channel, channel.submit(request.message(self._flags)), request.read_reply)
         except WireError as error:
             raise ServiceError(f"{self.name}: the request cannot be sent: {error}") from None
 

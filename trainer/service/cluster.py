@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from trainer.core.errors import ServiceError, SettingsError, first_wait
 from trainer.core.files import read_json
@@ -97,46 +99,46 @@ class Cluster:
         return tuple(map(tuple, near))
 
 
+class _Attached(msgspec.Struct):
+    node_rank: int
+    host: str
+    endpoint: str
+    parts: tuple[int, ...]
+
+
+class _Serving(msgspec.Struct):
+    name: str
+    servers: tuple[_Attached, ...]
+
+
+class _Written(msgspec.Struct):
+    """``cluster.json`` as it is written."""
+
+    run_id: str
+    num_parts: int
+    nodes: tuple[dict[str, Any], ...]
+    version: int = 1
+    serving: _Serving | None = None
+
+
 def read_cluster(path: str | Path) -> Cluster:
     """Read ``cluster.json``. Raises ``SettingsError`` if the file is missing, incomplete or contradicts itself."""
     try:
-        cluster = _parse(read_json(Path(path)))
+        raw = msgspec.convert(read_json(Path(path)), _Written)
+        nodes = msgspec.convert([{"role": "worker", **node} for node in raw.nodes], tuple[ClusterNode, ...])
     except OSError as error:
         raise SettingsError(f"cluster file {path} cannot be read: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SettingsError(f"cluster file {path} is not a cluster.json (docs/ARCHITECTURE.md): {error!r}") from None
+    except ValueError as error:
+        raise SettingsError(f"cluster file {path} is not a cluster.json (docs/ARCHITECTURE.md): {error}") from None
+    name = raw.serving.name if raw.serving else ""
+    attached = [
+        ServerAddress(f"node{of.node_rank} ({of.host}) of {name}", of.node_rank, of.host, of.endpoint, of.parts, name)
+        for of in (raw.serving.servers if raw.serving else ())
+    ]
+    cluster = Cluster(raw.run_id, raw.num_parts, raw.version, nodes, name or None, tuple(attached))
     if problem := _problem(cluster):
         raise SettingsError(f"cluster file {path}: {problem}")
     return cluster
-
-
-def _parse(raw: Mapping[str, Any]) -> Cluster:
-    serving = raw.get("serving")
-    return Cluster(
-        str(raw["run_id"]),
-        int(raw["num_parts"]),
-        int(raw.get("version", 1)),
-        tuple(map(_node, raw["nodes"])),
-        None if serving is None else str(serving["name"]),
-        () if serving is None else tuple(_attached(str(serving["name"]), place) for place in serving["servers"]),
-    )
-
-
-def _node(raw: Mapping[str, Any]) -> ClusterNode:
-    endpoint = None if raw["endpoint"] is None else str(raw["endpoint"])
-    role = str(raw.get("role", "worker"))
-    return ClusterNode(int(raw["node_rank"]), str(raw["host"]), role, endpoint, _ids(raw["parts"]), _ids(raw["ranks"]))
-
-
-def _attached(name: str, raw: Mapping[str, Any]) -> ServerAddress:
-    node_rank, host = int(raw["node_rank"]), str(raw["host"])
-    return ServerAddress(
-        f"node{node_rank} ({host}) of {name}", node_rank, host, str(raw["endpoint"]), _ids(raw["parts"]), name
-    )
-
-
-def _ids(raw: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(int(item) for item in raw)
 
 
 def _problem(cluster: Cluster) -> str:

@@ -11,10 +11,9 @@ import numpy as np
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import WireError
 from trainer.core.schema import NodeType
-from trainer.wire.body import widened_ids
 from trainer.wire.columns import FormOf
 from trainer.wire.frames import Kind, Message, Status
-from trainer.wire.request import Request
+from trainer.wire.request import Request, widened_ids
 
 _MAX_SLOT = 1 << 62
 

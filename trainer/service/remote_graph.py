@@ -35,7 +35,7 @@ from trainer.store.manifest import AttrSpec, Manifest, parse_manifest
 from trainer.wire.request import A, Request
 
 
-class ServerChoice:
+class _ServerChoice:
     """Graph servers in order of preference, the home server first, and which of them are unreachable. Thread-safe."""
 
     def __init__(self, home: HostClient, *others: HostClient):
@@ -140,7 +140,7 @@ class Gateway(GraphAccess):
         self.deadline, self.server_wait = deadline, server_wait
         self.client = client or client_name()
         self._keys, self._wire_rows = keys, wire_rows
-        self._choice = ServerChoice(*map(self._connect, places))
+        self._choice = _ServerChoice(*map(self._connect, places))
         self._verified: set[HostClient] = set()
         self._version = 0
         self._room = threading.BoundedSemaphore(_BATCHES_UNDER_WAY)

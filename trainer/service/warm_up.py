@@ -108,11 +108,12 @@ class _EmptyHost:
 
     def submit(self, request: Request[Any]) -> PendingAnswer[Any]:
         if isinstance(request, Gather):
-            return ReadyAnswer([{name: self._zeros(of, name) for name in of.attrs} for of in request.requests])
+            rows: list[dict[str, Array]] = [{} for _ in request.requests]
+            for one, columns in zip(request.requests, rows, strict=True):
+                for name in one.attrs:
+                    dtype, shape = row_spec(self._store, one.of, name)
+                    columns[name] = np.zeros((len(one.ids), *shape), dtype)
+            return ReadyAnswer(rows)
         assert isinstance(request, SampleHops)
         none = np.empty(0, np.int32)
         return ReadyAnswer([HopSample(np.zeros(len(of.nodes), np.int32), none, none) for of in request.requests])
-
-    def _zeros(self, asked: RowRequest, name: str) -> Array:
-        dtype, shape = row_spec(self._store, asked.of, name)
-        return np.zeros((len(asked.ids), *shape), dtype)

@@ -54,7 +54,7 @@ def as_double(column: str, of: str) -> str:
     return f"TRY_CAST({name} AS DOUBLE)"
 
 
-def as_integer(column: str, of: str) -> str:
+def _as_integer(column: str, of: str) -> str:
     """Return an SQL expression for a column of numbers as BIGINT; NULL for values that are not whole or too large."""
     number = as_double(column, of)
     # from the column and not from its DOUBLE, which has 53 bits
@@ -84,7 +84,7 @@ def check_numbers(scan: Scan, columns: Iterable[str], role: str, fill: float | N
             found.append(NumberColumn(name, sql, _check_lists(scan, name, role), False))
             continue
         number = as_double(name, scan.types[name])
-        sql = as_integer(name, scan.types[name]) if whole[name] else number
+        sql = _as_integer(name, scan.types[name]) if whole[name] else number
         if fill is not None:
             filled = int(fill) if whole[name] else fill
             sql = f"CASE WHEN {number} IS NULL OR isnan({number}) THEN {filled!r} ELSE {sql} END"
@@ -105,7 +105,7 @@ def _check_scalars(scan: Scan, names: list[str], role: str, fill: float | None) 
             outer += [f"count(CASE WHEN {condition} THEN 1 END)" for condition, _ in faults.values()]
             outer.append("false")
             if role == "attributes":
-                inner.append(f"{as_integer(name, scan.types[name])} AS gf_integer{k}")
+                inner.append(f"{_as_integer(name, scan.types[name])} AS gf_integer{k}")
                 outer[-1] = f"bool_and(isnan({number}) OR gf_integer{k} IS NOT NULL)"
         sql = f"SELECT {', '.join(outer)} FROM (SELECT {', '.join(inner)} FROM {scan.sql})"
         row = scan.database.rows(sql, scan.where)[0]
@@ -204,14 +204,14 @@ def class_sql(scan: Scan, name: str, as_numbers: bool) -> tuple[str, bool] | Non
     number = as_double(name, of)
     numbers, whole = scan.database.rows(
         f"SELECT bool_and({number} IS NOT NULL OR {column} IS NULL), "
-        f"bool_and(isnan({number}) OR ({as_integer(name, of)} IS NOT NULL AND {number} >= -1)) "
+        f"bool_and(isnan({number}) OR ({_as_integer(name, of)} IS NOT NULL AND {number} >= -1)) "
         f"FROM {scan.sql} WHERE {column} IS NOT NULL",
         scan.where,
     )[0]
     if numbers is False:
         return None
     if whole and not as_numbers:
-        return f"coalesce({as_integer(name, of)}, -1)", True
+        return f"coalesce({_as_integer(name, of)}, -1)", True
     return label_sql(scan, name)[0], False
 
 
@@ -340,7 +340,7 @@ def time_sql(scan: Scan, column: str) -> str:
     if of == "DATE" or of.startswith("TIMESTAMP"):
         sql = f"CAST(floor(epoch({name})) AS BIGINT)"
     elif of == "VARCHAR" or (is_number_type(of) and of != "BOOLEAN"):
-        sql = as_integer(column, of)
+        sql = _as_integer(column, of)
         if of == "VARCHAR":  # without true and false
             sql = f"CASE WHEN TRY_CAST({name} AS DOUBLE) IS NOT NULL THEN {sql} END"
         all_integers = f"SELECT bool_and(({sql}) IS NOT NULL) FROM {scan.sql} WHERE {name} IS NOT NULL"

@@ -20,7 +20,7 @@ K = TypeVar("K")
 _TABLE_FROM = 0.25  #: share of a type's nodes; after requests for so many ids, the ids of all nodes are fetched
 
 
-class SharedArrays(Protocol):
+class _SharedArrays(Protocol):
     """Asks graph servers for arrays that do not belong to a single part. All methods raise ``ServiceError``."""
 
     def seeds(self, of: NodeType, split: str) -> Ids:
@@ -38,11 +38,11 @@ class SharedArrays(Protocol):
 class RemoteStore(PartStore):
     """A ``PartStore`` without parts. Fetches seeds, global ids and graph attributes on first use, and keeps them."""
 
-    source: SharedArrays = field(kw_only=True)
+    source: _SharedArrays = field(kw_only=True)
     _num_requested: dict[NodeType, int] = field(kw_only=True, default_factory=dict, repr=False)  #: ids mapped so far
 
     @classmethod
-    def of(cls, manifest: Manifest, source: SharedArrays, name: str) -> RemoteStore:
+    def of(cls, manifest: Manifest, source: _SharedArrays, name: str) -> RemoteStore:
         """Make the store for the graph of a manifest. Error messages show ``name`` in place of a folder."""
 
         def table(of: NodeType) -> Array:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from trainer.core.errors import DataError, PartitionError
@@ -209,7 +211,13 @@ def parse_manifest(text: bytes, path: str | Path) -> Manifest:
 def write_manifest(folder: str | Path, manifest: Manifest) -> Path:
     """Write ``manifest.json`` atomically, sync it to disk, and return its path."""
     path = Path(folder) / MANIFEST
-    text = _layout({"format": FORMAT, "version": VERSION, **_to_json(manifest)}) + "\n"
+    named = replace(manifest, nodes={}, edges={})  # JSON keys cannot be tuples
+    plain = {
+        **asdict(named, dict_factory=_as_dict),
+        "nodes": {type_name(of): asdict(spec, dict_factory=_as_dict) for of, spec in manifest.nodes.items()},
+        "edges": {type_name(of): asdict(spec, dict_factory=_as_dict) for of, spec in manifest.edges.items()},
+    }
+    text = _layout({"format": FORMAT, "version": VERSION, **plain}) + "\n"
     write_whole(path, text, sync=True)
     return path
 
@@ -235,15 +243,6 @@ def _read_bytes(path: Path) -> bytes:
         raise PartitionError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _to_json(manifest: Manifest) -> dict[str, Any]:
-    named = replace(manifest, nodes={}, edges={})  # JSON keys cannot be tuples
-    return {
-        **asdict(named, dict_factory=_as_dict),
-        "nodes": {type_name(of): asdict(spec, dict_factory=_as_dict) for of, spec in manifest.nodes.items()},
-        "edges": {type_name(of): asdict(spec, dict_factory=_as_dict) for of, spec in manifest.edges.items()},
-    }
-
-
 def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in fields if (name, value) != ("kept", "")}
 
@@ -260,104 +259,53 @@ def _layout(value: Any, depth: int = 0) -> str:
 
 
 def _from_json(raw: dict[str, Any]) -> Manifest:
-    num_parts = _integer(raw["num_parts"])
-    return Manifest(
-        dataset=str(raw["dataset"]),
-        fingerprint=str(raw["fingerprint"]),
-        num_parts=num_parts,
-        algorithm=str(raw["algorithm"]),
-        seed=_integer(raw["seed"]),
-        options=dict(raw["options"]),
-        hetero=bool(raw["hetero"]),
-        nodes={_node_type(name): _node_spec(spec, num_parts) for name, spec in raw["nodes"].items()},
-        edges={_edge_type(name, raw["nodes"]): _edge_spec(spec, num_parts) for name, spec in raw["edges"].items()},
-        edge_cut=float(raw["edge_cut"]),
-        balance=float(raw["balance"]),
-        graph_attrs=_attr_specs(raw["graph_attrs"]),
-        files=tuple(_file_entry(entry, num_parts) for entry in raw["files"]),
-        dataset_fingerprint=str(raw["dataset_fingerprint"]),
-        time_attrs=tuple(_name(name) for name in raw["time_attrs"]),
-    )
+    nodes: dict[NodeType, NodeSpec] = {}
+    for name, value in raw["nodes"].items():
+        if not isinstance(of := type_of(name), str):
+            raise ValueError(f"{name!r} is not a node type")
+        nodes[of] = msgspec.convert(value, NodeSpec)
+    edges: dict[EdgeType, EdgeSpec] = {}
+    for name, value in raw["edges"].items():
+        of = type_of(name)
+        if isinstance(of, str) or not {of[0], of[2]} <= nodes.keys():
+            raise ValueError(f"{name!r} is not an edge type between the node types")
+        edges[of] = msgspec.convert(value, EdgeSpec)
+    plain = msgspec.convert({**raw, "nodes": {}, "edges": {}}, Manifest)
+
+    # Numbers of rows must fit together, and names are those of files.
+    _check_attrs(plain.graph_attrs)
+    every: list[NodeSpec | EdgeSpec] = [*nodes.values(), *edges.values()]
+    for spec in every:
+        count = spec.num_nodes if isinstance(spec, NodeSpec) else spec.num_edges
+        _check_attrs(spec.attrs, count)
+        ends = spec.offsets[:1] + spec.offsets[-1:]
+        if len(spec.offsets) != plain.num_parts + 1 or ends != (0, count):
+            raise ValueError(f"offsets must be num_parts + 1 numbers from 0 to {count}")
+        if any(low > high for low, high in pairwise(spec.offsets)):
+            raise ValueError("offsets must not decrease")
+    _check_names([*plain.time_attrs, *(name for spec in nodes.values() for name in spec.splits),
+                  *(name for spec in edges.values() for name in spec.src_times)])  # fmt: skip
+    for entry in plain.files:
+        if not re.fullmatch(r"(shared|part\d+)(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)+", entry.path):
+            raise ValueError(f"path {entry.path!r} does not begin with shared/ or part<p>/")
+        if entry.part_id is not None and entry.part_id >= plain.num_parts:
+            raise ValueError(
+                f"path {entry.path!r} belongs to a part that does not exist; num_parts is {plain.num_parts}"
+            )
+    return replace(plain, nodes=nodes, edges=edges)
 
 
-def _node_type(name: str) -> NodeType:
-    of = type_of(name)
-    if not isinstance(of, str):
-        raise ValueError(f"{name!r} is not a node type")
-    return of
-
-
-def _edge_type(name: str, node_types: Mapping[str, Any]) -> EdgeType:
-    of = type_of(name)
-    if isinstance(of, str) or not {of[0], of[2]} <= set(node_types):
-        raise ValueError(f"{name!r} is not an edge type between the node types")
-    return of
-
-
-def _node_spec(raw: dict[str, Any], num_parts: int) -> NodeSpec:
-    return NodeSpec(
-        num_nodes=_integer(raw["num_nodes"]),
-        offsets=_offsets(raw["offsets"], num_parts, _integer(raw["num_nodes"])),
-        attrs=_attr_specs(raw["attrs"], _integer(raw["num_nodes"])),
-        splits={_name(name): _integer(count) for name, count in raw["splits"].items()},
-        num_classes=_integer(raw["num_classes"]),
-    )
-
-
-def _edge_spec(raw: dict[str, Any], num_parts: int) -> EdgeSpec:
-    return EdgeSpec(
-        num_edges=_integer(raw["num_edges"]),
-        offsets=_offsets(raw["offsets"], num_parts, _integer(raw["num_edges"])),
-        attrs=_attr_specs(raw["attrs"], _integer(raw["num_edges"])),
-        src_times=tuple(_name(name) for name in raw["src_times"]),
-        edge_cut=float(raw["edge_cut"]),
-    )
-
-
-def _attr_specs(raw: dict[str, Any], rows: int | None = None) -> dict[str, AttrSpec]:
-    specs = {
-        _name(name): AttrSpec(str(spec["dtype"]), _shape(spec["shape"]), str(spec.get("kept", "")))
-        for name, spec in raw.items()
-    }
+def _check_attrs(specs: Mapping[str, AttrSpec], rows: int | None = None) -> None:
+    _check_names(specs)
     for name, spec in specs.items():
         _ = spec.stored  # raises TypeError for a dtype numpy does not know
         if spec.kept and (spec.kept, spec.dtype, len(spec.shape) > 1) != ("int8", "float32", True):
             raise ValueError(f"attribute {name!r}, {spec.dtype} {list(spec.shape)}, cannot be stored as {spec.kept!r}")
         if rows is not None and spec.shape[:1] != (rows,):
             raise ValueError(f"attribute {name!r} has shape {list(spec.shape)}, expected {rows} rows")
-    return specs
 
 
-def _file_entry(raw: dict[str, Any], num_parts: int) -> FileEntry:
-    path = str(raw["path"])
-    if not re.fullmatch(r"(shared|part\d+)(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)+", path):
-        raise ValueError(f"path {path!r} does not begin with shared/ or part<p>/")
-    entry = FileEntry(path, _integer(raw["bytes"]), str(raw["sha256"]), str(raw["dtype"]), _shape(raw["shape"]))
-    if entry.part_id is not None and entry.part_id >= num_parts:
-        raise ValueError(f"path {path!r} belongs to a part that does not exist; num_parts is {num_parts}")
-    return entry
-
-
-def _offsets(raw: list[Any], num_parts: int, count: int) -> tuple[int, ...]:
-    offsets = tuple(_integer(value) for value in raw)
-    if len(offsets) != num_parts + 1 or offsets[0] != 0 or offsets[-1] != count:
-        raise ValueError(f"offsets must be num_parts + 1 numbers from 0 to {count}")
-    if any(low > high for low, high in zip(offsets, offsets[1:], strict=False)):
-        raise ValueError("offsets must not decrease")
-    return offsets
-
-
-def _integer(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{value!r} is not a whole number")
-    return value
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(_integer(size) for size in value)
-
-
-def _name(value: str) -> str:
-    if not NAME_PATTERN.fullmatch(value):
-        raise ValueError(f"name {value!r} cannot be a file name")
-    return value
+def _check_names(names: Iterable[str]) -> None:
+    for name in names:
+        if not NAME_PATTERN.fullmatch(name):
+            raise ValueError(f"name {name!r} cannot be a file name")

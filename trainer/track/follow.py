@@ -46,7 +46,7 @@ _LOGIN = re.compile(r"://[^/@\s]*@")
 _NICE = 5  # ranks come first on a busy machine
 
 
-class Following:
+class _Following:
     """One tracker of a run. ``track/<tracker>.json`` has its place in the curves, from which a resumed run goes on."""
 
     def __init__(self, run_dir: Path, name: str, job: Mapping[str, Any], ended: threading.Event) -> None:
@@ -168,7 +168,7 @@ def follow(run_dir: Path) -> None:
         shutil.copytree(before, folder, ignore=shutil.ignore_patterns(".gnnfleet-*"), dirs_exist_ok=True)
         shutil.rmtree(before)
     job, ended = read_object(folder / "job.json"), threading.Event()
-    trackers = [Following(run_dir, name, job, ended) for name in job["trackers"]]
+    trackers = [_Following(run_dir, name, job, ended) for name in job["trackers"]]
     for one in trackers:
         one.thread.start()
     while not (folder / "end.json").exists() and any(one.thread.is_alive() for one in trackers):

@@ -41,7 +41,8 @@ class Mlflow:
         self._client = MlflowClient(uri)
         experiment = self._client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        local = _is_in(uri, job.folder)
+        at = urlsplit(uri)
+        local = at.scheme in ("", "file") and Path(at.path).is_relative_to(job.folder.absolute())
         tags = {"gnnfleet.run_id": job.run_id, "gnnfleet.runs": ", ".join([*job.before, job.run_id])}
         if not known:  # after a restart on another node
             same = self._client.search_runs([number], f"tags.`gnnfleet.run_id` = '{job.run_id}'", max_results=1)
@@ -89,8 +90,3 @@ def _page(uri: str, experiment: str, run: str) -> str:
         return ""
     host = f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
     return f"{parts.scheme}://{host}{parts.path.rstrip('/')}/#/experiments/{experiment}/runs/{run}"
-
-
-def _is_in(uri: str, folder: Path) -> bool:
-    parts = urlsplit(uri)
-    return parts.scheme in ("", "file") and Path(parts.path).is_relative_to(folder.absolute())

@@ -11,7 +11,7 @@ from trainer.track.tracker import Point, flat
 _POSITION = ("t", "kind", "rank", "epoch", "step", "steps", "by_host", "saved", "step_loss")
 
 
-def points_of(line: Mapping[str, Any]) -> Iterator[tuple[str, Point]]:
+def _points_of(line: Mapping[str, Any]) -> Iterator[tuple[str, Point]]:
     """Yield the points of a metrics line of rank 0, each with the name of its curve; nothing for lines without values.
 
     Lines that an own script has written may lack any field.
@@ -39,7 +39,7 @@ def new_points(lines: Iterable[Mapping[str, Any]], done: dict[str, int]) -> Iter
     done: the last place of each curve that the tracker has; updated.
     """
     for line in lines:
-        for curve, point in points_of(line):
+        for curve, point in _points_of(line):
             if point.at > done.get(curve, 0) and point.values:
                 done[curve] = point.at
                 yield point

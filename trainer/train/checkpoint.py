@@ -205,7 +205,9 @@ def load_content(path: str | Path) -> Any:
         data = Path(path).read_bytes()
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
-    if not _digest_fits(data):
+    # A file without a digest is none of ours; its format tells.
+    comment, body = data[-_COMMENT_BYTES:], memoryview(data)[: -_COMMENT_BYTES - 2]
+    if comment.startswith(_COMMENT) and hashlib.sha256(body).hexdigest().encode() != comment[len(_COMMENT) :]:
         raise CheckpointError(
             f"checkpoint {path} is damaged, or not a checkpoint: its content does not match its digest"
         )
@@ -264,13 +266,6 @@ def _write_with_digest(content: Mapping[str, Any], file: BinaryIO) -> None:
     file.seek(-2, os.SEEK_CUR)
     # The digest covers the archive up to the length of the comment, which is its last field.
     file.write(_COMMENT_BYTES.to_bytes(2, "little") + _COMMENT + hashing.hexdigest().encode())
-
-
-def _digest_fits(data: bytes) -> bool:
-    """Return whether a file's content matches its digest. True without one: the file's format tells whose it is."""
-    comment, body = data[-_COMMENT_BYTES:], memoryview(data)[: -_COMMENT_BYTES - 2]
-    own = comment.startswith(_COMMENT)
-    return not own or hashlib.sha256(body).hexdigest().encode() == comment[len(_COMMENT) :]
 
 
 def check_fits(

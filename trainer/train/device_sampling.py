@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -14,14 +14,13 @@ from trainer.core.errors import SettingsError, TrainingError
 from trainer.core.memory import available_memory, size_text
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import AnyType
-from trainer.graph.device import DeviceRows, tensors_of
+from trainer.graph.device import tensors_of
 from trainer.graph.open import Graph
 from trainer.loader.block_loader import BlockLoader
 from trainer.sampler.types import SampleSettings
 from trainer.store.manifest import LOOPLESS_DEGREE
 
 if TYPE_CHECKING:
-    from trainer.cuda.features import DeviceCache
     from trainer.cuda.pinned_arrays import HostArrays
     from trainer.cuda.shared_memory import Handle
 
@@ -109,6 +108,12 @@ def choose_sampling(
     copies = sum(places[ranks[0]][0] == node for ranks in sharing)
     with_topology = any(places[rank][1] == "pinned" for rank in members)
     makes, shared = bool(plan.place) and group.rank == members[0], len(members) > 1
+
+    def filled(handles: Mapping[str, Handle]) -> HostArrays:  # by this rank's share
+        memory = made.memory if made else _mapped(graph, loaders, handles)
+        memory.fill(members.index(group.rank), len(members))
+        return memory
+
     with ExitStack() as opened:
         made, problem = group.agree(
             lambda: (
@@ -118,13 +123,7 @@ def choose_sampling(
             )
         )
         of_first = group.gather((made.memory.handles, made.why) if made else None)[members[0]]
-        memory, later = group.agree(
-            lambda: (
-                _attempt(plan, lambda: _filled(graph, loaders, made, of_first[0], group.rank, members))
-                if of_first
-                else (None, "")
-            )
-        )
+        memory, later = group.agree(lambda: _attempt(plan, lambda: filled(of_first[0])) if of_first else (None, ""))
         problems = group.gather(problem or later)  # the memory stays open until all ranks have mapped it
     failed = next((rank for rank in members if problems[rank]), group.rank)
     problem = f"rank {failed}: {problems[failed]}" if shared and problems[failed] else problems[failed]
@@ -184,16 +183,6 @@ def _allocate(
     return _Pinned(HostArrays.shared(arrays, opened) if shared else HostArrays.alone(arrays), pins.why)
 
 
-def _filled(
-    graph: Graph, loaders: Mapping[str, BlockLoader], made: _Pinned | None, handles: Mapping[str, Handle], rank: int,
-    members: Sequence[int],
-) -> HostArrays:  # fmt: skip
-    """Fill this rank's share of the memory of ``members``, which this rank has made, or maps by ``handles``."""
-    memory = made.memory if made else _mapped(graph, loaders, handles)
-    memory.fill(members.index(rank), len(members))
-    return memory
-
-
 def _mapped(graph: Graph, loaders: Mapping[str, BlockLoader], handles: Mapping[str, Handle]) -> HostArrays:
     """Map the memory that another rank has allocated, given the handles of its arrays."""
     from trainer.cuda.features import feature_arrays  # imports numba-cuda
@@ -215,7 +204,7 @@ def _use_device(
     ``pinned``: arrays in pinned memory, by name. Raises ``TrainingError`` if the batches differ.
     """
     from trainer.cuda.device_sampler import DeviceSampler, StreamPool
-    from trainer.cuda.features import FeatureRows, pinned_rows
+    from trainer.cuda.features import DeviceCache, FeatureRows, pinned_rows
     from trainer.cuda.topology import load_topology
 
     first = next(iter(loaders.values()))
@@ -223,7 +212,9 @@ def _use_device(
     expected = first.load(share).to(device)
     store = graph.store
     topology = load_topology(store, _settings(loaders), device, pinned if plan.place == "pinned" else None)
-    caches = {of: _cache(rows, device) for of, rows in first.kept.items()}
+    caches = {
+        of: DeviceCache(torch.from_numpy(rows.slots).to(device), rows.rows.float()) for of, rows in first.kept.items()
+    }
     features = {
         (of, name): FeatureRows(
             store, of, name, device,
@@ -269,12 +260,6 @@ def why_not(graph: Graph, device: torch.device) -> str:
         parts = graph.manifest.num_parts
         return f"the edges of {missing} of {parts} parts are not on this host (data.topology: replicated)"
     return why_no_kernels(device)
-
-
-def _cache(rows: DeviceRows, device: torch.device) -> DeviceCache:
-    from trainer.cuda.features import DeviceCache
-
-    return DeviceCache(torch.from_numpy(rows.slots).to(device), rows.rows.float())
 
 
 def _settings(loaders: Mapping[str, BlockLoader]) -> list[SampleSettings]:

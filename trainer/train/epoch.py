@@ -21,8 +21,7 @@ from trainer.train.checkpoint import PartialEpoch
 from trainer.train.device_monitor import DeviceMonitor
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.step_clock import Phase
-from trainer.train.step_timing import StepTimer, StepTimes, by_host, traffic
+from trainer.train.step_timing import Phase, StepTimer, StepTimes, by_host, traffic
 from trainer.train.tasks.ranking import SplitScores, in_order
 from trainer.train.tasks.task import Metric, Task
 
@@ -189,12 +188,8 @@ def train_epoch(
                 after_step(tally)
         timer.lap()
     metrics.at(epoch, steps, "reduce")
-    return _report(tally, timer, monitor, epoch, optimizers.lr, group)
 
-
-def _report(
-    tally: EpochSums, timer: StepTimer, monitor: DeviceMonitor, epoch: int, lr: float, group: RankGroup
-) -> EpochReport:  # fmt: skip
+    # The epoch over all ranks.
     sizes = torch.tensor(tally.sizes, dtype=torch.float64)
     tally.reduce_losses(group)
     sums = tally.sums
@@ -211,7 +206,7 @@ def _report(
         batches=len(tally.costs),
         times=timer.total,
         cpu_s=time.process_time() - tally.cpu_began,
-        lr=lr,
+        lr=optimizers.lr,
         device=monitor.epoch_fields(timer.total),
     )
 

@@ -31,14 +31,13 @@ from trainer.nn.sharded_embedding import (
 from trainer.train.checkpoint import BestEpoch, Checkpoint, file_name, settings_record
 from trainer.train.checkpoint_writer import CheckpointRequest, CheckpointSchedule, CheckpointWriter, detached
 from trainer.train.epoch import Batches, EpochReport, EpochSums, Score, closed_after, evaluate, train_epoch
-from trainer.train.learning_rate import rate_share
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers, averaged
 from trainer.train.run_times import RankTimes
+from trainer.train.schedule import ValScore, rate_share, why_ended
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.baseline import Baseline
 from trainer.train.tasks.task import Metric, Task, metric_named
-from trainer.train.val_scores import ValScore, why_ended
 
 if TYPE_CHECKING:
     from trainer.train.full_ranking import FullRanking
@@ -163,11 +162,18 @@ class Fit:
                 self.metrics, self.progress.tally, self._after_step, self._rate_share,
             )  # fmt: skip
             at = self.progress
-            curve, seconds = (*at.step_loss, report.step_loss), (*at.seconds, report.seconds)
+            losses, seconds = (*at.step_loss, report.step_loss), (*at.seconds, report.seconds)
             cost = at.cost + report.cost
-            self.progress = Progress(report.epoch, curve, at.best, at.scores, seconds, cost, report)
+            self.progress = Progress(report.epoch, losses, at.best, at.scores, seconds, cost, report)
             del at  # with the weights of an earlier best epoch
-            self._log_epoch(report)
+            curve = {"step_loss": report.step_loss.tolist()} if self.group.rank == 0 else {}
+            saving = {"checkpoint_s": round(self._saving_s, 4)} if self._saving_s else {}
+            self._saving_s = 0.0
+            self.metrics.write(
+                "epoch", epoch=report.epoch, loss=report.loss, lr=report.lr, **curve, seconds=round(report.seconds, 3),
+                seeds=report.own_seeds, seeds_per_s=round(report.own_seeds / report.seconds, 1),
+                remote_bytes=report.cost.remote_bytes, **report.line, **saving,
+            )  # fmt: skip
             # Score the val split, which may be due, and keep the best weights.
             score = self._score_val()
             value = score.value(self.metric) if score else None
@@ -175,7 +181,13 @@ class Fit:
             self._print_starvation(report)
             # Save, if due.
             if self._due(self.settings.checkpoint_every):
-                self._save()
+                checkpoint = self._checkpoint()
+                if checkpoint is not None:
+                    self._writer.write(checkpoint)
+                    if self.group.rank == 0:
+                        self.metrics.write("checkpoint", epoch=self.progress.done, path=str(self._path))
+                self._schedule.saved()
+                del checkpoint
         return self._finish()
 
     def _after_step(self, tally: EpochSums) -> None:
@@ -247,16 +259,6 @@ class Fit:
             )  # fmt: skip
         return score
 
-    def _log_epoch(self, report: EpochReport) -> None:
-        curve = {"step_loss": report.step_loss.tolist()} if self.group.rank == 0 else {}
-        cost = {"checkpoint_s": round(self._saving_s, 4)} if self._saving_s else {}
-        self._saving_s = 0.0
-        self.metrics.write(
-            "epoch", epoch=report.epoch, loss=report.loss, lr=report.lr, **curve, seconds=round(report.seconds, 3),
-            seeds=report.own_seeds, seeds_per_s=round(report.own_seeds / report.seconds, 1),
-            remote_bytes=report.cost.remote_bytes, **report.line, **cost,
-        )  # fmt: skip
-
     def _print_starvation(self, report: EpochReport) -> None:
         # Epoch 1 also compiles kernels and reads files.
         if len(self.progress.seconds) < 2 or self._starvation_printed:
@@ -274,14 +276,6 @@ class Fit:
     @property
     def _path(self) -> Path:
         return self.folder / file_name((self.progress.done, 0))
-
-    def _save(self) -> None:
-        checkpoint = self._checkpoint()
-        if checkpoint is not None:
-            self._writer.write(checkpoint)
-            if self.group.rank == 0:
-                self.metrics.write("checkpoint", epoch=self.progress.done, path=str(self._path))
-        self._schedule.saved()
 
     def _checkpoint(self, tally: EpochSums | None = None) -> Checkpoint | None:
         """Return the state after the last step, on the ranks that write checkpoints, else None. Collective.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,12 +54,12 @@ from trainer.train.model import (
     make_model,
     same_categories,
 )
+from trainer.train.schedule import check_task
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from trainer.train.tasks.baseline import Baseline, link_baseline, target_counts
 from trainer.train.tasks.choose import edge_task, metric_names, node_task
 from trainer.train.tasks.choose_target import learns_edge_labels, pick_target
 from trainer.train.tasks.task import Task
-from trainer.train.val_scores import check_task
 
 if TYPE_CHECKING:
     from trainer.loader.labelled_edges import LabelledEdges
@@ -157,24 +157,6 @@ def batch_plan(graph: Graph, loader: BlockLoader) -> BatchPlan:
     columns = {of: ("orig_id", *attrs.get(of, ())) for of in graph.manifest.nodes}
     keeps_edges = isinstance(loader.settings.rule, PPR)
     return BatchPlan(loader.order, columns, loader.requests, loader.settings.threads, keeps_edges)
-
-
-def cache_on_devices(graph: Graph, loaders: Mapping[str, BlockLoader], size: CacheSize, group: RankGroup) -> None:
-    """Cache on each rank's device the rows that its train batches request most. Collective.
-
-    Raises ``SettingsError`` in a client, and ``ServiceError`` if a host does not answer.
-    """
-
-    def fill() -> list[DeviceRows]:
-        rows = device_rows(graph, batch_plan(graph, loaders["train"]), size, group.device)
-        for one in loaders.values():
-            one.keep(rows)
-        return list(rows.values())
-
-    filled = group.agree(fill)
-    if group.rank == 0:
-        count, num_bytes = sum(len(each.rows) for each in filled), sum(each.rows.nbytes for each in filled)
-        print(f"{count:,} rows ({size_text(num_bytes)}) cached on each device", flush=True)
 
 
 def read_on_first(path: str | Path, check: Callable[[Checkpoint], None], group: RankGroup) -> Checkpoint:
@@ -323,7 +305,17 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     reserved = cache_bytes(graph, size)
     plan = group.agree(lambda: plan_sampling(graph, loaders, settings.sampling, group.device, reserved))
     if size != CacheSize():
-        cache_on_devices(graph, loaders, size, group)
+
+        def fill() -> list[DeviceRows]:  # of the rows of other hosts and this one that train batches request most
+            rows = device_rows(graph, batch_plan(graph, loaders["train"]), size, group.device)
+            for one in loaders.values():
+                one.keep(rows)
+            return list(rows.values())
+
+        filled = group.agree(fill)
+        if is_first:
+            count, num_bytes = sum(len(each.rows) for each in filled), sum(each.rows.nbytes for each in filled)
+            print(f"{count:,} rows ({size_text(num_bytes)}) cached on each device", flush=True)
         # by the memory that is left
         plan = group.agree(lambda: plan_sampling(graph, loaders, settings.sampling, group.device))
     sampling = choose_sampling(graph, loaders, plan, group)
@@ -338,8 +330,8 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     # Rows of other hosts that this host keeps, and the state to continue from.
     node, cache = f"{group.ranks.node_rank} {group.ranks.host}", job.remote_access.cache
     of_train = batch_plan(graph, loaders["train"])
-    if filled := fill_cache(graph.access, graph.store, of_train, node, cache, job.run_dir / "cache", group):
-        fit.log_prediction(filled)
+    if cached := fill_cache(graph.access, graph.store, of_train, node, cache, job.run_dir / "cache", group):
+        fit.log_prediction(cached)
     if path := os.environ.get("GNNFLEET_RESUME") or settings.resume:
 
         def check(saved: Checkpoint) -> None:
@@ -368,22 +360,16 @@ def memory_errors(group: RankGroup, settings: TrainSettings) -> Iterator[None]:
         if not isinstance(error, torch.cuda.OutOfMemoryError) and not _EXHAUSTED.search(str(error)):
             raise
         reason = (str(error).splitlines() or [""])[0].removeprefix("CUDA out of memory. ")
-        words = ", ".join(_lowered(settings))
-        raise TrainingError(f"CUDA out of memory on {group.ranks}; lower one of {words} ({reason})") from error
-
-
-def _lowered(settings: TrainSettings) -> list[str]:
-    """Return settings to lower, such as ``batch_size (1024)``; those that save the most memory come first."""
-    batch = [f"batch_size ({settings.batch_size})", f"fanouts ({', '.join(map(str, settings.fanouts))})"]
-    cache = CacheSize.parse(settings.device_cache)
-    cached = [f"device_cache ({settings.device_cache})"] if cache != CacheSize() else []
-    precision = [] if settings.precision == "bfloat16" else ["precision (to bfloat16)"]
-    sampling = [] if settings.sampling == "cpu" else ["sampling (to cpu)"]
-    return [
-        *cached,
-        *batch,
-        f"hidden ({settings.hidden})",
-        *precision,
-        f"eval_batch_size ({settings.eval_batch_size})",
-        *sampling,
-    ]
+        cached = CacheSize.parse(settings.device_cache) != CacheSize()
+        words = [  # those that save the most memory come first
+            *([f"device_cache ({settings.device_cache})"] if cached else []),
+            f"batch_size ({settings.batch_size})",
+            f"fanouts ({', '.join(map(str, settings.fanouts))})",
+            f"hidden ({settings.hidden})",
+            *([] if settings.precision == "bfloat16" else ["precision (to bfloat16)"]),
+            f"eval_batch_size ({settings.eval_batch_size})",
+            *([] if settings.sampling == "cpu" else ["sampling (to cpu)"]),
+        ]
+        raise TrainingError(
+            f"CUDA out of memory on {group.ranks}; lower one of {', '.join(words)} ({reason})"
+        ) from error

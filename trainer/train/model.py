@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.core.arrays import Ids
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.graph_attrs import decode_texts, is_task_table, silent_types
 from trainer.core.ranks import RankGroup
@@ -33,6 +32,8 @@ from trainer.train.tasks.choose_target import Target, pick_target
 
 #: Bytes of trainable rows that nodes with features get without being asked for.
 _MOST_ROWS = 1 << 30
+
+_AT_ONCE = 1 << 18  #: nodes whose in-degrees are requested at once
 
 
 def model_facts(
@@ -58,7 +59,7 @@ def model_facts(
     return link_facts(facts, target)
 
 
-def on_rule(manifest: Manifest, settings: TrainSettings, target: Target) -> Manifest:
+def _on_rule(manifest: Manifest, settings: TrainSettings, target: Target) -> Manifest:
     """Return the manifest with the edge types that a run's model reads: those of the graph with messages, or
     of ``neighbors``."""
     rule = settings.neighbors and settings.neighbors.rule
@@ -84,7 +85,7 @@ def graph_facts(
     found = categories_of(graph.manifest, settings.category_dims)
     read = {of: tuple(replace(column, texts=_texts(graph, of, column.name)) for column in columns)
             for of, columns in found.items()}  # fmt: skip
-    manifest = on_rule(graph.manifest, settings, target)
+    manifest = _on_rule(graph.manifest, settings, target)
     facts = _with_scores(model_facts(manifest, target, outputs, settings.edge_attr, degrees, read), settings)
     attr, nodes = settings.time_attr, graph.manifest.nodes
     if attr is None or not _has_own_time(manifest, target) or not facts.hetero or settings.model not in HETERO_MODELS:
@@ -133,12 +134,11 @@ def same_categories(saved: Checkpoint, facts: GraphFacts, path: str | Path) -> N
 
 def _facts(plain: Mapping[str, Any]) -> GraphFacts:
     """Return the facts that a checkpoint has as plain values."""
-    found = plain.get("categories", {})
-    return GraphFacts(**{**plain, "categories": {of: tuple(map(_category, some)) for of, some in found.items()}})
-
-
-def _category(plain: Mapping[str, Any]) -> Category:
-    return Category(**{**plain, "texts": tuple(plain["texts"])})
+    categories = {
+        of: tuple(Category(**{**column, "texts": tuple(column["texts"])}) for column in columns)
+        for of, columns in plain.get("categories", {}).items()
+    }
+    return GraphFacts(**{**plain, "categories": categories})
 
 
 def make_model(
@@ -189,7 +189,7 @@ def embedded_nodes(
     if the settings demand rows of a model that has none.
     """
     categories = categories_of(manifest, settings.category_dims)
-    seen = on_rule(manifest, settings, target)
+    seen = _on_rule(manifest, settings, target)
     facts = model_facts(seen, target, outputs, settings.edge_attr, categories=categories)
     own = is_own(settings.model)
     if settings.model not in HETERO_MODELS and not own:
@@ -247,7 +247,7 @@ def check_on_graph(settings: TrainSettings, parts: Path) -> None:
         spec = manifest.nodes[target]
         of_classes = spec.num_classes and settings.task in ("auto", "classification")
         outputs = spec.num_classes if of_classes else math.prod(spec.attrs["y"].shape[1:])
-    seen = on_rule(manifest, settings, target)
+    seen = _on_rule(manifest, settings, target)
     facts = _with_scores(model_facts(seen, target, outputs, settings.edge_attr, degrees=(1, 1)), settings)
     rows, _ = embedded_nodes(settings, manifest, target, outputs)
     make_model(settings, facts, target, dict.fromkeys(rows, 1))
@@ -292,8 +292,9 @@ def in_degrees(graph: Graph, settings: TrainSettings, folders: Sequence[Path], g
     def own_counts() -> Tensor:
         degrees = [np.empty(0, np.int64)]
         for of in {edge_type[2] for edge_type in graph.manifest.edges}:
-            for ids in _pieces(np.arange(nodes[of].num_nodes)[group.rank :: group.size]):
-                (rows,) = graph.access.gather([RowRequest(of, ids, ("in_degree",))])
+            own = np.arange(group.rank, nodes[of].num_nodes, group.size)
+            for first in range(0, len(own), _AT_ONCE):
+                (rows,) = graph.access.gather([RowRequest(of, own[first : first + _AT_ONCE], ("in_degree",))])
                 degrees.append(np.asarray(rows["in_degree"], np.int64))
         return torch.from_numpy(np.bincount(np.concatenate(degrees)))
 
@@ -301,11 +302,6 @@ def in_degrees(graph: Graph, settings: TrainSettings, folders: Sequence[Path], g
     longest = max(group.gather(len(counts)))
     found = group.sum(torch.cat([counts, counts.new_zeros(longest - len(counts))]))
     return tuple(int(count) for count in found)
-
-
-def _pieces(ids: Ids) -> Iterator[Ids]:
-    for first in range(0, len(ids), 1 << 18):
-        yield ids[first : first + (1 << 18)]
 
 
 def trained_model(

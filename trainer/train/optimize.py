@@ -31,7 +31,7 @@ _NOT_OFFERED = ("Optimizer", "LBFGS", "SparseAdam", "Muon", "Adafactor")  # laun
 
 
 @dataclass(frozen=True)
-class RowTable:
+class _RowTable:
     embedding: ShardedEmbedding
     optimizer: torch.optim.Optimizer
 
@@ -41,7 +41,7 @@ class Optimizers:
     """The optimizers of a run. ``step`` is collective."""
 
     model: torch.optim.Optimizer
-    rows: RowTable | None = None  #: None when all reached node types have features
+    rows: _RowTable | None = None  #: None when all reached node types have features
     average: Callable[[], None] | None = None  #: averages gradients over ranks; None if the backward pass averages them
     clip: float | None = None  #: largest norm of the averaged gradient of the model's weights
 
@@ -51,7 +51,7 @@ class Optimizers:
         if embedding is None:
             return cls(optimizer, clip=settings.clip)
         lr = settings.lr if settings.embedding_lr is None else settings.embedding_lr
-        rows = RowTable(embedding, SparseAdam([embedding.weight], lr=lr))  # type: ignore[call-arg]
+        rows = _RowTable(embedding, SparseAdam([embedding.weight], lr=lr))  # type: ignore[call-arg]
         return cls(optimizer, rows, clip=settings.clip)
 
     @property

@@ -70,17 +70,14 @@ def show(record: RunTimes) -> None:
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     console = Console(width=max(width, 80), highlight=False)
-    console.print(_title(record), soft_wrap=True)
-    console.print(_steps(record))
-    console.print(_behind(record))
-
-
-def _title(record: RunTimes) -> str:
     first, last = record.epochs[0], record.epochs[-1]
     epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
     left_out = " (the first, which compiles and warms up, left out)" if record.without_first else ""
     ranks, steps = len(record.ranks), max(rank.steps for rank in record.ranks)
-    return f"{epochs}{left_out}: {steps} steps on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    title = f"{epochs}{left_out}: {steps} steps on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    console.print(title, soft_wrap=True)
+    console.print(_steps(record))
+    console.print(_behind(record))
 
 
 def _steps(record: RunTimes) -> Any:

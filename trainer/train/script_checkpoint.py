@@ -60,7 +60,9 @@ class _Rows:
 
     def gather(self, to: int) -> dict[str, Any] | None:
         state = embedding_state(self.embedding, self.optimizer, to)
-        return state if state is None else state | {"optimizer_groups": self._groups()}
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        return state if state is None else state | {"optimizer_groups": options}
 
     def load(self, state: Mapping[str, Any] | None, groups: list[dict[str, Any]]) -> None:
         """Restore the rows, and the state and options of their optimizer. Collective.
@@ -75,10 +77,6 @@ class _Rows:
 
     def sizes(self) -> dict[str, list[int]]:
         return {of: [count, self.embedding.dim] for of, count in self.embedding.num_nodes.items()}
-
-    def _groups(self) -> list[dict[str, Any]]:
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
 
 class ScriptCheckpoints:

@@ -399,7 +399,7 @@ def _with_keys(name: str, kind: Any, value: Any) -> Any:
     return made
 
 
-class Keyed(click.ParamType):
+class _Keyed(click.ParamType):
     """Value of an option with keys of its own: a JSON object, or the value of its first key."""
 
     name = "json"
@@ -413,7 +413,7 @@ class Keyed(click.ParamType):
             self.fail(f"{value!r} is no JSON object: {error}", param, ctx)
 
 
-class NumberOrWord(click.ParamType):
+class _NumberOrWord(click.ParamType):
     """Value of an option: a whole number, or one of ``words``."""
 
     name = "n"
@@ -463,7 +463,7 @@ def _option(entry: Field[Any], hint: Any) -> Callable[[F], F]:
         if is_dataclass(keyed):
             keys = "; ".join(f"{key.name}: {key.metadata['help']}" for key in fields(keyed))
             help = f"{help} JSON with {keys}; or only the first of these values."
-        return click.option(flag, type=Keyed(), help=help)
+        return click.option(flag, type=_Keyed(), help=help)
     if hint is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", default=entry.default, help=help, show_default=True)
     return click.option(
@@ -486,7 +486,7 @@ def _click_type(hint: Any) -> click.ParamType:
     if typing.get_origin(hint) is tuple:
         return NumberList(typing.get_args(hint)[0], words)
     if words:
-        return NumberOrWord(words)
+        return _NumberOrWord(words)
     plain: dict[Any, click.ParamType] = {int: click.INT, float: click.FLOAT, str: click.STRING}
     return plain[hint]
 

@@ -18,8 +18,7 @@ from trainer.nn.sharded_embedding import ShardedEmbedding
 from trainer.train.device_monitor import DeviceMonitor
 from trainer.train.metrics import MetricsLog
 from trainer.train.script_checkpoint import ScriptCheckpoints, StartPosition, Stateful
-from trainer.train.step_clock import Phase
-from trainer.train.step_timing import HasCost, StepTimer, StepTimes, by_host, traffic
+from trainer.train.step_timing import HasCost, Phase, StepTimer, StepTimes, by_host, traffic
 
 
 class StepLog:

@@ -28,7 +28,7 @@ from trainer.partition.foreign.types import ForeignFormat, ForeignGraph, graph_n
 META = "META.json"
 
 
-def read_meta(folder: Path) -> Mapping[str, Any]:
+def _read_meta(folder: Path) -> Mapping[str, Any]:
     """Return the content of META.json. Raises ``DataError`` when it is missing or invalid."""
     path = folder / META
     try:
@@ -54,7 +54,7 @@ class _Partition:
 
     @cached_property
     def meta(self) -> Mapping[str, Any]:
-        return read_meta(self.folder)
+        return _read_meta(self.folder)
 
     @property
     def hetero(self) -> bool:
@@ -200,6 +200,6 @@ PYG = ForeignFormat(
     key="pyg",
     title="torch_geometric.distributed",
     found=lambda folder: (folder / META).is_file(),
-    count=lambda folder: int(read_meta(folder)["num_parts"]),
+    count=lambda folder: int(_read_meta(folder)["num_parts"]),
     read=lambda folder, arrays: _Partition(folder, arrays).graph(),
 )

@@ -132,11 +132,9 @@ def sample_settings(
         raise SettingsError(f"temporal_strategy {temporal_strategy!r}; expected 'uniform' or 'last'")
     if neighbors not in ("fanout", "top"):
         raise SettingsError(f"neighbors {neighbors!r}; expected 'fanout' or 'top'")
-    time, top = None, neighbors == "top"
-    if time_attr is not None:
-        last = temporal_strategy == "last" or (top and weight_attr is None)
-        time = TimeRule(time_attr, time_level(graph.manifest, time_attr), last)
-        top = top and weight_attr is not None
+    time, top = time_and_top(
+        graph.manifest, time_attr, weight_attr, last=temporal_strategy == "last", top=neighbors == "top"
+    )
     settings = SampleSettings(
         fanouts=fanouts_of(graph.manifest, num_neighbors),
         replace=replace,
@@ -199,6 +197,19 @@ def _whole(fanouts: Any) -> tuple[int, ...]:
     except (TypeError, ValueError):
         raise SettingsError(f"num_neighbors: {fanouts!r} is not a list of whole numbers, one per hop") from None
     return numbers
+
+
+def time_and_top(
+    manifest: Manifest, time_attr: str | None, weight: str | None, *, last: bool, top: bool
+) -> tuple[TimeRule | None, bool]:  # fmt: skip
+    """Return the rule of times, and whether the heaviest neighbours are taken: without weights, ``top`` is the latest.
+
+    Raises ``SettingsError`` as ``time_level``.
+    """
+    if time_attr is None:
+        return None, top
+    level = time_level(manifest, time_attr)
+    return TimeRule(time_attr, level, last or (top and weight is None)), top and weight is not None
 
 
 def time_level(manifest: Manifest, attr: str) -> Literal["node", "edge"]:

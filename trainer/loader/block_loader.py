@@ -23,13 +23,13 @@ from trainer.graph.device import DeviceRows, as_tensor, tensor_of
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import Sampler, ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, SeedShare, shares
-from trainer.loader.arguments import time_level
+from trainer.loader.arguments import time_and_top
 from trainer.sampler.multi_hop import block_edges, cut_block
 from trainer.sampler.rule_types import Rule
 from trainer.sampler.rules import check_rule, num_requests, rule_edges, without_silent
 from trainer.sampler.settings import check_settings
 from trainer.sampler.subgraph_sampler import SampledBatch, SubgraphSampler
-from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet, TimeRule
+from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet
 from trainer.store.manifest import LOOPLESS_DEGREE, AttrSpec, Manifest
 
 
@@ -330,15 +330,10 @@ def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
         check_rule(graph.manifest, rule, ends)
         types = rule_edges(rule, graph.manifest, ends, len(given))
     every = {of: tuple(given) for of in types} if not isinstance(given, Mapping) else dict(given)
-    time, top = None, settings.top
-    if settings.time_attr is not None:
-        last = settings.last or (top and settings.weight is None)
-        time = TimeRule(settings.time_attr, time_level(graph.manifest, settings.time_attr), last)
-        top = top and settings.weight is not None
-    disjoint = settings.disjoint or time is not None
+    time, top = time_and_top(graph.manifest, settings.time_attr, settings.weight, last=settings.last, top=settings.top)
     return SampleSettings(
-        every, replace=settings.replace, disjoint=disjoint, weight=settings.weight, top=top, time=time,
-        edge_ids=settings.edge_attr is not None, rule=rule,
+        every, replace=settings.replace, disjoint=settings.disjoint or time is not None, weight=settings.weight,
+        top=top, time=time, edge_ids=settings.edge_attr is not None, rule=rule,
     )  # fmt: skip
 
 

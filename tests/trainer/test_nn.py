@@ -95,7 +95,7 @@ def test_scores_of_neighbours_weight_means_and_attention() -> None:
     gcn, gat = layers.GCNConv(4, 5), layers.GATConv(4, 3, 2, concat=True)
     assert torch.allclose(gcn(weighted, x), gcn.lin((x[:3] + count * share @ x) / (count + 1)) + gcn.bias, atol=1e-6)
     # the attention of plain edges, times the share of the score, as a multiple of that of plain edges
-    looped = layers._with_self_loops(block)
+    looped = layers.with_self_loops(block)
     h = gat.lin(x).view(6, 2, 3)
     before, targets = gat._attention(looped, h), spmm.edge_targets(looped)
     multiple = (share * count)[targets, looped.indices.long()]

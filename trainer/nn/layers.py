@@ -298,7 +298,7 @@ class GATConv(nn.Module):
         On CPU the activation overwrites ``x``. ``draw``: of what the dropout of the attention weights is drawn; without
         it, torch's random numbers.
         """
-        looped = _with_self_loops(block)
+        looped = with_self_loops(block)
         h = self.lin(x if before is None else before.of(x)).view(-1, self.heads, self.out_dim)
         weight = self._attention(looped, h)
         if draw is not None:
@@ -309,7 +309,7 @@ class GATConv(nn.Module):
         return out.flatten(1) if self.concat else out.mean(1)
 
     def _attention(self, block: Block, h: Tensor) -> Tensor:
-        """Return the attention weights [num_edges, heads] of a block ``_with_self_loops``.
+        """Return the attention weights [num_edges, heads] of a block ``with_self_loops``.
 
         They sum to 1 over each target's edges, and are 0 for self loops of the graph.
         """
@@ -322,7 +322,7 @@ class GATConv(nn.Module):
         return edge_softmax(block, score.masked_fill(loops[:, None], -torch.inf))
 
 
-def _with_self_loops(block: Block) -> Block:
+def with_self_loops(block: Block) -> Block:
     """Return the block with a self loop as the last edge of each target; weights become relative, with 1 for loops."""
     device, num_edges = block.indptr.device, len(block.indices)
     loops = torch.arange(block.num_dst, dtype=torch.int32, device=device)

@@ -16,20 +16,16 @@ from launcher.errors import FleetError, Interrupted, TransportError, reason_of
 from launcher.manage.collect_run import CollectResult, collect_run, folder_for
 from launcher.manage.node_views import OpenRun, if_run_exists, run_was_absent
 from launcher.plan.model import NodePlan
-from launcher.report.launch_file import LaunchFile, user_at_host
+from launcher.report.launch_file import LaunchFile
 from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import from_here, known_without_nodes
-from launcher.run.tmux_session import how_to_stop, stop_report
+from launcher.run.tmux_session import STOP_EXTRA, STOP_SLACK, how_to_stop, stop_command, stop_report
 from launcher.text import count
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.slurm_client import cancel, job_status
 
-_EXTRA = 10.0  # seconds beyond run.grace that a node may take to stop before its processes are killed
-
-_NOW = 5.0  # seconds used instead of run.grace + _EXTRA with --now, in which the supervisor kills all processes
-
-_ANSWER = 20.0  # seconds beyond these for control.py to exit
+_NOW = 5.0  # seconds used instead of run.grace + STOP_EXTRA with --now, in which the supervisor kills all processes
 
 _JOB_WAIT = 60.0  # seconds for a cancelled Slurm job to end
 
@@ -71,7 +67,7 @@ def _stop_run(run: OpenRun, *, now: bool) -> list[NodeStopResult]:
     """Stop all nodes of the run in parallel. ``now``: kill processes without waiting ``run.grace`` seconds."""
     nodes = run.nodes
     grace = run.found.config.run.grace if run.found.config else 5.0
-    timeout = _NOW if now else grace + _EXTRA
+    timeout = _NOW if now else grace + STOP_EXTRA
     answers = on_nodes(nodes, lambda k: _stop_node(nodes[k], run.attempts[k], timeout, now))
     troubles = {
         k: NodeStopResult(nodes[k], "unreachable" if k in run.errors else "", trouble=reason_of(error))
@@ -84,9 +80,8 @@ def _stop_run(run: OpenRun, *, now: bool) -> list[NodeStopResult]:
 def _stop_node(node: NodePlan, transport: Transport | TransportError, timeout: float, now: bool) -> NodeStopResult:
     if isinstance(transport, TransportError):
         raise transport
-    words = ["--timeout", f"{timeout:g}", "--session", node.session, "--by", user_at_host(), "--why", "gnnfleet stop"]
-    command = if_run_exists(node, node.program("control", "stop", node.run_dir, *words, *(["--now"] if now else [])))
-    done = transport.run(command, timeout=timeout + _ANSWER)
+    command = if_run_exists(node, stop_command(node, timeout, "gnnfleet stop", now=now))
+    done = transport.run(command, timeout=timeout + STOP_SLACK)
     if run_was_absent(done):
         return NodeStopResult(node, "not started")
     report = stop_report(done, node)

@@ -19,7 +19,7 @@ from launcher.transport.base import Completed, Session, Transport
 
 _TMUX_TIMEOUT = 20.0  # seconds one tmux command may take on a busy node
 
-_STOP_SLACK = 20.0  # seconds beyond its own timeout that control.py may take to exit
+STOP_SLACK = 20.0  #: seconds beyond its own timeout that control.py may take to exit
 
 #: The command of the session. $1: run folder. Errors of start.sh go to logs/start.log.
 _RUN = 'mkdir -p "$1/logs" && exec bash "$1/start.sh" 2>>"$1/logs/start.log"'
@@ -149,20 +149,23 @@ def _why_not_started(transport: Transport, node: NodePlan, done: Completed, star
     return f"{what}; the end of {node.run_dir}/logs/start.log:\n{_text(done.stdout) or '(empty)'}"
 
 
-def stop_session(transport: Transport, node: NodePlan, *, timeout: float, by: str = "", why: str = "") -> StopReport:
-    """Stop all processes of the run on one node; they are killed after ``timeout`` seconds.
+def stop_command(node: NodePlan, timeout: float, why: str, *, now: bool = False) -> Command:
+    """Return the command that stops all processes of the run on a node; they are killed after ``timeout`` seconds.
 
-    ``by`` (such as alice@laptop) and ``why`` (such as Ctrl-C) appear in the run's report. Raises SessionError if
-    control.py on the node fails.
+    ``why``, such as Ctrl-C, appears in the run's report, with who asks. ``now``: kill them at once.
     """
-    options = ["--timeout", f"{timeout:g}", "--session", node.session]
-    options += [word for name, value in (("--by", by), ("--why", why)) if value for word in (name, value)]
-    done = transport.run(node.program("control", "stop", node.run_dir, *options), timeout=timeout + _STOP_SLACK)
-    return stop_report(done, node)
+    words = ["--timeout", f"{timeout:g}", "--session", node.session, "--by", user_at_host()]
+    words += [*(["--why", why] if why else []), *(["--now"] if now else [])]
+    return node.program("control", "stop", node.run_dir, *words)
+
+
+def stop_session(transport: Transport, node: NodePlan, *, timeout: float, why: str = "") -> StopReport:
+    """Run ``stop_command`` on a node. Raises SessionError if control.py fails there."""
+    return stop_report(transport.run(stop_command(node, timeout, why), timeout=timeout + STOP_SLACK), node)
 
 
 def stop_report(done: Completed, node: NodePlan) -> StopReport:
-    """Parse the output of ``control.py stop``. Raises SessionError if it has no valid answer."""
+    """Parse the output of ``stop_command``. Raises SessionError if it has no valid answer."""
     printed = done.stdout.decode("utf-8", "replace").split("\n")
     try:
         answers = [message for message in map(message_in, printed) if message and "stopped" in message]
@@ -198,9 +201,7 @@ def stop_node(node: NodePlan, transport: Transport, limits: RunConfig, why: str 
     """Stop one node, reconnecting first if needed; return '', or a note about processes that may still run."""
     try:
         transport.connect(limits.connect_timeout)
-        report: StopReport = stop_session(
-            transport, node, timeout=limits.grace + STOP_EXTRA, by=user_at_host(), why=why
-        )
+        report = stop_session(transport, node, timeout=limits.grace + STOP_EXTRA, why=why)
     except FleetError as error:
         return f"{error}; its processes may still run. {how_to_stop(node)}"
     if not report.stopped:

@@ -20,7 +20,7 @@ from launcher.node.supervisor.server_keeper import COMPILING
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.launch_file import user_at_host
 from launcher.report.verdict import NodeView
-from launcher.run.tmux_session import STOP_EXTRA, start_session, stop_node
+from launcher.run.tmux_session import STOP_SLACK, start_session, stop_command, stop_node, stop_report
 from launcher.serving.cluster_state import remove_files
 from launcher.transport.base import Completed, Transport
 from launcher.transport.fanout import on_nodes
@@ -43,12 +43,11 @@ def clear_node(node: NodePlan, transport: Transport, *, keeps_key: bool) -> None
 
     ``keeps_key``: keep ``service.key``.
     """
-    words = ("stop", node.run_dir, "--timeout", f"{_STOP:g}", "--session", node.session, "--now")
-    stop = node.program("control", *words, "--why", "gnnfleet serve")
-    done = transport.run(if_run_exists(node, stop), timeout=_STOP + STOP_EXTRA)
-    if done.returncode and not run_was_absent(done):
-        output = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines()
-        raise FleetError(f"{node.label}: processes of its last graph server cannot be stopped: {' '.join(output[-1:])}")
+    stop = if_run_exists(node, stop_command(node, _STOP, "gnnfleet serve", now=True))
+    done = transport.run(stop, timeout=_STOP + STOP_SLACK)
+    if not run_was_absent(done) and not (report := stop_report(done, node)).stopped:
+        left = ", ".join(report.leftovers)
+        raise FleetError(f"{node.label}: processes of its last graph server cannot be stopped: {left}")
     names = _OLD_FILES if keeps_key else [*_OLD_FILES, "service.key"]
     remove_files(transport, [f"{node.run_dir}/{name}" for name in names])
 

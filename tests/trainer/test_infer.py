@@ -28,7 +28,7 @@ from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
-from trainer.train.model import trained_model
+from trainer.train.model import load_model, trained_model
 from trainer.train.settings import InferJob
 
 MODELS = {
@@ -96,16 +96,18 @@ def test_logits_equal_those_of_sampling_all_neighbours(model: str, trained: Path
 
 def test_the_heaviest_and_the_latest_neighbours_are_those_of_evaluation(tmp_path: Path) -> None:
     parts = write_parts(tmp_path / "parts", 3, edge_weight=True)
-    top: dict[str, Any] = {"neighbors": "top", "weight_attr": "edge_weight", "fanouts": (4, 2)}
+    top: dict[str, Any] = {
+        "neighbors": "top", "weight_attr": "edge_weight", "edge_attr": "edge_weight", "fanouts": (4, 2)
+    }  # fmt: skip
     train(job(parts, tmp_path / "run", lr=0.01, **top), Ranks())
     checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
     result = infer(InferJob(checkpoint, parts, tmp_path / "out", nodes_at_once=50), Ranks())
     assert "sage was run on the heaviest neighbours (4, 2), as in evaluation" in result.files
     logits, ended = whole_logits(tmp_path / "out"), metrics(tmp_path / "run", "result")[0]
     assert result.metrics["test"]["accuracy"] == pytest.approx(ended["test_accuracy"])
-    model, _ = trained_model(load_checkpoint(checkpoint))
+    model = load_model(tmp_path / "run")
     with open_graph(parts) as graph, torch.no_grad():
-        heaviest = LoaderSettings("train", (4, 2), 100, weight="edge_weight", top=True)
+        heaviest = LoaderSettings("train", (4, 2), 100, weight="edge_weight", top=True, edge_attr="edge_weight")
         for batch in BatchLoader(graph, heaviest, 0, RankLayout.single(3)).epoch(0):
             np.testing.assert_allclose(logits[batch.n_id[: batch.num_seeds]], model(batch).numpy(), atol=1e-4)
 

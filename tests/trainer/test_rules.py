@@ -28,6 +28,7 @@ from trainer.sampler.rule_types import PPR
 from trainer.sampler.rules import rule_edges
 from trainer.sampler.types import SampleSettings, SeedSet, TimeRule
 from trainer.train.job import train
+from trainer.train.model import load_model
 from trainer.train.settings import InferJob, TrainSettings
 
 SEEDS = torch.tensor([7, 3, 12, 3, 40])
@@ -390,6 +391,8 @@ def test_links_are_learned_from_neighbours_by_a_rule(case, tmp_path):
     assert f"{model} was run on neighbours by {settings['neighbors']['name']} (5, 5)" in found.files
     if case != "links by walks":  # whose draws are those of another step
         assert found.metrics["test"] == pytest.approx(dict(result.test))
+    loaded = load_model(tmp_path / "run")
+    assert loaded.built_from["metrics"] and all(torch.isfinite(weight).all() for weight in loaded.parameters())
 
 
 @pytest.mark.slow

@@ -178,7 +178,13 @@ class BatchScheduler(Generic[Work]):
         requests.
         """
         with self._changed:
-            refusal = self._queue_other(job) if job.client is None else self._queue_batch(job)
+            refusal = None
+            if job.client is not None:
+                refusal = self._queue_batch(job)
+            elif self._others.of(job.peer) >= MAX_QUEUED:
+                refusal = f"{MAX_QUEUED} requests of this connection are already waiting"
+            else:
+                self._others.push(job.peer, job)
             self._changed.notify_all()
             return refusal
 
@@ -273,12 +279,6 @@ class BatchScheduler(Generic[Work]):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-    def _queue_other(self, job: ScheduledRequest[Work]) -> str | None:
-        if self._others.of(job.peer) >= MAX_QUEUED:
-            return f"{MAX_QUEUED} requests of this connection are already waiting"
-        self._others.push(job.peer, job)
-        return None
 
     def _queue_batch(self, job: ScheduledRequest[Work]) -> str | None:
         client, refusal = self._client_for(job)

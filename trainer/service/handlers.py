@@ -282,17 +282,46 @@ class Handlers:
         if isinstance(request, GraphRequest):
             limit = self._sample_limit if isinstance(request, SampleHops) else self._limit
             answer = request.answer(BoundedGraph(graph, self._graph, limit, is_open))
+
         elif isinstance(request, Hello):
             version, servers = self._topology()
             answer = replace(self._info, version=version, servers=servers)
+
         elif isinstance(request, Stats):
             answer = self._stats()
+
         elif isinstance(request, SharedSlice):
-            answer = self._shared(request)
+            store, name, first, count = self._graph.store, request.name, request.first, request.count
+            if request.of is None and name not in store.graph_attrs:
+                raise PartitionError(f"no attribute {name!r} of the graph; there are {sorted(store.graph_attrs)}")
+            array = store.graph_attrs[name] if request.of is None else store.seeds(request.of, name)
+            rows = array if array.ndim else array[None]
+            if first + count > len(rows):
+                raise PartitionError(
+                    f"{name} has {len(rows)} rows, but {count} rows from row {first} on were requested"
+                )
+            if (size := count * rows.dtype.itemsize * math.prod(rows.shape[1:])) > self._limit:
+                raise ServiceError(
+                    f"the answer takes {size} bytes, over the limit of {self._limit}; ask for fewer rows at once"
+                )
+            answer = rows[first : first + count] if array.ndim else array
+
         elif isinstance(request, ToGlobal):
-            answer = self._to_global(request)
+            store, of, ids = self._graph.store, request.of, request.ids
+            check_type(store, of)
+            last = store.manifest.nodes[of].num_nodes - 1
+            if len(ids) and not 0 <= ids.min() <= ids.max() <= last:
+                raise PartitionError(
+                    f"ids of {of!r} nodes from {ids.min()} to {ids.max()} were requested; valid ids are 0 to {last}"
+                )
+            answer = store.to_global(of, ids)
+
         else:
-            answer = self._manifest()
+            path = self._graph.store.folder / MANIFEST
+            try:
+                answer = path.read_bytes()
+            except OSError as error:
+                raise PartitionError(f"{path} cannot be read: {error.strerror}") from None
         return request.reply(message, answer, self._forms(message))
 
     def _whole(self) -> CountedAccess:
@@ -306,41 +335,3 @@ class Handlers:
             return lambda of, name: form
         specs = self._graph.store.manifest.attrs_of
         return lambda of, name: specs(of)[name].travels_as(form) if name in specs(of) else form
-
-    def _manifest(self) -> bytes:
-        path = self._graph.store.folder / MANIFEST
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise PartitionError(f"{path} cannot be read: {error.strerror}") from None
-
-    def _shared(self, asked: SharedSlice) -> Array:
-        array = self._shared_array(asked)
-        rows = array if array.ndim else array[None]
-        if asked.first + asked.count > len(rows):
-            raise PartitionError(
-                f"{asked.name} has {len(rows)} rows, but {asked.count} rows from row {asked.first} on were requested"
-            )
-        if (size := asked.count * rows.dtype.itemsize * math.prod(rows.shape[1:])) > self._limit:
-            raise ServiceError(
-                f"the answer takes {size} bytes, over the limit of {self._limit}; ask for fewer rows at once"
-            )
-        return array if not array.ndim else rows[asked.first : asked.first + asked.count]
-
-    def _shared_array(self, asked: SharedSlice) -> Array:
-        store = self._graph.store
-        if asked.of is not None:
-            return store.seeds(asked.of, asked.name)
-        if asked.name not in store.graph_attrs:
-            raise PartitionError(f"no attribute {asked.name!r} of the graph; there are {sorted(store.graph_attrs)}")
-        return store.graph_attrs[asked.name]
-
-    def _to_global(self, asked: ToGlobal) -> Ids:
-        of, ids = asked.of, asked.ids
-        check_type(self._graph.store, of)
-        last = self._graph.store.manifest.nodes[of].num_nodes - 1
-        if len(ids) and not 0 <= ids.min() <= ids.max() <= last:
-            raise PartitionError(
-                f"ids of {of!r} nodes from {ids.min()} to {ids.max()} were requested; valid ids are 0 to {last}"
-            )
-        return self._graph.store.to_global(of, ids)

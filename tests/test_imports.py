@@ -48,9 +48,7 @@ LOADED_WHEN_USED = {
         "SSH": "launcher.transport.ssh launcher.transport.openssh launcher.transport.auth launcher.transport.fallback",
         "data.store": "launcher.sync.parts_store launcher.sync.store_progress launcher.node.store "
         "launcher.node.remote_folder launcher.config.store_consistency launcher.preflight.store_access",
-        "files of other launchers": "launcher.config.importers.detect launcher.config.importers.glt "
-        "launcher.config.importers.hostfile launcher.config.importers.ansible launcher.config.importers.pyg_command "
-        "launcher.config.importers.partition_folder",
+        "files of other launchers": "launcher.config.importers launcher.run.config_of_options",
         "own commands and models": "launcher.plan.own_script launcher.plan.script_imports",
         "wrap": "launcher.plan.wrap launcher.preflight.check_container",
         "data.mode: verify": "launcher.sync.verify_parts launcher.preflight.shared_folder",
@@ -138,7 +136,7 @@ def test_no_import_cycles_among_packages_or_files() -> None:
     assert circles(module_graph(MODULES)) == []
 
 
-@pytest.mark.parametrize(("start", "most"), [("launcher.run.launch", 92), ("trainer.train.job", 97)])
+@pytest.mark.parametrize(("start", "most"), [("launcher.run.launch", 90), ("trainer.train.job", 97)])
 def test_features_are_imported_where_they_are_used(start: str, most: int) -> None:
     loaded = reached(module_graph(MODULES, loaded=True), start)
     features = LOADED_WHEN_USED[start]

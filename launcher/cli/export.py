@@ -65,7 +65,8 @@ def _export(ctx: click.Context, kind: str, output: Path | None, force: bool, **v
     """
     from launcher.config.resolve import resolve_run
     from launcher.export.placed_plan import ExportRequest
-    from launcher.run.options import choose_run_id, read_config
+    from launcher.run.config_of_options import read_config
+    from launcher.run.options import choose_run_id
 
     own = {name: values.pop(name) for name in _OWN}
     options = options_of(ctx, values)

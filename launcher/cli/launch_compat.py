@@ -15,7 +15,8 @@ from launcher.cli.options import F, GroupedOptions, examples, with_options
 from launcher.config.importers.base import NODES_ONLY, Flags
 from launcher.config.importers.pyg_command import Remote, parse_remote
 from launcher.errors import UsageError
-from launcher.run.options import TRAINER_ONLY, LaunchOptions, overrides_of, wait_limit
+from launcher.run.config_of_options import TRAINER_ONLY, overrides_of, wait_limit
+from launcher.run.options import LaunchOptions
 from launcher.text import say
 
 
@@ -208,7 +209,7 @@ def imported(options: LaunchOptions, folder: Path) -> str:
     from launcher.config.importers.detect import read_foreign
     from launcher.config.importers.export import cluster_yml
     from launcher.config.loader import overridden
-    from launcher.run.options import foreign_overrides, read_config
+    from launcher.run.config_of_options import foreign_overrides, read_config
 
     foreign = read_foreign(options.config, options.flags)
     if foreign is None:

@@ -39,7 +39,8 @@ from launcher.cli.options import (
 from launcher.cli.partition_store import STORE_COMMANDS
 from launcher.cli.rehearse import rehearse_command
 from launcher.errors import FleetError, Interrupted, UsageError
-from launcher.run.options import LaunchOptions, choose_run_id, read_config
+from launcher.run.config_of_options import read_config
+from launcher.run.options import LaunchOptions, choose_run_id
 from launcher.text import say
 
 _EPILOG = """\b

@@ -175,7 +175,8 @@ def cluster_of(ctx: click.Context, values: Mapping[str, Any]) -> tuple[Path, Clu
 
     ``SET`` and ``HOST_FILTERS`` of both places are applied. Raises UsageError without a file, and ConfigError.
     """
-    from launcher.run.options import LaunchOptions, read_config
+    from launcher.run.config_of_options import read_config
+    from launcher.run.options import LaunchOptions
 
     before: dict[str, Any] = ctx.obj or {}
     config: Path | None = values["config"] or before.get("config")

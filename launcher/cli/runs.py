@@ -26,7 +26,8 @@ from launcher.cli.options import (
     examples,
     with_options,
 )
-from launcher.run.options import LaunchOptions, overrides_of, read_config, wait_limit
+from launcher.run.config_of_options import overrides_of, read_config, wait_limit
+from launcher.run.options import LaunchOptions
 from launcher.text import say
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from launcher.cli.options import (
     show,
     with_options,
 )
-from launcher.run.options import LaunchOptions, read_config
+from launcher.run.config_of_options import read_config
+from launcher.run.options import LaunchOptions
 from launcher.text import say
 
 if TYPE_CHECKING:

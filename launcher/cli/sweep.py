@@ -63,7 +63,8 @@ def sweep(
     --set KEY=V1,V2 lists values, --set KEY=LOW..HIGH[,log] is a range for a search; a list is one value in brackets.
     The same command, or --resume, continues a sweep that was ended. Words after -- are your own command.
     """
-    from launcher.run.options import LaunchOptions, overrides_of
+    from launcher.run.config_of_options import overrides_of
+    from launcher.run.options import LaunchOptions
     from launcher.sweep.finish import exit_status, finish
     from launcher.sweep.records import chosen_folder
     from launcher.sweep.sweep import Sweep, SweepOptions, define

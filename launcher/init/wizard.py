@@ -25,7 +25,8 @@ from launcher.init.questions import ask_access, ask_environment, common_remedy, 
 from launcher.init.request import InitRequest, config_of, in_flags
 from launcher.node.exit_description import size
 from launcher.preflight.finding import Finding
-from launcher.run.options import LaunchOptions, read_config
+from launcher.run.config_of_options import read_config
+from launcher.run.options import LaunchOptions
 from launcher.text import count
 from launcher.transport import Opened, close_all, connect_all
 from launcher.transport.base import Transport

@@ -21,7 +21,8 @@ from launcher.errors import FleetError
 from launcher.report.launch_file import BEFORE_NODES
 from launcher.report.metrics import metrics_files, read_metrics
 from launcher.report.run_folder import known_here, never_ran, read_folder, read_result
-from launcher.run.options import LaunchOptions, choose_run_id, overrides_of, read_config
+from launcher.run.config_of_options import overrides_of, read_config
+from launcher.run.options import LaunchOptions, choose_run_id
 
 _LINES = 50  # last lines of a command that are kept for its error
 

@@ -17,7 +17,8 @@ from launcher.node.json_records import METRIC
 from launcher.plan.own_script import own_command_files
 from launcher.report.run_folder import FoundRun, began, read_folder
 from launcher.report.verdict import known_without_nodes, progress_words
-from launcher.run.options import SHORT_KEYS, TRAINER_ONLY, LaunchOptions
+from launcher.run.config_of_options import SHORT_KEYS, TRAINER_ONLY
+from launcher.run.options import LaunchOptions
 from launcher.yaml_tree import Override, split_override
 
 _EPOCH_LINE = re.compile(rb'"kind":\s*"(checkpoint|epoch)"')

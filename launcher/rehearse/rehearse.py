@@ -18,8 +18,9 @@ from launcher.plan.build import offline_plan
 from launcher.rehearse.faults import Fault, FaultInjector
 from launcher.rehearse.local_config import local_config
 from launcher.report.report import RunReport
+from launcher.run.config_of_options import read_config
 from launcher.run.launch import launch
-from launcher.run.options import LaunchOptions, choose_run_id, read_config
+from launcher.run.options import LaunchOptions, choose_run_id
 from launcher.text import count
 
 

@@ -14,7 +14,8 @@ import yaml
 from launcher.config.loader import to_yaml
 from launcher.config.schema import ClusterConfig
 from launcher.errors import ConfigError, Problem, UsageError
-from launcher.run.options import LaunchOptions, read_config
+from launcher.run.config_of_options import read_config
+from launcher.run.options import LaunchOptions
 from launcher.yaml_tree import FLOAT
 
 Values = Mapping[str, str]  #: config key → value as in ``--set``

@@ -20,8 +20,9 @@ from launcher.config.schema import ClusterConfig
 from launcher.errors import TransportError, UsageError
 from launcher.manage.submit import in_queue
 from launcher.plan.build import offline_plan
+from launcher.run.config_of_options import read_config
 from launcher.run.interrupts import Interrupts
-from launcher.run.options import LaunchOptions, check_run_id, read_config
+from launcher.run.options import LaunchOptions, check_run_id
 from launcher.sweep.hosts import HostPool
 from launcher.sweep.metric import Metric
 from launcher.sweep.records import Definition, SweepFolder, Trial

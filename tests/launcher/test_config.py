@@ -15,7 +15,7 @@ from launcher.config.schema import ClusterConfig, EarlyStop, NodeConfig, Start, 
 from launcher.errors import ConfigError, UsageError
 from launcher.files import CODE_ROOT
 from launcher.init.request import InitRequest, config_of, split_hosts
-from launcher.run.options import overrides_of
+from launcher.run.config_of_options import overrides_of
 
 TWO = "nodes: [a, b]\ndata: {dataset: synthetic}\n"
 Load = Callable[..., ClusterConfig]

@@ -13,7 +13,7 @@ from launcher.config.resolve import resolve_run
 from launcher.config.schema import ClusterConfig
 from launcher.errors import ConfigError
 from launcher.files import CODE_ROOT
-from launcher.run.options import overrides_of
+from launcher.run.config_of_options import overrides_of
 
 DATA = "data: {dataset: synthetic}\n"
 SERVERS = "nodes:\n  - {host: s1, role: server}\n  - {host: s2, role: server}\n  - {host: c, role: client}\n"

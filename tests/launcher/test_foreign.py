@@ -24,7 +24,8 @@ from launcher.cli.main import run
 from launcher.config.loader import load_config
 from launcher.errors import ConfigError, FleetError
 from launcher.files import CODE_ROOT
-from launcher.run.options import LaunchOptions, read_config
+from launcher.run.config_of_options import read_config
+from launcher.run.options import LaunchOptions
 
 CASES = sorted(path for path in (GOLDEN / "foreign").iterdir() if path.is_dir())
 

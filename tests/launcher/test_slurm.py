@@ -24,8 +24,9 @@ from launcher.errors import ConfigError, RemoteFileError, UsageError
 from launcher.manage import submit
 from launcher.plan.sbatch import sbatch_script, warning_seconds
 from launcher.report.launch_file import LaunchFile
+from launcher.run.config_of_options import slurm_overrides
 from launcher.run.launch import LaunchContext
-from launcher.run.options import LaunchOptions, slurm_overrides
+from launcher.run.options import LaunchOptions
 from launcher.transport import slurm
 from launcher.transport.local import LocalTransport
 from launcher.transport.slurm import SlurmTransport, open_slurm

@@ -26,11 +26,12 @@ _SLOTS = re.compile(rf"(?:{HOST})(?:\s+[\w-]+\s*=\s*\S+)+")
 _LISTED = re.compile(rf"(- +)?[\"']?({HOST})(\s+\d+)?[\"']?")
 
 
-def read_foreign(path: Path, flags: Flags = Flags()) -> Foreign | None:  # noqa: B008  frozen
+def read_foreign(path: Path, flags: Flags | None = None) -> Foreign | None:
     """Convert a file of another launcher; None for a cluster.yml, an unknown format or an unreadable file.
 
     Raises ConfigError for problems in the file, and UsageError if --group is given for another format.
     """
+    flags = flags or Flags()
     if path == NODES_ONLY:
         return read_nodes(flags)
     try:

@@ -408,7 +408,12 @@ def _train_task(draft: Draft, world: int) -> Iterator[Line]:
     yield Line(f"  metrics: {value(metrics)}", "the first one chooses the best epoch")
     yield Line("  model: rsage", "or rgcn, hgt")
     yield Line("  hidden: 64")
-    yield Line("  fanouts: [1, 15, 10]", f"the {task['entity']} of a row; neighbours per hop, of each edge type")
+    if kind == "link":
+        yield Line("  eval_negatives: all", f"the list of a row is ranked among all {task['targets']} nodes")
+        yield Line("  negatives: 512", "targets per step, for the loss; all, if there are fewer")
+        yield Line("  fanouts: [15, 15, 10]", f"the {task['entity']} of a row; neighbours per hop, of each edge type")
+    else:
+        yield Line("  fanouts: [1, 15, 10]", f"the {task['entity']} of a row; neighbours per hop, of each edge type")
     yield Line("  time_attr: time", "nodes later than a row are not seen")
     yield Line("  temporal_strategy: last", "the latest neighbours; uniform: random ones")
     yield Line(f"  batch_size: {max(512, 256 * world)}", "over all processes together")

@@ -123,6 +123,15 @@ def task_tables(folder: Path) -> str:
     return "shop"
 
 
+def lists(folder: Path) -> str:
+    """As ``task_tables``, but what is to be predicted are the products that customers buy next."""
+    task_tables(folder)
+    (folder / "shop/churn.csv").unlink()
+    rows = [f"c{k % 30},2024-{1 + k // 30:02}-01,p{(k * 7 + j) % 20}" for k in range(240) for j in range(1 + k % 3)]
+    (folder / "shop/next.csv").write_text("\n".join(["customer_id,at,sku", *rows]) + "\n")
+    return "shop"
+
+
 def gpus(*numbers: int, **changes: Any) -> dict[str, Any]:
     made = [gpu(number, "NVIDIA H100", **changes) for number in numbers]
     return {"gpus": made, "devices": [one["name"] for one in made], "driver": "560.35.03", "versions": CUDA}
@@ -192,6 +201,9 @@ CASES = {
     "own_task": Case(
         "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=task_tables
     ),
+    "own_lists": Case(
+        "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=lists
+    ),
     "own_pairs": Case(
         "gnn1 gnn2 --dataset {file} --yes --no-check", (machine(env()), machine(env())), file=pairs
     ),
@@ -211,7 +223,7 @@ def init(monkeypatch: pytest.MonkeyPatch, words: str, *machines: Machine) -> int
 
 
 #: As two others, these have tables, for which a process of the trainer drafts the options.
-LONG = ("own_pairs", "own_facts", "own_links")
+LONG = ("own_lists", "own_pairs", "own_facts", "own_links")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pytest
 
@@ -114,6 +115,35 @@ def test_what_happens_to_customers_is_no_task(tmp_path: Path, lines: list[str]) 
     assert "payment" in drafted["nodes"] and "customer__has__payment" in drafted["edges"]
     (tmp_path / "churn.csv").unlink()
     assert "tasks" not in draft_tables(tmp_path)
+
+
+@pytest.mark.parametrize("lists", [True, False])
+def test_rows_that_list_nodes_are_a_task(tmp_path: Path, lists: bool) -> None:
+    """A column of lists, or a row for each target; those of the months in which customers buy."""
+    shop(tmp_path)
+    (tmp_path / "churn.csv").unlink()
+    bought = [(*row.split(","), [f"p{(k * 7 + j) % 20}" for j in range(1 + k % 4)]) for k, row in enumerate(MONTHS)]
+    if lists:
+        values = ", ".join(f"('{c}', DATE '{at}', {of}::VARCHAR[])" for c, at, of in bought)
+        duckdb.sql(f"COPY (SELECT * FROM (VALUES {values}) t(customer_id, month, skus)) TO '{tmp_path}/next.parquet'")
+    else:
+        lines = ["customer_id,month,sku", *(f"{c},{at},{sku}" for c, at, of in bought for sku in of)]
+        (tmp_path / "next.csv").write_text("\n".join(lines) + "\n")
+    drafted = draft_tables(tmp_path)
+    label, file = ("skus", "next.parquet") if lists else ("sku", "next.csv")
+    assert drafted["tasks"] == {
+        "next": {
+            "table": file, "entity": "customer", "id": "customer_id", "time": "month", "label": label,
+            "targets": "product", "split": {"val_time": "2024-06-01", "test_time": "2024-07-01"},
+        }
+    }  # fmt: skip
+    assert drafted["comments"]["learn"] == ["link", ["recall@10", "ndcg@10", "map@10"]]
+    assert "links" not in drafted["comments"] and {"order", "click"} < drafted["nodes"].keys()
+    del drafted["comments"]
+    (tmp_path / "work").mkdir()
+    graph = load_dataset("tables", str(tmp_path), drafted, Scratch(tmp_path / "work", 300 << 20))
+    assert graph.nodes["next"].num_nodes == len(MONTHS)
+    assert graph.edges["next", "lists", "product"].num_edges == sum(len(of) for *_, of in bought)
 
 
 def test_labels_of_nodes_are_trained_instead(tmp_path: Path) -> None:

@@ -132,6 +132,11 @@ def test_ranks_resume_and_predictions(graphs: dict[int, Path], tmp_path: Path) -
 
     # The ranks are those of scores that are computed link by link.
     assert result.test == pytest.approx(filtered(score, "test"), abs=1e-9)
+    # Beside them stand those of the nodes with most links.
+    (line,) = metrics(tmp_path / "run", "result")
+    baseline = {name: line[f"baseline_test_{name}"] for name in NAMES}
+    assert baseline == pytest.approx(filtered(popularity, "test"), abs=1e-9)
+    assert line["baseline"] == "the nodes with most links"
 
     first = tmp_path / "run" / "checkpoints" / "epoch-0001.pt"
     again = train(job(graphs[1], tmp_path / "again", **given, resume=str(first)))
@@ -164,6 +169,18 @@ def test_training_is_that_of_one_rank(graphs: dict[int, Path], tmp_path: Path) -
     assert curve(tmp_path / "three") == pytest.approx(one.step_loss[0].tolist(), rel=1e-5)
     (result,) = metrics(tmp_path / "three", "result")
     assert {name: result[f"test_{name}"] for name in NAMES} == pytest.approx(one.test, rel=1e-3)
+    (alone,) = metrics(tmp_path / "one", "result")
+    for name in NAMES:
+        assert result[f"baseline_test_{name}"] == pytest.approx(alone[f"baseline_test_{name}"], abs=1e-12)
+    # Ranked among few that are drawn, an answer is nearer to the top than among all.
+    assert alone["baseline_test_mrr"] > 1.5 * filtered(popularity, "test")["mrr"]
+
+
+def popularity(number: int, pairs: Tensor) -> Tensor:
+    """Return the number of train links of both ends; in a ranking, one of them is the same for all pairs."""
+    of, links = TYPES[number], links_of()[TYPES[number]]["train"]
+    counts = [np.bincount(links[end], minlength=SIZES[of[2 * end]]) for end in (0, 1)]
+    return torch.from_numpy(counts[0][pairs[:, 0]] + counts[1][pairs[:, 1]]).double()
 
 
 def test_a_client_without_parts_trains_and_predicts_the_same(

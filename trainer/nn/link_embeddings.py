@@ -67,6 +67,7 @@ class LinkEmbeddings:
     decoder: RelationDecoder | None = field(default=None, kw_only=True)  #: on the CPU
     relation: int = field(default=0, kw_only=True)  #: number of the edge type in the decoder
     backward: bool = field(default=False, kw_only=True)
+    loops: bool = field(default=False, kw_only=True)  #: pairs of a node with itself are ranked
 
     @classmethod
     def of(
@@ -82,7 +83,7 @@ class LinkEmbeddings:
             return tuple(
                 cls(
                     graph, of, group, *(rows[end] for end in (of[0], of[2])[::step]), decoder=decoder, relation=number,
-                    backward=step < 0,
+                    backward=step < 0, loops=True,
                 )
                 for step in (1, -1) for number, of in enumerate(types)
             )  # fmt: skip
@@ -118,7 +119,7 @@ class LinkEmbeddings:
         """Rank the target of each of ``links`` among all targets, by the scores of its source.
 
         All arguments are pairs of original ids, int64 [2, n], the same on all ranks. Targets to which the source has an
-        edge in the graph, those of its pairs in ``seen``, and without a decoder the source itself, are left out.
+        edge in the graph, those of its pairs in ``seen``, and without ``loops`` the source itself, are left out.
         ``known``: further pairs that ``RankedLinks.filtered`` leaves out. Returns the ranks of the links whose sources
         this rank owns, without those whose target is left out, as they repeat an edge of the graph.
 
@@ -139,7 +140,7 @@ class LinkEmbeddings:
         _, hidden, hidden_targets = self._own(seen)
 
         def marked(block: Ids) -> tuple[Ids, Ids]:
-            linked, to = self._linked(block, self.decoder is None and among is None, among)
+            linked, to = self._linked(block, not self.loops and among is None, among)
             inside = (hidden_targets >= block[0]) & (hidden_targets <= block[-1]) & (among is None)
             linked, to = (
                 np.concatenate([linked, hidden[inside]]),

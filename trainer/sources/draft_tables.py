@@ -387,11 +387,20 @@ def _draft_of_tasks(found: list[_Found], named: list[_Found]) -> dict[str, Any]:
     """
     keys = {table.file: _keys(table, [one for one in named if one is not table]) for table in found}
     referenced = {node.file for some in keys.values() for _, node in some}
-    labels = {
-        table.file: label
-        for table in found
-        if table.file not in referenced and (label := _outcome(table, keys[table.file])) is not None
-    }
+    targets: dict[str, _Found] = {}  # of task tables whose label is a list
+    labels = {}
+    for table in found:
+        if table.file in referenced:
+            continue
+        events = [
+            (node, time) for other in found for _, node in keys[other.file]
+            if other is not table and (time := _time(other)) is not None
+        ]  # fmt: skip
+        if (listed := _listed(table, keys[table.file], named, events)) is not None:
+            entity, labels[table.file], targets[table.file] = listed
+            keys[table.file] = [entity]
+        elif (label := _outcome(table, keys[table.file])) is not None:
+            labels[table.file] = label
     rest = [table for table in found if table.file not in labels]
     edges = [
         table for table in rest
@@ -405,7 +414,10 @@ def _draft_of_tasks(found: list[_Found], named: list[_Found]) -> dict[str, Any]:
     ]  # fmt: skip
     types = {table.file: table.node_type for table in nodes}
     keys = {file: [(column, node) for column, node in some if node.file in types] for file, some in keys.items()}
-    labels = {file: label for file, label in labels.items() if keys[file]}
+    labels = {
+        file: label for file, label in labels.items()
+        if keys[file] and (file not in targets or targets[file].file in types)
+    }  # fmt: skip
     edges = [table for table in edges if len(keys[table.file]) == 2]
     linked = [table for table in nodes if keys[table.file]]
     if not labels or not (linked or edges):
@@ -423,7 +435,7 @@ def _draft_of_tasks(found: list[_Found], named: list[_Found]) -> dict[str, Any]:
     edge_tables |= _foreign_keys(linked, keys, types, edge_tables)
     tasks = {
         table.type_name if table.type_name not in types.values() else f"{table.type_name}_task":
-        _task_table(table, keys[table.file][0], labels[table.file], types)
+        _task_table(table, keys[table.file][0], labels[table.file], types, targets.get(table.file))
         for table in found if table.file in labels
     }  # fmt: skip
     used = {table.file for table in (*nodes, *edges)} | labels.keys()
@@ -443,7 +455,10 @@ def _draft_of_tasks(found: list[_Found], named: list[_Found]) -> dict[str, Any]:
     drafted["tasks"] = {name: options for name, (options, _) in tasks.items()}
     drafted["comments"]["tasks"] = {name: notes for name, (_, notes) in tasks.items()}
     label = labels[first.file]
-    if label.is_class:
+    if first.file in targets:
+        drafted["comments"]["learn"] = ["link", ["recall@10", "ndcg@10", "map@10"]]
+        links = {}  # the task is a recommendation itself
+    elif label.is_class:
         metrics = ["roc_auc", "accuracy"] if label.distinct == 2 else ["accuracy", "macro_f1"]
         drafted["comments"]["learn"] = ["classification", metrics]
     else:
@@ -500,7 +515,36 @@ def _outcome(table: _Found, keys: _Keys) -> _Column | None:
     return rest[0] if len(rest) == 1 and 20 * time.distinct <= table.rows else None
 
 
-def _task_table(table: _Found, key: tuple[_Column, _Found], label: _Column, types: Mapping[str, str]) -> Drafted:
+def _listed(
+    table: _Found, keys: _Keys, nodes: Sequence[_Found], events: Sequence[tuple[_Found, _Column]]
+) -> tuple[tuple[_Column, _Found], _Column, _Found] | None:  # fmt: skip
+    """Return entity, label and targets of a task table whose rows list nodes, or None if it is no such table.
+
+    The label is a column of lists of ids, or of one id in each of many rows of few times, if the entity is named by
+    events of many more times. ``events``: the nodes that other tables name, and the times of these tables.
+    """
+    time, split = _time(table), next((one for one in table.columns if one.is_split), None)
+    if time is None or time.missing or table.id is not None:
+        return None
+    rest = [one for one in table.columns if one not in (time, split)]
+    if len(keys) == 1 and table.rows >= 2 * keys[0][0].distinct:
+        for column in rest:
+            element = list_type(column.type)
+            plain = element is not None and list_type(element) is None and (element == "VARCHAR" or "INT" in element)
+            fits = [node for node in nodes if plain and node.id and _contained(table, column, node, node.id)]
+            if fits:
+                return keys[0], column, max(fits, key=lambda node: _likeness(column, node))
+    ordered = sorted(keys, key=lambda key: table.columns.index(key[0]))
+    if len(ordered) == 2 and len(rest) == 2 and 20 * time.distinct <= table.rows:
+        more = [of.distinct for node, of in events if node is ordered[0][1]]
+        return (ordered[0], *ordered[1]) if max(more, default=0) >= 5 * time.distinct else None
+    return None
+
+
+def _task_table(
+    table: _Found, key: tuple[_Column, _Found], label: _Column, types: Mapping[str, str], targets: _Found | None
+) -> Drafted:  # fmt: skip
+    """``targets``: the table of the nodes that the label lists; None: it is no list."""
     (column, node), time = key, _time(table)
     assert time is not None
     entity = types[node.file]
@@ -509,13 +553,15 @@ def _task_table(table: _Found, key: tuple[_Column, _Found], label: _Column, type
         "table": files.pop("files"), **files, "entity": entity, "id": column.name, "time": time.name,
         "label": label.name,
     }  # fmt: skip
+    what = f"{label.name} is predicted"
+    if targets is not None:
+        drafted["targets"] = types[targets.file]
+        what = f"the {types[targets.file]} nodes in {label.name} are predicted"
     rest = [one for one in table.columns if one not in (column, time, label, table.id)]
     split = next((one for one in rest if one.is_split), None)
     drafted["split"] = split.name if split else _split_at(table, time, label)
     more, notes = _others(table, [one for one in rest if one is not split], True)
-    about = (
-        f"{table.file}: rows about {entity} nodes at a time, {label.name} is predicted: a task table; remove it if not"
-    )
+    about = f"{table.file}: rows about {entity} nodes at a time, {what}: a task table; remove it if not"
     if isinstance(drafted["split"], dict) and "val_time" in drafted["split"]:
         notes.append("split: val begins after 70% of the labelled rows, test after 85%")
     if any(key in more for key in ("features", "one_hot", "categories")):
@@ -727,7 +773,8 @@ def _likeness(column: _Column, node: _Found) -> int:
 
 def _contained(table: _Found, column: _Column, other: _Found, ids: _Column, share: float = 0.9) -> bool:
     """Return whether at least a share of a sample of a column's values are in a column of another table."""
-    own, others = (f"CAST({quoted(one.name)} AS VARCHAR)" for one in (column, ids))
+    values = (f"unnest({quoted(one.name)})" if list_type(one.type) else quoted(one.name) for one in (column, ids))
+    own, others = (f"CAST({value} AS VARCHAR)" for value in values)
     some = f"SELECT DISTINCT v FROM (SELECT {own} AS v FROM {table.scan.sql} LIMIT {_SAMPLE}) WHERE v IS NOT NULL"
     count, inside = table.scan.database.rows(
         f"SELECT count(*), count(*) FILTER (WHERE v IN (SELECT {others} FROM {other.scan.sql})) FROM ({some})",

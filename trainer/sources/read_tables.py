@@ -254,7 +254,10 @@ class _Conversion:
         if element is None and table.separator is not None:
             if of != "VARCHAR":
                 raise DataError(f"{scan.where}: label {column!r} is {of}, and `separator` is for texts; leave it out")
-            element, value = "VARCHAR", f"[trim(v) FOR v IN string_split({value}, {sql_text(table.separator)})]"
+            element, value = (
+                "VARCHAR",
+                f"[trim(v, ' []''\"') FOR v IN string_split({value}, {sql_text(table.separator)})]",
+            )
         united = element is None
         if element is None:
             check_ids(scan, column, "label")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainer.core.arrays import Ids
 from trainer.core.graph_attrs import held_out_links
@@ -28,6 +28,7 @@ from trainer.train.epoch import Score
 from trainer.train.loaders import loader_settings, named_type
 from trainer.train.model import embeddings_of
 from trainer.train.settings import TrainSettings
+from trainer.train.tasks.baseline import LinkCounts
 from trainer.train.tasks.task import at_k
 
 
@@ -64,7 +65,7 @@ class FullRanking:
     def num_links(self) -> int:
         return sum(self._held_out(of, self.split).shape[1] for of in link_types(self.target))
 
-    def metrics(self, embeddings: Sequence[LinkEmbeddings], names: Sequence[str]) -> dict[str, float]:
+    def metrics(self, embeddings: Iterable[LinkEmbeddings], names: Sequence[str]) -> dict[str, float]:
         """Rank the links of all edge types, with those of ``embeddings`` that are the other way round in both."""
         found: list[RankedLinks] = []
         for each in embeddings:
@@ -90,17 +91,20 @@ class FullRanking:
         found, _ = held_out_links(self.graph.store.graph_attrs, of, split)
         return np.empty((2, 0), np.int64) if found is None else np.asarray(found, np.int64)
 
-    def popularity(self, counts: Tensor, names: Sequence[str]) -> dict[str, float]:
-        """Return the metrics of ranking targets by their number of train links, float64 [targets] by original id."""
-        whole = WholeGraph(self.graph, self.layout, self.group, self.folder)
-        (edge_type,) = link_types(self.target)
-        shares = [whole.shares[of] for of in edge_type[::2]]
-        own = [each.own(self.group.rank) for each in shares]
-        ids = [np.concatenate([np.arange(0), *(np.arange(of.first, of.last) for of in each)]) for each in own]
-        (found,) = self.graph.access.gather([RowRequest(edge_type[2], ids[1], ("orig_id",))])
-        popular = counts.numpy()[np.asarray(found["orig_id"], np.int64)].astype(np.float32)[:, None]
-        rows = [LayerRows(shares[0], np.ones((len(ids[0]), 1), np.float32)), LayerRows(shares[1], popular)]
-        return self.metrics([LinkEmbeddings(self.graph, edge_type, self.group, *rows)], names)
+    def popularity(self, counts: LinkCounts, names: Sequence[str]) -> dict[str, float]:
+        """Return the metrics of ranking nodes by their number of train links, at the end that is asked for."""
+        whole, loops = WholeGraph(self.graph, self.layout, self.group, self.folder), self.settings.decoder != "dot"
+
+        def embeddings() -> Iterator[LinkEmbeddings]:
+            for of, end in counts.asked:
+                asked, other = (of[2], of[0]) if end else (of[0], of[2])
+                (found,) = self.graph.access.gather([RowRequest(asked, whole.own(asked), ("orig_id",))])
+                popular = counts.of(of, end, np.asarray(found["orig_id"], np.int64)).astype(np.float32)[:, None]
+                ones = np.ones((len(whole.own(other)), 1), np.float32)
+                rows = LayerRows(whole.shares[other], ones), LayerRows(whole.shares[asked], popular)
+                yield LinkEmbeddings(self.graph, of, self.group, *rows, backward=not end, loops=loops)
+
+        return self.metrics(embeddings(), names)
 
 
 def output_rows(

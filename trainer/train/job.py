@@ -56,7 +56,7 @@ from trainer.train.model import (
 )
 from trainer.train.schedule import check_task
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
-from trainer.train.tasks.baseline import Baseline, link_baseline, target_counts
+from trainer.train.tasks.baseline import Baseline, LinkCounts, link_baseline
 from trainer.train.tasks.choose import edge_task, metric_names, node_task
 from trainer.train.tasks.choose_target import learns_edge_labels, pick_target
 from trainer.train.tasks.task import Task
@@ -278,19 +278,23 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
                 for split in ranked
             }  # fmt: skip
         sampled = [split for split in splits if split not in ranked]
+        train_links = {of: given.get("train") for of, given in links.items()}
+        counts = LinkCounts.counted(graph, train_links, settings.decoder != "dot", group)
         if is_link_types(target):
             typed = group.agree(lambda: typed_link_loaders(settings, graph, target, sampled, *shared))
-            loaders, baseline = {**typed}, None
+            loaders = {**typed}
         else:
             edge_type, given = target, links[target]
-            counts = target_counts(graph, edge_type, given.get("train"), group)
             ages = getattr(model, "timed", ())
             of_links = group.agree(
-                lambda: link_loaders(settings, graph, edge_type, sampled, *shared, counts, ages, given)
+                lambda: link_loaders(
+                    settings, graph, edge_type, sampled, *shared, counts.of_targets(graph), ages, given
+                )
             )
-            assert isinstance(task, LinkPrediction)
-            popularity = {split: ranking.popularity for split, ranking in rankings.items()}
-            loaders, baseline = {**of_links}, link_baseline(of_links, popularity, task, counts, group)
+            loaders = {**of_links}
+        assert isinstance(task, LinkPrediction)
+        popularity = {split: ranking.popularity for split, ranking in rankings.items()}
+        baseline = link_baseline(loaders, popularity, task, counts, graph, group)
         if not held_out and is_first:
             name = type_name(link_types(target)[0])
             text = f"no links of {name} are held out, so nothing is evaluated; set option hold_out: {name}"

@@ -31,6 +31,7 @@ from trainer.train.full_ranking import FullRanking, ranking_metrics
 from trainer.train.loaders import loader_settings, named_type
 from trainer.train.model import embeddings_of
 from trainer.train.settings import TrainSettings
+from trainer.train.tasks.baseline import LinkCounts
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,11 @@ class TimedRanking:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def popularity(self, counts: Tensor, names: Sequence[str]) -> dict[str, float]:
-        """Return the metrics of ranking targets by their number of train links, float64 [targets] by original id."""
+    def popularity(self, counts: LinkCounts, names: Sequence[str]) -> dict[str, float]:
+        """Return the metrics of ranking targets by their number of train links."""
         whole, of = self._whole(self.folder), self.edge_type[2]
         (found,) = self.graph.access.gather([RowRequest(of, whole.own(of), ("orig_id",))])
-        popular = counts.numpy()[np.asarray(found["orig_id"], np.int64)].astype(np.float32)[:, None]
+        popular = counts.of(self.edge_type, 1, np.asarray(found["orig_id"], np.int64)).astype(np.float32)[:, None]
         return self.metrics(_Given(LayerRows(whole.shares[of], popular)), names)
 
     def metrics(self, rows: Any, names: Sequence[str]) -> dict[str, float]:

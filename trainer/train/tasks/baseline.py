@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.core.arrays import Array, Ids
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType
 from trainer.graph.open import Graph
+from trainer.sampler.types import RowRequest
 from trainer.train.tasks.classification import Classification
 from trainer.train.tasks.labels import SeedLabels, labels_01
 from trainer.train.tasks.regression import Regression
 from trainer.train.tasks.task import Labels, Task
 
 if TYPE_CHECKING:
+    from trainer.loader.block_loader import BlockLoader
     from trainer.loader.edge_endpoints import EdgeEndpoints
     from trainer.loader.link_block_loader import LinkBlockLoader
     from trainer.loader.split_links import GivenLinks
+    from trainer.loader.typed_link_loader import TypedLinkLoader
     from trainer.train.tasks.link import LinkPrediction
 
-#: Scores the ranking of all targets by given numbers, float64 [targets], by the metrics of the given names. Collective.
-FullRanking: TypeAlias = Callable[[Tensor, Sequence[str]], dict[str, float]]
+#: Scores the ranking of all nodes by their numbers of links, by the metrics of the given names. Collective.
+FullRanking: TypeAlias = Callable[["LinkCounts", Sequence[str]], dict[str, float]]
 
 _MOST_COUNTED = 1 << 24  #: edges whose targets are counted
 
@@ -68,51 +72,116 @@ def node_baseline(task: Task, labels: Sequence[SeedLabels], group: RankGroup) ->
     return Baseline(name, {split: of for split, of in metrics.items() if of})
 
 
-def target_counts(graph: Graph, edge_type: EdgeType, links: GivenLinks | None, group: RankGroup) -> Tensor:
-    """Count the links of training by their targets: float64 [targets], by original id. Collective.
+@dataclass(frozen=True)
+class LinkCounts:
+    """How many links of training nodes have, by edge type and end: 0 source, 1 target."""
 
-    ``links``: the links; None: all edges of the type. Of very many links, equally spaced ones are counted.
-    """
-    from trainer.loader.edge_endpoints import HeldEndpoints, StoredEndpoints
+    found: Mapping[tuple[EdgeType, int], tuple[Ids, Array]]  #: original ids, ascending, and counts above 0
 
-    size = graph.manifest.nodes[edge_type[2]].num_nodes
-    ends: EdgeEndpoints = StoredEndpoints(graph, edge_type) if links is None else HeldEndpoints(*links.ends)
-    every = max(1, -(-len(ends) // _MOST_COUNTED))
+    @classmethod
+    def counted(
+        cls, graph: Graph, types: Mapping[EdgeType, GivenLinks | None], both: bool, group: RankGroup
+    ) -> LinkCounts:  # fmt: skip
+        """Count the links of edge types; None: all edges of the type. Collective. ``both``: also those of sources.
 
-    def counted() -> Tensor:
-        counts, own = np.zeros(size, np.int64), np.arange(group.rank * every, len(ends), group.size * every)
-        for start in range(0, len(own), _AT_ONCE):
-            counts += np.bincount(ends.ends_of(own[start : start + _AT_ONCE])[1], minlength=size)
-        return torch.from_numpy(counts).double()
+        Of very many links, equally spaced ones are counted. A process needs 8 bytes per node of a type at a time, and
+        16 bytes per node that has links, of each type.
+        """
+        from trainer.loader.edge_endpoints import HeldEndpoints, StoredEndpoints
 
-    return group.sum(group.agree(counted))
+        found: dict[tuple[EdgeType, int], tuple[Ids, Array]] = {}
+        for end in (1, 0) if both else (1,):
+            for of, links in types.items():
+                size = graph.manifest.nodes[of[2 * end]].num_nodes
+                ends: EdgeEndpoints = StoredEndpoints(graph, of) if links is None else HeldEndpoints(*links.ends)
+                every = max(1, -(-len(ends) // _MOST_COUNTED))
+
+                def own_counts(
+                    ends: EdgeEndpoints = ends, every: int = every, size: int = size, end: int = end
+                ) -> Tensor:
+                    counts, own = np.zeros(size, np.int64), np.arange(group.rank * every, len(ends), group.size * every)
+                    for start in range(0, len(own), _AT_ONCE):
+                        counts += np.bincount(ends.ends_of(own[start : start + _AT_ONCE])[end], minlength=size)
+                    return torch.from_numpy(counts).double()
+
+                counts = group.sum(group.agree(own_counts)).numpy()
+                linked = np.flatnonzero(counts)
+                found[of, end] = linked, counts[linked]
+        return cls(found)
+
+    @property
+    def asked(self) -> Sequence[tuple[EdgeType, int]]:
+        """The edge types and ends that were counted, targets first."""
+        return tuple(self.found)
+
+    def of(self, edge_type: EdgeType, end: int, nodes: Ids) -> Array:
+        """Return the counts of nodes by original id, float64 [n]."""
+        linked, counts = self.found[edge_type, end]
+        if not len(linked):
+            return np.zeros(len(nodes))
+        at = np.minimum(np.searchsorted(linked, nodes), len(linked) - 1)
+        return np.where(linked[at] == nodes, counts[at], 0.0)
+
+    def of_targets(self, graph: Graph) -> Tensor:
+        """Return the counts of all targets of the only edge type, float64 [targets] by original id."""
+        ((edge_type, _),) = self.found
+        return torch.from_numpy(self.of(edge_type, 1, np.arange(graph.manifest.nodes[edge_type[2]].num_nodes)))
 
 
 def link_baseline(
-    loaders: Mapping[str, LinkBlockLoader], full: Mapping[str, FullRanking], task: LinkPrediction, counts: Tensor,
-    group: RankGroup,
+    loaders: Mapping[str, BlockLoader], full: Mapping[str, FullRanking], task: LinkPrediction, counts: LinkCounts,
+    graph: Graph, group: RankGroup,
 ) -> Baseline:  # fmt: skip
-    """Score the ranking of targets by their number of train links, among the negatives that the model gets. Collective.
+    """Score the ranking of nodes by their number of train links, among the negatives that the model gets. Collective.
 
-    ``counts``: result of ``target_counts``. ``full``: for each split that is ranked
-    among all targets, a function that scores such a ranking.
+    ``full``: for each split that is ranked among all nodes, a function that scores such a ranking.
     """
-    from trainer.nn.link_metrics import LinkSums
+    from trainer.loader.typed_link_loader import TypedLinkLoader
 
-    def scored(loader: LinkBlockLoader) -> Tensor:
-        sums = LinkSums(task.hits)
-        for share in loader.shares(0):
-            src, dst, negatives = loader.ends(share)
-            if len(dst):
-                own = loader.own(share, src, dst)
-                alone = torch.from_numpy(own.table(len(dst), counts.numpy()[own.ids], -np.inf))
-                scores = counts[negatives].expand(len(dst), -1)
-                scores = scores.masked_fill(torch.from_numpy(dst[:, None] == negatives), -torch.inf)
-                sums.add(counts[dst], torch.cat([scores, alone], 1))
-        return sums.sums
+    def scored(loader: Any) -> Tensor:
+        if isinstance(loader, TypedLinkLoader):
+            return _typed_sums(loader, task, counts)
+        return _sums(loader, task, counts.of_targets(graph))
 
     held_out = [(split, loader) for split, loader in loaders.items() if split != "train"]
     sums = {split: group.sum(group.agree(lambda loader=loader: scored(loader))) for split, loader in held_out}  # type: ignore[misc]
     metrics = {split: task.metrics(each.tolist()) for split, each in sums.items()}
     metrics |= {split: score(counts, task.names) for split, score in full.items()}
-    return Baseline("the targets with most links", metrics)
+    both = any(not end for _, end in counts.asked)
+    return Baseline(f"the {'nodes' if both else 'targets'} with most links", metrics)
+
+
+def _sums(loader: LinkBlockLoader, task: LinkPrediction, counts: Tensor) -> Tensor:
+    from trainer.nn.link_metrics import LinkSums
+
+    sums = LinkSums(task.hits)
+    for share in loader.shares(0):
+        src, dst, negatives = loader.ends(share)
+        if len(dst):
+            own = loader.own(share, src, dst)
+            alone = torch.from_numpy(own.table(len(dst), counts.numpy()[own.ids], -np.inf))
+            scores = counts[negatives].expand(len(dst), -1)
+            scores = scores.masked_fill(torch.from_numpy(dst[:, None] == negatives), -torch.inf)
+            sums.add(counts[dst], torch.cat([scores, alone], 1))
+    return sums.sums
+
+
+def _typed_sums(loader: TypedLinkLoader, task: LinkPrediction, counts: LinkCounts) -> Tensor:
+    sums, types = torch.zeros(task.num_sums, dtype=torch.float64), loader.links.types
+    for share in loader.shares(0):
+        seeds, ends = loader.seeded(share)
+        if not len(share.positions) or ends.relation is None or ends.group is None:
+            continue
+        rows = loader.graph.access.gather([RowRequest(of, seeds.nodes[of], ("orig_id",)) for of in ends.types])
+        ids = [np.asarray(each["orig_id"], np.int64) for each in rows]
+        out = torch.empty(len(ends.dst), 1 + ends.negatives.shape[1], dtype=torch.float64)
+        for number in ends.relation.unique().tolist():
+            of, end = types[number % len(types)], int(number < len(types))
+            popular = [
+                counts.of(of, end, own) if each == of[2 * end] else np.zeros(len(own))
+                for each, own in zip(ends.types, ids, strict=True)
+            ]
+            table, some = torch.from_numpy(np.concatenate(popular)), ends.relation == number
+            out[some] = table[torch.cat([ends.dst[some][:, None], ends.negatives[ends.group[some]]], 1)]
+        sums += task.metric_sums(out, Labels(links=ends))
+    return sums

@@ -19,7 +19,7 @@ from load_kit import CITES, REV, WRITES, assert_same, hetero_data, homo_data, pa
 from samplers_kit import TWO_HOSTS, assert_same_everywhere, over_the_wire
 from train_kit import curve, job, run_ranks, write_parts
 from trainer import DistPPRLoader, DistWalkLoader
-from trainer.core.errors import SettingsError
+from trainer.core.errors import DataError, SettingsError
 from trainer.core.ranks import Ranks
 from trainer.core.schema import HOMO_EDGE
 from trainer.infer.infer import infer
@@ -225,7 +225,9 @@ def test_edges_between_hidden_pairs_are_not_followed(typed, bounded):
         sampler = graph.sampler(settings, {}, ("", ()))
         ids = graph.store.to_global(target, seeds)
         times = {target: node.time[seeds].numpy()} if bounded else {}
-        exclude = {of: tuple(graph.store.to_global(of[0], ends) for ends in exclude)} if len(exclude) else {}
+        wrong = np.array([10**9])
+        exclude = (wrong, wrong) if exclude is None else [graph.store.to_global(of[0], ends) for ends in exclude]
+        exclude = {of: tuple(exclude)} if len(exclude) else {}
         found = sampler.sample(SeedSet({target: ids}, {target: seeds}, times, exclude), 5)
         return {
             (int(seed), each[0], int(found.rows[each[0]]["orig_id"][source])): float(score)
@@ -240,6 +242,8 @@ def test_edges_between_hidden_pairs_are_not_followed(typed, bounded):
             found = scores(graph, exclude)
             assert max(abs(found.get(key, 0) - expected.get(key, 0)) for key in {*found, *expected}) < 1e-3
         assert scores(parts_of(data, 3), exclude) == scores(wired, exclude)
+        with pytest.raises(DataError, match="have ends that are no"):
+            scores(wired, None)
     assert max(abs(value - expected.get(key, 0)) for key, value in scores(parts_of(data, 1), ()).items()) > 0.01
 
 

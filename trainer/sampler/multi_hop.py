@@ -122,6 +122,10 @@ def _check_seeds(schema: GraphSchema, seeds: SeedSet, settings: SampleSettings) 
             raise DataError(f"seed {ids[bad[0]]} at position {bad[0]} is not a node; ids go from 0 to {num_nodes - 1}")
         if settings.time is not None and of not in seeds.times:
             raise SettingsError(f"temporal sampling needs a time for each seed of {of!r}; pass times with the seeds")
+    for edge_type, ends in seeds.exclude.items():  # of clients, too; a rule numbers these nodes
+        for of, ids in zip(edge_type[::-2], ends, strict=True):
+            if of in schema.nodes and len(ids) and not 0 <= ids.min() <= ids.max() < schema.nodes[of].num_nodes:
+                raise DataError(f"excluded edges of {edge_type} have ends that are no {of!r} nodes")
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,8 @@ def split_links(graph: Graph, edge_type: EdgeType, time_attr: str | None) -> dic
 
 
 def _listed(graph: Graph, edge_type: EdgeType, time_attr: str | None) -> dict[str, GivenLinks]:
-    rows, targets = (
-        np.concatenate([np.empty(0, np.int64), *each])
-        for each in zip(*[ends for _, *ends in edges_in_order(StoredEndpoints(graph, edge_type))], strict=True)
-    ) if graph.manifest.edges[edge_type].num_edges else np.empty((2, 0), np.int64)  # fmt: skip
+    stored = edges_in_order(StoredEndpoints(graph, edge_type))
+    rows, targets = np.concatenate([np.empty((2, 0), np.int64), *(np.stack(ends) for _, *ends in stored)], axis=1)
     times, found = row_times(graph, edge_type[0], time_attr), {}
     for split, own in rows_of_splits(graph, edge_type[0]).items():
         some = own[rows]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -49,6 +49,13 @@ class Queries:
 
     def at(self, some: Ids) -> Queries:
         return Queries(self.sources[some], self.trees[some], None if self.times is None else self.times[some])
+
+
+class RowsAt(Protocol):
+    """Rows of queries, and of targets at a time. Its methods are collective."""
+
+    def of_queries(self, queries: Queries) -> Tensor: ...
+    def of_targets(self, time: int) -> LayerRows: ...
 
 
 @dataclass(frozen=True)
@@ -126,8 +133,8 @@ class TimedRanking:
         popular = counts.of(self.edge_type, 1, np.asarray(found["orig_id"], np.int64)).astype(np.float32)[:, None]
         return self.metrics(_Given(LayerRows(whole.shares[of], popular)), names)
 
-    def metrics(self, rows: Any, names: Sequence[str]) -> dict[str, float]:
-        """Return the metrics in ``names``, means over queries or links. ``rows``: a ``Rows``, or similar."""
+    def metrics(self, rows: RowsAt, names: Sequence[str]) -> dict[str, float]:
+        """Return the metrics in ``names``, means over queries or links."""
         queries, query_of = self._queries
         source, _, target = self.edge_type
         store, found = self.graph.store, list[RankedLinks]()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from gateway_kit import cluster_file, serving_parts
 from train_kit import curve, job, metrics, run_forked, run_ranks
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.ranks import Ranks, join_ranks
@@ -28,7 +29,7 @@ from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sampler.types import RowRequest
 from trainer.train.job import one_host_layout, train
 from trainer.train.loaders import link_loaders
-from trainer.train.settings import InferJob, TrainSettings
+from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from trainer.train.tasks.choose_target import pick_target
 from trainer.train.timed_ranking import Queries, TimedRanking, ranking_of
 
@@ -251,6 +252,21 @@ def test_lists_do_not_depend_on_what_is_later(tmp_path: Path) -> None:
         changed[row] |= scores[1][row, product] != score
     assert not changed[AT <= 200 * DAY].any()
     assert changed[AT > 200 * DAY].all()
+
+
+def test_a_client_without_parts_trains_and_predicts_the_same(
+    one_shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = train(job(one_shop, tmp_path / "alone", **SMALL))
+    with serving_parts(shop(tmp_path / "shop", num_parts=4)) as servers:
+        cluster = cluster_file(tmp_path / "cluster.json", servers, {2: [0]})
+        monkeypatch.setenv("NODE_RANK", "2")
+        settings = job(one_shop, tmp_path, **SMALL).settings
+        found = train(TrainJob(settings, None, tmp_path / "client", (), cluster))
+        assert curve(tmp_path / "client") == pytest.approx(curve(tmp_path / "alone"), rel=1e-6)
+        assert found.test == pytest.approx(alone.test, rel=1e-6)
+        ended = infer(InferJob(found.checkpoint, None, tmp_path / "out", (), cluster, top_k=3))
+        assert ended.metrics["test"] == pytest.approx(alone.test, rel=1e-6)
 
 
 # --- ranks of links at their times ----------------------------------------------------------------------------

@@ -288,6 +288,9 @@ MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn", "embedding",
 #: Bundled models that do not read the scores of neighbours by PageRank or walks.
 WITHOUT_SCORES = ("lightgcn", "embedding")
 
+#: Bundled models that divide messages by degrees in the whole graph, which count edges later than a seed.
+OF_DEGREES = ("gcn", "lightgcn")
+
 #: Settings of `train` that only some bundled models read, and no class.
 OF_MODELS: Mapping[str, tuple[str, ...]] = {
     "output_heads": ("gat",),

@@ -13,6 +13,7 @@ from launcher.config.schema import (
     METRICS,
     MODELS,
     NEIGHBORS,
+    OF_DEGREES,
     OF_MODELS,
     OPTIMIZERS,
     SCHEDULES,
@@ -162,6 +163,18 @@ def _model(config: ClusterConfig, reader: Reader) -> None:
     ):
         text = f"train.model: {train.model} is for train.task: link"
         reader.report(("train", "model"), text)
+    chosen = train.neighbors is not None and train.neighbors.name in ("ppr", "walks")
+    if (
+        train.model in OF_DEGREES
+        and train.time_attr is not None
+        and not chosen
+        and reader.good(("train", "model"), ("train", "time_attr"))
+    ):
+        reader.report(
+            ("train", "time_attr"),
+            f"train.time_attr: model {train.model} divides messages by degrees in the whole graph, which count later "
+            "edges; use sage, for several types rsage",
+        )
     if train.model == "embedding" and train.layers is not None and reader.good(("train", "layers")):
         reader.report(("train", "layers"), "train.layers: model embedding has none; leave it out")
     if train.hide and train.task != "auto" and not train.task.startswith("edge-") and reader.good(("train", "hide")):

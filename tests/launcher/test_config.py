@@ -126,6 +126,10 @@ MISTAKES = {
         "3: train.metrics: no metric 'map@0'; the metrics of task link are mrr, hits@1, hits@10, hits@50, auc",
     ],
     TWO + "train: {task: regression, model: lightgcn}\n": ["3: train.model: lightgcn is for train.task: link"],
+    TWO + "train: {model: gcn, time_attr: at, disjoint: true}\n": [
+        "3: train.time_attr: model gcn divides messages by degrees in the whole graph, which count later edges; use "
+        "sage, for several types rsage"
+    ],
     TWO + "train: {model: gat, model_args: {act: elu}}\n": [
         "3: train.model_args: gat is a bundled model, which takes no further arguments; leave them out"
     ],

@@ -273,7 +273,7 @@ def test_losses_leave_out_the_target(loss: str, wanted: float) -> None:
         ({"eval_negatives": 10, "metrics": ("recall@20",)}, "recall@20 needs eval_negatives: all"),
         ({"metrics": ("recall@0",)}, "no metric 'recall@0'"),
         ({"early_stop": {"patience": 1, "metric": "loss"}}, "there is no loss on val"),
-        ({"time_attr": "at"}, "have no attribute 'at'"),
+        ({"time_attr": "at", "model": "rsage"}, "have no attribute 'at'"),
         ({"task": "classification", "target": "user"}, "no y"),
     ],
 )

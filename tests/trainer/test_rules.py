@@ -357,12 +357,17 @@ def test_a_metapath_has_to_lead_back_to_the_seeds(path, message):
         ({"neighbors": {"name": "ppr", "length": 3}}, "neighbors.length: ppr has no such key"),
         ({"neighbors": {"name": "ppr", "alpha": 1}}, "neighbors.alpha is 1.0; it must be less than 1"),
         ({"neighbors": "walks", "sampling": "cuda"}, "sampling: neighbours by walks are chosen by the CPU"),
+        ({"model": "gcn", "time_attr": "at"}, "time_attr: model gcn divides messages by degrees in the whole graph"),
         ({"neighbors": "ppr", "replace": True}, "replace: cannot be used with neighbors: ppr"),
     ],
 )
 def test_settings_of_training_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(SettingsError, match=re.escape(message)):
         TrainSettings(**settings)
+
+
+def test_a_rule_lets_gcn_respect_times():
+    assert TrainSettings(model="gcn", time_attr="at", neighbors="ppr").time_attr == "at"
 
 
 MODELS_OF_SCORES = {

@@ -28,6 +28,9 @@ MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn", "embedding",
 #: Bundled models that do not read the scores of neighbours by PageRank or walks.
 WITHOUT_SCORES = ("lightgcn", "embedding")
 
+#: Bundled models that divide messages by degrees in the whole graph, which count edges later than a seed.
+OF_DEGREES = ("gcn", "lightgcn")
+
 #: Settings that only some bundled models read, and no class of your own.
 OF_MODELS: Mapping[str, tuple[str, ...]] = {
     "output_heads": ("gat",),
@@ -510,7 +513,7 @@ def _bad_model(settings: TrainSettings) -> Iterator[str]:
 
 
 def _unread(settings: TrainSettings) -> Iterator[str]:
-    """Report settings that the model does not read."""
+    """Report settings that the model does not read, or that it contradicts."""
     defaults = {entry.name: entry.default for entry in fields(settings)}
     for name, models in OF_MODELS.items():
         if getattr(settings, name) != defaults[name] and settings.model not in models:
@@ -521,6 +524,12 @@ def _unread(settings: TrainSettings) -> Iterator[str]:
         yield f"decoder: {settings.decoder} scores links; task {settings.task} has none"
     if settings.decoder in ("complex", "rotate") and settings.hidden % 2:
         yield f"hidden is {settings.hidden}; decoder {settings.decoder} needs an even number: rows are complex"
+    chosen = settings.neighbors is not None and settings.neighbors.name in ("ppr", "walks")
+    if settings.model in OF_DEGREES and settings.time_attr is not None and not chosen:
+        yield (
+            f"time_attr: model {settings.model} divides messages by degrees in the whole graph, which count later "
+            "edges; use sage, for several types rsage"
+        )
 
 
 def _bad_cache(settings: TrainSettings) -> Iterator[str]:

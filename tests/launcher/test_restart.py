@@ -171,7 +171,7 @@ def test_the_next_attempt_of_a_node() -> None:
     assert (spec.hub_node.address, spec.hub_node.control_port) == ("10.0.0.1", 101)
     assert [(node.role, node.parts) for node in spec.nodes] == [("absent", ()), ("worker", (0, 1)), ("worker", (2,))]
     assert spec.server is not None and spec.server["argv"][3] == "2"
-    assert process_environment(spec, spec.server, "")["GNNFLEET_PART_IDS"] == "2"
+    assert process_environment(spec, spec.server, "", 10.0)["GNNFLEET_PART_IDS"] == "2"
     env = rank_environments(spec)[2]
     assert (env["WORLD_SIZE"], env["GROUP_RANK"], env["GROUP_WORLD_SIZE"]) == ("3", "1", "2")
     assert (env["MASTER_ADDR"], env["MASTER_PORT"], env["GNNFLEET_RESTART"]) == ("10.0.0.1", "201", "1")

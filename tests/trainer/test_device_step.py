@@ -23,7 +23,7 @@ from train_kit import job, write_parts
 from trainer.core.batch import LinkEnds
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.graph.device import packed_batch, tensors_of, with_tensors
-from trainer.train.epoch import EpochReport, evaluate, train_epoch
+from trainer.train.epoch import EpochReport, EpochSums, evaluate, train_epoch
 from trainer.train.fit import Fit
 from trainer.train.job import _prepare, open_job_graph
 from trainer.train.metrics import MetricsLog
@@ -127,14 +127,14 @@ def fake_feed(device: torch.device) -> Any:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankGroup]:
     """Yield a rank with the fake device. At the end of an epoch, ``train_epoch`` may read its losses."""
-    report = epoch_module._report
+    reduce_losses = EpochSums.reduce_losses
 
-    def read_report(tally: Any, *args: Any) -> EpochReport:
+    def reduce_read_losses(tally: EpochSums, group: RankGroup) -> None:
         tally.losses = read(tally.losses)
-        return report(tally, *args)
+        reduce_losses(tally, group)
 
     monkeypatch.setattr(epoch_module, "feed", fake_feed)
-    monkeypatch.setattr(epoch_module, "_report", read_report)
+    monkeypatch.setattr(EpochSums, "reduce_losses", reduce_read_losses)
     yield RankGroup(Ranks(), DEVICE)
 
 

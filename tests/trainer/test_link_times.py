@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from train_kit import REPOSITORY, command_line, infer_words, job, write_parts
+from train_kit import REPOSITORY, command_line, infer_words, job, metrics, write_parts
 from trainer.cli import main
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.schema import EdgeType, type_of
@@ -241,7 +241,10 @@ def test_the_documented_shop_is_learned_from_tables_to_predictions(
     rows = [row for part in (0, 1) for row in _rows(tmp_path / "out" / "source" / f"part{part}" / "predictions.csv")]
     assert len(rows) == 180 and {row["source"] for row in rows} == {f"u-{k:03d}" for k in range(60)}
     assert {row["target"] for row in rows} <= {f"sku {k}" for k in range(40)}
-    assert json.loads((tmp_path / "out" / "infer.json").read_text())["metrics"]["test"]["mrr"] > 0
+    (trained,) = metrics(tmp_path / "run", "result")
+    found = json.loads((tmp_path / "out" / "infer.json").read_text())["metrics"]
+    assert found["test"]["mrr"] == pytest.approx(trained["test_mrr"], rel=1e-6)  # each link at its time
+    assert found["val"]["mrr"] == pytest.approx(trained["val_mrr"], rel=1e-6)
 
 
 def _rows(path: Path) -> list[dict[str, str]]:

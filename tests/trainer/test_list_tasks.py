@@ -157,7 +157,7 @@ def test_wrong_options_are_refused(tmp_path: Path, task: dict[str, Any], message
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"model": "lightgcn"}, SettingsError, "model lightgcn has no row for what next asks"),
+        ({"model": "embedding"}, SettingsError, "model embedding has no row for what next asks"),
         ({"hard_negatives": "customer__shown__product"}, SettingsError, "hard_negatives is for links that are edges"),
         ({"eval_candidates": "customer__shown__product", "eval_negatives": 10, "metrics": ()}, SettingsError,
          "needs eval_negatives: all"),

@@ -65,19 +65,19 @@ def link_metrics(
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Return the metrics on each split of held-out links, with the same negatives as evaluations in training.
 
-    Embeddings are computed from all edges of the graph, even if ``settings`` has a ``time_attr``, unless links are
-    ranked among all targets at their times. ``rows``: the encoder's rows of all nodes. ``scratch``: folder for rows.
-    Collective.
+    With a ``time_attr``, links of one type are scored at their times, as in training; else from the embeddings of
+    ``links``, which are computed from all edges of the graph. ``rows``: the encoder's rows of all nodes. ``scratch``:
+    folder for rows. Collective.
     """
     graph, group, target, splits = links[0].graph, links[0].group, model.target, ("val", "test")
-    if settings.eval_negatives == "all" and settings.time_attr is not None and not is_link_types(target):
+    if settings.time_attr is not None and not is_link_types(target):
         return timed_metrics(graph, model, target, settings, task, layout, scratch, group)
     if settings.eval_negatives == "all":
         every = [FullRanking(graph, target, split, settings, layout, group, Path()) for split in splits]
         return {each.split: each.metrics(links, task.names) for each in every if each.num_links}
-    timeless = replace(settings, time_attr=None)
     found = {}
     if is_link_types(target):
+        timeless = replace(settings, time_attr=None)
         for split, typed in typed_link_loaders(timeless, graph, target, splits, False, group.rank, layout).items():
             sums = torch.zeros(task.num_sums, dtype=torch.float64)
             for share in typed.shares(EVAL_EPOCH):
@@ -89,7 +89,7 @@ def link_metrics(
             found[split] = task.metrics(group.sum(sums).tolist())
         return found
     (own,), (source, _, end), store = links, target, graph.store
-    loaders = link_loaders(timeless, graph, target, splits, False, group.rank, layout)
+    loaders = link_loaders(settings, graph, target, splits, False, group.rank, layout)
     for split, loader in loaders.items():
         sums = torch.zeros(task.num_sums, dtype=torch.float64)
         for share in loader.shares(EVAL_EPOCH):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from launcher.run.live_log import LiveLog
+from launcher.run.live_log import LiveLog, LogLine
 from run_kit import make_launch, make_node
 from trainer.core.batch_cost import Cost
 from trainer.graph.cache_policy import Prediction
@@ -33,7 +33,7 @@ def report(epoch: int, loss: float, seconds: float, seeds: int) -> EpochReport:
 def shown(line: str, node_rank: int = 0) -> list[str]:
     console = Console(file=io.StringIO(), width=WIDTH)
     plan = make_launch([make_node(Path("/w"), node_rank, [])])
-    LiveLog(console, plan, plain=True).process_lines(node_rank, f"rank{node_rank}", [line])
+    LiveLog(console, plan, plain=True).process_lines([LogLine(0.0, node_rank, f"rank{node_rank}", line)])
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 

@@ -84,13 +84,14 @@ def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **va
     from the nodes, or from the run folder after the run was collected. -f starts with the last ten lines of each rank.
     """
     from launcher.manage import show_logs as showlogs
+    from launcher.run.live_log import LinePrinter
 
     when = showlogs.since_when(since) if since else None
     wanted = showlogs.Wanted(values["node"], values["rank"], when, values["last"], values["every"])
     console, _ = _console(ctx, values)
     with _open(ctx, values, showlogs.all_collected) as run:
         plan = run.found.needed_plan
-        printer = showlogs.LinePrinter(console, plan, times=times, every=wanted.every)
+        printer = LinePrinter(console, plan, times=times, every=wanted.every)
         follows = follows and not showlogs.all_collected(run.found)
         missing = (showlogs.follow_logs if follows else showlogs.print_logs)(run, wanted, printer)
     for line in showlogs.missing_words(missing, plan):

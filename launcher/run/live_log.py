@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any
 
@@ -14,20 +15,16 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from launcher.node.json_reader import records
-from launcher.node.json_records import METRIC
 from launcher.plan.model import LaunchPlan
 from launcher.run.live_state import Board
 from launcher.run.live_table import render
 from launcher.text import printable
 
-STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ?")  #: at the beginning of the lines of a log
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ?")  # at the beginning of the lines of a log
 
 _COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "bright_red", "bright_cyan", "bright_magenta")
 
 _EVERY = 5.0  # seconds between progress lines without live view
-
-_NOT_SHOWN = ("supervisor", "server", "runners", "start")  # logs that are read only after failures
 
 _TRACEBACK = re.compile(r"(\[rank\d+\]: ?)?[ |+]*(Exception Group )?Traceback \(most recent call last\):")
 
@@ -42,15 +39,63 @@ _SHARE = 0.7  # largest fraction of the terminal's height for the live view
 Metric = Mapping[str, Any]
 
 
-def without_stamp(line: str) -> str:
-    """Return a log line without the time stamp that the rank runner added."""
-    stamp = STAMP.match(line)
-    return line[stamp.end() :] if stamp else line
+@dataclass(frozen=True)
+class LogLine:
+    """A line that a process of a run has printed."""
+
+    when: float  #: seconds since the epoch; 0: unknown
+    node_rank: int
+    name: str  #: of the process: rank3, server, …
+    text: str
 
 
-def labelled(label: str, node_rank: int, line: str) -> Text:
-    """Return a line of a process on a node for a terminal, behind a label in the node's colour."""
-    return Text(label, _COLOURS[node_rank % len(_COLOURS)]) + Text.from_ansi(printable(line, colours=True))
+def log_lines(lines: Iterable[str], node_rank: int, file: str, offset: float = 0.0) -> Iterator[LogLine]:
+    """Yield the lines of a log, such as ``logs/rank3.log``, with their times reduced by ``offset`` seconds.
+
+    A line without a time stamp has the time of the previous one.
+    """
+    name, when = file.rpartition("/")[2].removesuffix(".log"), 0.0
+    for line in lines:
+        stamp = _STAMP.match(line)
+        if stamp:
+            stamped = datetime.fromisoformat(stamp[1]).replace(tzinfo=timezone.utc).timestamp() - offset
+            when = max(when, stamped)  # keeps the order if the clock was set back
+        yield LogLine(when, node_rank, name, line[stamp.end() :] if stamp else line)
+
+
+class LinePrinter:
+    """Prints lines of processes, each behind its node and process, on a terminal in the node's colour. Thread-safe.
+
+    ``times``: also show local times. ``every``: align them with those of supervisors, too.
+    """
+
+    def __init__(self, console: Console, plan: LaunchPlan, *, times: bool = False, every: bool = False):
+        self.console, self.times = console, times
+        names = [f"node{node.node_rank}/rank{rank}" for node in plan.nodes for rank in node.ranks]
+        names += [f"node{node.node_rank}/server" for node in plan.nodes if node.server and plan.serve_only]
+        names += [f"node{node.node_rank}/supervisor" for node in plan.nodes] if every else []
+        self._width = max(map(len, names), default=0)
+        self._lock = threading.Lock()
+
+    def put(self, lines: Sequence[LogLine]) -> None:
+        with self._lock:
+            if self.console.is_terminal:
+                shown = (
+                    Text(self._label(line), _COLOURS[line.node_rank % len(_COLOURS)])
+                    + Text.from_ansi(printable(line.text, colours=True))
+                    for line in lines
+                )
+                self.console.print(Text("\n").join(shown), soft_wrap=True)
+            else:
+                self.console.file.write("".join(f"{self._label(line)}{printable(line.text)}\n" for line in lines))
+                self.console.file.flush()
+
+    def _label(self, line: LogLine) -> str:
+        label = f"node{line.node_rank}/{line.name}".ljust(self._width) + " | "
+        if not self.times:
+            return label
+        when = datetime.fromtimestamp(line.when).strftime("%H:%M:%S.%f")[:-3] if line.when else " " * 12
+        return f"{when} {label}"
 
 
 class LiveLog:
@@ -64,13 +109,12 @@ class LiveLog:
         self.board = board or Board.of(plan)
         self.alive = console.is_terminal and not plain  #: shows a live view
         self.question: tuple[str, ...] = ()  #: text lines below the live view
-        names = [f"node{node.node_rank}/rank{rank}" for node in plan.nodes for rank in node.ranks]
-        self._width = max(len(name) for name in [*names, "node0/rank0"])
+        self._printer = LinePrinter(console, plan)
         self._lock = threading.RLock()
         self._last_progress = self._last_picture = self._last_print = 0.0
         self._quiet = False
         self._held: dict[tuple[int, str], _Held] = {}
-        self._waiting: list[Text] = []
+        self._waiting: list[LogLine] = []
         self._picture: list[Text] = []
         self._live = Live(_Below(self), console=console, auto_refresh=False, transient=True)
 
@@ -100,29 +144,19 @@ class LiveLog:
                 for line in lines:
                     self.say(line, "bold")
 
-    def file_lines(self, node_rank: int, file: str, lines: Sequence[str]) -> None:
-        """Take new lines of a node's file: print those of a log, add those of a metrics file to the table."""
-        if file.startswith("metrics-"):
-            for metric in parsed(lines):
-                self.metric(metric)
-        elif file.startswith("logs/"):
-            name = file[len("logs/") : -len(".log")]
-            if name not in _NOT_SHOWN:
-                self.process_lines(node_rank, name, [without_stamp(line) for line in lines])
-
-    def process_lines(self, node_rank: int, name: str, lines: Sequence[str]) -> None:
-        """Print ``node0/rank1 | text`` for each line; delay a traceback and the lines after it by ``_HOLD`` seconds."""
+    def process_lines(self, lines: Sequence[LogLine]) -> None:
+        """Print new lines of one process; delay a traceback and the lines after it by ``_HOLD`` seconds."""
         with self._lock:
-            if self._quiet:
+            if self._quiet or not lines:
                 return
-            source = node_rank, name
-            first = next((i for i, line in enumerate(lines) if _TRACEBACK.match(line)), len(lines))
+            source = lines[0].node_rank, lines[0].name
             if source in self._held:
                 self._held[source].lines += lines
                 return
+            first = next((i for i, line in enumerate(lines) if _TRACEBACK.match(line.text)), len(lines))
             if first < len(lines):
                 self._held[source] = _Held(time.monotonic() + _HOLD, list(lines[first:]))
-            self._print(source, lines[:first])
+            self._print(lines[:first])
 
     def metric(self, metric: Metric) -> None:
         """Add a metrics line to the table; without a table, print a progress line every few seconds."""
@@ -139,7 +173,7 @@ class LiveLog:
         with self._lock:
             now = time.monotonic()
             for source in [source for source, held in self._held.items() if all_of_them or held.until <= now]:
-                self._print(source, self._held.pop(source).lines)
+                self._print(self._held.pop(source).lines)
             if self._waiting and (all_of_them or now - self._last_print >= _BATCH):
                 self._print_waiting()
             if self.alive and now - self._last_picture >= _REFRESH:
@@ -162,26 +196,19 @@ class LiveLog:
         self._last_picture = now
         self._live.refresh()
 
-    def _print(self, source: tuple[int, str], lines: Sequence[str]) -> None:
-        if not lines:
-            return
-        node_rank, name = source
-        prefix = f"node{node_rank}/{name}".ljust(self._width) + " | "
-        if not self.console.is_terminal:
-            self.console.file.write("".join(f"{prefix}{printable(line)}\n" for line in lines))
-            self.console.file.flush()
-            return
-        self._waiting += [labelled(prefix, node_rank, line) for line in lines]
-        if not self.alive:
-            self._print_waiting()
+    def _print(self, lines: Sequence[LogLine]) -> None:
+        if self.alive:
+            self._waiting += lines
+        elif lines:
+            self._printer.put(lines)
 
     def _print_waiting(self) -> None:
         # One print call for many lines saves redrawing the table below.
         with self._lock:
             if self._waiting:
                 self._last_print = time.monotonic()
-                block, self._waiting = Text("\n").join(self._waiting), []
-                self.console.print(block, soft_wrap=True)
+                lines, self._waiting = self._waiting, []
+                self._printer.put(lines)
 
 
 class _Below:
@@ -199,9 +226,4 @@ class _Held:
     """A traceback of one process, and the lines after it; printed at the time ``until``."""
 
     until: float  #: monotonic seconds
-    lines: list[str]
-
-
-def parsed(lines: Iterable[str]) -> list[Metric]:
-    """Parse lines of a metrics file; skip lines that are not JSON objects."""
-    return list(records(METRIC, lines))
+    lines: list[LogLine]

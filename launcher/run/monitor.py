@@ -16,15 +16,15 @@ from typing import Any, Literal
 from launcher.config.schema import RunConfig
 from launcher.errors import FleetError
 from launcher.node.json_reader import records
-from launcher.node.json_records import EVENT
+from launcher.node.json_records import EVENT, METRIC
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import nodes_reported_lost
 from launcher.report.events import EventLog, finding_words
 from launcher.report.last_attempt import ExpendableNodes
 from launcher.report.report import Detached, Lost, RunReport
 from launcher.run.interrupts import InterruptPrompt, Interrupts
-from launcher.run.live_log import LiveLog
-from launcher.run.node_stream import NodeMessage, NodeStream, for_machines
+from launcher.run.live_log import LiveLog, log_lines
+from launcher.run.node_stream import NodeMessage, NodeStream
 from launcher.run.start_progress import StartProgress
 from launcher.run.tmux_session import STOP_EXTRA, return_session, stop_node, what_remains
 from launcher.text import seconds_words
@@ -123,7 +123,7 @@ class RunFollower:
                 connect_timeout=limits.connect_timeout,
                 start=starts.get(node.node_rank),
                 start_timeout=limits.start_timeout,
-                tail=tail,
+                skip=("--tail", str(tail)) if tail is not None else (),
             )
             state: Literal["starting", "running"] = "starting" if node.node_rank in starts else "running"
             self._nodes[node.node_rank] = FollowedNode(node, stream, state)
@@ -249,14 +249,19 @@ class RunFollower:
 
         # Of the node itself: lines of its files, its state, its result, and that its supervisor is gone without one.
         if "file" in message:
-            if message["file"] == "events.jsonl":
+            file = message["file"]
+            if file == "events.jsonl":
                 for event in records(EVENT, message["lines"]):
                     self._handle_event(k, event)
-                return
-            if self.events.stream is not None:
-                for record in for_machines(k, message["file"], message["lines"]):
-                    self.events.write_to_stream(record)
-            self.live.file_lines(k, message["file"], message["lines"])
+            elif file.startswith("metrics-"):
+                for metric in records(METRIC, message["lines"]):
+                    self.events.write_to_stream({**metric, "node_rank": k})
+                    self.live.metric(metric)
+            elif file.startswith("logs/"):
+                lines = list(log_lines(message["lines"], k, file))
+                for line in lines:
+                    self.events.write_to_stream({"kind": "log", "node_rank": k, "name": line.name, "text": line.text})
+                self.live.process_lines(lines)
         elif "state" in message:
             state = message["state"]
             # The network's latency makes each offset too small, so the maximum is the best estimate.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,6 @@ from launcher.command import Command
 from launcher.errors import FleetError, SessionExists, TransportError
 from launcher.node.json_records import Damaged, message_in
 from launcher.plan.model import NodePlan
-from launcher.run.live_log import parsed, without_stamp
-from launcher.run.tmux_session import watch_command
 from launcher.transport.base import Transport
 
 SILENCE = 10.0  #: seconds without a message after which a connection is reopened; a node sends one about every 3 s
@@ -47,8 +46,9 @@ class NodeStream(threading.Thread):
 
     Reconnects after a lost connection, and continues each file at the byte in ``offsets``.
 
-    ``start``: function that starts the node, called first; it may take ``start_timeout`` seconds. ``tail``: begin with
-    the last ``tail`` lines of each file; None: all.
+    ``start``: function that starts the node, called first; it may take ``start_timeout`` seconds. ``only``: patterns of
+    the files to follow. ``skip``: options of ``watch.py`` by which the first connection skips lines, ``--tail`` or
+    ``--since``; a later one continues where the last one ended.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class NodeStream(threading.Thread):
         connect_timeout: float,
         start: Start | None = None,
         start_timeout: float = 0.0,
-        tail: int | None = None,
+        only: str = "*.jsonl,logs/rank*.log",
+        skip: Sequence[str] = (),
     ):
         super().__init__(daemon=True, name=f"follow-node{node.node_rank}")
         self.node, self.transport, self.enough = node, transport, enough
@@ -69,7 +70,7 @@ class NodeStream(threading.Thread):
         self.over = False  #: the node has ended
         self.offsets: dict[str, int] = {}
         self._put, self._start_node, self._connect_timeout = put, start, connect_timeout
-        self._start_timeout, self._tail = start_timeout, tail
+        self._start_timeout, self._only, self._skip = start_timeout, only, skip
         self._streaming = self._has_messages = self._putting = False
         self._last_message = time.monotonic()
         self._starting, self._last_probe = False, 0.0  # monotonic seconds of the start, or of the last probe
@@ -144,8 +145,9 @@ class NodeStream(threading.Thread):
         """Run ``watch.py`` on the node and pass on its messages until it ends; return why it ended."""
         self._last_message, self._has_messages, self._streaming = time.monotonic(), False, True
         try:
-            tail = None if self.offsets else self._tail  # after a reconnect, send all lines that were missed
-            command = watch_command(self.node, self.offsets, tail=tail)
+            words = ("--only", self._only, "--offsets", json.dumps(self.offsets))
+            skip = () if self.offsets else self._skip  # after a reconnect, send all lines that were missed
+            command = self.node.program("watch", self.node.run_dir, *words, *skip)
             status = self.transport.stream(command, self._handle_line, self.enough)
         except TransportError as error:
             return error.message
@@ -187,13 +189,3 @@ class NodeStream(threading.Thread):
 
     def _put_message(self, values: Mapping[str, Any]) -> None:
         self._put(NodeMessage(self.node.node_rank, values))
-
-
-def for_machines(node_rank: int, file: str, lines: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    """Yield the records that ``--json`` prints for new lines of a metrics file or of a rank's log."""
-    if file.startswith("metrics-"):
-        yield from ({**metric, "node_rank": node_rank} for metric in parsed(lines))
-    elif file.startswith("logs/rank"):
-        name = file[len("logs/") : -len(".log")]
-        for line in lines:
-            yield {"kind": "log", "node_rank": node_rank, "name": name, "text": without_stamp(line)}

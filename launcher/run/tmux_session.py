@@ -1,11 +1,10 @@
-"""Starts, watches and stops the tmux session of a node. tmux keeps its supervisor alive when the launcher exits.
+"""Starts and stops the tmux session of a node. tmux keeps its supervisor alive when the launcher exits.
 
 In a Slurm job the supervisor runs in a job step instead.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 
@@ -178,16 +177,6 @@ def stop_report(done: Completed, node: NodePlan) -> StopReport:
         tuple(f"{process['pid']} {process['command']}" for process in answer[name]) for name in ("killed", "leftovers")
     )
     return StopReport(answer["stopped"] is True, killed, leftovers, answer.get("was", ""))
-
-
-def watch_command(node: NodePlan, offsets: dict[str, int], *, tail: int | None = None) -> Command:
-    """Return the command that runs ``watch.py`` on a node to stream metrics, events and rank logs.
-
-    ``offsets``: the byte at which to begin, by file. ``tail``: begin with the last ``tail`` lines of each file.
-    """
-    words = ["--offsets", json.dumps(offsets), "--only", "*.jsonl,logs/rank*.log"]
-    words += ["--tail", str(tail)] if tail is not None else []
-    return node.program("watch", node.run_dir, *words)
 
 
 def _text(data: bytes) -> str:

@@ -23,7 +23,7 @@ from launcher.command import Command
 from launcher.errors import FleetError, TransportError
 from launcher.manage import select
 from launcher.manage.node_views import OpenRun, node_view
-from launcher.manage.show_logs import LinePrinter, Wanted, print_logs
+from launcher.manage.show_logs import Wanted, print_logs
 from launcher.manage.status import Status, rendered
 from launcher.node import control, json_records, watch
 from launcher.node.control import NodeFolder
@@ -46,6 +46,7 @@ from launcher.report.run_folder import FoundRun, never_ran, read_folder
 from launcher.report.run_history import entry_of
 from launcher.report.verdict import NodeView, from_here, judge, known_without_nodes
 from launcher.run import node_stream
+from launcher.run.live_log import LinePrinter
 from launcher.run.tmux_session import stop_session
 from launcher.serving.cluster_state import ClusterDescription, ServerState
 from launcher.serving.serve_status import ServeStatus

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from launcher.config.schema import TrainConfig
 from launcher.plan.model import LaunchPlan, Login
-from launcher.run.live_log import LiveLog
+from launcher.run.live_log import LiveLog, LogLine
 from launcher.run.live_state import Board
 from launcher.run.live_table import clock, render
 from run_kit import make_launch, make_node
@@ -161,7 +161,7 @@ def test_log_lines_scroll_above_the_table_which_disappears_at_the_end() -> None:
     live = LiveLog(console, plan_of(2, 1), board=board_of(2, 1))
     with live:
         live.tick()
-        live.process_lines(0, "rank0", ["a line of rank 0"])
+        live.process_lines([LogLine(0.0, 0, "rank0", "a line of rank 0")])
         live.tick()
         live.say("all nodes have ended")
     assert isinstance(console.file, io.StringIO)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from launcher.run import live_log
-from launcher.run.live_log import LiveLog
+from launcher.run.live_log import LiveLog, LogLine, log_lines
 from run_kit import make_launch, make_node
 
 STAMP = "2026-11-20T21:00:00.123Z"
@@ -33,8 +32,9 @@ def view(*, terminal: bool = False, plain: bool = True) -> tuple[LiveLog, Callab
     return LiveLog(console, plan, plain=plain), console.file.getvalue
 
 
-def stamped(*lines: str) -> list[str]:
-    return [f"{STAMP} {line}" for line in lines]
+def lines_of(k: int, *texts: str) -> list[LogLine]:
+    """Return lines of rank k, on node k."""
+    return list(log_lines([f"{STAMP} {text}" for text in texts], k, f"logs/rank{k}.log"))
 
 
 def step(rank: int, number: int, **more: Any) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def step(rank: int, number: int, **more: Any) -> dict[str, Any]:
 
 def test_lines_start_with_node_and_rank_aligned_and_have_no_timestamp() -> None:
     live, text = view()
-    live.file_lines(0, "logs/rank0.log", stamped("one", "  two [red] {x}"))
-    live.file_lines(11, "logs/rank11.log", stamped("three"))
+    live.process_lines(lines_of(0, "one", "  two [red] {x}"))
+    live.process_lines(lines_of(11, "three"))
     assert text().splitlines() == [
         "node0/rank0   | one",
         "node0/rank0   |   two [red] {x}",
@@ -55,8 +55,8 @@ def test_lines_start_with_node_and_rank_aligned_and_have_no_timestamp() -> None:
 
 def test_on_a_terminal_each_node_has_its_colour_and_control_characters_do_no_harm() -> None:
     live, text = view(terminal=True)
-    live.process_lines(0, "rank0", ["plain\x07", "\x1b[2Jclears", "\x1b[32mgreen\x1b[0m"])
-    live.process_lines(1, "rank1", ["other"])
+    live.process_lines(lines_of(0, "plain\x07", "\x1b[2Jclears", "\x1b[32mgreen\x1b[0m"))
+    live.process_lines(lines_of(1, "other"))
     out = text()
     assert "\x07" not in out and "\x1b[2J" not in out
     assert "\x1b[32mgreen" in out
@@ -66,7 +66,7 @@ def test_on_a_terminal_each_node_has_its_colour_and_control_characters_do_no_har
 def test_lines_of_several_threads_are_not_mixed() -> None:
     live, text = view()
     threads = [
-        threading.Thread(target=lambda k=k: [live.process_lines(k, f"rank{k}", ["x" * 200] * 3) for _ in range(30)])
+        threading.Thread(target=lambda k=k: [live.process_lines(lines_of(k, *["x" * 200] * 3)) for _ in range(30)])
         for k in range(6)
     ]
     for thread in threads:
@@ -84,8 +84,8 @@ def test_without_a_terminal_steps_give_one_line_every_few_seconds(monkeypatch: p
     live, text = view()
     for number in range(10):
         now[0] += 1.0
-        lines = [json.dumps(step(rank, number)) for rank in (0, 1)]
-        live.file_lines(0, "metrics-rank0.jsonl", lines)
+        for rank in (0, 1):
+            live.metric(step(rank, number))
     lines = text().splitlines()
     assert len(lines) == 2
     assert lines[1] == "epoch 2 step 5/50  loss 1.2500  2,000 seeds/s on 2 of 12 ranks"
@@ -93,10 +93,10 @@ def test_without_a_terminal_steps_give_one_line_every_few_seconds(monkeypatch: p
 
 def test_a_traceback_that_ends_the_run_is_shown_by_the_report_only() -> None:
     live, text = view()
-    live.process_lines(0, "rank0", ["before", *TRACEBACK])
-    live.process_lines(1, "rank1", ["[rank1]: " + line for line in TRACEBACK])
+    live.process_lines(lines_of(0, "before", *TRACEBACK))
+    live.process_lines(lines_of(1, *("[rank1]: " + line for line in TRACEBACK)))
     live.quiet()
-    live.process_lines(0, "rank0", ["after"])
+    live.process_lines(lines_of(0, "after"))
     live.tick()
     assert text() == "node0/rank0   | before\n"
 
@@ -105,17 +105,10 @@ def test_a_traceback_that_does_not_end_the_run_is_shown_in_order(monkeypatch: py
     now = [1000.0]
     monkeypatch.setattr(live_log.time, "monotonic", lambda: now[0])
     live, text = view()
-    live.process_lines(0, "rank0", TRACEBACK)
-    live.process_lines(0, "rank0", ["goes on"])
+    live.process_lines(lines_of(0, *TRACEBACK))
+    live.process_lines(lines_of(0, "goes on"))
     live.tick()
     assert text() == ""
     now[0] += 5.0
     live.tick()
     assert [line.split("| ")[1] for line in text().splitlines()] == [*TRACEBACK, "goes on"]
-
-
-def test_output_of_rank_runners_and_the_supervisor_is_not_shown() -> None:
-    live, text = view()
-    for name in ("runners", "supervisor", "server"):
-        live.file_lines(0, f"logs/{name}.log", stamped("noise"))
-    assert text() == ""

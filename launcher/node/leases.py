@@ -7,7 +7,7 @@ a resource of its own, ``cpu:<run>-node<k>``: only a run that waits in line has 
 A ticket, ``ticket:<run>-node<k>``, is the lease of a run that waits for what it names in ``wants``. The order of
 tickets is the same on all hosts: the time of the launch, then the run id.
 
-Python 3.8, standard library only, without imports from this package: preflight runs this source on nodes.
+Python 3.8, standard library only: preflight runs this source on nodes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import stat
 import time
 from contextlib import contextmanager, suppress
 from typing import Any, Iterable, Iterator, NamedTuple
+
+from launcher.node import procs
 
 FOLDER = "/tmp/gnnfleet-leases"
 
@@ -89,9 +91,10 @@ class LeaseError(OSError):
 
 def this_process(run_id: str, node_rank: int, host: str = "") -> LeaseHolder:
     """Return the calling process as a ``LeaseHolder``. host: user and machine that launched the run."""
-    pid = os.getpid()
-    user, ticks = _user(os.geteuid()), _start_ticks(pid) or 0
-    return LeaseHolder(run_id, node_rank, user, pid, ticks, _boot_id(), time.time(), host)
+    pid, user = os.getpid(), _user(os.geteuid())
+    process = procs.look(pid)
+    ticks = process.start_ticks if process else 0
+    return LeaseHolder(run_id, node_rank, user, pid, ticks, procs.boot_id(), time.time(), host)
 
 
 def held(resources: Iterable[str] | None = None) -> list[Lease]:
@@ -337,11 +340,10 @@ def _is_valid(lease: Lease) -> bool:
 
 
 def _alive(lease: Lease) -> bool:
-    if lease.boot_id != _boot_id():
+    if lease.boot_id != procs.boot_id():
         return False
-    ticks = _start_ticks(lease.pid)
-    if ticks is not None:
-        return ticks == lease.start_ticks
+    if procs.look(lease.pid) is not None:
+        return procs.alive(lease.pid, lease.start_ticks)
     try:
         os.kill(lease.pid, 0)
     except PermissionError:  # it lives, but /proc hides other users' processes (hidepid)
@@ -349,16 +351,6 @@ def _alive(lease: Lease) -> bool:
     except (OSError, OverflowError):
         return False
     return False
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if the process is missing, hidden or a zombie."""
-    try:
-        with open("/proc/%d/stat" % pid, "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def _write_all(folder: int, leases: list[Lease]) -> None:
@@ -413,11 +405,3 @@ def _user(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return "uid %d" % uid
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""

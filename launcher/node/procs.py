@@ -61,9 +61,9 @@ def look(pid: int) -> Process | None:
     return Process(pid, ppid, pgid, int(fields[19]), state in (b"Z", b"X"))
 
 
-def alive(pid: int, start_ticks: int) -> bool:
-    """Whether the process with this pid and start time runs; false for a zombie."""
-    process = look(pid)
+def alive(pid: int | None, start_ticks: int | None) -> bool:
+    """Whether the process with this pid and start time runs; false for a zombie, and if one of them is unknown."""
+    process = look(pid) if pid else None
     return process is not None and process.start_ticks == start_ticks and not process.zombie
 
 

@@ -88,12 +88,18 @@ class _EdgesSpec(msgspec.Struct):
     attrs: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class PartFile:
-    path: str  #: relative, begins with ``shared/`` or ``part<p>/``; or ``manifest.json``
-    bytes: int
-    sha256: str
-    flat: bool = False  #: a 1-d array of a part (edges, ids, times, labels, weights), needed by a replicated topology
+class PartFile(msgspec.Struct, frozen=True):
+    """A file of a partition folder, as its manifest lists it."""
+
+    path: Annotated[str, msgspec.Meta(pattern=r"^(shared|part[0-9]+)/")]  #: relative; or ``manifest.json``
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    shape: tuple[int, ...] = ()
+
+    @property
+    def flat(self) -> bool:
+        """Whether it is a 1-d array of a part (edges, ids, times, labels), which a replicated topology needs."""
+        return len(self.shape) == 1 and self.path.startswith("part")
 
 
 @dataclass(frozen=True)
@@ -181,15 +187,11 @@ def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
     for file in manifest.files:
         if not is_plain_path(file.path):
             raise ValueError(f"the path {file.path!r} leads out of the folder")
-    files = [
-        PartFile(file.path, file.bytes, file.sha256, file.path.startswith("part") and len(file.shape) == 1)
-        for file in manifest.files
-    ]
-    files.append(PartFile("manifest.json", len(raw), hashlib.sha256(raw).hexdigest()))
+    files = (*manifest.files, PartFile("manifest.json", len(raw), hashlib.sha256(raw).hexdigest()))
     held_out = _HELD_OUT in manifest.graph_attrs
     return PartitionFiles(
-        folder, manifest.dataset, manifest.fingerprint, manifest.num_parts, tuple(files), manifest.nodes,
-        manifest.edges, held_out, manifest.hetero,
+        folder, manifest.dataset, manifest.fingerprint, manifest.num_parts, files, manifest.nodes, manifest.edges,
+        held_out, manifest.hetero,
     )  # fmt: skip
 
 
@@ -198,20 +200,13 @@ class _ManifestKind(msgspec.Struct):
     version: int
 
 
-class _ManifestFile(msgspec.Struct):
-    path: Annotated[str, msgspec.Meta(pattern=r"^(shared|part[0-9]+)/")]
-    bytes: Annotated[int, msgspec.Meta(ge=0)]
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-    shape: tuple[int, ...] = ()
-
-
 class _Manifest(msgspec.Struct):
     """The fields of a manifest that the launcher uses."""
 
     dataset: str
     fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z]{1,128}$")]
     num_parts: Annotated[int, msgspec.Meta(ge=1)]
-    files: tuple[_ManifestFile, ...]
+    files: tuple[PartFile, ...]
     nodes: dict[str, NodesSpec] = {}
     edges: dict[str, _EdgesSpec] = {}
     graph_attrs: dict[str, Any] = {}

@@ -110,11 +110,9 @@ def _ports_finding(survey: Survey, k: int, check: str, candidates: tuple[int, ..
     busy: Mapping[str, str] = survey.probes[k]["busy_ports"]
     if any(str(port) not in busy for port in candidates):
         return survey.finding(k, "ok", check, f"{check} free")
-    holder = busy[str(candidates[0])] or "process unknown"
     ports = str(candidates[0]) if len(candidates) == 1 else f"{candidates[0]}–{candidates[-1]}"
-    message = f"port {ports} is {holder}" if holder.startswith("held by") else f"port {ports} is in use ({holder})"
     remedy = f"end that process, or set `{setting}` to another port"
-    return survey.finding(k, "block", check, message, remedy)
+    return survey.finding(k, "block", check, f"port {ports} is {busy[str(candidates[0])]}", remedy)
 
 
 def _leases(survey: Survey, k: int) -> Iterator[Finding]:

@@ -318,19 +318,19 @@ def test_a_folder_that_only_its_owner_can_write_to_is_reported(folder: Path) -> 
 @as_root
 def test_a_process_hidden_in_proc_keeps_its_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     take(["cuda:0"], this_process("run-a", 0))
-    monkeypatch.setattr(lease, "_start_ticks", lambda pid: None)
+    monkeypatch.setattr(lease.procs, "look", lambda pid: None)
     assert as_user(NOBODY, lambda: names(held())) == "[('cuda:0', 'run-a')]"
 
 
-def test_the_module_runs_as_bare_source_without_packages(tmp_path: Path) -> None:
-    # Preflight sends the source of leases.py to Pythons without any packages; this runs it with the Python of the
+def test_the_module_runs_without_installed_packages(tmp_path: Path) -> None:
+    # Preflight sends leases.py and what it imports to Pythons without any packages; this runs it with the Python of the
     # tests, and with Python 3.8 where that is installed.
     take(["cuda:0"], this_process("run-a", 0))
-    code = "import sys; space = {'__name__': 'gnnfleet_node'}; exec(sys.stdin.read(), space); print(space['held']())"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from launcher.node import leases; print(leases.held())"
     for python in [sys.executable, "python3.8"]:
         try:
-            argv = [python, "-I", "-S", "-c", code]
-            done = subprocess.run(argv, input=PROGRAM.read_text(), cwd=tmp_path, capture_output=True, text=True)
+            argv = [python, "-I", "-S", "-B", "-c", code, str(PROGRAM.parents[2])]
+            done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
         except FileNotFoundError:
             continue
         if "not found" in done.stderr or "not installed" in done.stderr:  # a shim for a version that is not installed

@@ -21,7 +21,7 @@ UUID = "GPU-5f1a77d0"
 
 
 def parts_of(num_parts: int, edge_bytes: int) -> PartitionFiles:
-    files = [PartFile(f"part{p}/edges/e/indices.npy", edge_bytes // num_parts, "d", True) for p in range(num_parts)]
+    files = [PartFile(f"part{p}/edges/e/indices.npy", edge_bytes // num_parts, "d", (9,)) for p in range(num_parts)]
     return PartitionFiles("parts", "synthetic", "f1", num_parts, (*files, PartFile("manifest.json", 9, "d")))
 
 

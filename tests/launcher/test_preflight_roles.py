@@ -111,7 +111,7 @@ def test_parts_and_service_port_are_not_checked_on_a_client() -> None:
     inquiry = Inquiry(verify)
     assert [inquiry.request(k)["manifest"] for k in range(2)] == ["/parts/manifest.json", ""]
     assert [inquiry.request(k)["ports"] for k in range(2)] == [[29600], [29500, 29400]]
-    odd: dict[int, dict[str, Any]] = {0: {"manifest": False}, 1: {"busy_ports": {"29601": "nginx"}}}
+    odd: dict[int, dict[str, Any]] = {0: {"manifest": False}, 1: {"busy_ports": {"29601": "in use (nginx)"}}}
     assert [(one.node_rank, one.check) for one in found(2, odd, config=verify)] == [(0, "data")]
 
 

@@ -107,7 +107,7 @@ def messages() -> list[str]:
         (pair, {}, {"clock_offsets": {0: 0.0, 1: -300.0}}),
         (named, {1: {"names": {"head": ""}}}, {}),
         (named, {1: {"names": {"head": "127.0.1.1"}}}, {}),
-        (named, {0: {"busy_ports": {"29500": "pid 7: python old.py"}}}, {}),
+        (named, {0: {"busy_ports": {"29500": "in use (pid 7: python old.py)"}}}, {}),
         (named, {0: {"busy_ports": {"29500": HELD}}}, {}),
         (pair, {1: {"lease_error": "/tmp/gnnfleet-leases is not a folder; remove it"}}, {}),
         (pair, {1: {"leftovers": [{"run_id": "r1", "pids": [5, 6], "commands": ["python train.py"]}]}}, {}),

@@ -28,7 +28,7 @@ GB = 10**9
 def parts_of(num_parts: int, edge_bytes: int, edge_files: int = 1) -> PartitionFiles:
     files = []
     for p in range(num_parts):
-        files += [PartFile(f"part{p}/edges/e{i}/indices.npy", edge_bytes, "d", True) for i in range(edge_files)]
+        files += [PartFile(f"part{p}/edges/e{i}/indices.npy", edge_bytes, "d", (9,)) for i in range(edge_files)]
         files.append(PartFile(f"part{p}/nodes/n/attrs/x.npy", 10**6, "d"))
     return PartitionFiles("parts", "synthetic", "f1", num_parts, (*files, PartFile("manifest.json", 9, "d")))
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 BLOCK = bytes(65536)  # large enough to fail on an exceeded quota or a full disk
 
-RUNS = 1000  # run folders that are examined at most, newest first
-
 
 def folders(workdir: str, code: str) -> dict[str, Any]:
     """Return facts about the work folder (or the nearest existing folder above it), /tmp and /dev/shm.
@@ -95,41 +93,6 @@ def why_not_writable(path: str) -> str:
     return "" if wrote == len(BLOCK) else "no space left on device"
 
 
-class Suspect:
-    """A run folder without result whose supervisor has ended. processes: those listed in its state.json."""
-
-    def __init__(self, run_id: str, run_dir: str, processes: list[dict[str, Any]]) -> None:
-        self.run_id, self.run_dir, self.processes = run_id, run_dir, processes
-
-
-def ended_without_result(workdir: str) -> list[Suspect]:
-    """Return the node folders of runs below ``workdir`` that have no result but whose supervisor has ended.
-
-    Only the last ``RUNS`` runs by name are examined.
-    """
-    runs = os.path.join(workdir, "runs")
-    try:
-        names = sorted(os.listdir(runs))[-RUNS:]
-    except OSError:
-        return []
-    found = []
-    for name in names:
-        for node in nodes_of(os.path.join(runs, name)):
-            folder = os.path.join(runs, name, node)
-            if not os.path.exists(os.path.join(folder, "result.json")):
-                state = state_of(folder)
-                if state and not lives(state.get("pid"), state.get("start_ticks")):
-                    found.append(Suspect(name, folder, state.get("processes", [])))
-    return found
-
-
-def nodes_of(run: str) -> list[str]:
-    try:
-        return [name for name in os.listdir(run) if name.startswith("node")]
-    except OSError:
-        return []
-
-
 def state_of(folder: str) -> dict[str, Any]:
     """Return the content of state.json in ``folder``; {} when it is missing or damaged."""
     import json  # needed on few machines
@@ -140,15 +103,6 @@ def state_of(folder: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return state if isinstance(state, dict) else {}
-
-
-def lives(pid: Any, start_ticks: Any) -> bool:
-    try:
-        with open("/proc/%d/stat" % pid, "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except (OSError, TypeError):
-        return False
-    return fields[0] not in (b"Z", b"X") and int(fields[19]) == start_ticks
 
 
 _written = []  # type: list[str]

@@ -25,7 +25,6 @@ import sys
 import time
 
 from launcher.node.programs import folders, machine, packages
-from launcher.node.programs.folders import Suspect, lives
 from launcher.node.programs.network import addresses
 
 TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to start
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
 
 LEASES = "/tmp/gnnfleet-leases"
+
+RUNS = 1000  # run folders that are examined at most, newest first
 
 RESOLVE_SECONDS = 8.0  # for all names together
 
@@ -165,13 +166,36 @@ def _lease_facts() -> tuple[list[dict[str, Any]], str]:
 
 
 def leftovers(workdir: str) -> list[dict[str, Any]]:
-    """Return "run_id", "pids", "commands" of each run whose supervisor ended without a result and left processes."""
-    suspects = folders.ended_without_result(workdir)
-    if not suspects:
-        return []
-    from launcher.node.programs import probe as orphans
+    """Return "run_id", "pids", "commands" of each run whose supervisor ended without a result and left processes.
 
-    return orphans.of_runs(suspects)
+    A process belongs to a run if the last state.json of the run lists it, or if GNNFLEET_RUN_DIR in its environment is
+    the folder of the run. Only the last ``RUNS`` runs by name are examined.
+    """
+    runs = os.path.join(workdir, "runs")
+    run_ids: dict[str, str] = {}  # by run folder of a node, as are the pids
+    pids: dict[str, set[int]] = {}
+    for run_id in sorted(os.listdir(runs))[-RUNS:] if os.path.isdir(runs) else ():
+        run = os.path.join(runs, run_id)
+        for name in os.listdir(run) if os.path.isdir(run) else ():
+            folder = os.path.join(run, name)
+            if name.startswith("node") and not os.path.exists(os.path.join(folder, "result.json")):
+                from launcher.node import procs  # needed on few machines
+
+                state = folders.state_of(folder)
+                if state and not procs.alive(state.get("pid"), state.get("start_ticks")):
+                    known = [
+                        one["pid"] for one in state.get("processes", ()) if procs.alive(one["pid"], one["start_ticks"])
+                    ]
+                    run_ids[folder], pids[folder] = run_id, set(known)
+    for pid in filter(str.isdigit, os.listdir("/proc")) if pids else ():
+        folder = _run_dir_of(pid)
+        if folder in pids:
+            pids[folder].add(int(pid))
+    return [
+        {"run_id": run_ids[folder], "pids": sorted(found), "commands": sorted({machine.command(pid) for pid in found})}
+        for folder, found in sorted(pids.items())
+        if found
+    ]
 
 
 def gpus(started: dict[str, Any]) -> dict[str, Any]:
@@ -190,8 +214,8 @@ def gpus(started: dict[str, Any]) -> dict[str, Any]:
 
 
 def busy_ports(ports: Sequence[int], leases: Iterable[dict[str, Any]] = ()) -> dict[str, str]:
-    """Return {port: text} for the ports that are in use or leased; the text names the process or the lease."""
-    busy = {str(port): holder(port) for port in ports if not _can_listen(port)}
+    """Return {port: text} for the ports that are in use or leased: ``in use (pid 7: python)``, ``held by run X …``."""
+    busy = {str(port): "in use (%s)" % (holder(port) or "process unknown") for port in ports if not _can_listen(port)}
     for lease in leases:
         kind, _, port = lease["resource"].partition(":")
         if kind == "port" and int(port) in ports:
@@ -231,8 +255,7 @@ def holder(port: int) -> str:
                 inodes.add("socket:[%s]" % words[9])
     for pid in filter(str.isdigit, os.listdir("/proc")) if inodes else ():
         if inodes & open_files(pid):
-            command = machine.read("/proc/%s/cmdline" % pid).replace("\0", " ").strip()
-            return "pid %s: %s" % (pid, command[:80])
+            return "pid %s: %s" % (pid, machine.command(int(pid)))
     return "a process of another user" if inodes else ""
 
 
@@ -244,29 +267,6 @@ def open_files(pid: str) -> set[str]:
         return set()
 
 
-def of_runs(suspects: Iterable[Suspect]) -> list[dict[str, Any]]:
-    """Return {"run_id", "pids", "commands"} for each run in ``suspects`` that has living processes.
-
-    A process belongs to a run if the last state.json of the run lists it, or if GNNFLEET_RUN_DIR in its environment is
-    the folder of the run.
-    """
-    named = {one.run_dir: one for one in suspects}
-    pids: dict[str, set[int]] = {folder: known(one) for folder, one in named.items()}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        folder = _run_dir_of(pid)
-        if folder in pids:
-            pids[folder].add(int(pid))
-    return [
-        {"run_id": named[folder].run_id, "pids": sorted(found), "commands": sorted({command(pid) for pid in found})}
-        for folder, found in sorted(pids.items())
-        if found
-    ]
-
-
-def known(suspect: Suspect) -> set[int]:
-    return {entry["pid"] for entry in suspect.processes if lives(entry.get("pid"), entry.get("start_ticks"))}
-
-
 def _run_dir_of(pid: str) -> str:
     """Return GNNFLEET_RUN_DIR in the environment of a process, resolved; '' when it has none."""
     try:
@@ -276,12 +276,3 @@ def _run_dir_of(pid: str) -> str:
         return ""
     value = next((entry for entry in entries if entry.startswith(b"GNNFLEET_RUN_DIR=")), b"=")
     return os.path.realpath(value.split(b"=", 1)[1].decode("utf-8", "replace")) if value != b"=" else ""
-
-
-def command(pid: int) -> str:
-    """Return the first 80 characters of a process's command line; '' when it has ended."""
-    try:
-        with open("/proc/%d/cmdline" % pid, "rb") as file:
-            return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:80]
-    except OSError:
-        return ""

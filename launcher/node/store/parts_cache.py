@@ -17,8 +17,8 @@ from typing import Any
 
 from launcher.node.exit_description import size
 from launcher.node.json_reader import Record, items, number, record_in, text
-from launcher.node.procs import boot_id
-from launcher.node.programs.folders import lives, state_of, stored
+from launcher.node.procs import alive, boot_id
+from launcher.node.programs.folders import state_of, stored
 from launcher.node.record import write_json
 from launcher.node.remote_folder import StoreError
 from launcher.node.store.fetch import wait_for_lock
@@ -110,7 +110,7 @@ def _uses(run: dict[str, Any]) -> bool:
     if run["boot_id"] != boot_id():
         return False
     state = state_of(run_dir)
-    return bool(lives(state.get("pid"), state.get("start_ticks")) if state else age < _START_TIME)
+    return alive(state.get("pid"), state.get("start_ticks")) if state else age < _START_TIME
 
 
 def _notes(top: str) -> dict[str, dict[str, Any]]:

@@ -15,8 +15,7 @@ SCENARIO ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# A file stays with one worker, which makes what its tests share once.
-WORKERS = $(if $(findstring .py,$(ARGS)),,-n auto --dist loadfile --no-loadscope-reorder)
+WORKERS = $(if $(findstring .py,$(ARGS)),,--workers auto)
 HOST_TOOLS := sshd:openssh-server ssh:openssh-client ip:iproute2 sshfs:sshfs tcsh:tcsh ch-run:charliecloud \
   slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

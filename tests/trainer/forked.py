@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _PRELOADED = ["torch_geometric.loader", "torch_geometric.nn", "trainer.train.job", "trainer.service.serve"]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOADED)
-_outputs = tempfile.TemporaryDirectory(prefix="gnnfleet-forked-")
+_server = forkserver._forkserver  # type: ignore[attr-defined]
 
 
 class Forked:
@@ -31,8 +31,8 @@ class Forked:
     """
 
     def __init__(self, work: Callable[..., None], args: Sequence[Any], env: Mapping[str, str], cwd: Path = REPOSITORY):
-        handle, self._output = tempfile.mkstemp(dir=_outputs.name)
-        os.close(handle)
+        self._file = tempfile.TemporaryFile()  # has no name, so that it is never left behind
+        self._output = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         arguments = (work, tuple(args), dict(env), cwd, self._output)
         self._process = _context.Process(target=_forked_main, args=arguments, daemon=True)
         _start_server()
@@ -84,11 +84,17 @@ def fork(words: Sequence[str], env: Mapping[str, str], cwd: Path = REPOSITORY) -
     return Forked(_run, (list(words),), env, cwd)
 
 
+def share_server() -> None:
+    """Start the server, for this process and those that it forks."""
+    _start_server()
+    _server.ensure_running = lambda: None  # it would wait for the server, which is no child of a forked process
+
+
 def _start_server() -> None:
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
     os.environ |= {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
     try:
-        forkserver.ensure_running()
+        _server.ensure_running()
     finally:
         for name, value in before.items():
             if value is None:

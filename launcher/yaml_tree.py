@@ -110,13 +110,13 @@ def read_tree(text: str, file: str, folder: Path, report: Report, *, line: int |
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        return None if node is None else _Builder(file, folder, report, line).build(node, ())
+        return None if node is None else _Builder(file, folder, report, line).build(node)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         at, words = (loader.line + 1 if loader else 1), str(error)  # OverflowError: an escape beyond Unicode's range
         if isinstance(error, yaml.YAMLError):
             at, words = _explain(error, text)
         elif isinstance(error, RecursionError):
-            words = "the document is nested too deeply"
+            words = "the document is nested too deeply, or an alias contains itself"
         report(Problem(file, at if line is None else line, f"not valid YAML: {words}"))
         return None
     finally:
@@ -176,45 +176,39 @@ class _Builder:
     def origin(self, node: yaml.Node) -> Origin:
         return Origin(self.file, node.start_mark.line + 1 if self.line is None else self.line, self.folder)
 
-    def build(self, node: yaml.Node, parents: tuple[yaml.Node, ...]) -> Tree:
-        origin = self.origin(node)
-        if any(node is parent for parent in parents):
-            self.report(Problem(origin.file, origin.line, "this alias contains itself"))
-            return Scalar(origin, "", "null")
+    def build(self, node: yaml.Node) -> Tree:
         if id(node) not in self.built:
-            self.built[id(node)] = self._build(node, origin, (*parents, node))
+            self.built[id(node)] = self._build(node)
         return self.built[id(node)]
 
-    def _build(self, node: yaml.Node, origin: Origin, parents: tuple[yaml.Node, ...]) -> Tree:
+    def _build(self, node: yaml.Node) -> Tree:
+        origin = self.origin(node)
         if isinstance(node, yaml.MappingNode):
-            return self.section(node, origin, parents)
+            return self.section(node, origin)
         if isinstance(node, yaml.SequenceNode):
-            return YamlSequence(origin, tuple(self.build(item, parents) for item in node.value))
-        plain = isinstance(node, yaml.ScalarNode) and not node.style
-        return Scalar(origin, self.text(node), node.tag.rpartition(":")[2], plain)
-
-    def text(self, node: yaml.Node) -> str:
-        """Return the text of a key or value. Raises MarkedYAMLError for characters that are not allowed."""
+            return YamlSequence(origin, tuple(map(self.build, node.value)))
         if found := _NO_TEXT.search(node.value):
             words = f"the character {found[0]!r} is not allowed"
             raise yaml.MarkedYAMLError(problem=words, problem_mark=node.start_mark)
-        return str(node.value)
+        return Scalar(
+            origin, node.value, node.tag.rpartition(":")[2], plain=isinstance(node, yaml.ScalarNode) and not node.style
+        )
 
-    def section(self, node: yaml.MappingNode, origin: Origin, parents: tuple[yaml.Node, ...]) -> Section:
+    def section(self, node: yaml.MappingNode, origin: Origin) -> Section:
         items: dict[str, Tree] = {}
         keys: dict[str, Origin] = {}
         merged: list[Section] = []
         for key, value in node.value:
             at = self.origin(key)
             if key.tag.endswith(":merge"):
-                merged += self.merged(self.build(value, parents))
+                merged += self.merged(self.build(value))
             elif not isinstance(key, yaml.ScalarNode):
                 self.report(Problem(at.file, at.line, "a key must be one word, not a list or a section"))
-            elif self.text(key) in items:
+            elif key.value in items:
                 first = f"; first on line {keys[key.value].line}" if self.line is None else ""
                 self.report(Problem(at.file, at.line, f"key `{key.value}` is given twice{first}"))
             else:
-                items[key.value], keys[key.value] = self.build(value, parents), at
+                items[key.value], keys[key.value] = self.build(value), at
         for other in merged:
             items, keys = {**other.items, **items}, {**other.keys, **keys}
         return Section(origin, items, keys)

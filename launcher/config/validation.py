@@ -30,17 +30,11 @@ from launcher.yaml_tree import (
 
 KeyPath = tuple[str | int, ...]  #: path of a key in the config, as ("nodes", 0, "procs")
 
-_INT = re.compile(r"[-+]?\d[\d_]*")
+_INT = re.compile(r"[-+]?\d[\d_]{0,18}")  # fits into 64 bits
 
 _HOST = re.compile(
     r"(?:(?P<user>\S+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|(?=[^\s@:]*:[^\s@:]*:)[^\s@]+)(?::(?P<port>\d+))?"
 )
-
-_MAX_HOST_CHARS = 1000  #: including user and port
-
-_INT_BOUND = 2**64  #: whole numbers must be smaller than this in absolute value
-
-_MAX_NUMBER_CHARS = 100
 
 _TRAINING_KEYS = ("procs", "devices")  #: keys of a node that do not apply to servers
 
@@ -157,7 +151,7 @@ class Reader:
         host = node.items.get("host")
         if not isinstance(host, Scalar) or host.empty:
             return node
-        match = _HOST.fullmatch(host.text) if len(host.text) <= _MAX_HOST_CHARS else None
+        match = _HOST.fullmatch(host.text)
         wrong = _wrong_range(host.text) if is_range(host.text) else ""
         if not match and not wrong:
             wrong = f"expected host, user@host or user@host:port, found `{shortened(host.text)}`"
@@ -219,7 +213,7 @@ class Reader:
     def _unknown(self, name: str, cls: type, at: Origin, path: KeyPath) -> None:
         place = f"in {dotted(path)}" if path else "at the top level"
         known = [item.name for item in settings(cls)] + ([] if path else ["defaults"])
-        near = difflib.get_close_matches(name[:_MAX_NUMBER_CHARS], known, 1)
+        near = difflib.get_close_matches(name, known, 1)
         others = {where: section for where, section in sections().items() if section is not cls}
         elsewhere = [where for where, section in others.items() if any(item.name == name for item in settings(section))]
         elsewhere = [where for where in elsewhere if not where.startswith("train.")]  # few users mean these
@@ -400,8 +394,8 @@ def _scalar(wanted: type, tree: Tree) -> Any:
         return text
     if wanted is bool and tree.tag == "bool":
         return text.lower() in ("true", "yes", "on")
-    number = text.replace("_", "") if tree.plain and len(text) <= _MAX_NUMBER_CHARS else ""
-    if wanted is int and _INT.fullmatch(number) and abs(int(number)) < _INT_BOUND:
+    number = text.replace("_", "") if tree.plain else ""
+    if wanted is int and _INT.fullmatch(number):
         return int(number)
     if wanted is float and FLOAT.fullmatch(number) and math.isfinite(float(number)):
         return float(number)
@@ -425,7 +419,7 @@ def _choice(choices: Iterable[str], tree: Tree) -> str:
     text = tree.text if isinstance(tree, Scalar) and not tree.empty else None
     if text in valid:
         return str(text)
-    near = difflib.get_close_matches((text or "")[:_MAX_NUMBER_CHARS], valid, 1)
+    near = difflib.get_close_matches(text or "", valid, 1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     raise _Wrong(f"expected one of {', '.join(valid)}, found {describe(tree)}{hint}")
 

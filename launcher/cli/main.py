@@ -306,13 +306,11 @@ def run_launch(options: LaunchOptions) -> NoReturn:
 
 def with_all_commands() -> click.Group:
     """Import the modules of all commands and add the commands to ``gnnfleet``."""
-    from launcher.cli.clean import clean
     from launcher.cli.completion import completion
     from launcher.cli.explain import explain
-    from launcher.cli.hosts import hosts
+    from launcher.cli.hosts import clean, hosts, queue
     from launcher.cli.infer import infer, inspect
     from launcher.cli.init import init
-    from launcher.cli.queue import queue
     from launcher.cli.report import compare, report
     from launcher.cli.runs import register_commands
     from launcher.cli.serve import serve

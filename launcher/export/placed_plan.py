@@ -1,4 +1,7 @@
-"""Builds the plan of an exported run, without preflight: the caller gives the addresses, folders and interpreter."""
+"""Builds the plan of an exported run, without preflight, and what it asks for on each node.
+
+The caller gives the addresses, folders and interpreter.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.command import Secret, is_secret
+from launcher.config.cache_size import parse_bytes
 from launcher.config.resolve import ResolvedConfig
 from launcher.config.schema import NodeConfig
 from launcher.errors import UsageError
@@ -144,3 +148,28 @@ def _facts(k: int, place: Place, topology_bytes: int, cpus: int) -> NodeFacts:
         free_ports=(),
         topology_bytes=topology_bytes,
     )
+
+
+_OF_RANK = 4 << 30  # bytes of a trainer process beside its parts: torch, its model, batches in flight
+
+_OF_SERVER = 1 << 30
+
+
+def cpus_of(node: NodeConfig, config: ResolvedConfig) -> int:
+    """Return ``cpus`` of the node; by default the processes with their sampler threads, and two for a graph server."""
+    return node.cpus or node.nproc * (config.train.sampler_threads + 1) + 2 * node.holds
+
+
+def memory_of(k: int, config: ResolvedConfig, parts: PartitionFiles | None, plan: LaunchPlan) -> int:
+    """Return the MiB that node ``k`` needs: ``memory`` of the node, else an estimate; 0 without known parts.
+
+    The estimate counts the files of its parts, once, as the processes of a host share them, and its processes.
+    """
+    node = config.nodes[k]
+    if node.memory is not None:
+        return -(-parse_bytes(node.memory) >> 20)
+    if parts is None:
+        return 0
+    files = parts.of_parts(plan.nodes[k].parts, replicated=plan.topology.replicated) if node.holds else ()
+    used = sum(file.bytes for file in files) + node.nproc * _OF_RANK + node.holds * _OF_SERVER
+    return -(-used >> 20)

@@ -9,8 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from launcher.export.placed_plan import ExportRequest
-from launcher.export.resources import cpus_of, memory_of
+from launcher.export.placed_plan import ExportRequest, cpus_of, memory_of
 from launcher.plan.model import LaunchPlan, NodePlan
 
 HOME = "/gnnfleet"  #: mount path of the volume with runs, parts and compiled kernels

@@ -28,11 +28,12 @@ from launcher.export.placed_plan import (
     ExportRequest,
     Place,
     check_exportable,
+    cpus_of,
+    memory_of,
     parts_name,
     placed_plan,
     without_credentials,
 )
-from launcher.export.resources import cpus_of, memory_of
 from launcher.node.environment import RANK_VARIABLES
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.partition import partitioning

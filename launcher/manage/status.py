@@ -25,8 +25,7 @@ from launcher.report.verdict import (
     known_without_nodes,
     place_of,
 )
-from launcher.run.live_state import RankRow
-from launcher.run.live_table import STEP_COLUMNS, step_cells
+from launcher.run.live_table import STEP_COLUMNS, RankRow, step_cells
 from launcher.text import Cell, Column, FittedTable
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import call

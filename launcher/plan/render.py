@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
@@ -9,13 +10,19 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from launcher.command import Command, Secret, is_secret, quote
+from launcher.config.schema import login_text
 from launcher.hostlist import fold
 from launcher.plan.model import LaunchPlan, NodePlan, Partitioning, PlannedFile
 from launcher.plan.node_groups import fold_nodes
-from launcher.plan.node_table import LARGE, MOST_RANGES, devices_text, placement_lines, span_text, total_bytes
-from launcher.text import count
+from launcher.text import count, spans
 
 _Block = tuple[Sequence[NodePlan], Sequence[tuple[str, str]]]
+
+_LARGE = 24  # from this number of nodes on, the table has a line for each group of nodes
+
+_MOST_RANGES = 6  # ranges in a list of nodes or hosts
+
+_MOST_ROWS = 16  # lines of the table of a large cluster
 
 _MANY = 4  # from this number of nodes on, only the smallest and the largest value are shown
 
@@ -33,7 +40,7 @@ def print_plan(plan: LaunchPlan, console: Console, *, every: bool = False) -> No
 
     ``every``: show each node separately, with its full commands. Lines are not wrapped, so that they can be copied.
     """
-    lines = [_heading(_summary(plan)), *map(_row, _run_rows(plan, full=every)), *placement_lines(plan)]
+    lines = [_heading(_summary(plan)), *map(_row, _run_rows(plan, full=every)), *_placement_lines(plan)]
     blocks: list[_Block] = []
     if every:
         blocks = [((node,), list(_node_rows(plan, node))) for node in plan.nodes]
@@ -42,7 +49,7 @@ def print_plan(plan: LaunchPlan, console: Console, *, every: bool = False) -> No
             rows = one.rows if len(one.nodes) > 1 else list(_node_rows(plan, one.nodes[0]))
             short = [row for row in rows if row[0] not in ("share", "start", "server", "trainer", "  env")]
             blocks.append((one.nodes, short))
-    full = len(blocks) if every or len(plan.nodes) < LARGE else _MOST_BLOCKS
+    full = len(blocks) if every or len(plan.nodes) < _LARGE else _MOST_BLOCKS
     for nodes, rows in blocks[:full]:
         lines += [Text(""), _heading(_title(nodes)), *map(_row, rows)]
     lines += _named_only(blocks[full:])
@@ -61,8 +68,8 @@ def _named_only(blocks: Sequence[_Block]) -> list[Text]:
 
 def _title(nodes: Sequence[NodePlan]) -> str:
     """Return the heading of nodes: ``node[0-63]  alice@gpu[01-64].lab  tmux session …``."""
-    ranks = fold((f"node{node.node_rank}" for node in nodes), MOST_RANGES)
-    targets = fold((node.target for node in nodes), MOST_RANGES)
+    ranks = fold((f"node{node.node_rank}" for node in nodes), _MOST_RANGES)
+    targets = fold((node.target for node in nodes), _MOST_RANGES)
     session = nodes[0].session
     if len(nodes) > 1:
         session = session[: -len(str(nodes[0].node_rank))] + "{node_rank}"
@@ -71,7 +78,7 @@ def _title(nodes: Sequence[NodePlan]) -> str:
 
 
 def print_placement(plan: LaunchPlan, console: Console) -> None:
-    lines = [_heading(_summary(plan)), *placement_lines(plan)]
+    lines = [_heading(_summary(plan)), *_placement_lines(plan)]
     lines += [_row(("topology", _topology(plan)))] if plan.topology.why else []
     lines += [_row(("sampling", plan.sampling))] if plan.sampling else []
     console.print(Text("\n").join(lines), soft_wrap=True)
@@ -194,11 +201,11 @@ def _share(plan: LaunchPlan, node: NodePlan) -> Iterator[str]:
     if node.role != "worker":
         yield node.role
     if node.ranks:
-        yield f"ranks {span_text(node.ranks)}  devices {devices_text(node)}"
+        yield f"ranks {_span_text(node.ranks)}  devices {_devices_text(node)}"
     if node.parts:
-        yield f"parts {span_text(node.parts)}"
+        yield f"parts {_span_text(node.parts)}"
     if node.copies:
-        yield f"of which copies {span_text(node.copies)}"
+        yield f"of which copies {_span_text(node.copies)}"
     if node.home:
         yield f"asks first {node.home}"
     ports = [f"master {plan.master_port}"] if node.ranks else []
@@ -207,7 +214,7 @@ def _share(plan: LaunchPlan, node: NodePlan) -> Iterator[str]:
 
 
 def _files(node: NodePlan, files: Sequence[PlannedFile], *, list_them: bool) -> str:
-    total = decimal(total_bytes(files))
+    total = decimal(_total_bytes(files))
     if not list_them:
         return f"{count(len(files), 'file')}, {total}"
     return ", ".join(f"{_name(node, file)} ({_size(file)})" for file in files) + f", {total}"
@@ -232,3 +239,80 @@ def _heading(text: str) -> Text:
 
 def _row(row: tuple[str, str]) -> Text:
     return Text.assemble((f"  {row[0]:<11} ", "dim"), row[1])
+
+
+def _placement_lines(plan: LaunchPlan) -> list[Text]:
+    """Return a table with a line for each node: target, ranks, devices, parts, address, files.
+
+    If nodes have other roles than worker, or parts have several holders, the table also shows role, copies, bytes of
+    parts and home server. In a large cluster each line is about consecutive nodes of the same kind.
+    """
+    roles = any(node.role != "worker" or node.copies for node in plan.nodes)
+    extra = ("role", "copies", "part data", "asks first") if roles else ("", "", "", "")
+    titles = ("node", "target", extra[0], "ranks", "devices", "parts", *extra[1:], "address", "files")
+    groups = _similar(plan.nodes) if len(plan.nodes) >= _LARGE else [[node] for node in plan.nodes]
+    cut = groups[: _MOST_ROWS if len(groups) > _MOST_ROWS and len(plan.nodes) >= _LARGE else len(groups)]
+    lines = [titles, *(_placed(plan, group) for group in cut)]
+    columns = [column for column in zip(*lines, strict=True) if column[0] and {*column[1:]} != {"-"}]
+    widths = [max(map(len, column)) for column in columns]
+    rows = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in zip(*columns, strict=True)]
+    more = sum(map(len, groups[len(cut) :]))
+    rest = [Text(f"  … {count(more, 'more node')}: --verbose or --json", "dim")] if more else []
+    return [Text(rows[0], "dim"), *map(Text, rows[1:]), *rest]
+
+
+def _similar(nodes: Sequence[NodePlan]) -> list[list[NodePlan]]:
+    """Split ``nodes`` into groups of consecutive nodes with equal role, devices and numbers of ranks and parts."""
+
+    def kind(node: NodePlan) -> tuple[object, ...]:
+        return node.role, node.devices, len(node.ranks), len(node.parts), len(node.copies), node.server is None
+
+    return [list(group) for _, group in itertools.groupby(nodes, kind)]
+
+
+def _placed(plan: LaunchPlan, nodes: Sequence[NodePlan]) -> tuple[str, ...]:
+    """Return the cells of the line of ``nodes``, which are similar."""
+    names = fold((f"node{node.node_rank}" for node in nodes), _MOST_RANGES)
+    targets = fold((node.target for node in nodes), _MOST_RANGES)
+    devices = _devices_text(nodes[0]) if nodes[0].ranks else "-"
+    first = sorted({part for node in nodes for part in {*node.parts} - {*node.copies}})
+    copies = sorted({part for node in nodes for part in node.copies})
+    ranks = [rank for node in nodes for rank in node.ranks]
+    share = (nodes[0].role, _span_text(ranks), devices, _span_text(first), _span_text(copies))
+    sizes = _sizes([_bytes_of_parts(node) for node in nodes]), _sizes([plan.sent_bytes(node) for node in nodes])
+    homes = fold(dict.fromkeys(node.home for node in nodes), _MOST_RANGES)
+    return (names, targets, *share, sizes[0], homes or "-", _addresses(nodes), sizes[1])
+
+
+def _addresses(nodes: Sequence[NodePlan]) -> str:
+    """Return ``10.0.0.1:29600`` for one node; for several ``10.0.0.[1-64]:29600-29663``."""
+    ports = sorted({node.service_port for node in nodes if node.server})
+    if len(nodes) == 1:
+        return login_text(None, nodes[0].address, ports[0] if ports else None)
+    addresses = fold((node.address for node in nodes), _MOST_RANGES)
+    return f"{addresses}:{ports[0]}-{ports[-1]}" if len(ports) > 1 else ":".join([addresses, *map(str, ports)])
+
+
+def _sizes(numbers: Sequence[int]) -> str:
+    """Return bytes as text, as ``1.2 MB``, or ``1.2 MB to 3.4 GB`` if nodes differ; ``-`` for none."""
+    texts = [decimal(number) if number else "-" for number in (min(numbers), max(numbers))]
+    return texts[0] if texts[0] == texts[1] else " to ".join(texts)
+
+
+def _bytes_of_parts(node: NodePlan) -> int:
+    """Return the bytes of the part files that are sent to the node; 0 if unknown or none."""
+    top = f"{node.data_dir}/part"
+    return _total_bytes([file for file in node.files if node.parts and file.dest.startswith(top)])
+
+
+def _total_bytes(files: Sequence[PlannedFile]) -> int:
+    return sum(file.bytes for file in files)
+
+
+def _devices_text(node: NodePlan) -> str:
+    return ",".join(map(str, node.devices)) or "CPU"
+
+
+def _span_text(numbers: Sequence[int]) -> str:
+    """Return numbers as ranges, such as ``0-3`` and ``0,3-4``; ``-`` for none."""
+    return spans(numbers).replace("–", "-").replace(" ", "") or "-"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from launcher.node.first_failure import first_failure
+from launcher.node.exit_description import first_failure
 from launcher.node.peers.model import nobody_left
 from launcher.node.spec import Crew
 from launcher.plan.model import LaunchPlan, NodePlan

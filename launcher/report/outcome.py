@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.errors import node_label
 from launcher.node import exit_description
-from launcher.node.first_failure import Failure
+from launcher.node.exit_description import Failure
 from launcher.report.explain import code_of_exception
 from launcher.text import count, spans
 

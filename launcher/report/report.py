@@ -22,8 +22,8 @@ from launcher.report.explain import hint
 from launcher.report.metrics import Metrics, _by_node
 from launcher.report.outcome import Outcome, aftermath_of
 from launcher.report.profile import print_profile
+from launcher.report.run_folder import tracked_runs, tracked_words
 from launcher.report.task_metric import metric_of, score_text
-from launcher.report.trackers import tracked_runs, tracked_words
 from launcher.text import count, spans
 
 _SHOWN = 8  # files of the output folder that are listed

@@ -14,8 +14,8 @@ from launcher.config.loader import load_config
 from launcher.config.resolve import ResolvedConfig, resolve_saved
 from launcher.errors import ConfigError, FleetError, UsageError
 from launcher.files import write_whole
-from launcher.node.json_reader import loads, records
-from launcher.node.json_records import EVENT, REPORT
+from launcher.node.json_reader import loads, record_in, records
+from launcher.node.json_records import EVENT, REPORT, TRACKED
 from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import read_run
 from launcher.report.launch_file import BEFORE_NODES, NAME, LaunchFile
@@ -237,3 +237,25 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     except FileNotFoundError:  # deleted meanwhile
         return ""
+
+
+Tracked = Mapping[str, str]  #: ``tracker``, ``id``, ``url`` ('' without a page), ``path`` (of files; '' without)
+
+
+def tracked_runs(folder: Path) -> list[Tracked]:
+    """Return where each tracker shows the run in ``folder``; [] if it has none."""
+    found: list[Tracked] = []
+    for path in sorted((folder / "track").glob("*.json")):
+        state = record_in(TRACKED, str(path))
+        if state and state["id"]:
+            files = str(folder / "track" / state["folder"]) if state["folder"] else ""
+            found.append({"tracker": path.stem, "id": state["id"], "url": state["url"], "path": files})
+    return found
+
+
+def tracked_words(run: Tracked) -> str:
+    """Return a tracker's run in one line: ``mlflow: run 3fa2, http://mlflow:5000/#/…``."""
+    place = run["url"] or run["path"]
+    if run["tracker"] == "wandb" and not run["url"]:  # a resumed run has several folders
+        place = f"offline; to upload it: wandb sync --id {run['id']} {Path(place).parent}/offline-run-*"
+    return f"{run['tracker']}: run {run['id']}, {place}"

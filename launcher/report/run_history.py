@@ -17,6 +17,7 @@ from launcher.report.events import nan_finding
 from launcher.report.launch_file import BEFORE_NODES, LaunchFile
 from launcher.report.run_folder import (
     FoundRun,
+    Tracked,
     _given_folder,
     began,
     known_runs,
@@ -25,9 +26,9 @@ from launcher.report.run_folder import (
     read_plan,
     read_result,
     registry_folder,
+    tracked_runs,
 )
 from launcher.report.task_metric import metric_of
-from launcher.report.trackers import Tracked, tracked_runs
 from launcher.report.verdict import known_without_nodes, result_words
 from launcher.text import Column, FittedTable, count, seconds_words
 

@@ -20,7 +20,7 @@ from launcher.report.launch_file import Stage
 from launcher.report.report import RunReport, excluded_names, print_report, resume_command
 from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.live_log import LiveLog
-from launcher.run.live_state import Board
+from launcher.run.live_table import Board
 from launcher.run.monitor import RunFollower
 from launcher.run.tmux_session import how_to_stop
 from launcher.sync.collect import collect

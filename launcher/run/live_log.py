@@ -16,8 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from launcher.plan.model import LaunchPlan
-from launcher.run.live_state import Board
-from launcher.run.live_table import render
+from launcher.run.live_table import Board, render
 from launcher.text import printable
 
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ?")  # at the beginning of the lines of a log

@@ -28,7 +28,7 @@ from launcher.run import monitor as follow_module
 from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.launch import LaunchContext
 from launcher.run.lifecycle import RunContext, conduct
-from launcher.run.live_state import Board
+from launcher.run.live_table import Board
 from launcher.run.options import LaunchOptions
 from launcher.run.start_progress import StartProgress
 from run_kit import make_launch, make_node

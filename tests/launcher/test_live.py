@@ -14,8 +14,7 @@ from rich.console import Console
 from launcher.config.schema import TrainConfig
 from launcher.plan.model import LaunchPlan, Login
 from launcher.run.live_log import LiveLog, LogLine
-from launcher.run.live_state import Board
-from launcher.run.live_table import clock, render
+from launcher.run.live_table import Board, clock, render
 from run_kit import make_launch, make_node
 
 

@@ -19,8 +19,7 @@ from launcher.report import run_history
 from launcher.report.run_folder import FoundRun
 from launcher.report.run_history import Entry
 from launcher.report.verdict import NodeView, Verdict, judge
-from launcher.run.live_state import Board
-from launcher.run.live_table import render
+from launcher.run.live_table import Board, render
 from launcher.text import PlainConsole, printable
 from run_kit import make_launch, make_node
 

@@ -29,7 +29,7 @@ from launcher.plan.render import _node_rows, print_plan
 from launcher.plan.serialize import read_run, run_json, to_json
 from launcher.preflight.check_storage import base_memory, batch_memory
 from launcher.preflight.finding import GraphSize
-from launcher.run.live_state import Board
+from launcher.run.live_table import Board
 from plan_kit import PRODUCTS, TOKEN, cluster, facts_of, parts_folder, plan_of
 
 ROLES = st.lists(st.sampled_from(["worker", "server", "client"]), min_size=1, max_size=7)

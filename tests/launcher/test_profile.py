@@ -19,7 +19,7 @@ from launcher.report.html.render import write_report
 from launcher.report.metrics import Metrics, read_metrics
 from launcher.report.profile import Profile, analyse, profile_lines
 from launcher.report.report import print_report
-from launcher.run.live_state import RankRow
+from launcher.run.live_table import RankRow
 from metrics_kit import SPENT, lines_of, metrics_file
 from operate_kit import LocalRun
 from test_live import board_of, shown, step

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from launcher.node import exit_description
-from launcher.node.first_failure import first_failure
+from launcher.node.exit_description import first_failure
 from launcher.report.events import lasting_findings
 from launcher.report.metrics import Metrics, read_metrics
 from launcher.report.outcome import Outcome

@@ -15,8 +15,7 @@ from launcher.report.last_attempt import ExpendableNodes, LastAttempt, checkpoin
 from launcher.report.report import Lost, RunReport, print_report
 from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import NodeView, judge
-from launcher.run.live_state import Board
-from launcher.run.live_table import header
+from launcher.run.live_table import Board, header
 from run_kit import make_launch, make_node
 
 TEXT = "restart 1 of 3: node0 (gnn0): no sign of life; going on with 2 of 3 nodes from epoch 3, step 120 (7.3 s)"

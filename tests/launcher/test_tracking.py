@@ -19,7 +19,7 @@ from launcher.node.spec import NodeSpec, RunNode
 from launcher.node.supervisor import tracking
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.observer import End, Sight
-from launcher.report.trackers import tracked_runs, tracked_words
+from launcher.report.run_folder import tracked_runs, tracked_words
 from plan_kit import cluster, facts_of, plan_of
 
 #: A process that says where it tracks the run, and then hangs with a process of its own, whatever it is told.

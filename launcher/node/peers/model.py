@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from launcher.node.first_failure import Failure, first_failure
+from launcher.node.exit_description import Failure, first_failure
 from launcher.node.spec import Crew, NodeSpec, parts_words
 
 _EOF_PATIENCE = 2.0  # seconds

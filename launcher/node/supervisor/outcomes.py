@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher.node import procs
 from launcher.node.child_process import Child, Loop, outcome
-from launcher.node.first_failure import Failure, first_failure
+from launcher.node.exit_description import Failure, first_failure
 from launcher.node.json_reader import loads, natural, record_in, text
 from launcher.node.json_records import OUTCOME, STARTED
 from launcher.node.peers.model import Cause

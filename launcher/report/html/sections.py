@@ -28,9 +28,9 @@ from launcher.report.html.record import RunRecord
 from launcher.report.html.timeline import timeline_chart
 from launcher.report.outcome import aftermath_of
 from launcher.report.profile import RankTraffic, rank_name
+from launcher.report.run_folder import tracked_runs
 from launcher.report.series import number
 from launcher.report.task_metric import metric_of, score_text
-from launcher.report.trackers import tracked_runs
 from launcher.report.verdict import from_here
 from launcher.text import count, seconds_words, spans
 

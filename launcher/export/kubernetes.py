@@ -23,7 +23,6 @@ import yaml
 from launcher.command import Secret
 from launcher.config.resolve import ResolvedConfig
 from launcher.errors import UsageError
-from launcher.export.config_map import config_map
 from launcher.export.placed_plan import (
     ExportRequest,
     Place,
@@ -32,17 +31,7 @@ from launcher.export.placed_plan import (
     placed_plan,
     without_credentials,
 )
-from launcher.export.pods import (
-    HOME,
-    PARTS,
-    Cluster,
-    Group,
-    Manifest,
-    claim_mounts,
-    claim_volumes,
-    job_spec,
-    metadata_of,
-)
+from launcher.export.pods import HOME, PARTS, Cluster, Manifest, claimed, config_map, job_spec, metadata_of
 from launcher.node.pods import exported_run
 from launcher.node.remote_folder import scheme_of
 from launcher.plan.files import code_digest
@@ -92,24 +81,51 @@ def export_kubernetes(request: ExportRequest, cluster: Cluster) -> Exported:
     digest = code_digest()
     request = replace(request, config=config, run_id=name)
     plan = placed_plan(request, places, Secret(exported_run.TOKEN), digest)
-    made = tuple(
-        Group(group, tuple(node for node, other in zip(plan.nodes, groups, strict=True) if other == group))
+    jobs = {
+        group: job_spec(plan, [plan.nodes[k] for k, other in enumerate(groups) if other == group], request, cluster)
         for group in dict.fromkeys(groups)
-    )
+    }
+
+    # The manifests: volume, ConfigMap, and the Jobs of all groups after the one that makes the parts.
+    label = metadata_of(name)
+    manifests: list[Manifest] = []
+    if not any(path == HOME for _, path in cluster.claims):
+        claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": cluster.storage}}}
+        manifests.append({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": label, "spec": claim})
+    manifests.append(config_map(plan, request, f"{HOME}/code/{digest[:16]}"))
     partition = _partition_job(config, name, folder, cluster)
-    workload = _jobset(plan, made, request, cluster, partition) if cluster.kind == "jobset" else []
-    if cluster.kind == "job":
-        workload = [_service(name), *([partition] if partition else [])]
-        workload += [_job(plan, group, request, cluster) for group in made]
-    manifests = [*_claim(name, cluster), config_map(plan, request, f"{HOME}/code/{digest[:16]}"), *workload]
+    if cluster.kind == "jobset":
+        after = {"dependsOn": [{"name": "partition", "status": "Complete"}]} if partition else {}
+        replicated = [{"name": "partition", "replicas": 1, "template": {"spec": partition}}] if partition else []
+        replicated += [
+            {"name": group, "replicas": 1, **after, "template": {"spec": spec}} for group, spec in jobs.items()
+        ]
+        jobset = {
+            "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": 0},  # the Jobs start failed pods again
+            "replicatedJobs": replicated,
+        }
+        kind = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
+        manifests.append({**kind, "metadata": label, "spec": jobset})
+    else:
+        headless = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"gnnfleet/run": name}}
+        manifests.append({"apiVersion": "v1", "kind": "Service", "metadata": label, "spec": headless})
+        for spec in jobs.values():
+            spec["template"]["spec"]["subdomain"] = name
+        for job_name, spec in {**({"partition": partition} if partition else {}), **jobs}.items():
+            metadata = {**label, "name": f"{name}-{job_name}"}
+            manifests.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec})
+    values = {"token": secrets.token_hex(16)}
+    if plan.encrypted:
+        values["service.key"] = json.dumps(new_key_pair())
+    secret: Manifest = {"apiVersion": "v1", "kind": "Secret", "metadata": label, "type": "Opaque", "stringData": values}
+    if cluster.namespace:
+        for manifest in (*manifests, secret):
+            manifest["metadata"] = {**manifest["metadata"], "namespace": cluster.namespace}
     notes = (
         *_store_notes(config, cluster, left_out),
         *_notes(request, plan, folder, partition is not None, cluster.namespace),
     )
-    metadata = {"namespace": cluster.namespace} if cluster.namespace else {}
-    for manifest in manifests:
-        manifest["metadata"] = {**manifest["metadata"], **metadata}
-    secret = _secret(plan, metadata)
     return Exported(tuple(manifests), secret, notes)
 
 
@@ -138,9 +154,6 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-# Nodes and names.
-
-
 def _parts_folder(config: ResolvedConfig, cluster: Cluster) -> str:
     """Return the partition folder in the pods.
 
@@ -165,80 +178,32 @@ def _check_mounted(key: str, folder: str, cluster: Cluster) -> None:
         )
 
 
-# Manifests.
-
-
-def _service(name: str) -> Manifest:
-    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"gnnfleet/run": name}}
-    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata_of(name), "spec": spec}
-
-
-def _claim(name: str, cluster: Cluster) -> list[Manifest]:
-    if any(path == HOME for _, path in cluster.claims):
-        return []
-    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": cluster.storage}}}
-    return [{"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata_of(name), "spec": spec}]
-
-
-def _secret(plan: LaunchPlan, metadata: Manifest) -> Manifest:
-    data = {"token": secrets.token_hex(16)}
-    if plan.encrypted:
-        data["service.key"] = json.dumps(new_key_pair())
-    metadata = {**metadata_of(plan.run_id), **metadata}
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "stringData": data}
-
-
-def _jobset(
-    plan: LaunchPlan, groups: Sequence[Group], request: ExportRequest, cluster: Cluster, partition: Manifest | None
-) -> list[Manifest]:
-    jobs = []
-    if partition:
-        jobs.append({"name": "partition", "replicas": 1, "template": {"spec": partition["spec"]}})
-    for group in groups:
-        job: Manifest = {"name": group.name, "replicas": 1}
-        if partition:
-            job["dependsOn"] = [{"name": "partition", "status": "Complete"}]
-        jobs.append({**job, "template": {"spec": job_spec(plan, group, request, cluster)}})
-    spec = {
-        "network": {"enableDNSHostnames": True, "subdomain": plan.run_id, "publishNotReadyAddresses": True},
-        "failurePolicy": {"maxRestarts": 0},  # the Jobs start failed pods again
-        "replicatedJobs": jobs,
-    }
-    metadata = metadata_of(plan.run_id)
-    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}]
-
-
-def _job(plan: LaunchPlan, group: Group, request: ExportRequest, cluster: Cluster) -> Manifest:
-    metadata = {**metadata_of(plan.run_id), "name": f"{plan.run_id}-{group.name}"}
-    spec = job_spec(plan, group, request, cluster)
-    spec["template"]["spec"]["subdomain"] = plan.run_id
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
-
-
 def _partition_job(config: ResolvedConfig, name: str, folder: str, cluster: Cluster) -> Manifest | None:
-    """Return the Job that makes the parts; None if the parts exist or the graph is not available in the cluster."""
+    """Return the specification of the Job that makes the parts.
+
+    None if the parts exist, or if the graph is not available in the cluster.
+    """
     if config.data.mode != "sync" or config.data.store is not None or config.data.dataset in _LOCAL_FILES:
         return None
     source = None if config.data.dataset == "synthetic" else f"{HOME}/datasets"
     there = replace(config, data=replace(config.data, folder=folder, source=source))
     argv = partitioning(there).command.argv
+    mounts, volumes = claimed(name, cluster)
     container = {
         "name": "partition",
         "image": cluster.image,
         "command": ["python3", *(word.replace("$(", "$$(") for word in argv[1:])],  # else Kubernetes expands $(NAME)
         "env": [{"name": "GNNFLEET_KERNELS", "value": f"{HOME}/kernels"}],
-        "volumeMounts": claim_mounts(name, cluster),
+        "volumeMounts": mounts,
     }
     spec = {
         "restartPolicy": "Never",
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
         "containers": [container],
-        "volumes": claim_volumes(name, cluster),
+        "volumes": volumes,
     }
-    job = {"completions": 1, "backoffLimit": 2, "template": {"spec": spec}}
-    metadata = {**metadata_of(name), "name": f"{name}-partition"}
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job}
+    return {"completions": 1, "backoffLimit": 2, "template": {"spec": spec}}
 
 
 def _notes(

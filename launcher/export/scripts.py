@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from launcher.command import Command, Secret, quote
+from launcher.command import Secret, quote
 from launcher.config.resolve import ResolvedConfig
 from launcher.config.roles import lead
 from launcher.errors import UsageError
@@ -101,8 +101,10 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
     kind: bash, torchrun or slurm. sbatch: options of sbatch by name. output: file that the script will be written to.
     Raises UsageError if a script of this kind cannot run the config.
     """
-    config, left_out = without_credentials(_without_needless_keys(request.config))
-    slurm = kind == "slurm"
+    config, left_out = without_credentials(request.config)
+    slurm, local = kind == "slurm", config.transport == "local"
+    if local and config.run.encrypt == "auto":  # all on one machine
+        config = replace(config, run=replace(config.run, encrypt="off"))
     check_exportable(config, kind)
     if slurm:
         sbatch = {**normalized(config.slurm), **sbatch, **normalized(sbatch)}
@@ -114,7 +116,11 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
                 "procs and devices"
             )
     request = replace(request, config=config)
-    hosts = [f"\0HOST{k}\0" if slurm else _host(config, k) for k in range(len(config.nodes))]
+    given = {lead(config): config.run.master_addr} if config.run.master_addr != "auto" else {}
+    hosts = [
+        f"\0HOST{k}\0" if slurm else node.address or given.get(k) or ("127.0.0.1" if local else node.host)
+        for k, node in enumerate(config.nodes)
+    ]
     plan = placed_plan(request, [Place(host, "0.0.0.0", _RUNS, _PYTHON, _PARTS) for host in hosts], Secret())
     if plan.encrypted and output is None:
         raise UsageError(
@@ -147,18 +153,6 @@ def _environment() -> Environment:
     return made
 
 
-def _without_needless_keys(config: ResolvedConfig) -> ResolvedConfig:
-    """Return the config without encryption if all nodes run on this machine and ``run.encrypt`` is ``auto``."""
-    local = config.transport == "local" and config.run.encrypt == "auto"
-    return replace(config, run=replace(config.run, encrypt="off")) if local else config
-
-
-def _host(config: ResolvedConfig, k: int) -> str:
-    master = config.run.master_addr if k == lead(config) and config.run.master_addr != "auto" else ""
-    local = "127.0.0.1" if config.transport == "local" else ""
-    return config.nodes[k].address or master or local or config.nodes[k].host
-
-
 def _with_devices_of_job(config: ResolvedConfig, options: Mapping[str, str]) -> ResolvedConfig:
     """Return the config with the GPUs that ``transport: slurm`` gets from its job, by ``gpus-per-node``.
 
@@ -170,26 +164,12 @@ def _with_devices_of_job(config: ResolvedConfig, options: Mapping[str, str]) -> 
     return replace(config, nodes=tuple(replace(node, devices=tuple(range(int(number)))) for node in config.nodes))
 
 
-def _job_values(
-    request: ExportRequest, plan: LaunchPlan, sbatch: Mapping[str, str]
-) -> tuple[dict[str, Any], list[str]]:
+def _job_values(request: ExportRequest, plan: LaunchPlan, given: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Return the values of the template that describe the job, and notes.
 
-    They are its options, and what it does before its time limit.
+    They are its options, and what it does before its time limit. Raises UsageError if an option in ``given``
+    contradicts cluster.yml.
     """
-    options, notes = _job_options(request, plan, sbatch)
-    seconds = options["signal"].rpartition("@")[2]
-    warning = int(seconds) if seconds.isdecimal() else 60  # Slurm's default
-    lines = [_Code(line) for line in option_lines(options)]
-    width = len(plan.nodes) + 1
-    values = {"sbatch": lines, "requeue": is_on(sbatch, "requeue"), "patience": warning // 2}
-    return {**values, "port_ranges": max(1, len(_PORTS) // width)}, notes
-
-
-def _job_options(
-    request: ExportRequest, plan: LaunchPlan, given: Mapping[str, str]
-) -> tuple[dict[str, str], list[str]]:
-    """Return all options of sbatch, and notes. Raises UsageError if an option in ``given`` contradicts cluster.yml."""
     config = request.config
     node = config.nodes[0]
     options = {"job-name": config.name, "nodes": str(len(config.nodes)), "ntasks-per-node": "1"}
@@ -218,7 +198,14 @@ def _job_options(
                 "nodes in cluster.yml, or --slurm mem=64G"
             )
     warning = f"B:USR1@{warning_seconds(given)}"
-    return {**options, "output": "%x-%j.log", "open-mode": "append", "signal": warning, **given}, notes
+    options |= {"output": "%x-%j.log", "open-mode": "append", "signal": warning, **given}
+    seconds = options["signal"].rpartition("@")[2]
+    return {
+        "sbatch": [_Code(line) for line in option_lines(options)],
+        "requeue": is_on(given, "requeue"),
+        "patience": (int(seconds) if seconds.isdecimal() else 60) // 2,  # 60 is Slurm's default
+        "port_ranges": max(1, len(_PORTS) // (len(plan.nodes) + 1)),
+    }, notes
 
 
 def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None, slurm: bool) -> dict[str, Any]:
@@ -330,10 +317,7 @@ def _server(plan: LaunchPlan) -> str:
 
     The command has the options of a gateway, which do no harm on other nodes.
     """
-    servers = [node for node in plan.nodes if node.server is not None]
-    if not servers:
-        return ""
-    argv = max((list(_argv(node.server)) for node in servers), key=len)
+    argv = max((list(node.server.argv) for node in plan.nodes if node.server), key=len, default=[])
     for option, value in _SERVER_OPTIONS.items():
         if option in argv:
             argv[argv.index(option) + 1] = _Code(value)
@@ -348,21 +332,16 @@ def _fetch(config: ResolvedConfig, plan: LaunchPlan) -> str:
     argv = [_PYTHON, "-m", "launcher", "partition", "fetch", config.data.store, *parts]
     argv += ["--replicated"] if plan.topology.replicated else []
     for name, value in config.data.store_options.items():
-        argv += ["--store-option", f"{name}={value if _is_plain(value) else json.dumps(value)}"]
+        plain = False  # whether it is a text that YAML reads as it is, and not as a number, a list …
+        with suppress(yaml.YAMLError, ValueError):
+            plain = isinstance(value, str) and yaml.safe_load(value) == value
+        argv += ["--store-option", f"{name}={value if plain else json.dumps(value)}"]
     return _lines(argv)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether ``value`` is a text that YAML reads as it is, and not as a number, a list …"""
-    with suppress(yaml.YAMLError, ValueError):
-        return isinstance(value, str) and yaml.safe_load(value) == value
-    return False
 
 
 def _trainer(plan: LaunchPlan, kind: str, wrapped: bool) -> str:
     """Return the command of a rank or, for torchrun, the end of torchrun's command line: the program with arguments."""
-    node = next(node for node in plan.nodes if node.ranks)
-    argv = list(_argv(node.trainer))
+    argv = next(list(node.trainer.argv) for node in plan.nodes if node.trainer)
     rank = argv[argv.index("--") + 1 :]
     if not plan.own_command and "--parts" in rank:  # given as GNNFLEET_PARTS, which clients do not have
         del rank[rank.index("--parts") : rank.index("--parts") + 2]
@@ -378,14 +357,10 @@ def _trainer(plan: LaunchPlan, kind: str, wrapped: bool) -> str:
     return _lines(rank)
 
 
-def _argv(command: Command | None) -> tuple[str, ...]:
-    assert command is not None
-    return command.argv
-
-
 def _lines(argv: Sequence[str]) -> _Code:
     """Return a command as lines of about 100 characters; an option and its value share a line."""
-    lines, line = [], ""
+    lines: list[str] = []
+    line = ""
     for before, word in zip(("", *argv), argv, strict=False):
         text = _quoted(word)
         breaks = word.startswith("-") or not before.startswith("-")

@@ -159,7 +159,7 @@ def test_a_node_joins_a_later_attempt_of_the_lead_node(mounts: Mounts) -> None:
 
 
 def test_files_of_a_node(mounts: Mounts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pod, "_cpus", lambda: 6)
+    monkeypatch.setattr(pod, "cpus", lambda: 6)
     mounts.pod(0).begin_attempt()
     node = mounts.pod(1)
     node.begin_attempt()

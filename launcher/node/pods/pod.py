@@ -35,6 +35,7 @@ if not __package__:  # run as a file: make the package above importable
 from launcher.node.json_reader import read_json, record_in
 from launcher.node.json_records import RESULT
 from launcher.node.pods.exported_run import CODE_FOLDER, POLL, ExportedNode, Unusable, resolves, run_program
+from launcher.node.programs.machine import cpus
 from launcher.node.record import write_json, write_text
 from launcher.node.supervisor.attempt import archive, newest_checkpoint
 from launcher.node.watch import Watcher
@@ -107,7 +108,7 @@ class Pod(ExportedNode):
         spec = node["spec"]
         if spec["trainer"] is not None:
             env = spec["trainer"]["env"]
-            env.setdefault("OMP_NUM_THREADS", str(max(1, _cpus() // len(spec["nodes"][self.node_rank]["ranks"]))))
+            env.setdefault("OMP_NUM_THREADS", str(max(1, cpus() // len(spec["nodes"][self.node_rank]["ranks"]))))
             checkpoint = newest_checkpoint(self.lead_dir) if attempt else None
             if checkpoint is not None:
                 env["GNNFLEET_RESUME"] = os.path.join(self.lead_dir, "checkpoints", checkpoint["file"])
@@ -153,8 +154,12 @@ class Pod(ExportedNode):
         while logs.emit_lines():
             pass
         result = record_in(RESULT, self.path("result.json"))
-        print(f"node{self.node_rank}: {_sentence(result)}", flush=True)
-        if result is None or result["state"] != "done":
+        if result is None:
+            print(f"node{self.node_rank}: its supervisor ended without a result", flush=True)
+            return 1
+        why = f": {result['reason']}" if result["reason"] else ""
+        print(f"node{self.node_rank}: {result['state']}{why}", flush=True)
+        if result["state"] != "done":
             return 1
         # A node that only serves is done, too, when a failure elsewhere has stopped it; it must then run again.
         spec = read_json(self.path("node.json"))
@@ -175,29 +180,12 @@ class _LogPrinter(Watcher):
         sys.stdout.flush()
 
 
-def _sentence(result: Mapping[str, Any] | None) -> str:
-    if result is None:
-        return "its supervisor ended without a result"
-    return f"{result['state']}: {result['reason']}" if result["reason"] else str(result["state"])
-
-
 def _secret(folder: str, name: str) -> str:
     try:
         with open(os.path.join(folder, name), encoding="utf-8") as file:
             return file.read().strip()
     except OSError as error:
         raise Unusable(f"{error.filename}: {error.strerror}; apply the Secret of the run") from None
-
-
-def _cpus() -> int:
-    """Return the number of CPUs that this container may use: those in its CPU mask, at most the quota of its cgroup."""
-    count = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            count = min(count, max(1, int(quota) // int(period)))
-    return count
 
 
 def alive(options: argparse.Namespace) -> int:

@@ -194,7 +194,7 @@ def stop(ctx: click.Context, now: bool, **values: Any) -> None:
     console, as_json = _console(ctx, values)
     with _open(ctx, values, known_without_nodes) as run:
         ended = end_run(run, _choice(ctx, values).runs_dirs[0], console, now=now)
-        if ended.clean:
+        if ended.exit_status == 0:
             _leave_serving(run.found, console)
     if as_json:
         echo_json(ended.to_json())

@@ -8,22 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launcher.command import Command, render
 from launcher.errors import FleetError, TransportError, reason_of
 from launcher.node.json_records import Damaged, message_in
 from launcher.plan.model import NodePlan
 from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import NodeView
+from launcher.run.tmux_session import if_run_exists, run_was_absent
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Completed, Transport
 from launcher.transport.fanout import on_nodes
 
-_ABSENT = "gnnfleet: nothing of this run is here"  # printed by the node, not shown to users
-
 _TIMEOUT = 30.0  # seconds for one query
-
-#: $1: run folder, $2: command to run if the folder has a node.json.
-_IF_THERE = f'if [ -e "$1/node.json" ]; then exec bash -c "$2"; else echo "{_ABSENT}"; fi'
 
 
 @dataclass(frozen=True)
@@ -79,23 +74,10 @@ def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> Nod
     watch = node.program("watch", node.run_dir, "--once", *words)
     done = transport.run(if_run_exists(node, watch), timeout=_TIMEOUT)
     ended = time.time()
-    if _ABSENT in done.stdout.decode("utf-8", "replace"):
+    if run_was_absent(done):
         return NodeView(node, absent=True)
     view = _view(node, done)
     return replace(view, offset=view.now - ended)  # watch.py prints its clock last: the error is the latency
-
-
-def if_run_exists(node: NodePlan, program: Command) -> Command:
-    """Return a command that runs ``program`` if the run folder exists on the node.
-
-    Without the folder, the command only prints a marker, which ``run_was_absent`` detects.
-    """
-    return Command(("bash", "-c", _IF_THERE, "bash", node.run_dir, render(replace(program, cwd=""))))
-
-
-def run_was_absent(done: Completed) -> bool:
-    """Whether a command made by ``if_run_exists`` found no run folder on the node."""
-    return _ABSENT.encode() in done.stdout
 
 
 def _view(node: NodePlan, done: Completed) -> NodeView:

@@ -14,14 +14,12 @@ from rich.text import Text
 
 from launcher.errors import FleetError, Interrupted, TransportError, reason_of
 from launcher.manage.collect_run import CollectResult, collect_run, folder_for
-from launcher.manage.node_views import OpenRun, if_run_exists, run_was_absent
-from launcher.plan.model import NodePlan
+from launcher.manage.node_views import OpenRun
 from launcher.report.launch_file import LaunchFile
 from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import from_here, known_without_nodes
-from launcher.run.tmux_session import STOP_EXTRA, STOP_SLACK, how_to_stop, stop_command, stop_report
+from launcher.run.tmux_session import STOP_EXTRA, StopReport, stop_session
 from launcher.text import count
-from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.slurm_client import cancel, job_status
 
@@ -30,62 +28,6 @@ _NOW = 5.0  # seconds used instead of run.grace + STOP_EXTRA with --now, in whic
 _JOB_WAIT = 60.0  # seconds for a cancelled Slurm job to end
 
 _LAUNCHER_WAIT = 15.0  # seconds for a launcher to exit after SIGTERM
-
-
-@dataclass(frozen=True)
-class NodeStopResult:
-    node: NodePlan
-    was: str  #: state of the node before, as in ``NodeView.word``; '' if unknown
-    killed: tuple[str, ...] = ()  #: ``pid command`` of processes that were killed
-    leftovers: tuple[str, ...] = ()  #: ``pid command`` of processes that survived SIGKILL
-    trouble: str = ""  #: why it could not be stopped
-
-    @property
-    def clean(self) -> bool:
-        """Whether no process of the run is left on the node."""
-        return not self.leftovers and not self.trouble
-
-    @property
-    def sentence(self) -> str:
-        if self.trouble:
-            return f"{self.node.label}: not stopped: {self.trouble}; the run may go on there. {how_to_stop(self.node)}"
-        if self.leftovers:
-            return f"{self.node.label}: still running after SIGKILL: {', '.join(self.leftovers)}"
-        if self.was == "not started":
-            return f"{self.node.label}: the run was never started there"
-        if self.was in ("done", "failed", "stopped") and not self.killed:
-            return f"{self.node.label}: had ended already ({self.was})"
-        forced = f"; killed: {', '.join(self.killed)}" if self.killed else ""
-        return f"{self.node.label}: stopped{forced}"
-
-    def to_json(self) -> dict[str, Any]:
-        values = {"node_rank": self.node.node_rank, "target": self.node.target, "was": self.was, "clean": self.clean}
-        return values | {"killed": list(self.killed), "leftovers": list(self.leftovers), "trouble": self.trouble}
-
-
-def _stop_run(run: OpenRun, *, now: bool) -> list[NodeStopResult]:
-    """Stop all nodes of the run in parallel. ``now``: kill processes without waiting ``run.grace`` seconds."""
-    nodes = run.nodes
-    grace = run.found.config.run.grace if run.found.config else 5.0
-    timeout = _NOW if now else grace + STOP_EXTRA
-    answers = on_nodes(nodes, lambda k: _stop_node(nodes[k], run.attempts[k], timeout, now))
-    troubles = {
-        k: NodeStopResult(nodes[k], "unreachable" if k in run.errors else "", trouble=reason_of(error))
-        for k, error in answers.errors.items()
-    }
-    stopped = answers.values | troubles
-    return [stopped[k] for k in sorted(stopped)]
-
-
-def _stop_node(node: NodePlan, transport: Transport | TransportError, timeout: float, now: bool) -> NodeStopResult:
-    if isinstance(transport, TransportError):
-        raise transport
-    command = if_run_exists(node, stop_command(node, timeout, "gnnfleet stop", now=now))
-    done = transport.run(command, timeout=timeout + STOP_SLACK)
-    if run_was_absent(done):
-        return NodeStopResult(node, "not started")
-    report = stop_report(done, node)
-    return NodeStopResult(node, report.was, report.killed, report.leftovers)
 
 
 def _stop_launcher(launch: LaunchFile) -> bool:
@@ -106,25 +48,16 @@ def _stop_launcher(launch: LaunchFile) -> bool:
     return True
 
 
-def summary(found: FoundRun, stopped: list[NodeStopResult]) -> str:
-    dirty = [one for one in stopped if not one.clean]
-    if not dirty:
-        return f"run {found.run_id}: no process of it is left on its {count(len(stopped), 'node')}"
-    names = ", ".join(one.node.label for one in dirty)
-    return f"run {found.run_id}: {count(len(dirty), 'node')} of {len(stopped)} may still run processes of it: {names}"
-
-
 @dataclass(frozen=True)
 class StopResult:
     run_id: str
     message: str  #: the result in one sentence
-    nodes: tuple[NodeStopResult, ...]
-    clean: bool  #: no process of the run is left on any node
-    collected: CollectResult | None  #: None if this command collected nothing
+    nodes: tuple[StopReport, ...] = ()
+    collected: CollectResult | None = None  #: None if this command collected nothing
 
     @property
     def exit_status(self) -> int:
-        return 0 if self.clean else 1
+        return 0 if all(node.clean for node in self.nodes) else 1
 
     def to_json(self) -> dict[str, Any]:
         values = {"run_id": self.run_id, "told": self.message, "exit_status": self.exit_status}
@@ -137,58 +70,69 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
 
     If the run's launcher still runs, the launcher collects the files instead.
     """
-    if known_without_nodes(run.found):
-        ended = _end_here(run.found)
-        console.print(Text(ended.message), soft_wrap=True)
-        return ended
+    found = run.found
+    if known_without_nodes(found):
+        message = _end_here(found)
+        console.print(Text(message), soft_wrap=True)
+        return StopResult(found.run_id, message)
+
+    # Stop all nodes in parallel.
+    nodes = run.nodes
+    timeout = _NOW if now else (found.config.run.grace if found.config else 5.0) + STOP_EXTRA
+
+    def stop(k: int) -> StopReport:
+        transport = run.attempts[k]
+        if isinstance(transport, TransportError):
+            raise transport
+        return stop_session(transport, nodes[k], timeout=timeout, why="gnnfleet stop", now=now, if_there=True)
+
     try:
-        stopped = _stop_run(run, now=now)
+        answers = on_nodes(nodes, stop)
     except KeyboardInterrupt:
         raise Interrupted(
             "interrupted; nodes that have received the stop request will stop. "
-            f"To stop the others: gnnfleet stop {run.found.words}"
+            f"To stop the others: gnnfleet stop {found.words}"
         ) from None
+    troubles = {
+        k: StopReport(nodes[k], "unreachable" if k in run.errors else "", trouble=reason_of(error))
+        for k, error in answers.errors.items()
+    }
+    stopped = tuple(one for _, one in sorted((answers.values | troubles).items()))
     for one in stopped:
         console.print(Text(one.sentence, "" if one.clean else "bold red"), soft_wrap=True)
-    message = summary(run.found, stopped)
+    message = f"run {found.run_id}: no process of it is left on its {count(len(stopped), 'node')}"
+    if dirty := [one.node.label for one in stopped if not one.clean]:
+        left = f"{count(len(dirty), 'node')} of {len(stopped)} may still run processes of it"
+        message = f"run {found.run_id}: {left}: {', '.join(dirty)}"
     console.print(Text(message, "bold"), soft_wrap=True)
-    clean = all(one.clean for one in stopped)
-    launch = run.found.launch
-    if launch is not None and launch.alive():  # two processes must not write the same result.json
-        console.print(Text(f"its launcher ({launch.process}) collects and reports"), soft_wrap=True)
-        return StopResult(run.found.run_id, message, tuple(stopped), clean, None)
+
+    if found.launch is not None and found.launch.alive():  # two processes must not write the same result.json
+        console.print(Text(f"its launcher ({found.launch.process}) collects and reports"), soft_wrap=True)
+        return StopResult(found.run_id, message, stopped)
     collected = collect_run(run, folder_for(run, runs_dir))
     for line in (collected.message, *collected.notes, f"run folder: {collected.folder}"):
         if line:
             console.print(Text(line), soft_wrap=True)
-    return StopResult(run.found.run_id, message, tuple(stopped), clean, collected)
+    return StopResult(found.run_id, message, stopped, collected)
 
 
-def _end_here(found: FoundRun) -> StopResult:
-    # No process on a node: only its launcher may still run, on this machine.
+def _end_here(found: FoundRun) -> str:
+    """End a run that has no process on a node: at most its launcher runs, on this machine. Return what was done."""
     if found.plan_is_missing:
         raise FleetError(found.without_plan.replace("gnnfleet status", "gnnfleet stop"))
     launch = found.launch
-    if found.result is None and launch is not None and launch.alive() and launch.slurm_job:
+    prepares = found.result is None and launch is not None and launch.alive()
+    if launch is not None and launch.slurm_job and (prepares or launch.requeued):
         _end_job(launch.slurm_job)
-        message = (
-            f"run {found.run_id}: Slurm job {launch.slurm_job} was cancelled; nothing had been started on the nodes"
+        what = "nothing had been started on the nodes" if prepares else "which would have resumed it"
+        return f"run {found.run_id}: Slurm job {launch.slurm_job} was cancelled{';' if prepares else ','} {what}"
+    if launch is None or not prepares:
+        return f"nothing to stop: {from_here(found).sentence}"
+    if not _stop_launcher(launch):
+        raise FleetError(
+            f"the launcher of run {found.run_id} (pid {launch.pid}) did not end; kill it: kill -9 {launch.pid}"
         )
-        return StopResult(found.run_id, message, (), True, None)
-    if launch is not None and launch.requeued:
-        _end_job(launch.slurm_job)
-        message = f"run {found.run_id}: Slurm job {launch.slurm_job} was cancelled, which would have resumed it"
-        return StopResult(found.run_id, message, (), True, None)
-    if found.result is None and launch is not None and launch.alive():
-        if not _stop_launcher(launch):
-            raise FleetError(
-                f"the launcher of run {found.run_id} (pid {launch.pid}) did not end; kill it: kill -9 {launch.pid}"
-            )
-        message = (
-            f"run {found.run_id}: its launcher (pid {launch.pid}) was stopped; nothing had been started on the nodes"
-        )
-        return StopResult(found.run_id, message, (), True, None)
-    return StopResult(found.run_id, f"nothing to stop: {from_here(found).sentence}", (), True, None)
+    return f"run {found.run_id}: its launcher (pid {launch.pid}) was stopped; nothing had been started on the nodes"
 
 
 def _end_job(job: str) -> None:

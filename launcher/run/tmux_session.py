@@ -6,9 +6,10 @@ In a Slurm job the supervisor runs in a job step instead.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from launcher.command import Command, shell_line
+from launcher.command import Command, render, shell_line
 from launcher.config.schema import RunConfig, login_text
 from launcher.errors import FleetError, SessionError, SessionExists
 from launcher.node.json_records import Damaged, message_in
@@ -18,7 +19,7 @@ from launcher.transport.base import Completed, Session, Transport
 
 _TMUX_TIMEOUT = 20.0  # seconds one tmux command may take on a busy node
 
-STOP_SLACK = 20.0  #: seconds beyond its own timeout that control.py may take to exit
+_STOP_SLACK = 20.0  # seconds beyond its own timeout that control.py may take to exit
 
 #: The command of the session. $1: run folder. Errors of start.sh go to logs/start.log.
 _RUN = 'mkdir -p "$1/logs" && exec bash "$1/start.sh" 2>>"$1/logs/start.log"'
@@ -66,12 +67,43 @@ done
 _STEP_TURN = 3.0  # seconds of one wait for a supervisor without tmux
 
 
+_ABSENT = "gnnfleet: nothing of this run is here"  # printed by the node, not shown to users
+
+#: $1: run folder, $2: command to run if the folder has a node.json.
+_IF_THERE = f'if [ -e "$1/node.json" ]; then exec bash -c "$2"; else echo "{_ABSENT}"; fi'
+
+
 @dataclass(frozen=True)
 class StopReport:
-    stopped: bool  #: no process of the run is left on the node
-    killed: tuple[str, ...]  #: ``pid command`` of processes that the supervisor did not end itself
-    leftovers: tuple[str, ...]  #: ``pid command`` of processes that survived SIGKILL
-    was: str  #: state of the node before; '' if its control.py is of a version that does not report it
+    """How stopping a node ended."""
+
+    node: NodePlan
+    was: str  #: state of the node before, as in ``NodeView.word``; '' if unknown
+    killed: tuple[str, ...] = ()  #: ``pid command`` of processes that the supervisor did not end itself
+    leftovers: tuple[str, ...] = ()  #: ``pid command`` of processes that survived SIGKILL
+    trouble: str = ""  #: why it could not be stopped
+
+    @property
+    def clean(self) -> bool:
+        """Whether no process of the run is left on the node."""
+        return not self.leftovers and not self.trouble
+
+    @property
+    def sentence(self) -> str:
+        if self.trouble:
+            return f"{self.node.label}: not stopped: {self.trouble}; the run may go on there. {how_to_stop(self.node)}"
+        if self.leftovers:
+            return f"{self.node.label}: still running after SIGKILL: {', '.join(self.leftovers)}"
+        if self.was == "not started":
+            return f"{self.node.label}: the run was never started there"
+        if self.was in ("done", "failed", "stopped") and not self.killed:
+            return f"{self.node.label}: had ended already ({self.was})"
+        forced = f"; killed: {', '.join(self.killed)}" if self.killed else ""
+        return f"{self.node.label}: stopped{forced}"
+
+    def to_json(self) -> dict[str, Any]:
+        values = {"node_rank": self.node.node_rank, "target": self.node.target, "was": self.was, "clean": self.clean}
+        return values | {"killed": list(self.killed), "leftovers": list(self.leftovers), "trouble": self.trouble}
 
 
 def _new_session_argv(node: NodePlan) -> tuple[str, ...]:
@@ -148,27 +180,36 @@ def _why_not_started(transport: Transport, node: NodePlan, done: Completed, star
     return f"{what}; the end of {node.run_dir}/logs/start.log:\n{_text(done.stdout) or '(empty)'}"
 
 
-def stop_command(node: NodePlan, timeout: float, why: str, *, now: bool = False) -> Command:
-    """Return the command that stops all processes of the run on a node; they are killed after ``timeout`` seconds.
+def if_run_exists(node: NodePlan, program: Command) -> Command:
+    """Return a command that runs ``program`` if the run folder exists on the node.
 
-    ``why``, such as Ctrl-C, appears in the run's report, with who asks. ``now``: kill them at once.
+    Without the folder, the command only prints a marker, which ``run_was_absent`` detects.
+    """
+    return Command(("bash", "-c", _IF_THERE, "bash", node.run_dir, render(replace(program, cwd=""))))
+
+
+def run_was_absent(done: Completed) -> bool:
+    """Whether a command made by ``if_run_exists`` found no run folder on the node."""
+    return _ABSENT.encode() in done.stdout
+
+
+def stop_session(
+    transport: Transport, node: NodePlan, *, timeout: float, why: str = "", now: bool = False, if_there: bool = False
+) -> StopReport:
+    """Stop all processes of the run on a node; they are killed after ``timeout`` seconds.
+
+    ``why``, such as Ctrl-C, appears in the run's report, with who asks. ``now``: kill them at once. ``if_there``: the
+    run may never have been sent to the node. Raises SessionError if control.py fails there.
     """
     words = ["--timeout", f"{timeout:g}", "--session", node.session, "--by", user_at_host()]
     words += [*(["--why", why] if why else []), *(["--now"] if now else [])]
-    return node.program("control", "stop", node.run_dir, *words)
-
-
-def stop_session(transport: Transport, node: NodePlan, *, timeout: float, why: str = "") -> StopReport:
-    """Run ``stop_command`` on a node. Raises SessionError if control.py fails there."""
-    return stop_report(transport.run(stop_command(node, timeout, why), timeout=timeout + STOP_SLACK), node)
-
-
-def stop_report(done: Completed, node: NodePlan) -> StopReport:
-    """Parse the output of ``stop_command``. Raises SessionError if it has no valid answer."""
+    command = node.program("control", "stop", node.run_dir, *words)
+    done = transport.run(if_run_exists(node, command) if if_there else command, timeout=timeout + _STOP_SLACK)
+    if if_there and run_was_absent(done):
+        return StopReport(node, "not started")
     printed = done.stdout.decode("utf-8", "replace").split("\n")
     try:
-        answers = [message for message in map(message_in, printed) if message and "stopped" in message]
-        answer = answers[-1]
+        answer = [message for message in map(message_in, printed) if message and "stopped" in message][-1]
     except (Damaged, IndexError) as error:
         damage = str(error) if isinstance(error, Damaged) else ""
         reason = _text(done.stderr) or damage or f"exit status {done.returncode}"
@@ -176,7 +217,7 @@ def stop_report(done: Completed, node: NodePlan) -> StopReport:
     killed, leftovers = (
         tuple(f"{process['pid']} {process['command']}" for process in answer[name]) for name in ("killed", "leftovers")
     )
-    return StopReport(answer["stopped"] is True, killed, leftovers, answer.get("was", ""))
+    return StopReport(node, answer.get("was", ""), killed, leftovers)
 
 
 def _text(data: bytes) -> str:
@@ -193,7 +234,7 @@ def stop_node(node: NodePlan, transport: Transport, limits: RunConfig, why: str 
         report = stop_session(transport, node, timeout=limits.grace + STOP_EXTRA, why=why)
     except FleetError as error:
         return f"{error}; its processes may still run. {how_to_stop(node)}"
-    if not report.stopped:
+    if report.leftovers:
         return f"{node.label}: still running: {', '.join(report.leftovers)}"
     return ""
 

@@ -14,13 +14,13 @@ from typing import Any
 from launcher.command import Command
 from launcher.config.schema import RunConfig
 from launcher.errors import FleetError
-from launcher.manage.node_views import if_run_exists, node_view, run_was_absent
+from launcher.manage.node_views import node_view
 from launcher.node import procs
 from launcher.node.supervisor.server_keeper import COMPILING
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.launch_file import user_at_host
 from launcher.report.verdict import NodeView
-from launcher.run.tmux_session import STOP_SLACK, start_session, stop_command, stop_node, stop_report
+from launcher.run.tmux_session import start_session, stop_node, stop_session
 from launcher.serving.cluster_state import remove_files
 from launcher.transport.base import Completed, Transport
 from launcher.transport.fanout import on_nodes
@@ -43,9 +43,8 @@ def clear_node(node: NodePlan, transport: Transport, *, keeps_key: bool) -> None
 
     ``keeps_key``: keep ``service.key``.
     """
-    stop = if_run_exists(node, stop_command(node, _STOP, "gnnfleet serve", now=True))
-    done = transport.run(stop, timeout=_STOP + STOP_SLACK)
-    if not run_was_absent(done) and not (report := stop_report(done, node)).stopped:
+    report = stop_session(transport, node, timeout=_STOP, why="gnnfleet serve", now=True, if_there=True)
+    if report.leftovers:
         left = ", ".join(report.leftovers)
         raise FleetError(f"{node.label}: processes of its last graph server cannot be stopped: {left}")
     names = _OLD_FILES if keeps_key else [*_OLD_FILES, "service.key"]

@@ -95,7 +95,7 @@ def test_start_runs_the_node_and_stop_leaves_no_process(make: Make) -> None:
     wait_until(folder.says("rank0", "up"))
     assert control.status(control.NodeFolder(plan.run_dir))["state"] == "training"
     report = stop_session(LOCAL, plan, timeout=10)
-    assert report.stopped and report.killed == () == report.leftovers
+    assert report.clean and report.killed == () == report.leftovers
     assert folder.json("result.json")["state"] == "stopped"
     assert folder.processes() == [] and sessions() == []
 

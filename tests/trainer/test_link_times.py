@@ -21,7 +21,7 @@ from trainer.core.schema import EdgeType, type_of
 from trainer.graph.open import Graph, open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.link_block_loader import LinkBlockLoader
-from trainer.loader.link_trees import MOST_GROUPS, TimeGroups
+from trainer.loader.link_ends import MOST_GROUPS, TimeGroups
 from trainer.nn.graph_facts import facts_of
 from trainer.nn.link_model import build_link_model, link_facts
 from trainer.sources.load import load_dataset

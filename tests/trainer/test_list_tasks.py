@@ -184,13 +184,13 @@ def test_batches_have_nothing_that_is_later_than_a_row(one_shop: Path) -> None:
         (loader,) = link_loaders(settings, graph, LISTS, ("train",), False, 0, graph.layout, ages=("order",)).values()
         links, orders = split_links(graph, LISTS, "time")["train"], 0
         assert links.times is not None
-        assert sorted(map(tuple, links.ends.T.tolist())) == [
+        assert sorted(map(tuple, np.stack(links.all_ends(), 1).tolist())) == [
             (row, sku) for row, of in enumerate(TRUTH) for sku in of if AT[row] < 210 * DAY
         ]
         for share in loader.shares(1):
             seeds, ends = loader._seeded(share)
             sampled = loader.make(seeds, share.key)
-            rows, times = links.ends[0][share.positions], links.times[share.positions]
+            rows, times = links.all_ends()[0][share.positions], links.times[share.positions]
             assert times.tolist() == AT[rows].tolist()
             assert seeds.times["next"].tolist() == times.tolist()
             # Targets and negatives: at the earliest time of the link's group.

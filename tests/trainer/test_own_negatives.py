@@ -25,7 +25,7 @@ from trainer.data.memory import dataset_of
 from trainer.graph.open import open_graph
 from trainer.loader.block_loader import sampling_of
 from trainer.loader.edge_endpoints import all_times
-from trainer.loader.link_trees import TimeGroups
+from trainer.loader.link_ends import TimeGroups
 from trainer.loader.node_links import _LINKS
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition

@@ -137,6 +137,7 @@ class SeedShare:
     positions: Ids  #: int64 [n] positions in the seed list
     places: Ids  #: int64 [n] places in the global batch; they do not depend on the number of ranks
     batch: Ids  #: int64 [global_seeds] positions of the seeds of all ranks
+    ends: tuple[Ids, Ids] | None = None  #: of links, if they are known: sources and targets of ``batch``, original ids
 
 
 @dataclass(frozen=True)

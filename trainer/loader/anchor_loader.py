@@ -22,13 +22,13 @@ from trainer.graph.open import Graph
 from trainer.graph.seed_order import SeedShare
 from trainer.loader.arguments import Fanouts, whole_number
 from trainer.loader.edge_endpoints import StoredEndpoints, edges_in_order
-from trainer.loader.link_loader import ROLE, excluded
+from trainer.loader.link_ends import ROLE, excluded, trees_by_owner
 from trainer.loader.link_seeds import canonical, given_or_reverse, node_draw
 from trainer.loader.negatives import NegativeRule, draw_negatives, linked_in_step
 from trainer.loader.neighbor_loader import DistNeighborLoader
 from trainer.loader.node_links import Pairs, leading_type, links_of
 from trainer.loader.pyg_batch import Output
-from trainer.loader.pyg_loader import BatchSeeds, trees_by_owner
+from trainer.loader.pyg_loader import BatchSeeds
 from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import RowRequest, SeedSet
 
@@ -167,7 +167,7 @@ class DistAnchorNeighborLoader(DistNeighborLoader):
         order = np.argsort(owner, kind="stable")
         negatives = Pairs(owner[order], ids[order])
 
-        seeds, ends, owners = self._seed_set(anchors, positives, negatives)
+        seeds, ends = self._seed_set(anchors, positives, negatives)
         if self._exclude is not None:
             sources, pairs = everyone[0].ids[everyone[1].owner], everyone[1]
             reverse = self._leading if self._exclude == "both" else None
@@ -176,12 +176,12 @@ class DistAnchorNeighborLoader(DistNeighborLoader):
             torch.from_numpy(np.stack(rows)) for rows in zip((positives.owner, negatives.owner), ends, strict=True)
         ]
         metadata = (*self._metadata(self.inputs.split(share.positions)), *label_index)
-        return BatchSeeds(seeds, metadata, owners)
+        return BatchSeeds(seeds, metadata)
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
         out = super().output(sampled, seeded)
         if out.batch is not None:
-            out.batch = trees_by_owner(out.batch, seeded.extra)
+            out.batch = trees_by_owner(out.batch, seeded.seeds)
         return out
 
     def annotate(self, data: Any, out: Output) -> None:
@@ -273,10 +273,8 @@ class DistAnchorNeighborLoader(DistNeighborLoader):
         found = self.graph.access.has_edges(self._leading, store.to_global(target, dst), store.to_global(source, src))
         return found
 
-    def _seed_set(
-        self, anchors: Anchors, positives: Pairs, negatives: Pairs
-    ) -> tuple[SeedSet, list[Ids], dict[NodeType, Ids]]:
-        """Return the seeds, the positions of positives and of negatives among those of their type, and seeds' anchors.
+    def _seed_set(self, anchors: Anchors, positives: Pairs, negatives: Pairs) -> tuple[SeedSet, list[Ids]]:
+        """Return the seeds, and the positions of positives and of negatives among those of their type.
 
         The anchors are the first seeds. In disjoint batches, every positive and negative is a separate seed; else each
         node is one only once, by ascending original id, unless it is an anchor.
@@ -297,13 +295,12 @@ class DistAnchorNeighborLoader(DistNeighborLoader):
             where, others = np.arange(len(ids)) + len(seen), ids
             trees = by_type(anchors.places, anchors.places[owner] + roles * ROLE)
             times = {} if anchors.times is None else by_type(anchors.times, anchors.times[owner])
-            owners = by_type(np.arange(len(anchors.ids)), owner)
         else:
-            others, trees, times, owners = np.setdiff1d(ids, seen), {}, {}, {}
+            others, trees, times = np.setdiff1d(ids, seen), {}, {}
             order = np.argsort(known := np.concatenate([seen, others]), kind="stable")
             where = order[np.searchsorted(known[order], ids)]
         nodes = by_type(anchors.nodes, self.graph.store.to_global(target, others))
-        return SeedSet(nodes, trees, times), np.split(where, [len(positives.ids)]), owners
+        return SeedSet(nodes, trees, times), np.split(where, [len(positives.ids)])
 
 
 def _edge_type(graph: Graph, given: Any, reverse_type: Any) -> EdgeType:

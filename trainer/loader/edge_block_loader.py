@@ -13,8 +13,8 @@ from trainer.graph.seed_order import RankLayout, SeedShare
 from trainer.loader.block_loader import LoaderSettings
 from trainer.loader.labelled_edges import LabelledEdges
 from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
+from trainer.loader.link_ends import TimeGroups
 from trainer.loader.link_seeds import LinkInputs
-from trainer.loader.link_trees import TimeGroups
 from trainer.sampler.types import SeedSet
 
 

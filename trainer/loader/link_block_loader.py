@@ -9,17 +9,15 @@ import torch
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.batch import AnyBatch, LinkEnds
-from trainer.core.schema import EdgeType, NodeType, reverse_type
+from trainer.core.schema import EdgeType, reverse_type
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout, SeedShare
 from trainer.loader.block_loader import BlockLoader, LoaderSettings, sampling_of
-from trainer.loader.link_loader import excluded
+from trainer.loader.link_ends import Ends, TimeGroups, excluded, seeds_of, timed_seeds_of
 from trainer.loader.link_seeds import LinkInputs
-from trainer.loader.link_trees import TimedLinks, TimeGroups, tree_seeds
 from trainer.loader.negatives import NegativeDraw, linked_in_step, uniform_negatives
 from trainer.loader.node_links import Pairs, links_of
 from trainer.sampler.types import SeedSet
-from trainer.store.part_store import PartStore
 
 _NONE = np.empty(0, np.int64)
 
@@ -47,7 +45,7 @@ class LinkBlockLoader(BlockLoader):
     ``own``, each link also has negatives of its own: nodes to which its source has edges of that type, all or some
     that are drawn, except the link's target.
 
-    If the links have times, neighbours later than a link are not sampled for it (``tree_seeds``).
+    If the links have times, neighbours later than a link are not sampled for it (``timed_seeds_of``).
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class LinkBlockLoader(BlockLoader):
         self._reverse = reverse_type(links.edge_type, graph.manifest.edges)
         self._rule = sampling_of(graph, settings).time
         if link_settings.listed:  # all links, as one ascending number each
-            sources, targets = links.ends.ends_of(np.arange(len(links)))
+            sources, targets = links.all_ends()
             self._pairs = np.unique(sources * graph.manifest.nodes[links.edge_type[2]].num_nodes + targets)
         super().__init__(graph, replace(settings, target=links.edge_type[2]), rank, layout, len(links), ("", ()))
 
@@ -83,11 +81,16 @@ class LinkBlockLoader(BlockLoader):
         src, dst, negatives = self.ends(share)
         own = self.own(share, src, dst)
         if links.times is None:
-            seeds, ends = distinct_ends(links.edge_type, src, dst, negatives, store, own.ids)
+            source, _, target = links.edge_type
+            nodes = Ends(source, src), Ends(target, dst), Ends(target, negatives), Ends(target, own.ids)
+            seeds, where = seeds_of(nodes, store)
+            sources, targets, shared, alone = map(torch.from_numpy, where)
+            ends = LinkEnds(source, target, sources, targets, shared, own=alone if len(alone) else None)
         else:
-            groups = self._groups(links.times[share.batch])
-            timed = TimedLinks(src, dst, links.times[share.positions], share.places, negatives, groups, own)
-            seeds, ends = tree_seeds(links.edge_type, timed, store)
+            groups, times = self._groups(links.times[share.batch]), links.times[share.positions]
+            seeds, ends = timed_seeds_of(
+                links.edge_type, src, dst, times, share.places, groups, negatives, own, store
+            )  # fmt: skip
         if ends.own is not None:
             ends = replace(ends, own=torch.from_numpy(own.table(len(src), ends.own.numpy(), -1)))
         if self.link_settings.log_q is not None:
@@ -138,25 +141,3 @@ class LinkBlockLoader(BlockLoader):
         if self.link_settings.log_q is not None:
             return np.unique(self.links.ends.ends_of(share.batch)[1])
         return uniform_negatives(self._draw, count, share.key)
-
-
-def distinct_ends(
-    edge_type: EdgeType, src: Ids, dst: Ids, negatives: Ids, store: PartStore, own: Ids = _NONE
-) -> tuple[SeedSet, LinkEnds]:  # fmt: skip
-    """Return the seeds of links and negatives, and the position of each link end and negative among the seeds.
-
-    Every node is a seed only once. ``src``, ``dst``: sources and targets of the links. ``negatives``, ``own``: nodes
-    of the target type. All are original ids. ``LinkEnds.own`` has the positions of ``own``, in the same order.
-    """
-    groups: dict[NodeType, list[Ids]] = {edge_type[0]: [src]}
-    groups.setdefault(edge_type[2], []).extend([dst, negatives, own])
-    nodes: dict[NodeType, Ids] = {}
-    places: list[Ids] = []
-    for of, group in groups.items():
-        unique, inverse = np.unique(np.concatenate(group), return_inverse=True)
-        nodes[of] = store.to_global(of, unique)
-        places += np.split(inverse.astype(np.int64), np.cumsum([len(ids) for ids in group])[:-1])
-    found = [torch.from_numpy(np.ascontiguousarray(place)) for place in places]
-    sources, targets, shared, alone = found
-    ends = LinkEnds(edge_type[0], edge_type[2], sources, targets, shared, own=alone if len(own) else None)
-    return SeedSet(nodes), ends

@@ -1,13 +1,9 @@
-"""``DistLinkNeighborLoader``: torch_geometric's ``LinkNeighborLoader`` on a partitioned graph.
-
-In this file, n is the number of positives (given links) of this rank in one step, k the number of their negatives
-(drawn links).
-"""
+"""``DistLinkNeighborLoader``: torch_geometric's ``LinkNeighborLoader`` on a partitioned graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +13,7 @@ from torch import Tensor
 
 from trainer.core.arrays import Ids
 from trainer.core.errors import SettingsError
-from trainer.core.schema import EdgeType, NodeType
+from trainer.core.schema import EdgeType
 from trainer.graph.in_memory import as_graph
 from trainer.graph.seed_order import OTHER_STREAM, GlobalBatch, RankLayout, SeedShare, global_batches
 from trainer.loader.arguments import (
@@ -29,135 +25,12 @@ from trainer.loader.arguments import (
     subgraph_kind,
     wanted_attrs,
 )
+from trainer.loader.link_ends import ROLE, Ends, excluded, seeds_of, trees_by_owner
 from trainer.loader.link_seeds import given_or_reverse, labels_with_negatives, link_inputs, negative_rule, node_draws
-from trainer.loader.negatives import NegativeRule, draw_negatives
+from trainer.loader.negatives import draw_negatives
 from trainer.loader.pyg_batch import Output
-from trainer.loader.pyg_loader import BatchSeeds, PyGLoader, trees_by_owner
+from trainer.loader.pyg_loader import BatchSeeds, PyGLoader
 from trainer.sampler.subgraph_sampler import SampledBatch
-from trainer.sampler.types import SeedSet
-from trainer.store.part_store import PartStore
-
-ROLE = 1 << 32  #: the tree of a seed has the number place + role * 2^32, which no other seed of the global batch has
-
-
-@dataclass(frozen=True)
-class LinkShare(SeedShare):
-    """The links of one rank in one global batch, and the ends of all links of that batch, as original ids."""
-
-    src: Ids  #: int64 [global_seeds] sources of ``batch``
-    dst: Ids  #: int64 [global_seeds]
-
-
-@dataclass(frozen=True)
-class LinkBatch:
-    """The positives (given links) of this rank in one step and their negatives (drawn links), as original ids."""
-
-    edge_type: EdgeType
-    src: Ids  #: int64 [n]
-    dst: Ids  #: int64 [n]
-    places: Ids  #: int64 [n] places in the global batch
-    owner: Ids  #: int64 [k] index of each negative's positive
-    neg_j: Ids  #: int64 [k] number of the negative among those of its positive; sorted by (neg_j, owner)
-    neg_src: Ids  #: int64 [k]; unused for triplets, whose source is that of the positive
-    neg_dst: Ids  #: int64 [k]
-    times: Ids | None = None  #: int64 [n]
-
-
-@dataclass(frozen=True)
-class LinkIndex:
-    """For each link: the index of its source, and of its target, among the batch's nodes of the same type."""
-
-    src: Ids  #: int64: positives, followed by binary negatives
-    dst: Ids  #: int64, same length as ``src``
-    neg: Ids | None  #: int64 [n] or [n, amount]: targets of triplet negatives
-    owners: Mapping[NodeType, Ids]  #: index of each seed's positive, by node type; for disjoint batches only
-
-
-@dataclass(frozen=True)
-class _LinkEnd:
-    ids: Ids  #: original ids
-    trees: Ids  #: int64: keys of their trees, when disjoint
-    owner: Ids  #: int64: index of each seed's positive
-
-
-def seeds_of(
-    links: LinkBatch, rule: NegativeRule | None, store: PartStore, disjoint: bool
-) -> tuple[SeedSet, LinkIndex]:
-    """Return the seed nodes of a batch of links, and for each link the positions of its ends among the seeds.
-
-    Seeds are the distinct ends, by ascending original id. In disjoint batches, every end of every link is a separate
-    seed.
-    """
-    triplet = rule is not None and rule.triplet
-    src, dst = _ends(links, triplet)
-    ends = {links.edge_type[0]: [src], links.edge_type[2]: [dst]}
-    if links.edge_type[0] == links.edge_type[2]:
-        ends = {links.edge_type[0]: [src, dst]}
-    nodes, trees, times, where = {}, {}, {}, []
-    for of, group in ends.items():
-        ids = np.concatenate([end.ids for end in group])
-        if disjoint:
-            places = np.arange(len(ids))
-            trees[of] = np.concatenate([end.trees for end in group])
-            if links.times is not None:
-                times[of] = links.times[np.concatenate([end.owner for end in group])]
-        else:
-            ids, inverse = np.unique(ids, return_inverse=True)
-            places = inverse.astype(np.int64)
-        nodes[of] = store.to_global(of, ids)
-        where += np.split(places, [len(group[0].ids)])[: len(group)]
-    neg = None
-    if triplet:
-        assert rule is not None
-        table = where[1][len(links.src) :].reshape(rule.most, len(links.src)).T
-        neg = np.ascontiguousarray(table[:, 0] if rule.most == 1 else table)
-        where[1] = where[1][: len(links.src)]
-    owners = {of: np.concatenate([end.owner for end in group]) for of, group in ends.items()}
-    return SeedSet(nodes, trees, times), LinkIndex(where[0], where[1], neg, owners)
-
-
-def excluded(
-    edge_type: EdgeType, reverse: EdgeType | None, src: Ids, dst: Ids, store: PartStore
-) -> dict[EdgeType, tuple[Ids, Ids]]:
-    """Return the edges that sampling must leave out: the links ``src`` -> ``dst`` of type ``edge_type``.
-
-    If ``reverse`` is given, also returns the edges ``dst`` -> ``src`` of type ``reverse``. ``src``, ``dst``: original
-    ids. The result has for each edge type two arrays of global ids: targets and sources.
-    """
-    sources, targets = store.to_global(edge_type[0], src), store.to_global(edge_type[2], dst)
-    pairs = {edge_type: [(targets, sources)]}
-    if reverse is not None:
-        pairs.setdefault(reverse, []).append((sources, targets))
-    pairs = {
-        of: group for of, group in pairs.items() if of in store.manifest.edges
-    }  # the links' type may have no edges in the graph
-    return {
-        of: (np.concatenate([pair[0] for pair in group]), np.concatenate([pair[1] for pair in group]))
-        for of, group in pairs.items()
-    }
-
-
-def _ends(links: LinkBatch, triplet: bool) -> tuple[_LinkEnd, _LinkEnd]:
-    owner = np.arange(len(links.src))
-    src_role, dst_role = (2, 2) if triplet else (2, 3)
-    step = dst_role - 1  # binary negatives have two roles each, triplets one
-    neg = links.places[links.owner]
-    dst = _LinkEnd(
-        np.concatenate([links.dst, links.neg_dst]),
-        np.concatenate([links.places + ROLE, neg + (dst_role + step * links.neg_j) * ROLE]),
-        np.concatenate([owner, links.owner]),
-    )
-    if triplet:
-        return _LinkEnd(links.src, links.places, owner), dst
-    src = _LinkEnd(
-        np.concatenate([links.src, links.neg_src]),
-        np.concatenate([links.places, neg + (src_role + step * links.neg_j) * ROLE]),
-        np.concatenate([owner, links.owner]),
-    )
-    return src, dst
-
-
-_NONE = np.empty(0, np.int64)
 
 
 class DistLinkNeighborLoader(PyGLoader):
@@ -297,25 +170,58 @@ class DistLinkNeighborLoader(PyGLoader):
         # Sampler threads read the ends of the links, which may be on other hosts.
         return global_batches(self.order, epoch, first_step)
 
-    def share(self, item: GlobalBatch) -> LinkShare:
-        src, dst = self.inputs.ends.ends_of(item.positions)
-        share = item.share(self._part_of_targets(dst), self.rank, self.layout)
-        return LinkShare(**vars(share), src=src, dst=dst)
+    def share(self, item: GlobalBatch) -> SeedShare:
+        ends = self.inputs.ends.ends_of(item.positions)
+        return replace(item.share(self._part_of_targets(ends[1]), self.rank, self.layout), ends=ends)
 
     def seeds(self, share: SeedShare) -> BatchSeeds:
-        if not isinstance(share, LinkShare):  # the share of a ``DistZipLoader``, or of ``loader(index)``
-            src, dst = self.inputs.ends.ends_of(share.batch)
-            share = LinkShare(**vars(share), src=src, dst=dst)
-        links = self._links(share)
-        seeds, index = seeds_of(links, self.rule, self.graph.store, self.settings.disjoint)
+        inputs, rule, store = self.inputs, self.rule, self.graph.store
+        source, _, target = inputs.edge_type
+        # the share of a ``DistZipLoader``, or of ``loader(index)``, has no ends
+        all_src, all_dst = share.ends or inputs.ends.ends_of(share.batch)
+
+        # The positives, and their negatives: ``owner`` is the positive of each, ``j`` its number among those of it.
+        places, src, dst = share.places, all_src[share.places], all_dst[share.places]
+        times = None if inputs.times is None else inputs.times[share.positions]
+        owner = j = neg_src = neg_dst = np.empty(0, np.int64)
+        if rule is not None and self._draws is not None:
+            owner, j = rule.owners(places, share.global_seeds)
+            neg_src, neg_dst = draw_negatives(
+                rule, share.key, places, owner, j, (src, dst), self._draws, self._is_link, times
+            )
+
+        # The seeds. In disjoint batches, the ends of a positive have the roles 0 and 1, and those of its negatives
+        # further ones: two each or, in triplets, where they have the source of the positive, one.
+        triplet = rule is not None and rule.triplet
+        drawn = (dst,) if triplet else (src, dst)
+        neg_times = None if times is None else times[owner]
+        roles = 2 + len(drawn) * j
+        groups = [(source, src, places, times), (target, dst, places + ROLE, times)]
+        if not triplet:
+            groups.insert(1, (source, neg_src, places[owner] + roles * ROLE, neg_times))
+        groups.append((target, neg_dst, places[owner] + (roles + len(drawn) - 1) * ROLE, neg_times))
+        ends = [Ends(*group) if self.settings.disjoint else Ends(*group[:2]) for group in groups]
+        seeds, where = seeds_of(ends, store)
         if self._exclude:
-            seeds = seeds.without(excluded(links.edge_type, self._reverse, share.src, share.dst, self.graph.store))
-        return BatchSeeds(seeds, self._metadata(share, links, index), index)
+            seeds = seeds.without(excluded(inputs.edge_type, self._reverse, all_src, all_dst, store))
+
+        # Their metadata, in the form that torch_geometric's ``edge_sample`` returns.
+        ids = torch.from_numpy(share.positions if inputs.input_id is None else inputs.input_id[share.positions])
+        seed_times = None if times is None else torch.from_numpy(times)
+        if triplet:
+            assert rule is not None
+            table = where[2].reshape(rule.most, len(src)).T
+            neg = np.ascontiguousarray(table[:, 0] if rule.most == 1 else table)
+            return BatchSeeds(seeds, (ids, *map(torch.from_numpy, (where[0], where[1], neg)), seed_times))
+        if seed_times is not None:
+            seed_times = torch.cat([seed_times, seed_times[torch.from_numpy(owner)]])
+        index = torch.from_numpy(np.concatenate([np.stack(where[::2]), np.stack(where[1::2])], 1))
+        return BatchSeeds(seeds, (ids, index, self._labels(share, len(owner)), seed_times))
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
         out = super().output(sampled, seeded)
         if out.batch is not None:
-            out.batch = trees_by_owner(out.batch, seeded.extra.owners)
+            out.batch = trees_by_owner(out.batch, seeded.seeds)
         return out
 
     def annotate(self, data: Any, out: Output) -> None:
@@ -335,35 +241,11 @@ class DistLinkNeighborLoader(PyGLoader):
         of, store = self.inputs.edge_type[2], self.graph.store
         return store.books[of].part_of(store.to_global(of, dst))
 
-    def _links(self, share: LinkShare) -> LinkBatch:
-        inputs, src, dst = self.inputs, share.src[share.places], share.dst[share.places]
-        times = None if inputs.times is None else inputs.times[share.positions]
-        if self.rule is None or self._draws is None:
-            return LinkBatch(inputs.edge_type, src, dst, share.places, _NONE, _NONE, _NONE, _NONE, times)
-        owner, j = self.rule.owners(share.places, share.global_seeds)
-        neg_src, neg_dst = draw_negatives(
-            self.rule, share.key, share.places, owner, j, (src, dst), self._draws, self._is_link, times
-        )
-        return LinkBatch(inputs.edge_type, src, dst, share.places, owner, j, neg_src, neg_dst, times)
-
     def _is_link(self, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
         of, store = self.inputs.edge_type, self.graph.store
         if of not in self.graph.manifest.edges:
             return np.zeros(len(src), np.bool_)
         return self.graph.access.has_edges(of, store.to_global(of[0], src), store.to_global(of[2], dst))
-
-    def _metadata(self, share: SeedShare, links: LinkBatch, index: LinkIndex) -> tuple[Any, ...]:
-        input_id = self.inputs.input_id
-        ids = torch.from_numpy(share.positions if input_id is None else input_id[share.positions])
-        times = None if links.times is None else torch.from_numpy(links.times)
-        if self.rule is not None and self.rule.triplet:
-            assert index.neg is not None
-            # In the form that torch_geometric's ``edge_sample`` returns.
-            return ids, *map(torch.from_numpy, (index.src, index.dst, index.neg)), times
-        if times is not None:
-            times = torch.cat([times, times[torch.from_numpy(links.owner)]])
-        where = torch.from_numpy(np.stack([index.src, index.dst]))
-        return ids, where, self._labels(share, len(links.owner)), times
 
     def _labels(self, share: SeedShare, num_negatives: int) -> Tensor | None:
         label = None if self._label is None else self._label[torch.from_numpy(share.positions)]

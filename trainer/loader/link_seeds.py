@@ -40,6 +40,10 @@ class LinkInputs:
     def __len__(self) -> int:
         return len(self.ends)
 
+    def all_ends(self) -> tuple[Ids, Ids]:
+        """Return the sources and targets of all links, as original ids, int64 [n] each. Raises ``ServiceError``."""
+        return self.ends.ends_of(np.arange(len(self)))
+
     def digest(self) -> str:
         total = hashlib.sha256(f"{self.edge_type} {len(self)}".encode())
         self.ends.add_to(total)

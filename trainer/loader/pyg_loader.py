@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,6 @@ from trainer.core.batch_cost import Cost, CostSum
 from trainer.core.errors import SettingsError
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.rng import batch_key
-from trainer.core.schema import NodeType
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import Sampler, ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedOrder, SeedShare, shares
@@ -110,8 +109,7 @@ _NO_STEP = -2  #: step number of the batches of ``loader(index)``
 @dataclass(frozen=True)
 class BatchSeeds:
     seeds: SeedSet
-    metadata: Any  #: ``metadata`` of torch_geometric's SamplerOutput
-    extra: Any = None  #: data that ``seeds`` passes on to ``output``
+    metadata: Any = None  #: ``metadata`` of torch_geometric's SamplerOutput
 
 
 class RankLoader(ABC):
@@ -358,18 +356,6 @@ def _set_sample_info(data: Any, out: Output) -> None:
                 data[of][name] = values
     for name in ("batch", "num_sampled_nodes", "num_sampled_edges"):
         data.set_value_dict(name, getattr(out, name))
-
-
-def trees_by_owner(batch: Any, owners: Mapping[NodeType, Ids]) -> Any:
-    """Return for each node of a disjoint batch the index of the input that it was sampled for.
-
-    ``batch``: for each node the number of its tree; each seed has one tree. ``owners``: the index of each seed's input,
-    in the order of ``SeedSet.nodes``. In a heterogeneous graph, ``batch`` and the result are dicts by node type.
-    """
-    of_tree = torch.from_numpy(np.concatenate(list(owners.values())))
-    if isinstance(batch, dict):
-        return {of: of_tree[trees] for of, trees in batch.items()}
-    return of_tree[batch]
 
 
 def _rank_and_layout(graph: Graph, local: bool, rank: int | None, layout: RankLayout | None) -> tuple[int, RankLayout]:

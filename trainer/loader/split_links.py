@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import SettingsError
 from trainer.core.graph_attrs import held_out_links, is_task_table
-from trainer.core.schema import EdgeType, NodeType
+from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType
 from trainer.graph.open import Graph
 from trainer.loader.edge_endpoints import EDGES_AT_ONCE, StoredEndpoints, edges_in_order
+from trainer.loader.link_seeds import LinkInputs, link_inputs
 from trainer.sampler.types import RowRequest
 
 
-@dataclass(frozen=True)
-class GivenLinks:
-    ends: Ids  #: int64 [2, n] original ids
-    times: Ids | None = None  #: int64 [n]
-
-    def __len__(self) -> int:
-        return self.ends.shape[1]
-
-
-def split_links(graph: Graph, edge_type: EdgeType, time_attr: str | None) -> dict[str, GivenLinks]:
+def split_links(graph: Graph, edge_type: EdgeType, time_attr: str | None) -> dict[str, LinkInputs]:
     """Return the links of each split that has some; of ``train`` only those in the lists of a task table.
 
     Otherwise the links of ``train`` are the edges of the graph. Links have times if there is a ``time_attr``; those in
@@ -37,12 +28,11 @@ def split_links(graph: Graph, edge_type: EdgeType, time_attr: str | None) -> dic
     for split in ("val", "test"):
         ends, times = held_out_links(graph.store.graph_attrs, edge_type, split)
         if ends is not None and ends.shape[1]:
-            timed = time_attr is not None and times is not None
-            found[split] = GivenLinks(np.asarray(ends, np.int64), np.asarray(times, np.int64) if timed else None)
+            found[split] = _given(graph, edge_type, ends, None if time_attr is None else times)
     return found
 
 
-def _listed(graph: Graph, edge_type: EdgeType, time_attr: str | None) -> dict[str, GivenLinks]:
+def _listed(graph: Graph, edge_type: EdgeType, time_attr: str | None) -> dict[str, LinkInputs]:
     stored = edges_in_order(StoredEndpoints(graph, edge_type))
     rows, targets = np.concatenate([np.empty((2, 0), np.int64), *(np.stack(ends) for _, *ends in stored)], axis=1)
     times, found = row_times(graph, edge_type[0], time_attr), {}
@@ -50,8 +40,12 @@ def _listed(graph: Graph, edge_type: EdgeType, time_attr: str | None) -> dict[st
         some = own[rows]
         if some.any():
             ends = np.stack([rows[some], targets[some]])
-            found[split] = GivenLinks(ends, None if times is None else times[ends[0]])
+            found[split] = _given(graph, edge_type, ends, None if times is None else times[ends[0]])
     return found
+
+
+def _given(graph: Graph, edge_type: EdgeType, ends: Array, times: Array | None) -> LinkInputs:
+    return link_inputs(graph, ends if edge_type == HOMO_EDGE else (edge_type, ends), edge_label_time=times)
 
 
 def rows_of_splits(graph: Graph, of: NodeType) -> dict[str, Array]:

@@ -16,7 +16,7 @@ from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout, SeedShare
 from trainer.loader.block_loader import BlockLoader, LoaderSettings
 from trainer.loader.edge_endpoints import EdgeEndpoints
-from trainer.loader.link_loader import excluded
+from trainer.loader.link_ends import excluded
 from trainer.loader.negatives import NegativeDraw, uniform_negatives
 from trainer.sampler.types import SeedSet
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from trainer.loader.edge_block_loader import EdgeBlockLoader
     from trainer.loader.labelled_edges import LabelledEdges
     from trainer.loader.link_block_loader import LinkBlockLoader
-    from trainer.loader.split_links import GivenLinks
+    from trainer.loader.link_seeds import LinkInputs
     from trainer.loader.typed_link_loader import TypedLinkLoader
 
 SPLITS = ("train", "val", "test")
@@ -56,7 +56,7 @@ def node_loaders(
 def link_loaders(
     settings: TrainSettings, graph: Graph, edge_type: EdgeType, splits: Sequence[str], want_degree: bool, rank: int,
     layout: RankLayout, categories: Mapping[NodeType, tuple[str, ...]] | None = None, counts: Tensor | None = None,
-    ages: tuple[NodeType, ...] = (), given: Mapping[str, GivenLinks] | None = None,
+    ages: tuple[NodeType, ...] = (), given: Mapping[str, LinkInputs] | None = None,
 ) -> dict[str, LinkBlockLoader]:  # fmt: skip
     """Return a loader of links for each of ``splits``: all edges for ``train``, else the split's held-out links.
 
@@ -85,23 +85,21 @@ def link_loaders(
         name: None if of is None else leading_type(graph, named_type(graph, name, of), edge_type[0], edge_type[2], name)
         for name, of in (("hard_negatives", settings.hard_negatives), ("eval_candidates", settings.eval_candidates))
     }
-    typed = edge_type != HOMO_EDGE
     given = split_links(graph, edge_type, settings.time_attr) if given is None else given
     loaders: dict[str, LinkBlockLoader] = {}
     for split in splits:
-        own_links = given.get(split)
-        if own_links is None and split != "train":
+        links = given.get(split)
+        if links is None and split != "train":
             continue
-        ids, times = (None, None) if own_links is None else (own_links.ends, own_links.times)
-        if own_links is None and settings.time_attr is not None:
-            times = all_times(graph, edge_type, settings.time_attr)
-        links = link_inputs(graph, (edge_type, ids) if typed else ids, edge_label_time=times)
+        if links is None:
+            times = None if settings.time_attr is None else all_times(graph, edge_type, settings.time_attr)
+            links = link_inputs(graph, None if edge_type == HOMO_EDGE else edge_type, edge_label_time=times)
         if split == "train":
             log_q = None
             if settings.loss == "in-batch" and counts is not None:
                 log_q = (counts.clamp(min=1) / counts.sum().clamp(min=1)).log().float().numpy()
             hard = own["hard_negatives"]
-            how = LinkBlockSettings(settings.negatives, own_links is None, log_q, hard, settings.num_hard_negatives)
+            how = LinkBlockSettings(settings.negatives, links.are_edges, log_q, hard, settings.num_hard_negatives)
         elif (listed := own["eval_candidates"]) is not None:
             how = LinkBlockSettings(0, False, own=listed, listed=True)
         else:

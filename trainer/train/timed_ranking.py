@@ -19,9 +19,10 @@ from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType, NodeType
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
-from trainer.loader.link_trees import TimeGroups
+from trainer.loader.link_ends import TimeGroups
+from trainer.loader.link_seeds import LinkInputs
 from trainer.loader.node_links import leading_type
-from trainer.loader.split_links import GivenLinks, entities_of
+from trainer.loader.split_links import entities_of
 from trainer.nn.layerwise_inference import LayerRows, WholeGraph
 from trainer.nn.link_embeddings import DotProducts, Links, RankedLinks, rank_links
 from trainer.nn.link_model import LinkModel
@@ -104,8 +105,8 @@ class TimedRanking:
     graph: Graph
     edge_type: EdgeType
     split: str
-    links: GivenLinks
-    known: GivenLinks | None  #: links of val, for test
+    links: LinkInputs
+    known: LinkInputs | None  #: links of val, for test
     settings: TrainSettings
     layout: RankLayout
     group: RankGroup
@@ -137,13 +138,13 @@ class TimedRanking:
         """Return the metrics in ``names``, means over queries or links."""
         queries, query_of = self._queries
         source, _, target = self.edge_type
-        store, found = self.graph.store, list[RankedLinks]()
+        store, found, (_, all_targets) = self.graph.store, list[RankedLinks](), self.links.all_ends()
         owners = self._whole(self.folder).shares[source].owners(store.to_global(source, queries.sources))
         for number, time in enumerate(queries.groups.times.tolist()):
             own = np.flatnonzero((queries.groups.of == number) & (owners == self.group.rank))
             mine = np.flatnonzero(np.isin(query_of, own))
             mine = mine[np.argsort(query_of[mine], kind="stable")]
-            place, targets = np.searchsorted(own, query_of[mine]), store.to_global(target, self.links.ends[1, mine])
+            place, targets = np.searchsorted(own, query_of[mine]), store.to_global(target, all_targets[mine])
             of_queries, of_targets = rows.of_queries(queries.at(own)), rows.of_targets(time)
             links = Links(of_queries.double(), place, targets, np.ones(len(place), np.bool_))
             marked = _Marked(self, queries.at(own))
@@ -160,7 +161,7 @@ class TimedRanking:
     @cached_property
     def _queries(self) -> tuple[Queries, Ids]:
         """The queries, ordered by source and time, and the query of each link, int64 [n]."""
-        (sources, _), times = self.links.ends, self.links.times
+        (sources, _), times = self.links.all_ends(), self.links.times
         pairs = sources[None] if times is None else np.stack([sources, times])
         unique, query_of = np.unique(pairs, axis=1, return_inverse=True)
         rows = is_task_table(self.edge_type[0], self.graph.store.graph_attrs)
@@ -212,10 +213,9 @@ class _Marked:
         # Further pairs that are left out.
         self.known = (np.empty(0, np.int64), np.empty(0, np.int64))
         if ranking.known is not None and not rows and not self.listed:
-            at, owned = self._queries_of(
-                graph.store.to_global(owner, ranking.known.ends[0]), ranking.known.times
-            )  # fmt: skip
-            self.known = owned, graph.store.to_global(self.target, ranking.known.ends[1])[at]
+            sources, targets = ranking.known.all_ends()
+            at, owned = self._queries_of(graph.store.to_global(owner, sources), ranking.known.times)
+            self.known = owned, graph.store.to_global(self.target, targets)[at]
         if not rows and not self.listed and owner == self.target:
             self.known = tuple(  # type: ignore[assignment]
                 np.concatenate(each) for each in zip(self.known, (np.arange(len(nodes)), nodes), strict=True)
@@ -260,7 +260,7 @@ class _Marked:
 
 
 def ranking_of(
-    graph: Graph, edge_type: EdgeType, split: str, links: Mapping[str, GivenLinks], settings: TrainSettings,
+    graph: Graph, edge_type: EdgeType, split: str, links: Mapping[str, LinkInputs], settings: TrainSettings,
     layout: RankLayout, group: RankGroup, folder: Path,
 ) -> FullRanking | TimedRanking:  # fmt: skip
     """Return what ranks the links of a split of one edge type. ``links``: those of all splits."""

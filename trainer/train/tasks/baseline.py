@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainer.loader.block_loader import BlockLoader
     from trainer.loader.edge_endpoints import EdgeEndpoints
     from trainer.loader.link_block_loader import LinkBlockLoader
-    from trainer.loader.split_links import GivenLinks
+    from trainer.loader.link_seeds import LinkInputs
     from trainer.loader.typed_link_loader import TypedLinkLoader
     from trainer.train.tasks.link import LinkPrediction
 
@@ -80,20 +80,20 @@ class LinkCounts:
 
     @classmethod
     def counted(
-        cls, graph: Graph, types: Mapping[EdgeType, GivenLinks | None], both: bool, group: RankGroup
+        cls, graph: Graph, types: Mapping[EdgeType, LinkInputs | None], both: bool, group: RankGroup
     ) -> LinkCounts:  # fmt: skip
         """Count the links of edge types; None: all edges of the type. Collective. ``both``: also those of sources.
 
         Of very many links, equally spaced ones are counted. A process needs 8 bytes per node of a type at a time, and
         16 bytes per node that has links, of each type.
         """
-        from trainer.loader.edge_endpoints import HeldEndpoints, StoredEndpoints
+        from trainer.loader.edge_endpoints import StoredEndpoints
 
         found: dict[tuple[EdgeType, int], tuple[Ids, Array]] = {}
         for end in (1, 0) if both else (1,):
             for of, links in types.items():
                 size = graph.manifest.nodes[of[2 * end]].num_nodes
-                ends: EdgeEndpoints = StoredEndpoints(graph, of) if links is None else HeldEndpoints(*links.ends)
+                ends: EdgeEndpoints = StoredEndpoints(graph, of) if links is None else links.ends
                 every = max(1, -(-len(ends) // _MOST_COUNTED))
 
                 def own_counts(

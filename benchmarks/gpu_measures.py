@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -28,11 +29,11 @@ import trainer.nn.kernels.device as kernels_device
 from bench_training import products
 from graphs import BATCH, FANOUTS, partitioned
 from table import Row
-from trainer.core.batch import Batch
+from trainer.core.batch import Batch, DeviceRows
 from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
-from trainer.cuda.features import DeviceCache, FeatureRows
+from trainer.cuda.features import FeatureRows
 from trainer.graph.device import feed, tensors_of
 from trainer.graph.open import Graph, open_graph
 from trainer.graph.seed_order import RankLayout, SeedShare
@@ -219,7 +220,7 @@ def gathering(setup: Setup) -> Iterator[Row]:
     yield Row("rows from pinned memory", near, "GB/s", "one copy of pinned memory", copied(setup, pinned=True), "more")
     nodes = graph.manifest.nodes[HOMO_NODE]
     rows = torch.zeros((nodes.num_nodes, nodes.attrs["x"].shape[1]), dtype=torch.float32, device=device)
-    cache = DeviceCache(torch.arange(nodes.num_nodes, dtype=torch.int32, device=device), rows)
+    cache = DeviceRows(np.arange(nodes.num_nodes, dtype=np.int32), rows)
     cached = FeatureRows(graph.store, HOMO_NODE, "x", device, pinned=None, cache=cache)
     speed = size / setup.seconds(lambda: [cached.take(each) for each in ids])
     yield Row("rows cached on the device", speed, "GB/s", "one copy on the device", copied(setup, pinned=False), "more")

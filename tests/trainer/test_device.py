@@ -12,17 +12,18 @@ from cache_kit import hosts
 from oracle import assert_identical
 from train_kit import job, write_parts
 from trainer.core import slabs
-from trainer.core.batch import Batch, HeteroBatch, KeptRows
+from trainer.core.batch import Batch, DeviceRows, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
 from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import NodeType
 from trainer.graph.cache_fill import device_rows
-from trainer.graph.device import DeviceRows, feed, tensors_of
+from trainer.graph.device import feed, tensors_of
 from trainer.graph.open import Graph, open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sampler.types import RowRequest
+from trainer.store.row_cache import CachedRows
 from trainer.train.job import batch_plan, train
 
 CPU = torch.device("cpu")
@@ -46,7 +47,8 @@ def kept_of(graph: Graph, share: float, device: torch.device = CPU) -> dict[Node
         if "x" in spec.attrs:
             ids = np.random.default_rng(0).permutation(spec.num_nodes)[: int(share * spec.num_nodes)]
             (rows,) = graph.access.gather([RowRequest(of, ids, ("x",))])
-            found[of] = DeviceRows.of(ids, torch.from_numpy(rows["x"]).float(), spec.num_nodes, device)
+            slots = CachedRows.of(ids, {}, spec.num_nodes).slots
+            found[of] = DeviceRows(slots, torch.from_numpy(rows["x"]).float().to(device))
     return found
 
 

@@ -23,7 +23,7 @@ from trainer.loader.block_loader import BlockLoader
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.sources.load import load_dataset
-from trainer.train.device_sampling import Sampling, SamplingChoice, choose_sampling, plan_sampling
+from trainer.train.device_sampling import Sampling, SamplingPlan, choose_sampling, plan_sampling
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from waiting import DEADLINE
 
@@ -156,7 +156,7 @@ def run_ranks(world_size: int, *jobs: TrainJob) -> list[Ended]:
     return finish_all([start_rank(jobs, rank, world_size, port) for rank in range(world_size)])
 
 
-def sample_on(graph: Graph, loaders: Mapping[str, BlockLoader], wanted: Sampling, group: RankGroup) -> SamplingChoice:
+def sample_on(graph: Graph, loaders: Mapping[str, BlockLoader], wanted: Sampling, group: RankGroup) -> SamplingPlan:
     """Plan and choose whether the device of ``group`` makes the batches of ``loaders``. Collective."""
     plan = group.agree(lambda: plan_sampling(graph, loaders, wanted, group.device))
     return choose_sampling(graph, loaders, plan, group)

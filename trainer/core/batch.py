@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from trainer.core.arrays import Array
 from trainer.core.batch_cost import Cost
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 
@@ -69,6 +70,14 @@ class Tokens:
     scores: Tensor  #: float32 [seeds, k], 1 for neighbours that were drawn; 0 where masked
     hops: Tensor  #: int64 [seeds, k], distance from the seed, 1 for neighbours that were drawn; 0 where masked
     types: Tensor | None = None  #: int64 [seeds, k], number of the type of each node; None: one type
+
+
+@dataclass(frozen=True)
+class DeviceRows:
+    """The rows of ``x`` of one node type that are cached on the device for the whole run."""
+
+    slots: Array  #: int32 [num_nodes], on the host: index into ``rows`` for each global id, -1 if it is not cached
+    rows: Tensor  #: float32 [k, f], on the device
 
 
 @dataclass(frozen=True)

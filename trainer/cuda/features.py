@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.core.arrays import Array
+from trainer.core.batch import DeviceRows
 from trainer.core.memory import available_memory, size_text
 from trainer.core.schema import AnyType, type_name
 from trainer.cuda import gather_kernels
@@ -36,20 +37,12 @@ class PinnedRows:
     bases: Tensor  #: int64 [parts], on the device: the first row of each part, -1 for parts of other hosts
 
 
-@dataclass(frozen=True)
-class DeviceCache:
-    """Those rows of one attribute that this device keeps for the whole run."""
-
-    slots: Tensor  #: int32 [N], on the device: cached row of each global id, -1 for none
-    rows: Tensor  #: float32 [k, …], on the device
-
-
 class FeatureRows:
     """Gathers rows of one attribute of one node or edge type, as float32."""
 
     def __init__(
         self, store: PartStore, of: AnyType, name: str, device: torch.device, *, pinned: PinnedRows | None,
-        cache: DeviceCache | None,
+        cache: DeviceRows | None,
     ):  # fmt: skip
         spec = store.manifest.nodes[of] if isinstance(of, str) else store.manifest.edges[of]
         self.of, self.name, self.spec = of, name, spec.attrs[name]
@@ -57,9 +50,9 @@ class FeatureRows:
         self._offsets = torch.tensor(spec.offsets, dtype=torch.int64, device=device)
         self._bases = pinned.bases if pinned else torch.full_like(self._offsets[:-1], -1)
         self._pinned = pinned
-        self._slots = cache.slots if cache else torch.empty(0, dtype=torch.int32, device=device)
+        self._slots = torch.from_numpy(cache.slots if cache else np.empty(0, np.int32)).to(device)
         self._empty = torch.empty((0, self._width), dtype=torch.float32, device=device)
-        self._cached = cache.rows.reshape(-1, self._width) if cache else self._empty
+        self._cached = cache.rows.float().reshape(-1, self._width) if cache else self._empty
         self._no_scales = torch.empty((0, 1), dtype=torch.float32, device=device)
         self._all_near = pinned is not None and bool((pinned.bases >= 0).all())
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from trainer.core.arrays import Ids
+from trainer.core.batch import DeviceRows
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.remote_settings import CacheSize
@@ -33,7 +33,7 @@ from trainer.graph.cache_policy import (
     presample,
     remote_ranges,
 )
-from trainer.graph.device import DeviceRows, as_tensor
+from trainer.graph.device import as_tensor
 from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, shares
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.settings import check_settings, row_spec
@@ -66,22 +66,9 @@ class OpenedGraph(Protocol):
     def manifest(self) -> Manifest: ...
 
 
-@dataclass(frozen=True)
-class FilledCache:
-    prediction: Prediction
-    seconds: float  #: seconds spent on presampling batches and fetching rows
-
-    def __str__(self) -> str:
-        p, cached = self.prediction, "no rows of other hosts cached"
-        if p.cache_rows:
-            cached = f"{p.cache_rows:,} rows of other hosts cached ({_megabytes(p.cache_bytes)})"
-        without = f" ({_megabytes(p.remote_bytes_without_cache)} without cache)" if p.cache_rows else ""
-        return f"{cached}; expected traffic: {_megabytes(p.remote_bytes)} per rank and epoch{without}"
-
-
 def fill_cache(
     access: object, store: PartStore, plan: BatchPlan, node: str, size: CacheSize, folder: Path, ranks: RankGroup
-) -> FilledCache | None:
+) -> Prediction | None:
     """Cache the rows of other hosts that this host's ranks request most. All ranks must call this.
 
     The first rank of each host samples some of its batches in advance, without gathering rows. It writes the rows that
@@ -93,7 +80,6 @@ def fill_cache(
     Returns None if all parts are on this host, and in clients. Raises ``TrainerError`` on all ranks if one of them
     fails.
     """
-    began = time.perf_counter()
     places = ranks.gather((node, tuple(store.parts)))
     leader = places.index(places[ranks.rank])
     with _temporary_folders() as scratch:
@@ -102,9 +88,8 @@ def fill_cache(
         )
         own = (asdict(made[0]) if made[0] else None, str(made[1]) if made[1] else None)
         values, path = ranks.gather(own)[leader]
-        prediction = Prediction(**values) if values else None
         ranks.agree(lambda: _use(access, Path(path) if path else None))
-    return None if prediction is None else FilledCache(prediction, time.perf_counter() - began)
+    return Prediction(**values) if values else None
 
 
 def cache_rows(
@@ -122,8 +107,7 @@ def cache_rows(
         )
     folder = Path(os.environ.get("GNNFLEET_RUN_DIR") or tempfile.gettempdir())
     node = f"{graph.ranks.node_rank} {graph.ranks.host}"
-    filled = fill_cache(graph.access, graph.store, plan, node, limit, folder, ranks)
-    return None if filled is None else filled.prediction
+    return fill_cache(graph.access, graph.store, plan, node, limit, folder, ranks)
 
 
 def _fill(
@@ -228,10 +212,6 @@ def _only_type_with(graph: OpenedGraph, split: str) -> NodeType:
     )  # fmt: skip
 
 
-def _megabytes(nbytes: float) -> str:
-    return f"{nbytes / 1e6:,.1f} MB"
-
-
 _MOST_ROWS = 2**31 - 1  #: row numbers of cached rows are int32
 
 
@@ -260,7 +240,7 @@ def device_rows(
         for start in range(0, len(ids), step):
             (gathered,) = graph.access.gather([RowRequest(of, ids[start : start + step], ("x",))])
             rows[start : start + step] = as_tensor(gathered["x"], spec).reshape(-1, *spec.shape[1:])
-        found[of] = DeviceRows.of(ids, rows, nodes[of].num_nodes, device)
+        found[of] = DeviceRows(CachedRows.of(ids, {}, nodes[of].num_nodes).slots, rows)
     graph.access.take_cost()  # the cost is discarded, as it belongs to no batch
     return found
 

@@ -105,6 +105,14 @@ class Prediction:
     cache_rows: int  #: number of cached rows
     cache_bytes: int  #: size of the cache
 
+    def __str__(self) -> str:
+        traffic = f"expected traffic: {self.remote_bytes / 1e6:,.1f} MB per rank and epoch"
+        if not self.cache_rows:
+            return f"no rows of other hosts cached; {traffic}"
+        without = f"({self.remote_bytes_without_cache / 1e6:,.1f} MB without cache)"
+        size = f"({self.cache_bytes / 1e6:,.1f} MB)"
+        return f"{self.cache_rows:,} rows of other hosts cached {size}; {traffic} {without}"
+
     def line(self) -> dict[str, float]:
         """Return the values as fields of a metrics line."""
         return {

@@ -9,19 +9,17 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from trainer.core import slabs
-from trainer.core.arrays import Array, Ids
+from trainer.core.arrays import Array
 from trainer.store.manifest import AttrSpec
-from trainer.store.row_cache import CachedRows
 
 
 def as_tensor(values: Array | Tensor, spec: AttrSpec) -> Tensor:
@@ -46,20 +44,6 @@ class _Movable(Protocol):
 
 
 B = TypeVar("B", bound=_Movable)
-
-
-@dataclass(frozen=True)
-class DeviceRows:
-    """Rows of ``x`` of one node type that are kept on the device."""
-
-    #: int32 [num_nodes], on the host: row of each global id, -1 if it is not on the device
-    slots: npt.NDArray[np.int32]
-    rows: Tensor  #: float [k, f], on the device
-
-    @classmethod
-    def of(cls, ids: Ids, rows: Tensor, num_nodes: int, device: torch.device) -> DeviceRows:
-        """Copy ``rows`` to ``device``. Row i belongs to global id ``ids[i]``."""
-        return cls(CachedRows.of(ids, {}, num_nodes).slots, rows.to(device))
 
 
 @cache

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from trainer.core.arrays import Array, Columns, Ids
-from trainer.core.batch import AnyBatch, Batch, Block, HeteroBatch, KeptRows
+from trainer.core.batch import AnyBatch, Batch, Block, DeviceRows, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
 from trainer.core.graph_attrs import silent_types
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType, type_name, types_with_messages
-from trainer.graph.device import DeviceRows, as_tensor, tensor_of
+from trainer.graph.device import as_tensor, tensor_of
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import Sampler, ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, SeedShare, shares

@@ -6,7 +6,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -53,12 +53,6 @@ class HeldAnswers:
     index: IdIndex = NO_INDEX
 
 
-@dataclass
-class _HeldKind:
-    needed: deque[int]  #: number of rows of other hosts that each of the last batches needed
-    held: HeldAnswers = field(default_factory=HeldAnswers)
-
-
 class HeldRows:
     """Keeps the newest answers of other hosts, by type and attributes, for reuse by the next batches. Thread-safe.
 
@@ -68,24 +62,24 @@ class HeldRows:
     def __init__(self, batches: int = HELD_BATCHES):
         self._batches = batches
         self._lock = threading.Lock()
-        self._kinds: dict[ColumnKey, _HeldKind] = {}
+        self._answers: dict[ColumnKey, HeldAnswers] = {}
+        self._needed: dict[ColumnKey, deque[int]] = {}  #: rows of other hosts that each of the last batches needed
 
     def of(self, columns: ColumnKey) -> HeldAnswers:
-        kept = self._kinds.get(columns)
-        return HeldAnswers() if kept is None else kept.held
+        return self._answers.get(columns, HeldAnswers())
 
     def add(self, columns: ColumnKey, needed: int, answers: Sequence[HostRows]) -> None:
         """Keep the answers that other hosts sent for a batch. ``needed``: number of remote rows in the batch."""
         if self._batches == 0 or needed == 0:
             return
         with self._lock:
-            kept = self._kinds.setdefault(columns, _HeldKind(deque(maxlen=self._batches)))
-            kept.needed.append(needed)
-            kept.held = _with_more(kept.held, answers, sum(kept.needed))
+            last = self._needed.setdefault(columns, deque(maxlen=self._batches))
+            last.append(needed)
+            self._answers[columns] = _with_more(self.of(columns), answers, sum(last))
 
     def clear(self) -> None:
         with self._lock:
-            self._kinds = {}
+            self._answers, self._needed = {}, {}
 
 
 def _with_more(held: HeldAnswers, answers: Sequence[HostRows], most_rows: int) -> HeldAnswers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
@@ -30,29 +30,25 @@ Sampling = Literal["auto", "cpu", "cuda"]  #: setting ``sampling``
 
 
 @dataclass(frozen=True)
-class SamplingChoice:
+class SamplingPlan:
     """Whether a rank's batches are made on its GPU or on the CPU, and the reason."""
 
-    on_device: bool
+    wanted: Sampling
+    place: Literal["device", "pinned"] | None  #: where the device reads the topology; None: the CPU makes the batches
     why: str  #: for people; '' if there was no choice to make
+
+    @property
+    def on_device(self) -> bool:
+        return self.place is not None
 
     def __str__(self) -> str:
         return f"sampling on the {'GPU' if self.on_device else 'CPU'}: {self.why}"
 
 
-@dataclass(frozen=True)
-class SamplingPlan:
-    """Whether this rank's device can make its batches, by what is known before anything is copied."""
-
-    wanted: Sampling
-    place: Literal["device", "pinned"] | None  #: where the device reads the topology; None: the CPU makes the batches
-    why: str  #: for people
-
-
 def plan_sampling(
     graph: Graph, loaders: Mapping[str, BlockLoader], wanted: Sampling, device: torch.device, reserved: int = 0
 ) -> SamplingPlan:  # fmt: skip
-    """Choose whether ``device`` makes the batches of all loaders, and where it reads the topology.
+    """Choose whether ``device`` makes the batches of all loaders, by what is known before anything is copied.
 
     ``reserved``: bytes of the device's memory that are kept for cached rows. Raises ``SettingsError`` if the device
     must make batches (``wanted`` = ``cuda``), and cannot.
@@ -87,8 +83,10 @@ def _place(
 
 def choose_sampling(
     graph: Graph, loaders: Mapping[str, BlockLoader], plan: SamplingPlan, group: RankGroup
-) -> SamplingChoice:  # fmt: skip
-    """Let this rank's device make the batches of all loaders, if that was planned and works. Collective.
+) -> SamplingPlan:  # fmt: skip
+    """Let this rank's device make the batches of all loaders, if that was planned and works. Returns what is done.
+
+    Collective.
 
     The batches do not depend on the choice. Copies the topology to the device or to pinned memory, and as many rows of
     features as fit to pinned memory. The ranks of a host share its pinned memory, and fill it together. Then device and
@@ -100,7 +98,7 @@ def choose_sampling(
     node = f"{group.ranks.node_rank} {group.ranks.host} {list(graph.store.parts)}" if plan.place else ""
     places = group.gather((node, plan.place))
     if not any(place for _, place in places):
-        return SamplingChoice(False, plan.why)
+        return replace(plan, place=None)
     from trainer.cuda.shared_memory import mappable_ranks, mutual_groups
 
     sharing = mutual_groups(mappable_ranks(group, node))
@@ -128,11 +126,13 @@ def choose_sampling(
     failed = next((rank for rank in members if problems[rank]), group.rank)
     problem = f"rank {failed}: {problems[failed]}" if shared and problems[failed] else problems[failed]
 
-    def use() -> SamplingChoice:
+    def use() -> SamplingPlan:
         if not (memory and of_first) or problem:
-            return SamplingChoice(False, problem or plan.why)
+            return replace(plan, place=None, why=problem or plan.why)
         _, own = _attempt(plan, lambda: _use_device(graph, loaders, group.device, plan, memory.lock(group.device)))
-        return SamplingChoice(not own, own or "; ".join(filter(None, [plan.why, of_first[1]])))
+        if own:
+            return replace(plan, place=None, why=own)
+        return replace(plan, why="; ".join(filter(None, [plan.why, of_first[1]])))
 
     return group.agree(use)
 
@@ -204,7 +204,7 @@ def _use_device(
     ``pinned``: arrays in pinned memory, by name. Raises ``TrainingError`` if the batches differ.
     """
     from trainer.cuda.device_sampler import DeviceSampler, StreamPool
-    from trainer.cuda.features import DeviceCache, FeatureRows, pinned_rows
+    from trainer.cuda.features import FeatureRows, pinned_rows
     from trainer.cuda.topology import load_topology
 
     first = next(iter(loaders.values()))
@@ -212,14 +212,11 @@ def _use_device(
     expected = first.load(share).to(device)
     store = graph.store
     topology = load_topology(store, _settings(loaders), device, pinned if plan.place == "pinned" else None)
-    caches = {
-        of: DeviceCache(torch.from_numpy(rows.slots).to(device), rows.rows.float()) for of, rows in first.kept.items()
-    }
     features = {
         (of, name): FeatureRows(
             store, of, name, device,
             pinned=pinned_rows(store, of, name, device, pinned),
-            cache=caches.get(of) if isinstance(of, str) and name == "x" else None,
+            cache=first.kept.get(of) if isinstance(of, str) and name == "x" else None,
         )
         for of, names in _features(loaders).items()
         for name in names

@@ -19,7 +19,6 @@ from trainer.core.batch_cost import Cost
 from trainer.core.errors import CheckpointError
 from trainer.core.ranks import RankGroup
 from trainer.core.slabs import give_back_freed_memory
-from trainer.graph.cache_fill import FilledCache
 from trainer.graph.cache_policy import Prediction
 from trainer.nn.sharded_embedding import (
     ShardedEmbedding,
@@ -138,10 +137,10 @@ class Fit:
             if checkpoint.best is not None:
                 self.best_rows = scatter_tables(rows.embedding, checkpoint.best.embedding)
 
-    def log_prediction(self, filled: FilledCache) -> None:
-        self.metrics.write("predict", **filled.prediction.line())
-        self._prediction = filled.prediction
-        self._print(str(filled))
+    def log_prediction(self, prediction: Prediction) -> None:
+        self.metrics.write("predict", **prediction.line())
+        self._prediction = prediction
+        self._print(str(prediction))
 
     def run(self) -> FitResult:
         """Train up to ``settings.epochs``, then score the best epoch's weights on the test split."""

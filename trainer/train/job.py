@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.core.batch import DeviceRows
 from trainer.core.errors import PartitionError, SettingsError, TrainingError
 from trainer.core.graph_attrs import is_task_table
 from trainer.core.memory import size_text
@@ -22,7 +23,6 @@ from trainer.core.schema import is_link_types, link_types, type_name
 from trainer.core.slabs import keep_freed_memory
 from trainer.graph.cache_fill import cache_bytes, device_rows, fill_cache
 from trainer.graph.cache_policy import BatchPlan
-from trainer.graph.device import DeviceRows
 from trainer.graph.environment import await_own_server, compares_digests, is_client
 from trainer.graph.open import Graph, open_graph
 from trainer.graph.seed_order import RankLayout

@@ -23,7 +23,7 @@ from peers.envs import GLT, peer_python
 from peers.jobs import Done, Job, private_loopback, run_job
 from peers.plain import plain_graph
 from table import Row, show
-from trainer.service.service_keys import ServiceKeys, write_key_file
+from trainer.service.service_keys import ServiceKeys
 
 HERE = Path(__file__).resolve().parent
 GLT_JOB = HERE / "peers/glt_job.py"
@@ -135,7 +135,8 @@ def our_job(plain: Path, parts: Path, keys: ServiceKeys | None, more: dict[str, 
     server = [sys.executable, "-m", "trainer", "serve", "--parts", parts, "--own", "0,1", "--bind", endpoint]
     server += ["--cluster", cluster, "--node-rank", "0", "--ready-file", ready]
     if keys is not None:
-        write_key_file(key_file, keys)
+        key_file.touch(mode=0o600)
+        key_file.write_text(json.dumps({"public": keys.public, "secret": keys.secret}))
         server += ["--key-file", key_file]
     settings = common() | {"prefetch": 4, "replace": False, "loader": "data"} | more
     settings |= {"endpoint": endpoint, "key": keys and str(key_file)}

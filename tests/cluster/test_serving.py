@@ -21,7 +21,7 @@ from serving_hosts import CLIENTS, NAME, SERVERS, ServingHosts
 from terminal import Terminal
 from trainer.core.errors import ServiceError
 from trainer.loader.block_loader import BatchLoader
-from trainer.service.service_keys import ServiceKeys, read_key_file, write_key_file
+from trainer.service.service_keys import read_key_file
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.loaders import loader_settings
 from trainer.train.model import trained_model
@@ -175,7 +175,9 @@ def test_a_wrong_key_is_refused_with_one_message(toy: ServingHosts, tmp_path: Pa
     done = toy.gnnfleet("serve", "key", NAME, "-o", str(tmp_path / "bob.key"))
     assert done.status == 0, done.output
     keys = read_key_file(tmp_path / "bob.key")
-    write_key_file(tmp_path / "wrong.key", ServiceKeys(**new_key_pair(), server=keys.server, endpoints=keys.endpoints))
+    wrong = {**new_key_pair(), "server": keys.server, "endpoints": keys.endpoints}
+    (tmp_path / "wrong.key").touch(mode=0o600)
+    (tmp_path / "wrong.key").write_text(json.dumps(wrong))
     start = time.monotonic()
     with pytest.raises(ServiceError) as caught:
         trainer.connect(key=tmp_path / "wrong.key", deadline=30)

@@ -35,25 +35,28 @@ class Servers:
         self.servers: dict[int, GraphServer] = {}
         self.places: dict[int, ServerAddress] = {}
         self._clients: list[HostClient] = []
-        self._locals: dict[int, LocalGraph] = {}
+        self._routed: dict[int, DistGraph] = {}
 
     def start(self, number: int) -> None:
         """Start server ``number``. A restarted server gets the endpoint that it had before."""
         parts = tuple(self.held[number])
         endpoint = self.places[number].endpoint if number in self.places else "tcp://127.0.0.1:0"
-        local = self._locals[number] = LocalGraph(open_parts(self.folder, parts))
+        local = LocalGraph(open_parts(self.folder, parts))
+        routed = self._routed[number] = DistGraph(local, {}, server_wait=10)
         info = HelloInfo(number, f"s{number}", parts, manifest_digest(self.folder))
-        server = GraphServer(local, endpoint, info, 1, self.keys, batch_threads=2, topology=lambda: self._topology())
+        server = GraphServer(
+            local, endpoint, info, 1, self.keys, routed=routed, batch_threads=2, topology=lambda: self._topology()
+        )
         server.start()
         self.servers[number] = server
         self.places[number] = ServerAddress(f"node{number} (s{number})", number, f"s{number}", server.endpoint, parts)
 
     def join(self) -> None:
-        for number, server in self.servers.items():
+        for number in self.servers:
             others = {of: HostClient(place, 20, self.keys, gone_after=1) for of, place in self.places.items()}
             others.pop(number)
             self._clients += others.values()
-            server.set_routed(DistGraph(self._locals[number], others, server_wait=10))
+            self._routed[number].set_remotes(others)
 
     def stop(self, number: int) -> None:
         self.servers.pop(number).stop()

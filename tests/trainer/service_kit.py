@@ -14,6 +14,7 @@ from forked import Forked, fork
 from launcher.plan.service_key import new_key_pair
 from ports import free_port
 from trainer.core.errors import PartitionError
+from trainer.core.files import write_whole
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.types import HopRequest, HopSample, RowRequest
 from trainer.service.client import HostClient
@@ -175,3 +176,22 @@ def _serve(endpoint: str) -> None:
     GraphServer(ArithmeticGraph(), endpoint, INFO, 2).start()
     print("ready", flush=True)
     time.sleep(120)
+
+
+def admit_guest(key_file: str | Path, name: str, public: str) -> Path:
+    """Make servers that use ``key_file`` admit the certificate ``public`` within a second.
+
+    ``public``: in base64 (DER). Returns the new file ``clients/<name>.key`` beside ``key_file``. Deleting it revokes
+    the admission.
+    """
+    path = Path(key_file).parent / "clients" / f"{name}.key"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    write_whole(path, f"{public}\n")
+    return path
+
+
+def write_key_file(path: str | Path, keys: ServiceKeys) -> None:
+    fields: dict[str, object] = {"public": keys.public, "secret": keys.secret}
+    optional = {"server": keys.server, "endpoints": list(keys.endpoints), "name": keys.name}
+    fields |= {name: value for name, value in optional.items() if value}
+    write_whole(Path(path), json.dumps(fields), mode=0o600)

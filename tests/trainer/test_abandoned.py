@@ -52,8 +52,8 @@ def test_a_batch_whose_client_timed_out_leaves_the_buffer(server_at_work) -> Non
         abandon(client, begun)
         until = time.monotonic() + DEADLINE
         assert ended.wait(DEADLINE)
-        while server.scheduler_status().queue or server.scheduler_status().buffer_bytes:
-            assert time.monotonic() < until, server.scheduler_status()
+        while server._scheduler.status().queue or server._scheduler.status().buffer_bytes:
+            assert time.monotonic() < until, server._scheduler.status()
             time.sleep(0.02)
 
 

@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 
 from ports import free_port
-from service_kit import free_endpoint, new_keys, serve_process, wait_for, write_cluster
+from service_kit import free_endpoint, new_keys, serve_process, wait_for, write_cluster, write_key_file
 from train_kit import command_line, curve, finish_all, infer_words, job, metrics, start_words, write_parts
 from trainer.core.ranks import Ranks
 from trainer.core.remote_settings import RemoteAccess
 from trainer.infer.infer import infer
-from trainer.service.service_keys import write_key_file
 from trainer.train.job import train
 from trainer.train.settings import InferJob, TrainJob
 from waiting import DEADLINE

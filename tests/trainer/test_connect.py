@@ -16,12 +16,11 @@ import trainer
 from gateway_kit import serving_parts, written
 from load_kit import hetero_data, homo_data
 from oracle import assert_identical
-from service_kit import free_endpoint, new_keys
+from service_kit import admit_guest, free_endpoint, new_keys, write_key_file
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
 from trainer.core.errors import ServiceError, SettingsError
 from trainer.graph import connect
 from trainer.graph.open import open_graph
-from trainer.service.service_keys import admit_guest, write_key_file
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +70,7 @@ def test_loaders_on_a_connected_graph(folder, plain):
             lambda g: DistNeighborLoader(g, [], "train", batch_size=8),
         ):
             assert_identical(list(make(graph)), list(make(local)))
-        (client,) = [client for client in plain.servers[1].scheduler_status().clients if "alice" in client.name]
+        (client,) = [client for client in plain.servers[1]._scheduler.status().clients if "alice" in client.name]
         assert client.name.startswith("alice on ")
 
 

@@ -59,7 +59,7 @@ def loader(graph):
 
 
 def served(servers, number) -> int:
-    return sum(client.batches for client in servers.servers[number].scheduler_status().clients)
+    return sum(client.batches for client in servers.servers[number]._scheduler.status().clients)
 
 
 def until(holds, seconds=60.0):
@@ -73,7 +73,7 @@ def test_batches_are_requested_from_the_home_server(servers, expected):
     with client_graph(servers, home=1) as graph:
         assert_identical(list(loader(graph)), expected)
         assert (served(servers, 0), served(servers, 1)) == (0, len(expected))
-        until(lambda: servers.servers[1].scheduler_status().buffer_bytes == 0)
+        until(lambda: servers.servers[1]._scheduler.status().buffer_bytes == 0)
 
 
 def test_more_batches_ahead_than_a_server_queues_for_one_client(servers, folder):

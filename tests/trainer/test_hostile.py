@@ -29,6 +29,7 @@ from service_kit import (
     server_environment,
     wait_for,
     write_cluster,
+    write_key_file,
 )
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.partition.make import PartitionSpec, make_partition
@@ -39,7 +40,7 @@ from trainer.sampler.types import HopRequest, SampleSettings, SeedSet
 from trainer.service.batch_messages import BatchRequest
 from trainer.service.client import HostClient
 from trainer.service.messages import ClientName, ServerAddress, Stats
-from trainer.service.service_keys import ServiceKeys, write_key_file
+from trainer.service.service_keys import ServiceKeys
 from trainer.store.part_store import open_parts
 from trainer.wire.frames import encode
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from service_kit import INFO, client_of, new_keys, serving
+from service_kit import INFO, admit_guest, client_of, new_keys, serving, write_key_file
 from trainer.core.errors import ServiceError
-from trainer.service.service_keys import admit_guest, read_key_file, write_key_file
+from trainer.service.service_keys import read_key_file
 
 
 @pytest.fixture

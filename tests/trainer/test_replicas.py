@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from partitions import random_graph, store_of, write_store
-from service_kit import assert_same_sample, free_endpoint, new_keys, serve_process, wait_for
+from service_kit import assert_same_sample, free_endpoint, new_keys, serve_process, wait_for, write_key_file
 from trainer.core.errors import ServiceError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.dist_graph import DistGraph
@@ -23,7 +23,6 @@ from trainer.service.client import HostClient
 from trainer.service.cluster import connect_cluster
 from trainer.service.messages import ClientName, ServerAddress
 from trainer.service.server_peers import Peers
-from trainer.service.service_keys import write_key_file
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
 

@@ -27,6 +27,7 @@ from service_kit import (
     serving,
     wait_for,
     write_cluster,
+    write_key_file,
 )
 from trainer.core import rounding
 from trainer.core.errors import ServiceError, SettingsError
@@ -39,7 +40,7 @@ from trainer.sampler.subgraph_sampler import SubgraphSampler
 from trainer.sampler.types import HopRequest, RowRequest, SampleSettings, SeedSet, TimeBound
 from trainer.sampler.weighted_temporal import pick_candidates
 from trainer.service.cluster import connect_cluster, read_cluster
-from trainer.service.service_keys import read_key_file, write_key_file
+from trainer.service.service_keys import read_key_file
 from trainer.service.warm_up import warm_up, warm_up_batches
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts

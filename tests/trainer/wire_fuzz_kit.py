@@ -35,8 +35,7 @@ def make_handlers(folder: Path) -> tuple[Handlers, int]:
     manifest = graph.store.manifest
     info = messages.HelloInfo(0, "host", (0, 1), "digest")
     stats = messages.ServerStats(0, 0, 0, 0, 0, 0, {})
-    handlers = Handlers(graph, info, lambda: stats, lambda: (1, ()), LIMIT)
-    handlers.routed = DistGraph(graph, {})
+    handlers = Handlers(graph, info, lambda: stats, lambda: (1, ()), LIMIT, DistGraph(graph, {}))
     return handlers, next(iter(manifest.nodes.values())).num_nodes
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trainer.core import slabs
 from trainer.core.arrays import Array, Ids, read_only
-from trainer.core.errors import PartitionError, SettingsError
+from trainer.core.errors import PartitionError
 from trainer.core.rounding import take_scaled
 from trainer.core.schema import AnyType, EdgeType
 from trainer.sampler import neighbor_kernels
@@ -24,16 +24,12 @@ from trainer.store.manifest import LOOPLESS_DEGREE
 from trainer.store.part_store import BookKey, EdgePart, EndpointTable, NodePart, Part, PartStore
 from trainer.store.read_ahead import touch_neighbours, touch_rows
 
-_FEW_EDGES = 1 << 22  #: the edges of a hop are counted exactly only if their upper bound is at least this
-
 
 class LocalGraph(GraphAccess):
     """Answers requests from the opened parts of a ``PartStore``. Thread-safe."""
 
-    def __init__(self, store: PartStore, max_edges: int | None = None):
-        """``max_edges``: largest number of edges in the answer to one request, or None for no limit."""
+    def __init__(self, store: PartStore):
         self.store = store
-        self._max_edges = max_edges
         self.books = store.books
         self._codes = SourceCodes(store.manifest.num_parts, 0)
         numbers = range(self._codes.num_parts)
@@ -47,8 +43,8 @@ class LocalGraph(GraphAccess):
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
         """Return sampled neighbours of nodes in the opened parts, one answer per request.
 
-        Raises ``SettingsError`` if an answer could have more than ``max_edges`` edges, ``PartitionError`` for a node of
-        another part or an unknown type or attribute, ``DataError`` for a weight that is negative or not finite.
+        Raises ``PartitionError`` for a node of another part or an unknown type or attribute, ``DataError`` for a weight
+        that is negative or not finite.
         """
         return [self._sample(request) for request in requests]
 
@@ -101,10 +97,6 @@ class LocalGraph(GraphAccess):
         check_type(self.store, request.edge_type)
         num_sources = self.store.manifest.nodes[request.edge_type[0]].num_nodes
         groups = self.by_part(request.edge_type[2], request.nodes)
-        if self._max_edges is not None and (most := self._most_edges(request, groups)) > self._max_edges:
-            raise SettingsError(
-                f"a hop can have {most} edges, over the limit of {self._max_edges}; use smaller batches or fanouts"
-            )
         if self.store.larger_than_memory:
             self._read_ahead(request, groups)
         answers = [
@@ -138,26 +130,6 @@ class LocalGraph(GraphAccess):
             rows = nodes[at] - own.start
             degree[at] = edges.indptr[rows + 1] - edges.indptr[rows]
         return degree
-
-    def most_edges(self, request: HopRequest) -> int:
-        """Return an upper bound of the number of edges in the answer to a request, without sampling.
-
-        Raises ``PartitionError``.
-        """
-        check_type(self.store, request.edge_type)
-        return self._most_edges(request, self.by_part(request.edge_type[2], request.nodes))
-
-    def _most_edges(self, request: HopRequest, groups: Mapping[int, RowPlacement]) -> int:
-        if 0 <= len(request.nodes) * request.fanout <= _FEW_EDGES:
-            return len(request.nodes) * request.fanout
-        most = 0
-        for part_id, placed in groups.items():
-            indptr = _ends(self.store.topology[part_id], request.edge_type)[1].indptr
-            degree = indptr[placed.rows + 1] - indptr[placed.rows]
-            if request.fanout >= 0:
-                degree = np.where(degree > 0, request.fanout, 0) if request.replace else degree.clip(max=request.fanout)
-            most += int(degree.sum(dtype=np.int64))
-        return most
 
     def _read(self, part: Part, request: HopRequest) -> tuple[NodePart, EdgePart]:
         nodes, edges = _ends(part, request.edge_type)

@@ -244,9 +244,11 @@ class Handlers:
     """Answers the requests to a graph server. All methods raise ``TrainerError`` for invalid requests."""
 
     def __init__(
-        self, graph: ServedGraph, info: HelloInfo, stats: Callable[[], ServerStats], topology: Topology, limit: int
-    ):
-        self.routed: CountedAccess | None = None  #: may be replaced at any time
+        self, graph: ServedGraph, info: HelloInfo, stats: Callable[[], ServerStats], topology: Topology, limit: int,
+        routed: CountedAccess | None = None,
+    ):  # fmt: skip
+        """``routed``: access to the whole graph; None: this server answers from its own parts only."""
+        self._routed = routed
         self._graph, self._info, self._stats, self._topology = graph, info, stats, topology
         self._limit, self._sample_limit = min(limit, MAX_SHORT_ANSWER), min(limit, MAX_SAMPLE)
         self._batch_limit = limit
@@ -325,9 +327,9 @@ class Handlers:
         return request.reply(message, answer, self._forms(message))
 
     def _whole(self) -> CountedAccess:
-        if self.routed is None:
+        if self._routed is None:
             raise ServiceError("this graph server serves only its own parts, and no clients")
-        return self.routed
+        return self._routed
 
     def _forms(self, message: Message) -> FormOf:
         form = form_of(message.flags)

@@ -98,7 +98,6 @@ _AT_ONCE = 1 << 20  #: ids or edges per request: servers limit the sizes of requ
 
 _BYTES_AT_ONCE = 1 << 25  #: bytes of rows per request
 
-_SLICES_UNDER_WAY = 2  #: slices of edges requested at the same time
 
 _BATCHES_UNDER_WAY = MAX_QUEUED // 2  #: half the server's limit, as it may still count batches of a broken connection
 

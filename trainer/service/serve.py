@@ -31,8 +31,6 @@ DIGESTS_NOTE = "digests.json"  #: file in the ready file's folder; lists files t
 
 _GLANCE = 0.5  #: seconds between checks of the server's threads and of cluster.json
 
-MAX_HOP_EDGES = 1 << 27  #: edges in the reply to one request, 512 MiB without edge ids
-
 
 @dataclass(frozen=True)
 class ServeJob:
@@ -72,7 +70,7 @@ def serve(job: ServeJob) -> None:
             " correct --own"
         )
     store = open_parts(job.parts, job.part_ids, job.topology)
-    graph = LocalGraph(store, MAX_HOP_EDGES)
+    graph = LocalGraph(store)
     routed = DistGraph(graph, peers.hosts, server_wait=job.server_wait, turn=job.node_rank)
     info = HelloInfo(node.node_rank, node.host, tuple(sorted(job.part_ids)), digest)
     server = GraphServer(

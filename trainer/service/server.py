@@ -16,7 +16,7 @@ from trainer.core.errors import ServiceError, TrainerError, WireError
 from trainer.core.files import write_whole
 from trainer.sampler.subgraph_sampler import CountedAccess
 from trainer.service.batch_messages import BatchRequest
-from trainer.service.batch_scheduler import BatchScheduler, ScheduledRequest, SchedulerStatus
+from trainer.service.batch_scheduler import BatchScheduler, ScheduledRequest
 from trainer.service.fair_queue import BlockingFairQueue, Peer
 from trainer.service.handlers import Handlers, ServedGraph, Topology, is_long
 from trainer.service.messages import HelloInfo, ServerStats
@@ -59,12 +59,8 @@ class GraphServer:
         self._short: BlockingFairQueue[tuple[Peer, Received]] = BlockingFairQueue()
         self._scheduler: BatchScheduler[_DecodedRequest] = BatchScheduler(buffer_bytes)
         topology = topology or (lambda: (info.version, info.servers))
-        self._handlers = Handlers(graph, info, self.stats, topology, max_answer)
-        self._handlers.routed = routed
+        self._handlers = Handlers(graph, info, self.stats, topology, max_answer, routed)
         self._stopping = threading.Event()
-
-    def set_routed(self, routed: CountedAccess) -> None:
-        self._handlers.routed = routed
 
     def start(self) -> None:
         """Listen at the endpoint and start the threads. Raises ``ServiceError`` if listening fails."""
@@ -93,9 +89,6 @@ class GraphServer:
 
     def stats(self) -> ServerStats:
         return self._counters.read()
-
-    def scheduler_status(self) -> SchedulerStatus:
-        return self._scheduler.status()
 
     @property
     def running(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import math
 import os
 import ssl
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.core.errors import ServiceError
-from trainer.core.files import parse_json, write_whole
+from trainer.core.files import parse_json
 
 _GUESTS = "clients"
 
@@ -130,25 +129,6 @@ def _is_certificate(text: str) -> bool:
     except (ssl.SSLError, ValueError):
         return False
     return True
-
-
-def admit_guest(key_file: str | Path, name: str, public: str) -> Path:
-    """Make servers that use ``key_file`` admit the certificate ``public`` within a second.
-
-    ``public``: in base64 (DER). Returns the new file ``clients/<name>.key`` beside ``key_file``. Deleting it revokes
-    the admission.
-    """
-    path = Path(key_file).parent / _GUESTS / f"{name}.key"
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    write_whole(path, f"{public}\n")
-    return path
-
-
-def write_key_file(path: str | Path, keys: ServiceKeys) -> None:
-    fields: dict[str, object] = {"public": keys.public, "secret": keys.secret}
-    optional = {"server": keys.server, "endpoints": list(keys.endpoints), "name": keys.name}
-    fields |= {name: value for name, value in optional.items() if value}
-    write_whole(Path(path), json.dumps(fields), mode=0o600)
 
 
 def read_key_file(path: str | Path) -> ServiceKeys:

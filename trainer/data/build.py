@@ -13,18 +13,22 @@ from trainer.core.errors import DataError
 from trainer.core.graph_attrs import CLASSES, is_task_table
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_NODE, EdgeType, NodeType, check_word, type_name
-from trainer.data import dataset as checks
-from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.data.dataset import Dataset, EdgeData, NodeData, is_time
+from trainer.data.edges import first_outside
 from trainer.data.hold_out import hold_out_given
 from trainer.data.options import SourceOptions
 from trainer.data.raw_arrays import EDGE_NAMES, RawArray, RawArrays, RawGraph, link_arrays, sort_arrays, split_prefix
 from trainer.data.undirected import both_ways
 from trainer.data.work_arrays import mapped_file, slices
-from trainer.store.manifest import NAME_PATTERN
+from trainer.store.manifest import NAME_PATTERN, RESERVED_ATTRS
 
 _SPLIT_NAMES = {"valid": "val", "validation": "val"}  #: aliases of split names
 
 _MOST_CLASSES = 1 << 20
+
+_NOT_CLASSES = "option num_classes=0 keeps y as numbers that are not class labels"
+
+_ROWS_AT_ONCE = 1 << 16  #: rows that are checked together, so that memory-mapped arrays are not read as a whole
 
 _MOST_GRAPH_BYTES = 16 << 20  #: largest graph attribute in bytes; every host gets a copy
 
@@ -114,7 +118,7 @@ def _node_data(
     kept = _attrs(arrays, ("x", "y", *(options.time_attrs or ())), num_nodes, "nodes" + _of(of), notes)
     if "x" in kept:
         x = kept["x"]
-        checks.check_features(x.values, x.bfloat16, x.place)
+        _check_features(x.values, x.bfloat16, x.place)
         if x.values.ndim > 2:
             notes.append(f"{x.place}: shape is {list(x.values.shape)}; the bundled models need [nodes, features]")
         if options.normalize_features:
@@ -125,6 +129,35 @@ def _node_data(
     num_classes = _classes(kept, splits, requested, notes)
     attrs = {name: array.values for name, array in kept.items()}
     return NodeData(num_nodes, attrs, splits, num_classes, _bfloat16(kept))
+
+
+def _check_features(x: Array, bfloat16: bool, where: str) -> None:
+    """Raise ``DataError`` unless ``x`` has at least two dimensions, [N, F, …], and is finite.
+
+    ``bfloat16``: whether ``x`` is uint16 with the bits of bfloat16 numbers.
+    """
+    if x.ndim < 2:
+        raise DataError(
+            f"{where}: shape is {list(x.shape)}, expected [number of nodes, number of features]; "
+            "reshape it, or give it another name"
+        )
+    for start in range(0, len(x) if bfloat16 or x.dtype.kind in "fc" else 0, _ROWS_AT_ONCE):
+        rows = x[start : start + _ROWS_AT_ONCE]
+        finite = _finite(rows, bfloat16)
+        if not finite.all():
+            at = np.argwhere(~finite)[0]
+            value = "NaN or infinity" if bfloat16 else rows[tuple(at)]
+            rest = (x[k : k + _ROWS_AT_ONCE] for k in range(start, len(x), _ROWS_AT_ONCE))
+            number = sum(each.size - int(np.count_nonzero(_finite(each, bfloat16))) for each in rest)
+            more = f" (the first of {number:,} such values)" if number > 1 else ""
+            raise DataError(
+                f"{where}: {value} at {[int(at[0]) + start, *at[1:].tolist()]}{more}; "
+                "features must be finite, replace NaN and infinity first"
+            )
+
+
+def _finite(rows: Array, bfloat16: bool) -> Array:
+    return rows & 0x7F80 != 0x7F80 if bfloat16 else np.isfinite(rows)
 
 
 def _normalized(x: RawArray, path: Path | None) -> RawArray:
@@ -148,12 +181,17 @@ def _time(array: RawArray, required: bool, notes: list[str]) -> RawArray:
     If ``array`` contains no integer times, raises ``DataError`` if ``required``; otherwise appends a message to
     ``notes`` and returns the array unchanged.
     """
-    if not required and not checks.is_time(array.values, array.bfloat16):
-        notes.append(
-            f"{array.place}: kept as a plain attribute: times are one integer per node, not {array.description}"
+    values = array.values
+    if is_time(values, array.bfloat16):
+        return replace(array, values=values.reshape(-1))
+    if required:
+        raise DataError(
+            f"{array.place}: {'bfloat16' if array.bfloat16 else values.dtype} {list(values.shape)}, but times must be "
+            "one integer (of 63 bits) per node; "
+            "convert them, for example to seconds, rename the attribute, or leave it out of option time_attrs"
         )
-        return array
-    return replace(array, values=checks.check_time(array.values, array.bfloat16, array.place))
+    notes.append(f"{array.place}: kept as a plain attribute: times are one integer per node, not {array.description}")
+    return array
 
 
 def _num_classes_type(graph: RawGraph, options: SourceOptions) -> NodeType | None:
@@ -175,20 +213,61 @@ def _classes(kept: dict[str, RawArray], splits: Mapping[str, Ids], requested: in
     """
     if "y" not in kept:
         return requested or 0
-    y = kept["y"]
-    reason = "it is bfloat16" if y.bfloat16 else checks.class_label_problem(y.values)
     if requested == 0:
         return 0
+    array = kept["y"]
+    y, place, reason = array.values, array.place, ""
+    if array.bfloat16:
+        reason = "it is bfloat16"
+    elif y.ndim != 1 and y.shape[1:] != (1,):
+        reason = f"its shape is {list(y.shape)}"
+    elif y.dtype.kind == "c":
+        reason = f"its dtype is {y.dtype}"
+    elif y.dtype.kind == "f":
+        flat = y.reshape(-1)
+        whole = np.isnan(flat) | (np.isfinite(flat) & (flat == np.rint(flat)))
+        if not whole.all():
+            position = int(np.argmin(whole))
+            reason = f"{flat[position]} at position {position} is not a whole number"
     if reason:
         if requested is not None:
-            raise DataError(f"{y.place}: y is not class labels: {reason}; leave out option num_classes to keep y")
-        notes.append(f"{y.place}: kept, but not as class labels: {reason}")
+            raise DataError(f"{place}: y is not class labels: {reason}; leave out option num_classes to keep y")
+        notes.append(f"{place}: kept, but not as class labels: {reason}")
         return 0
-    labels, found = checks.class_labels(y.values, y.place)
-    num_classes = checks.check_num_classes(requested, labels, found, y.place)
-    checks.check_labelled(labels, splits, y.place)
-    kept["y"] = replace(y, values=labels)
-    return num_classes
+
+    # Labels as integers; NaN is no label.
+    y = y.reshape(-1)
+    if y.dtype.kind == "f":
+        y = np.where(np.isnan(y), -1.0, y).astype(np.int64)
+    if y.dtype.kind == "b":
+        y = y.astype(np.int8)
+    if len(y) and int(y.min()) < -1:
+        position = int(np.argmax(y < -1))
+        raise DataError(
+            f"{place}: label {y[position]} at position {position}; classes start at 0, -1 means no label "
+            f"({_NOT_CLASSES})"
+        )
+    kept["y"] = replace(array, values=y)
+
+    # Their number, and labels of all nodes in splits.
+    found, position = (int(y.max()) + 1, int(np.argmax(y))) if len(y) else (0, 0)
+    if requested is None and found > len(y):
+        raise DataError(
+            f"{place}: label {found - 1} at position {position}, but the graph has only {len(y)} nodes; renumber the "
+            f"classes from 0, or set option num_classes if the graph has that many classes ({_NOT_CLASSES})"
+        )
+    if requested is not None and requested < found:
+        raise DataError(
+            f"{place}: label {found - 1} at position {position} does not fit option num_classes={requested}"
+        )
+    for name, ids in splits.items():
+        unlabelled = np.flatnonzero(y[ids] < 0)
+        if len(unlabelled):
+            raise DataError(
+                f"{place}: split {name!r} holds node {ids[unlabelled[0]]} (position {unlabelled[0]}), "
+                f"which has no label (-1); {len(unlabelled)} of {len(ids)} nodes of the split have no label"
+            )
+    return found if requested is None else requested
 
 
 def _edge_data(of: EdgeType, graph: RawGraph, notes: list[str]) -> EdgeData:
@@ -197,8 +276,19 @@ def _edge_data(of: EdgeType, graph: RawGraph, notes: list[str]) -> EdgeData:
         found = ", ".join(sorted(arrays)) or "nothing"
         raise DataError(f"{graph.name}: no edge_index{_of(of)}; expected integers [2, number of edges], found {found}")
     found_index = arrays.pop("edge_index")
-    edge_index = found_index.values
-    checks.check_edge_index(edge_index, (graph.num_nodes[of[0]], graph.num_nodes[of[2]]), found_index.place)
+    edge_index, where = found_index.values, found_index.place
+    if edge_index.ndim != 2 or edge_index.shape[0] != 2:
+        hint = "; transpose it" if edge_index.ndim == 2 and edge_index.shape[1] == 2 else ""
+        raise DataError(f"{where}: shape is {list(edge_index.shape)}, expected [2, number of edges]{hint}")
+    if edge_index.dtype.kind not in "iu":
+        raise DataError(f"{where}: dtype is {edge_index.dtype}, expected integers (int32 or int64)")
+    for row, role, end in ((0, "source", of[0]), (1, "target", of[2])):
+        position = int(first_outside(edge_index[row], graph.num_nodes[end]))
+        if position >= 0:
+            raise DataError(
+                f"{where}: {role} [{row}, {position}] is {edge_index[row, position]}, "
+                f"but node ids go from 0 to {graph.num_nodes[end] - 1}"
+            )
     if edge_index.dtype not in (np.int32, np.int64):
         edge_index = edge_index.astype(np.int64)
     kept = _attrs(arrays, EDGE_NAMES, edge_index.shape[1], "edges" + _of(of), notes)
@@ -235,22 +325,34 @@ def _attrs(arrays: RawArrays, needed: tuple[str, ...], rows: int, of: str, notes
     """
     kept = {}
     for name, array in arrays.items():
-        fits = array.values.ndim > 0 and len(array.values) == rows and checks.is_number(array.values)
-        if fits or name in needed:
-            checks.check_attr(name, array.values, rows, of, array.place)
-            kept[name] = array
-        else:
+        values = array.values
+        per_row = values.ndim > 0 and len(values) == rows
+        if not (per_row and _is_number(values)) and name not in needed:
             notes.append(
                 f"{array.place}: left out, {array.description} is not one row of numbers for each of {rows} {of}"
             )
+            continue
+        if not NAME_PATTERN.fullmatch(name) or name in RESERVED_ATTRS:
+            raise DataError(f"{array.place}: an attribute cannot be called {name!r}; rename it")
+        if not per_row:
+            found = len(values) if values.ndim else 0
+            raise DataError(f"{array.place}: {found} rows, but the graph has {rows} {of}; shapes must agree")
+        if not _is_number(values):
+            raise DataError(f"{array.place}: dtype is {values.dtype}, expected numbers or booleans of at most 64 bits")
+        kept[name] = array
     return kept
+
+
+def _is_number(values: Array) -> bool:
+    """Return whether ``values`` are booleans or numbers of at most 64 bits (complex: 128 bits)."""
+    return values.dtype.kind in "biufc" and values.dtype.itemsize <= (16 if values.dtype.kind == "c" else 8)
 
 
 def _graph_attrs(arrays: RawArrays, notes: list[str]) -> dict[str, Array]:
     kept: dict[str, Array] = {}
     links = link_arrays(arrays)
     for name, array in arrays.items():
-        if array.bfloat16 or not checks.is_number(array.values) or not NAME_PATTERN.fullmatch(name):
+        if array.bfloat16 or not _is_number(array.values) or not NAME_PATTERN.fullmatch(name):
             notes.append(f"{array.place}: left out, {array.description} belongs neither to nodes nor to edges")
         elif array.values.nbytes > _MOST_GRAPH_BYTES and name not in links:
             size = f"{array.values.nbytes / 1e6:.0f} MB"
@@ -276,7 +378,7 @@ def _splits(arrays: dict[str, RawArray], num_nodes: int, options: SourceOptions)
                 f"{array.place}: a mask of {array.values.dtype}, expected booleans; "
                 f"name it {prefix}_idx if it holds ids"
             )
-        splits[name] = checks.split_ids(_column(array, options), num_nodes, array.place)
+        splits[name] = _split_ids(_column(array, options), num_nodes, array.place)
     usual = [name for name in ("train", "val", "test") if name in splits]
     return {name: splits[name] for name in dict.fromkeys([*usual, *splits])}
 
@@ -288,3 +390,31 @@ def _column(array: RawArray, options: SourceOptions) -> Array:
     if options.split is None or not 0 <= options.split < values.shape[1]:
         raise DataError(f"{array.place}: the mask has {values.shape[1]} columns; choose one with option split (from 0)")
     return values[:, options.split]
+
+
+def _split_ids(values: Array, num_nodes: int, where: str) -> Ids:
+    """Return the node ids of a split, int64 [n], from ids (order kept) or a boolean mask.
+
+    Raises ``DataError`` for other arrays, ids out of range, and repeated ids.
+    """
+    if values.dtype.kind == "b":
+        if values.shape != (num_nodes,):
+            raise DataError(f"{where}: mask has shape {list(values.shape)}, expected [{num_nodes}]")
+        return np.flatnonzero(values).astype(np.int64)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise DataError(
+            f"{where}: holds {values.dtype} {list(values.shape)}, "
+            f"expected integer node ids [n] or a boolean mask [{num_nodes}]"
+        )
+    position = int(first_outside(values, num_nodes))
+    if position >= 0:
+        raise DataError(
+            f"{where}: {values[position]} at position {position}, but node ids go from 0 to {num_nodes - 1}"
+        )
+    ids = values.astype(np.int64)
+    order = np.argsort(ids, kind="stable")
+    repeated = np.flatnonzero(np.diff(ids[order]) == 0)
+    if len(repeated):
+        first, second = order[repeated[0]], order[repeated[0] + 1]
+        raise DataError(f"{where}: node {ids[first]} appears twice, at positions {first} and {second}")
+    return ids

@@ -1,6 +1,6 @@
 """Wraps PyG's ``Data`` and ``HeteroData`` as a ``Dataset`` that shares their memory.
 
-The checks of ``trainer.data.dataset`` are not made on the arrays.
+The checks of ``trainer.data.build`` are not made on the arrays.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from typing import Any
 
 from graphs import partitioned
 from table import Row
-from trainer.core.permutation import KeyedPermutation
 from trainer.core.rng import shuffled
 from trainer.core.schema import HOMO_EDGE
 from trainer.graph.open import Graph, open_graph
+from trainer.graph.seed_order import KeyedPermutation
 from trainer.loader.graph_saint import DistGraphSAINTEdgeSampler, DistGraphSAINTNodeSampler
 from trainer.loader.link_loader import DistLinkNeighborLoader
 from trainer.loader.pyg_loader import PyGLoader

@@ -64,7 +64,7 @@ LOADED_WHEN_USED = {
     "trainer.train.job": {
         "other hosts, clients": "trainer.service trainer.graph.connect trainer.store.client_store",
         "GPUs": "trainer.cuda trainer.nn.kernels.cuda_sums trainer.nn.kernels.cuda_elements",
-        "train.track": "trainer.track.start trainer.track.follow trainer.track.points trainer.track.tensorboard "
+        "train.track": "trainer.track.start trainer.track.follow trainer.track.tensorboard "
         "trainer.track.wandb trainer.track.mlflow",
         "classes of users": "trainer.own",
         "graphs with types": "trainer.nn.hetero_models trainer.nn.hetero_layers trainer.nn.lightgcn",
@@ -72,7 +72,7 @@ LOADED_WHEN_USED = {
         "links": "trainer.nn.links trainer.nn.link_model trainer.nn.link_metrics trainer.nn.relation_decoders "
         "trainer.train.tasks.link trainer.train.full_ranking trainer.loader.link_block_loader "
         "trainer.loader.typed_link_loader",
-        "labels of edges": "trainer.nn.edge_model trainer.loader.edge_block_loader trainer.loader.labelled_edges",
+        "labels of edges": "trainer.nn.edge_model trainer.loader.edge_block_loader",
         "PPR, walks": "trainer.sampler.ruled_hops trainer.sampler.push_kernels trainer.sampler.in_edges",
         "train.start": "trainer.train.start",
         "making parts": "trainer.data trainer.sources trainer.partition",

@@ -30,8 +30,8 @@ from trainer.cuda import gather_kernels
 from trainer.cuda.array_ops import TorchOps
 from trainer.cuda.availability import simulator_wanted
 from trainer.cuda.hop_sampling import DeviceHops
-from trainer.cuda.pinned_arrays import HostArrays
 from trainer.cuda.relabel import DeviceTables
+from trainer.cuda.shared_memory import HostArrays
 from trainer.cuda.topology import load_topology, topology_arrays
 from trainer.graph.cache_fill import device_rows
 from trainer.graph.open import open_graph

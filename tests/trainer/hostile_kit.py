@@ -26,7 +26,7 @@ from trainer.sampler.requests import Endpoints, Gather, HasEdges, SampleHops
 from trainer.sampler.subgraph_sampler import BatchWork
 from trainer.sampler.types import HopRequest, RowRequest, SampleSettings, SeedSet
 from trainer.service import messages
-from trainer.service.batch_messages import BatchRequest
+from trainer.service.messages import BatchRequest
 from trainer.service.service_keys import ServiceKeys, read_key_file
 from trainer.service.stream import greeting
 from trainer.wire import frames as wire

@@ -11,7 +11,7 @@ from load_kit import homo_data, parts_of
 from service_kit import client_of, serving
 from test_batches import HOMO, ME
 from trainer.core.errors import ServiceError
-from trainer.service.batch_messages import BatchRequest
+from trainer.service.messages import BatchRequest
 from waiting import DEADLINE
 
 WORK = HOMO["attributes and labels"]

@@ -19,8 +19,7 @@ from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch, SubgraphSa
 from trainer.sampler.types import EdgeRanges as Places
 from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
 from trainer.service import batch_messages
-from trainer.service.batch_messages import BatchRequest
-from trainer.service.messages import ClientName
+from trainer.service.messages import BatchRequest, ClientName
 from trainer.wire.frames import Message, decode, encode
 
 ME = ClientName(2**64 - 1, "run-7/rank3 on gpu2 (pid 811)")

@@ -24,9 +24,8 @@ from trainer.sampler.requests import Gather
 from trainer.sampler.subgraph_sampler import BatchWork
 from trainer.sampler.types import HopRequest, HopSample, RowRequest, SampleSettings, SeedSet
 from trainer.service import handlers
-from trainer.service.batch_messages import BatchRequest
 from trainer.service.handlers import BoundedGraph
-from trainer.service.messages import ClientName
+from trainer.service.messages import BatchRequest, ClientName
 from trainer.service.stream import SCRATCH, MessageReader
 from waiting import wait_until
 

@@ -25,7 +25,7 @@ from trainer.core.schema import HOMO_NODE
 from trainer.cuda.availability import why_no_kernels
 from trainer.cuda.device_sampler import StreamPool
 from trainer.cuda.features import PinnedPlan
-from trainer.cuda.pinned_arrays import HostArrays
+from trainer.cuda.shared_memory import HostArrays
 from trainer.cuda.topology import TopologyPlan
 from trainer.graph.open import open_graph
 from trainer.loader import block_loader

@@ -18,8 +18,7 @@ from trainer.core.graph_attrs import encode_texts
 from trainer.core.ranks import Ranks
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.graph.open import open_graph
-from trainer.loader.edge_block_loader import EdgeBlockLoader
-from trainer.loader.labelled_edges import labelled_edges
+from trainer.loader.edge_block_loader import EdgeBlockLoader, labelled_edges
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.train.job import train

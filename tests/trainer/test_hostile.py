@@ -37,9 +37,8 @@ from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.subgraph_sampler import BatchWork, SubgraphSampler
 from trainer.sampler.types import HopRequest, SampleSettings, SeedSet
-from trainer.service.batch_messages import BatchRequest
 from trainer.service.client import HostClient
-from trainer.service.messages import ClientName, ServerAddress, Stats
+from trainer.service.messages import BatchRequest, ClientName, ServerAddress, Stats
 from trainer.service.service_keys import ServiceKeys
 from trainer.store.part_store import open_parts
 from trainer.wire.frames import encode

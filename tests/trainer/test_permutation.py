@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.core.permutation import InOrder, KeyedPermutation
 from trainer.graph import seed_order
-from trainer.graph.seed_order import SeedOrder
+from trainer.graph.seed_order import InOrder, KeyedPermutation, SeedOrder
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 5, 8, 1000, 4095, 4096, 4097])

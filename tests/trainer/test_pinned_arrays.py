@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.cuda import pinned_arrays
-from trainer.cuda.pinned_arrays import HostArrays, JoinedArray
+from trainer.cuda.shared_memory import HostArrays, JoinedArray
 
 GPU = torch.device("cuda", 0)
 

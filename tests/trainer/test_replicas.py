@@ -18,10 +18,9 @@ from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.subgraph_sampler import BatchWork, SubgraphSampler
 from trainer.sampler.types import HopRequest, SampleSettings, SeedSet
-from trainer.service.batch_messages import BatchRequest
 from trainer.service.client import HostClient
 from trainer.service.cluster import connect_cluster
-from trainer.service.messages import ClientName, ServerAddress
+from trainer.service.messages import BatchRequest, ClientName, ServerAddress
 from trainer.service.server_peers import Peers
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts

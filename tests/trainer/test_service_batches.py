@@ -24,9 +24,8 @@ from trainer.sampler.requests import Endpoints, Gather, SampleHops
 from trainer.sampler.types import HopRequest, RowRequest
 from trainer.service import client as pieces
 from trainer.service import messages
-from trainer.service.batch_messages import BatchRequest
 from trainer.service.client import HostClient
-from trainer.service.messages import ClientName, ServerAddress, SharedSlice
+from trainer.service.messages import BatchRequest, ClientName, ServerAddress, SharedSlice
 from trainer.wire.frames import Flag, Kind, Message, Status, decode, encode
 from waiting import wait_until
 

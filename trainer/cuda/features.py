@@ -19,7 +19,7 @@ from trainer.core.memory import available_memory, size_text
 from trainer.core.schema import AnyType, type_name
 from trainer.cuda import gather_kernels
 from trainer.cuda.launch import Mapped
-from trainer.cuda.pinned_arrays import JoinedArray
+from trainer.cuda.shared_memory import JoinedArray
 from trainer.store.manifest import AttrSpec
 from trainer.store.part_store import EdgePart, NodePart, PartStore
 

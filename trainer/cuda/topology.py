@@ -18,7 +18,7 @@ from trainer.core.arrays import Array
 from trainer.core.memory import available_memory, size_text
 from trainer.core.schema import EdgeType, NodeType
 from trainer.cuda.launch import Mapped
-from trainer.cuda.pinned_arrays import JoinedArray
+from trainer.cuda.shared_memory import JoinedArray
 from trainer.sampler.settings import bound_here
 from trainer.sampler.types import SampleSettings
 from trainer.store.part_store import EdgePart, PartStore

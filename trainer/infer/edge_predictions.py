@@ -28,9 +28,8 @@ from trainer.infer.prediction_files import (
     write_table,
 )
 from trainer.loader.block_loader import edge_rows
-from trainer.loader.edge_block_loader import EdgeBlockLoader
+from trainer.loader.edge_block_loader import EdgeBlockLoader, LabelledEdges, labelled_edges
 from trainer.loader.edge_endpoints import EDGES_AT_ONCE, StoredEndpoints, all_times
-from trainer.loader.labelled_edges import LabelledEdges, labelled_edges
 from trainer.nn.edge_model import EdgeModel
 from trainer.nn.layerwise_inference import LayerResults
 from trainer.sampler.types import RowRequest

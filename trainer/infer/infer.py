@@ -23,9 +23,9 @@ from trainer.infer.link_predictions import (
     number_of_targets,
     timed_metrics,
     write_link_predictions,
+    write_list_predictions,
     write_typed_predictions,
 )
-from trainer.infer.list_predictions import write_list_predictions
 from trainer.infer.node_predictions import node_metrics, write_node_predictions
 from trainer.infer.pair_scores import write_pair_scores
 from trainer.infer.prediction_files import writes_parquet

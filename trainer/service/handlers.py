@@ -28,8 +28,8 @@ from trainer.sampler.requests import (
 from trainer.sampler.settings import check_type, row_spec
 from trainer.sampler.subgraph_sampler import CountedAccess, SubgraphSampler
 from trainer.sampler.types import HopRequest, HopSample, RowRequest, SampleSettings
-from trainer.service.batch_messages import BatchRequest
 from trainer.service.messages import (
+    BatchRequest,
     Hello,
     HelloInfo,
     ManifestText,

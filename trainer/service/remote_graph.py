@@ -25,11 +25,20 @@ from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.requests import Endpoints, Gather, GraphAccess, GraphRequest
 from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
 from trainer.sampler.types import RowRequest
-from trainer.service.batch_messages import MAX_SEEDS, BatchRequest
 from trainer.service.batch_scheduler import MAX_QUEUED
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
-from trainer.service.messages import ClientName, Hello, HelloInfo, ManifestText, ServerAddress, SharedSlice, ToGlobal
+from trainer.service.messages import (
+    MAX_SEEDS,
+    BatchRequest,
+    ClientName,
+    Hello,
+    HelloInfo,
+    ManifestText,
+    ServerAddress,
+    SharedSlice,
+    ToGlobal,
+)
 from trainer.service.service_keys import ServiceKeys
 from trainer.store.manifest import AttrSpec, Manifest, parse_manifest
 from trainer.wire.request import A, Request

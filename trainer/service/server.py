@@ -15,11 +15,10 @@ from typing import Any
 from trainer.core.errors import ServiceError, TrainerError, WireError
 from trainer.core.files import write_whole
 from trainer.sampler.subgraph_sampler import CountedAccess
-from trainer.service.batch_messages import BatchRequest
 from trainer.service.batch_scheduler import BatchScheduler, ScheduledRequest
 from trainer.service.fair_queue import BlockingFairQueue, Peer
 from trainer.service.handlers import Handlers, ServedGraph, Topology, is_long
-from trainer.service.messages import HelloInfo, ServerStats
+from trainer.service.messages import BatchRequest, HelloInfo, ServerStats
 from trainer.service.network_thread import NetworkThread, bound_listener
 from trainer.service.service_keys import ServiceKeys
 from trainer.service.stats import STATS_EVERY, BusyTime, Counters, PeerStates, StatsReport

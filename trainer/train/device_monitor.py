@@ -5,6 +5,7 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -72,11 +73,39 @@ class DeviceMonitor:
 
 def utilization_reader(device: torch.device) -> ReadShare | None:
     """Return a function that reads the utilisation of a GPU by NVML; None without NVML, and for a MIG instance."""
-    from trainer.cuda.nvml import Nvml, uuid_of
-
     try:
-        nvml, uuid = Nvml(), uuid_of(device)
+        nvml, uuid = Nvml(), f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', '')}"
         nvml.utilization(uuid)
     except RuntimeError:  # no NVIDIA driver, or the device is a MIG instance
         return None
     return lambda: nvml.utilization(uuid)
+
+
+class Nvml:
+    """NVML, a library of NVIDIA's driver, which knows how busy a GPU is.
+
+    It is called by ctypes: few versions of cuda-bindings contain it, and they name its constants differently. Raises
+    ``RuntimeError`` if the driver does not have it; so do its methods, for what it does not know.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._library: Any = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError as error:
+            raise RuntimeError(f"NVML cannot be loaded: {error}") from error
+        self._library.nvmlErrorString.restype = ctypes.c_char_p
+        self._call("nvmlInit_v2")
+
+    def utilization(self, uuid: str) -> float:
+        """Return the share of the last second or less in which a kernel ran on a GPU, 0 to 1."""
+        device = ctypes.c_void_p()
+        self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(device))
+        rates = (ctypes.c_uint * 2)()  # of the processors and of the memory, in percent
+        self._call("nvmlDeviceGetUtilizationRates", device, ctypes.byref(rates))
+        return rates[0] / 100
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if not hasattr(self._library, name):
+            raise RuntimeError(f"NVML of this driver has no {name}")
+        if error := getattr(self._library, name)(*arguments):
+            raise RuntimeError(f"{name} of NVML failed: {self._library.nvmlErrorString(error).decode()}")

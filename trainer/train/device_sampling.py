@@ -21,8 +21,7 @@ from trainer.sampler.types import SampleSettings
 from trainer.store.manifest import LOOPLESS_DEGREE
 
 if TYPE_CHECKING:
-    from trainer.cuda.pinned_arrays import HostArrays
-    from trainer.cuda.shared_memory import Handle
+    from trainer.cuda.shared_memory import Handle, HostArrays
 
 T = TypeVar("T")
 
@@ -168,7 +167,7 @@ def _allocate(
     Raises ``SettingsError`` if the host has too little memory for all copies of the topology.
     """
     from trainer.cuda.features import PinnedPlan, feature_arrays  # imports numba-cuda
-    from trainer.cuda.pinned_arrays import HostArrays
+    from trainer.cuda.shared_memory import HostArrays
     from trainer.cuda.topology import topology_arrays
 
     arrays = topology_arrays(graph.store, _settings(loaders)) if with_topology else []
@@ -186,7 +185,7 @@ def _allocate(
 def _mapped(graph: Graph, loaders: Mapping[str, BlockLoader], handles: Mapping[str, Handle]) -> HostArrays:
     """Map the memory that another rank has allocated, given the handles of its arrays."""
     from trainer.cuda.features import feature_arrays  # imports numba-cuda
-    from trainer.cuda.pinned_arrays import HostArrays
+    from trainer.cuda.shared_memory import HostArrays
     from trainer.cuda.topology import topology_arrays
 
     arrays = topology_arrays(graph.store, _settings(loaders))

@@ -62,7 +62,7 @@ from trainer.train.tasks.choose_target import learns_edge_labels, pick_target
 from trainer.train.tasks.task import Task
 
 if TYPE_CHECKING:
-    from trainer.loader.labelled_edges import LabelledEdges
+    from trainer.loader.edge_block_loader import LabelledEdges
     from trainer.train.full_ranking import FullRanking
     from trainer.train.timed_ranking import TimedRanking
 
@@ -219,7 +219,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
         splits = tuple(split for split in SPLITS if manifest.nodes[target].splits.get(split))
         task, why, baseline = node_task(graph, target, settings, splits, group)
     elif of_edges and not is_link_types(target):
-        from trainer.loader.labelled_edges import labelled_edges
+        from trainer.loader.edge_block_loader import labelled_edges
 
         edges = group.agree(lambda: labelled_edges(graph, target, settings.time_attr))
         splits = tuple(edges)

@@ -36,8 +36,7 @@ from trainer.train.settings import TrainSettings
 from trainer.train.tasks.choose_target import Target, held_out_types
 
 if TYPE_CHECKING:
-    from trainer.loader.edge_block_loader import EdgeBlockLoader
-    from trainer.loader.labelled_edges import LabelledEdges
+    from trainer.loader.edge_block_loader import EdgeBlockLoader, LabelledEdges
     from trainer.loader.link_block_loader import LinkBlockLoader
     from trainer.loader.link_seeds import LinkInputs
     from trainer.loader.typed_link_loader import TypedLinkLoader
@@ -214,8 +213,11 @@ def edge_loaders(
     layout: RankLayout, categories: Mapping[NodeType, tuple[str, ...]] | None = None,
 ) -> dict[str, EdgeBlockLoader]:  # fmt: skip
     """Return a loader of the labelled edges of each split."""
-    from trainer.loader.edge_block_loader import EdgeBlockLoader  # imports torch_geometric
-    from trainer.loader.labelled_edges import LABEL, SPLIT
+    from trainer.loader.edge_block_loader import (
+        LABEL,
+        SPLIT,
+        EdgeBlockLoader,  # imports torch_geometric
+    )
 
     if settings.edge_attr in (SPLIT, LABEL):
         raise SettingsError(f"edge_attr: {settings.edge_attr} is the label or the split of the edges, not a feature")

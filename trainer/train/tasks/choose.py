@@ -35,7 +35,7 @@ from trainer.train.tasks.regression import Regression
 from trainer.train.tasks.task import FULL_RANKING, METRICS, RANKING, Kind, Task, has_metric
 
 if TYPE_CHECKING:
-    from trainer.loader.labelled_edges import LabelledEdges
+    from trainer.loader.edge_block_loader import LabelledEdges
 
 
 class TaskSettings(Protocol):

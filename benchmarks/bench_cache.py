@@ -111,11 +111,11 @@ def _epoch(case: Case, folder: Path, num_parts: int, held: int | None, size: str
     group, began = RankGroup(Ranks(), torch.device("cpu")), time.process_time()
     with tempfile.TemporaryDirectory() as scratch:
         plan, limit = batch_plan(graph, loader), CacheSize.parse(size)
-        filled = fill_cache(graph.access, graph.store, plan, "host 0", limit, Path(scratch), group)
+        prediction = fill_cache(graph.access, graph.store, plan, "host 0", limit, Path(scratch), group)
     seconds = time.process_time() - began
-    assert filled is not None
+    assert prediction is not None
     cost = Cost.total(loader.sample(share).cost for share in loader.shares(1))
-    return cost, filled.prediction.remote_bytes, seconds
+    return cost, prediction.remote_bytes, seconds
 
 
 def _host(folder: Path, num_parts: int, held: int | None) -> Graph:

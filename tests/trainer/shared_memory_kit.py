@@ -18,7 +18,7 @@ from oracle import assert_identical
 from train_kit import sample_on
 from trainer.core.ranks import Ranks, join_ranks
 from trainer.core.remote_settings import CacheSize
-from trainer.cuda import pinned_arrays, shared_memory
+from trainer.cuda import shared_memory
 from trainer.cuda.availability import simulator_wanted
 from trainer.graph.cache_fill import device_rows
 from trainer.graph.open import open_graph
@@ -67,7 +67,7 @@ def check_hosts(graph, group, loaders, patch):
     assert loader._device_sampler.topology.place == "pinned"
     with patch.context() as wrong:
         if group.rank == 1:
-            wrong.setattr(pinned_arrays.JoinedArray, "copy_to", denied)
+            wrong.setattr(shared_memory.JoinedArray, "copy_to", denied)
         choice = choose_sampling(graph, {"train": loader}, plan, group)
     text = "rank 1: the GPU cannot be prepared: [Errno 13] not here"
     assert (choice.why == text) == (group.rank < 2) and choice.on_device == (group.rank == 2), choice

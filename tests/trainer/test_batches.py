@@ -18,7 +18,7 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch, SubgraphSampler
 from trainer.sampler.types import EdgeRanges as Places
 from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
-from trainer.service import batch_messages
+from trainer.service import messages
 from trainer.service.messages import BatchRequest, ClientName
 from trainer.wire.frames import Message, decode, encode
 
@@ -181,7 +181,7 @@ def test_any_batch_is_decoded_bit_for_bit(made_of) -> None:
 @pytest.mark.parametrize(
     ("work", "cause"),
     [
-        (work_of(SeedSet({HOMO_NODE: np.zeros(batch_messages.MAX_SEEDS + 1, np.int64)})), "at most 1048576"),
+        (work_of(SeedSet({HOMO_NODE: np.zeros(messages.MAX_SEEDS + 1, np.int64)})), "at most 1048576"),
         (work_of(fanouts={HOMO_EDGE: (1,) * 65}), "at most 64 hops"),
         (work_of(fanouts={HOMO_EDGE: (2**31,)}), "fanouts"),
         (work_of(fanouts={HOMO_EDGE: (-2,)}), "fanouts"),

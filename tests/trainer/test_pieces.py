@@ -10,7 +10,7 @@ from trainer.core.errors import WireError
 from trainer.core.schema import HOMO_NODE
 from trainer.sampler.types import RowRequest
 from trainer.service import client as pieces
-from trainer.service.client import UNDER_WAY, RowsInPieces, RowSizes, cut_requests
+from trainer.service.client import UNDER_WAY, RowsInPieces, cut_requests
 
 
 def request(count: int, attrs: tuple[str, ...] = ("x",)) -> RowRequest:
@@ -44,16 +44,16 @@ class _Pending:
 def test_pieces_cover_all_rows_in_order_with_bounded_size(counts) -> None:
     found = list(cut_requests([request(count) for count in counts], 8))
     for piece in found:
-        assert 0 < len(piece) and sum(part.end - part.begin for part in piece) <= 8
+        assert 0 < len(piece) and sum(end - begin for _, begin, end in piece) <= 8
     for number, count in enumerate(counts):
-        parts = [part for piece in found for part in piece if part.number == number]
+        parts = [part[1:] for piece in found for part in piece if part[0] == number]
         assert parts, "a request without rows is also sent: its answer has the dtypes and widths"
-        assert [part.begin for part in parts] == [0, *(part.end for part in parts[:-1])] and parts[-1].end == count
+        assert [begin for begin, _ in parts] == [0, *(end for _, end in parts[:-1])] and parts[-1][1] == count
         assert count == 0 or len(parts) <= 2 + count // 8
 
 
 def test_few_pieces_are_in_flight_and_their_size_follows_the_row_size() -> None:
-    sizes, asked = RowSizes(), CountedAnswers(ArithmeticGraph().gather)
+    sizes, asked = {}, CountedAnswers(ArithmeticGraph().gather)
     wide = [request(40_000, ("wide",))]
     pending = RowsInPieces(wide, asked, sizes)
     assert asked.under_way == UNDER_WAY
@@ -74,7 +74,7 @@ def test_pieces_of_different_kinds_are_refused() -> None:
     dtypes = iter([np.float32, np.float64] * 20)
     asked = CountedAnswers(lambda requests: [{"x": np.ones((len(one.ids), 2), next(dtypes))} for one in requests])
     with pytest.raises(WireError, match=r"rows of x came as float32 \(2,\) and as float64 \(2,\)"):
-        RowsInPieces([request(9_000)], asked, RowSizes()).result()
+        RowsInPieces([request(9_000)], asked, {}).result()
 
 
 def test_a_server_gives_the_same_rows_in_pieces(monkeypatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.cuda import pinned_arrays
+from trainer.cuda import shared_memory
 from trainer.cuda.shared_memory import HostArrays, JoinedArray
 
 GPU = torch.device("cuda", 0)
@@ -25,7 +25,7 @@ class FakeDriver:
         self.real: Any = importlib.import_module("cuda.bindings.driver")
         self.locked: dict[int, int] = {}  #: bytes by address
         self.same_address, self.memory = 1, 10**6
-        monkeypatch.setattr(pinned_arrays, "_driver_on", self._on)
+        monkeypatch.setattr(shared_memory, "_driver_on", self._on)
 
     @contextmanager
     def _on(self, device: torch.device) -> Iterator[Any]:
@@ -76,7 +76,7 @@ def test_processes_fill_and_share_one_page_locked_copy(driver: FakeDriver) -> No
 
 
 def test_chunks_are_divided_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_arrays, "_CHUNK_BYTES", 8)
+    monkeypatch.setattr(shared_memory, "_CHUNK_BYTES", 8)
     offsets = JoinedArray("indptr", [np.array([0, 2, 3]), np.array([0, 5])], (6,), torch.int64, (0, 3, 9))
     out = torch.full((6,), -1)
     for share in range(3):

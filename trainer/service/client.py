@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic
 
 from trainer.core import slabs
@@ -31,29 +31,71 @@ UNDER_WAY = 4  #: pieces requested at the same time
 _ROW = 1 << 10  #: assumed bytes of a row until one has been received
 
 
-class RowSizes:
-    """The bytes per row of past replies, by type and attributes. Thread-safe."""
+#: bytes per row of past replies, by type and attributes
+RowSizes = dict[tuple[AnyType, tuple[str, ...]], int]
 
-    def __init__(self) -> None:
-        self._found: dict[tuple[AnyType, tuple[str, ...]], int] = {}
-
-    def rows_of(self, requests: Sequence[RowRequest]) -> int:
-        """Return how many rows to request at once, so that a reply has about ``PIECE`` bytes."""
-        widest = max((self._found.get((request.of, request.attrs), _ROW) for request in requests), default=_ROW)
-        return max(1, PIECE // widest)
-
-    def note(self, requests: Sequence[RowRequest], rows: Sequence[Mapping[str, Array]]) -> None:
-        for request, found in zip(requests, rows, strict=True):
-            if count := len(request.ids):
-                size = sum(values.nbytes for values in found.values()) // count
-                self._found[request.of, request.attrs] = max(1, size)
+RowSlice = tuple[int, int, int]  #: index of a request, and the begin and end of some of its rows
 
 
-@dataclass(frozen=True)
-class RowSlice:
-    number: int  #: index of the request
-    begin: int
-    end: int
+class RowsInPieces:
+    """Requests many rows in pieces, several at a time, and joins the replies. Not thread-safe.
+
+    A reply has about ``PIECE`` bytes, by the ``sizes`` of rows of past replies, which are noted.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[RowRequest],
+        submit: Callable[[Gather], PendingAnswer[list[Mapping[str, Array]]]],
+        sizes: RowSizes,
+    ):
+        self.received = 0  #: bytes received so far
+        self._requests, self._submit, self._sizes = requests, submit, sizes
+        widest = max((sizes.get((request.of, request.attrs), _ROW) for request in requests), default=_ROW)
+        self._waiting = deque(cut_requests(requests, max(1, PIECE // widest)))
+        self._under_way: deque[tuple[list[RowSlice], PendingAnswer[Any]]] = deque()
+        self._found: list[dict[str, Array]] = [{} for _ in requests]
+        self._request_more()
+
+    def result(self, timeout: float | None = None) -> list[Mapping[str, Array]]:
+        """Wait for all rows. ``timeout``: seconds to wait for each piece.
+
+        Raises the errors of a reply, and ``WireError`` if pieces differ in dtype or shape.
+        """
+        while self._under_way:
+            slices, pending = self._under_way[0]
+            rows = pending.result(timeout)
+            self.received += pending.received
+            self._under_way.popleft()
+            self._request_more()
+            for (number, begin, end), found in zip(slices, rows, strict=True):
+                request = self._requests[number]
+                if end > begin:
+                    size = sum(values.nbytes for values in found.values()) // (end - begin)
+                    self._sizes[request.of, request.attrs] = max(1, size)
+                for name, values in found.items():
+                    self._put(self._found[number], name, values, begin, len(request.ids))
+        return [*self._found]
+
+    def _request_more(self) -> None:
+        while self._waiting and len(self._under_way) < UNDER_WAY:
+            slices = self._waiting.popleft()
+            requests = [replace(self._requests[n], ids=self._requests[n].ids[begin:end]) for n, begin, end in slices]
+            self._under_way.append((slices, self._submit(Gather(requests))))
+
+    def _put(self, found: dict[str, Array], name: str, values: Array, begin: int, count: int) -> None:
+        """Put rows of an attribute, from row ``begin`` on, to those of the other pieces, ``count`` in all."""
+        if len(values) == count:
+            found[name] = values
+            return
+        whole = found.get(name)
+        if whole is None:
+            whole = found[name] = slabs.empty((count, *values.shape[1:]), values.dtype)
+        if (whole.dtype, whole.shape[1:]) != (values.dtype, values.shape[1:]):
+            raise WireError(
+                f"rows of {name} came as {whole.dtype} {whole.shape[1:]} and as {values.dtype} {values.shape[1:]}"
+            )
+        whole[begin : begin + len(values)] = values
 
 
 def cut_requests(requests: Sequence[RowRequest], most: int) -> Iterator[list[RowSlice]]:
@@ -64,7 +106,7 @@ def cut_requests(requests: Sequence[RowRequest], most: int) -> Iterator[list[Row
         begin, count = 0, len(request.ids)
         while True:
             end = min(count, begin + room)
-            piece.append(RowSlice(number, begin, end))
+            piece.append((number, begin, end))
             room -= end - begin
             begin = end
             if room == 0 and not (begin == count and number + 1 == len(requests)):
@@ -74,64 +116,6 @@ def cut_requests(requests: Sequence[RowRequest], most: int) -> Iterator[list[Row
                 break
     if piece:
         yield piece
-
-
-class RowsInPieces:
-    """Requests many rows in pieces, several at a time, and joins the replies. Not thread-safe."""
-
-    def __init__(
-        self,
-        requests: Sequence[RowRequest],
-        submit: Callable[[Gather], PendingAnswer[list[Mapping[str, Array]]]],
-        sizes: RowSizes,
-    ):
-        self.received = 0  #: bytes received so far
-        self._requests, self._submit, self._sizes = requests, submit, sizes
-        self._waiting = deque(cut_requests(requests, sizes.rows_of(requests)))
-        self._under_way: deque[tuple[list[RowSlice], list[RowRequest], PendingAnswer[Any]]] = deque()
-        self._found: list[dict[str, Array]] = [{} for _ in requests]
-        self._request_more()
-
-    def result(self, timeout: float | None = None) -> list[Mapping[str, Array]]:
-        """Wait for all rows. ``timeout``: seconds to wait for each piece.
-
-        Raises the errors of a reply, and ``WireError`` if pieces differ in dtype or shape.
-        """
-        while self._under_way:
-            slices, requests, pending = self._under_way[0]
-            rows = pending.result(timeout)
-            self.received += pending.received
-            self._under_way.popleft()
-            self._request_more()
-            self._sizes.note(requests, rows)
-            for part, found in zip(slices, rows, strict=True):
-                self._put(part, found)
-        return [*self._found]
-
-    def _request_more(self) -> None:
-        while self._waiting and len(self._under_way) < UNDER_WAY:
-            slices = self._waiting.popleft()
-            asked = [self._requests[part.number] for part in slices]
-            requests = [
-                replace(request, ids=request.ids[part.begin : part.end])
-                for part, request in zip(slices, asked, strict=True)
-            ]
-            self._under_way.append((slices, requests, self._submit(Gather(requests))))
-
-    def _put(self, part: RowSlice, rows: dict[str, Array]) -> None:
-        found, count = self._found[part.number], len(self._requests[part.number].ids)
-        for name, values in rows.items():
-            if part.end - part.begin == count:
-                found[name] = values
-                continue
-            whole = found.get(name)
-            if whole is None:
-                whole = found[name] = slabs.empty((count, *values.shape[1:]), values.dtype)
-            if (whole.dtype, whole.shape[1:]) != (values.dtype, values.shape[1:]):
-                raise WireError(
-                    f"rows of {name} came as {whole.dtype} {whole.shape[1:]} and as {values.dtype} {values.shape[1:]}"
-                )
-            whole[part.begin : part.end] = values
 
 
 class _PendingReply(Generic[A]):
@@ -190,7 +174,7 @@ class HostClient(GraphAccess):
         self.deadline = deadline  #: seconds that a reply may take
         self._keys, self._gone_after = keys, gone_after
         self._flags = Flag(Flag.ROUTE * route | FLAG_OF[wire_rows])
-        self._row_sizes = RowSizes()
+        self._row_sizes: RowSizes = {}
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
         self._own = threading.local()

@@ -163,7 +163,7 @@ def test_tables_are_clean_for_the_next_batch_even_after_an_error(most_direct):
         sample_homo(store, np.arange(10), (4, 4), 1, tables, weight="w")
     again = sample_homo(store, np.arange(10), (4, 4), 1, tables)
     assert np.array_equal(once.nodes[HOMO_NODE].ids, again.nodes[HOMO_NODE].ids)
-    assert not tables.table(HOMO_NODE).holds_any()
+    assert not tables.table(HOMO_NODE)._table.any()
 
 
 @pytest.mark.parametrize("more", [{}, {"disjoint": True}, {"induced": True}, {"replace": True}, {"ask_again": False}])

@@ -54,8 +54,6 @@ class PositionTable(Protocol):
     def clean(self, chunks: Sequence[Ids]) -> None:
         """Reset the table to zeros. ``chunks``: arrays that contain all ids entered since the last reset."""
 
-    def holds_any(self) -> bool: ...
-
 
 def make_table(num_nodes: int, most_direct: int = MOST_DIRECT) -> PositionTable:
     return HashTable() if most_direct < num_nodes <= MOST_HASHED else DirectTable(num_nodes)
@@ -81,9 +79,6 @@ class DirectTable:
         for chunk in chunks:
             neighbor_kernels.forget(read_only(chunk), self._table)
 
-    def holds_any(self) -> bool:
-        return bool(self._table.any())
-
 
 class HashTable:
     """A hash table with open addressing and linear probing, at most half full. Grows when needed, never shrinks.
@@ -95,10 +90,6 @@ class HashTable:
     def __init__(self) -> None:
         self._slots = free_slots(_FIRST_BITS)
         self._used = 0  #: upper bound of the number of ids in the table
-
-    @property
-    def num_slots(self) -> int:
-        return len(self._slots)
 
     def enter(self, seeds: Ids) -> None:
         self._make_room(len(seeds))
@@ -120,9 +111,6 @@ class HashTable:
     def clean(self, chunks: Sequence[Ids]) -> None:
         self._slots.fill(0)
         self._used = 0
-
-    def holds_any(self) -> bool:
-        return bool(self._slots.any())
 
     def _make_room(self, more: int) -> None:
         if len(self._slots) < 2 * (self._used + more):

@@ -59,11 +59,6 @@ class RankTimes:
         )
 
     @property
-    def name(self) -> str:
-        """Name in messages: ``node1/rank3``, or ``rank3`` if the node is unknown."""
-        return f"rank{self.rank}" if self.node is None else f"node{self.node}/rank{self.rank}"
-
-    @property
     def step_s(self) -> float:
         return sum(self.spent.values())
 

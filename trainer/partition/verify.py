@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from trainer.core.arrays import Array
 from trainer.core.errors import PartitionError
 from trainer.core.schema import type_name
 from trainer.data.edges import first_outside
@@ -36,86 +35,75 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class _Contents:
-    """Dtype, shape and range of the arrays of a partition folder, from its manifest alone."""
+class _Expected:
+    """An array that a partition folder must have, by its manifest alone."""
 
-    root: Path
-    manifest: Manifest
-    part_ids: Sequence[int]  #: parts to check
-    broken: frozenset[str]  #: paths of files that are known to be broken and are skipped
+    path: str  #: relative to the folder
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any] | None  #: None: any signed integers
+    limits: tuple[int, ...] = ()  #: of ids, for each column: 0 <= id < limit
+    total: int | None = None  #: of offsets: they ascend from 0 to it
+    scales: bool = False  #: of rows stored as int8
 
-    def check(self) -> Iterator[Finding]:
-        manifest = self.manifest
+
+def _expected(manifest: Manifest, top: int | None) -> Iterator[_Expected]:
+    """Yield the arrays of a part, or of ``shared/`` if ``top`` is None."""
+    int64, float32 = np.dtype(np.int64), np.dtype(np.float32)
+    if top is None:
         for name, attr in manifest.graph_attrs.items():
-            yield from self._array(f"shared/graph/{name}.npy", attr.stored, attr.shape)
+            yield _Expected(f"shared/graph/{name}.npy", attr.shape, attr.stored)
         for node_type, nodes in manifest.nodes.items():
-            shared, count = f"shared/nodes/{node_type}", nodes.num_nodes
+            folder, count = f"shared/nodes/{node_type}", nodes.num_nodes
             for split, seeds in nodes.splits.items():
-                yield from self._ids(f"{shared}/seeds/{split}.npy", (seeds,), count, np.dtype(np.int64))
+                yield _Expected(f"{folder}/seeds/{split}.npy", (seeds,), int64, (count,))
             if manifest.num_parts > 1:
-                yield from self._ids(f"{shared}/global_id.npy", (count,), count)
-            for part_id in self.part_ids:
-                top, owned = f"part{part_id}/nodes/{node_type}", _count(nodes.offsets, part_id)
-                yield from self._ids(f"{top}/orig_id.npy", (owned,), count)
-                yield from self._attrs(top, nodes.attrs, owned)
-        for edge_type, edges in manifest.edges.items():
-            sources, targets = (manifest.nodes[edge_type[side]] for side in (0, 2))
-            offsets = endpoint_offsets(edges.num_edges, manifest.num_parts)
-            for part_id in self.part_ids:
-                top, owned = f"part{part_id}/edges/{type_name(edge_type)}", _count(edges.offsets, part_id)
-                yield from self._indptr(f"{top}/indptr.npy", _count(targets.offsets, part_id), owned)
-                yield from self._ids(f"{top}/orig_id.npy", (owned,), edges.num_edges)
-                yield from self._ids(f"{top}/indices.npy", (owned,), sources.num_nodes)
-                yield from self._attrs(top, edges.attrs, owned)
-                for name in edges.src_times:
-                    yield from self._array(f"{top}/src_times/{name}.npy", np.dtype(np.int64), (owned,))
-                limits = (sources.num_nodes, targets.num_nodes)
-                yield from self._ids(f"{top}/endpoints.npy", (_count(offsets, part_id), 2), limits)
+                yield _Expected(f"{folder}/global_id.npy", (count,), None, (count,))
+        return
 
-    def _attrs(self, top: str, attrs: Mapping[str, AttrSpec], rows: int) -> Iterator[Finding]:
-        for name, attr in attrs.items():
-            yield from self._array(f"{top}/attrs/{name}.npy", attr.in_files, (rows, *attr.shape[1:]))
+    def attrs(folder: str, specs: Mapping[str, AttrSpec], rows: int) -> Iterator[_Expected]:
+        for name, attr in specs.items():
+            yield _Expected(f"{folder}/attrs/{name}.npy", (rows, *attr.shape[1:]), attr.in_files)
             if attr.kept:
-                path = f"{top}/scales/{name}.npy"
-                scales = yield from self._array(path, np.dtype(np.float32), (rows, 1))
-                if scales is not None and len(wrong := np.flatnonzero(~(scales[:, 0] >= 0) | np.isinf(scales[:, 0]))):
-                    yield Finding(path, f"position {wrong[0]}: {scales[wrong[0], 0]} is not a valid scale of a row")
+                yield _Expected(f"{folder}/scales/{name}.npy", (rows, 1), float32, scales=True)
 
-    def _indptr(self, path: str, rows: int, edges: int) -> Iterator[Finding]:
-        indptr = yield from self._array(path, np.dtype(np.int64), (rows + 1,))
-        if indptr is None:
-            return
-        if indptr[0] != 0:
-            yield Finding(path, f"begins with {indptr[0]}, expected 0")
-        elif len(descents := np.flatnonzero(np.diff(indptr) < 0)):
+    for node_type, nodes in manifest.nodes.items():
+        folder, owned = f"part{top}/nodes/{node_type}", _count(nodes.offsets, top)
+        yield _Expected(f"{folder}/orig_id.npy", (owned,), None, (nodes.num_nodes,))
+        yield from attrs(folder, nodes.attrs, owned)
+    for edge_type, edges in manifest.edges.items():
+        sources, targets = (manifest.nodes[edge_type[side]] for side in (0, 2))
+        folder, owned = f"part{top}/edges/{type_name(edge_type)}", _count(edges.offsets, top)
+        yield _Expected(f"{folder}/indptr.npy", (_count(targets.offsets, top) + 1,), int64, total=owned)
+        yield _Expected(f"{folder}/orig_id.npy", (owned,), None, (edges.num_edges,))
+        yield _Expected(f"{folder}/indices.npy", (owned,), None, (sources.num_nodes,))
+        yield from attrs(folder, edges.attrs, owned)
+        for name in edges.src_times:
+            yield _Expected(f"{folder}/src_times/{name}.npy", (owned,), int64)
+        share = _count(endpoint_offsets(edges.num_edges, manifest.num_parts), top)
+        yield _Expected(f"{folder}/endpoints.npy", (share, 2), None, (sources.num_nodes, targets.num_nodes))
+
+
+def _problems(root: Path, expected: _Expected) -> Iterator[str]:
+    """Yield what is wrong with an array: its dtype or shape, or a value out of range."""
+    values, dtype, shape = map_array(root / expected.path), expected.dtype, expected.shape
+    if values.shape != shape or (values.dtype.kind != "i" if dtype is None else values.dtype != dtype):
+        kind = "integers" if dtype is None else dtype.name
+        yield f"holds {values.dtype.name} {list(values.shape)}, expected {kind} {list(shape)}"
+        return
+    if expected.total is not None:
+        if values[0] != 0:
+            yield f"begins with {values[0]}, expected 0"
+        elif len(descents := np.flatnonzero(np.diff(values) < 0)):
             at = int(descents[0]) + 1
-            yield Finding(path, f"position {at}: {indptr[at]} is below the value before it")
-        elif indptr[-1] != edges:
-            yield Finding(path, f"ends with {indptr[-1]}, but the manifest's offsets give the part {edges} edges")
-
-    def _array(self, path: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Generator[Finding, None, Array | None]:
-        """Return the array in the file ``path``. If it has another dtype or shape, yield a finding and return None."""
-        array = None if path in self.broken else map_array(self.root / path)
-        if array is None or (array.dtype, array.shape) == (dtype, shape):
-            return array
-        yield Finding(path, f"holds {array.dtype.name} {list(array.shape)}, expected {dtype.name} {list(shape)}")
-        return None
-
-    def _ids(
-        self, path: str, shape: tuple[int, ...], limits: int | tuple[int, int], dtype: np.dtype[Any] | None = None
-    ) -> Iterator[Finding]:  # fmt: skip
-        """Check ids in ``0 <= id < limit`` and of ``dtype`` (None: any signed integer type). A limit per column."""
-        if path in self.broken:
-            return
-        ids = map_array(self.root / path)
-        if ids.shape != shape or (ids.dtype.kind != "i" if dtype is None else ids.dtype != dtype):
-            kind = "integers" if dtype is None else dtype.name
-            yield Finding(path, f"holds {ids.dtype.name} {list(ids.shape)}, expected {kind} {list(shape)}")
-            return
-        columns = [(ids, limits)] if isinstance(limits, int) else list(zip(ids.T, limits, strict=True))
-        for column, limit in columns:
-            if (at := int(first_outside(column, limit))) >= 0:
-                yield Finding(path, f"position {at}: {column[at]} is outside 0 to {limit - 1}")
+            yield f"position {at}: {values[at]} is below the value before it"
+        elif values[-1] != expected.total:
+            yield f"ends with {values[-1]}, but the manifest's offsets give the part {expected.total} edges"
+    columns = values.T if len(expected.limits) > 1 else [values]
+    for column, limit in zip(columns, expected.limits, strict=False):
+        if (at := int(first_outside(column, limit))) >= 0:
+            yield f"position {at}: {column[at]} is outside 0 to {limit - 1}"
+    if expected.scales and len(wrong := np.flatnonzero(~(values[:, 0] >= 0) | np.isinf(values[:, 0]))):
+        yield f"position {wrong[0]}: {values[wrong[0], 0]} is not a valid scale of a row"
 
 
 def _count(offsets: Sequence[int], part_id: int) -> int:
@@ -141,23 +129,24 @@ def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, 
     for part_id in wanted:
         if not 0 <= part_id < manifest.num_parts:
             raise PartitionError(f"{root}: no part {part_id}; the folder has {manifest.num_parts} parts")
-    tops = (None, *wanted)
-    entries = [entry for top in tops for entry in manifest.files_of(top)]
-    findings = [*_listing(root, manifest, tops)]
+    arrays = {top: [*_expected(manifest, top)] for top in (None, *wanted)}
+    entries = [entry for top in arrays for entry in manifest.files_of(top)]
+    findings = [*_listing(root, manifest, arrays)]
     with ThreadPoolExecutor(_READERS) as pool:
         problems = pool.map(lambda entry: _file_problem(root, entry, digests), entries)
         findings += [Finding(entry.path, problem) for entry, problem in zip(entries, problems, strict=True) if problem]
-    broken = frozenset(finding.path for finding in findings)
-    return [*findings, *_Contents(root, manifest, wanted, broken).check()]
+    broken = {finding.path for finding in findings}
+    sound = [each for of_top in arrays.values() for each in of_top if each.path not in broken]
+    return findings + [Finding(each.path, problem) for each in sound for problem in _problems(root, each)]
 
 
-def _listing(root: Path, manifest: Manifest, tops: Iterable[int | None]) -> Iterator[Finding]:
+def _listing(root: Path, manifest: Manifest, arrays: Mapping[int | None, Sequence[_Expected]]) -> Iterator[Finding]:
     """Compare the files that this partition should have, the files in the manifest, and the files on disk.
 
-    ``tops``: folders to check: part ids, and None for ``shared/``.
+    ``arrays``: those of each folder to check: by part id, and None for ``shared/``.
     """
-    for top in tops:
-        needed = [f"{path}.npy" for path in (_shared_files(manifest) if top is None else _part_files(manifest, top))]
+    for top, expected in arrays.items():
+        needed = [each.path for each in expected]
         listed = {entry.path for entry in manifest.files_of(top)}
         yield from (Finding(path, "not listed in the manifest") for path in needed if path not in listed)
         for path in sorted(listed - set(needed)):
@@ -166,31 +155,6 @@ def _listing(root: Path, manifest: Manifest, tops: Iterable[int | None]) -> Iter
         found = {path for path in files_below(root, folder) if not is_note(path)}
         for path in sorted(found - listed - set(needed)):
             yield Finding(path, "is not a file of this partition; move it away")
-
-
-def _shared_files(manifest: Manifest) -> Iterator[str]:
-    yield from (f"shared/graph/{name}" for name in manifest.graph_attrs)
-    for node_type, spec in manifest.nodes.items():
-        if manifest.num_parts > 1:
-            yield f"shared/nodes/{node_type}/global_id"
-        yield from (f"shared/nodes/{node_type}/seeds/{split}" for split in spec.splits)
-
-
-def _part_files(manifest: Manifest, part_id: int) -> Iterator[str]:
-    for node_type, nodes in manifest.nodes.items():
-        top = f"part{part_id}/nodes/{node_type}"
-        yield f"{top}/orig_id"
-        yield from _attr_files(top, nodes.attrs)
-    for edge_type, edges in manifest.edges.items():
-        top = f"part{part_id}/edges/{type_name(edge_type)}"
-        yield from (f"{top}/{name}" for name in ("indptr", "indices", "orig_id", "endpoints"))
-        yield from _attr_files(top, edges.attrs)
-        yield from (f"{top}/src_times/{name}" for name in edges.src_times)
-
-
-def _attr_files(top: str, attrs: Mapping[str, AttrSpec]) -> Iterator[str]:
-    yield from (f"{top}/attrs/{name}" for name in attrs)
-    yield from (f"{top}/scales/{name}" for name, spec in attrs.items() if spec.kept)
 
 
 def _file_problem(root: Path, entry: FileEntry, digests: bool) -> str | None:

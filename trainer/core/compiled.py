@@ -84,7 +84,7 @@ class KernelFiles:
         try:
             path = self._path(key)
             with path.open("rb") as file:
-                loaded = None if others_may_write(os.fstat(file.fileno())) else pickle.loads(file.read())
+                loaded = None if _others_may_write(os.fstat(file.fileno())) else pickle.loads(file.read())
         except (OSError, pickle.UnpicklingError, EOFError):
             loaded = None
         if loaded is None:
@@ -116,7 +116,7 @@ class KernelFiles:
     def _path(self, key: tuple[Any, ...]) -> Path:
         signature, machine, code = key
         identity = repr(  # types as text, as their pickles differ between processes
-            (str(signature), machine, code, source_digest(self._source), numba.__version__, sys.version_info[:2])
+            (str(signature), machine, code, _source_digest(self._source), numba.__version__, sys.version_info[:2])
         )
         return self._folder / f"{self._name}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.nbc"
 
@@ -134,7 +134,7 @@ def _say_compiling() -> None:
 
 
 @cache
-def source_digest(source: str) -> str:
+def _source_digest(source: str) -> str:
     """Return the sha256 of a source file and of all trainer modules that it imports, directly or indirectly.
 
     Imports inside functions are ignored.
@@ -197,7 +197,7 @@ def usable_folder() -> Path | None:
 def _why_unusable(folder: Path) -> str:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if others_may_write(folder.stat()):
+        if _others_may_write(folder.stat()):
             return "belongs to another user, or other users may write to it"
     except OSError as error:
         return f"cannot be created ({error.strerror})"
@@ -214,12 +214,12 @@ def _private_folder() -> Path:
         (top / name).mkdir(mode=0o700)
     for folder in (top / name, *sorted(top.glob(f"{name}-*"))):
         found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and not others_may_write(found) and os.access(folder, os.W_OK):
+        if stat.S_ISDIR(found.st_mode) and not _others_may_write(found) and os.access(folder, os.W_OK):
             return folder
     return Path(tempfile.mkdtemp(prefix=f"{name}-"))
 
 
-def others_may_write(found: os.stat_result) -> bool:
+def _others_may_write(found: os.stat_result) -> bool:
     """Return whether another user owns a file or folder, or may write to it.
 
     ``found``: the result of ``os.stat``. Root and the members of this user's private group do not count as other users.

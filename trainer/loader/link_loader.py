@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch_geometric.sampler import NegativeSampling
 
 from trainer.core.arrays import Ids
 from trainer.core.errors import SettingsError
@@ -26,8 +27,9 @@ from trainer.loader.arguments import (
     wanted_attrs,
 )
 from trainer.loader.link_ends import ROLE, Ends, excluded, seeds_of, trees_by_owner
-from trainer.loader.link_seeds import given_or_reverse, labels_with_negatives, link_inputs, negative_rule, node_draws
-from trainer.loader.negatives import draw_negatives
+from trainer.loader.link_seeds import given_or_reverse, link_inputs, node_draw
+from trainer.loader.negatives import NegativeDraw, NegativeRule, draw_negatives
+from trainer.loader.node_seeds import as_array
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import BatchSeeds, PyGLoader
 from trainer.sampler.subgraph_sampler import SampledBatch
@@ -146,10 +148,29 @@ class DistLinkNeighborLoader(PyGLoader):
             graph, num_neighbors, replace=replace, subgraph_type=kind, disjoint=disjoint,
             temporal_strategy=temporal_strategy, time_attr=time_attr, weight_attr=weight_attr, neighbors=neighbors,
         )  # fmt: skip
-        self.rule, given = negative_rule(neg_sampling, neg_sampling_ratio, avoid_links)
+        try:
+            ratio = neg_sampling_ratio
+            given = NegativeSampling("binary", ratio) if ratio else NegativeSampling.cast(neg_sampling)
+        except (TypeError, ValueError) as error:
+            raise SettingsError(f"neg_sampling: {error}") from None
+        if given is None and avoid_links:
+            raise SettingsError("avoid_links has no effect without neg_sampling; pass neg_sampling")
         self.inputs = link_inputs(graph, edge_label_index, edge_label, edge_label_time, input_id)
-        self._label = labels_with_negatives(self.inputs.label, self.rule)
-        self._draws = None if self.rule is None else node_draws(graph, self.inputs.edge_type, given, settings)
+        self.rule: NegativeRule | None = None
+        self._draws: tuple[NegativeDraw, NegativeDraw] | None = None
+        self._label = label = self.inputs.label
+        if given is not None:
+            self.rule = NegativeRule(given.is_triplet(), given.amount, avoid_links)
+            if label is not None and self.rule.triplet:
+                raise SettingsError(
+                    "edge_label cannot be used with triplet negatives, as batches then have src_index, dst_pos_index"
+                    " and dst_neg_index instead of labels; leave edge_label out, or use neg_sampling='binary'"
+                )
+            if label is not None and len(label) and not label.is_complex() and label.min() == 0:
+                self._label = label + 1  # negatives have label 0
+            ends = (self.inputs.edge_type[0], given.src_weight), (self.inputs.edge_type[2], given.dst_weight)
+            src, dst = (node_draw(graph, of, None if w is None else as_array(w), settings) for of, w in ends)
+            self._draws = src, dst
         self._exclude = exclude is not None
         self._reverse = _reverse_type(graph, self.inputs.edge_type, exclude, reverse_type)
         super().__init__(

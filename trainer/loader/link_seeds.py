@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.sampler import NegativeSampling
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType, reverse_type
 from trainer.graph.open import Graph
 from trainer.loader.edge_endpoints import EdgeEndpoints, HeldEndpoints, StoredEndpoints
-from trainer.loader.negatives import NegativeDraw, NegativeRule
+from trainer.loader.negatives import NegativeDraw
 from trainer.loader.node_seeds import as_array, checked_ids
 from trainer.sampler.types import RowRequest, SampleSettings
 
@@ -73,53 +72,13 @@ def link_inputs(
     )  # fmt: skip
 
 
-def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> tuple[NegativeRule | None, Any]:
-    """Return the rule for negatives, and torch_geometric's ``NegativeSampling``, which has the node weights.
-
-    Returns (None, None) if no negatives are requested. Raises ``SettingsError`` for invalid arguments.
-    """
-    try:
-        given = NegativeSampling("binary", ratio) if ratio else NegativeSampling.cast(neg_sampling)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(f"neg_sampling: {error}") from None
-    if given is None:
-        if avoid_links:
-            raise SettingsError("avoid_links has no effect without neg_sampling; pass neg_sampling")
-        return None, None
-    return NegativeRule(given.is_triplet(), given.amount, avoid_links), given
-
-
-def node_draws(
-    graph: Graph, edge_type: EdgeType, weights: NegativeSampling, settings: SampleSettings
-) -> tuple[NegativeDraw, NegativeDraw]:
-    """Return one ``NegativeDraw`` for the sources of negative links, and one for their targets.
-
-    With temporal sampling by node times, this reads the times of all nodes of both types. The result then takes 12
-    bytes per node, and sorting the times takes 24 bytes per node.
-    """
-    ends = (edge_type[0], weights.src_weight), (edge_type[2], weights.dst_weight)
-    src, dst = (node_draw(graph, of, None if w is None else as_array(w), settings) for of, w in ends)
-    return src, dst
-
-
 def node_draw(graph: Graph, of: NodeType, weight: Array | None, settings: SampleSettings) -> NegativeDraw:
-    return NegativeDraw(graph.manifest.nodes[of].num_nodes, weight, _times(graph, of, settings))
+    """Return what draws negatives of one type.
 
-
-def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Tensor | None:
-    """Return the labels of the positives, raised by 1 if the lowest is 0, because negatives have label 0.
-
-    Without negatives, labels are returned unchanged. Raises ``SettingsError`` if labels are given with triplet
-    negatives.
+    With temporal sampling by node times, this reads the times of all nodes of the type. The result then takes 12 bytes
+    per node, and sorting the times takes 24 bytes per node.
     """
-    if label is None or rule is None:
-        return label
-    if rule.triplet:
-        raise SettingsError(
-            "edge_label cannot be used with triplet negatives, as batches then have src_index, dst_pos_index and"
-            " dst_neg_index instead of labels; leave edge_label out, or use neg_sampling='binary'"
-        )
-    return label + 1 if len(label) and not label.is_complex() and label.min() == 0 else label
+    return NegativeDraw(graph.manifest.nodes[of].num_nodes, weight, _times(graph, of, settings))
 
 
 def canonical(graph: Graph, given: Any, with_ids: bool = False, where: str = "edge_label_index") -> EdgeType:

@@ -178,10 +178,10 @@ Attrs = Mapping[AnyType, tuple[str, ...]]
 def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) -> Join:
     """Return the function that converts a sampler output to a batch, and adds the attributes of its nodes and edges."""
     if isinstance(graph.source, (Data, HeteroData)):
-        return MemoryJoin(graph.source)
+        return _MemoryJoin(graph.source)
     if graph.source is not None:
         return lambda out, _: _join_stores(graph.source, out, custom_cls)
-    return PartitionJoin(graph, attrs, custom_cls)
+    return _PartitionJoin(graph, attrs, custom_cls)
 
 
 def gathered_attrs(graph: Graph, attrs: Attrs) -> Attrs:
@@ -195,7 +195,7 @@ def _join_stores(stores: Any, out: Output, custom_cls: Callable[[], Any] | None)
     return join(*stores, out.node, out.row, out.col, out.edge, custom_cls)
 
 
-class MemoryJoin:
+class _MemoryJoin:
     """Makes batches with the attributes of data in memory, by torch_geometric's ``filter_data``."""
 
     def __init__(self, data: Data | HeteroData):
@@ -228,7 +228,7 @@ def _edge_store(data: Data | HeteroData, of: EdgeType | None) -> Any:
     return data._store if of is None else data[of]
 
 
-class PartitionJoin:
+class _PartitionJoin:
     """Makes batches with the attributes that the sampler gathered from a partition.
 
     If a transform changed the nodes or edges, the rows of the attributes are selected accordingly.

@@ -182,7 +182,7 @@ class DistShaDowKHopSampler(PyGLoader):
         order = np.lexsort((ids[found.member], found.root))
         member, root = found.member[order], found.root[order]
         ptr = np.searchsorted(root, np.arange(len(seeded.seeds.nodes[HOMO_NODE]) + 1))
-        row, col, slot = edges_within(edges.row_begin, edges.row_count, edges.src, member, ptr, len(ids))
+        row, col, slot = _edges_within(edges.row_begin, edges.row_count, edges.src, member, ptr, len(ids))
         by_source = np.lexsort((col, row))
         row, col, slot = row[by_source], col[by_source], slot[by_source]
         root_n_id = np.empty(len(ptr) - 1, np.int64)
@@ -209,7 +209,7 @@ class DistShaDowKHopSampler(PyGLoader):
         return batch
 
 
-def edges_within(
+def _edges_within(
     row_begin: Ids, row_count: Positions, src: Positions, member: Positions, ptr: Ids, num_nodes: int
 ) -> tuple[Ids, Ids, Ids]:
     """Return the edges inside each group of nodes: (sources, targets, edges), int64 [e] each, grouped by target.
@@ -228,7 +228,7 @@ def edges_within(
 def _visit(row_begin: Any, row_count: Any, src: Any, member: Any, ptr: Any, at: Any, found: Any) -> int:
     """Return the number of edges inside the groups, and write the edges to ``found`` [3, e] unless it is empty.
 
-    ``at`` [num_nodes]: a work array, all -1 before and after the call. Other arguments: as in ``edges_within``.
+    ``at`` [num_nodes]: a work array, all -1 before and after the call. Other arguments: as in ``_edges_within``.
     """
     count, fill = 0, found.shape[1] > 0
     for group in range(len(ptr) - 1):

@@ -165,7 +165,7 @@ class Trimmed(nn.Module):
         return hops.through(self.model, self.edge_arg)  # type: ignore[no-any-return]
 
 
-class TrimmedToHetero(nn.Module):
+class _TrimmedToHetero(nn.Module):
     """Result of ``to_hetero``. ``model`` is the module that torch_geometric's ``to_hetero`` made."""
 
     def __init__(self, model: nn.Module, num_layers: int, edge_arg: str | None):
@@ -187,7 +187,7 @@ def to_hetero(
     metadata: Metadata,
     aggr: str = "sum",
     edge_arg: str | None = None,
-) -> TrimmedToHetero:
+) -> _TrimmedToHetero:
     """Make a homogeneous model heterogeneous, as torch_geometric's ``to_hetero`` does, and trim its layers.
 
     Args:
@@ -219,7 +219,7 @@ def to_hetero(
     """
     stack = model if isinstance(model, nn.Module) else ConvStack(model)
     check_one_hop(stack)
-    return TrimmedToHetero(pyg.to_hetero(_with_trim(stack), metadata, aggr), _depth(stack), edge_arg)
+    return _TrimmedToHetero(pyg.to_hetero(_with_trim(stack), metadata, aggr), _depth(stack), edge_arg)
 
 
 class TrimmedHetero(nn.Module):

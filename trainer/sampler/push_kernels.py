@@ -161,7 +161,7 @@ def push(
                     ranks[met], order[met] = -state[k, _DONE], k
                     met += 1
             taken = min(found.shape[2], met)
-            take_smallest(ranks, order, met, taken)
+            _take_smallest(ranks, order, met, taken)
             counts[i, c] = taken
             for k in range(taken):
                 found[i, c, k], scores[i, c, k], hops[i, c, k] = node[order[k]], -ranks[k], hop[order[k]]
@@ -169,7 +169,7 @@ def push(
 
 
 @_jit
-def take_smallest(ranks: Any, order: Any, size: int, wanted: int) -> None:
+def _take_smallest(ranks: Any, order: Any, size: int, wanted: int) -> None:
     """Move the ``wanted`` smallest of the first ``size`` pairs (rank, order) to the beginning, in ascending order."""
     if wanted == 0:
         return
@@ -233,6 +233,6 @@ def count_visits(
             times[at] -= 1
             hop[at] = min(hop[at], distances[i, j])
         counts[i] = min(found.shape[1], met)
-        take_smallest(times, order, met, counts[i])
+        _take_smallest(times, order, met, counts[i])
         for k in range(counts[i]):
             found[i, k], scores[i, k], hops[i, k] = first[order[k]], -times[k], hop[order[k]]

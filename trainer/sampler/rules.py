@@ -46,13 +46,13 @@ def rule_edges(rule: Rule, schema: GraphSchema, targets: Collection[NodeType], n
     found: dict[EdgeType, None] = {}
     ends = [*targets]
     for _ in range(num_layers):
-        more = [(source, rule.name, target) for target in ends for source in rule_sources(rule, schema, target)]
+        more = [(source, rule.name, target) for target in ends for source in _rule_sources(rule, schema, target)]
         ends = list(dict.fromkeys(source for source, _, _ in more))
         found |= dict.fromkeys(more)
     return list(found)
 
 
-def rule_sources(rule: Rule, schema: GraphSchema, target: NodeType) -> list[NodeType]:
+def _rule_sources(rule: Rule, schema: GraphSchema, target: NodeType) -> list[NodeType]:
     """Return the node types in which ``rule`` finds neighbours of ``target`` nodes, in the order of the schema."""
     if isinstance(rule, Walks):
         return [target]

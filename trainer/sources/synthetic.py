@@ -30,14 +30,14 @@ _INSIDE = 4.0  #: factor of the weights of edges within a class
 _ROWS_AT_ONCE = 1 << 16
 
 
-def check_limits(dataset: str, options: AnySynthetic, limits: Mapping[str, tuple[float, float]]) -> None:
+def _check_limits(dataset: str, options: AnySynthetic, limits: Mapping[str, tuple[float, float]]) -> None:
     for name, (low, high) in limits.items():
         value = getattr(options, name)
         if not low <= value <= high:
             raise DataError(f"dataset {dataset}: option {name} must be from {low} to {high}, not {value}")
 
 
-def class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) -> Array:
+def _class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) -> Array:
     """Return features, float32 [N, F]: a random vector of norm 2 per class, plus normal noise per node."""
     centres = rng.standard_normal((options.num_classes, options.num_features), dtype=np.float32)
     centres *= 2.0 / np.linalg.norm(centres, axis=1, keepdims=True)
@@ -50,7 +50,7 @@ def class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) ->
     return x
 
 
-def node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Array | None = None) -> dict[str, Ids]:
+def _node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Array | None = None) -> dict[str, Ids]:
     """Return the node ids of splits train, val and test: consecutive slices of ``shuffled``, sorted.
 
     With ``time``, the nodes of train are earlier than those of val, and those of val earlier than those of test.
@@ -75,11 +75,11 @@ def node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Arra
     return splits
 
 
-def node_times(num_nodes: int, rng: np.random.Generator) -> Array:
+def _node_times(num_nodes: int, rng: np.random.Generator) -> Array:
     return rng.integers(TIMES, size=num_nodes)
 
 
-def mostly_forward(first: Array, second: Array, rng: np.random.Generator) -> Array:
+def _mostly_forward(first: Array, second: Array, rng: np.random.Generator) -> Array:
     """Return a mask of the edges to keep, bool [E]: all edges with ``first <= second``, and a few random others.
 
     ``first`` and ``second``: times of the two ends of each edge, [E].
@@ -87,7 +87,7 @@ def mostly_forward(first: Array, second: Array, rng: np.random.Generator) -> Arr
     return (first <= second) | (rng.random(len(first)) < _AGAINST_TIME)
 
 
-def edge_times(one: Array, other: Array, rng: np.random.Generator) -> Array:
+def _edge_times(one: Array, other: Array, rng: np.random.Generator) -> Array:
     """Draw a time for each edge, int64 [E]: the larger of ``one`` and ``other``, plus a delay for some edges.
 
     ``one`` and ``other``: times of the two ends of each edge, [E].
@@ -96,7 +96,7 @@ def edge_times(one: Array, other: Array, rng: np.random.Generator) -> Array:
     return np.maximum(one, other) + late
 
 
-def edge_weights(inside: Array, rng: np.random.Generator) -> Array:
+def _edge_weights(inside: Array, rng: np.random.Generator) -> Array:
     """Draw positive edge weights, float32 [E], lognormal, larger where ``inside`` (bool [E]: within a class)."""
     weights = rng.lognormal(0.0, 0.5, len(inside)) * np.where(inside, _INSIDE, 1.0)
     return weights.astype(np.float32)
@@ -112,15 +112,15 @@ def make_synthetic(options: SyntheticOptions, fingerprint: str) -> Dataset:
     edge is drawn from the community of the source. With option ``time``, most edges whose source is later than
     their target are left out. Raises ``DataError`` for options out of range.
     """
-    check_limits("synthetic", options, {**_limits(options.num_nodes), "skew": (1.5, 1e6)})
+    _check_limits("synthetic", options, {**_limits(options.num_nodes), "skew": (1.5, 1e6)})
     rng = np.random.default_rng(options.seed)
     y = rng.integers(options.num_classes, size=options.num_nodes, dtype=np.int64)
     edge_index = _edges(options, y, rng)
-    attrs = {"x": class_features(y, options, rng), "y": y}
+    attrs = {"x": _class_features(y, options, rng), "y": y}
     shuffled = rng.permutation(options.num_nodes)
     if options.time:  # drawn by a generator of its own, so that the rest of the graph is the same without times
-        attrs["time"] = node_times(options.num_nodes, np.random.default_rng([options.seed, 1]))
-    splits = node_splits("synthetic", options, shuffled, attrs.get("time"))
+        attrs["time"] = _node_times(options.num_nodes, np.random.default_rng([options.seed, 1]))
+    splits = _node_splits("synthetic", options, shuffled, attrs.get("time"))
     edges = _edge_data(options, edge_index, y, attrs.get("time"))
     return Dataset.homogeneous("synthetic", NodeData(len(y), attrs, splits, options.num_classes), edges, fingerprint)
 
@@ -129,14 +129,14 @@ def _edge_data(options: SyntheticOptions, edge_index: Array, y: Array, time: Arr
     attrs = {}
     if time is not None:
         rng = np.random.default_rng([options.seed, 2])
-        edge_index = edge_index[:, mostly_forward(time[edge_index[0]], time[edge_index[1]], rng)]
-        attrs["edge_time"] = edge_times(time[edge_index[0]], time[edge_index[1]], rng)
+        edge_index = edge_index[:, _mostly_forward(time[edge_index[0]], time[edge_index[1]], rng)]
+        attrs["edge_time"] = _edge_times(time[edge_index[0]], time[edge_index[1]], rng)
     if options.edge_weight:
         # Both directions of an edge have the same weight.
         pairs = edge_index.min(axis=0).astype(np.int64) * len(y) + edge_index.max(axis=0)
         pairs, place = np.unique(pairs, return_inverse=True)
         rng = np.random.default_rng([options.seed, 3])
-        attrs["edge_weight"] = edge_weights(y[pairs // len(y)] == y[pairs % len(y)], rng)[place]
+        attrs["edge_weight"] = _edge_weights(y[pairs // len(y)] == y[pairs % len(y)], rng)[place]
     return EdgeData(edge_index, attrs)
 
 
@@ -213,7 +213,7 @@ def make_synthetic_hetero(options: SyntheticHeteroOptions, fingerprint: str) -> 
     ``homophily``; ``paper disputes paper`` connects class c to class c + 1. With times, a paper mostly cites and
     disputes earlier papers. Raises ``DataError`` for options out of range.
     """
-    check_limits("synthetic-hetero", options, _limits(options.num_nodes))
+    _check_limits("synthetic-hetero", options, _limits(options.num_nodes))
     rng = np.random.default_rng(options.seed)
     counts = {
         "paper": options.num_nodes,
@@ -221,11 +221,11 @@ def make_synthetic_hetero(options: SyntheticHeteroOptions, fingerprint: str) -> 
         "field": -(-options.num_nodes // _FIELDS),
     }
     classes = {of: rng.integers(options.num_classes, size=count) for of, count in counts.items()}
-    features = {of: class_features(y, options, rng) for of, y in classes.items()}
-    time = node_times(options.num_nodes, rng)
+    features = {of: _class_features(y, options, rng) for of, y in classes.items()}
+    time = _node_times(options.num_nodes, rng)
     papers = {"x": features["paper"], "y": classes["paper"]} | ({"time": time} if options.time else {})
     shuffled = rng.permutation(options.num_nodes)
-    splits = node_splits("synthetic-hetero", options, shuffled, time if options.time else None)
+    splits = _node_splits("synthetic-hetero", options, shuffled, time if options.time else None)
     nodes = {"paper": NodeData(options.num_nodes, papers, splits, options.num_classes)}
     for of in ("author", "field"):
         nodes[of] = NodeData(counts[of], {"x": features[of]} if options.all_features else {})
@@ -252,7 +252,7 @@ def _relations(
         if other == "paper":
             keep = links.papers != links.others
             if options.time:
-                keep &= mostly_forward(time[links.others], time[links.papers], rng)
+                keep &= _mostly_forward(time[links.others], time[links.papers], rng)
             links = _DrawnLinks(links.papers[keep], links.others[keep], links.hit[keep])
         ends = (links.others, links.papers) if of[0] == other != "paper" else (links.papers, links.others)
         edges[of] = EdgeData(np.stack(ends), _attrs(links, other, time, options, rng))
@@ -283,8 +283,8 @@ def _attrs(
 ) -> dict[str, Array]:
     attrs = {}
     if options.edge_weight:
-        attrs["edge_weight"] = edge_weights(links.hit, rng)
+        attrs["edge_weight"] = _edge_weights(links.hit, rng)
     if options.time:
         own = time[links.papers]
-        attrs["edge_time"] = edge_times(own, time[links.others] if other == "paper" else own, rng)
+        attrs["edge_time"] = _edge_times(own, time[links.others] if other == "paper" else own, rng)
     return attrs

@@ -335,7 +335,7 @@ class Fit:
             for line in traffic_text(at.cost, len(at.seconds), self.group.ranks.rank, self._prediction):
                 self._print(line)
         if test is not None:
-            best = f" (weights of epoch {best_epoch}, val {number_text(val[metric.name])})" if val is not None else ""
+            best = f" (weights of epoch {best_epoch}, val {_number_text(val[metric.name])})" if val is not None else ""
             self._print(f"test {metrics_text(test)}{best}")
         if self.baseline is not None:
             split = "test" if "test" in self.baseline.metrics else "val"
@@ -351,13 +351,13 @@ def epoch_text(report: EpochReport, epochs: int, metric: Metric, val: float | No
     """Return the line that is printed for an epoch: loss, metric on val, seconds, seeds per second."""
     rate, digits = report.seeds_per_s, 1 if report.seconds < 1e4 else 0
     speed = f"{rate:,.0f}" if rate < 1e7 else f"{rate / 1e6:,.0f}M"
-    words = [f"epoch {report.epoch}/{epochs}", f"loss {number_text(report.loss)}"]
+    words = [f"epoch {report.epoch}/{epochs}", f"loss {_number_text(report.loss)}"]
     name = "val" if metric.name == "accuracy" else f"val {metric_title(metric.name)}"
-    words += [f"{name} {number_text(val)}"] if val is not None else []
+    words += [f"{name} {_number_text(val)}"] if val is not None else []
     return "  ".join([*words, f"{report.seconds:.{digits}f} s", f"{speed} seeds/s"])
 
 
-def number_text(value: float) -> str:
+def _number_text(value: float) -> str:
     """Format a loss or a metric with four decimals, or with fewer from 1e3 on."""
     return f"{value:.4f}" if abs(value) < 1e3 else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.4g}"
 
@@ -376,7 +376,7 @@ def metric_title(name: str) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{metric_title(name)} {number_text(value)}" for name, value in metrics.items())
+    return ", ".join(f"{metric_title(name)} {_number_text(value)}" for name, value in metrics.items())
 
 
 def traffic_text(cost: Cost, epochs: int, rank: int, prediction: Prediction | None) -> Iterator[str]:

@@ -78,7 +78,8 @@ def link_loaders(
     from trainer.loader.split_links import split_links
 
     check_link_settings(settings, graph, edge_type)
-    if edge_type in types_silent(settings, graph):
+    # those that the settings name as lists of a link's source, and their reverses
+    if any(edge_type in (of, reverse_type(of, graph.manifest.edges)) for of in settings.silent):
         raise SettingsError("hard_negatives and eval_candidates: edges of these types are not the links to predict")
     own = {
         name: None if of is None else leading_type(graph, named_type(graph, name, of), edge_type[0], edge_type[2], name)
@@ -133,11 +134,6 @@ def typed_link_loaders(
                 hide=training and bool(settings.fanouts), rank=rank, layout=layout,
             )  # fmt: skip
     return loaders
-
-
-def types_silent(settings: TrainSettings, graph: Graph) -> set[EdgeType]:
-    """Return the edge types that the settings name as lists of a link's source, and their reverses."""
-    return {each for of in settings.silent for each in (of, reverse_type(of, graph.manifest.edges)) if each is not None}
 
 
 def named_type(graph: Graph, setting: str, name: str) -> EdgeType:

@@ -111,7 +111,7 @@ def hash_part(node_type: NodeType, orig_ids: Array, num_parts: int, seed: int) -
     return part
 
 
-def random_parts(joined: JoinedNodes, num_parts: int, seed: int) -> Part:
+def _random_parts(joined: JoinedNodes, num_parts: int, seed: int) -> Part:
     """Assign nodes to parts at random, and return the part of each node, int32 [total].
 
     The sizes of parts differ by at most one node, over all types and within each type.
@@ -197,7 +197,7 @@ def _assign(
         fanouts = fanouts_of(options["fanouts"])
         return frequency_assignment(dataset, joined, num_parts, seed, fanouts, options["balance"])
     if method == "random":
-        return random_parts(joined, num_parts, seed)
+        return _random_parts(joined, num_parts, seed)
     by_type = [hash_part(of, np.arange(nodes.num_nodes), num_parts, seed) for of, nodes in dataset.nodes.items()]
     return np.concatenate(by_type)
 

@@ -48,7 +48,7 @@ class SplitScores:
                 some = [part for part in parts if part is not None]
                 column = torch.frombuffer(bytearray(b"".join(part[0] for part in some)), dtype=torch.float32)
                 known = torch.frombuffer(bytearray(b"".join(part[1] for part in some)), dtype=torch.int8)
-                sums += binary_metrics(column[known >= 0], known[known >= 0] == 1)
+                sums += _binary_metrics(column[known >= 0], known[known >= 0] == 1)
         count, *totals = group.sum(sums).tolist()
         found = dict(zip(RANKING, totals, strict=True))
         return {name: found[name] / count if count else float("nan") for name in self._names}
@@ -60,7 +60,7 @@ def in_order(task: Task, *found: Mapping[str, float]) -> dict[str, float]:
     return {name: metrics[name] for name in (*task.names, *metrics) if name in metrics}
 
 
-def binary_metrics(scores: Tensor, true: Tensor) -> Tensor:
+def _binary_metrics(scores: Tensor, true: Tensor) -> Tensor:
     """Return 1, ROC-AUC and average precision, or zeros if all seeds are true, or none is.
 
     Equal scores are one threshold, whatever their order.

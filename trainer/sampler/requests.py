@@ -341,29 +341,29 @@ class RequestSplit:
 
     def hop(self, request: HopRequest, host: int, at: Array) -> HopRequest:
         """Return the share of a request that ``host`` answers. ``at``: positions of its nodes, from ``groups``."""
-        bound, exclude = request.bound, request.exclude
-        if exclude is not None:
-            near = self.groups(request.edge_type[2], exclude[0]).get(host)
-            exclude = None if near is None else (self.cut(exclude[0], near), self.cut(exclude[1], near))
-        return replace(
-            request,
-            nodes=self.cut(request.nodes, at),
-            trees=None if request.trees is None else self.cut(request.trees, at),
-            bound=None if bound is None else replace(bound, times=self.cut(bound.times, at)),
-            exclude=exclude,
-        )
+        near = None
+        if request.exclude is not None:
+            near = self.groups(request.edge_type[2], request.exclude[0]).get(host, at[:0])
+        return cut_request(request, at, near, self.cut)
 
 
-def cut_request(request: HopRequest, at: Array) -> HopRequest:
-    nodes, exclude = request.nodes[at], request.exclude
+def cut_request(
+    request: HopRequest, at: Array, near: Array | None = None, cut: Callable[[Ids, Array], Ids] = np.take
+) -> HopRequest:
+    """Return the share of a request for its nodes at the positions ``at``.
+
+    ``near``: positions of the excluded edges that end at these nodes; None: looked up. ``cut``: returns the elements of
+    an array at some positions.
+    """
+    nodes, bound, exclude = cut(request.nodes, at), request.bound, request.exclude
     if exclude is not None:
-        near = np.isin(exclude[0], nodes)
-        exclude = (exclude[0][near], exclude[1][near]) if near.any() else None
+        near = np.flatnonzero(np.isin(exclude[0], nodes)) if near is None else near
+        exclude = (cut(exclude[0], near), cut(exclude[1], near)) if len(near) else None
     return replace(
         request,
         nodes=nodes,
-        trees=None if request.trees is None else request.trees[at],
-        bound=None if request.bound is None else replace(request.bound, times=request.bound.times[at]),
+        trees=None if request.trees is None else cut(request.trees, at),
+        bound=None if bound is None else replace(bound, times=cut(bound.times, at)),
         exclude=exclude,
     )
 

@@ -10,7 +10,7 @@ from trainer.core.errors import PartitionError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.partition.methods.assign import assign_parts
-from trainer.partition.methods.frequency import InEdges, visit_probabilities
+from trainer.partition.methods.frequency import TypedInEdges, visit_probabilities
 
 CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
 
@@ -97,7 +97,7 @@ def test_rare_visits_to_a_hub_add_up():
 
 
 def test_in_edges_can_be_given_instead_of_a_dataset():
-    given = InEdges({HOMO_NODE: 3}, {HOMO_EDGE: (np.array([0, 2, 2, 2]), np.array([1, 2], np.int32))})
+    given = TypedInEdges({HOMO_NODE: 3}, {HOMO_EDGE: (np.array([0, 2, 2, 2]), np.array([1, 2], np.int32))})
     assert visit_probabilities(given, {HOMO_NODE: np.array([0])}, [1])[HOMO_NODE].tolist() == [1, 0.5, 0.5]
 
 

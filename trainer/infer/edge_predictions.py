@@ -19,7 +19,7 @@ from trainer.graph.seed_order import RankLayout
 from trainer.infer.node_predictions import label_names, prediction_columns, predictions
 from trainer.infer.prediction_files import (
     ROWS_AT_ONCE,
-    Column,
+    TableColumn,
     id_attr,
     id_column,
     id_list,
@@ -99,7 +99,7 @@ class EdgePredictions:
         keys = key_columns(graph, type_name(self.edge_type))
         if len({"edge", *keys, *(each.name for each in rest)}) < 3 + len(rest):  # none, or names that are taken
             keys = ["source", "target"]
-        columns = [Column("edge", "BIGINT"), id_column(keys[0], source), id_column(keys[1], target), *rest]
+        columns = [TableColumn("edge", "BIGINT"), id_column(keys[0], source), id_column(keys[1], target), *rest]
 
         def blocks() -> Iterator[list[list[Any]]]:
             for own in _shares(count, self.group, self.block):

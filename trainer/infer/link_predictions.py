@@ -20,8 +20,8 @@ from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
 from trainer.infer.prediction_files import (
     ROWS_AT_ONCE,
-    Column,
     OutputArray,
+    TableColumn,
     id_attr,
     id_column,
     id_list,
@@ -44,7 +44,7 @@ from trainer.train.loaders import link_loaders, typed_link_loaders
 from trainer.train.model import embeddings_of
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.task import Labels, Task
-from trainer.train.timed_ranking import Queries, Rows, ranking_of
+from trainer.train.timed_ranking import ModelRows, Queries, ranking_of
 
 MOST_PAIRS = 10**10  #: most pairs of source and target that are scored unless the user asks for more
 
@@ -223,7 +223,7 @@ def _write_part(folder: Path, graph: Graph, ends: tuple[NodeType, NodeType], par
     columns = [
         *source,
         id_column("prediction" if keys else "target", target_ids(np.arange(1))),
-        Column("score", "DOUBLE"),
+        TableColumn("score", "DOUBLE"),
     ]
     write_table(folder / "predictions", columns, blocks(), parquet)
 
@@ -240,7 +240,7 @@ def write_list_predictions(
     table, _, target = edge_type
     num_targets = graph.manifest.nodes[target].num_nodes
     count, whole = min(wanted or TOP_K, num_targets), WholeGraph(graph, layout, group, scratch)
-    rows, shares = Rows(graph, edge_type, settings, whole, model), whole.shares[table]
+    rows, shares = ModelRows(graph, edge_type, settings, whole, model), whole.shares[table]
     split = np.full(graph.manifest.nodes[table].num_nodes, -1)
     for number, some in enumerate(group.agree(lambda: rows_of_splits(graph, table)).values()):
         split[some] = number

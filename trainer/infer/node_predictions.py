@@ -17,8 +17,8 @@ from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
 from trainer.infer.prediction_files import (
     ROWS_AT_ONCE,
-    Column,
     OutputArray,
+    TableColumn,
     id_column,
     id_list,
     key_columns,
@@ -91,15 +91,15 @@ def label_names(graph: Graph, target: AnyType, task: Task) -> Sequence[str] | No
     return decode_texts(np.asarray(texts)) if texts is not None else None
 
 
-def prediction_columns(task: Task, names: Sequence[str] | None, probabilities: bool) -> list[Column]:
+def prediction_columns(task: Task, names: Sequence[str] | None, probabilities: bool) -> list[TableColumn]:
     if task.kind == "classification":
         each = (names or [*map(str, range(task.outputs))]) if probabilities else ()
-        best = [Column("prediction", "VARCHAR" if names else "BIGINT"), Column("probability", "DOUBLE", 6)]
-        return [*best, *(Column(f"probability_{name}", "DOUBLE", 6) for name in each)]
+        best = [TableColumn("prediction", "VARCHAR" if names else "BIGINT"), TableColumn("probability", "DOUBLE", 6)]
+        return [*best, *(TableColumn(f"probability_{name}", "DOUBLE", 6) for name in each)]
     if task.outputs == 1:
-        return [Column("prediction", "DOUBLE")]
+        return [TableColumn("prediction", "DOUBLE")]
     word, digits = ("probability", 6) if task.kind == "multilabel" else ("prediction", 9)
-    return [Column(f"{word}_{name}", "DOUBLE", digits) for name in names or map(str, range(task.outputs))]
+    return [TableColumn(f"{word}_{name}", "DOUBLE", digits) for name in names or map(str, range(task.outputs))]
 
 
 def predictions(

@@ -14,7 +14,7 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError
 from trainer.core.schema import NodeType, type_name
 from trainer.graph.open import Graph
-from trainer.infer.prediction_files import ROWS_AT_ONCE, Column, id_attr, write_table
+from trainer.infer.prediction_files import ROWS_AT_ONCE, TableColumn, id_attr, write_table
 from trainer.nn.link_embeddings import LinkEmbeddings
 from trainer.sampler.types import RowRequest
 from trainer.sources.table_columns import INTEGER
@@ -73,7 +73,7 @@ def write_pair_scores(out: Path, graph: Graph, links: Sequence[LinkEmbeddings], 
         scores.append(some.tolist())
     if group.rank == 0:
         roles = ("source", "target", *(["edge_type"] if several else []))
-        columns = [*(Column(role, "VARCHAR") for role in roles), Column("score", "DOUBLE")]
+        columns = [*(TableColumn(role, "VARCHAR") for role in roles), TableColumn("score", "DOUBLE")]
         write_table(out / "pairs", columns, _blocks(names, scores), parquet)
 
 

@@ -39,7 +39,7 @@ class OutputArray:
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     name: str
     type: str  #: BIGINT, DOUBLE or VARCHAR
     digits: int = 9  #: significant digits of DOUBLE in the CSV file; 9 tell all float32 apart
@@ -163,9 +163,9 @@ def _merge(out: Path, folders: Sequence[Path], parquet: bool) -> None:
         _copy(f"read_parquet([{tables}])", out / "predictions.parquet")
 
 
-def id_column(name: str, ids: Array) -> Column:
+def id_column(name: str, ids: Array) -> TableColumn:
     """Return the column for ``ids``: VARCHAR for encoded texts (uint8 [n, width]), BIGINT for integers [n]."""
-    return Column(name, "VARCHAR" if ids.ndim == 2 else "BIGINT")
+    return TableColumn(name, "VARCHAR" if ids.ndim == 2 else "BIGINT")
 
 
 def id_list(ids: Array) -> list[Any]:
@@ -173,7 +173,7 @@ def id_list(ids: Array) -> list[Any]:
 
 
 def write_table(
-    stem: Path, columns: Sequence[Column], blocks: Iterable[Sequence[Sequence[Any]]], parquet: bool
+    stem: Path, columns: Sequence[TableColumn], blocks: Iterable[Sequence[Sequence[Any]]], parquet: bool
 ) -> None:  # fmt: skip
     """Write a table as ``<stem>.csv`` and, with ``parquet``, as ``<stem>.parquet``.
 
@@ -195,7 +195,7 @@ def write_table(
         _convert(path, target, columns)
 
 
-def _convert(path: Path, target: Path, columns: Sequence[Column]) -> None:
+def _convert(path: Path, target: Path, columns: Sequence[TableColumn]) -> None:
     types = ", ".join(f"{text(column.name)}: {text(column.type)}" for column in columns)
     texts = ", ".join(text(column.name) for column in columns if column.type == "VARCHAR")
     filled = f", force_not_null = [{texts}]" if texts else ""  # else an empty id would be NULL

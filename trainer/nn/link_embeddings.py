@@ -223,7 +223,7 @@ class Links:
     counts: Array  #: bool [n]; others are only known, and left out of ``RankedLinks.filtered``
 
 
-class Score(Protocol):
+class Scoring(Protocol):
     """How queries are compared with the rows of targets."""
 
     def pair_scores(self, queries: Tensor, rows: Tensor) -> Tensor: ...
@@ -243,7 +243,7 @@ Marked: TypeAlias = Callable[[Ids], tuple[Ids, Ids]]
 
 
 def rank_links(
-    links: Links, rows: LayerRows, num_targets: int, marked: Marked, *, listed: bool, score: Score
+    links: Links, rows: LayerRows, num_targets: int, marked: Marked, *, listed: bool, score: Scoring
 ) -> RankedLinks:  # fmt: skip
     """Rank each link among all targets, by the scores of its query, less the pairs that are ``marked``. Collective.
 
@@ -282,7 +282,7 @@ def rank_links(
 
 
 def best_targets(
-    queries: Tensor, rows: LayerRows, num_targets: int, count: int, marked: Marked, score: Score
+    queries: Tensor, rows: LayerRows, num_targets: int, count: int, marked: Marked, score: Scoring
 ) -> tuple[Array, Array]:  # fmt: skip
     """Return the ``count`` targets with the highest scores of each query, best first, less those marked. Collective.
 

@@ -60,7 +60,7 @@ class RowsAt(Protocol):
 
 
 @dataclass(frozen=True)
-class Rows:
+class ModelRows:
     """Computes rows of this rank's queries and nodes. Its methods are collective."""
 
     graph: Graph
@@ -122,7 +122,7 @@ class TimedRanking:
         scratch = self.folder / f".ranking-rank{self.group.rank}"
         try:
             scratch.mkdir(parents=True, exist_ok=True)
-            rows = Rows(self.graph, self.edge_type, self.settings, self._whole(scratch), model)
+            rows = ModelRows(self.graph, self.edge_type, self.settings, self._whole(scratch), model)
             return Score(self.metrics(rows, names), float("nan"), self.num_links)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -30,14 +30,14 @@ _ALL = np.inf  #: stands for fanout -1
 
 
 @dataclass(frozen=True)
-class InEdges:
+class TypedInEdges:
     """The sources of each node's in-edges (CSC), per edge type."""
 
     num_nodes: Mapping[NodeType, int]
     edges: Mapping[EdgeType, tuple[Array, Array]]  #: indptr int64 [targets + 1], sources int32|int64 [E]
 
     @classmethod
-    def of(cls, dataset: Dataset) -> InEdges:
+    def of(cls, dataset: Dataset) -> TypedInEdges:
         """Build the CSC of each edge type. Memory: one id per edge, and 8 bytes per target node and edge type."""
         counts = {of: nodes.num_nodes for of, nodes in dataset.nodes.items()}
         edges = {of: _in_edges(edges.edge_index, counts[of[2]]) for of, edges in dataset.edges.items()}
@@ -45,7 +45,7 @@ class InEdges:
 
 
 def visit_probabilities(
-    graph: Dataset | InEdges, seeds: Mapping[NodeType, Ids], fanouts: Fanouts, chance: float = 1.0
+    graph: Dataset | TypedInEdges, seeds: Mapping[NodeType, Ids], fanouts: Fanouts, chance: float = 1.0
 ) -> Chances:
     """Return the probability that each node is in a batch, for each type as float32 [num_nodes].
 
@@ -53,7 +53,7 @@ def visit_probabilities(
     to be sampled independently, so the result is exact on trees and too high on cycles. Edge types without fanouts are
     not followed; weights and times are ignored. Memory: 16 bytes per node, and 8 bytes per target node and edge type.
     """
-    graph = InEdges.of(graph) if isinstance(graph, Dataset) else graph
+    graph = TypedInEdges.of(graph) if isinstance(graph, Dataset) else graph
     hops = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.edges, tuple(fanouts))
     visited = {of: np.zeros(count, np.float32) for of, count in graph.num_nodes.items()}
     for node_type, ids in seeds.items():
@@ -163,7 +163,7 @@ def _chances(
     num_parts: int, fanouts: Fanouts,
 ) -> Array:  # fmt: skip
     """Return the visit probability of each node for each part, float32 [num_parts, total]."""
-    graph = InEdges.of(dataset)
+    graph = TypedInEdges.of(dataset)
     in_batch = min(1.0, _BATCH * num_parts / sum(map(len, seeds.values())))
     chances = np.empty((num_parts, joined.total), np.float32)
     for part_id in range(num_parts):

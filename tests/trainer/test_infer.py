@@ -22,7 +22,7 @@ from trainer.core.ranks import Ranks
 from trainer.graph.open import open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.infer.infer import infer
-from trainer.infer.prediction_files import Column, write_table
+from trainer.infer.prediction_files import TableColumn, write_table
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
@@ -205,7 +205,7 @@ with join_ranks(Ranks.from_env(os.environ), torch.device("cpu"), "gloo", 60.0) a
 def test_tables_of_hosts_with_their_own_folders_become_one(tmp_path: Path) -> None:
     # In the first host's folder there are also tables of an earlier call.
     duckdb = pytest.importorskip("duckdb")
-    columns = [Column("id", "BIGINT"), Column("prediction", "VARCHAR")]
+    columns = [TableColumn("id", "BIGINT"), TableColumn("prediction", "VARCHAR")]
     for host, parts in ((0, (0, 1, 2, 10)), (1, (1, 2)), (2, (10,))):
         for part in parts:
             folder = tmp_path / f"host{host}/part{part}"

@@ -19,7 +19,7 @@ from trainer.core.schema import EdgeType
 from trainer.graph.open import open_graph
 from trainer.infer import prediction_files
 from trainer.infer.infer import infer
-from trainer.infer.prediction_files import Column, write_table
+from trainer.infer.prediction_files import TableColumn, write_table
 from trainer.nn import link_embeddings
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.train.job import train
@@ -213,7 +213,9 @@ def test_two_ranks_write_the_same_links(linked: Path, tmp_path: Path) -> None:
 def test_parquet_has_the_same_rows_as_csv(tmp_path: Path) -> None:
     names = ["a", "", 'x "y", z', "two\nlines", "ü"]
     blocks = [[names[:2], [1.5, -0.1]], [names[2:], [1e-9, 123456.789, 0.25]]]
-    write_table(tmp_path / "predictions", [Column("id", "VARCHAR"), Column("prediction", "DOUBLE")], blocks, True)
+    write_table(
+        tmp_path / "predictions", [TableColumn("id", "VARCHAR"), TableColumn("prediction", "DOUBLE")], blocks, True
+    )
     rows = duckdb.sql(f"SELECT * FROM '{tmp_path}/predictions.parquet'").fetchall()
     assert rows == list(zip(names, [1.5, -0.1, 1e-9, 123456.789, 0.25], strict=True))
     with (tmp_path / "predictions.csv").open(newline="") as file:

@@ -45,7 +45,7 @@ def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> PreparedRes
     """
     found = run.found
     if found.plan_is_missing:
-        raise UsageError(found.without_plan)
+        raise UsageError(found.without_plan())
     if found.plan is not None and found.plan.serve_only:
         raise UsageError(
             f"{found.run_id} is a serving cluster, not a training run; `gnnfleet serve --config FILE --name "

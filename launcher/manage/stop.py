@@ -119,7 +119,7 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
 def _end_here(found: FoundRun) -> str:
     """End a run that has no process on a node: at most its launcher runs, on this machine. Return what was done."""
     if found.plan_is_missing:
-        raise FleetError(found.without_plan.replace("gnnfleet status", "gnnfleet stop"))
+        raise FleetError(found.without_plan("stop"))
     launch = found.launch
     prepares = found.result is None and launch is not None and launch.alive()
     if launch is not None and launch.slurm_job and (prepares or launch.requeued):

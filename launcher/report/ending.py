@@ -172,9 +172,9 @@ def _node_outcomes(
     when = float(cause["t"]) if cause.get("node_rank") == k else min(ended, default=time.time() + offset(k))
     if k in lost:
         yield Outcome.of_node(k, node.target, lost[k].why, lost[k].when)
-    elif reason.startswith("SIG"):
-        yield Outcome.of_stopped_node(k, node.target, reason, when - offset(k))
     elif result.get("state") == "failed" and not (by_finding or any(record["failed"] for record in records)):
+        yield Outcome.of_node(k, node.target, reason, when - offset(k))
+    elif result.get("state") in ("stopped", "done") and reason and not (cause or result.get("asked")):  # by a signal
         yield Outcome.of_node(k, node.target, reason, when - offset(k))
     for by, other in sorted(results.items()):
         cause = other.get("cause") or {}

@@ -11,7 +11,6 @@ from typing import IO, Any, NamedTuple
 
 from launcher.node.json_reader import records
 from launcher.node.json_records import METRIC
-from launcher.report.outcome import Outcome
 from launcher.report.profile import Analysis, Profile, analyse
 from launcher.report.series import Curves, Series
 
@@ -87,16 +86,6 @@ class Metrics:
         """Return the epoch lines of all ranks; of an epoch repeated after a restart, only each rank's last line."""
         lines = (line for line in self.of_kind("epoch") if "epoch" in line)
         return [*{(line.get("rank"), line["epoch"]): line for line in lines}.values()]
-
-
-def _by_node(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
-    nodes: dict[int, dict[str, Any]] = {}
-    for outcome in outcomes:
-        node = nodes.setdefault(
-            outcome.node_rank, {"node_rank": outcome.node_rank, "host": outcome.host, "outcomes": []}
-        )
-        node["outcomes"].append(outcome.to_json())
-    return [nodes[node_rank] for node_rank in sorted(nodes)]
 
 
 def metrics_files(folder: Path) -> list[Path]:

@@ -102,11 +102,6 @@ class Outcome:
         return cls(name, k, host, rank, None, None, None, when, True, False, False, str(cause["reason"]), (), (),
                    follow_up=cause.get("follow_up") is True)  # fmt: skip
 
-    @classmethod
-    def of_stopped_node(cls, node_rank: int, host: str, signaled: str, when: float) -> Outcome:
-        why = "its tmux session was closed" if signaled == "SIGHUP" else "somebody on the node stopped it"
-        return cls.of_node(node_rank, host, f"its supervisor got {signaled}: {why}", when)
-
     @property
     def log_name(self) -> str:
         """Path of the process's log file, relative to the run folder."""

@@ -19,7 +19,7 @@ from launcher.plan.model import NodePlan
 from launcher.report.device_use import device_line, device_uses
 from launcher.report.events import finding_words, lasting_findings, nan_finding, nan_words
 from launcher.report.explain import hint
-from launcher.report.metrics import Metrics, _by_node
+from launcher.report.metrics import Metrics
 from launcher.report.outcome import Outcome, aftermath_of
 from launcher.report.profile import print_profile
 from launcher.report.run_folder import tracked_runs, tracked_words
@@ -127,6 +127,10 @@ class RunReport:
         return max([_EXIT_STATUS[self.state], *own])
 
     def to_json(self) -> dict[str, Any]:
+        nodes: dict[int, dict[str, Any]] = {}
+        for one in self.outcomes:
+            node = nodes.setdefault(one.node_rank, {"node_rank": one.node_rank, "host": one.host, "outcomes": []})
+            node["outcomes"].append(one.to_json())
         metrics = self.metrics.summary()
         if self._last_loss is not None:
             metrics["last_loss"] = self._last_loss
@@ -137,7 +141,7 @@ class RunReport:
             "state": self.state,
             "exit_status": self.exit_status,
             "seconds": round(self.seconds, 3),
-            "nodes": _by_node(self.outcomes),
+            "nodes": [node for _, node in sorted(nodes.items())],
             "first_failure": self.first_failure.to_json() if self.first_failure else None,
             "stopped_by": self.stopped_by,
             "findings": [dict(finding) for finding in self.findings],

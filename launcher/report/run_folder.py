@@ -138,19 +138,18 @@ class FoundRun:
         began = self.launch is None or self.launch.stage in ("start", "train", "collect")
         return self.plan is None and self.result is None and began
 
-    @property
-    def without_plan(self) -> str:
-        """Error message for a run whose plan is not on this machine."""
+    def without_plan(self, command: str = "status") -> str:
+        """Return the error message for a run whose plan is not on this machine, with the ``command`` that helps."""
         return (
             f"run {self.run_id}: {self.folder} has no run.json, so the state of its nodes cannot be determined; the "
-            f"nodes have copies, so give the cluster file: gnnfleet status {self.run_id} --config cluster.yml"
+            f"nodes have copies, so give the cluster file: gnnfleet {command} {self.run_id} --config cluster.yml"
         )
 
     @property
     def needed_plan(self) -> LaunchPlan:
         """The plan of the run. Raises FleetError if this machine does not have it."""
         if self.plan_is_missing:
-            raise FleetError(self.without_plan)
+            raise FleetError(self.without_plan())
         if self.plan is None and self.result is None and self.launch is not None and self.launch.slurm_job:
             raise FleetError(
                 f"run {self.run_id} has started nothing on its nodes yet; see `gnnfleet status {self.run_id}`, and the "
@@ -225,7 +224,7 @@ def _read_config_of(folder: Path) -> ResolvedConfig | None:
         raise FleetError(f"the config that run {folder.name} used cannot be read:\n{error}") from None
 
 
-def _given_folder(folder: Path) -> Path:
+def given_folder(folder: Path) -> Path:
     if _is_run_folder(folder):
         return folder
     what = "is not a run folder (no launch.json or run.json)" if folder.is_dir() else "is not a folder"

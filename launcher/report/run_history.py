@@ -18,8 +18,8 @@ from launcher.report.launch_file import BEFORE_NODES, LaunchFile
 from launcher.report.run_folder import (
     FoundRun,
     Tracked,
-    _given_folder,
     began,
+    given_folder,
     known_runs,
     never_ran,
     read_folder,
@@ -42,7 +42,7 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
     run matches, or several do.
     """
     if run is not None and "/" in run.rstrip("/"):
-        return read_folder(_given_folder(Path(run).expanduser()))
+        return read_folder(given_folder(Path(run).expanduser()))
     known = known_runs(runs_dirs)
     if not known:
         raise UsageError(_none_known(run, runs_dirs))

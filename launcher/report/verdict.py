@@ -129,7 +129,7 @@ def from_here(found: FoundRun) -> Verdict:
     if found.result is not None and found.result["state"] in _ENDED:
         return _over_by_result(found, found.result)
     if found.plan_is_missing:
-        return Verdict("unknown", found.without_plan)
+        return Verdict("unknown", found.without_plan())
     if found.launch is not None and found.launch.alive() is None:
         sentence = (
             f"run {found.run_id} had not started when its launcher last updated its state: {_launcher_words(found)}"

@@ -340,10 +340,9 @@ def test_a_rank_that_aborts_because_its_peer_is_gone_is_not_the_first_cause() ->
 
 
 def test_a_closed_session_comes_before_the_errors_of_its_peers() -> None:
-    closed = Outcome.of_stopped_node(1, "hostb", "SIGHUP", 111.0)
+    closed = Outcome.of_node(1, "hostb", "its supervisor got SIGHUP: its tmux session was closed", 111.0)
     follower = outcome(0, 110.5, traceback=["Traceback (most recent call last):", "  File", CLOSED_BY_PEER])
     assert first_of(follower, closed) is closed
-    assert closed.reason == "its supervisor got SIGHUP: its tmux session was closed"
 
 
 def test_a_done_run_reports_the_servers_and_ranks_that_it_lost(tmp_path: Path) -> None:

@@ -156,7 +156,8 @@ def test_closed_session_stops_the_run(make: Make) -> None:
     wait_until(folder.says("rank0", "up"))
     subprocess.run(["tmux", "kill-session", "-t", f"={plan.session}"], check=True)
     wait_until(lambda: (folder.path / "result.json").exists())
-    assert folder.json("result.json")["reason"] == "SIGHUP" and folder.processes() == []
+    assert folder.json("result.json")["reason"] == "its supervisor got SIGHUP: its tmux session was closed"
+    assert folder.processes() == []
 
 
 def test_users_tmux_conf_neither_keeps_nor_ends_the_session(make: Make, home: Path) -> None:

@@ -335,7 +335,7 @@ class Supervisor:
         if self.loop.signals:
             name = signal_name(self.loop.signals[0])
             why = f"its supervisor got {name}: {_SIGNALS.get(name, 'somebody on the node stopped it')}"
-            raise self.stopped(name, self.own_cause("node", "failure", why))
+            raise self.stopped(why, self.own_cause("node", "failure", why))
         request = stop_request(self.journal)
         if request is not None:
             cause = self.own_cause("node", "stop", describe_stop(request), request)

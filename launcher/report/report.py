@@ -236,8 +236,9 @@ def _print_done(report: RunReport, console: Console) -> None:
     for split in ("test", "val"):
         if (value := metric.of(result, split)) is not None:
             text = Text(f"{split} {metric.title}: {score_text(value)}", "bold")
-            if beside := metric.baseline(result, split):
-                text.append(f"  {beside}", "yellow" if "not better" in beside else "not bold")
+            beside, worse = metric.baseline(result, split)
+            if beside:
+                text.append(f"  baseline {beside}", "yellow" if worse else "not bold")
             console.print(text, soft_wrap=True)
     for line in _output_lines(report.folder):
         console.print(Text(line), soft_wrap=True)

@@ -23,16 +23,16 @@ class TaskMetric:
             return None
         return float(value)
 
-    def baseline(self, result: Mapping[str, Any], split: str) -> str:
-        """Compare a ``result`` line with the simplest prediction, in words; '' if the line has no score of it.
+    def baseline(self, result: Mapping[str, Any], split: str) -> tuple[str, bool]:
+        """Return the score of the simplest prediction in a ``result`` line, and whether the run is not better.
 
-        As ``baseline 0.1020 (the targets with most links)``; says so if the run is not better.
+        The score is in words, as ``0.1020 (the targets with most links)``; '' if the line has none.
         """
         own, simplest, name = self.of(result, split), self.of(result, f"baseline_{split}"), result.get("baseline")
         if simplest is None or not isinstance(name, str):
-            return ""
+            return "", False
         worse = own is not None and (own <= simplest if self.better == "more" else own >= simplest)
-        return f"baseline {score_text(simplest)} ({name})" + ("; the model is not better than it" if worse else "")
+        return f"{score_text(simplest)} ({name})" + ("; the model is not better than it" if worse else ""), worse
 
 
 def metric_of(lines: Iterable[Mapping[str, Any]]) -> TaskMetric:

@@ -227,8 +227,10 @@ def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
     stops = [cause for one in report.results.values() if (cause := one.get("cause")) and cause["kind"] == "stop"]
     why = report.first_failure.sentence if report.first_failure else str(stops[0]["reason"]) if stops else ""
     sentence = f"run {found.run_id} {verb} ({_size(plan)})"
-    others = [view for view in everyone if _why_ended(view) not in why and view.node.label not in why]
-    notes = [_ended_note(view) for view in others if view.word != "done"]
+    # Nodes that neither the sentence is about, nor ended because of that.
+    first = report.first_failure.node_rank if report.first_failure else None
+    others = [view for view in everyone if view.word != "done" and view.node.node_rank != first]
+    notes = [_ended_note(view) for view in others if not (view.report.get("cause") or view.report.get("asked"))]
     sentence += f": {why}" if why else ""
     return Verdict(state, f"{sentence}; {_launcher_words(found)}", tuple(notes), _after(found, state))
 

@@ -96,12 +96,13 @@ BESIDE = {
 
 def test_a_result_is_compared_with_its_baseline() -> None:
     metric = metric_of([BESIDE])
-    assert metric.baseline(BESIDE, "val") == "baseline 0.1000 (the targets with most links)"
-    assert metric.baseline(BESIDE, "test").endswith("(the targets with most links); the model is not better than it")
+    assert metric.baseline(BESIDE, "val") == ("0.1000 (the targets with most links)", False)
+    words, worse = metric.baseline(BESIDE, "test")
+    assert worse and words.endswith("(the targets with most links); the model is not better than it")
     error = {"metric": "mae", "better": "lower", "test_mae": 3.0, "baseline": "the mean", "baseline_test_mae": 4.0}
-    assert metric_of([error]).baseline(error, "test") == "baseline 4.0000 (the mean)"
+    assert metric_of([error]).baseline(error, "test") == ("4.0000 (the mean)", False)
     for other in ({}, {"baseline": 3, "baseline_test_mrr": 1.0}, {"baseline": "x", "baseline_test_mrr": None}):
-        assert metric.baseline(other, "test") == ""
+        assert metric.baseline(other, "test") == ("", False)
 
 
 def test_the_report_shows_the_baseline_beside_the_result(tmp_path: Path) -> None:

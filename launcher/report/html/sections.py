@@ -157,8 +157,9 @@ def _facts(record: RunRecord) -> Iterator[Fact]:
             value = last.get(split)
         if value is not None:
             yield Fact(f"{split} {metric.title}", score_text(value))
-            if beside := metric.baseline(metrics, split):
-                yield Fact(f"{split} {metric.title} without a model", beside.removeprefix("baseline "))
+            beside, _ = metric.baseline(metrics, split)
+            if beside:
+                yield Fact(f"{split} {metric.title} without a model", beside)
     if record.metrics.series.epoch_loss and not nan:
         yield Fact("loss", score_text(record.metrics.series.epoch_loss[-1][1]))
     if record.metrics.series.epochs_done:

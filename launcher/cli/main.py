@@ -286,8 +286,7 @@ def run_launch(options: LaunchOptions) -> NoReturn:
     """Launch, follow and report a run; exit with its status. --json prints one event per line and the report last."""
     import json
 
-    from launcher.manage.requeue import resumed_after_requeue
-    from launcher.manage.submit import in_queue, submit_and_follow
+    from launcher.manage.submit import in_queue, resumed_after_requeue, submit_and_follow
     from launcher.run.launch import launch as launch_run
     from launcher.serving.attach_run import attach_of
 

@@ -105,11 +105,6 @@ def node_token(token: str, node_rank: int) -> str:
     return f"{token}-node{node_rank}"
 
 
-def with_token(token: str, processes: Iterable[Process] | None = None) -> list[Process]:
-    """Return the running processes that were started with ``GNNFLEET_TOKEN=token`` in their environment."""
-    return with_variable(f"{TOKEN}={token}", processes)
-
-
 def with_variable(entry: str, processes: Iterable[Process] | None = None) -> list[Process]:
     """Return the running processes that were started with ``entry`` (``NAME=value``) in their environment."""
     return [process for process in (table() if processes is None else processes) if _holds(process.pid, entry)]

@@ -11,7 +11,7 @@ from launcher.config.schema import node_workdir
 from launcher.errors import NodeCallError
 from launcher.plan.model import NodeFacts
 from launcher.plan.placement import at_home, container, interpreter
-from launcher.preflight.finding import Finding, Survey, listed
+from launcher.preflight.finding import Finding, Survey
 from launcher.preflight.survey import Inquiry
 from launcher.transport.base import Transport
 from launcher.transport.rpc import NodeAgent
@@ -83,7 +83,7 @@ def container_findings(survey: Survey, k: int) -> Iterator[Finding]:
         yield survey.finding(k, "block", "container", message, remedy, code="container")
     hidden = [path for path, identity in outside["folders"].items() if identity != inside["folders"][path] and identity]
     if hidden:
-        message = f"the container does not show {listed(hidden)} of the host"
+        message = f"the container does not show {', '.join(hidden)} of the host"
         remedy = "bind them in `wrap`, each to the same path"
         yield survey.finding(k, "block", "container", message, remedy, code="container")
     if not inside["variable"]:

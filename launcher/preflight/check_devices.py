@@ -11,7 +11,7 @@ from typing import Any
 from launcher.config.roles import kernel_requirement
 from launcher.node.exit_description import size
 from launcher.preflight.check_health import gpu_faults, logged_faults
-from launcher.preflight.finding import Finding, Severity, Survey, listed
+from launcher.preflight.finding import Finding, Severity, Survey
 from launcher.text import count
 
 MOST_USED = 0.1  #: maximum fraction of a free device's memory that other processes may use
@@ -88,7 +88,7 @@ def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
         yield survey.finding(k, "block", "devices", message, remedy)
     elif len(there) < len(devices):
         missing = [str(given) for given, device in zip(wanted, devices, strict=True) if device is None]
-        message = f"no CUDA device {listed(missing)}; the host has {len(gpus)}, numbered from 0"
+        message = f"no CUDA device {', '.join(missing)}; the host has {len(gpus)}, numbered from 0"
         yield survey.finding(k, "block", "devices", message, "correct `devices`; `nvidia-smi -L` lists them")
     else:
         found = [*_driver(survey, k), *_kernels(survey, k), *_shared(survey, k, there)]
@@ -96,7 +96,7 @@ def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
         yield from found
         if not any(finding.severity == "block" for finding in found):
             names = sorted({device.gpu["name"] + (" (MIG)" if device.instance else "") for device in there})
-            yield survey.finding(k, "ok", "devices", f"{len(wanted)} × {listed(names)}")
+            yield survey.finding(k, "ok", "devices", f"{len(wanted)} × {', '.join(names)}")
 
 
 def _mixed(survey: Survey, k: int) -> Iterator[Finding]:
@@ -145,7 +145,7 @@ def _shared(survey: Survey, k: int, devices: Sequence[_Device]) -> Iterator[Find
         keys = {device.key for device in theirs if device is not None}
         both = [str(device.given) for device in devices if device.key in keys]
         if j < k and both:
-            message = f"CUDA device {listed(both)} is also used by {survey.labels([j])} on the same machine"
+            message = f"CUDA device {', '.join(both)} is also used by {survey.labels([j])} on the same machine"
             yield survey.finding(k, "block", "devices", message, "give each node `devices` of its own")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from launcher.preflight.finding import Finding, Survey, listed
+from launcher.preflight.finding import Finding, Survey
 from launcher.text import count
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import NodeAgent
@@ -121,7 +121,7 @@ def speed_findings(survey: Survey, agents: Mapping[int, NodeAgent]) -> Iterator[
     figures = measured({k: agents[k] for k in first}, folders)
     slow = slow_hosts(figures, survey.probes)
     for k in first:
-        busy = listed(users_of(survey.probes[k]).values())
+        busy = ", ".join(users_of(survey.probes[k]).values())
         if k not in figures:
             yield survey.finding(k, "warn", "speed", "its speed could not be measured", "look at its log: `dmesg`")
         elif slow[k]:

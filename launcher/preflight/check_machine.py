@@ -9,7 +9,7 @@ from typing import Any
 from launcher.config.roles import lead, serves
 from launcher.errors import node_label
 from launcher.plan.ports import master_candidates, service_candidates
-from launcher.preflight.finding import Finding, Survey, listed
+from launcher.preflight.finding import Finding, Survey
 
 MAX_CLOCK_OFFSET = 5.0  #: seconds
 
@@ -141,7 +141,7 @@ def _leftovers(survey: Survey, k: int) -> Iterator[Finding]:
     for run in survey.probes[k]["leftovers"]:
         pids: list[Any] = run["pids"]
         what = "a process" if len(pids) == 1 else f"{len(pids)} processes"
-        message = f"{what} of run {run['run_id']} still running without a supervisor: {listed(run['commands'])}"
+        message = f"{what} of run {run['run_id']} still running without a supervisor: {', '.join(run['commands'])}"
         yield survey.finding(k, "warn", "leftovers", message, "", f"kill -KILL {' '.join(map(str, pids))}")
 
 

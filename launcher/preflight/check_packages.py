@@ -28,7 +28,7 @@ from functools import cache
 from launcher.config.roles import extra_packages
 from launcher.config.schema import TRACKERS
 from launcher.node.programs import packages
-from launcher.preflight.finding import Finding, Severity, Survey, listed
+from launcher.preflight.finding import Finding, Severity, Survey
 from launcher.text import OWN_VENV, index, new_venv
 
 ALL = 99  #: all numbers of a version
@@ -171,7 +171,7 @@ def _python(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Findi
 def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Finding]:
     missing = [name for name in _needed(survey, k) if not survey.version(k, name)]
     differing = [one for one in odd if one.blocks and one.name != "python"]
-    words = [f"{listed(missing)} not installed for {survey.python(k)}"] if missing else []
+    words = [f"{', '.join(missing)} not installed for {survey.python(k)}"] if missing else []
     words += [f"{one.spoken} {one.found}, but {one.usual} on {survey.labels(one.others)}" for one in differing]
     without_cuda = ["torch"] if _cannot_use_devices(survey, k) else []
     if without_cuda:
@@ -240,7 +240,7 @@ def _breaks(
 def _summary(survey: Survey, k: int, odd: Sequence[Difference]) -> str:
     shown = [f"{name} {leading(survey.version(k, name), 2)}" for name in _SHOWN if survey.version(k, name)]
     harmless = [f"{one.spoken} {one.found}, {one.usual} on {survey.labels(one.others)}" for one in odd]
-    return listed(shown) + (f"; harmless differences: {'; '.join(harmless)}" if harmless else "")
+    return ", ".join(shown) + (f"; harmless differences: {'; '.join(harmless)}" if harmless else "")
 
 
 def repair(survey: Survey, k: int, names: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -134,7 +134,3 @@ class Survey:
         if len(ranks) > 3:
             return f"{len(ranks)} nodes"
         return ", ".join(node_label(k, self.host(k)) for k in ranks)
-
-
-def listed(words: Iterable[str]) -> str:
-    return ", ".join(words)

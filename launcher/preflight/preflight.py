@@ -98,9 +98,9 @@ def run_preflight(
 
             findings += notice_findings(survey, working)
         if config.data.mode == "verify":
-            from launcher.preflight.shared_folder import SharedFolderTest
+            from launcher.preflight.shared_folder import shared_folder_findings
 
-            findings += SharedFolderTest(survey, working).findings()
+            findings += shared_folder_findings(survey, working)
         if config.transport != "local" and len(facts) > 1:
             connectivity = ConnectivityTest(config, probes, facts, working).run()
             _raise_unexpected(connectivity.errors)

@@ -15,7 +15,7 @@ from rich.text import Text
 from launcher.errors import PreflightRefused
 from launcher.plan.model import NodeFacts
 from launcher.preflight.finding import Finding
-from launcher.text import UNBOUNDED, count
+from launcher.text import UNBOUNDED, count, spans
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
 def _folded_line(nodes: Sequence[Finding]) -> str:
     commands = [f"`{line}`" for line in _commands(nodes)] if nodes[0].command else []
     remedy = "; ".join([*filter(None, [nodes[0].remedy]), *commands])
-    return f"{node_ranges(_ranks(nodes))}: {nodes[0].message}" + (f" – {remedy}" if remedy else "")
+    return f"{spans(_ranks(nodes), 'node')}: {nodes[0].message}" + (f" – {remedy}" if remedy else "")
 
 
 def nodes_of(findings: Sequence[Finding], everyone: Sequence[int]) -> str:
@@ -108,20 +108,9 @@ def nodes_of(findings: Sequence[Finding], everyone: Sequence[int]) -> str:
         return f"node{ranks[0]} ({findings[0].host})"
     if ranks == list(everyone):
         return "both nodes" if len(ranks) == 2 else f"all {len(ranks)} nodes"
-    named = node_ranges(ranks)
-    others = f"all but {node_ranges([k for k in everyone if k not in set(ranks)])}"
+    named = spans(ranks, "node")
+    others = f"all but {spans([k for k in everyone if k not in set(ranks)], 'node')}"
     return min(named, others, key=len)
-
-
-def node_ranges(ranks: Sequence[int]) -> str:
-    """Return sorted node_ranks as text: ``node0–node7, node9``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"node{run[0]}" if len(run) == 1 else f"node{run[0]}–node{run[-1]}" for run in runs)
 
 
 def _rows(findings: Sequence[Finding]) -> dict[tuple[str, str, str], list[Finding]]:

@@ -1,9 +1,10 @@
-"""Reads the metrics files of a run from its folder, in one pass over the lines of all nodes, and summarises them."""
+"""Reads the metrics files of a run from its folder, in one pass over the lines of all nodes: curves and summaries."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -12,7 +13,159 @@ from typing import IO, Any, NamedTuple
 from launcher.node.json_reader import records
 from launcher.node.json_records import METRIC
 from launcher.report.profile import Analysis, Profile, analyse
-from launcher.report.series import Curves, Series
+from launcher.report.task_metric import TaskMetric, metric_of
+
+POINTS = 1500  #: maximum of one curve; more points make the page slow and are not visible
+
+Line = Mapping[str, Any]
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Curves of one run. The x of a step's loss is the number of epochs done: 1.5 is the middle of the second epoch."""
+
+    step_loss: tuple[Point, ...] = ()  #: (epochs done, loss of a global batch); many steps are averaged in groups
+    epoch_loss: tuple[Point, ...] = ()  #: (epoch, mean loss)
+    metric: TaskMetric = TaskMetric()  #: metric of the task
+    scores: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)  #: split → (epoch, metric)
+    speed: Mapping[int, tuple[Point, ...]] = field(default_factory=dict)  #: rank → (seconds since the epoch, seeds/s)
+    epochs: tuple[Line, ...] = ()  #: epoch lines of all ranks
+
+    @property
+    def epochs_done(self) -> int:
+        return max((int(number(line.get("epoch")) or 0) for line in self.epochs), default=0)
+
+
+@dataclass
+class _Curve:
+    """A curve. Whenever it has more than ``2 * POINTS`` points, every second one is dropped."""
+
+    points: list[Point] = field(default_factory=list)
+    _stride: int = 1
+    _skipped: int = 0
+
+    def add(self, x: float, y: float) -> None:
+        self._skipped += 1
+        if self._skipped < self._stride:
+            return
+        self._skipped = 0
+        self.points.append((x, y))
+        if len(self.points) > 2 * POINTS:
+            del self.points[::2]
+            self._stride *= 2
+
+
+@dataclass
+class Curves:
+    """Collects the curves from metrics lines, which are in order for each rank; malformed lines are skipped."""
+
+    losses: list[Point] = field(default_factory=list)  # losses over all ranks, from epoch lines
+    covered: set[int] = field(default_factory=set)  # epochs in ``losses``
+    steps: dict[int, dict[int, list[Point]]] = field(default_factory=dict)  # from step lines, by epoch and rank
+    evals: dict[str, dict[float, float]] = field(default_factory=dict)
+    metric: TaskMetric | None = None
+    speed: dict[int, _Curve] = field(default_factory=dict)
+    epochs: list[Line] = field(default_factory=list)
+
+    def add(self, line: Line) -> None:
+        kind, rank = line.get("kind"), line.get("rank")
+        if kind == "step" and isinstance(rank, int):
+            self._step(rank, line)
+        elif kind == "epoch" and isinstance(rank, int):
+            self._epoch(line)
+        elif kind == "eval":
+            self.metric = self.metric or metric_of([line])
+            epoch, score = number(line.get("epoch")), self.metric.of(line)
+            if epoch is not None and score is not None:
+                self.evals.setdefault(str(line.get("split")), {})[epoch] = score
+
+    def series(self) -> Series:
+        steps = [point for epoch in sorted(self.steps) for point in _mean_over_ranks(self.steps[epoch])]
+        mean: dict[float, float] = {}
+        for line in sorted(self.epochs, key=lambda line: int(line["rank"])):
+            epoch, loss = number(line.get("epoch")), number(line.get("loss"))
+            if epoch is not None and loss is not None:
+                mean.setdefault(epoch, loss)
+        return Series(
+            tuple(thinned(self.losses + steps)),
+            tuple(sorted(mean.items())),
+            self.metric or TaskMetric(),
+            {split: tuple(sorted(points.items())) for split, points in sorted(self.evals.items())},
+            {rank: tuple(thinned(curve.points)) for rank, curve in sorted(self.speed.items())},
+            tuple(sorted(self.epochs, key=lambda line: int(line["rank"]))),
+        )
+
+    def _step(self, rank: int, line: Line) -> None:
+        t, speed = number(line.get("t")), number(line.get("seeds_per_s"))
+        if t is not None and speed is not None:
+            self.speed.setdefault(rank, _Curve()).add(t, speed)
+        epoch, step, loss = (number(line.get(name)) for name in ("epoch", "step", "loss"))
+        if epoch is not None and step is not None and loss is not None:
+            x = epoch - 1 + (step + 1) / max(1.0, number(line.get("steps")) or 1.0)
+            self._step_loss(int(epoch), rank, (x, loss))
+
+    def _step_loss(self, epoch: int, rank: int, point: Point) -> None:
+        # The epoch line has the losses over all ranks.
+        if epoch in self.covered:
+            return
+        points = self.steps.setdefault(epoch, {}).setdefault(rank, [])
+        points.append(point)
+        if len(points) > 20 * POINTS:
+            points[:] = thinned(sorted(points))
+
+    def _epoch(self, line: Line) -> None:
+        losses, epoch = line.get("step_loss"), number(line.get("epoch"))
+        if isinstance(losses, list) and losses and epoch is not None:
+            points = [
+                (epoch - 1 + (i + 1) / len(losses), loss)
+                for i, each in enumerate(losses)
+                if (loss := number(each)) is not None
+            ]
+            self.covered.add(int(epoch))
+            self.steps.pop(int(epoch), None)
+            self.losses += thinned(points)
+            if len(self.losses) > 20 * POINTS:
+                self.losses = thinned(self.losses)
+        self.epochs.append({name: value for name, value in line.items() if name != "step_loss"})
+
+
+def _mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
+    """Merge the points of all ranks into one curve.
+
+    Each rank logs about one step per second, and ranks log different steps. For a smooth curve, consecutive points of
+    different ranks are averaged.
+    """
+    groups: list[dict[int, Point]] = [{}]
+    for x, y, rank in sorted((x, y, rank) for rank, points in by_rank.items() for x, y in points):
+        if rank in groups[-1]:
+            groups.append({})
+        groups[-1][rank] = (x, y)
+    return [_mean_point(list(group.values())) for group in groups if group]
+
+
+def _mean_point(points: Sequence[Point]) -> Point:
+    return sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Return at most ``POINTS`` points; neighbouring points are replaced by their mean."""
+    size = math.ceil(len(points) / POINTS) if points else 1
+    if size == 1:
+        return list(points)
+    return [_mean_point(points[i : i + size]) for i in range(0, len(points), size)]
+
+
+def number(value: Any) -> float | None:
+    """Return ``value`` as a float if it is a finite number; else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer too large for a float
+        return None
+
 
 _BLOCK = 1 << 16  # bytes of a metrics file read at once
 

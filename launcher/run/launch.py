@@ -32,7 +32,6 @@ from launcher.plan.render import print_placement
 from launcher.plan.serialize import run_json
 from launcher.plan.trainable import check_model_class, check_trainable
 from launcher.preflight.preflight import without_busy_ports
-from launcher.preflight.preflight_report import node_ranges
 from launcher.report.events import EventLog
 from launcher.report.launch_file import LaunchFile, Stage, user_at_host
 from launcher.report.report import RunReport, RunState
@@ -45,7 +44,7 @@ from launcher.run.tmux_session import start_session
 from launcher.sync.parts import held_parts
 from launcher.sync.progress import transfer_progress
 from launcher.sync.push import sync
-from launcher.text import count
+from launcher.text import count, spans
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
 
@@ -295,7 +294,7 @@ def require_preflight(
     if report.blocked:
         nodes = sorted({finding.node_rank for finding in noteworthy if finding.severity == "block"})
         raise PreflightRefused(
-            f"preflight refused the run because of {node_ranges(nodes)}; nothing was changed on the nodes"
+            f"preflight refused the run because of {spans(nodes, 'node')}; nothing was changed on the nodes"
         )
     context.say(f"preflight: {len(report.findings) - len(noteworthy)} checks passed")
     # The package versions of the nodes: one event for each set of nodes with equal versions.

@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from launcher.config.roles import kernel_requirement
 from launcher.files import write_whole
-from launcher.setup.kernels import conflict, cuda_version, kernel_roots
 from launcher.setup.own_wheel import NAME, cache_folder, own_wheel
 from launcher.setup.requirements import Requirements, Target, closure
 from launcher.setup.wheels import NoWheels, SetupError, Wheel, WheelLock, run_pip
@@ -155,3 +156,44 @@ def _wheel(found: Mapping[str, Any]) -> Wheel:
     if not re.fullmatch("[0-9a-f]{64}", digest):
         raise SetupError(f"{url}: the package index gives no SHA-256 of this file; use another index")
     return Wheel(canonicalize_name(about["name"]), about["version"], url, digest)
+
+
+_COMPILER = "numba-cuda"
+
+_RUNTIME = "nvidia-cuda-runtime"  # required by torch; its version begins with that of CUDA
+
+
+def cuda_version(versions: Mapping[str, str], target: Target) -> str:
+    """Return the CUDA version for which torch is built, as "12.6"; '' if it is unknown, or for a CPU build.
+
+    ``versions``: those of the chosen wheels, by canonical name.
+    """
+    if target.build.startswith("cu"):
+        return f"{target.build[2:-1]}.{target.build[-1]}"
+    found = next((version for name, version in versions.items() if name.startswith(_RUNTIME)), "")
+    return ".".join(found.split(".")[:2])
+
+
+def kernel_roots(cuda: str) -> tuple[str, ...]:
+    """Return what kernels need beside a torch for CUDA version ``cuda``, as requirements; () if none fit.
+
+    The limit on cuda-toolkit gives the compiler that minor version of CUDA whose libraries torch brings.
+    """
+    requirement = kernel_requirement(cuda)
+    return (requirement, f"cuda-toolkit=={cuda}.*") if requirement else ()
+
+
+def conflict(found: Mapping[str, Mapping[str, Any]], target: Target) -> str:
+    """Return which requirement of numba-cuda the chosen packages do not meet; '' if they meet all.
+
+    ``found``: metadata of the packages (of pip's report) by canonical name.
+    """
+    about = found[_COMPILER]
+    for text in about.get("requires_dist", ()):
+        one = Requirement(text)
+        if one.marker and not one.marker.evaluate({**target.markers, "extra": ""}):
+            continue
+        version = found[canonicalize_name(one.name)]["version"]
+        if not one.specifier.contains(version, prereleases=True):
+            return f"{_COMPILER} {about['version']} needs {one.name}{one.specifier}, but this machine has {version}"
+    return ""

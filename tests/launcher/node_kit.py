@@ -90,7 +90,7 @@ class RunFolder:
 
     def processes(self) -> list[str]:
         """Return the command lines of all processes of this node, except the supervisor."""
-        found = procs.with_token(procs.node_token(self.token, self.spec["node_rank"]))
+        found = procs.with_variable(f"{procs.TOKEN}={procs.node_token(self.token, self.spec['node_rank'])}")
         return [procs.command_line(process.pid) for process in found]
 
     def json(self, name: str) -> Any:
@@ -125,7 +125,7 @@ class RunFolder:
         if self.supervisor is not None and self.supervisor.poll() is None:
             self.supervisor.kill()
             self.supervisor.wait()
-        for process in procs.with_token(procs.node_token(self.token, self.spec["node_rank"])):
+        for process in procs.with_variable(f"{procs.TOKEN}={procs.node_token(self.token, self.spec['node_rank'])}"):
             with suppress(ProcessLookupError):  # the process died together with the supervisor
                 os.kill(process.pid, 9)
 

@@ -412,7 +412,7 @@ def test_a_wrong_clock_is_only_a_warning() -> None:
 
 def test_a_busy_master_port_is_reported_with_the_process_that_uses_it() -> None:
     config = cluster(2, run=RunConfig(master_port=29500))
-    finding = the_one(2, {0: {"busy_ports": {"29500": "pid 7: python old.py"}}}, config=config)
+    finding = the_one(2, {0: {"busy_ports": {"29500": "in use (pid 7: python old.py)"}}}, config=config)
     assert (finding.node_rank, finding.severity, finding.check) == (0, "block", "master port")
     assert finding.message == "port 29500 is in use (pid 7: python old.py)" and "run.master_port" in finding.remedy
 

@@ -20,8 +20,8 @@ from launcher.manage.watch_report import RenderedReport, ReportServer
 from launcher.report.html.record import read_record
 from launcher.report.html.render import figure, render, write_html
 from launcher.report.html.sections import report_page
+from launcher.report.metrics import POINTS, Curves
 from launcher.report.outcome import Outcome
-from launcher.report.series import POINTS, Curves
 from operate_kit import LocalRun
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"

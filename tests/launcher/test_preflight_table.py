@@ -11,8 +11,8 @@ from findings_kit import GB, cluster, found, gpu, report_of, survey_of, versions
 from golden_kit import GOLDEN, check_text
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.preflight.finding import Survey
-from launcher.preflight.preflight_report import finding_lines, node_ranges, print_findings
-from launcher.text import UNBOUNDED
+from launcher.preflight.preflight_report import finding_lines, print_findings
+from launcher.text import UNBOUNDED, spans
 
 HOLDER = {"pid": 77, "memory": 40_000, "command": "python big.py", "user": "bob", "since": 1_800_000_000.0}
 UNSEEN = {"pid": 78, "memory": 300, "command": "[Not Found]", "user": "", "since": 0}
@@ -68,7 +68,7 @@ def test_remedies_that_differ_between_hosts_are_separate_lines() -> None:
 
 
 def test_nodes_are_shown_as_ranges() -> None:
-    assert node_ranges([0, 1, 2, 5, 7, 8]) == "node0–node2, node5, node7–node8"
+    assert spans([0, 1, 2, 5, 7, 8], "node") == "node0–node2, node5, node7–node8"
     rows = table_of(survey_of(cluster(6), {k: {"tmux": "3.4"} for k in (1, 3)}), 100)
     assert "node1, node3" in rows and "all but node1, node3" in rows and "all 6 nodes" in rows
 

@@ -29,8 +29,7 @@ from launcher.node.programs.packages import PACKAGES
 from launcher.plan.placement import ANY_PYTHON, MORE_PYTHONS
 from launcher.setup import lock, own_wheel, wheels
 from launcher.setup import setup as program
-from launcher.setup.kernels import conflict, cuda_version, kernel_roots
-from launcher.setup.lock import lock_of
+from launcher.setup.lock import conflict, cuda_version, kernel_roots, lock_of
 from launcher.setup.plan import Action, HostPlan, SetupPlan, make_plan, with_sources
 from launcher.setup.render import print_plan, shown_changes
 from launcher.setup.requirements import Requirements, Target, closure, required

@@ -7,8 +7,8 @@ from typing import Any
 
 from launcher.report.html.page import Chart
 from launcher.report.html.record import RunRecord
+from launcher.report.metrics import Point, number
 from launcher.report.profile import Profile, rank_name
-from launcher.report.series import Point, number
 
 _SINGLE = 12  # up to this number of ranks each gets a line; more are drawn as a heat map
 

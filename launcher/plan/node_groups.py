@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from launcher.plan.model import NodePlan
 
 LabelledLines = Sequence[tuple[str, str]]  #: lines about one node, as (label, text)
+
+_Split = tuple[NodePlan, list[tuple[str, list[str]]]]  # a node and its lines: label, and pieces of the text
 
 _WORD = re.compile(r"([\w.-]+)")
 
@@ -26,27 +28,30 @@ class Fold:
     rows: LabelledLines
 
 
-@dataclass(frozen=True)
-class _SplitRows:
-    """The lines of one node, each split into text (even indices) and numbers or addresses (odd indices)."""
-
-    node: NodePlan
-    names: tuple[str, ...]
-    pieces: tuple[tuple[str, ...], ...]
-
-
 def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
     """Group nodes whose lines in the plan differ only in their ``own_values``, in order of their first node.
 
     ``listed``: each node with its lines. If the ``own_values`` of a node are inserted into its Fold, the result is
     exactly the lines of the node.
     """
-    split = _Splitter({node.address for node, _ in listed})
-    alike: dict[object, list[_SplitRows]] = {}
+    # Nodes have most words in common: each is split once, at its numbers, or is an address of a node.
+    words = {node.address: ["", node.address, ""] for node, _ in listed}
+
+    def pieces(text: str) -> list[str]:
+        """Split ``text`` into plain text (even indices), and numbers or addresses of nodes (odd indices)."""
+        found = [""]
+        for word in _WORD.split(text):
+            cut = words.get(word)
+            if cut is None:
+                cut = words[word] = _NUMBER.split(word)
+            found[-1] += cut[0]
+            found += cut[1:]
+        return found
+
+    alike: dict[object, list[_Split]] = {}
     for node, rows in listed:
-        pieces = tuple(split.pieces(text) for _, text in rows)
-        one = _SplitRows(node, tuple(name for name, _ in rows), pieces)
-        alike.setdefault((one.names, tuple(cut[::2] for cut in pieces)), []).append(one)
+        one = node, [(name, pieces(text)) for name, text in rows]
+        alike.setdefault(tuple((name, *cut[::2]) for name, cut in one[1]), []).append(one)
     folds = [fold for group in alike.values() for fold in _folds(group)]
     return sorted(folds, key=lambda fold: fold.nodes[0].node_rank)
 
@@ -56,59 +61,35 @@ def own_values(node: NodePlan) -> Mapping[str, str]:
 
     For equal values, the plan shows the placeholder that comes first in the result.
     """
-    return {
-        "{node_rank}": str(node.node_rank),
-        "{service_port}": str(node.service_port),
-        **_ends("rank", node.ranks),
-        **_ends("part", node.parts),
-        "{address}": node.address,
-        **_inner("rank", node.ranks),
-        **_inner("part", node.parts),
-        **({"{trainer_index}": str(node.trainer.env["GROUP_RANK"])} if node.trainer else {}),
-    }
+    numbered = {"rank": node.ranks, "part": node.parts}
+    ends = ({f"{{first_{name}}}": own[0], f"{{last_{name}}}": own[-1]} for name, own in numbered.items() if own)
+    inner = ({f"{{first_{name}+{i}}}": number for i, number in enumerate(own) if i} for name, own in numbered.items())
+    values: dict[str, object] = {"{node_rank}": node.node_rank, "{service_port}": node.service_port}
+    for more in ends:
+        values |= more
+    values["{address}"] = node.address
+    for more in inner:
+        values |= more
+    if node.trainer:
+        values["{trainer_index}"] = node.trainer.env["GROUP_RANK"]
+    return {name: str(value) for name, value in values.items()}
 
 
-def _ends(name: str, numbers: Sequence[int]) -> Mapping[str, str]:
-    return {f"{{first_{name}}}": str(numbers[0]), f"{{last_{name}}}": str(numbers[-1])} if numbers else {}
-
-
-def _inner(name: str, numbers: Sequence[int]) -> Mapping[str, str]:
-    return {f"{{first_{name}+{i}}}": str(number) for i, number in enumerate(numbers) if i}
-
-
-class _Splitter:
-    """Splits texts at numbers and at ``addresses`` of nodes. Nodes have most words in common: each is split once."""
-
-    def __init__(self, addresses: Set[str]):
-        self._words = {address: ["", address, ""] for address in addresses}
-
-    def pieces(self, text: str) -> tuple[str, ...]:
-        """Return the pieces of ``text``: plain text (even indices), and numbers or addresses of nodes (odd indices)."""
-        pieces, words = [""], self._words
-        for word in _WORD.split(text):
-            cut = words.get(word)
-            if cut is None:
-                cut = words[word] = _NUMBER.split(word)
-            pieces[-1] += cut[0]
-            pieces += cut[1:]
-        return tuple(pieces)
-
-
-def _folds(group: list[_SplitRows]) -> Iterator[Fold]:
+def _folds(group: Sequence[_Split]) -> Iterator[Fold]:
     """Yield a Fold of nodes whose lines have equal text; several if other values than ``own_values`` differ."""
-    own = [own_values(one.node) for one in group]
+    own = [own_values(node) for node, _ in group]
     names = {name: [values.get(name) for values in own] for name in own[0]}
     rows = []
-    for r, title in enumerate(group[0].names):
-        shown = list(group[0].pieces[r])
+    for r, (title, first) in enumerate(group[0][1]):
+        shown = list(first)
         for i in range(1, len(shown), 2):
-            values = [one.pieces[r][i] for one in group]
+            values = [split[r][1][i] for _, split in group]
             if any(value != values[0] for value in values):
                 name = next((name for name, owned in names.items() if owned == values), None)
                 if name is None:
                     for value in dict.fromkeys(values):
-                        yield from _folds([one for one in group if one.pieces[r][i] == value])
+                        yield from _folds([one for one in group if one[1][r][1][i] == value])
                     return
                 shown[i] = name
         rows.append((title, "".join(shown)))
-    yield Fold(tuple(one.node for one in group), tuple(rows))
+    yield Fold(tuple(node for node, _ in group), tuple(rows))

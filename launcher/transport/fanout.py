@@ -40,8 +40,15 @@ def on_nodes(
     """
     ranks = list(node_ranks)
     done: queue.SimpleQueue[tuple[int, T | None, Exception | None]] = queue.SimpleQueue()
+
+    def answer(node_rank: int) -> None:
+        try:
+            done.put((node_rank, work(node_rank), None))
+        except Exception as error:  # the waiting thread raises or reports it
+            done.put((node_rank, None, error))
+
     for node_rank in ranks:
-        threading.Thread(target=_answer, args=(node_rank, work, done), daemon=True).start()
+        threading.Thread(target=answer, args=(node_rank,), daemon=True).start()
     answers: Answers[T] = Answers()
     for _ in ranks:
         try:
@@ -57,12 +64,3 @@ def on_nodes(
     for node_rank in set(ranks) - set(answers.values) - set(answers.errors):
         answers.errors[node_rank] = TimeoutError(f"node{node_rank} did not answer within {timeout:g} s")
     return answers
-
-
-def _answer(
-    node_rank: int, work: Callable[[int], T], done: queue.SimpleQueue[tuple[int, T | None, Exception | None]]
-) -> None:
-    try:
-        done.put((node_rank, work(node_rank), None))
-    except Exception as error:  # the waiting thread raises or reports it
-        done.put((node_rank, None, error))

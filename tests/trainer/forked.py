@@ -18,7 +18,7 @@ from typing import Any
 from waiting import DEADLINE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_PRELOADED = ["torch_geometric.loader", "torch_geometric.nn", "trainer.train.job", "trainer.service.serve"]
+_PRELOADED = ["preloaded"]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOADED)
 _server = forkserver._forkserver  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def share_server() -> None:
 
 def _start_server() -> None:
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-    os.environ |= {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
     try:
         _server.ensure_running()
     finally:
@@ -109,6 +109,7 @@ def _forked_main(work: Callable[..., None], args: tuple[Any, ...], env: dict[str
         os.dup2(handle, stream)
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
     faulthandler.enable()
+    assert "preloaded" in sys.modules, "the server that forks could not import it"
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -121,6 +121,10 @@ def places_of(files: list[str]) -> dict[str, float]:
     return place
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else duckdb reports what is not collected at the end of the process
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return REPOSITORY

@@ -13,8 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from rich.console import Console
 
+from launcher.command import Command
+from launcher.config.loader import load_config
+from launcher.config.resolve import resolve_run
+from launcher.plan import partition
 from ports import free_port
 from waiting import DEADLINE
 
@@ -85,6 +91,20 @@ def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, *
     ]
     run = own_ports() | sections.pop("run", {})
     return write_config(folder, nodes, transport="local", run=run, **sections)
+
+
+def make_parts(config: Path) -> None:
+    """Make the parts that the launch of ``config`` would make, in a forked process that has loaded torch."""
+    from forked import fork  # of the trainer's tests
+
+    def partition_in_fork(command: Command, console: Console) -> None:
+        done = fork(command.argv[1:], {**os.environ, **command.env}, config.parent)
+        assert done.wait() == 0, done.output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(config.parent)
+        patch.setattr(partition, "run_partitioner", partition_in_fork)
+        partition.ensure_parts(resolve_run(load_config(config)), Console(quiet=True))
 
 
 def own_ports() -> dict[str, int]:

@@ -13,7 +13,7 @@ import yaml
 
 from launcher.cli.main import run
 from launcher.config.schema import RunConfig
-from launching import own_ports
+from launching import make_parts, own_ports
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/operating.md").read_text()
 WITHOUT_END = (
@@ -43,7 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("operating")
     config = {"name": "toy", "transport": "local", "nodes": 2, "defaults": {"workdir": "node{node_rank}"}}
     config |= {
-        "data": {"dataset": "synthetic", "options": {"num_nodes": 200}, "partition": {"method": "hash"}},
+        "data": {
+            "dataset": "synthetic",
+            "options": {"num_nodes": 200},
+            "partition": {"method": "hash"},
+            "folder": "parts",
+        },
         "run": own_ports(),
     }
     (folder / "cluster.yml").write_text(yaml.safe_dump(config))
@@ -53,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
         patch.setenv("GNNFLEET_LEASES", str(folder / "leases"))
         launch = ["--config", "cluster.yml", "--run-id", "toy-1", "--detach", "--", sys.executable, "toy.py"]
+        make_parts(folder / "cluster.yml")
         try:
             assert run(launch) == 0
             yield folder

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.config.loader import load_config, to_yaml
@@ -63,6 +63,7 @@ def test_names_are_folded_for_messages(names: str, folded: str) -> None:
     assert fold(names.split()) == folded
 
 
+@settings(max_examples=40)
 @given(st.lists(st.from_regex(r"\A[ab]{0,2}[0-9]{1,3}([.x][0-9]{1,2})?\Z"), max_size=30))
 def test_folding_loses_nothing(names: list[str]) -> None:
     assert [name for text in fold(names).split(", ") if text for name in expand(text)] == names

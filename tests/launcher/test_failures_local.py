@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import REPOSITORY, Launched, Running, launch, local_config, start
+from launching import REPOSITORY, Launched, Running, launch, local_config, make_parts, start
 from waiting import DEADLINE, wait_until
 
 WAITS = """
@@ -91,8 +91,7 @@ def made(tmp_path: Path, parts: Path) -> Path:
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    launch(local_config(folder, [1, 1]), "--", "false", env={**os.environ, "TMUX_TMPDIR": str(folder)})
-    assert (folder / "parts/manifest.json").is_file()
+    make_parts(local_config(folder, [1, 1]))
     return folder / "parts"
 
 
@@ -138,8 +137,10 @@ def test_ctrl_c_in_a_terminal_ends_everything_at_once(tmp_path: Path, parts: Pat
     assert "Stopped by Ctrl-C after" in done.output
 
 
-def test_a_closed_terminal_detaches_the_run(made: Path) -> None:
-    # Closing the terminal sends SIGHUP to launch.py and closes its output; the run continues on the nodes.
+def test_a_closed_terminal_detaches_the_run(tmp_path: Path, parts: Path) -> None:
+    # Closing the terminal sends SIGHUP to launch.py and closes its output; the run continues on the node.
+    made = local_config(tmp_path, [2], data={"folder": str(parts), "num_parts": 2})
+    (tmp_path / "waits.py").write_text(WAITS)
     terminal, side = pty.openpty()
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(made), "--", "python", "waits.py"]
     process = subprocess.Popen(
@@ -156,7 +157,7 @@ def test_a_closed_terminal_detaches_the_run(made: Path) -> None:
     assert json.loads((run_dir / "launch.json").read_text())["detached"] is True
     assert not (run_dir / "result.json").exists(), "the run continues"
     files = list(made.parent.glob("node*/runs/*/node*/state.json"))
-    wait_until(lambda: [json.loads(file.read_text())["state"] for file in files] == ["training", "training"])
+    wait_until(lambda: [json.loads(file.read_text())["state"] for file in files] == ["training"])
     stop_by_hand(made.parent)
 
 

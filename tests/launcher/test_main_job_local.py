@@ -14,7 +14,7 @@ import pytest
 from launcher.config.loader import load_config
 from launcher.config.resolve import resolve_run
 from launcher.plan.build import offline_plan
-from launching import Launched, Running, launch, local_config
+from launching import Launched, Running, launch, local_config, make_parts
 from waiting import wait_until
 
 
@@ -79,6 +79,7 @@ def own_script_run(tmp_path_factory, local_workdirs, private_tmux):
     (folder / "sees.py").write_text(SEES)
     words = ("python", "sees.py", "--lr", "0.01", "it's")
     config = local_config(folder, [1, 2], local_workdirs)
+    make_parts(config)
     done = launch(config, "--", *words)
     assert done.status == 0, done.output
     brought = {path.relative_to(done.run_dir / "output").as_posix() for path in done.run_dir.glob("output/**/*.txt")}

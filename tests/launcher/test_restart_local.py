@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from launcher.node import procs
-from launching import REPOSITORY, Running, launch, local_config
+from launching import REPOSITORY, Running, launch, local_config, make_parts
 from restart_kit import TRAIN
 from waiting import DEADLINE, wait_until
 
@@ -35,6 +35,8 @@ class Counting:
         self.folder = folder
         settings = {"restarts": 3, "peer_timeout": 3, "grace": 1, **run}
         self.config = local_config(folder, [1] * nodes, run=settings, data=data or {"replicas": 2})
+        if data is None:
+            make_parts(self.config)
         (folder / "train.py").write_text(TRAIN)
         self.running = Running(self.config, "--run-id", "again", "--", "python", "train.py", str(folder / "go"))
 

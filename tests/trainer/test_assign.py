@@ -169,7 +169,7 @@ def typed_graphs(draw):
     return Dataset("drawn", nodes, edges, "d", hetero=True)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(typed_graphs(), st.sampled_from([1, 2, 3, 7, 40]), st.sampled_from(RUN), st.sampled_from(BALANCES))
 def test_any_graph_is_divided_within_bounds(tmp_path_factory, dataset, num_parts, method, balance):
     num_parts = min(num_parts, dataset.num_nodes)

@@ -174,10 +174,9 @@ def storm(victim: Target, insiders: int, strangers: int, seed: int) -> Honest:
     return honest
 
 
-@pytest.mark.parametrize("encrypted", [True, False], ids=["encrypted", "plain"])
-def test_a_flood_does_no_harm(tmp_path, encrypted: bool) -> None:
-    with target(tmp_path, new_keys() if encrypted else None) as victim:
-        storm(victim, insiders=1_500, strangers=500, seed=1)
+def test_a_flood_does_no_harm(tmp_path) -> None:
+    with target(tmp_path, new_keys()) as victim:  # the slow test below also floods a server without encryption
+        storm(victim, insiders=1_000, strangers=300, seed=1)
 
 
 @pytest.mark.slow
@@ -188,12 +187,12 @@ def test_a_million_hostile_messages_do_no_harm(tmp_path, encrypted: bool) -> Non
         assert storm(victim, insiders=800_000, strangers=200_000, seed=2).p99 < 1.0
 
 
-def test_two_hundred_busy_clients_that_are_killed_do_no_harm(tmp_path) -> None:
+def test_a_hundred_busy_clients_that_are_killed_do_no_harm(tmp_path) -> None:
     # Each client sends about a hundred requests for batches and rows and never reads the replies.
     asked = [encode(request) for request in valid_requests(NODES)[-9:]] * 12
     with target(tmp_path, new_keys()) as victim, Honest(victim) as honest:
         before = victim.process.memory_info().rss
-        for _ in range(4):
+        for _ in range(2):
             with contextlib.ExitStack() as crowd:
                 peers = [crowd.enter_context(RawPeer(victim.place.endpoint, victim.keys)) for _ in range(50)]
                 for peer in peers:

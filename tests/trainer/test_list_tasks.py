@@ -6,6 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,7 @@ USER, ITEM, LIKES = 30, 25, ("user", "likes", "item")
 NAMES = ("recall@5", "ndcg@5", "precision@5", "map@5", "mrr", "hits@3", "auc")
 
 
+@cache
 def events() -> np.ndarray:
     """Links with times, [4, n]: user, item, time, split; of many times, and also after the links of val and test."""
     rng = np.random.default_rng(8)
@@ -306,11 +308,13 @@ def likes(folder: Path, num_parts: int) -> Path:
     return folder / "parts"
 
 
+@cache
 def shown_at() -> list[tuple[int, int, int]]:
     rng = np.random.default_rng(9)
     return [(u, i, t) for u, _, t, _ in events().T.tolist() for i in rng.integers(0, ITEM, 4).tolist()]
 
 
+@cache
 def vector(kind: int, node: int, time: int) -> np.ndarray:
     """The embedding of a node at a time, of small integers, so that scores are often equal."""
     return np.random.default_rng([kind, node, time]).integers(-2, 3, 3).astype(np.float32)
@@ -323,7 +327,8 @@ def rank(scores: list[float], own: int, among: set[int]) -> float:
 
 def reference(split: int, candidates: bool) -> dict[str, float]:
     """Rank each link of a split, one by one."""
-    links = sorted({tuple(each[:3]) for each in events().T.tolist() if each[3] == split})
+    every = events().T.tolist()
+    links = sorted({tuple(each[:3]) for each in every if each[3] == split})
     # A target is seen at the earliest time of the query's group: of at most 8 groups of about equal size.
     queries = sorted({(u, t) for u, _, t in links})
     times = sorted(t for _, t in queries)
@@ -333,7 +338,7 @@ def reference(split: int, candidates: bool) -> dict[str, float]:
         own = {i for v, i, s in links if (v, s) == (u, t)}
         limit = max(first for first in firsts if first <= t)
         scores = [float(vector(0, u, t) @ vector(1, i, limit)) for i in range(ITEM)]
-        known = {i for v, i, s, p in events().T.tolist() if v == u and s <= t and (p == 0 or (p == 1 and split == 2))}
+        known = {i for v, i, s, p in every if v == u and s <= t and (p == 0 or (p == 1 and split == 2))}
         among = set(range(ITEM)) - known
         if candidates:
             known, among = set(), own | {i for v, i, s in shown_at() if (v, s) == (u, t)}
@@ -393,7 +398,7 @@ def _ranked(parts: str, out: str) -> None:
         Path(out, "found.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize(("num_parts", "ranks"), [(1, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize(("num_parts", "ranks"), [(1, 1), (4, 3)])
 def test_ranks_at_the_time_of_each_link_equal_a_reference(tmp_path: Path, num_parts: int, ranks: int) -> None:
     parts = likes(tmp_path / "likes", num_parts)
     for each in run_forked(_ranked, (str(parts), str(tmp_path)), ranks):

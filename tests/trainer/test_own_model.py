@@ -144,12 +144,12 @@ def named(sources: Path, model: str) -> str:
 FANOUTS = {"homo": (5, 3), "hetero": (2, 4)}
 
 
-def jobs(sources: Path, homo: Path, hetero: Path, folder: Path, epochs: int = 2):
-    """Yield the jobs of ``CASES``. epochs: of all but those of ``Own``, which have two."""
-    common = {"epochs": epochs, "dropout": 0.5, "heads": 2}
+def jobs(sources: Path, homo: Path, hetero: Path, folder: Path):
+    """Yield the jobs of ``CASES``."""
+    common = {"epochs": 1, "dropout": 0.5, "heads": 2}
     for parts, kind, models in ((homo, "homo", HOMO), (hetero, "hetero", HETERO)):
         for model in models:
-            more = {**common, "epochs": 2} if model == "Own" else common
+            more = {**common, "epochs": 2} if f"{kind}/{model}" in RESUMED else common
             yield job(parts, folder / kind / model, model=named(sources, model), fanouts=FANOUTS[kind], **more)
     links = {**common, "task": "link", "target": "paper__cites__paper", "batch_size": 500, "negatives": 20}
     yield job(hetero, folder / "links", model=named(sources, "Typed"), **links)
@@ -157,7 +157,7 @@ def jobs(sources: Path, homo: Path, hetero: Path, folder: Path, epochs: int = 2)
     yield job(homo, folder / "degrees", model="torch_geometric.nn.GCN")
     for parts, name in ((homo, "deep"), (hetero, "typed deep")):
         yield job(parts, folder / name, model=named(sources, "Own"), model_args={"depth": 2})
-    yield job(homo, folder / "noisy", model=named(sources, "Noisy"), **{**common, "epochs": 1})
+    yield job(homo, folder / "noisy", model=named(sources, "Noisy"), **common)
 
 
 @pytest.fixture(scope="module")
@@ -176,12 +176,13 @@ CASES = [
     "typed deep",
     "deep",
 ]
+RESUMED = ("homo/Own", "hetero/Typed", "hetero/torch_geometric.nn.GraphSAGE")
 
 
 @pytest.fixture(scope="module")
 def together(sources: Path, homo: Path, hetero: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("together")
-    for ended in run_ranks(3, *jobs(sources, homo, hetero, folder, epochs=1)):
+    for ended in run_ranks(2, *jobs(sources, homo, hetero, folder)):
         assert ended.returncode == 0, ended.output
     return folder
 
@@ -208,11 +209,11 @@ def test_an_unrolled_batch_has_the_neighbours_of_each_hop(homo: Path, fanouts: t
 @pytest.mark.parametrize("case", CASES)
 def test_several_processes_train_the_same_model_as_one(case: str, alone: Path, together: Path) -> None:
     ours = curve(together / case)
-    assert len(ours) == (6 if case.endswith("Own") else 3 if case != "links" else len(curve(alone / case)) // 2)
-    np.testing.assert_allclose(ours, curve(alone / case)[: len(ours)], rtol=2e-5)
+    assert len(ours) >= (6 if case in RESUMED else 3)
+    np.testing.assert_allclose(ours, curve(alone / case), rtol=2e-5)
 
 
-@pytest.mark.parametrize("case", ["homo/Own", "hetero/Typed", "hetero/torch_geometric.nn.GraphSAGE"])
+@pytest.mark.parametrize("case", RESUMED)
 def test_a_resumed_run_continues_the_curve_exactly(
     case: str, sources: Path, homo: Path, hetero: Path, alone: Path, tmp_path: Path
 ) -> None:
@@ -566,7 +567,7 @@ def test_a_typed_class_also_reads_a_graph_without_types(sources: Path, homo: Pat
 
 
 def test_bfloat16_changes_the_curve_only_a_little(sources: Path, homo: Path, alone: Path, tmp_path: Path) -> None:
-    more = {"epochs": 2, "dropout": 0.5, "heads": 2, "precision": "bfloat16", "fanouts": FANOUTS["homo"]}
+    more = {"epochs": 1, "dropout": 0.5, "heads": 2, "precision": "bfloat16", "fanouts": FANOUTS["homo"]}
     train(job(homo, tmp_path, model="torch_geometric.nn.GraphSAGE", **more), Ranks())
     ours, theirs = curve(tmp_path), curve(alone / "homo/torch_geometric.nn.GraphSAGE")
     assert ours != theirs

@@ -94,6 +94,7 @@ class Sampling:
                 assert_same_sample(self._graph.sample_hops([request])[0], self._whole.sample_hops([request])[0])
                 self.longest = max(self.longest, time.monotonic() - start)
                 self.done += 1
+                time.sleep(0.005)
         except BaseException as error:
             self.error = error
 
